@@ -1,0 +1,101 @@
+#include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "cuseq/ops.h"
+#include "cuseq/seqlens.h"
+#include "ops/checks.h"
+
+// Host values of lengths that exist only on the device: one asynchronous copy to pinned memory and
+// an event. Whoever first needs a value waits for that event, in Python or inside an op that a
+// compiled graph runs, where Python cannot wait.
+namespace cuseq {
+namespace {
+
+using Pending = std::unordered_map<const void*, std::shared_ptr<c10::Event>>;
+
+std::mutex mutex;
+std::atomic<int64_t> number_pending{0};
+
+// By address of the pinned numbers: a copy to recycled memory replaces what was there.
+Pending& pending() {
+  static auto* copies = new Pending();
+  return *copies;
+}
+
+// Copies that finished and that nobody asked for would pile up.
+void forget_finished(std::vector<std::shared_ptr<c10::Event>>& finished) {
+  constexpr size_t kFew = 64;
+  if (pending().size() < kFew) return;
+  std::erase_if(pending(), [&](auto& copy) {
+    if (!copy.second->query()) return false;
+    finished.push_back(std::move(copy.second));
+    return true;
+  });
+}
+
+}  // namespace
+
+at::Tensor start_host_copy(const at::Tensor& on_device) {
+  if (on_device.is_cpu()) return on_device;
+  TORCH_CHECK(!is_capturing(on_device),
+              "lengths that lie on the device cannot be brought to the host while a CUDA graph is "
+              "captured: build the PackedLayout from host lengths, before the capture");
+  at::Tensor on_host =
+      at::empty(on_device.sizes(), on_device.options().device(at::kCPU).pinned_memory(true));
+  on_host.copy_(on_device, /*non_blocking=*/true);
+  const c10::Device device = on_device.device();
+  auto copied = std::make_shared<c10::Event>(device.type());
+  copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  std::vector<std::shared_ptr<c10::Event>> finished;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    forget_finished(finished);
+    pending()[on_host.const_data_ptr()] = std::move(copied);
+    number_pending = static_cast<int64_t>(pending().size());
+  }
+  return on_host;
+}
+
+void wait_host_copy(const at::Tensor& on_host) {
+  if (number_pending.load(std::memory_order_acquire) == 0) return;
+  std::shared_ptr<c10::Event> copied;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = pending().find(on_host.const_data_ptr());
+    if (found == pending().end()) return;
+    copied = found->second;
+  }
+  copied->synchronize();
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = pending().find(on_host.const_data_ptr());
+  // Not a later copy to the same memory.
+  if (found != pending().end() && found->second == copied) pending().erase(found);
+  number_pending = static_cast<int64_t>(pending().size());
+}
+
+const int32_t* read_host_meta(const at::Tensor& host_meta) {
+  TORCH_CHECK_VALUE(host_meta.is_cpu() && host_meta.scalar_type() == at::kInt &&
+                        host_meta.dim() == 1 && host_meta.size(0) == kHostMetaSize &&
+                        host_meta.is_contiguous(),
+                    "host_meta must be the contiguous int32 [", static_cast<int>(kHostMetaSize),
+                    "] on the CPU of a PackedLayout, got ", host_meta.scalar_type(), " ",
+                    host_meta.sizes(), " on ", host_meta.device());
+  wait_host_copy(host_meta);
+  const int32_t* meta = host_meta.const_data_ptr<int32_t>();
+  check_layout_status(meta[kStatus], meta[kNumSeqs], meta[kTotalTokens]);
+  return meta;
+}
+
+int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot) {
+  TORCH_CHECK_VALUE(slot >= 0 && slot < kHostMetaSize, "slot must lie in [0, ",
+                    static_cast<int>(kHostMetaSize), "), got ", slot);
+  return read_host_meta(host_meta)[slot];
+}
+
+}  // namespace cuseq

@@ -1,0 +1,32 @@
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+
+#include "cuseq/seqlens.h"
+#include "kernels/kernels.h"
+
+namespace cuseq::cpu {
+
+void token_metadata(const TokenMetadataArgs& args) {
+  const SeqLens seqlens{args.cu_seqlens, args.n_seqs};
+  constexpr int64_t kGrain = 1 << 14;
+  at::parallel_for(0, args.total_tokens, kGrain, [&](int64_t first, int64_t last) {
+    int64_t token = first;
+    while (token < last) {
+      const int64_t segment = seqlens.segment_of(token);
+      const int64_t begin = seqlens.begin(segment);
+      const int64_t end =
+          segment < args.n_seqs ? std::min<int64_t>(seqlens.begin(segment + 1), last) : last;
+      // At least one step, so that offsets that do not ascend cannot hold the loop.
+      const int64_t stop = std::max(end, token + 1);
+      for (; token < stop; ++token) {
+        if (args.position_ids != nullptr) {
+          args.position_ids[token] = static_cast<int32_t>(token - begin);
+        }
+        if (args.seq_ids != nullptr) args.seq_ids[token] = static_cast<int32_t>(segment);
+      }
+    }
+  });
+}
+
+}  // namespace cuseq::cpu

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuseq/seqlens.h"
+
+namespace cuseq::cuda {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The segments of a block's tokens lie between those of its first and its last token, so two
+// searches over all offsets serve the whole block and each thread searches the few in between.
+struct BlockSegments {
+  int64_t low;
+  int64_t high;
+
+  __device__ static BlockSegments of(const SeqLens& seqlens, int64_t first_token,
+                                     int64_t last_token) {
+    __shared__ BlockSegments found;
+    if (threadIdx.x == 0) {
+      found.low = seqlens.segment_of(first_token);
+    } else if (threadIdx.x == 32) {
+      found.high = seqlens.segment_of(last_token);
+    }
+    __syncthreads();
+    // Offsets that do not ascend could leave the range empty; any range inside the array is safe.
+    return {found.low, found.high < found.low ? found.low : found.high};
+  }
+};
+
+}  // namespace cuseq::cuda

@@ -1,0 +1,57 @@
+#include "cuda/launch.cuh"
+#include "kernels/kernels.h"
+
+namespace cuseq::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kItems = 4;
+
+// Linear in tokens: one thread for four neighbours, written as one 16-byte store where they all
+// exist.
+__global__ void __launch_bounds__(kThreads) token_metadata_kernel(const TokenMetadataArgs args) {
+  const SeqLens seqlens{args.cu_seqlens, args.n_seqs};
+  const int64_t block_first = static_cast<int64_t>(blockIdx.x) * kThreads * kItems;
+  const int64_t block_end = block_first + kThreads * kItems;
+  const int64_t last_token = (block_end < args.total_tokens ? block_end : args.total_tokens) - 1;
+  const BlockSegments segments = BlockSegments::of(seqlens, block_first, last_token);
+
+  const int64_t first = block_first + threadIdx.x * kItems;
+  if (first >= args.total_tokens) return;
+  int32_t position[kItems];
+  int32_t segment[kItems];
+  int64_t low = segments.low;
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    low = seqlens.segment_of(first + k, low, segments.high);
+    segment[k] = static_cast<int32_t>(low);
+    position[k] = static_cast<int32_t>(first + k - seqlens.begin(low));
+  }
+  if (first + kItems <= args.total_tokens) {
+    if (args.position_ids != nullptr) {
+      *reinterpret_cast<int4*>(args.position_ids + first) =
+          make_int4(position[0], position[1], position[2], position[3]);
+    }
+    if (args.seq_ids != nullptr) {
+      *reinterpret_cast<int4*>(args.seq_ids + first) =
+          make_int4(segment[0], segment[1], segment[2], segment[3]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    if (first + k >= args.total_tokens) break;
+    if (args.position_ids != nullptr) args.position_ids[first + k] = position[k];
+    if (args.seq_ids != nullptr) args.seq_ids[first + k] = segment[k];
+  }
+}
+
+}  // namespace
+
+void token_metadata(const TokenMetadataArgs& args, Stream stream) {
+  if (args.total_tokens == 0) return;
+  const auto blocks = static_cast<unsigned>(ceil_div(args.total_tokens, kThreads * kItems));
+  token_metadata_kernel<<<blocks, kThreads, 0, stream>>>(args);
+}
+
+}  // namespace cuseq::cuda

@@ -1,0 +1,57 @@
+#include <torch/library.h>
+
+// Every schema, and nothing else. One op, one name: NAME here is csrc/ops/NAME.cpp (checks and
+// registration), csrc/cpu/NAME.cpp and csrc/cuda/NAME.cu, or the file of the kernel that it shares;
+// its fake is in python/cuseq/_fakes.py.
+TORCH_LIBRARY(cuseq, m) {
+  const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
+
+  // csrc/ops/cu_seqlens.cpp
+  m.def("cu_seqlens(Tensor lengths) -> Tensor", pure);
+  m.def("max_seqlen(Tensor lengths) -> Tensor", pure);
+  m.def("max_seqlen_sync(Tensor lengths) -> SymInt", pure);
+  m.def("last_token_indices(Tensor lengths) -> Tensor", pure);
+  m.def(
+      "layout_metadata(Tensor source, SymInt total_tokens, SymInt max_seqs, bool from_cu_seqlens, "
+      "Tensor? num_seqs=None) -> (Tensor lengths, Tensor cu_seqlens, Tensor host_meta)",
+      pure);
+
+  // csrc/ops/token_metadata.cpp
+  m.def("position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+  m.def("seq_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+  m.def(
+      "token_metadata(Tensor cu_seqlens, SymInt total_tokens) -> "
+      "(Tensor position_ids, Tensor seq_ids)",
+      pure);
+
+  // csrc/ops/NAME.cpp
+  m.def("lengths_from_padding_mask(Tensor mask) -> Tensor", pure);
+  m.def(
+      "cu_seqlens_from_position_ids(Tensor position_ids, SymInt? max_seqs=None, int? plane=None) "
+      "-> (Tensor cu_seqlens, Tensor num_seqs)",
+      pure);
+  m.def(
+      "mask_boundary_labels(Tensor labels, Tensor cu_seqlens, bool shifted=False, "
+      "int ignore_index=-100) -> Tensor",
+      pure);
+
+  // csrc/ops/varlen_attention.cpp. host_meta is read on the host when the op runs: a graph that
+  // replayed it would replay stale lengths.
+  const std::vector<at::Tag> reads_host = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
+  m.def(
+      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
+      "Tensor? host_meta=None, bool causal=True, int? window=None, float? scale=None, "
+      "SymInt? max_seqlen_bound=None) -> (Tensor out, Tensor logsumexp)",
+      reads_host);
+  m.def(
+      "varlen_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+      "Tensor out, Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
+      "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None) -> "
+      "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+      reads_host);
+
+  // csrc/cache/packed_ops.cpp
+  m.def("packed_cu_seqlens(Tensor lengths) -> Tensor", pure);
+  m.def("packed_position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+  m.def("packed_seq_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+}

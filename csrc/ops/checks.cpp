@@ -1,0 +1,142 @@
+#include "ops/checks.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <string>
+
+#include "cuseq/seqlens.h"
+
+#ifdef CUSEQ_WITH_CUDA
+#include <ATen/cuda/CUDAGraphsUtils.cuh>
+#endif
+
+namespace cuseq {
+namespace {
+
+constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
+
+bool device_checks_enabled() {
+  static const bool enabled = [] {
+    const char* value = std::getenv("CUSEQ_CHECK");
+    return value != nullptr && std::strcmp(value, "1") == 0;
+  }();
+  return enabled;
+}
+
+bool values_can_be_read(const at::Tensor& tensor) {
+  return tensor.is_cpu() || (device_checks_enabled() && !is_capturing(tensor));
+}
+
+at::Tensor as_host_int64(const at::Tensor& tensor) {
+  return tensor.to(at::TensorOptions().dtype(at::kLong).device(at::kCPU)).contiguous();
+}
+
+}  // namespace
+
+void check_integer(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name,
+                   " must be int32 or int64, got ", tensor.scalar_type());
+}
+
+void check_vector(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.dim() == 1, name, " must have one dimension, got shape ",
+                    tensor.sizes());
+  check_integer(tensor, name);
+  TORCH_CHECK_VALUE(tensor.size(0) < kMaxTokens, name, " must have fewer than 2^31 entries, got ",
+                    tensor.size(0));
+}
+
+void check_offsets(const at::Tensor& cu_seqlens) {
+  TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1,
+                    "cu_seqlens must have shape [n_seqs + 1], got ", cu_seqlens.sizes());
+  TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, "cu_seqlens must be int32, got ",
+                   cu_seqlens.scalar_type());
+  TORCH_CHECK_VALUE(cu_seqlens.is_contiguous(), "cu_seqlens must be contiguous, got stride ",
+                    cu_seqlens.strides());
+}
+
+void check_tokens(int64_t total_tokens) {
+  TORCH_CHECK_VALUE(total_tokens >= 0 && total_tokens <= kMaxTokens,
+                    "total_tokens must lie in [0, 2^31 - 1], got ", total_tokens);
+}
+
+void check_length_values(const at::Tensor& lengths, int64_t total_tokens) {
+  if (!values_can_be_read(lengths)) return;
+  const at::Tensor host = as_host_int64(lengths);
+  const int64_t* values = host.const_data_ptr<int64_t>();
+  int64_t sum = 0;
+  for (int64_t i = 0; i < host.numel(); ++i) {
+    TORCH_CHECK_VALUE(values[i] >= 0, "lengths must not be negative, got lengths[", i,
+                      "] = ", values[i]);
+    // Compared before adding, so that no sum of int64 values can overflow.
+    TORCH_CHECK_VALUE(values[i] <= kMaxTokens - sum,
+                      "lengths must sum to at most 2^31 - 1 tokens, offsets are int32, but "
+                      "lengths[",
+                      i, "] = ", values[i], " comes after ", sum, " tokens");
+    sum += values[i];
+  }
+  TORCH_CHECK_VALUE(total_tokens < 0 || sum <= total_tokens, "lengths must sum to at most ",
+                    "total_tokens = ", total_tokens, ", got ", sum);
+}
+
+void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens) {
+  if (!values_can_be_read(cu_seqlens) || cu_seqlens.numel() == 0) return;
+  const at::Tensor host = as_host_int64(cu_seqlens);
+  const int64_t* values = host.const_data_ptr<int64_t>();
+  TORCH_CHECK_VALUE(values[0] == 0, "cu_seqlens must start at 0, got cu_seqlens[0] = ", values[0]);
+  for (int64_t i = 1; i < host.numel(); ++i) {
+    TORCH_CHECK_VALUE(values[i] >= values[i - 1], "cu_seqlens must not descend, got cu_seqlens[",
+                      i - 1, "] = ", values[i - 1], " and cu_seqlens[", i, "] = ", values[i]);
+  }
+  const int64_t last = values[host.numel() - 1];
+  TORCH_CHECK_VALUE(last <= kMaxTokens, "cu_seqlens must end at 2^31 - 1 tokens or before, got ",
+                    last);
+  TORCH_CHECK_VALUE(total_tokens < 0 || last <= total_tokens, "cu_seqlens must end at or before ",
+                    "total_tokens = ", total_tokens, ", got ", last);
+}
+
+void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens) {
+  if (status == kLayoutOk) return;
+  TORCH_CHECK_VALUE((status & kFirstOffsetNotZero) == 0,
+                    "cu_seqlens must start at 0, but the device holds another first offset");
+  TORCH_CHECK_VALUE((status & kNegativeLength) == 0,
+                    "lengths must not be negative and cu_seqlens must not descend, but the device "
+                    "holds such values; CUSEQ_CHECK=1 names the first one");
+  TORCH_CHECK_VALUE((status & kTooManySequences) == 0,
+                    "the device holds more sequences than max_seqs = ", num_seqs);
+  TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0, "lengths must sum to at most total_tokens = ",
+                    total_tokens, ", but those on the device sum to more");
+}
+
+bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
+#ifdef CUSEQ_WITH_CUDA
+  if (tensor.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(tensor.device());
+    return at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
+  }
+#endif
+  return false;
+}
+
+at::TensorOptions int32_on(const at::Tensor& like) {
+  return at::TensorOptions().dtype(at::kInt).device(like.device());
+}
+
+#ifdef CUSEQ_WITH_CUDA
+void check_launch() {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaErrorNoKernelImageForDevice) {
+    const cudaDeviceProp* gpu = at::cuda::getCurrentDeviceProperties();
+    TORCH_CHECK(false, "cuseq was built for the CUDA architectures ", CUSEQ_CUDA_ARCHS,
+                " and has no code for ", gpu->name, " (sm_", gpu->major, gpu->minor,
+                "); rebuild it with CUSEQ_CUDA_ARCHS=", gpu->major, gpu->minor);
+  }
+  C10_CUDA_CHECK(error);
+}
+#endif
+
+}  // namespace cuseq

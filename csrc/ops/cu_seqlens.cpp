@@ -1,0 +1,135 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "cuseq/ops.h"
+#include "cuseq/seqlens.h"
+#include "ops/checks.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+ScanLengthsArgs scan_of(const at::Tensor& lengths) {
+  ScanLengthsArgs args;
+  args.source = lengths.const_data_ptr();
+  args.source_stride = lengths.stride(0);
+  args.source_is_int64 = lengths.scalar_type() == at::kLong;
+  args.n_seqs = lengths.size(0);
+  args.max_seqs = lengths.size(0);
+  args.limit = std::numeric_limits<int32_t>::max();
+  return args;
+}
+
+void check_lengths(const at::Tensor& lengths) {
+  check_vector(lengths, "lengths");
+  check_length_values(lengths, /*total_tokens=*/-1);
+}
+
+at::Tensor cu_seqlens_kernel(const at::Tensor& lengths) {
+  check_lengths(lengths);
+  at::Tensor out = at::empty({lengths.size(0) + 1}, int32_on(lengths));
+  ScanLengthsArgs args = scan_of(lengths);
+  args.cu_seqlens = out.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(scan_lengths, lengths, args);
+  return out;
+}
+
+at::Tensor max_seqlen_kernel(const at::Tensor& lengths) {
+  check_lengths(lengths);
+  at::Tensor out = at::empty({}, int32_on(lengths));
+  ScanLengthsArgs args = scan_of(lengths);
+  args.max_seqlen = out.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(scan_lengths, lengths, args);
+  return out;
+}
+
+c10::SymInt max_seqlen_sync_kernel(const at::Tensor& lengths) {
+  TORCH_CHECK(!is_capturing(lengths),
+              "max_seqlen_sync reads lengths on the host, which a CUDA graph capture cannot do: "
+              "pass the longest length as an int instead");
+  return max_seqlen_kernel(lengths).item<int64_t>();
+}
+
+at::Tensor last_token_indices_kernel(const at::Tensor& lengths) {
+  check_lengths(lengths);
+  at::Tensor out = at::empty({lengths.size(0)}, int32_on(lengths));
+  ScanLengthsArgs args = scan_of(lengths);
+  args.last_token_indices = out.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(scan_lengths, lengths, args);
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
+    const at::Tensor& source, int64_t total_tokens, int64_t max_seqs, bool from_cu_seqlens,
+    const std::optional<at::Tensor>& num_seqs) {
+  check_vector(source, from_cu_seqlens ? "cu_seqlens" : "lengths");
+  check_tokens(total_tokens);
+  TORCH_CHECK_VALUE(!from_cu_seqlens || source.size(0) >= 1,
+                    "cu_seqlens must have shape [n_seqs + 1], got ", source.sizes());
+  const int64_t n_seqs = source.size(0) - (from_cu_seqlens ? 1 : 0);
+  TORCH_CHECK_VALUE(max_seqs >= 0 && (num_seqs.has_value() || n_seqs <= max_seqs),
+                    "there must be at most max_seqs = ", max_seqs, " sequences, got ", n_seqs,
+                    ": pass a larger max_seqs");
+  if (from_cu_seqlens) {
+    check_offset_values(source, total_tokens);
+  } else {
+    check_length_values(source, total_tokens);
+  }
+
+  at::Tensor lengths = at::empty({n_seqs}, int32_on(source));
+  at::Tensor offsets = at::empty({max_seqs + 1}, int32_on(source));
+  at::Tensor host_meta = at::empty({kHostMetaSize}, int32_on(source));
+  ScanLengthsArgs args = scan_of(source);
+  args.source_is_offsets = from_cu_seqlens;
+  args.n_seqs = n_seqs;
+  if (num_seqs.has_value()) {
+    TORCH_CHECK_VALUE(num_seqs->numel() == 1 && num_seqs->scalar_type() == at::kInt &&
+                          num_seqs->device() == source.device(),
+                      "num_seqs must be one int32 beside the lengths, got shape ",
+                      num_seqs->sizes(), ", ", num_seqs->scalar_type(), ", ", num_seqs->device());
+    args.n_seqs_on_device = num_seqs->const_data_ptr<int32_t>();
+  }
+  args.max_seqs = max_seqs;
+  args.limit = total_tokens;
+  args.lengths = lengths.mutable_data_ptr<int32_t>();
+  args.cu_seqlens = offsets.mutable_data_ptr<int32_t>();
+  args.host_meta = host_meta.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(scan_lengths, source, args);
+  return {lengths, offsets, host_meta};
+}
+
+}  // namespace
+
+at::Tensor cu_seqlens(const at::Tensor& lengths) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::cu_seqlens", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
+  return op.call(lengths);
+}
+
+at::Tensor max_seqlen(const at::Tensor& lengths) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::max_seqlen", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
+  return op.call(lengths);
+}
+
+at::Tensor last_token_indices(const at::Tensor& lengths) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::last_token_indices", "")
+                             .typed<at::Tensor(const at::Tensor&)>();
+  return op.call(lengths);
+}
+
+CUSEQ_REGISTER(m) {
+  m.impl("cu_seqlens", TORCH_FN(cu_seqlens_kernel));
+  m.impl("max_seqlen", TORCH_FN(max_seqlen_kernel));
+  m.impl("max_seqlen_sync", TORCH_FN(max_seqlen_sync_kernel));
+  m.impl("last_token_indices", TORCH_FN(last_token_indices_kernel));
+  m.impl("layout_metadata", TORCH_FN(layout_metadata_kernel));
+}
+
+}  // namespace cuseq

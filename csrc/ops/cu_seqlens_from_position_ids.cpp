@@ -1,0 +1,74 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "ops/checks.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+// The rows to read, [rows, seqlen]: position_ids themselves, or the one plane the caller chose.
+at::Tensor rows_of(const at::Tensor& position_ids, std::optional<int64_t> plane) {
+  check_integer(position_ids, "position_ids");
+  if (position_ids.dim() == 3) {
+    TORCH_CHECK_VALUE(plane.has_value(),
+                      "position_ids has shape ", position_ids.sizes(),
+                      ", [planes, batch, seqlen]: say with `plane` which plane to read");
+    const int64_t planes = position_ids.size(0);
+    TORCH_CHECK_VALUE(*plane >= 0 && *plane < planes, "plane must lie in [0, ", planes, "), got ",
+                      *plane);
+    return position_ids.select(0, *plane);
+  }
+  TORCH_CHECK_VALUE(!plane.has_value(), "plane = ", plane.value_or(0),
+                    " was given, but position_ids has no planes, its shape is ",
+                    position_ids.sizes());
+  TORCH_CHECK_VALUE(position_ids.dim() == 1 || position_ids.dim() == 2,
+                    "position_ids must have shape [seqlen], [batch, seqlen] or "
+                    "[planes, batch, seqlen], got ",
+                    position_ids.sizes());
+  return position_ids.dim() == 1 ? position_ids.unsqueeze(0) : position_ids;
+}
+
+std::tuple<at::Tensor, at::Tensor> cu_seqlens_from_position_ids_kernel(
+    const at::Tensor& position_ids, std::optional<int64_t> max_seqs, std::optional<int64_t> plane) {
+  const at::Tensor rows = rows_of(position_ids, plane);
+  check_tokens(rows.numel());
+  const int64_t capacity = max_seqs.value_or(rows.numel());
+  TORCH_CHECK_VALUE(capacity >= 0, "max_seqs must not be negative, got ", capacity);
+  at::Tensor offsets = at::empty({capacity + 1}, int32_on(rows));
+  at::Tensor num_seqs = at::empty({1}, int32_on(rows));
+  PositionIdsArgs args;
+  args.position_ids = rows.const_data_ptr();
+  args.is_int64 = rows.scalar_type() == at::kLong;
+  args.is_plane = plane.has_value();
+  args.rows = rows.size(0);
+  args.cols = rows.size(1);
+  args.row_stride = rows.stride(0);
+  args.col_stride = rows.stride(1);
+  args.max_seqs = capacity;
+  args.cu_seqlens = offsets.mutable_data_ptr<int32_t>();
+  args.num_seqs = num_seqs.mutable_data_ptr<int32_t>();
+  at::Tensor tile_counts;
+  if (rows.is_cuda()) {
+    // At most 1,024 tiles, so that adding up their counts stays far below reading the tokens.
+    constexpr int64_t kMinTile = 4096;
+    constexpr int64_t kMaxTiles = 1024;
+    args.tile_size = std::max(kMinTile, (rows.numel() + kMaxTiles - 1) / kMaxTiles);
+    tile_counts = at::empty({std::max<int64_t>(1, (rows.numel() + args.tile_size - 1) /
+                                                      args.tile_size)},
+                            int32_on(rows));
+    args.tile_counts = tile_counts.mutable_data_ptr<int32_t>();
+  }
+  CUSEQ_RUN(cu_seqlens_from_position_ids, rows, args);
+  return {offsets, num_seqs};
+}
+
+}  // namespace
+
+CUSEQ_REGISTER(m) {
+  m.impl("cu_seqlens_from_position_ids", TORCH_FN(cu_seqlens_from_position_ids_kernel));
+}
+
+}  // namespace cuseq

@@ -1,0 +1,39 @@
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "ops/checks.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tensor& cu_seqlens,
+                                       bool shifted, int64_t ignore_index) {
+  check_integer(labels, "labels");
+  TORCH_CHECK_VALUE(labels.is_contiguous(), "labels must be contiguous, got strides ",
+                    labels.strides(), " for shape ", labels.sizes());
+  check_tokens(labels.numel());
+  check_offsets(cu_seqlens);
+  TORCH_CHECK_VALUE(labels.device() == cu_seqlens.device(),
+                    "labels and cu_seqlens must lie on one device, got ", labels.device(), " and ",
+                    cu_seqlens.device());
+  check_offset_values(cu_seqlens, labels.numel());
+  at::Tensor out = at::empty_like(labels);
+  BoundaryLabelsArgs args;
+  args.labels = labels.const_data_ptr();
+  args.out = out.mutable_data_ptr();
+  args.is_int64 = labels.scalar_type() == at::kLong;
+  args.total_tokens = labels.numel();
+  args.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
+  args.n_seqs = cu_seqlens.size(0) - 1;
+  args.shifted = shifted;
+  args.ignore_index = ignore_index;
+  CUSEQ_RUN(mask_boundary_labels, labels, args);
+  return out;
+}
+
+}  // namespace
+
+CUSEQ_REGISTER(m) { m.impl("mask_boundary_labels", TORCH_FN(mask_boundary_labels_kernel)); }
+
+}  // namespace cuseq

@@ -1,0 +1,83 @@
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "cuseq/ops.h"
+#include "cuseq/seqlens.h"
+#include "ops/checks.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+TokenMetadataArgs tokens_of(const at::Tensor& offsets, int64_t total_tokens) {
+  TokenMetadataArgs args;
+  args.cu_seqlens = offsets.const_data_ptr<int32_t>();
+  args.n_seqs = offsets.size(0) - 1;
+  args.total_tokens = total_tokens;
+  return args;
+}
+
+void check_row(const at::Tensor& lengths, int64_t total_tokens) {
+  check_vector(lengths, "lengths");
+  check_tokens(total_tokens);
+  check_length_values(lengths, total_tokens);
+}
+
+at::Tensor position_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
+  check_row(lengths, total_tokens);
+  const at::Tensor offsets = cu_seqlens(lengths);
+  at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
+  TokenMetadataArgs args = tokens_of(offsets, total_tokens);
+  args.position_ids = out.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(token_metadata, lengths, args);
+  return out;
+}
+
+at::Tensor seq_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
+  check_row(lengths, total_tokens);
+  const at::Tensor offsets = cu_seqlens(lengths);
+  at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
+  TokenMetadataArgs args = tokens_of(offsets, total_tokens);
+  args.seq_ids = out.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(token_metadata, lengths, args);
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> token_metadata_kernel(const at::Tensor& offsets,
+                                                         int64_t total_tokens) {
+  check_offsets(offsets);
+  check_tokens(total_tokens);
+  check_offset_values(offsets, total_tokens);
+  at::Tensor positions = at::empty({total_tokens}, int32_on(offsets));
+  at::Tensor segments = at::empty({total_tokens}, int32_on(offsets));
+  TokenMetadataArgs args = tokens_of(offsets, total_tokens);
+  args.position_ids = positions.mutable_data_ptr<int32_t>();
+  args.seq_ids = segments.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(token_metadata, offsets, args);
+  return {positions, segments};
+}
+
+}  // namespace
+
+at::Tensor position_ids(const at::Tensor& lengths, int64_t total_tokens) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::position_ids", "")
+                             .typed<at::Tensor(const at::Tensor&, c10::SymInt)>();
+  return op.call(lengths, total_tokens);
+}
+
+at::Tensor seq_ids(const at::Tensor& lengths, int64_t total_tokens) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::seq_ids", "")
+                             .typed<at::Tensor(const at::Tensor&, c10::SymInt)>();
+  return op.call(lengths, total_tokens);
+}
+
+CUSEQ_REGISTER(m) {
+  m.impl("position_ids", TORCH_FN(position_ids_kernel));
+  m.impl("seq_ids", TORCH_FN(seq_ids_kernel));
+  m.impl("token_metadata", TORCH_FN(token_metadata_kernel));
+}
+
+}  // namespace cuseq

@@ -1,0 +1,339 @@
+#include "ops/varlen_attention.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuseq/ops.h"
+#include "cuseq/seqlens.h"
+#include "ops/checks.h"
+
+namespace cuseq {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using OptionalInt = std::optional<int64_t>;
+using OptionalSymInt = std::optional<c10::SymInt>;
+using OptionalDouble = std::optional<double>;
+
+using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                           const Tensor&, const OptionalTensor&, bool, OptionalInt,
+                                           OptionalDouble, OptionalSymInt);
+using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                                    const Tensor&, const Tensor&, const Tensor&,
+                                                    const Tensor&, const OptionalTensor&, bool,
+                                                    OptionalInt, OptionalDouble, OptionalSymInt);
+
+const c10::TypedOperatorHandle<Forward>& forward_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::varlen_attention", "")
+                             .typed<Forward>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<Backward>& backward_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::varlen_attention_backward", "")
+                             .typed<Backward>();
+  return op;
+}
+
+void check_heads(const Tensor& tensor, const char* name, const Tensor& query) {
+  TORCH_CHECK_VALUE(tensor.dim() == 3, name, " must have shape [tokens, heads, head_dim], got ",
+                    tensor.sizes());
+  TORCH_CHECK_VALUE(tensor.size(0) == query.size(0), name, " must have as many tokens as query, ",
+                    query.size(0), ", got ", tensor.size(0));
+  TORCH_CHECK_TYPE(tensor.is_floating_point() && tensor.scalar_type() == query.scalar_type(), name,
+                   " must be floating point and of query's dtype, ", query.scalar_type(), ", got ",
+                   tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.device() == query.device(), name, " must lie on query's device, ",
+                    query.device(), ", got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.stride(2) == 1 || tensor.numel() == 0 || tensor.size(2) == 1, name,
+                    " must be contiguous in its last dimension, got strides ", tensor.strides());
+}
+
+void check_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
+                  const Tensor& cu_seqlens) {
+  TORCH_CHECK_VALUE(query.dim() == 3, "query must have shape [tokens, heads, head_dim], got ",
+                    query.sizes());
+  check_heads(query, "query", query);
+  check_heads(key, "key", query);
+  check_heads(value, "value", query);
+  TORCH_CHECK_VALUE(key.size(1) == value.size(1), "key and value must have as many heads, got ",
+                    key.size(1), " and ", value.size(1));
+  TORCH_CHECK_VALUE(key.size(1) > 0 && query.size(1) % key.size(1) == 0,
+                    "query heads must be a multiple of key heads, got ", query.size(1), " and ",
+                    key.size(1));
+  TORCH_CHECK_VALUE(query.size(2) == key.size(2) && query.size(2) > 0 && value.size(2) > 0,
+                    "query and key must have one head_dim above 0, got ", query.size(2), " and ",
+                    key.size(2), " (value has ", value.size(2), ")");
+  check_tokens(query.size(0));
+  check_offsets(cu_seqlens);
+  TORCH_CHECK_VALUE(cu_seqlens.device() == query.device(), "cu_seqlens must lie on query's device, ",
+                    query.device(), ", got ", cu_seqlens.device(),
+                    ": move the layout with packed.to(device)");
+  check_offset_values(cu_seqlens, query.size(0));
+}
+
+void use_host_meta(const Tensor& host_meta, const Tensor& cu_seqlens, int64_t total_tokens,
+                   AttentionPlan& plan) {
+  const int32_t* meta = read_host_meta(host_meta);
+  TORCH_CHECK_VALUE(meta[kTotalTokens] == total_tokens,
+                    "query must have the layout's total_tokens = ", meta[kTotalTokens],
+                    " tokens, got ", total_tokens);
+  TORCH_CHECK_VALUE(meta[kNumSeqs] >= 0 && meta[kNumSeqs] < cu_seqlens.size(0),
+                    "cu_seqlens must have at least the layout's n_seqs + 1 = ", meta[kNumSeqs] + 1,
+                    " entries, got ", cu_seqlens.size(0));
+  TORCH_CHECK_VALUE(meta[kMaxSeqlen] >= 0 && meta[kMaxSeqlen] <= meta[kNumRealTokens] &&
+                        meta[kNumRealTokens] <= total_tokens,
+                    "host_meta must hold max_seqlen <= num_real_tokens <= total_tokens, got ",
+                    meta[kMaxSeqlen], ", ", meta[kNumRealTokens], ", ", total_tokens);
+  plan.n_seqs = meta[kNumSeqs];
+  plan.max_seqlen = meta[kMaxSeqlen];
+  plan.num_real_tokens = meta[kNumRealTokens];
+}
+
+AttentionOutput attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
+                              const Tensor& cu_seqlens, const OptionalTensor& host_meta,
+                              bool causal, OptionalInt window, OptionalDouble scale,
+                              OptionalInt max_seqlen_bound) {
+  const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
+                                            window, scale, max_seqlen_bound);
+  return segmented_attention(query, key, value, cu_seqlens, plan);
+}
+
+AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& query,
+                                          const Tensor& key, const Tensor& value,
+                                          const Tensor& out, const Tensor& logsumexp,
+                                          const Tensor& cu_seqlens, const OptionalTensor& host_meta,
+                                          bool causal, OptionalInt window, OptionalDouble scale,
+                                          OptionalInt max_seqlen_bound) {
+  const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
+                                            window, scale, max_seqlen_bound);
+  return segmented_attention_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens,
+                                      plan);
+}
+
+#ifdef CUSEQ_WITH_CUDA
+AttentionOutput attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const Tensor& cu_seqlens, const OptionalTensor& host_meta,
+                               bool causal, OptionalInt window, OptionalDouble scale,
+                               OptionalInt max_seqlen_bound) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
+                                            window, scale, max_seqlen_bound);
+  return cuda_attention(query, key, value, cu_seqlens.narrow(0, 0, plan.n_seqs + 1), plan);
+}
+
+AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Tensor& query,
+                                           const Tensor& key, const Tensor& value,
+                                           const Tensor& out, const Tensor& logsumexp,
+                                           const Tensor& cu_seqlens,
+                                           const OptionalTensor& host_meta, bool causal,
+                                           OptionalInt window, OptionalDouble scale,
+                                           OptionalInt max_seqlen_bound) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
+                                            window, scale, max_seqlen_bound);
+  return cuda_attention_backward(grad_out, query, key, value, out, logsumexp,
+                                 cu_seqlens.narrow(0, 0, plan.n_seqs + 1), plan);
+}
+#endif
+
+Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
+
+OptionalTensor or_nullopt(const Tensor& tensor) {
+  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+bool any_requires_grad(std::initializer_list<Tensor> tensors) {
+  return at::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor& tensor) { return tensor.requires_grad(); });
+}
+
+class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static torch::autograd::variable_list forward(
+      torch::autograd::AutogradContext* ctx, const Tensor& query, const Tensor& key,
+      const Tensor& value, const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
+      OptionalInt window, OptionalDouble scale, const OptionalSymInt& max_seqlen_bound) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, logsumexp] = forward_op().call(query, key, value, cu_seqlens, host_meta, causal,
+                                              window, scale, max_seqlen_bound);
+    ctx->save_for_backward(
+        {query, key, value, out, logsumexp, cu_seqlens, or_undefined(host_meta)});
+    ctx->saved_data["causal"] = causal;
+    ctx->saved_data["window"] = window;
+    ctx->saved_data["scale"] = scale;
+    ctx->saved_data["max_seqlen_bound"] = max_seqlen_bound;
+    ctx->mark_non_differentiable({logsumexp});
+    return {out, logsumexp};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    const Tensor& query = saved[0];
+    if (!grads[0].defined()) return torch::autograd::variable_list(9);
+    auto [grad_query, grad_key, grad_value] = backward_op().call(
+        grads[0], query, saved[1], saved[2], saved[3], saved[4], saved[5], or_nullopt(saved[6]),
+        ctx->saved_data["causal"].toBool(), ctx->saved_data["window"].toOptional<int64_t>(),
+        ctx->saved_data["scale"].toOptional<double>(),
+        ctx->saved_data["max_seqlen_bound"].toOptional<c10::SymInt>());
+    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}};
+  }
+};
+
+// The gradient of the gradient is not implemented: asking for it raises instead of being zero.
+class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttentionBackward> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static torch::autograd::variable_list forward(
+      torch::autograd::AutogradContext*, const Tensor& grad_out, const Tensor& query,
+      const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logsumexp,
+      const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal, OptionalInt window,
+      OptionalDouble scale, const OptionalSymInt& max_seqlen_bound) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [grad_query, grad_key, grad_value] =
+        backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
+                           causal, window, scale, max_seqlen_bound);
+    return {grad_query, grad_key, grad_value};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "cuseq::varlen_attention cannot be differentiated twice: its kernels have no second "
+        "derivative; use eager attention where you need create_graph=True");
+  }
+};
+
+std::tuple<Tensor, Tensor> attention_autograd(const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& cu_seqlens,
+                                              const OptionalTensor& host_meta, bool causal,
+                                              OptionalInt window, OptionalDouble scale,
+                                              OptionalSymInt max_seqlen_bound) {
+  if (!any_requires_grad({query, key, value})) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return forward_op().call(query, key, value, cu_seqlens, host_meta, causal, window, scale,
+                             max_seqlen_bound);
+  }
+  auto outputs = VarlenAttention::apply(query, key, value, cu_seqlens, host_meta, causal, window,
+                                        scale, max_seqlen_bound);
+  return {outputs[0], outputs[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
+    const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
+    OptionalSymInt max_seqlen_bound) {
+  if (!any_requires_grad({grad_out, query, key, value, out})) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
+                              causal, window, scale, max_seqlen_bound);
+  }
+  auto grads = VarlenAttentionBackward::apply(grad_out, query, key, value, out, logsumexp,
+                                              cu_seqlens, host_meta, causal, window, scale,
+                                              max_seqlen_bound);
+  return {grads[0], grads[1], grads[2]};
+}
+
+// As scaled_dot_product_attention does: the lower precision of the region, for all three.
+template <c10::DeviceType device>
+std::tuple<Tensor, Tensor> attention_autocast(const Tensor& query, const Tensor& key,
+                                              const Tensor& value, const Tensor& cu_seqlens,
+                                              const OptionalTensor& host_meta, bool causal,
+                                              OptionalInt window, OptionalDouble scale,
+                                              OptionalSymInt max_seqlen_bound) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  return forward_op().call(at::autocast::cached_cast(dtype, query, device),
+                           at::autocast::cached_cast(dtype, key, device),
+                           at::autocast::cached_cast(dtype, value, device), cu_seqlens, host_meta,
+                           causal, window, scale, max_seqlen_bound);
+}
+
+}  // namespace
+
+AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                             const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
+                             OptionalInt window, OptionalDouble scale,
+                             OptionalInt max_seqlen_bound) {
+  check_inputs(query, key, value, cu_seqlens);
+  TORCH_CHECK_VALUE(!window.has_value() || *window >= 1,
+                    "window must be None or at least 1, the keys that a query sees with itself "
+                    "included, got ",
+                    window.value_or(0));
+  TORCH_CHECK_VALUE(!max_seqlen_bound.has_value() || *max_seqlen_bound >= 0,
+                    "max_seqlen_bound must not be negative, got ", max_seqlen_bound.value_or(0));
+  const int64_t total_tokens = query.size(0);
+  AttentionPlan plan;
+  plan.causal = causal;
+  plan.scale = scale.value_or(1.0 / std::sqrt(static_cast<double>(query.size(2))));
+  if (host_meta.has_value() && !is_capturing(query)) {
+    use_host_meta(*host_meta, cu_seqlens, total_tokens, plan);
+  } else {
+    // Only the device knows the lengths, or a graph will replay with others.
+    plan.n_seqs = cu_seqlens.size(0) - 1;
+    plan.max_seqlen = std::min(max_seqlen_bound.value_or(total_tokens), total_tokens);
+    if (cu_seqlens.is_cpu()) {
+      plan.num_real_tokens = cu_seqlens.const_data_ptr<int32_t>()[plan.n_seqs];
+    }
+  }
+  if (window.has_value() && *window < plan.max_seqlen) plan.window = window;
+  return plan;
+}
+
+Tensor pad_last_dim(const Tensor& tensor, int64_t size) {
+  const int64_t missing = size - tensor.size(-1);
+  return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing});
+}
+
+std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key,
+                                            const Tensor& value, const Tensor& cu_seqlens,
+                                            const OptionalTensor& host_meta, bool causal,
+                                            OptionalInt window, OptionalDouble scale,
+                                            OptionalInt max_seqlen_bound) {
+  return forward_op().call(
+      query, key, value, cu_seqlens, host_meta, causal, window, scale,
+      max_seqlen_bound.has_value() ? OptionalSymInt(*max_seqlen_bound) : std::nullopt);
+}
+
+TORCH_LIBRARY_IMPL(cuseq, CPU, m) {
+  m.impl("varlen_attention", TORCH_FN(attention_cpu));
+  m.impl("varlen_attention_backward", TORCH_FN(attention_backward_cpu));
+}
+
+#ifdef CUSEQ_WITH_CUDA
+TORCH_LIBRARY_IMPL(cuseq, CUDA, m) {
+  m.impl("varlen_attention", TORCH_FN(attention_cuda));
+  m.impl("varlen_attention_backward", TORCH_FN(attention_backward_cuda));
+}
+#endif
+
+TORCH_LIBRARY_IMPL(cuseq, Autograd, m) {
+  m.impl("varlen_attention", TORCH_FN(attention_autograd));
+  m.impl("varlen_attention_backward", TORCH_FN(attention_backward_autograd));
+}
+
+TORCH_LIBRARY_IMPL(cuseq, AutocastCPU, m) {
+  m.impl("varlen_attention", TORCH_FN(attention_autocast<at::kCPU>));
+}
+
+TORCH_LIBRARY_IMPL(cuseq, AutocastCUDA, m) {
+  m.impl("varlen_attention", TORCH_FN(attention_autocast<at::kCUDA>));
+}
+
+}  // namespace cuseq

@@ -1,0 +1,97 @@
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <unordered_map>
+
+#include "cuseq/cache.h"
+#include "cuseq/ops.h"
+
+// What cannot be an op: the cache's controls, a hit cheaper than the dispatcher allows, and waiting
+// for the host copy of device lengths.
+namespace {
+
+namespace py = pybind11;
+
+// Weak references to the wrappers of live keys; the callback drops a key's entries as it dies.
+// Guarded by the GIL. Never destroyed: at exit there is no interpreter left to release them in.
+std::unordered_map<const c10::TensorImpl*, PyObject*>& watched() {
+  static auto* references = new std::unordered_map<const c10::TensorImpl*, PyObject*>();
+  return *references;
+}
+
+void unwatch_with_gil(const c10::TensorImpl* key) {
+  const auto found = watched().find(key);
+  if (found == watched().end()) return;
+  PyObject* reference = found->second;
+  watched().erase(found);
+  Py_DECREF(reference);
+}
+
+void watch(const at::Tensor& key) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  const c10::TensorImpl* address = key.unsafeGetTensorImpl();
+  if (watched().count(address) != 0) return;
+  const py::object wrapper = py::reinterpret_steal<py::object>(THPVariable_Wrap(key));
+  const py::cpp_function on_death([address](const py::handle&) {
+    // The storage of a reference that died is this callback's own: released after the entries.
+    cuseq::IdentityCache::instance().drop_key(address);
+    unwatch_with_gil(address);
+  });
+  PyObject* reference = PyWeakref_NewRef(wrapper.ptr(), on_death.ptr());
+  if (reference == nullptr) throw py::error_already_set();
+  watched().emplace(address, reference);
+}
+
+void unwatch(const c10::TensorImpl* key) {
+  if (Py_IsInitialized() == 0) return;
+  const py::gil_scoped_acquire gil;
+  unwatch_with_gil(key);
+}
+
+py::dict cache_stats() {
+  const cuseq::CacheStats stats = cuseq::IdentityCache::instance().stats();
+  py::dict result;
+  result["hits"] = stats.hits;
+  result["misses"] = stats.misses;
+  result["bypasses"] = stats.bypasses;
+  result["evictions"] = stats.evictions;
+  result["bytes"] = stats.bytes;
+  result["entries"] = stats.entries;
+  return result;
+}
+
+py::dict build_info() {
+  py::dict info;
+#ifdef CUSEQ_WITH_CUDA
+  info["cuda"] = true;
+  info["cuda_archs"] = CUSEQ_CUDA_ARCHS;
+#else
+  info["cuda"] = false;
+  info["cuda_archs"] = "";
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  m.def("packed_cu_seqlens", &cuseq::packed_cu_seqlens);
+  m.def("packed_position_ids", &cuseq::packed_position_ids);
+  m.def("packed_seq_ids", &cuseq::packed_seq_ids);
+  m.def("start_host_copy", &cuseq::start_host_copy, Released());
+  m.def("wait_host_copy", &cuseq::wait_host_copy, Released());
+  m.def("read_host_meta", &cuseq::read_host_meta, Released());
+
+  m.def("cache_stats", &cache_stats);
+  m.def("clear_cache", [] { cuseq::IdentityCache::instance().clear(); });
+  m.def("invalidate",
+        [](const at::Tensor& key) { cuseq::IdentityCache::instance().invalidate(key); });
+  m.def("enter_scope", [] { return cuseq::IdentityCache::instance().enter_scope(); });
+  m.def("exit_scope", [](uint64_t scope) { cuseq::IdentityCache::instance().exit_scope(scope); });
+  m.def("build_info", &build_info);
+
+  cuseq::IdentityCache::instance().set_watcher({&watch, &unwatch});
+}

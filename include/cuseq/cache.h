@@ -1,0 +1,106 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "cuseq/macros.h"
+
+namespace cuseq {
+
+// What is computed from a key tensor.
+enum class CachedOp : uint8_t { kCuSeqlens, kPositionIds, kSeqIds };
+
+struct CacheQuery {
+  const at::Tensor& key;
+  CachedOp op;
+  c10::Device device;     // where the value lies
+  int64_t parameter = 0;  // normalised by the caller: equal calls, equal numbers
+};
+
+struct CacheStats {
+  int64_t hits = 0;
+  int64_t misses = 0;
+  int64_t bypasses = 0;   // calls that may not touch the cache: traced, watched, captured
+  int64_t evictions = 0;  // entries dropped for room, not because their key went
+  int64_t bytes = 0;      // of the values held now
+  int64_t entries = 0;    // held now
+};
+
+// Facts about a pack, kept for as long as the tensor of its lengths lives and is not changed.
+//
+// A key is the identity of a tensor, not its values: a held weak reference to its TensorImpl, whose
+// address therefore cannot be recycled, with version counter, storage, offset, sizes, strides and
+// dtype. Nothing is pinned: entries of a dead key go when it dies (see watch), or at the next call.
+//
+// One process-wide cache, since checkpoint recompute runs on autograd's threads. Under its mutex
+// nothing is allocated on a device, no Python runs and no tensor is destroyed: entries are spliced
+// into a list that is destroyed after unlocking.
+class CUSEQ_API IdentityCache {
+ public:
+  static IdentityCache& instance();
+
+  bool enabled() const { return enabled_; }
+
+  // The value if it is held and still right, waited for by the current stream where another one
+  // made it.
+  std::optional<at::Tensor> find(const CacheQuery& query);
+
+  // `version` is the key's version counter from before the value was computed.
+  void insert(const CacheQuery& query, int64_t version, const at::Tensor& value);
+
+  void count_bypass();
+
+  // Drops the entries of one key, and what is watching it, so that nothing refers to it any more.
+  void invalidate(const at::Tensor& key);
+  // The same for a key that is being destroyed.
+  void drop_key(const c10::TensorImpl* key);
+
+  void clear();
+
+  // Entries that this thread inserts between the two go at the second; scopes nest.
+  uint64_t enter_scope();
+  void exit_scope(uint64_t scope);
+
+  CacheStats stats();
+
+  // Called, without locks, for a key's first entry and when a key is invalidated. The Python module
+  // attaches a weak-reference callback here, so that a key's death is noticed at once.
+  struct Watcher {
+    void (*watch)(const at::Tensor& key);
+    void (*unwatch)(const c10::TensorImpl* key);
+  };
+  void set_watcher(Watcher watcher) { watcher_ = watcher; }
+
+ private:
+  struct Entry;
+  using Entries = std::list<Entry>;
+  static constexpr size_t kBuckets = 256;
+
+  IdentityCache();
+
+  Entries& bucket_of(const c10::TensorImpl* key);
+  void move_out(Entries& bucket, Entries::iterator entry, Entries& dead);
+  void move_out_if(const std::function<bool(const Entry&)>& is_dead, Entries& dead);
+  void make_room(Entries& dead);
+
+  bool enabled_;
+  int64_t max_entries_;
+  int64_t max_bytes_;
+  Watcher watcher_{nullptr, nullptr};
+
+  std::mutex mutex_;
+  std::array<Entries, kBuckets> buckets_;
+  CacheStats stats_;
+  uint64_t clock_ = 0;
+};
+
+}  // namespace cuseq

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "cuseq/macros.h"
+
+// The C++ side of torch.ops.cuseq, for programs that load libcuseq without Python. Shapes, dtypes
+// and errors are those of the Python functions of the same names.
+namespace cuseq {
+
+CUSEQ_API at::Tensor cu_seqlens(const at::Tensor& lengths);
+CUSEQ_API at::Tensor max_seqlen(const at::Tensor& lengths);
+CUSEQ_API at::Tensor last_token_indices(const at::Tensor& lengths);
+CUSEQ_API at::Tensor position_ids(const at::Tensor& lengths, int64_t total_tokens);
+CUSEQ_API at::Tensor seq_ids(const at::Tensor& lengths, int64_t total_tokens);
+
+// The same through the identity cache.
+CUSEQ_API at::Tensor packed_cu_seqlens(const at::Tensor& lengths);
+CUSEQ_API at::Tensor packed_position_ids(const at::Tensor& lengths, int64_t total_tokens);
+CUSEQ_API at::Tensor packed_seq_ids(const at::Tensor& lengths, int64_t total_tokens);
+
+// Exact attention inside each sequence of a packed row; returns (out, logsumexp).
+CUSEQ_API std::tuple<at::Tensor, at::Tensor> varlen_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& host_meta, bool causal = true,
+    std::optional<int64_t> window = std::nullopt, std::optional<double> scale = std::nullopt,
+    std::optional<int64_t> max_seqlen_bound = std::nullopt);
+
+// Starts the one copy of device numbers to pinned memory that host code may later wait for, and
+// returns where they will lie. Never waits.
+CUSEQ_API at::Tensor start_host_copy(const at::Tensor& on_device);
+
+// Waits for that copy alone, by its event, never for the stream. At once for any other tensor.
+CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
+
+// One number of a host_meta (a HostMetaSlot of cuseq/seqlens.h), waited for and checked.
+CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);
+
+}  // namespace cuseq

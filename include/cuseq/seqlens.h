@@ -1,0 +1,97 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuseq/macros.h"
+
+// All arithmetic on offsets lives here, free of torch, so that the CPU code, the CUDA kernels and
+// the unit tests run the same lines.
+//
+// Worked example, lengths [2, 3] in a row of 6 tokens:
+//   cu_seqlens    0 2 5
+//   token         0 1 2 3 4 5
+//   sequence      0 0 1 1 1 2   <- the tail is segment number n_seqs
+//   position      0 1 0 1 2 0
+namespace cuseq {
+
+// Slots of `host_meta`, the few numbers about a pack that host code needs.
+enum HostMetaSlot : int32_t {
+  kNumSeqs = 0,
+  kMaxSeqlen = 1,
+  kTotalTokens = 2,
+  kNumRealTokens = 3,
+  kStatus = 4,
+  kHostMetaSize = 5,
+};
+
+// What can be wrong with lengths whose values only the device knows. Kernels stay inside their
+// tensors whatever they read, set these bits, and the host raises when it first looks.
+enum LayoutStatus : int32_t {
+  kLayoutOk = 0,
+  kNegativeLength = 1,
+  kSumAboveTotal = 2,
+  kFirstOffsetNotZero = 4,
+  kTooManySequences = 8,
+};
+
+// A length as the kernels count it: negative ones are zero, huge ones stop just above `limit`, so
+// that sums of up to 2^31 of them cannot overflow 64 bits.
+CUSEQ_HOST_DEVICE int64_t bounded_length(int64_t length, int64_t limit) {
+  return length < 0 ? 0 : (length > limit ? limit + 1 : length);
+}
+
+CUSEQ_HOST_DEVICE int32_t bounded_offset(int64_t offset, int64_t limit) {
+  return static_cast<int32_t>(offset > limit ? limit : offset);
+}
+
+// Offsets of the sequences of one packed row: a view, it owns nothing.
+struct SeqLens {
+  const int32_t* cu_seqlens;  // [n_seqs + 1]
+  int64_t n_seqs;
+
+  // The segment of `token`: the last one that starts at or before it, so that zero-length sequences
+  // own nothing and tokens past the last offset, the tail, get n_seqs. Searches [low, high], which
+  // must hold the answer.
+  CUSEQ_HOST_DEVICE int64_t segment_of(int64_t token, int64_t low, int64_t high) const {
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (cu_seqlens[middle] <= token) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+
+  CUSEQ_HOST_DEVICE int64_t segment_of(int64_t token) const { return segment_of(token, 0, n_seqs); }
+
+  CUSEQ_HOST_DEVICE int64_t begin(int64_t segment) const { return cu_seqlens[segment]; }
+
+  // Where the real tokens end and the tail begins.
+  CUSEQ_HOST_DEVICE int64_t tail_begin() const { return cu_seqlens[n_seqs]; }
+
+  // True where a label would ask for a prediction across a boundary. Unshifted labels sit on the
+  // token itself, so the first of a sequence has no predecessor; shifted ones sit on the token
+  // before, so the last has no successor. Tail tokens never carry a label.
+  CUSEQ_HOST_DEVICE bool label_crosses_boundary(int64_t token, bool shifted) const {
+    if (token >= tail_begin()) {
+      return true;
+    }
+    const int64_t segment = segment_of(token);
+    return shifted ? token + 1 == cu_seqlens[segment + 1] : token == begin(segment);
+  }
+};
+
+// Where a new sequence starts in a row of positions. Text positions step by exactly one inside a
+// sequence. A plane of multimodal positions repeats a value inside an image and jumps behind it, so
+// there only a drop, or two zeros in a row, is a restart.
+CUSEQ_HOST_DEVICE bool position_restarts(int64_t previous, int64_t current, bool is_plane) {
+  if (is_plane) {
+    return current < previous || (current == 0 && previous == 0);
+  }
+  // Unsigned, because positions on a device may hold anything and signed overflow is undefined.
+  return static_cast<uint64_t>(current) - static_cast<uint64_t>(previous) != 1;
+}
+
+}  // namespace cuseq
