@@ -1,0 +1,47 @@
+"""cuseq: each fact about a packed row of sequences, computed once, without a stall."""
+
+from cuseq import _load as _load  # the libraries, before anything that needs their ops
+from cuseq import _fakes as _fakes
+from cuseq._cache import cache_stats, clear_cache, forward_scope, invalidate
+from cuseq._load import build_info
+from cuseq.attention import varlen_attention
+from cuseq.collate import PackingCollator, mask_boundary_labels
+from cuseq.layout import PackedLayout
+from cuseq.ops import (
+    cu_seqlens,
+    cu_seqlens_from_position_ids,
+    last_token_indices,
+    lengths_from_padding_mask,
+    max_seqlen,
+    max_seqlen_sync,
+    packed_cu_seqlens,
+    packed_position_ids,
+    packed_seq_ids,
+    position_ids,
+    seq_ids,
+)
+
+from cuseq._version import __version__  # noqa: E402
+
+__all__ = [
+    "PackedLayout",
+    "PackingCollator",
+    "build_info",
+    "cache_stats",
+    "clear_cache",
+    "cu_seqlens",
+    "cu_seqlens_from_position_ids",
+    "forward_scope",
+    "invalidate",
+    "last_token_indices",
+    "lengths_from_padding_mask",
+    "mask_boundary_labels",
+    "max_seqlen",
+    "max_seqlen_sync",
+    "packed_cu_seqlens",
+    "packed_position_ids",
+    "packed_seq_ids",
+    "position_ids",
+    "seq_ids",
+    "varlen_attention",
+]

@@ -1,0 +1,55 @@
+"""Controls of the identity cache.
+
+What is cached belongs to a tensor of lengths: it goes when that tensor goes, when it is edited in
+place, at the end of the `forward_scope` that made it, and when there is no room left
+(`CUSEQ_CACHE_MAX_ENTRIES`, default 64, and `CUSEQ_CACHE_MAX_BYTES`, default no bound).
+`CUSEQ_CACHE=0` switches the cache off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from cuseq import _C
+
+
+@contextmanager
+def forward_scope() -> Iterator[None]:
+    """Drops, at its end, what this thread put into the cache since it opened. Scopes nest.
+
+    Example:
+        >>> with cuseq.forward_scope():
+        ...     loss = model(input_ids, packed=packed).loss
+    """
+    scope = _C.enter_scope()
+    try:
+        yield
+    finally:
+        _C.exit_scope(scope)
+
+
+def cache_stats() -> dict[str, int]:
+    """Counts since the process started, and what is held now.
+
+    Returns:
+        `hits`, `misses`, `bypasses` (calls that may not touch the cache: traced, watched, captured),
+        `evictions` (entries dropped for room), `bytes` and `entries` (held now).
+    """
+    return _C.cache_stats()
+
+
+def clear_cache() -> None:
+    """Drops every entry."""
+    _C.clear_cache()
+
+
+def invalidate(lengths: Tensor) -> None:
+    """Drops what was computed from one tensor, and every reference the cache has to it.
+
+    Needed after a write that PyTorch's version counter cannot see (`lengths.data.copy_(...)`, a raw
+    kernel, another process), and before `torch.utils.swap_tensors` on it.
+    """
+    _C.invalidate(lengths)

@@ -1,0 +1,94 @@
+"""Shapes of every op's outputs, for torch.compile, export and the meta device.
+
+They check nothing: the op itself does when it runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import register_fake
+
+_HOST_META_SIZE = 5
+
+
+def _int32(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+@register_fake("cuseq::cu_seqlens")
+def _(lengths):
+    return _int32(lengths, lengths.shape[0] + 1)
+
+
+@register_fake("cuseq::max_seqlen")
+def _(lengths):
+    return _int32(lengths)
+
+
+@register_fake("cuseq::max_seqlen_sync")
+def _(lengths):
+    longest = torch.library.get_ctx().new_dynamic_size(min=0)
+    return longest
+
+
+@register_fake("cuseq::last_token_indices")
+def _(lengths):
+    return _int32(lengths, lengths.shape[0])
+
+
+@register_fake("cuseq::layout_metadata")
+def _(source, total_tokens, max_seqs, from_cu_seqlens, num_seqs=None):
+    n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
+    return (
+        _int32(source, n_seqs),
+        _int32(source, max_seqs + 1),
+        _int32(source, _HOST_META_SIZE),
+    )
+
+
+@register_fake("cuseq::position_ids")
+def _(lengths, total_tokens):
+    return _int32(lengths, total_tokens)
+
+
+@register_fake("cuseq::seq_ids")
+def _(lengths, total_tokens):
+    return _int32(lengths, total_tokens)
+
+
+@register_fake("cuseq::token_metadata")
+def _(cu_seqlens, total_tokens):
+    return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
+
+
+@register_fake("cuseq::lengths_from_padding_mask")
+def _(mask):
+    return _int32(mask, mask.shape[0])
+
+
+@register_fake("cuseq::cu_seqlens_from_position_ids")
+def _(position_ids, max_seqs=None, plane=None):
+    tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
+    capacity = tokens.numel() if max_seqs is None else max_seqs
+    return _int32(position_ids, capacity + 1), _int32(position_ids, 1)
+
+
+@register_fake("cuseq::mask_boundary_labels")
+def _(labels, cu_seqlens, shifted=False, ignore_index=-100):
+    return torch.empty_like(labels)
+
+
+@register_fake("cuseq::varlen_attention")
+def _(query, key, value, cu_seqlens, host_meta=None, *options, **named_options):
+    tokens, heads, _ = query.shape
+    wide = query.dtype == torch.float64
+    return (
+        query.new_empty(tokens, heads, value.shape[2]),
+        query.new_empty(heads, tokens, dtype=torch.float64 if wide else torch.float32),
+    )
+
+
+@register_fake("cuseq::varlen_attention_backward")
+def _(grad_out, query, key, value, *options, **named_options):
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)

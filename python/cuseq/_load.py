@@ -1,0 +1,45 @@
+"""Loads the compiled parts, or says in one sentence why they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_REBUILD = "reinstall cuseq with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+
+
+def _check_torch(built_for: str, running: str) -> None:
+    """libtorch's C++ interface changes with every minor release, and a mismatch crashes."""
+    if built_for.split(".")[:2] != running.split(".")[:2]:
+        raise ImportError(
+            f"cuseq was built with torch {built_for}, but torch {running} is running: {_REBUILD}"
+        )
+
+
+try:
+    from cuseq import _build_config
+except ImportError as error:
+    raise ImportError(
+        "cuseq's compiled part is missing: run `pip install --no-build-isolation -e .` in its "
+        "source tree, or import the installed package from another folder"
+    ) from error
+
+_check_torch(_build_config.TORCH_VERSION, torch.__version__)
+
+try:
+    from cuseq import _C
+except ImportError as error:
+    raise ImportError(
+        f"cuseq, built with torch {_build_config.TORCH_VERSION} (CUDA {_build_config.TORCH_CUDA}), "
+        f"does not load into torch {torch.__version__} (CUDA {torch.version.cuda}): {_REBUILD}"
+    ) from error
+
+
+def build_info() -> dict[str, Any]:
+    """What this build was made with: `torch`, `torch_cuda`, `cuda` (kernels built), `cuda_archs`."""
+    return {
+        "torch": _build_config.TORCH_VERSION,
+        "torch_cuda": _build_config.TORCH_CUDA,
+        **_C.build_info(),
+    }

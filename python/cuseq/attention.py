@@ -1,0 +1,85 @@
+"""Attention inside the sequences of a packed row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cuseq.layout import PackedLayout
+
+_ops = torch.ops.cuseq
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedLayout,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact softmax attention of each sequence of a packed row with itself alone.
+
+    On CUDA it runs PyTorch's own varlen flash kernels; on the CPU, and for what flash refuses (fp32,
+    head_dim above 256, GPUs below sm_80), another exact kernel, which is said once. Grouped-query
+    attention needs no repeated keys. Nothing of size tokens x tokens is ever made.
+
+    Equivalent to, for each sequence `s` of the layout:
+        `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
+    and zero on the tail, for gradients too.
+
+    Args:
+        q: `[total_tokens, heads, head_dim]`; any strides with a contiguous last dimension.
+        k: `[total_tokens, key_heads, head_dim]`; `heads` is a multiple of `key_heads`.
+        v: `[total_tokens, key_heads, value_dim]`.
+        packed: the row's layout, on the device of `q`.
+        causal: whether a token sees only itself and what comes before it.
+        window: keys that a token sees, itself included (transformers' `sliding_window`); with
+            `causal=False` on both sides. None for all.
+        scale: factor of the scores, default `head_dim ** -0.5`.
+
+    Returns:
+        `[total_tokens, heads, value_dim]`, contiguous. Differentiable once.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or the layout do not fit.
+
+    Inside torch.compile one graph serves every pack of a row length: the op reads the lengths when
+    it runs. With a layout from host lengths nothing synchronises; with one from lengths on a GPU the
+    first call waits for one small copy by its event. Under autocast it takes the region's dtype, as
+    scaled_dot_product_attention does.
+
+    Example:
+        >>> packed = cuseq.PackedLayout.from_lengths([2, 3], device=q.device)
+        >>> out = cuseq.varlen_attention(q, k, v, packed)
+    """
+    out, _ = _ops.varlen_attention(
+        q, k, v, packed.cu_seqlens_static, packed.host_meta, causal, window, scale
+    )
+    return out
+
+
+def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) -> int:
+    """Multiply-adds counted twice, over full squares, as torch counts its own attention."""
+    lengths = cu_seqlens.diff().to(torch.float64)
+    squares = int((lengths * lengths).sum())
+    heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
+    return products * heads * squares * (head_dim + value_dim)
+
+
+@register_flop_formula(_ops.varlen_attention, get_raw=True)
+def _forward_flops(q, k, v, cu_seqlens, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _attention_flops(q, v, cu_seqlens, products=2)
+
+
+@register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
+def _backward_flops(
+    grad_out, q, k, v, out, logsumexp, cu_seqlens, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    # Scores are computed again, then two products for each of the two of the forward.
+    return _attention_flops(q, v, cu_seqlens, products=5)

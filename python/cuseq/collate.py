@@ -1,0 +1,207 @@
+"""Examples in, one packed row out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq.layout import PackedLayout
+
+_ops = torch.ops.cuseq
+
+IGNORE_INDEX = -100
+
+
+def mask_boundary_labels(
+    labels: Tensor,
+    lengths_or_layout: Tensor | Sequence[int] | PackedLayout,
+    *,
+    shifted: bool = False,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Labels in which no token predicts the next sequence's first one.
+
+    Unshifted labels (`labels[t]` is token t, the loss shifts them, as in transformers) lose the first
+    of each sequence; shifted ones (`labels[t]` is token t + 1) the last. Tail labels are masked too.
+    Doing it twice changes nothing.
+
+    Args:
+        labels: int32 or int64, `[total_tokens]` or any shape of as many elements, contiguous.
+        lengths_or_layout: the row's `PackedLayout`, or its lengths.
+        shifted: whether the labels are already shifted.
+        ignore_index: what the loss ignores.
+
+    Returns:
+        A new tensor like `labels`. Never synchronises.
+
+    Example:
+        >>> cuseq.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])
+        tensor([-100,    6, -100,    8,    9, -100])
+    """
+    if isinstance(lengths_or_layout, PackedLayout):
+        packed = lengths_or_layout
+        if packed.total_tokens != labels.numel():
+            raise ValueError(
+                f"labels must have the layout's total_tokens = {packed.total_tokens} elements, "
+                f"got {labels.numel()}"
+            )
+    else:
+        packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel())
+    packed = packed.to(labels.device)
+    return _ops.mask_boundary_labels(labels, packed.cu_seqlens_static, shifted, ignore_index)
+
+
+class PackingCollator:
+    """Concatenates examples into one packed row and says where each lies.
+
+    Args:
+        capacity: most tokens a row may hold, before padding; more raise. None for no limit.
+        pad_to: fixed length of every row, for compiled code; implies `capacity=pad_to`.
+        total_multiple: rows are padded to a multiple of it (8, say, for tensor cores).
+        pad_token_id: token of the padding, which belongs to no sequence.
+
+    Called with a list of examples, mappings from names to one value per token (lists or tensors):
+    `input_ids`, and optionally `labels` (default the input ids) and other per-token keys, which are
+    concatenated. `attention_mask` is taken for granted and must be all ones: a packed row has none.
+
+    Returns a dict with `input_ids`, `labels` (unshifted, -100 on each sequence's first token and on
+    padding), `position_ids`, int64 `[1, total_tokens]`, the other keys likewise, and `packed`, the
+    row's `PackedLayout`. Everything is on the host: move the dict as any batch, `packed` has `.to`.
+
+    Raises:
+        ValueError: an example is empty or longer than `capacity`, all together are longer, or an
+            example lacks a key that others have; the message names the example.
+        TypeError: a key is not one value per token.
+
+    Example:
+        >>> collate = cuseq.PackingCollator(pad_to=6)
+        >>> batch = collate([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+        >>> batch["labels"]
+        tensor([[-100,    6, -100,    8,    9, -100]])
+    """
+
+    _MADE_HERE = ("position_ids", "packed")
+    _KNOWN = ("input_ids", "labels", "attention_mask")
+
+    def __init__(
+        self,
+        *,
+        capacity: int | None = None,
+        pad_to: int | None = None,
+        total_multiple: int = 1,
+        pad_token_id: int = 0,
+    ):
+        for name, value in (("capacity", capacity), ("pad_to", pad_to)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if total_multiple < 1:
+            raise ValueError(f"total_multiple must be at least 1, got {total_multiple}")
+        if pad_to is not None and pad_to % total_multiple != 0:
+            raise ValueError(
+                f"pad_to must be a multiple of total_multiple = {total_multiple}, got {pad_to}"
+            )
+        if capacity is not None and pad_to is not None and capacity > pad_to:
+            raise ValueError(f"capacity must be at most pad_to = {pad_to}, got {capacity}")
+        self.capacity = pad_to if capacity is None else capacity
+        self.pad_to = pad_to
+        self.total_multiple = total_multiple
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if len(examples) == 0:
+            raise ValueError("examples must not be empty, got none")
+        keys = [key for key in examples[0] if key not in self._MADE_HERE]
+        columns = {key: _column(examples, key) for key in keys}
+        if "input_ids" not in columns:
+            raise ValueError(f"examples must have input_ids, got {sorted(examples[0])}")
+        lengths = [len(ids) for ids in columns["input_ids"]]
+        self._check(examples, columns, lengths)
+        columns.pop("attention_mask", None)
+        columns.setdefault("labels", columns["input_ids"])
+
+        total = self._row_length(sum(lengths))
+        packed = PackedLayout.from_lengths(lengths, total)
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}
+        batch: dict[str, Any] = {
+            key: _pack(pieces, total, fills.get(key, 0)) for key, pieces in columns.items()
+        }
+        batch["labels"] = mask_boundary_labels(batch["labels"], packed)
+        batch["position_ids"] = packed.position_ids.long().unsqueeze(0)
+        batch["packed"] = packed
+        return batch
+
+    def _check(
+        self,
+        examples: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, list[Tensor]],
+        lengths: list[int],
+    ) -> None:
+        for i, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+            if length == 0:
+                raise ValueError(f"examples must not be empty, but examples[{i}] has no tokens")
+            unknown = set(example) - set(columns) - set(self._MADE_HERE)
+            if unknown:
+                raise ValueError(
+                    f"examples must have the same keys, but examples[{i}] has "
+                    f"{sorted(unknown)} and examples[0] does not"
+                )
+            if self.capacity is not None and length > self.capacity:
+                raise ValueError(
+                    f"examples must fit a row of capacity = {self.capacity} tokens, but "
+                    f"examples[{i}] has {length}"
+                )
+            for key, column in columns.items():
+                if len(column[i]) != length:
+                    raise ValueError(
+                        f"{key} must hold one value per token, but examples[{i}] has {length} "
+                        f"tokens and {len(column[i])} values"
+                    )
+        for i, mask in enumerate(columns.get("attention_mask", [])):
+            if not bool((mask == 1).all()):
+                raise ValueError(
+                    f"attention_mask must be all ones, a packed row holds no padding between "
+                    f"sequences, but examples[{i}] masks tokens: strip them first"
+                )
+        if self.capacity is not None and sum(lengths) > self.capacity:
+            raise ValueError(
+                f"examples must fit a row of capacity = {self.capacity} tokens together, got "
+                f"{sum(lengths)} in {len(lengths)} examples"
+            )
+
+    def _row_length(self, tokens: int) -> int:
+        if self.pad_to is not None:
+            return self.pad_to
+        return -(-tokens // self.total_multiple) * self.total_multiple
+
+
+def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
+    column = []
+    for i, example in enumerate(examples):
+        if key not in example:
+            raise ValueError(f"examples must have the same keys, but examples[{i}] lacks {key!r}")
+        try:
+            values = torch.as_tensor(example[key], device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{key} must hold one number per token, got {type(example[key]).__name__} in "
+                f"examples[{i}]; drop the keys that are not per token first"
+            ) from error
+        if values.dim() == 0 or (key in PackingCollator._KNOWN and values.dim() != 1):
+            raise TypeError(
+                f"{key} must hold one value per token, got shape {tuple(values.shape)} in "
+                f"examples[{i}]; drop the keys that are not per token first"
+            )
+        if key in PackingCollator._KNOWN:
+            values = values.long()
+        column.append(values)
+    return column
+
+
+def _pack(pieces: list[Tensor], total: int, fill: int) -> Tensor:
+    """`[1, total, ...]`: the pieces one after the other, then `fill`."""
+    row = torch.cat(pieces)
+    tail = row.new_full((total - row.shape[0], *row.shape[1:]), fill)
+    return torch.cat([row, tail]).unsqueeze(0)

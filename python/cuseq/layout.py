@@ -1,0 +1,370 @@
+"""`PackedLayout`: where the sequences of a packed row lie."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+
+_ops = torch.ops.cuseq
+
+_NUM_SEQS, _MAX_SEQLEN, _TOTAL_TOKENS, _NUM_REAL_TOKENS = range(4)
+
+
+class PackedLayout:
+    """Where the sequences of a packed row lie. It holds no token data.
+
+    Make it where lengths are still Python ints, in the collator, and hand it to the model: then no
+    layer has to derive anything and nothing ever waits for the GPU.
+
+    Attributes:
+        lengths: int32 `[n_seqs]`, tokens of each sequence. A snapshot: editing the tensor that the
+            layout was made from changes nothing here.
+        cu_seqlens: int32 `[n_seqs + 1]`, their offsets.
+        cu_seqlens_static: int32 `[max_seqs + 1]`, the same with the last offset repeated. Its shape
+            depends on `max_seqs` alone, so compiled code serves every pack with one graph.
+        host_meta: int32 `[5]` on the CPU: number of sequences, longest length, total tokens, real
+            tokens, status. Ops read it when they run, so compiled code never holds a stale length.
+        position_ids: int32 `[total_tokens]`, position inside the sequence; the tail restarts at 0.
+        seq_ids: int32 `[total_tokens]`, index of the sequence; `n_seqs` on the tail.
+        max_seqlen: the longest length, a Python int.
+        total_tokens: tokens of the row in memory, tail included.
+        num_real_tokens: the sum of the lengths.
+        num_sequences: how many sequences there are, those of length zero included.
+        device: where the tensors lie (`host_meta` is always on the CPU).
+
+    A layout made from lengths on a GPU starts one asynchronous copy of five numbers. The first use of
+    a host value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its event, never
+    for the stream; what is wrong with the lengths is raised there.
+
+    It is a plain class on purpose: FSDP2 rebuilds dataclasses and pytree nodes for every module.
+    """
+
+    def __init__(
+        self,
+        lengths: Tensor,
+        cu_seqlens_static: Tensor,
+        host_meta: Tensor,
+        total_tokens: int,
+        num_sequences: int | None,
+    ):
+        # What attention reads is here from the start: a tensor first made inside a compiled region
+        # would cost a second graph. The rest is made when asked for.
+        self.cu_seqlens_static = cu_seqlens_static
+        self.host_meta = host_meta
+        self._total_tokens = total_tokens
+        self._all_lengths = lengths
+        self._num_sequences = num_sequences
+        self._lengths: Tensor | None = None
+        self._cu_seqlens: Tensor | None = None
+        self._position_ids: Tensor | None = None
+        self._seq_ids: Tensor | None = None
+        self._moved: dict[torch.device, PackedLayout] = {}
+        self._origin: weakref.ref[PackedLayout] | None = None
+
+    # ----------------------------------------------------------------------------- made from
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Sequence[int] | Tensor,
+        total_tokens: int | None = None,
+        *,
+        max_seqs: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PackedLayout:
+        """From the lengths of the sequences, in the order in which they lie.
+
+        Args:
+            lengths: ints, or int32 or int64 `[n_seqs]`, tokens.
+            total_tokens: tokens of the row in memory; what the sequences leave is the tail. Default
+                the sum of the lengths, which, for lengths on a GPU, waits for their copy at once.
+            max_seqs: capacity of `cu_seqlens_static`, default `total_tokens`. Give it where a row
+                may hold many sequences of length zero, or to make the buffer smaller.
+            device: where the layout shall lie, default where the lengths lie.
+
+        Raises:
+            ValueError: a length is negative, they sum to more than `total_tokens` or 2^31 - 1, or
+                there are more than `max_seqs` of them. For lengths on a GPU at the first use of a
+                host value.
+        """
+        source = _as_tensor(lengths, "lengths")
+        return cls._build(source, total_tokens, max_seqs, device, from_cu_seqlens=False)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: Sequence[int] | Tensor,
+        total_tokens: int | None = None,
+        *,
+        max_seqs: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PackedLayout:
+        """From offsets, int32 or int64 `[n_seqs + 1]` that start at 0 and do not descend.
+
+        Arguments and errors otherwise as for `from_lengths`.
+        """
+        source = _as_tensor(cu_seqlens, "cu_seqlens")
+        return cls._build(source, total_tokens, max_seqs, device, from_cu_seqlens=True)
+
+    @classmethod
+    def from_padding_mask(
+        cls,
+        mask: Tensor,
+        *,
+        total_tokens: int | None = None,
+        max_seqs: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PackedLayout:
+        """From the mask of a padded batch: row i is sequence i, as long as it has real tokens.
+
+        Args:
+            mask: bool or integer `[batch, seqlen]`, non-zero where a token is real; padding may be
+                on the left, on the right or in between, and a row of padding has length zero.
+
+        Other arguments and errors as for `from_lengths`.
+        """
+        lengths = _ops.lengths_from_padding_mask(mask)
+        return cls._build(lengths, total_tokens, max_seqs, device, from_cu_seqlens=False)
+
+    @classmethod
+    def from_position_ids(
+        cls,
+        position_ids: Tensor,
+        *,
+        plane: int | None = None,
+        max_seqs: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> PackedLayout:
+        """From positions that restart with each sequence; see `cu_seqlens_from_position_ids`.
+
+        All tokens belong to a sequence: positions cannot tell padding from text. Several rows become
+        one flat row, row after row.
+
+        Args:
+            position_ids: int32 or int64 `[seqlen]`, `[batch, seqlen]` or `[planes, batch, seqlen]`.
+            plane: which plane of three-dimensional positions to read.
+            max_seqs: capacity of `cu_seqlens_static`, default the number of tokens.
+            device: where the layout shall lie, default where the positions lie.
+        """
+        offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
+        tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
+        return cls._build(
+            offsets, tokens.numel(), max_seqs, device, from_cu_seqlens=True, num_seqs=num_seqs
+        )
+
+    @classmethod
+    def _build(
+        cls,
+        source: Tensor,
+        total_tokens: int | None,
+        max_seqs: int | None,
+        device: torch.device | str | None,
+        *,
+        from_cu_seqlens: bool,
+        num_seqs: Tensor | None = None,
+    ) -> PackedLayout:
+        if total_tokens is None:
+            total_tokens = _sum_of(source, from_cu_seqlens)
+        n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
+        if max_seqs is None:
+            max_seqs = total_tokens
+        lengths, offsets, meta = _ops.layout_metadata(
+            source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
+        )
+        layout = cls(
+            lengths,
+            offsets,
+            _C.start_host_copy(meta),
+            total_tokens,
+            n_seqs if num_seqs is None else None,
+        )
+        if meta.device.type == "cpu":
+            layout.wait()  # raises now what is wrong
+        return layout if device is None else layout.to(device)
+
+    # ----------------------------------------------------------------------------- host values
+
+    def wait(self) -> PackedLayout:
+        """Waits until host values are there and checks them; returns itself.
+
+        Only a layout whose lengths came from a GPU can make it wait, once, for one small copy.
+        """
+        _C.read_host_meta(self.host_meta, _NUM_SEQS)
+        return self
+
+    def _host_value(self, slot: int) -> int:
+        return _C.read_host_meta(self.host_meta, slot)
+
+    @property
+    def total_tokens(self) -> int:
+        return self._total_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        if self._num_sequences is None:
+            self._num_sequences = self._host_value(_NUM_SEQS)
+        return self._num_sequences
+
+    @property
+    def max_seqlen(self) -> int:
+        return self._host_value(_MAX_SEQLEN)
+
+    @property
+    def num_real_tokens(self) -> int:
+        return self._host_value(_NUM_REAL_TOKENS)
+
+    # ----------------------------------------------------------------------------- tensors
+
+    @property
+    def device(self) -> torch.device:
+        return self.cu_seqlens_static.device
+
+    @property
+    def lengths(self) -> Tensor:
+        if self._lengths is None:
+            self._lengths = self._all_lengths[: self.num_sequences]
+        return self._lengths
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        if self._cu_seqlens is None:
+            self._cu_seqlens = self.cu_seqlens_static[: self.num_sequences + 1]
+        return self._cu_seqlens
+
+    @property
+    def position_ids(self) -> Tensor:
+        if self._position_ids is None:
+            self._make_token_metadata()
+        return self._position_ids
+
+    @property
+    def seq_ids(self) -> Tensor:
+        if self._seq_ids is None:
+            self._make_token_metadata()
+        return self._seq_ids
+
+    def _make_token_metadata(self) -> None:
+        self._position_ids, self._seq_ids = _ops.token_metadata(self.cu_seqlens, self._total_tokens)
+
+    def flash_kwargs(self) -> dict[str, Any]:
+        """Keywords of transformers' flash attention: offsets on the device, longest lengths as ints.
+
+        `packed`, the layout itself, goes with them, since the four names alone make compiled code
+        fall back to bounds.
+        """
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+            "packed": self,
+        }
+
+    # ----------------------------------------------------------------------------- moved about
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = True) -> PackedLayout:
+        """This layout on another device: itself where it lies there, else one memoised layout.
+
+        From the CPU to a GPU the copy goes through pinned memory and never waits, whatever
+        `non_blocking` says; the other way it waits for the data.
+        """
+        target = _with_index(torch.device(device))
+        if target == self.device:
+            return self
+        if target not in self._moved:
+            origin = None if self._origin is None else self._origin()
+            if origin is not None and origin.device == target:
+                return origin
+            moved = self._on(target)
+            # Weak, since a cycle would keep GPU memory until the garbage collector runs.
+            moved._origin = weakref.ref(self)
+            self._moved[target] = moved
+        return self._moved[target]
+
+    def _on(self, device: torch.device) -> PackedLayout:
+        tensors = [self.cu_seqlens_static, self._all_lengths]
+        if self.device.type == "cpu" and device.type == "cuda":
+            # One copy, from pinned memory: from pageable memory it would wait for the stream.
+            size = sum(tensor.shape[0] for tensor in tensors)
+            pinned = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+            buffer = torch.cat(tensors, out=pinned).to(device, non_blocking=True)
+        else:
+            buffer = torch.cat(tensors).to(device)
+        split = self.cu_seqlens_static.shape[0]
+        return PackedLayout(
+            buffer[split:], buffer[:split], self.host_meta, self._total_tokens, self._num_sequences
+        )
+
+    def pin_memory(self, device: Any = None) -> PackedLayout:
+        """This layout in pinned memory, as DataLoader asks for it. Itself where it is on a GPU."""
+        if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
+            return self
+        return PackedLayout(
+            self._all_lengths.pin_memory(),
+            self.cu_seqlens_static.pin_memory(),
+            self.host_meta,
+            self._total_tokens,
+            self._num_sequences,
+        )
+
+    def __reduce__(self):
+        # Lengths as bytes: a tensor would cost a DataLoader worker a shared-memory file each.
+        lengths = self.lengths.cpu().numpy().tobytes()
+        max_seqs = self.cu_seqlens_static.shape[0] - 1
+        return _restore, (lengths, self._total_tokens, max_seqs, str(self.device))
+
+    def __deepcopy__(self, memo: dict) -> PackedLayout:
+        return self  # immutable
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedLayout({self.num_sequences} sequences, longest {self.max_seqlen}, "
+            f"{self.num_real_tokens} real of {self._total_tokens} tokens, {self.device})"
+        )
+
+
+def _restore(lengths: bytes, total_tokens: int, max_seqs: int, device: str) -> PackedLayout:
+    source = torch.frombuffer(bytearray(lengths), dtype=torch.int32) if lengths else _empty()
+    return PackedLayout.from_lengths(source, total_tokens, max_seqs=max_seqs, device=device)
+
+
+def _empty() -> Tensor:
+    return torch.empty(0, dtype=torch.int32, device="cpu")
+
+
+def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    try:
+        # index() refuses what int() would cut off. The device is named because a device context
+        # would move host lengths otherwise.
+        return torch.tensor([index(v) for v in values], dtype=torch.int64, device="cpu")
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
+
+
+def _sum_of(source: Tensor, from_cu_seqlens: bool) -> int:
+    if from_cu_seqlens:
+        # A wrong shape is reported by the op.
+        total = source[-1:].sum() if source.dim() == 1 else source.sum()
+    else:
+        total = source.sum()
+    if total.device.type == "cpu":
+        return max(int(total), 0)
+    on_host = _C.start_host_copy(total)
+    _C.wait_host_copy(on_host)
+    return max(int(on_host), 0)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
