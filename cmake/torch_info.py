@@ -1,23 +1,39 @@
-"""Prints, for CMake, what it has to know of the installed torch: a list in CMake's own form."""
+"""Prints, as JSON for CMake, what it has to know of the installed torch. Empty means none."""
+
+import json
+from pathlib import Path
 
 import torch
 
 
 def gpu_archs() -> str:
-    """Compute capabilities of the GPUs of this machine, such as "80,90", or "none"."""
+    """Compute capabilities of this machine's GPUs as a CMake list, such as "80;90"."""
     if torch.version.cuda is None or not torch.cuda.is_available():
-        return "none"
-    archs = {
-        "{}{}".format(*torch.cuda.get_device_capability(index))
-        for index in range(torch.cuda.device_count())
-    }
-    return ",".join(sorted(archs, key=int))
+        return ""
+    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    return ";".join(sorted({f"{major}{minor}" for major, minor in capabilities}, key=int))
 
 
+def cuda_runtime(site_packages: Path) -> str:
+    """The CUDA runtime library that came with torch as a Python package."""
+    major = (torch.version.cuda or "none").split(".")[0]
+    found = sorted(site_packages.glob(f"nvidia/*/lib/libcudart.so.{major}*"))
+    return str(found[0]) if found else ""
+
+
+root = Path(torch.__file__).parent
+cudart = cuda_runtime(root.parent)
 print(
-    torch.utils.cmake_prefix_path,
-    torch.__version__,
-    torch.version.cuda or "none",
-    gpu_archs(),
-    sep=";",
+    json.dumps(
+        {
+            "root": str(root),
+            "version": torch.__version__,
+            "cuda": torch.version.cuda or "",
+            "cxx11_abi": int(torch.compiled_with_cxx11_abi()),
+            "cudart": cudart,
+            # Where nvcc lies if it was installed as a Python package too.
+            "toolkit": str(Path(cudart).parent.parent) if cudart else "",
+            "gpu_archs": gpu_archs(),
+        }
+    )
 )

@@ -1,0 +1,46 @@
+# make train   build, then train a small model on real documents, padded and packed
+# make test    build, then run every test
+# make bench   build, then measure (a GPU is where the figures are)
+# make format  clang-format and ruff over the sources
+#
+# Everything happens in VENV, which is made if there is none; what is there already is kept. On a
+# machine with an environment of its own: make test VENV=/path/to/it
+
+VENV ?= .venv
+PYTHON ?= python3
+# Developed against this torch; any newer one works: make test TORCH=torch
+TORCH ?= torch==2.11.0
+TRANSFORMERS ?= transformers==5.17.0
+
+PY := $(VENV)/bin/python
+BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
+EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis
+
+.PHONY: train test bench format build environment clean
+
+train: build
+	$(PY) examples/train.py $(ARGS)
+
+test: build
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHON="$(PY)" bash scripts/run_tests.sh $(ARGS)
+
+bench: build
+	$(PY) benchmarks/bench_metadata.py $(ARGS)
+	$(PY) benchmarks/bench_cache.py $(ARGS)
+	$(PY) benchmarks/bench_attention.py $(ARGS)
+	$(PY) benchmarks/bench_training_step.py $(ARGS)
+
+format: environment
+	$(PY) -m pip install -q "clang-format==19.1.7" "ruff==0.14.5"
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
+	$(VENV)/bin/ruff format python tests benchmarks examples cmake scripts setup.py
+	$(VENV)/bin/ruff check --fix python tests benchmarks examples cmake scripts setup.py
+
+build: environment
+	CUSEQ_BUILD_TESTS=ON $(PY) -m pip install -q --no-build-isolation --no-deps -e .
+
+environment:
+	PYTHON="$(PYTHON)" bash scripts/environment.sh "$(VENV)" "$(TORCH)" $(BUILD_TOOLS) $(EXTRAS)
+
+clean:
+	rm -rf build dist python/*.egg-info python/cuseq/lib python/cuseq/include python/cuseq/*.so python/cuseq/_build_config.py
