@@ -2,6 +2,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -60,6 +61,22 @@ at::Tensor start_host_copy(const at::Tensor& on_device) {
     number_pending = static_cast<int64_t>(pending().size());
   }
   return on_host;
+}
+
+std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& first,
+                                                  const at::Tensor& second, c10::Device device) {
+  for (const at::Tensor& tensor : {first, second}) {
+    TORCH_INTERNAL_ASSERT(tensor.is_cpu() && tensor.scalar_type() == at::kInt &&
+                          tensor.dim() == 1 && tensor.is_contiguous());
+  }
+  const at::Tensor pinned =
+      at::empty({first.size(0) + second.size(0)}, first.options().pinned_memory(true));
+  int32_t* numbers = pinned.mutable_data_ptr<int32_t>();
+  numbers = std::copy_n(first.const_data_ptr<int32_t>(), first.size(0), numbers);
+  std::copy_n(second.const_data_ptr<int32_t>(), second.size(0), numbers);
+  const at::Tensor moved = at::empty({pinned.size(0)}, first.options().device(device));
+  moved.copy_(pinned, /*non_blocking=*/true);
+  return {moved.narrow(0, 0, first.size(0)), moved.narrow(0, first.size(0), second.size(0))};
 }
 
 void wait_host_copy(const at::Tensor& on_host) {

@@ -95,10 +95,16 @@ at::Tensor packed_seq_ids(const at::Tensor& lengths, int64_t total_tokens) {
                         [&] { return seq_ids(lengths, total_tokens); });
 }
 
-TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) {
+static void register_packed_ops(torch::Library& m) {
   m.impl("packed_cu_seqlens", TORCH_FN(packed_cu_seqlens_op));
   m.impl("packed_position_ids", TORCH_FN(packed_position_ids_op));
   m.impl("packed_seq_ids", TORCH_FN(packed_seq_ids_op));
 }
+
+TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_packed_ops(m); }
+
+// functorch would unwrap tensors and hide itself before the composite kernel runs: here, in front of
+// it, a transform can still be seen.
+TORCH_LIBRARY_IMPL(cuseq, FuncTorchDynamicLayerFrontMode, m) { register_packed_ops(m); }
 
 }  // namespace cuseq

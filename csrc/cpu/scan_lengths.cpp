@@ -16,7 +16,7 @@ void scan(const ScanLengthsArgs& args) {
     n = std::clamp<int64_t>(*args.n_seqs_on_device, 0, args.n_seqs);
     if (*args.n_seqs_on_device > args.n_seqs) status |= kTooManySequences;
   }
-  if (args.source_is_offsets && n > 0 && source[0] != 0) status |= kFirstOffsetNotZero;
+  if (args.source_is_offsets && source[0] != 0) status |= kFirstOffsetNotZero;
 
   int64_t sum = 0;
   int64_t longest = 0;

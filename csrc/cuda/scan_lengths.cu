@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
     if (count > n) status |= kTooManySequences;
     n = count < 0 ? 0 : (count > n ? n : count);
   }
-  if (args.source_is_offsets && n > 0 && source[0] != 0) status |= kFirstOffsetNotZero;
+  if (args.source_is_offsets && source[0] != 0) status |= kFirstOffsetNotZero;
   if (args.cu_seqlens != nullptr && threadIdx.x == 0) args.cu_seqlens[0] = 0;
 
   int64_t total = 0;

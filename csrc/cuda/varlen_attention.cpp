@@ -83,6 +83,11 @@ void zero_tail(std::initializer_list<Tensor> rows, const Tensor& offsets,
   }
 }
 
+// The first `size` of the last dimension, contiguous; the tensor itself where that is what it is.
+Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
+  return (tensor.size(-1) == size ? tensor : tensor.narrow(-1, 0, size)).contiguous();
+}
+
 struct FlashWindow {
   int64_t left;
   int64_t right;
@@ -106,7 +111,7 @@ AttentionOutput flash_forward(const Tensor& query, const Tensor& key, const Tens
       pad_last_dim(query, head_dim), pad_last_dim(key, head_dim), pad_last_dim(value, head_dim),
       offsets, offsets, max_seqlen, max_seqlen, /*dropout_p=*/0.0, plan.causal,
       /*return_debug_mask=*/false, plan.scale, window.left, window.right);
-  Tensor out = std::get<0>(result).narrow(2, 0, value.size(2)).contiguous();
+  Tensor out = unpad_last_dim(std::get<0>(result), value.size(2));
   Tensor logsumexp = std::get<1>(result);
   zero_tail({out, logsumexp.t()}, offsets, plan);
   return {out, logsumexp};
@@ -183,9 +188,9 @@ AttentionGradients flash_backward(const Tensor& grad_out, const Tensor& query, c
       heads_per_call >= q.size(1)
           ? flash_backward_once(grad_o, q, k, v, o, logsumexp, offsets, plan)
           : flash_backward_by_heads(grad_o, q, k, v, o, logsumexp, offsets, plan, heads_per_call);
-  grad_query = grad_query.narrow(2, 0, query.size(2)).contiguous();
-  grad_key = grad_key.narrow(2, 0, key.size(2)).contiguous();
-  grad_value = grad_value.narrow(2, 0, value.size(2)).contiguous();
+  grad_query = unpad_last_dim(grad_query, query.size(2));
+  grad_key = unpad_last_dim(grad_key, key.size(2));
+  grad_value = unpad_last_dim(grad_value, value.size(2));
   zero_tail({grad_query, grad_key, grad_value}, offsets, plan);
   return {grad_query, grad_key, grad_value};
 }

@@ -62,22 +62,26 @@ at::Tensor last_token_indices_kernel(const at::Tensor& lengths) {
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
-    const at::Tensor& source, int64_t total_tokens, int64_t max_seqs, bool from_cu_seqlens,
-    const std::optional<at::Tensor>& num_seqs) {
-  check_vector(source, from_cu_seqlens ? "cu_seqlens" : "lengths");
-  check_tokens(total_tokens);
-  TORCH_CHECK_VALUE(!from_cu_seqlens || source.size(0) >= 1,
+void check_source(const at::Tensor& source, int64_t total_tokens, bool is_cu_seqlens) {
+  check_vector(source, is_cu_seqlens ? "cu_seqlens" : "lengths");
+  TORCH_CHECK_VALUE(!is_cu_seqlens || source.size(0) >= 1,
                     "cu_seqlens must have shape [n_seqs + 1], got ", source.sizes());
-  const int64_t n_seqs = source.size(0) - (from_cu_seqlens ? 1 : 0);
-  TORCH_CHECK_VALUE(max_seqs >= 0 && (num_seqs.has_value() || n_seqs <= max_seqs),
-                    "there must be at most max_seqs = ", max_seqs, " sequences, got ", n_seqs,
-                    ": pass a larger max_seqs");
-  if (from_cu_seqlens) {
+  if (is_cu_seqlens) {
     check_offset_values(source, total_tokens);
   } else {
     check_length_values(source, total_tokens);
   }
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
+    const at::Tensor& source, int64_t total_tokens, int64_t max_seqs, bool from_cu_seqlens,
+    const std::optional<at::Tensor>& num_seqs) {
+  check_tokens(total_tokens);
+  check_source(source, total_tokens, from_cu_seqlens);
+  const int64_t n_seqs = source.size(0) - (from_cu_seqlens ? 1 : 0);
+  TORCH_CHECK_VALUE(max_seqs >= 0 && (num_seqs.has_value() || n_seqs <= max_seqs),
+                    "there must be at most max_seqs = ", max_seqs, " sequences, got ", n_seqs,
+                    ": pass a larger max_seqs");
 
   at::Tensor lengths = at::empty({n_seqs}, int32_on(source));
   at::Tensor offsets = at::empty({max_seqs + 1}, int32_on(source));
@@ -102,6 +106,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
 }
 
 }  // namespace
+
+int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens) {
+  TORCH_CHECK(source.is_cpu(), "tokens_of reads values on the host, got ", source.device());
+  check_source(source, /*total_tokens=*/-1, is_cu_seqlens);
+  const at::Tensor counted = is_cu_seqlens ? source.slice(0, -1) : source;
+  return counted.sum().item<int64_t>();
+}
 
 at::Tensor cu_seqlens(const at::Tensor& lengths) {
   static const auto op = c10::Dispatcher::singleton()

@@ -176,6 +176,7 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["max_seqlen_bound"] = max_seqlen_bound;
     ctx->mark_non_differentiable({logsumexp});
+    ctx->set_materialize_grads(false);  // no zeros for logsumexp
     return {out, logsumexp};
   }
 

@@ -1,4 +1,5 @@
 #include <c10/util/Exception.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -77,11 +78,22 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  // What torch raises from its own bindings: ValueError and TypeError, without a C++ stack.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(std::current_exception());
+    }
+  });
+
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def("packed_cu_seqlens", &cuseq::packed_cu_seqlens);
   m.def("packed_position_ids", &cuseq::packed_position_ids);
   m.def("packed_seq_ids", &cuseq::packed_seq_ids);
+  m.def("tokens_of", &cuseq::tokens_of, Released());
   m.def("start_host_copy", &cuseq::start_host_copy, Released());
+  m.def("copy_to_device", &cuseq::copy_to_device, Released());
   m.def("wait_host_copy", &cuseq::wait_host_copy, Released());
   m.def("read_host_meta", &cuseq::read_host_meta, Released());
 

@@ -30,11 +30,20 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> varlen_attention(
     std::optional<int64_t> window = std::nullopt, std::optional<double> scale = std::nullopt,
     std::optional<int64_t> max_seqlen_bound = std::nullopt);
 
+// Tokens that lengths, or offsets, on the host account for. Checks them.
+CUSEQ_API int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens);
+
 // Starts the one copy of device numbers to pinned memory that host code may later wait for, and
 // returns where they will lie. Never waits.
 CUSEQ_API at::Tensor start_host_copy(const at::Tensor& on_device);
 
-// Waits for that copy alone, by its event, never for the stream. At once for any other tensor.
+// Both int32 vectors, contiguous on the CPU, in one copy from pinned memory to the device. Never
+// waits, where a copy from pageable memory would.
+CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& first,
+                                                            const at::Tensor& second,
+                                                            c10::Device device);
+
+// Waits for the host copy alone, by its event, never for the stream. At once for any other tensor.
 CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
 
 // One number of a host_meta (a HostMetaSlot of cuseq/seqlens.h), waited for and checked.

@@ -49,7 +49,9 @@ def mask_boundary_labels(
                 f"got {labels.numel()}"
             )
     else:
-        packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel())
+        # Sequences of length zero may outnumber the tokens.
+        max_seqs = max(len(lengths_or_layout), labels.numel())
+        packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel(), max_seqs=max_seqs)
     packed = packed.to(labels.device)
     return _ops.mask_boundary_labels(labels, packed.cu_seqlens_static, shifted, ignore_index)
 
@@ -195,6 +197,8 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
                 f"examples[{i}]; drop the keys that are not per token first"
             )
         if key in PackingCollator._KNOWN:
+            if values.is_floating_point() and values.numel() > 0:
+                raise TypeError(f"{key} must hold integers, got {values.dtype} in examples[{i}]")
             values = values.long()
         column.append(values)
     return column

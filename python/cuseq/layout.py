@@ -171,7 +171,11 @@ class PackedLayout:
         num_seqs: Tensor | None = None,
     ) -> PackedLayout:
         if total_tokens is None:
-            total_tokens = _sum_of(source, from_cu_seqlens)
+            if source.device.type != "cpu":
+                # Values are needed now: with them on the host nothing has to wait again.
+                device = source.device if device is None else device
+                source = _to_host(source)
+            total_tokens = _C.tokens_of(source, from_cu_seqlens)
         n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
         if max_seqs is None:
             max_seqs = total_tokens
@@ -289,17 +293,16 @@ class PackedLayout:
         return self._moved[target]
 
     def _on(self, device: torch.device) -> PackedLayout:
-        tensors = [self.cu_seqlens_static, self._all_lengths]
-        if self.device.type == "cpu" and device.type == "cuda":
-            # One copy, from pinned memory: from pageable memory it would wait for the stream.
-            size = sum(tensor.shape[0] for tensor in tensors)
-            pinned = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
-            buffer = torch.cat(tensors, out=pinned).to(device, non_blocking=True)
+        offsets, lengths = self.cu_seqlens_static, self._all_lengths
+        if self.device.type == "cpu" and device.type == "cuda" and not offsets.is_pinned():
+            offsets, lengths = _C.copy_to_device(offsets, lengths, device)
         else:
-            buffer = torch.cat(tensors).to(device)
-        split = self.cu_seqlens_static.shape[0]
+            # To the host a copy has to wait: its reader could not know when the data is there.
+            to_device = device.type != "cpu"
+            offsets = offsets.to(device, non_blocking=to_device)
+            lengths = lengths.to(device, non_blocking=to_device)
         return PackedLayout(
-            buffer[split:], buffer[:split], self.host_meta, self._total_tokens, self._num_sequences
+            lengths, offsets, self.host_meta, self._total_tokens, self._num_sequences
         )
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
@@ -315,6 +318,7 @@ class PackedLayout:
         )
 
     def __reduce__(self):
+        self.wait()  # lengths that are wrong must not arrive as right ones
         # Lengths as bytes: a tensor would cost a DataLoader worker a shared-memory file each.
         lengths = self.lengths.cpu().numpy().tobytes()
         max_seqs = self.cu_seqlens_static.shape[0] - 1
@@ -324,6 +328,10 @@ class PackedLayout:
         return self  # immutable
 
     def __repr__(self) -> str:
+        try:
+            self.wait()
+        except ValueError as error:
+            return f"PackedLayout(invalid: {error})"
         return (
             f"PackedLayout({self.num_sequences} sequences, longest {self.max_seqlen}, "
             f"{self.num_real_tokens} real of {self._total_tokens} tokens, {self.device})"
@@ -340,27 +348,25 @@ def _empty() -> Tensor:
 
 
 def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
-    if isinstance(values, Tensor):
-        return values
-    try:
-        # index() refuses what int() would cut off. The device is named because a device context
-        # would move host lengths otherwise.
-        return torch.tensor([index(v) for v in values], dtype=torch.int64, device="cpu")
-    except (TypeError, OverflowError) as error:
-        raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
+    if not isinstance(values, Tensor):
+        try:
+            # index() refuses what int() would cut off. The device is named because a device context
+            # would move host lengths otherwise.
+            values = torch.tensor([index(v) for v in values], dtype=torch.int64, device="cpu")
+        except TypeError as error:
+            raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{name} must fit in int64, got {values!r}") from error
+    if values.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
+    return values
 
 
-def _sum_of(source: Tensor, from_cu_seqlens: bool) -> int:
-    if from_cu_seqlens:
-        # A wrong shape is reported by the op.
-        total = source[-1:].sum() if source.dim() == 1 else source.sum()
-    else:
-        total = source.sum()
-    if total.device.type == "cpu":
-        return max(int(total), 0)
-    on_host = _C.start_host_copy(total)
+def _to_host(source: Tensor) -> Tensor:
+    """A copy, waited for by its event."""
+    on_host = _C.start_host_copy(source)
     _C.wait_host_copy(on_host)
-    return max(int(on_host), 0)
+    return on_host
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -120,8 +120,8 @@ def cu_seqlens_from_position_ids(
 
     A sequence starts at each row's first token and wherever a position is not the one before it
     plus one. In a plane of multimodal positions, which repeat inside an image and jump behind it, a
-    sequence starts where the position drops or is 0 after 0; so choose a plane in which documents
-    begin with a text token.
+    sequence starts where the position drops or is 0 after 0. So choose the temporal plane, of
+    documents that begin with a text token: heights and widths drop inside every image.
 
     The result has a fixed size and the count stays on the device, so nothing synchronises and no
     shape depends on data.
