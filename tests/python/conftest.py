@@ -1,0 +1,102 @@
+"""Fixtures shared by all tests.
+
+Environment:
+    CUSEQ_REQUIRE_CUDA=1: a missing GPU, or a build without CUDA kernels, fails instead of skipping.
+    CI: hypothesis draws the same examples in every run.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read when torch loads oneDNN: AMX kernels die with SIGILL on virtual machines that only claim it.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import cuseq
+
+settings.register_profile(
+    "cuseq",
+    max_examples=100,
+    deadline=None,
+    derandomize="CI" in os.environ,
+    database=None,
+    # The fixtures here are devices and switches: they hold no state that examples could share.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("cuseq")
+
+
+def _cuda() -> torch.device:
+    missing = None
+    if not torch.cuda.is_available():
+        missing = "there is no CUDA device"
+    elif not cuseq.build_info()["cuda"]:
+        missing = "cuseq was built without CUDA kernels"
+    if missing is None:
+        return torch.device("cuda", 0)
+    if os.environ.get("CUSEQ_REQUIRE_CUDA") == "1":
+        pytest.fail(f"CUSEQ_REQUIRE_CUDA=1, but {missing}")
+    pytest.skip(missing)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request) -> torch.device:
+    """Each device in turn."""
+    return torch.device("cpu") if request.param == "cpu" else _cuda()
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """For what only a GPU can show."""
+    return _cuda()
+
+
+@pytest.fixture
+def second_gpu() -> torch.device:
+    """A GPU that is not the current one."""
+    _cuda()
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    return torch.device("cuda", 1)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Fills what torch.empty returns with the largest int, so that an unwritten output shows."""
+    # The fill takes effect in deterministic mode alone.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1, dtype=torch.int32).item() == 2**31 - 1
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_cache():
+    """The identity cache, empty before and after."""
+    cuseq.clear_cache()
+    yield
+    cuseq.clear_cache()
+
+
+@pytest.fixture
+def run_python():
+    """Runs code in a fresh interpreter, for environment variables that are read once."""
+
+    def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    return run

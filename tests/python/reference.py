@@ -1,0 +1,185 @@
+"""What each op means, as slow loops over Python ints. Tests compare with these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+def cu_seqlens(lengths: list[int]) -> list[int]:
+    offsets = [0]
+    for length in lengths:
+        offsets.append(offsets[-1] + length)
+    return offsets
+
+
+def max_seqlen(lengths: list[int]) -> int:
+    longest = 0
+    for length in lengths:
+        longest = max(longest, length)
+    return longest
+
+
+def last_token_indices(lengths: list[int]) -> list[int]:
+    indices = []
+    begin = 0
+    for length in lengths:
+        indices.append(begin + length - 1 if length > 0 else -1)
+        begin += length
+    return indices
+
+
+def position_ids(lengths: list[int], total_tokens: int) -> list[int]:
+    positions = []
+    for length in [*lengths, total_tokens - sum(lengths)]:  # the tail is one more segment
+        positions.extend(range(length))
+    return positions
+
+
+def seq_ids(lengths: list[int], total_tokens: int) -> list[int]:
+    ids = []
+    for sequence, length in enumerate([*lengths, total_tokens - sum(lengths)]):
+        ids.extend([sequence] * length)
+    return ids
+
+
+def cu_seqlens_static(lengths: list[int], max_seqs: int) -> list[int]:
+    offsets = cu_seqlens(lengths)
+    return offsets + [offsets[-1]] * (max_seqs + 1 - len(offsets))
+
+
+def lengths_from_padding_mask(mask: list[list[int]]) -> list[int]:
+    lengths = []
+    for row in mask:
+        length = 0
+        for token_is_real in row:
+            if token_is_real:
+                length += 1
+        lengths.append(length)
+    return lengths
+
+
+def lengths_from_position_ids(rows: list[list[int]], is_plane: bool = False) -> list[int]:
+    """A sequence starts at each row's first token and where a position does not follow the last.
+
+    In a plane of multimodal positions, which repeat inside an image and jump behind it, only a drop
+    or a second zero is a start.
+    """
+    lengths = []
+    for row in rows:
+        for column, position in enumerate(row):
+            if column == 0:
+                starts = True
+            elif is_plane:
+                starts = position < row[column - 1] or position == row[column - 1] == 0
+            else:
+                starts = position != row[column - 1] + 1
+            if starts:
+                lengths.append(0)
+            lengths[-1] += 1
+    return lengths
+
+
+def cu_seqlens_from_position_ids(
+    rows: list[list[int]], max_seqs: int, is_plane: bool = False
+) -> tuple[list[int], int]:
+    lengths = lengths_from_position_ids(rows, is_plane)
+    # What does not fit is left out, but the last offset is the end of the row all the same.
+    offsets = cu_seqlens(lengths)[:max_seqs]
+    total = sum(len(row) for row in rows)
+    return offsets + [total] * (max_seqs + 1 - len(offsets)), len(lengths)
+
+
+def mask_boundary_labels(
+    labels: list[int], lengths: list[int], shifted: bool = False, ignore_index: int = -100
+) -> list[int]:
+    segments = seq_ids(lengths, len(labels))
+    masked = []
+    for token, label in enumerate(labels):
+        # The token that this label asks for, and the one that has to predict it.
+        target, source = (token + 1, token) if shifted else (token, token - 1)
+        in_one_sequence = (
+            source >= 0
+            and target < len(labels)
+            and segments[source] == segments[target]
+            and segments[target] < len(lengths)
+        )
+        masked.append(label if in_one_sequence else ignore_index)
+    return masked
+
+
+def collate(
+    examples: list[dict[str, list[int]]], total_tokens: int, fills: dict[str, int]
+) -> dict[str, Any]:
+    """One packed row: each key's values one after the other, then its fill."""
+    examples = [{"labels": example["input_ids"], **example} for example in examples]
+    lengths = [len(example["input_ids"]) for example in examples]
+    row: dict[str, list[int]] = {}
+    for key in examples[0]:
+        values = [value for example in examples for value in example[key]]
+        row[key] = values + [fills.get(key, 0)] * (total_tokens - len(values))
+    row["labels"] = mask_boundary_labels(row["labels"], lengths)
+    row["position_ids"] = position_ids(lengths, total_tokens)
+    return row
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention of each sequence with itself; zeros on the tail."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    rows, begin = [], 0
+    for length in lengths:
+        own = slice(begin, begin + length)
+        keys, values = (t[own].repeat_interleave(group, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[own], keys) * scale
+        distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
+        hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+        if window is not None:
+            hidden = hidden | (distance.abs() >= window)
+        weights = scores.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1)
+        rows.append(torch.einsum("hqk,khd->qhd", weights, values))
+        begin += length
+    rows.append(q.new_zeros(q.shape[0] - begin, q.shape[1], v.shape[2]))
+    return torch.cat(rows)
+
+
+# What tests draw: packings, and the tensors that hold them.
+
+DTYPES = (torch.int32, torch.int64)
+
+
+def packings(max_sequences: int = 12) -> st.SearchStrategy[tuple[list[int], int]]:
+    """Lengths and the row's total: mixed, empty, one-token, one giant, equal; a tail or none."""
+    count = st.integers(0, max_sequences)
+    lengths = st.one_of(
+        st.lists(st.integers(0, 20), max_size=max_sequences),
+        st.builds(lambda n, length: [length] * n, count, st.sampled_from([0, 1, 7])),
+        st.builds(lambda giant: [giant], st.integers(500, 3000)),
+        st.builds(lambda n, giant: [0] * n + [giant] + [1] * n, count, st.integers(500, 3000)),
+    )
+    tail = st.sampled_from([0, 0, 1, 5, 300])
+    return st.builds(lambda values, rest: (values, sum(values) + rest), lengths, tail)
+
+
+def make_lengths(
+    values: list[int], dtype: torch.dtype, device: torch.device, strided: bool = False
+) -> torch.Tensor:
+    """A tensor of them; where strided, one column of three, between columns of other numbers."""
+    if not strided:
+        return torch.tensor(values, dtype=dtype, device=device)
+    columns = torch.full((len(values), 3), -5, dtype=dtype, device=device)
+    columns[:, 1] = torch.tensor(values, dtype=dtype, device=device)
+    return columns[:, 1]

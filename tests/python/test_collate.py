@@ -1,0 +1,237 @@
+"""PackingCollator and mask_boundary_labels against loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import DTYPES, packings
+
+from cuseq import PackedLayout, PackingCollator, mask_boundary_labels
+
+A, B = {"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}
+
+
+def as_lists(batch: dict) -> dict:
+    return {key: row[0].tolist() for key, row in batch.items() if key != "packed"}
+
+
+@st.composite
+def example_lists(draw) -> list[dict[str, list[int]]]:
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    with_labels, with_other = draw(st.booleans()), draw(st.booleans())
+    examples = []
+    for length in lengths:
+        tokens = st.lists(st.integers(0, 50), min_size=length, max_size=length)
+        example = {"input_ids": draw(tokens)}
+        if with_labels:
+            example["labels"] = [-100 if label < 9 else label for label in draw(tokens)]
+        if with_other:
+            example["token_type_ids"] = draw(tokens)
+        examples.append(example)
+    return examples
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_labels_literal_case(dtype, device):
+    labels = torch.tensor([5, 6, 7, 8, 9, 0], dtype=dtype, device=device)
+    layout = PackedLayout.from_lengths([2, 3], 6)
+    lengths = torch.tensor([2, 3], device=device)
+    for where in ([2, 3], (2, 3), torch.tensor([2, 3]), lengths, layout, layout.to(device)):
+        unshifted = mask_boundary_labels(labels, where)
+        assert unshifted.tolist() == [-100, 6, -100, 8, 9, -100]
+        assert (unshifted.dtype, unshifted.device) == (dtype, device)
+        shifted = mask_boundary_labels(labels, where, shifted=True, ignore_index=-7)
+        assert shifted.tolist() == [5, -7, 7, 8, -7, -7]
+    assert labels.tolist() == [5, 6, 7, 8, 9, 0], "out of place"
+
+
+@given(packing=packings(), shifted=st.booleans(), dtype=st.sampled_from(DTYPES))
+def test_labels_of_any_packing(packing, shifted, dtype, device):
+    lengths, total = packing
+    values = list(range(10, 10 + total))
+    labels = torch.tensor(values, dtype=dtype, device=device)
+    layout = PackedLayout.from_lengths(lengths, total, max_seqs=len(lengths), device=device)
+    masked = mask_boundary_labels(labels, layout, shifted=shifted)
+    assert masked.tolist() == reference.mask_boundary_labels(values, lengths, shifted)
+    assert torch.equal(mask_boundary_labels(masked, layout, shifted=shifted), masked)
+
+
+def test_labels_given_with_zero_length_sequences(device):
+    # There may be more of them than tokens: the default capacity is no business of the caller.
+    labels = torch.tensor([5, 6], device=device)
+    for lengths in ([0, 0, 2, 0, 0], torch.tensor([0, 0, 2, 0, 0], device=device)):
+        assert mask_boundary_labels(labels, lengths).tolist() == [-100, 6]
+
+
+def test_labels_and_their_shift_agree(device):
+    """Masking before the shift and after it leaves the same targets."""
+    lengths, total = [3, 1, 0, 4, 2], 13
+    labels = torch.arange(total, device=device)
+    unshifted = mask_boundary_labels(labels, lengths)
+    shifted = mask_boundary_labels(labels.roll(-1), lengths, shifted=True)
+    assert torch.equal(unshifted[1:], shifted[:-1])
+
+
+def test_labels_of_any_shape(device):
+    flat = torch.arange(10, 16, device=device)
+    expected = mask_boundary_labels(flat, [2, 3])
+    for shape in ((1, 6), (2, 3), (6,)):
+        masked = mask_boundary_labels(flat.reshape(shape), [2, 3])
+        assert masked.shape == shape
+        assert torch.equal(masked.flatten(), expected)
+
+
+def test_wrong_labels_are_refused(device):
+    labels = torch.arange(6, device=device)
+    with pytest.raises(TypeError, match="labels must be int32 or int64, got Float"):
+        mask_boundary_labels(labels.float(), [2, 3])
+    with pytest.raises(ValueError, match="total_tokens = 7.*6"):
+        mask_boundary_labels(labels, PackedLayout.from_lengths([2, 3], 7))
+    with pytest.raises(ValueError, match="lengths must sum to at most total_tokens = 6, got 7"):
+        mask_boundary_labels(labels, [4, 3])
+    with pytest.raises(ValueError, match=r"lengths\[1\] = -3"):
+        mask_boundary_labels(labels, [4, -3])
+    with pytest.raises(ValueError, match="labels must be contiguous"):
+        mask_boundary_labels(labels.reshape(2, 3).t(), [2, 3])
+
+
+def test_collator_literal_case():
+    batch = PackingCollator(pad_to=6)([A, B])
+    assert set(batch) == {"input_ids", "labels", "position_ids", "packed"}
+    assert as_lists(batch) == {
+        "input_ids": [5, 6, 7, 8, 9, 0],
+        "labels": [-100, 6, -100, 8, 9, -100],
+        "position_ids": [0, 1, 0, 1, 2, 0],
+    }
+    for key in ("input_ids", "labels", "position_ids"):
+        assert (batch[key].shape, batch[key].dtype) == ((1, 6), torch.int64)
+    packed = batch["packed"]
+    assert isinstance(packed, PackedLayout)
+    assert (packed.lengths.tolist(), packed.total_tokens, packed.device.type) == ([2, 3], 6, "cpu")
+
+
+@given(
+    examples=example_lists(),
+    pad_to=st.sampled_from([None, 60, 64]),
+    multiple=st.sampled_from([1, 2, 4]),
+    kind=st.sampled_from([list, torch.tensor, np.array, tuple]),
+    pad_token=st.sampled_from([0, 3]),
+)
+def test_any_examples(examples, pad_to, multiple, kind, pad_token):
+    collate = PackingCollator(pad_to=pad_to, total_multiple=multiple, pad_token_id=pad_token)
+    batch = collate([{key: kind(values) for key, values in ex.items()} for ex in examples])
+    lengths = [len(example["input_ids"]) for example in examples]
+    total = pad_to if pad_to is not None else sum(lengths)
+    while total % multiple != 0:
+        total += 1
+    fills = {"input_ids": pad_token, "labels": -100}
+    assert as_lists(batch) == reference.collate(examples, total, fills)
+    assert (batch["packed"].lengths.tolist(), batch["packed"].total_tokens) == (lengths, total)
+
+
+def test_rows_of_one_length_have_one_shape():
+    # So that compiled code meets one shape, whatever the number of sequences.
+    collate = PackingCollator(pad_to=8)
+    shapes = {
+        (batch["input_ids"].shape, batch["packed"].cu_seqlens_static.shape)
+        for batch in (collate([A]), collate([A, B]), collate([A] * 4))
+    }
+    assert shapes == {((1, 8), (9,))}
+
+
+def test_other_keys_are_concatenated():
+    examples = [
+        {**A, "weight": [0.5, 1.0], "image": torch.ones(2, 3)},
+        {**B, "weight": [2.0, 3.0, 4.0], "image": torch.full((3, 3), 2.0)},
+    ]
+    batch = PackingCollator(pad_to=6)(examples)
+    assert batch["weight"].tolist() == [[0.5, 1, 2, 3, 4, 0]]
+    assert batch["weight"].dtype == torch.float32
+    assert batch["image"].shape == (1, 6, 3)
+    assert batch["image"][0, :, 0].tolist() == [1, 1, 2, 2, 2, 0]
+
+
+def test_made_anew():
+    """Positions and labels of the examples' own are not trusted; their tensors are not touched."""
+    ids, labels = torch.tensor([5, 6]), torch.tensor([5, -100])
+    example = {"input_ids": ids, "labels": labels, "position_ids": [7, 8]}
+    batch = PackingCollator()([example, example])
+    assert as_lists(batch)["position_ids"] == [0, 1, 0, 1]
+    assert as_lists(batch)["labels"] == [-100, -100, -100, -100]
+    batch["input_ids"].zero_()
+    assert (ids.tolist(), labels.tolist()) == ([5, 6], [5, -100])
+    one = PackingCollator()([{"input_ids": ids}])
+    one["input_ids"].zero_(), one["labels"].zero_()
+    assert ids.tolist() == [5, 6]
+
+
+def test_attention_mask_of_ones_is_dropped_and_others_are_refused():
+    masked = [{**A, "attention_mask": [1, 1]}, {**B, "attention_mask": torch.ones(3).long()}]
+    assert "attention_mask" not in PackingCollator()(masked)
+    masked[1]["attention_mask"] = [1, 0, 1]
+    with pytest.raises(ValueError, match=r"attention_mask.*examples\[1\]"):
+        PackingCollator()(masked)
+
+
+@pytest.mark.parametrize(
+    ("options", "examples", "error", "message"),
+    [
+        ({"capacity": 2}, [A, B], ValueError, r"capacity = 2.*examples\[1\].*3"),
+        ({"pad_to": 2}, [A, B], ValueError, r"capacity = 2.*examples\[1\].*3"),
+        ({"capacity": 4}, [A, B], ValueError, r"capacity = 4.*5"),
+        ({"capacity": 4, "pad_to": 8}, [A, B], ValueError, "capacity = 4.*5"),
+        ({}, [], ValueError, "examples must not be empty"),
+        ({}, [A, {"input_ids": []}], ValueError, r"examples\[1\].*no tokens"),
+        ({}, [{"labels": [1]}], ValueError, "input_ids"),
+        ({}, [A, {**B, "labels": [7, 8, 9]}], ValueError, r"examples\[1\].*labels"),
+        ({}, [{**A, "labels": [5, 6]}, B], ValueError, r"examples\[1\].*labels"),
+        ({}, [A, {**B, "other": [1, 2, 3]}], ValueError, r"examples\[1\].*other"),
+        ({}, [A, {"input_ids": [1, 2], "attention_mask": [1, 1]}], ValueError, r"examples\[1\]"),
+        ({}, [{**A, "labels": [5]}], ValueError, r"labels.*examples\[0\].*2 tokens and 1"),
+        ({}, [{**A, "other": [1, 2, 3]}], ValueError, r"other.*examples\[0\].*2 tokens and 3"),
+        ({}, [{**A, "text": "ab"}], TypeError, r"text.*examples\[0\]"),
+        ({}, [{**A, "index": 3}], TypeError, r"index.*examples\[0\]"),
+        ({}, [{"input_ids": [[5, 6]]}], TypeError, r"input_ids.*examples\[0\]"),
+        ({}, [{"input_ids": [5.5, 6.0]}], TypeError, r"input_ids.*examples\[0\]"),
+        ({}, [{**A, "labels": [5.5, 6.0]}], TypeError, r"labels.*examples\[0\]"),
+    ],
+)
+def test_wrong_examples_are_named(options, examples, error, message):
+    with pytest.raises(error, match=message):
+        PackingCollator(**options)(examples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 0}, "capacity.*0"),
+        ({"pad_to": -1}, "pad_to.*-1"),
+        ({"total_multiple": 0}, "total_multiple.*0"),
+        ({"pad_to": 10, "total_multiple": 4}, "pad_to.*total_multiple = 4.*10"),
+        ({"capacity": 9, "pad_to": 8}, "capacity.*pad_to = 8.*9"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PackingCollator(**options)
+
+
+def test_default_device_does_not_move_a_batch():
+    with torch.device("meta"):
+        batch = PackingCollator(pad_to=6)([A, B])
+    assert as_lists(batch)["labels"] == [-100, 6, -100, 8, 9, -100]
+    assert batch["packed"].lengths.tolist() == [2, 3]
+
+
+def test_options_are_keywords_and_kept():
+    collate = PackingCollator(pad_to=8)
+    assert (collate.capacity, collate.pad_to, collate.total_multiple) == (8, 8, 1)
+    with pytest.raises(TypeError):
+        PackingCollator(8)
+    exactly = PackingCollator(capacity=5)([A, B])
+    assert exactly["packed"].total_tokens == 5

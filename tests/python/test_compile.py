@@ -1,0 +1,293 @@
+"""Ops under torch.compile, export, opcheck, and whatever else traces or watches them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import opcheck
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cuseq
+
+ops = torch.ops.cuseq
+
+pytestmark = pytest.mark.usefixtures("fresh_cache")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def ints(device, values, dtype=None) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def lengths_cases(d, *rest):
+    return [
+        (ints(d, [2, 3]), *rest),
+        (ints(d, [2, 0, 3], torch.int32), *rest),
+        (ints(d, [[2, 9], [3, 9]])[:, 0], *rest),
+        (ints(d, [], torch.int64), *rest),
+    ]
+
+
+# Arguments of every op; test_attention.py has those of the attention ops.
+CASES = {
+    "cu_seqlens": lengths_cases,
+    "max_seqlen": lengths_cases,
+    "max_seqlen_sync": lengths_cases,
+    "last_token_indices": lengths_cases,
+    "position_ids": lambda d: [*lengths_cases(d, 6), *lengths_cases(d, 5)],
+    "seq_ids": lambda d: lengths_cases(d, 6),
+    "packed_cu_seqlens": lengths_cases,
+    "packed_position_ids": lambda d: lengths_cases(d, 6),
+    "packed_seq_ids": lambda d: lengths_cases(d, 6),
+    "layout_metadata": lambda d: [
+        *lengths_cases(d, 6, 4, False),
+        (ints(d, [0, 2, 5]), 6, 2, True),
+        (ints(d, [0, 2, 5, 5], torch.int32), 6, 4, True, ints(d, [2], torch.int32)),
+    ],
+    "token_metadata": lambda d: [
+        (ints(d, [0, 2, 5], torch.int32), 6),
+        (ints(d, [0], torch.int32), 0),
+    ],
+    "lengths_from_padding_mask": lambda d: [
+        (ints(d, [[1, 1, 0], [1, 1, 1]], torch.bool),),
+        (ints(d, [[1, 0], [1, 1], [0, 1]]).t(),),
+    ],
+    "cu_seqlens_from_position_ids": lambda d: [
+        (ints(d, [0, 1, 0, 1, 2]),),
+        (ints(d, [[0, 1, 0], [0, 0, 1]], torch.int32), 4),
+        (ints(d, [[[9, 9, 9]], [[0, 1, 0]]]), 2, 1),
+    ],
+    "mask_boundary_labels": lambda d: [
+        (ints(d, [5, 6, 7, 8, 9, 0]), ints(d, [0, 2, 5], torch.int32)),
+        (ints(d, [[5, 6, 7], [8, 9, 0]]), ints(d, [0, 2, 5], torch.int32), True, -7),
+    ],
+}
+ELSEWHERE = {"varlen_attention", "varlen_attention_backward"}
+
+
+def test_every_op_has_a_case():
+    schemas = (Path(__file__).parents[2] / "csrc" / "ops.cpp").read_text()
+    declared = set(re.findall(r'"(\w+)\(', schemas))
+    registered = {
+        schema.name.removeprefix("cuseq::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("cuseq::")
+    }
+    assert declared == registered, "csrc/ops.cpp holds every schema"
+    assert declared == set(CASES) | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name, device):
+    for case in CASES[name](device):
+        opcheck(getattr(ops, name), case)
+
+
+def test_pure_ops_are_tagged_for_compilers():
+    for name in [*CASES, *ELSEWHERE]:
+        assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
+
+
+def everything(lengths, mask, ids, labels, total):
+    """One of each, with work after them for which a compiler likes to reuse their memory."""
+    offsets = cuseq.cu_seqlens(lengths)
+    found, count = cuseq.cu_seqlens_from_position_ids(ids, 6)
+    return {
+        "cu_seqlens": offsets * 2,
+        "max_seqlen": cuseq.max_seqlen(lengths) * 2,
+        "last_token_indices": cuseq.last_token_indices(lengths),
+        "position_ids": cuseq.position_ids(lengths, total),
+        "seq_ids": cuseq.seq_ids(lengths, total) * 2,
+        "packed_cu_seqlens": cuseq.packed_cu_seqlens(lengths),
+        "packed_position_ids": cuseq.packed_position_ids(lengths, total) * 2,
+        "packed_seq_ids": ops.packed_seq_ids(lengths, total),
+        "lengths_from_padding_mask": cuseq.lengths_from_padding_mask(mask),
+        "from_position_ids": (found, count),
+        "mask_boundary_labels": ops.mask_boundary_labels(labels * 2, offsets),
+        "token_metadata": ops.token_metadata(offsets, total),
+    }
+
+
+def arguments(device, lengths, total):
+    mask = torch.arange(8).unsqueeze(0) < torch.tensor(lengths).unsqueeze(1)
+    ids = torch.tensor(reference.position_ids(lengths, total))
+    tensors = (torch.tensor(lengths), mask, ids, torch.arange(total))
+    return (*(tensor.to(device) for tensor in tensors), total)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_equals_eager(dynamic, backend, device):
+    compiled = torch.compile(everything, backend=backend, fullgraph=True, dynamic=dynamic)
+    for lengths, total in (([2, 3], 6), ([4, 2], 6), ([1, 3, 2, 1], 9)):
+        args = arguments(device, lengths, total)
+        cached = cuseq.packed_position_ids(args[0], total)
+        torch.testing.assert_close(compiled(*args), everything(*args), rtol=0, atol=0)
+        assert cached.tolist() == reference.position_ids(lengths, total)
+        assert cuseq.packed_position_ids(args[0], total) is cached
+
+
+def test_dynamic_shapes_need_one_graph(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(everything, backend=counter, fullgraph=True, dynamic=True)
+    for lengths, total in (([2, 3], 6), ([4, 2, 1], 8), ([3, 3, 2, 4, 1], 17)):
+        compiled(*arguments(device, lengths, total))
+    assert counter.frame_count == 1
+
+
+def test_a_host_int_stays_symbolic(device):
+    def longest(lengths):
+        return cuseq.max_seqlen_sync(lengths) * 2
+
+    compiled = torch.compile(longest, backend="aot_eager", fullgraph=True)
+    for values in ([2, 3], [7, 1], [0, 0]):
+        assert compiled(ints(device, values)) == 2 * max(values)
+
+
+def test_export(device):
+    class Everything(torch.nn.Module):
+        def forward(self, lengths, mask, ids, labels):
+            return everything(lengths, mask, ids, labels, labels.shape[0])
+
+    args = arguments(device, [2, 3], 6)
+    n_seqs, tokens = torch.export.Dim("n_seqs", min=2), torch.export.Dim("tokens", min=2)
+    shapes = ({0: n_seqs}, {0: n_seqs}, {0: tokens}, {0: tokens})
+    program = torch.export.export(Everything(), args[:4], dynamic_shapes=shapes)
+    # The cached ops leave nothing but pure ones behind.
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    decomposed = {
+        str(node.target)
+        for node in program.run_decompositions().graph.nodes
+        if node.op == "call_function"
+    }
+    assert "cuseq.position_ids.default" in called
+    assert not any("packed" in target for target in decomposed)
+    for lengths, total in (([2, 3], 6), ([1, 3, 2, 1], 9)):
+        args = arguments(device, lengths, total)
+        torch.testing.assert_close(program.module()(*args[:4]), everything(*args), rtol=0, atol=0)
+
+
+def test_fakes_give_shapes_without_data():
+    for name, cases in CASES.items():
+        if name == "max_seqlen_sync":
+            continue
+        for case in cases(torch.device("cpu")):
+            op = getattr(ops, name)
+            real = op(*case)
+            meta = op(*(arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in case))
+            pairs = zip(real, meta, strict=True) if isinstance(real, tuple) else [(real, meta)]
+            for one, other in pairs:
+                assert (name, one.shape, one.dtype) == (name, other.shape, other.dtype)
+                assert (name, one.stride()) == (name, other.stride())
+
+
+def test_a_layout_is_an_argument_like_any_other(device):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=False)
+    def block(hidden, packed):
+        return hidden + packed.cu_seqlens_static.sum(), packed
+
+    hidden = torch.zeros(3, device=device)
+    for lengths in ([2, 3], [1, 1, 4], [6], [1] * 6):
+        layout = cuseq.PackedLayout.from_lengths(lengths, 6, device=device)
+        out, packed = block(hidden, layout)
+        assert packed is layout
+        assert out.tolist() == [layout.cu_seqlens_static.sum().item()] * 3
+    assert counter.frame_count == 1
+
+
+# Traced or watched calls run the pure op: a cached tensor is never the output of somebody's graph.
+
+
+class Watch(TorchDispatchMode):
+    def __init__(self):
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def under_fake_mode(function, lengths):
+    with FakeTensorMode() as mode:
+        fake = function(mode.from_tensor(lengths))
+    assert tuple(fake.shape) == (3,)
+
+
+def under_make_fx(function, lengths):
+    graph = make_fx(function)(lengths)
+    assert graph(torch.tensor([1, 1])).tolist() == [0, 1, 2]
+    return graph(lengths)
+
+
+def under_dispatch_mode(function, lengths):
+    with Watch() as watch:
+        value = function(lengths)
+    assert ops.cu_seqlens.default in watch.seen
+    return value
+
+
+def under_vmap(function, lengths):
+    zeros = torch.zeros(2, dtype=torch.int32, device=lengths.device)
+    values = torch.vmap(lambda x: function(lengths) + x)(zeros)
+    assert values.tolist() == [[0, 2, 5]] * 2
+
+
+def under_functionalize(function, lengths):
+    return torch.func.functionalize(function)(lengths)
+
+
+def under_compile(function, lengths):
+    return torch.compile(function, backend="aot_eager", fullgraph=True)(lengths)
+
+
+def of_a_subclass(function, lengths):
+    value = function(TwoTensor(lengths, lengths.clone()))
+    assert isinstance(value, TwoTensor)
+    return value.a
+
+
+WATCHED = [
+    under_fake_mode,
+    under_make_fx,
+    under_dispatch_mode,
+    under_vmap,
+    under_compile,
+    of_a_subclass,
+    under_functionalize,
+]
+
+
+@pytest.mark.parametrize("watched", WATCHED, ids=lambda watched: watched.__name__)
+@pytest.mark.parametrize(
+    "function", [cuseq.packed_cu_seqlens, ops.packed_cu_seqlens], ids=["function", "op"]
+)
+@pytest.mark.parametrize("warm", [True, False])
+def test_watched_calls_bypass_the_cache(watched, function, warm, device):
+    lengths = ints(device, [2, 3])
+    cached = cuseq.packed_cu_seqlens(lengths) if warm else None
+    before = cuseq.cache_stats()
+    value = watched(function, lengths)
+    after = cuseq.cache_stats()
+    assert after["bypasses"] > before["bypasses"]
+    for count in ("hits", "misses", "entries"):
+        assert (count, after[count]) == (count, before[count])
+    if value is not None:
+        assert value.tolist() == [0, 2, 5]
+        value.fill_(-1)
+    if warm:
+        assert cuseq.packed_cu_seqlens(lengths) is cached
+        assert cached.tolist() == [0, 2, 5]

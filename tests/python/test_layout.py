@@ -1,0 +1,386 @@
+"""PackedLayout: what it says, where it comes from, and what it survives on its way to the model."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import DTYPES, make_lengths, packings
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+
+import cuseq
+from cuseq import PackedLayout
+
+INT32_MAX = 2**31 - 1
+# About half a second on any GPU of the last ten years.
+LONG = 1_000_000_000
+
+
+def check(
+    layout: PackedLayout, lengths: list[int], total: int, max_seqs: int, device: torch.device
+) -> None:
+    """Every attribute against its loop."""
+    tensors = {
+        "lengths": lengths,
+        "cu_seqlens": reference.cu_seqlens(lengths),
+        "cu_seqlens_static": reference.cu_seqlens_static(lengths, max_seqs),
+        "position_ids": reference.position_ids(lengths, total),
+        "seq_ids": reference.seq_ids(lengths, total),
+    }
+    for name, expected in tensors.items():
+        tensor = getattr(layout, name)
+        assert (name, tensor.tolist()) == (name, expected)
+        assert (name, tensor.dtype) == (name, torch.int32)
+        assert (name, tensor.device) == (name, device)
+        assert getattr(layout, name) is tensor
+    numbers = {
+        "num_sequences": len(lengths),
+        "max_seqlen": reference.max_seqlen(lengths),
+        "total_tokens": total,
+        "num_real_tokens": sum(lengths),
+    }
+    for name, expected in numbers.items():
+        assert (name, getattr(layout, name)) == (name, expected)
+        assert type(getattr(layout, name)) is int
+    assert layout.device == device
+    meta = layout.host_meta
+    assert (meta.device.type, meta.dtype) == ("cpu", torch.int32)
+    assert meta.tolist() == [len(lengths), reference.max_seqlen(lengths), total, sum(lengths), 0]
+
+
+@pytest.mark.kernels
+def test_literal_case(device):
+    layout = PackedLayout.from_lengths([2, 3], 6, device=device)
+    check(layout, [2, 3], 6, 6, device)
+    assert layout.cu_seqlens_static.tolist() == [0, 2, 5, 5, 5, 5, 5]
+    assert layout.position_ids.tolist() == [0, 1, 0, 1, 2, 0]
+    assert layout.seq_ids.tolist() == [0, 0, 1, 1, 1, 2]
+
+
+@given(packing=packings(), dtype=st.sampled_from(DTYPES), strided=st.booleans())
+def test_lengths_and_offsets_say_the_same(packing, dtype, strided, device):
+    lengths, total = packing
+    max_seqs = max(len(lengths), total)
+    tensor = make_lengths(lengths, dtype, device, strided)
+    offsets = make_lengths(reference.cu_seqlens(lengths), dtype, device, strided)
+    check(
+        PackedLayout.from_lengths(tensor, total, max_seqs=max_seqs),
+        lengths,
+        total,
+        max_seqs,
+        device,
+    )
+    check(
+        PackedLayout.from_cu_seqlens(offsets, total, max_seqs=max_seqs),
+        lengths,
+        total,
+        max_seqs,
+        device,
+    )
+    made_on_host = PackedLayout.from_lengths(lengths, total, max_seqs=max_seqs, device=device)
+    check(made_on_host, lengths, total, max_seqs, device)
+
+
+@given(lengths=st.lists(st.integers(0, 6), min_size=1, max_size=8), left=st.booleans())
+def test_a_mask_says_the_same(lengths, left, device):
+    mask = torch.zeros(len(lengths), 6, dtype=torch.bool)
+    for row, length in zip(mask, lengths, strict=True):
+        row[6 - length if left else 0 :][:length] = True
+    total = sum(lengths) + 2
+    layout = PackedLayout.from_padding_mask(mask.to(device), total_tokens=total, max_seqs=9)
+    check(layout, lengths, total, 9, device)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8), max_seqs=st.sampled_from([None, 9])
+)
+def test_positions_say_the_same(lengths, max_seqs, device):
+    total = sum(lengths)
+    ids = torch.tensor(reference.position_ids(lengths, total), device=device)
+    capacity = total if max_seqs is None else max_seqs
+    check(PackedLayout.from_position_ids(ids, max_seqs=max_seqs), lengths, total, capacity, device)
+    planes = torch.stack([ids * 0 + 5, ids, ids * 0 + 7]).unsqueeze(1)
+    layout = PackedLayout.from_position_ids(planes, plane=1, max_seqs=max_seqs)
+    check(layout, lengths, total, capacity, device)
+    rows = PackedLayout.from_position_ids(torch.stack([ids, ids]), max_seqs=2 * total)
+    check(rows, lengths * 2, 2 * total, 2 * total, device)
+
+
+def test_defaults_and_other_sequences_of_ints(device):
+    for lengths in (
+        [2, 3],
+        (2, 3),
+        np.array([2, 3]),
+        np.array([2, 3], dtype=np.int16),
+        range(2, 4),
+    ):
+        check(PackedLayout.from_lengths(lengths, device=device), [2, 3], 5, 5, device)
+    check(PackedLayout.from_cu_seqlens((0, 2, 5), device=device), [2, 3], 5, 5, device)
+    tensor = torch.tensor([2, 3], device=device)
+    check(PackedLayout.from_lengths(tensor), [2, 3], 5, 5, device)
+    check(PackedLayout.from_cu_seqlens(cuseq.cu_seqlens(tensor)), [2, 3], 5, 5, device)
+    check(PackedLayout.from_lengths([], device=device), [], 0, 0, device)
+    check(PackedLayout.from_lengths([], 4, device=device), [], 4, 4, device)
+
+
+def test_it_is_a_snapshot(device):
+    for dtype in DTYPES:
+        source = torch.tensor([2, 3], dtype=dtype, device=device)
+        layout = PackedLayout.from_lengths(source, 6)
+        source.fill_(1)
+        check(layout, [2, 3], 6, 6, device)
+
+
+def test_limits():
+    layout = PackedLayout.from_lengths([INT32_MAX], max_seqs=1)
+    assert layout.max_seqlen == layout.total_tokens == layout.num_real_tokens == INT32_MAX
+    many = PackedLayout.from_lengths([1, 0] * 50_000, max_seqs=100_000)
+    assert (many.num_sequences, many.total_tokens, many.max_seqlen) == (100_000, 50_000, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: PackedLayout.from_lengths([4, -3], 9), ValueError, r"lengths\[1\] = -3"),
+        (lambda: PackedLayout.from_lengths([4, -3]), ValueError, r"lengths\[1\] = -3"),
+        (lambda: PackedLayout.from_lengths([-3]), ValueError, r"lengths\[0\] = -3"),
+        (lambda: PackedLayout.from_lengths([INT32_MAX, 1], 9), ValueError, r"lengths\[1\] = 1"),
+        (lambda: PackedLayout.from_lengths([INT32_MAX, 1]), ValueError, r"lengths\[1\] = 1"),
+        (lambda: PackedLayout.from_lengths([2, 2**70]), (ValueError, TypeError), "lengths"),
+        (lambda: PackedLayout.from_lengths([2, 3], 4), ValueError, "total_tokens = 4.*5"),
+        (lambda: PackedLayout.from_lengths([2, 3], -1), ValueError, "total_tokens.*-1"),
+        (lambda: PackedLayout.from_lengths([0] * 3, 2), ValueError, "max_seqs.*3"),
+        (lambda: PackedLayout.from_lengths([2, 3], max_seqs=1), ValueError, "max_seqs = 1.*2"),
+        (lambda: PackedLayout.from_lengths([2.0, 3.0]), TypeError, "lengths.*2.0"),
+        (lambda: PackedLayout.from_lengths(torch.ones(2)), TypeError, "lengths.*Float"),
+        (lambda: PackedLayout.from_lengths(np.ones(2)), TypeError, "lengths"),
+        (lambda: PackedLayout.from_lengths(torch.tensor(5)), ValueError, "lengths"),
+        (lambda: PackedLayout.from_lengths(torch.ones(2, 2).int()), ValueError, "lengths"),
+        (lambda: PackedLayout.from_cu_seqlens([0, 5, 3], 9), ValueError, r"cu_seqlens\[2\] = 3"),
+        (lambda: PackedLayout.from_cu_seqlens([1, 5], 9), ValueError, r"cu_seqlens\[0\] = 1"),
+        (lambda: PackedLayout.from_cu_seqlens([0, 10], 9), ValueError, "total_tokens = 9.*10"),
+        (lambda: PackedLayout.from_cu_seqlens([0, 2**31]), ValueError, f"cu_seqlens.*{2**31}"),
+        (lambda: PackedLayout.from_cu_seqlens([], 9), ValueError, "cu_seqlens"),
+        (lambda: PackedLayout.from_cu_seqlens([0.0, 2.0]), TypeError, "cu_seqlens"),
+        (lambda: PackedLayout.from_padding_mask(torch.ones(2, 3)), TypeError, "mask"),
+        (
+            lambda: PackedLayout.from_position_ids(torch.tensor([0, 0, 0]), max_seqs=2),
+            ValueError,
+            "max_seqs = 2",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(make, error, message):
+    with pytest.raises(error, match=message) as raised:
+        make()
+    assert "frame #" not in str(raised.value)  # a C++ stack is no message
+
+
+def test_flash_kwargs(device):
+    layout = PackedLayout.from_lengths([2, 3], 6, device=device)
+    kwargs = layout.flash_kwargs()
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "packed")
+    assert tuple(kwargs) == names
+    assert kwargs["cu_seq_lens_q"] is layout.cu_seqlens
+    assert kwargs["cu_seq_lens_k"] is layout.cu_seqlens
+    assert (kwargs["max_length_q"], kwargs["max_length_k"]) == (3, 3)
+    assert type(kwargs["max_length_q"]) is int
+    assert kwargs["packed"] is layout
+
+
+def test_repr_is_for_people(device):
+    text = repr(PackedLayout.from_lengths([2, 3], 6, device=device))
+    assert text.startswith("PackedLayout(")
+    for part in ("2 sequences", "longest 3", "5 real of 6 tokens", str(device)):
+        assert part in text
+
+
+# "meta" stands in for another device where there is no GPU.
+@pytest.fixture(params=["meta", "cuda"])
+def elsewhere(request) -> torch.device:
+    if request.param == "cuda":
+        return request.getfixturevalue("cuda")
+    return torch.device("meta")
+
+
+def test_to_is_memoised(elsewhere):
+    layout = PackedLayout.from_lengths([2, 3], 6)
+    assert layout.to("cpu") is layout
+    assert layout.to(torch.device("cpu"), non_blocking=False) is layout
+    moved = layout.to(elsewhere, non_blocking=True)
+    assert moved.device == moved.cu_seqlens.device == elsewhere
+    assert layout.to(elsewhere) is moved.to(elsewhere) is moved
+    assert layout.to(elsewhere.type) is moved
+    assert moved.to("cpu") is layout
+    assert moved.max_seqlen == 3
+    assert moved.host_meta.device.type == "cpu"
+
+
+def test_to_keeps_nothing_alive(elsewhere):
+    layout = PackedLayout.from_lengths([2, 3], 6)
+    moved = weakref.ref(layout.to(elsewhere))
+    original = weakref.ref(layout)
+    del layout
+    assert original() is None and moved() is None, "a cycle keeps GPU memory"
+
+
+def test_to_another_gpu(second_gpu):
+    layout = PackedLayout.from_lengths(torch.tensor([2, 3], device="cuda:0"), 6)
+    moved = layout.to(second_gpu)
+    check(moved, [2, 3], 6, 6, second_gpu)
+    assert layout.to(second_gpu.index) is moved
+    with torch.cuda.device(second_gpu):
+        assert layout.to("cuda") is moved
+
+
+def test_pickle_and_deepcopy(device):
+    for lengths, total, max_seqs in (([2, 0, 3], 7, 5), ([], 0, 0), ([], 3, 3)):
+        layout = PackedLayout.from_lengths(lengths, total, max_seqs=max_seqs, device=device)
+        check(pickle.loads(pickle.dumps(layout)), lengths, total, max_seqs, device)
+        assert copy.deepcopy({"packed": layout})["packed"] is layout
+    found = PackedLayout.from_position_ids(torch.tensor([0, 1, 0], device=device), max_seqs=5)
+    check(pickle.loads(pickle.dumps(found)), [2, 1], 3, 5, device)
+
+
+@pytest.mark.parametrize("default", ["meta", "cuda"])
+def test_default_device_does_not_move_it(default, request):
+    if default == "cuda":
+        request.getfixturevalue("cuda")
+    cpu = torch.device("cpu")
+    with torch.device(default):
+        layout = PackedLayout.from_lengths([2, 3], 6)
+        check(layout, [2, 3], 6, 6, cpu)
+        check(PackedLayout.from_cu_seqlens([0, 2, 5], 6), [2, 3], 6, 6, cpu)
+        check(pickle.loads(pickle.dumps(layout)), [2, 3], 6, 6, cpu)
+        check(PackedLayout.from_lengths([]), [], 0, 0, cpu)
+
+
+def test_opaque_to_pytree():
+    layout = PackedLayout.from_lengths([2, 3])
+    assert pytree.tree_leaves({"packed": layout}) == [layout]
+    assert pytree.tree_map(lambda leaf: leaf, [layout])[0] is layout
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_keeps_its_identity(reentrant, device):
+    layout = PackedLayout.from_lengths([2, 3], 6, device=device)
+    seen = []
+
+    def segment(hidden, packed):
+        seen.append(packed)
+        return hidden.sin() * packed.position_ids
+
+    hidden = torch.ones(6, device=device, requires_grad=True)
+    checkpoint(segment, hidden, layout, use_reentrant=reentrant).sum().backward()
+    assert len(seen) == 2
+    assert all(packed is layout for packed in seen)
+
+
+def test_accelerate_moves_it(elsewhere):
+    operations = pytest.importorskip("accelerate.utils.operations")
+    layout = PackedLayout.from_lengths([2, 3], 6)
+    moved = operations.send_to_device({"packed": layout}, elsewhere, non_blocking=True)
+    assert moved["packed"] is layout.to(elsewhere)
+
+
+def collate(examples):
+    return cuseq.PackingCollator()(examples)
+
+
+EXAMPLES = [{"input_ids": [1] * length} for length in (2, 3, 4, 1)]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(EXAMPLES)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset", [EXAMPLES, Stream()], ids=["map", "stream"])
+def test_data_loader(workers, dataset):
+    loader = DataLoader(dataset, batch_size=2, collate_fn=collate, num_workers=workers)
+    layouts = [batch["packed"] for batch in loader]
+    for layout, lengths in zip(layouts, ([2, 3], [4, 1]), strict=True):
+        check(layout, lengths, sum(lengths), 5, torch.device("cpu"))
+
+
+def test_data_loader_with_pinned_memory(cuda):
+    loader = DataLoader(EXAMPLES, batch_size=2, collate_fn=collate, num_workers=1, pin_memory=True)
+    for batch, lengths in zip(loader, ([2, 3], [4, 1]), strict=True):
+        layout = batch["packed"]
+        assert layout.cu_seqlens.is_pinned()
+        assert layout.pin_memory() is layout
+        check(layout, lengths, 5, 5, torch.device("cpu"))
+        check(layout.to(cuda), lengths, 5, 5, cuda)
+    on_gpu = PackedLayout.from_lengths([2, 3], device=cuda)
+    assert on_gpu.pin_memory() is on_gpu
+
+
+@pytest.mark.parametrize("dispatch", [True, False])
+@pytest.mark.parametrize("dataset", [EXAMPLES, Stream()], ids=["map", "stream"])
+def test_accelerate_loaders(dataset, dispatch):
+    accelerate = pytest.importorskip("accelerate")
+    loader = accelerate.data_loader.prepare_data_loader(
+        DataLoader(dataset, batch_size=2, collate_fn=collate),
+        num_processes=1,
+        process_index=0,
+        put_on_device=True,
+        device=torch.device("cpu"),
+        dispatch_batches=dispatch,
+    )
+    # A dispatching loader goes by the process's own device.
+    device = accelerate.PartialState().device if dispatch else torch.device("cpu")
+    for batch, lengths in zip(loader, ([2, 3], [4, 1]), strict=True):
+        check(batch["packed"], lengths, 5, 5, batch["packed"].device)
+        assert batch["packed"].device.type == device.type
+        assert batch["input_ids"].tolist() == [[1] * 5]
+
+
+SOURCES = {
+    "from_lengths": ([2, 3], (6,)),
+    "from_cu_seqlens": ([0, 2, 5], (6,)),
+    "from_position_ids": ([0, 1, 0, 1, 2], ()),
+}
+
+
+@pytest.mark.parametrize("make", SOURCES)
+def test_it_waits_for_its_own_copy_alone(make, cuda):
+    values, arguments = SOURCES[make]
+    source, new = (torch.tensor(v, device=cuda) for v in ([0] * len(values), values))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        # Kernels and memory that are used for the first time may stall the device for themselves.
+        getattr(PackedLayout, make)(new, *arguments).wait()
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+
+        torch.cuda._sleep(LONG)
+        source.copy_(new)  # who does not wait for the sleep reads zeros
+        layout = getattr(PackedLayout, make)(source, *arguments)
+        assert not side.query(), "making a layout must not wait"
+        torch.cuda._sleep(LONG)
+        assert (layout.max_seqlen, layout.num_real_tokens, layout.num_sequences) == (3, 5, 2)
+        assert not side.query(), "a host value waits for its copy, not for the stream"
+        assert layout.lengths.tolist() == [2, 3]
+    torch.cuda.synchronize()
+
+
+def test_copies_nobody_waited_for(cuda):
+    # Their pinned memory must not be handed out again while they are on their way.
+    sources = [torch.tensor([i, 3], device=cuda) for i in range(4, 104)]
+    torch.cuda._sleep(LONG)
+    kept = []
+    for i, source in enumerate(sources):
+        layout = PackedLayout.from_lengths(source, 200)
+        if i % 10 == 0:
+            kept.append(layout)
+    assert [layout.max_seqlen for layout in kept] == list(range(4, 104, 10))
