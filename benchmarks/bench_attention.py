@@ -1,0 +1,270 @@
+"""Packed causal attention: cuseq against PyTorch's own kernels and against SDPA with a mask.
+
+    python benchmarks/bench_attention.py [--device cpu] [--tokens T ...] [--means M ...]
+
+On CUDA in bf16, on a CPU in fp32; 16 query and 8 key-value heads of 128 unless told otherwise.
+"PyTorch's kernels" are `aten::_flash_attention_forward` and `_backward` called one after the other
+with the exact longest length, the least that any wrapper can cost; "bound" gives them the row's
+length instead. The error column compares output and gradients with the first line of its case.
+
+Target (on the H200): host time, forward and backward, at most 30 us above PyTorch's kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+import cuseq
+import timer
+from report import Report, Table, Target, arguments, draw_bars, environment
+from workload import lognormal_lengths
+
+Tensor = torch.Tensor
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+KERNELS = "PyTorch's kernels, exact"
+CUSEQ = "cuseq.varlen_attention"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs of one case, THD: q `[T, Hq, D]`, k and v `[T, Hk, D]`, a gradient like q."""
+
+    lengths: list[int]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row; there is no tail."""
+        return self.q.size(0)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A forward on plain tensors, and the same with its backward: output, dq, dk, dv."""
+
+    name: str
+    forward: Callable[[], Tensor]
+    both: Callable[[], tuple[Tensor, Gradients]]
+
+
+def make_case(tokens: int, mean: int, heads: tuple[int, int, int], device: torch.device) -> Case:
+    """Random inputs; q and k at the scale that a normalised head has."""
+    query_heads, key_heads, dim = heads
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device=device).manual_seed(tokens + mean)
+
+    def random(n_heads: int) -> Tensor:
+        shape = (tokens, n_heads, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    return Case(
+        lognormal_lengths(tokens, mean, seed=mean),
+        random(query_heads),
+        random(key_heads),
+        random(key_heads),
+        random(query_heads),
+    )
+
+
+def with_autograd(
+    name: str, case: Case, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Contender:
+    """A contender from a differentiable function of q, k and v."""
+    leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(case.q, case.k, case.v)
+
+    def both() -> tuple[Tensor, Gradients]:
+        out = attend(*leaves)
+        return out, torch.autograd.grad(out, leaves, case.grad)
+
+    return Contender(name, forward, both)
+
+
+def kernels_alone(name: str, case: Case, offsets: Tensor, longest: int) -> Contender:
+    """PyTorch's flash kernels without autograd, `longest` given to them as maximum."""
+    q, k, v = case.q, case.k, case.v
+    # Only dropout reads these two.
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, offsets, offsets, longest, longest, 0.0, True, False
+        )
+
+    def both() -> tuple[Tensor, Gradients]:
+        out, logsumexp, *_ = run()
+        return out, torch.ops.aten._flash_attention_backward(
+            case.grad, q, k, v, out, logsumexp, offsets, offsets, longest, longest, 0.0, True,
+            rng_state, unused,
+        )  # fmt: skip
+
+    return Contender(name, lambda: run()[0], both)
+
+
+def contenders(case: Case, device: torch.device) -> list[Contender]:
+    """All of them, the reference of the errors first."""
+    offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32).to(device)
+    longest, total = max(case.lengths), case.tokens
+    layout = cuseq.PackedLayout.from_lengths(case.lengths, total).to(device)
+    ids = layout.seq_ids
+    mask = (ids[:, None] == ids).tril()[None, None]
+    groups = case.q.size(1) // case.k.size(1)
+
+    def through_autograd(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, offsets, offsets, longest, longest, 0.0, True, False
+        )[0]
+
+    def by_varlen_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0))
+
+    def with_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cuseq.varlen_attention(q, k, v, layout)
+
+    def by_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.cuseq.varlen_attention(
+            q, k, v, layout.cu_seqlens_static, layout.host_meta
+        )[0]
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Keys and values repeated, as transformers does wherever there is a mask.
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out[0].transpose(0, 1)
+
+    own = [
+        with_autograd(CUSEQ, case, with_layout),
+        with_autograd("torch.ops.cuseq.varlen_attention", case, by_op),
+    ]
+    masked = with_autograd("SDPA, dense mask", case, dense)
+    if device.type != "cuda":
+        return [masked, *own]
+    return [
+        kernels_alone(KERNELS, case, offsets, longest),
+        kernels_alone("PyTorch's kernels, bound", case, offsets, total),
+        with_autograd("PyTorch's kernels, exact, autograd", case, through_autograd),
+        with_autograd("torch.nn.attention.varlen, exact", case, by_varlen_attn),
+        *own,
+        masked,
+    ]
+
+
+def error(found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients]) -> float:
+    """Largest relative L2 distance among output, dq, dk and dv."""
+    pairs = zip((found[0].detach(), *found[1]), (expected[0].detach(), *expected[1]), strict=True)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+
+def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]:
+    """One row a contender; one that fails says why instead of its times."""
+    rows = []
+    expected = None
+    for contender in contenders(case, device):
+        row: dict[str, Any] = {
+            "tokens": case.tokens, "mean": mean, "sequences": len(case.lengths),
+            "longest": max(case.lengths), "name": contender.name,
+        }  # fmt: skip
+        rows.append(row)
+        try:
+            result = contender.both()
+            expected = expected or result
+            row["error"] = error(result, expected)
+            del result
+            for part, call in (("forward", contender.forward), ("both", contender.both)):
+                taken = timer.device_time(call, device=device)
+                row |= {f"{part}_us": taken.median, f"{part}_p90_us": taken.high}
+                if device.type == "cuda":
+                    # Batches of about 20 ms on the device: slow calls say no more in longer ones.
+                    calls = max(3, min(20, int(20e3 / taken.median)))
+                    host = timer.host_time(call, device=device, calls=calls)
+                    row[f"{part}_host_us"] = host.median
+        except RuntimeError as failure:
+            row["note"] = str(failure).splitlines()[0]
+    alone = rows[0].get("both_host_us")
+    for row in rows:
+        if alone is not None and "both_host_us" in row:
+            row["above_us"] = row["both_host_us"] - alone
+    return rows
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", help="default depends on the device")
+    parser.add_argument("--means", type=int, nargs="+", default=[512, 64])
+    parser.add_argument(
+        "--heads", type=int, nargs=3, metavar=("HQ", "HK", "D"), help="default 16 8 128, CPU 4 2 64"
+    )
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    on_gpu = device.type == "cuda"
+    sizes = args.tokens or ([2048, 4096, 8192, 16384] if on_gpu else [512, 1024, 2048])
+    heads = tuple(args.heads or ((16, 8, 128) if on_gpu else (4, 2, 64)))
+
+    rows = []
+    for mean in args.means:
+        for tokens in sizes:
+            rows += measure(make_case(tokens, mean, heads, device), mean, device)
+            print(f"measured {tokens:,} tokens, mean {mean}", flush=True)
+            if on_gpu:
+                torch.cuda.empty_cache()
+
+    report = Report("attention", environment(args.device))
+    dtype = "bf16" if on_gpu else "fp32"
+    report.notes.append(f"({heads[0]}+{heads[1]})x{heads[2]}, {dtype}, causal, lognormal lengths.")
+    headings = {
+        "tokens": "tokens",
+        "mean": "mean",
+        "sequences": "sequences",
+        "longest": "longest",
+        "name": "attention",
+        "forward_us": "forward us",
+        "both_us": "forward + backward us",
+        "both_p90_us": "p90",
+        "error": "error",
+    }
+    if on_gpu:
+        headings |= {
+            "forward_host_us": "forward host us",
+            "both_host_us": "forward + backward host us",
+            "above_us": "host us above the kernels",
+        }
+        above = [row.get("above_us") for row in rows if row["name"] == CUSEQ]
+        reached = max((a for a in above if a is not None), default=None)
+        what = "host us of cuseq.varlen_attention above PyTorch's kernels, worst case"
+        report.targets.append(Target(what, reached, 30))
+    if failed := [row["name"] for row in rows if "note" in row]:
+        headings["note"] = "failed"
+    report.tables.append(Table("Attention", headings, rows))
+    report.write(args.out)
+
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    cases = list(dict.fromkeys((row["tokens"], row["mean"]) for row in rows))
+    times = {(row["tokens"], row["mean"], row["name"]): row.get("both_us") for row in rows}
+    draw_bars(
+        args.out / "attention.png",
+        "Attention, forward and backward",
+        "us",
+        [f"{tokens:,}, mean {mean}" for tokens, mean in cases],
+        {name: [times[(*case, name)] for case in cases] for name in names},
+    )
+    if CUSEQ in failed:
+        sys.exit(f"{CUSEQ} failed, see the table")
+
+
+if __name__ == "__main__":
+    main()

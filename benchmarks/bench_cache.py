@@ -1,0 +1,169 @@
+"""What the identity cache costs a call: a hit, a miss, and the ops without it.
+
+    python benchmarks/bench_cache.py [--device cpu] [--out FOLDER]
+
+Targets (on the H200): a hit at most 0.6 us through pybind11 and 2.5 us through torch.ops, a miss
+at most 25 us of host time and 2 kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import cuseq
+import timer
+from report import Report, Table, Target, arguments, environment
+from workload import lognormal_lengths
+
+TOTAL_TOKENS = 8192
+# Fewer than the cache holds, so that a miss does not also evict.
+KEYS = 50
+
+
+def measure_hit(
+    call: Callable[..., object], key: tuple[Any, ...], device: torch.device, others: int = 0
+) -> timer.Timing:
+    """Host time of a hit, with `others` more entries in the cache; fails if it was no hit."""
+    fillers = [key[0].clone() for _ in range(others)]
+    cuseq.clear_cache()
+    call(*key)
+    for filler in fillers:
+        cuseq.packed_cu_seqlens(filler)
+    before = cuseq.cache_stats()
+    timing = timer.host_time(call, *key, device=device, calls=2000)
+    after = cuseq.cache_stats()
+    if after["misses"] != before["misses"] or after["hits"] == before["hits"]:
+        raise RuntimeError(f"these calls were not all hits: {before} before, {after} after")
+    return timing
+
+
+def measure_miss(
+    call: Callable[..., object], key: tuple[Any, ...], device: torch.device
+) -> timer.Timing:
+    """Host time of a miss with its insertion; fails if one was a hit."""
+    lengths, *rest = key
+    keys = itertools.cycle([lengths.clone() for _ in range(KEYS)])
+    cuseq.clear_cache()
+    before = cuseq.cache_stats()
+    timing = timer.host_time(
+        lambda: call(next(keys), *rest),
+        device=device,
+        calls=KEYS,
+        warmup=KEYS,
+        setup=cuseq.clear_cache,
+    )
+    hits = cuseq.cache_stats()["hits"] - before["hits"]
+    if hits > 0:
+        raise RuntimeError(f"{hits} of these calls were hits, not misses")
+    return timing
+
+
+def row(name: str, timing: timer.Timing, activity: timer.Activity | None = None) -> dict[str, Any]:
+    """One line of the table."""
+    return {
+        "what": name,
+        "host_us": timing.median,
+        "low": timing.low,
+        "high": timing.high,
+        "kernels": activity.kernels if activity else None,
+        "device_us": activity.device_us if activity else None,
+        "syncs": activity.syncs + activity.event_waits if activity else None,
+    }
+
+
+def main() -> None:
+    args = arguments(__doc__).parse_args()
+    device = torch.device(args.device)
+    ops = torch.ops.cuseq
+    lengths = torch.tensor(
+        lognormal_lengths(TOTAL_TOKENS, 350, seed=0), dtype=torch.int32, device=device
+    )
+    by_id = {id(lengths): lengths}
+    key, key_and_total = (lengths,), (lengths, TOTAL_TOKENS)
+
+    def plain_cumsum() -> torch.Tensor:
+        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=device)
+        torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
+        return offsets
+
+    hits = {
+        "hit, cuseq.packed_cu_seqlens": (cuseq.packed_cu_seqlens, key),
+        "hit, torch.ops.cuseq.packed_cu_seqlens": (ops.packed_cu_seqlens, key),
+        "hit, torch.ops.cuseq.packed_cu_seqlens.default": (ops.packed_cu_seqlens.default, key),
+        "hit, cuseq.packed_position_ids": (cuseq.packed_position_ids, key_and_total),
+        "hit, torch.ops.cuseq.packed_position_ids": (ops.packed_position_ids, key_and_total),
+    }
+    rows = [row(name, measure_hit(call, on, device)) for name, (call, on) in hits.items()]
+    rows.append(
+        row(
+            f"hit, cuseq.packed_cu_seqlens, {KEYS} newer entries",
+            measure_hit(cuseq.packed_cu_seqlens, key, device, others=KEYS),
+        )
+    )
+    misses = {
+        "miss, cuseq.packed_cu_seqlens": (cuseq.packed_cu_seqlens, key),
+        "miss, torch.ops.cuseq.packed_cu_seqlens": (ops.packed_cu_seqlens, key),
+        "miss, cuseq.packed_position_ids": (cuseq.packed_position_ids, key_and_total),
+        "miss, cuseq.packed_seq_ids": (cuseq.packed_seq_ids, key_and_total),
+    }
+    missed = {name: measure_miss(call, on, device) for name, (call, on) in misses.items()}
+    plain: dict[str, Callable[[], object]] = {
+        "pure op, cuseq.cu_seqlens": lambda: cuseq.cu_seqlens(lengths),
+        "pure op, torch.ops.cuseq.cu_seqlens": lambda: ops.cu_seqlens(lengths),
+        "the same in PyTorch: zeros, cumsum": plain_cumsum,
+    }
+    uncached = {name: timer.host_time(call, device=device) for name, call in plain.items()}
+    floors = {
+        "a dict's hit, by id()": timer.host_time(
+            lambda: by_id[id(lengths)], device=device, calls=2000
+        ),
+        "a view through torch.ops (aten.alias)": timer.host_time(
+            torch.ops.aten.alias.default, lengths, device=device, calls=2000
+        ),
+    }
+
+    # Profiled last: times of the host are taken before the profiler has run.
+    note = timer.check_profiler(device)
+
+    def seen(call: Callable[..., object], on: tuple[Any, ...]) -> timer.Activity | None:
+        if device.type != "cuda":
+            return None
+        cuseq.clear_cache()
+        return timer.profile(lambda: call(*on), device=device).within(timer.WHOLE)
+
+    miss_activity = {name: seen(call, on) for name, (call, on) in misses.items()}
+    rows += [row(name, timing, miss_activity[name]) for name, timing in missed.items()]
+    rows += [row(name, timing, seen(plain[name], ())) for name, timing in uncached.items()]
+    rows += [row(name, timing) for name, timing in floors.items()]
+
+    report = Report("cache", environment(args.device))
+    if note:
+        report.notes.append(note)
+    headings = {
+        "what": f"{lengths.numel()} lengths, {TOTAL_TOKENS:,} tokens",
+        "host_us": "host us",
+        "low": "p10",
+        "high": "p90",
+    }
+    if device.type == "cuda":
+        headings |= {"kernels": "kernels", "device_us": "device us", "syncs": "waits"}
+    report.tables.append(Table("Host time of a call", headings, rows))
+    host = {line["what"]: line["host_us"] for line in rows}
+    miss = "miss, cuseq.packed_cu_seqlens"
+    report.targets += [
+        Target("hit through pybind11, us", host["hit, cuseq.packed_cu_seqlens"], 0.6),
+        Target("hit through torch.ops, us", host["hit, torch.ops.cuseq.packed_cu_seqlens"], 2.5),
+        Target("miss, host us", host[miss], 25),
+    ]
+    if (activity := miss_activity[miss]) is not None:
+        report.targets.append(Target("miss, kernels", activity.kernels, 2))
+        report.targets.append(Target("miss, waits", activity.syncs + activity.event_waits, 0))
+    report.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,587 @@
+"""A whole training step: padded, packed with transformers' own mask, packed with cuseq.
+
+    python benchmarks/bench_training_step.py [--tokens 2048 8192 32768] [--variants NAME ...]
+
+On CUDA: Qwen3-0.6B's shape with random weights, transformers' real classes, bf16, full fine-tuning
+with fused AdamW. On a CPU: a model of 4 layers in fp32. Every variant gets the same documents
+(lognormal lengths, mean 350) in each step, T tokens of them:
+
+- `padded`, `padded_sorted`: micro-batches of 8 documents, each padded to its longest, as they
+  come or sorted by length; one optimiser step over all of them; sdpa;
+- `packed_sdpa`: one row, transformers' sdpa with the mask that it derives from `position_ids`;
+- `cuseq`: the same row, `attn_implementation="cuseq"` and the layout from host lengths;
+- `cuseq_device_lengths`: the layout is made in the step, of lengths that are on the GPU;
+- `cuseq_compiled`: as `cuseq`, each decoder layer compiled, run over 20 different packs.
+
+A step is: batch to the device, forward with the model's own loss, backward, optimiser. Each variant
+runs in a process of its own, so that no memory, compiled code or profiler is left from another.
+Its first step, on untouched weights, is compared with that of `packed_sdpa`, where the difference
+of `padded` is what bf16 does to the same documents, and up to 2,048 tokens also with that of
+`packed_sdpa` in fp32. From 32,768 tokens on only `packed_sdpa`, `cuseq` and `cuseq_compiled` run
+unless named. Writes `training_step_T.json`, `.md` and `.png` for each T.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import timer
+from report import Report, Table, Target, arguments, draw_bars, environment
+from workload import documents, lognormal_lengths
+
+Tensor = torch.Tensor
+
+MEAN_LENGTH = 350
+MICRO_BATCH = 8
+COMPILED_PACKS = 20
+LONG_ROW = 32_768
+FP32_TOKENS = 2048
+LOSS_NOISE = 1e-4
+WORKER_LIMIT_S = 240
+PHASES = ("to device", "forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one contender feeds the model.
+
+    Attributes:
+        name: on the command line and in the table.
+        attention: transformers' `attn_implementation`.
+        batching: `padded`, `sorted` or `packed`.
+        lengths: where the layout's lengths come from, `host` or `device`; None for no layout.
+        compiled: compile each decoder layer.
+    """
+
+    name: str
+    attention: str
+    batching: str
+    lengths: str | None = None
+    compiled: bool = False
+
+
+# The reference comes first: the others compare their gradients with its.
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("packed_sdpa", "sdpa", "packed"),
+        Variant("padded", "sdpa", "padded"),
+        Variant("padded_sorted", "sdpa", "sorted"),
+        Variant("cuseq", "cuseq", "packed", "host"),
+        Variant("cuseq_device_lengths", "cuseq", "packed", "device"),
+        Variant("cuseq_compiled", "cuseq", "packed", "host", compiled=True),
+    )
+}
+REFERENCE = "packed_sdpa"
+LONG_VARIANTS = ["packed_sdpa", "cuseq", "cuseq_compiled"]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Arguments of the model on the host, and the micro-batch's share of the step's targets."""
+
+    inputs: dict[str, Any]
+    share: float
+
+
+class StepClock:
+    """Times the phases of steps on the device, without waiting until they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """One stretch of a step; the same name also marks it for the profiler."""
+        start = self._now()
+        with torch.profiler.record_function(name):
+            yield
+        self._marks.append((name, start, self._now()))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Each phase's time, and the whole step's as `step`. Waits for the device."""
+        timer.synchronize(self._device)
+        total = dict.fromkeys(PHASES, 0.0)
+        for name, start, end in self._marks:
+            total[name] += self._between(start, end)
+        total["step"] = self._between(self._marks[0][1], self._marks[-1][2])
+        return total
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return (end - start) * 1e3
+        return start.elapsed_time(end)
+
+
+def build_model(variant: Variant, device: torch.device) -> torch.nn.Module:
+    """The model with the same random weights for every variant."""
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    if device.type == "cuda":
+        shape = dict(
+            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+            num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        )  # fmt: skip
+    else:
+        shape = dict(
+            vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        )  # fmt: skip
+    config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=40_960)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=variant.attention
+        )
+    return model.train()
+
+
+def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
+    """One row of all documents; they fill it exactly."""
+    import cuseq
+
+    row = cuseq.PackingCollator(pad_to=tokens)([{"input_ids": doc} for doc in docs])
+    if variant.lengths != "host":
+        del row["packed"]
+    if variant.lengths == "device":
+        row["lengths"] = torch.tensor([len(doc) for doc in docs], dtype=torch.int32)
+    return [MicroBatch(row, 1.0)]
+
+
+def padded_batches(variant: Variant, docs: list[list[int]]) -> list[MicroBatch]:
+    """Micro-batches padded on the right, with a 2-D mask and -100 as the pads' label."""
+    if variant.batching == "sorted":
+        docs = sorted(docs, key=len)
+    targets = sum(len(doc) - 1 for doc in docs)
+    batches = []
+    for first in range(0, len(docs), MICRO_BATCH):
+        some = docs[first : first + MICRO_BATCH]
+        shape = (len(some), max(map(len, some)))
+        ids = torch.zeros(shape, dtype=torch.int64)
+        mask = torch.zeros(shape, dtype=torch.int64)
+        for i, doc in enumerate(some):
+            ids[i, : len(doc)] = torch.tensor(doc)
+            mask[i, : len(doc)] = 1
+        labels = ids.masked_fill(mask == 0, -100)
+        share = sum(len(doc) - 1 for doc in some) / targets
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        batches.append(MicroBatch(inputs, share))
+    return batches
+
+
+def prepare(
+    variant: Variant, tokens: int, seed: int, vocab_size: int, pin: bool
+) -> list[MicroBatch]:
+    """What a data loader would hand to the step, pinned where there is a GPU."""
+    docs = documents(lognormal_lengths(tokens, MEAN_LENGTH, seed), vocab_size, seed)
+    if variant.batching == "packed":
+        batches = packed_batch(variant, docs, tokens)
+    else:
+        batches = padded_batches(variant, docs)
+    if not pin:
+        return batches
+    return [
+        MicroBatch({name: value.pin_memory() for name, value in batch.inputs.items()}, batch.share)
+        for batch in batches
+    ]
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Copies asynchronously; device lengths become a layout only here."""
+    moved = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
+    if "lengths" in moved:
+        import cuseq
+
+        total = moved["input_ids"].size(1)
+        moved["packed"] = cuseq.PackedLayout.from_lengths(moved.pop("lengths"), total)
+    return moved
+
+
+def forward_backward(
+    model: torch.nn.Module, batches: list[MicroBatch], device: torch.device, clock: StepClock
+) -> Tensor:
+    """Accumulates the gradients of one step; returns its loss, still on the device."""
+    total = torch.zeros((), device=device)
+    for batch in batches:
+        with clock.phase("to device"):
+            inputs = to_device(batch, device)
+        with clock.phase("forward"):
+            # Without a cache: transformers looks for packed rows only then.
+            loss = model(**inputs, use_cache=False).loss * batch.share
+        with clock.phase("backward"):
+            loss.backward()
+        total += loss.detach()
+    return total
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[MicroBatch],
+    device: torch.device,
+) -> StepClock:
+    """One whole step."""
+    clock = StepClock(device)
+    forward_backward(model, batches, device, clock)
+    with clock.phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return clock
+
+
+def compare_gradients(model: torch.nn.Module, reference: Path) -> float:
+    """Relative L2 distance of all gradients from the saved ones."""
+    saved = torch.load(reference, mmap=True, weights_only=True)
+    apart = norm = 0.0
+    for parameter, expected in zip(model.parameters(), saved, strict=True):
+        expected = expected.to(parameter.device).float()
+        apart += (parameter.grad.float() - expected).square().sum(dtype=torch.float64).item()
+        norm += expected.square().sum(dtype=torch.float64).item()
+    return (apart / norm) ** 0.5
+
+
+def save_gradients(model: torch.nn.Module, path: Path) -> None:
+    """Leaves the gradients for the other variants' processes."""
+    torch.save([parameter.grad.cpu() for parameter in model.parameters()], path)
+
+
+def save_fp32_gradients(
+    model: torch.nn.Module, batches: list[MicroBatch], device: torch.device, path: Path
+) -> None:
+    """The same step on the same weights in fp32; leaves no file where memory is too small."""
+    exact = copy.deepcopy(model).float()
+    exact.zero_grad(set_to_none=True)
+    try:
+        forward_backward(exact, batches, device, StepClock(device))
+        save_gradients(exact, path)
+    except torch.OutOfMemoryError:
+        print("fp32 gradients: out of memory, left out", flush=True)
+
+
+def compare_first_step(
+    variant: Variant,
+    model: torch.nn.Module,
+    batches: list[MicroBatch],
+    device: torch.device,
+    scratch: Path,
+) -> dict[str, Any]:
+    """Loss and gradients of untouched weights against the reference's, which it leaves itself."""
+    begun = time.perf_counter()
+    loss = forward_backward(model, batches, device, StepClock(device)).item()
+    found: dict[str, Any] = {"loss": loss, "first_s": time.perf_counter() - begun}
+    same, exact = scratch / "gradients.pt", scratch / "gradients_fp32.pt"
+    tokens = sum(batch.inputs["input_ids"].numel() for batch in batches)
+    if variant.name == REFERENCE:
+        save_gradients(model, same)
+        if device.type == "cuda" and tokens <= FP32_TOKENS:
+            save_fp32_gradients(model, batches, device, exact)
+            torch.cuda.empty_cache()
+    elif same.exists():
+        found["gradient_error"] = compare_gradients(model, same)
+    if exact.exists():
+        found["fp32_error"] = compare_gradients(model, exact)
+    return found
+
+
+def measure(
+    variant: Variant, tokens: int, device: torch.device, warmup: int, steps: int, scratch: Path
+) -> dict[str, Any]:
+    """Everything about one variant: the row of the table."""
+    import cuseq.integrations.transformers  # noqa: F401
+    from torch._dynamo.utils import counters
+
+    on_gpu = device.type == "cuda"
+    model = build_model(variant, device)
+    packs = 1 + warmup + steps + int(on_gpu)
+    if variant.compiled:
+        packs = max(packs, COMPILED_PACKS)
+    prepared = iter(
+        [prepare(variant, tokens, seed, model.config.vocab_size, on_gpu) for seed in range(packs)]
+    )
+    if variant.compiled:
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True, dynamic=False)
+
+    row: dict[str, Any] = {"variant": variant.name, "tokens": tokens}
+    row |= compare_first_step(variant, model, next(prepared), device, scratch)
+    compiled_at_first = counters["frames"]["ok"]
+
+    model.zero_grad(set_to_none=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    for _ in range(warmup):
+        train_step(model, optimizer, next(prepared), device)
+    timer.synchronize(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    clocks = [train_step(model, optimizer, next(prepared), device) for _ in range(steps)]
+    timer.synchronize(device)
+    row["wall_ms"] = (time.perf_counter() - begun) * 1e3 / steps
+    times = [clock.milliseconds() for clock in clocks]
+    for phase in (*PHASES, "step"):
+        row[phase] = median(step[phase] for step in times)
+    row["step_low"] = min(step["step"] for step in times)
+    row["step_high"] = max(step["step"] for step in times)
+    row["tokens_per_s"] = tokens / row["step"] * 1e3
+    if on_gpu:
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        row |= count_waits(model, optimizer, next(prepared), device)
+    for batches in prepared:
+        train_step(model, optimizer, batches, device)
+    timer.synchronize(device)
+    if variant.compiled:
+        row["packs"] = packs
+        row["graphs"] = counters["stats"]["unique_graphs"]
+        row["recompiles"] = counters["frames"]["ok"] - compiled_at_first
+    return row
+
+
+def count_waits(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[MicroBatch],
+    device: torch.device,
+) -> dict[str, Any]:
+    """The profiler's counts of one step, each phase by itself and forward and backward together."""
+    note = timer.check_profiler(device)
+    trace = timer.profile(lambda: train_step(model, optimizer, batches, device), device=device)
+    both = trace.within("forward", "backward")
+    counted: dict[str, Any] = {
+        "stream_waits": both.syncs,
+        "event_waits": both.event_waits,
+        "dtoh_copies": both.dtoh_copies,
+        "kernels": both.kernels,
+        "activity": {phase: trace.within(phase).as_dict() for phase in PHASES},
+    }
+    if note:
+        counted["profiler"] = note
+    return counted
+
+
+def work(args: argparse.Namespace) -> None:
+    """The worker process: measures one variant and leaves its row as JSON."""
+    tokens = args.tokens[0]
+    warmup, steps = plan(tokens, args)
+    variant = VARIANTS[args.worker]
+    try:
+        device = torch.device(args.device)
+        row = measure(variant, tokens, device, warmup, steps, args.scratch)
+    except torch.OutOfMemoryError:
+        row = {"variant": variant.name, "tokens": tokens, "failed": "out of memory"}
+    except Exception as failure:
+        traceback.print_exc()
+        first_line = (str(failure).splitlines() or [type(failure).__name__])[0]
+        row = {"variant": variant.name, "tokens": tokens, "failed": first_line}
+    (args.scratch / "row.json").write_text(json.dumps(row), encoding="utf-8")
+
+
+def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
+    """Warm-up and timed steps: fewer where they are slow, or what the command line says."""
+    default = (3, 8)
+    if tokens >= LONG_ROW or args.device == "cpu":
+        default = (2, 4)
+    return (
+        default[0] if args.warmup is None else args.warmup,
+        default[1] if args.steps is None else args.steps,
+    )
+
+
+def run_worker(name: str, tokens: int, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measures one variant in a process of its own; a process that dies is a failed row."""
+    command = [sys.executable, __file__, "--worker", name, "--scratch", str(scratch)]
+    command += ["--tokens", str(tokens), "--device", args.device]
+    for option in ("warmup", "steps"):
+        if getattr(args, option) is not None:
+            command += [f"--{option}", str(getattr(args, option))]
+    row_file = scratch / "row.json"
+    row_file.unlink(missing_ok=True)
+    begun = time.perf_counter()
+    failed = None
+    try:
+        done = subprocess.run(command, timeout=WORKER_LIMIT_S)
+        failed = f"the process ended with {done.returncode}" if done.returncode else None
+    except subprocess.TimeoutExpired:
+        failed = f"not done after {WORKER_LIMIT_S} s"
+    row: dict[str, Any] = {"variant": name, "tokens": tokens, "failed": failed}
+    if row_file.exists():
+        row = json.loads(row_file.read_text(encoding="utf-8"))
+    took = time.perf_counter() - begun
+    state = row.get("failed") or f"{row['step']:.1f} ms a step"
+    print(f"{tokens:,} tokens, {name}: {state} ({took:.0f} s)", flush=True)
+    return row
+
+
+def add_comparisons(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Adds speed and loss relative to the reference; returns the rows by variant."""
+    by_name = {row["variant"]: row for row in rows}
+    reference = by_name.get(REFERENCE, {})
+    for row in rows:
+        if "step" in row and "step" in reference:
+            row["speedup"] = reference["step"] / row["step"]
+        if "loss" in row and "loss" in reference:
+            row["loss_error"] = abs(row["loss"] - reference["loss"]) / abs(reference["loss"])
+    return by_name
+
+
+def targets(tokens: int, rows: dict[str, dict[str, Any]], on_gpu: bool) -> list[Target]:
+    """The project's figures that a run at this size can answer."""
+
+    def value(name: str, key: str) -> Any:
+        return rows.get(name, {}).get(key)
+
+    def over(name: str, other: str) -> float | None:
+        ours, theirs = value(name, "step"), value(other, "step")
+        return theirs / ours if ours and theirs else None
+
+    if not on_gpu:
+        reached = value("cuseq", "speedup")
+        return [Target("cuseq against packed_sdpa", reached, 1.0, at_least=True)]
+    found = []
+    eager, compiled = {2048: (1.1, 2.1), 8192: (1.85, 3.5), 32768: (5.4, None)}.get(
+        tokens, (None, None)
+    )
+    if eager:
+        what = "cuseq against packed_sdpa, eager"
+        found.append(Target(what, value("cuseq", "speedup"), eager, at_least=True))
+    if compiled:
+        what = "cuseq against packed_sdpa, compiled"
+        found.append(Target(what, value("cuseq_compiled", "speedup"), compiled, at_least=True))
+    if tokens == 8192:
+        what = "cuseq against padded_sorted, eager"
+        found.append(Target(what, over("cuseq", "padded_sorted"), 2.0, at_least=True))
+    for name in ("cuseq", "cuseq_compiled"):
+        waits = (value(name, "stream_waits"), value(name, "event_waits"))
+        total = None if None in waits else sum(waits)
+        found.append(Target(f"{name}: waits in forward and backward", total, 0))
+    name = "cuseq_device_lengths"
+    if name in rows:
+        found.append(Target(f"{name}: event waits", value(name, "event_waits"), 1))
+        found.append(Target(f"{name}: other waits", value(name, "stream_waits"), 0))
+    found.append(Target("compiled graphs", value("cuseq_compiled", "graphs"), 1))
+    found.append(Target("recompiles", value("cuseq_compiled", "recompiles"), 0))
+    for key, what in (("gradient_error", "gradients"), ("loss_error", "loss")):
+        noise = value("padded", key)
+        for name in ("cuseq", "cuseq_compiled"):
+            if noise is not None and name in rows:
+                # One loss may agree by chance to more digits than bf16 can promise.
+                limit = max(noise, LOSS_NOISE) if key == "loss_error" else noise
+                against = f"{name}: {what} against packed_sdpa, limit from padded"
+                found.append(Target(against, value(name, key), limit))
+    return found
+
+
+def report_size(tokens: int, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    """Writes the report of one row length."""
+    on_gpu = args.device == "cuda"
+    by_name = add_comparisons(rows)
+    report = Report(f"training_step_{tokens}", environment(args.device))
+    lengths = lognormal_lengths(tokens, MEAN_LENGTH, seed=0)
+    report.notes.append(
+        f"{tokens:,} real tokens a step, about {len(lengths)} documents (first pack: longest "
+        f"{max(lengths):,}); medians over {plan(tokens, args)[1]} steps."
+    )
+    report.notes += sorted({row["profiler"] for row in rows if "profiler" in row})
+    headings = {"variant": "variant", "step": "step ms", "step_low": "least", "step_high": "most"}
+    headings |= {phase: f"{phase} ms" for phase in PHASES[1:]}
+    headings |= {"tokens_per_s": "tokens/s", "speedup": "times packed_sdpa"}
+    if on_gpu:
+        headings |= {
+            "peak_gib": "peak GiB",
+            "stream_waits": "stream waits",
+            "event_waits": "event waits",
+            "dtoh_copies": "copies to host",
+            "kernels": "kernels",
+        }
+    if any("graphs" in row for row in rows):
+        headings |= {"packs": "packs", "graphs": "graphs", "recompiles": "recompiles"}
+        headings["first_s"] = "first step s"
+    if any("failed" in row for row in rows):
+        headings["failed"] = "failed"
+    what = "Training step; waits, copies and kernels of forward and backward"
+    report.tables.append(Table(what if on_gpu else "Training step", headings, rows))
+    headings = {
+        "variant": "variant",
+        "loss": "loss",
+        "loss_error": "loss, relative",
+        "gradient_error": "gradients, relative L2",
+    }
+    if any("fp32_error" in row for row in rows):
+        headings["fp32_error"] = "gradients against fp32"
+    report.tables.append(Table("First step against packed_sdpa", headings, rows))
+    sites = [
+        {"variant": row["variant"], "phase": phase, "site": site, "count": count}
+        for row in rows
+        for phase, activity in row.get("activity", {}).items()
+        for site, count in activity["sites"].items()
+    ]
+    if sites:
+        headings = {"variant": "variant", "phase": "phase", "site": "wait", "count": "count"}
+        report.tables.append(Table("Where a step waits", headings, sites))
+    report.targets += targets(tokens, by_name, on_gpu)
+    report.write(args.out)
+    shown = (*PHASES[1:], "step")
+    draw_bars(
+        args.out / f"{report.name}.png",
+        f"Training step, {tokens:,} tokens",
+        "ms",
+        list(shown),
+        {row["variant"]: [row.get(phase) for phase in shown] for row in rows},
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", help="default depends on the device")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--warmup", type=int, help="steps before the timed ones")
+    parser.add_argument("--steps", type=int, help="timed steps")
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    on_gpu = args.device == "cuda"
+    failed = []
+    for tokens in args.tokens or ([2048, 8192, LONG_ROW] if on_gpu else [2048, 4096]):
+        names = args.variants
+        if names is None:
+            names = LONG_VARIANTS if tokens >= LONG_ROW else list(VARIANTS)
+            if not on_gpu:
+                names = [name for name in names if not VARIANTS[name].compiled]
+        with tempfile.TemporaryDirectory() as scratch:
+            # The reference first, whatever the order on the command line.
+            order = sorted(names, key=list(VARIANTS).index)
+            rows = [run_worker(name, tokens, args, Path(scratch)) for name in order]
+        report_size(tokens, rows, args)
+        failed += [row for row in rows if row.get("failed") not in (None, "out of memory")]
+    if failed:
+        sys.exit(f"{len(failed)} of the variants failed, see the tables")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""How every benchmark here measures: device time, host time, and what a profiler sees.
+
+Times are in microseconds. A `Timing` is the median of its samples with the 10th and the 90th
+percentile beside it.
+
+Which function to use:
+- `device_time`: what the GPU needs, by events, L2 flushed before each repetition.
+- `graph_time`: the same for kernels so small that two events would be most of the time.
+- `host_time`: what a call costs the CPU. On a CPU tensor that is the time of the work itself.
+- `profile`: kernels, copies and waits of one call, by name.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+# Longest that one measurement may take, in seconds: repetitions of slow calls are cut to fit.
+BUDGET_S = 0.4
+MIN_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds: the median, the 10th and the 90th percentile of `n` samples."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        """Summarises samples given in microseconds."""
+        ordered = sorted(samples)
+        tenth = len(ordered) // 10
+        return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
+
+
+def device_time(
+    fn: Callable[[], object],
+    *,
+    device: torch.device,
+    repeats: int = 50,
+    warmup: int = 5,
+    flush_l2: bool = True,
+) -> Timing:
+    """Time of one call on the device, gaps between its kernels included.
+
+    The device is kept busy until the host has queued the call, so host time does not count;
+    where `fn` itself waits for the device it does. On a CPU this is the wall time.
+
+    Args:
+        fn: the call; its result is dropped.
+        device: where `fn` works.
+        repeats: most samples to take; slow calls get fewer, at least `MIN_REPEATS`.
+        warmup: calls before the first sample.
+        flush_l2: overwrite the L2 cache before each sample.
+    """
+    if device.type != "cuda":
+        return host_time(fn, device=device, calls=1, batches=repeats, warmup=warmup)
+    for _ in range(warmup):
+        fn()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    fn()
+    host_s = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    call_s = time.perf_counter() - begun
+    repeats = _affordable(call_s, repeats)
+
+    # Cycles at 2 GHz, about the highest clock: at a lower one the device only waits for longer.
+    hold = int(2e9 * min(2 * host_s + 50e-6, 20e-3))
+    flush = _l2_buffer(torch.cuda.current_device()) if flush_l2 else None
+    pairs = []
+    for _ in range(repeats):
+        if flush is not None:
+            flush.zero_()
+        torch.cuda._sleep(hold)
+        start, end = _event(), _event()
+        start.record()
+        fn()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return Timing.of([start.elapsed_time(end) * 1e3 for start, end in pairs])
+
+
+def graph_time(
+    fn: Callable[[], object], *, calls: int = 20, repeats: int = 20, warmup: int = 3
+) -> Timing:
+    """Time of one call inside a CUDA graph of `calls` calls: launch gaps shrink to about 1 us.
+
+    The L2 cache stays warm from call to call. `fn` must be capturable: no waits, no host copies.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warmup):
+            fn()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    graph.replay()
+    torch.cuda.synchronize()
+    pairs = []
+    for _ in range(repeats):
+        start, end = _event(), _event()
+        start.record()
+        graph.replay()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return Timing.of([start.elapsed_time(end) * 1e3 / calls for start, end in pairs])
+
+
+def host_time(
+    fn: Callable[..., object],
+    *args: Any,
+    device: torch.device,
+    calls: int = 20,
+    batches: int = 25,
+    warmup: int = 5,
+    setup: Callable[[], object] | None = None,
+) -> Timing:
+    """Time that one call keeps the host, over batches that start on an idle device.
+
+    Args:
+        fn: the call; its result is dropped.
+        args: handed to `fn`, so that cheap calls need no lambda around them.
+        device: where `fn` works; a CUDA device is synchronised between batches, untimed.
+        calls: calls a batch. CUDA blocks the host at about 1,000 queued launches, so keep
+            `calls` times the launches of one call below that.
+        batches: most batches to take; slow ones get fewer, at least `MIN_REPEATS`.
+        warmup: calls before the first batch.
+        setup: called before each batch and before the warm-up, untimed.
+    """
+    if setup is not None:
+        setup()
+    for _ in range(warmup):
+        fn(*args)
+    samples: list[float] = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        while len(samples) < batches:
+            if setup is not None:
+                setup()
+            synchronize(device)
+            begun = time.perf_counter_ns()
+            for _ in itertools.repeat(None, calls):
+                fn(*args)
+            samples.append((time.perf_counter_ns() - begun) / calls / 1e3)
+            if len(samples) == 1:
+                synchronize(device)
+                batch_s = (time.perf_counter_ns() - begun) / 1e9
+                batches = _affordable(batch_s, batches)
+        synchronize(device)
+    finally:
+        if collecting:
+            gc.enable()
+    return Timing.of(samples)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for everything queued on a CUDA device; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Runtime calls that keep the host until the device got somewhere. The rest of the API returns at
+# once, apart from allocations, which are counted on their own.
+_WAITS = frozenset(
+    {
+        "cudaStreamSynchronize",
+        "cudaEventSynchronize",
+        "cudaDeviceSynchronize",
+        "cudaMemcpy",
+    }
+)
+_ALLOCATIONS = frozenset({"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"})
+
+
+@dataclass
+class Activity:
+    """What a stretch of host code did to the device.
+
+    Attributes:
+        kernels: kernels launched.
+        device_us: time of its kernels, copies and fills on the device.
+        waits: blocking runtime calls, by name.
+        copies: copies and fills, by kind ("Memcpy DtoH (Device -> Pinned)", "Memset (Device)").
+        allocations: calls that take or give back memory of the driver, by name.
+        sites: the waits again, by name and the PyTorch ops around them, outermost first.
+    """
+
+    kernels: int = 0
+    device_us: float = 0.0
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    allocations: Counter[str] = field(default_factory=Counter)
+    sites: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def syncs(self) -> int:
+        """Waits that are not for one event: of a stream or of the whole device."""
+        return sum(self.waits.values()) - self.event_waits
+
+    @property
+    def event_waits(self) -> int:
+        """Waits for one event."""
+        return self.waits["cudaEventSynchronize"]
+
+    @property
+    def dtoh_copies(self) -> int:
+        """Copies from the device to the host."""
+        return sum(n for kind, n in self.copies.items() if "DtoH" in kind)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kernels": self.kernels,
+            "device_us": self.device_us,
+            "syncs": self.syncs,
+            "event_waits": self.event_waits,
+            "dtoh_copies": self.dtoh_copies,
+            "waits": dict(self.waits),
+            "copies": dict(self.copies),
+            "allocations": dict(self.allocations),
+            "sites": dict(self.sites),
+        }
+
+
+class Trace:
+    """Events of one profiled call; `within` sums those that a label's code caused."""
+
+    def __init__(self, events: list[dict[str, Any]]) -> None:
+        complete = [event for event in events if event.get("ph") == "X"]
+        self._spans: dict[str, list[tuple[float, float]]] = {}
+        self._runtime: list[dict[str, Any]] = []
+        self._device: dict[int, list[dict[str, Any]]] = {}
+        ops: dict[Any, list[dict[str, Any]]] = {}
+        for event in complete:
+            category = event.get("cat")
+            if category == "user_annotation":
+                span = (event["ts"], event["ts"] + event["dur"])
+                self._spans.setdefault(event["name"], []).append(span)
+            elif category in ("cuda_runtime", "cuda_driver"):
+                self._runtime.append(event)
+            elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+                self._device.setdefault(event["args"]["correlation"], []).append(event)
+            elif category == "cpu_op":
+                ops.setdefault(event["tid"], []).append(event)
+        self._ops = {tid: sorted(on, key=lambda op: op["ts"]) for tid, on in ops.items()}
+        self._op_starts = {tid: [op["ts"] for op in on] for tid, on in self._ops.items()}
+
+    def within(self, *labels: str) -> Activity:
+        """Everything that host code inside these `record_function` labels caused, any thread."""
+        spans = [span for label in labels for span in self._spans.get(label, [])]
+        found = Activity()
+        # A set: a launch may show as a call of the runtime and as one of the driver.
+        caused: set[int | None] = set()
+        for call in self._runtime:
+            middle = call["ts"] + call["dur"] / 2
+            if not any(start <= middle <= end for start, end in spans):
+                continue
+            name = call["name"].split("_")[0]  # without "_v3020" or "_ptsz"
+            if name in _WAITS:
+                found.waits[name] += 1
+                found.sites[f"{name} in {self._site(call)}"] += 1
+            elif name in _ALLOCATIONS:
+                found.allocations[name] += 1
+            caused.add(call.get("args", {}).get("correlation"))
+        for work in itertools.chain.from_iterable(self._device.get(c, []) for c in caused):
+            found.device_us += work["dur"]
+            if work["cat"] == "kernel":
+                found.kernels += 1
+            else:
+                found.copies[work["name"]] += 1
+        return found
+
+    def _site(self, call: dict[str, Any]) -> str:
+        tid, when = call["tid"], call["ts"]
+        before = bisect.bisect_right(self._op_starts.get(tid, []), when)
+        around = [op for op in self._ops.get(tid, [])[:before] if op["ts"] + op["dur"] >= when]
+        return " > ".join(op["name"] for op in around) or "code outside PyTorch's ops"
+
+
+WHOLE = "profiled call"
+
+
+def profile(fn: Callable[[], object], *, device: torch.device) -> Trace:
+    """Runs `fn` once under torch.profiler; `within(WHOLE)` is everything it did.
+
+    `fn` may mark its parts with `torch.profiler.record_function`. Warm it up before, and take
+    times before too: a profiler that has once run may slow every later launch of the process.
+    """
+    _start_profiler(device.type)
+    return _profile(fn, device)
+
+
+def check_profiler(device: torch.device) -> str | None:
+    """Whether the profiler sees a copy, a stream's wait, an event's wait and a kernel.
+
+    A profiler that records nothing would report that nothing waits.
+
+    Returns:
+        None if it sees them all, else a sentence for the report.
+    """
+    if device.type != "cuda":
+        return None
+    value = torch.ones(1, device=device)
+
+    def known() -> None:
+        value.add_(1)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        value.item()
+
+    known()
+    seen = profile(known, device=device).within(WHOLE)
+    # add_, item: one kernel, one copy, one wait for the stream and one for the event.
+    if (seen.kernels, seen.dtoh_copies, seen.syncs, seen.event_waits) == (1, 1, 1, 1):
+        return None
+    return f"The profiler miscounts here, its counts prove nothing: saw {seen.as_dict()}"
+
+
+def _profile(fn: Callable[[], object], device: torch.device) -> Trace:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    synchronize(device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")
+        with torch.profiler.profile(activities=activities) as recorded:
+            with torch.profiler.record_function(WHOLE):
+                fn()
+            synchronize(device)
+    handle, path = tempfile.mkstemp(suffix=".json")
+    os.close(handle)
+    try:
+        recorded.export_chrome_trace(path)
+        with open(path, encoding="utf-8", errors="replace") as file:
+            # Not strict: kernel names may hold control characters.
+            return Trace(json.loads(file.read(), strict=False)["traceEvents"])
+    finally:
+        os.unlink(path)
+
+
+@lru_cache
+def _start_profiler(kind: str) -> None:
+    # The first profile of a process starts CUPTI and may miss events.
+    device = torch.device(kind)
+    _profile(lambda: torch.ones(1, device=device).add_(1), device)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _affordable(sample_s: float, wanted: int) -> int:
+    return max(min(wanted, MIN_REPEATS), min(wanted, int(BUDGET_S / max(sample_s, 1e-9))))
+
+
+@lru_cache
+def _l2_buffer(index: int) -> torch.Tensor:
+    size = 4 * torch.cuda.get_device_properties(index).L2_cache_size
+    return torch.empty(size, dtype=torch.int8, device=f"cuda:{index}")
