@@ -23,15 +23,15 @@ bool device_checks_enabled() {
   return enabled;
 }
 
-bool values_can_be_read(const at::Tensor& tensor) {
-  return tensor.is_cpu() || (device_checks_enabled() && !is_capturing(tensor));
-}
-
 at::Tensor as_host_int64(const at::Tensor& tensor) {
   return tensor.to(at::TensorOptions().dtype(at::kLong).device(at::kCPU)).contiguous();
 }
 
 }  // namespace
+
+bool values_can_be_read(const at::Tensor& tensor) {
+  return tensor.is_cpu() || (device_checks_enabled() && !is_capturing(tensor));
+}
 
 void check_integer(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name,

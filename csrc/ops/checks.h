@@ -21,6 +21,7 @@ void check_tokens(int64_t total_tokens);
 
 // Host values are always checked. Values on the device cost a stall, which CUSEQ_CHECK=1 pays.
 // total_tokens < 0 stands for "not given".
+bool values_can_be_read(const at::Tensor& tensor);
 void check_length_values(const at::Tensor& lengths, int64_t total_tokens);
 void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens);
 

@@ -94,6 +94,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
                           num_seqs->device() == source.device(),
                       "num_seqs must be one int32 beside the lengths, got shape ",
                       num_seqs->sizes(), ", ", num_seqs->scalar_type(), ", ", num_seqs->device());
+    if (values_can_be_read(*num_seqs)) {
+      const auto count = num_seqs->item<int64_t>();
+      TORCH_CHECK_VALUE(count <= n_seqs, "there must be at most max_seqs = ", n_seqs,
+                        " sequences, got ", count, ": pass a larger max_seqs");
+    }
     args.n_seqs_on_device = num_seqs->const_data_ptr<int32_t>();
   }
   args.max_seqs = max_seqs;

@@ -1,0 +1,83 @@
+"""The ways to train on the same documents: padded, packed by transformers, packed by cuseq."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuseq
+import cuseq.integrations.transformers  # noqa: F401  (registers attn_implementation="cuseq")
+import torch
+
+from _rows import Row, Tokens
+
+IGNORE_INDEX = -100
+
+Batch = dict[str, Any]  # keyword arguments of the model
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to train.
+
+    Attributes:
+        name: As given to --modes, and in the results file.
+        label: For tables and pictures.
+        attention: transformers' attn_implementation.
+        packed: One row of documents end to end; else padded batches.
+        compiled: Decoder layers compiled, which wants rows of one length.
+    """
+
+    name: str
+    label: str
+    attention: str
+    packed: bool = True
+    compiled: bool = False
+
+    def batches(self, row: Row, row_length: int, batch_size: int) -> list[Batch]:
+        """What the model is given in the step that trains on `row`."""
+        if not self.packed:
+            return padded_batches(row, batch_size)
+        batch = packed_batch(row, pad_to=row_length if self.compiled else None)
+        if self.attention != "cuseq":
+            # transformers then finds the documents where position_ids restart.
+            del batch["packed"]
+        return [batch]
+
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("padded", "padded, sdpa", "sdpa", packed=False),
+        Mode("packed", "packed, sdpa", "sdpa"),
+        Mode("cuseq", "packed, cuseq", "cuseq"),
+        Mode("cuseq-compiled", "packed, cuseq, compiled", "cuseq", compiled=True),
+    )
+}
+
+
+def packed_batch(row: Row, pad_to: int | None) -> Batch:
+    """The row's documents end to end, followed by a tail of pads up to `pad_to` tokens."""
+    collate = cuseq.PackingCollator(pad_to=pad_to)
+    return collate([{"input_ids": sequence} for sequence in row])
+
+
+def padded_batches(row: Row, batch_size: int) -> list[Batch]:
+    """The row's documents in padded batches whose losses add up to the mean over its targets."""
+    targets = sum(len(sequence) - 1 for sequence in row)
+    groups = [row[at : at + batch_size] for at in range(0, len(row), batch_size)]
+    return [{**padded_batch(group), "num_items_in_batch": targets} for group in groups]
+
+
+def padded_batch(sequences: list[Tokens]) -> Batch:
+    """input_ids, attention_mask and labels, int64 [sequences, longest], padded on the right."""
+    shape = len(sequences), max(map(len, sequences))
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, IGNORE_INDEX)
+    for i, sequence in enumerate(sequences):
+        ids = torch.tensor(sequence)
+        input_ids[i, : len(ids)] = ids
+        attention_mask[i, : len(ids)] = 1
+        labels[i, 1 : len(ids)] = ids[1:]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}

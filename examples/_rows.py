@@ -1,0 +1,126 @@
+"""Turns documents into rows: tokenised, cut to a longest length, and packed by first fit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PretrainedConfig
+
+from _documents import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+Tokens = list[int]  # token ids of one document, or of one piece of a long one
+Row = list[Tokens]
+
+
+@dataclass
+class FittedSequences:
+    """Sequences short enough to train on, and how many documents were not.
+
+    Attributes:
+        sequences: Token ids, each list at least 2 long.
+        too_long: Number of documents longer than the longest sequence.
+        pieces: Number of pieces those were split into; 0 where they were dropped.
+        too_short: Number of one-token sequences, which hold nothing to predict.
+    """
+
+    sequences: list[Tokens]
+    too_long: int = 0
+    pieces: int = 0
+    too_short: int = 0
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer; small corpora give fewer tokens than `vocab_size`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokenize(texts: list[str], tokenizer: Tokenizer, end_of_text: int | None) -> list[Tokens]:
+    """Token ids of every text, each followed by the `end_of_text` id unless that is None."""
+    suffix = [] if end_of_text is None else [end_of_text]
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [encoding.ids + suffix for encoding in encodings]
+
+
+def end_of_text(tokenizer: Tokenizer, config: PretrainedConfig) -> int | None:
+    """Id of the token that ends a document, None if neither tokenizer nor config names one."""
+    token = tokenizer.token_to_id(END_OF_TEXT)
+    if token is not None:
+        return token
+    ids = config.eos_token_id
+    return ids[0] if isinstance(ids, list) else ids
+
+
+def fit_sequences(
+    documents: list[Tokens], places: list[str], max_length: int, policy: str
+) -> FittedSequences:
+    """Cuts the documents to at most `max_length` tokens.
+
+    Args:
+        documents: Token ids.
+        places: Where each document was found, for messages.
+        max_length: Tokens of the longest sequence.
+        policy: What to do with a longer document: "split", "drop" or "error".
+
+    Raises:
+        UserError: The policy is "error" and a document is too long, or nothing is left.
+    """
+    fitted = FittedSequences([])
+    for document, place in zip(documents, places):
+        pieces = [document]
+        if len(document) > max_length:
+            fitted.too_long += 1
+            pieces = _shorten(document, max_length, policy, place)
+            fitted.pieces += len(pieces)
+        fitted.sequences += [piece for piece in pieces if len(piece) > 1]
+        fitted.too_short += sum(len(piece) == 1 for piece in pieces)
+    if not fitted.sequences:
+        raise UserError(
+            f"no document is left: {fitted.too_long} are longer than {max_length} tokens, "
+            f"{fitted.too_short} have a single one"
+        )
+    return fitted
+
+
+def _shorten(document: Tokens, max_length: int, policy: str, place: str) -> list[Tokens]:
+    if policy == "error":
+        raise UserError(
+            f"{place}: a document of {len(document)} tokens, at most {max_length} are allowed; "
+            "use --long split or --long drop"
+        )
+    if policy == "drop":
+        return []
+    return [document[at : at + max_length] for at in range(0, len(document), max_length)]
+
+
+def pack(sequences: list[Tokens], row_length: int) -> list[Row]:
+    """Packs by first fit in the order given, so that every row is a mix of lengths."""
+    rows: list[Row] = []
+    room: list[int] = []
+    for sequence in sequences:
+        index = next((i for i, free in enumerate(room) if free >= len(sequence)), len(rows))
+        if index == len(rows):
+            rows.append([])
+            room.append(row_length)
+        rows[index].append(sequence)
+        room[index] -= len(sequence)
+    return rows
+
+
+def choose_rows(rows: list[Row], steps: int) -> list[Row]:
+    """One row for each step; all are used before any is repeated."""
+    # First fit fills the first rows best.
+    return list(itertools.islice(itertools.cycle(rows), steps))

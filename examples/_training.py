@@ -1,0 +1,205 @@
+"""Trains one mode and measures it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from _measure import Clock, Mark, PeakMemory, count_synchronisations, waits
+from _model import ModelSource
+from _modes import IGNORE_INDEX, Batch, Mode
+from _rows import Row
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What all modes have in common.
+
+    Attributes:
+        source: The model.
+        rows: One for each optimiser step.
+        row_length: Tokens in a full row.
+        batch_size: Documents in a padded batch.
+        warmup: Number of first steps left out of the timings.
+        learning_rate: AdamW's.
+        device: Where to train.
+        seed: Of the initial weights.
+    """
+
+    source: ModelSource
+    rows: list[Row]
+    row_length: int
+    batch_size: int
+    warmup: int
+    learning_rate: float
+    device: torch.device
+    seed: int
+
+
+@dataclass
+class Measurement:
+    """What one mode did; times are None until a step after the warm-up ended.
+
+    Attributes:
+        mode: Name of the mode.
+        losses: One per step, mean over the step's targets.
+        real_tokens: Tokens of documents in each step.
+        targets: Tokens predicted in each step.
+        padding_share: Pads among all tokens the model was given.
+        tokens_per_second: Real tokens over time, optimiser included.
+        step_seconds, forward_seconds, backward_seconds: Medians.
+        compile_seconds: What the first step took beyond the median, for compiled modes.
+        peak_memory_bytes: Above what the process held before the model was built on a CPU; in
+            all on CUDA.
+        synchronisations: Counts of one forward and backward on CUDA, by name.
+        interrupted: The user stopped it.
+    """
+
+    mode: str
+    losses: list[float] = field(default_factory=list)
+    real_tokens: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    padding_share: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    compile_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    synchronisations: dict[str, int] | None = None
+    interrupted: bool = False
+
+    @property
+    def waits(self) -> int | None:
+        """How often the host waited in one forward and backward."""
+        return None if self.synchronisations is None else waits(self.synchronisations)
+
+
+@dataclass
+class StepRecord:
+    """Marks and losses of one step; nothing here has been waited for."""
+
+    start: Mark
+    end: Mark
+    passes: list[tuple[Mark, Mark, Mark]]  # start, end of forward, end of backward
+    losses: list[torch.Tensor]
+
+
+def train_mode(mode: Mode, plan: TrainingPlan) -> Measurement:
+    """Trains a fresh model for the plan's steps; Ctrl-C ends it early and keeps what was done."""
+    memory = PeakMemory(plan.device)
+    memory.start()
+    clock = Clock(plan.device)
+    measurement = Measurement(mode.name)
+    records: list[StepRecord] = []
+    batches = [_collate(mode, row, plan) for row in plan.rows]
+    try:
+        model = _build(mode, plan)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=plan.learning_rate, fused=plan.device.type == "cuda"
+        )
+        for step in tqdm(batches, desc=mode.label, unit="step"):
+            records.append(_step(model, optimizer, step, clock))
+        clock.wait()
+        measurement.peak_memory_bytes = memory.bytes()
+        if plan.device.type == "cuda":
+            last = [_to_device(batch, plan.device) for batch in batches[-1]]
+            measurement.synchronisations = count_synchronisations(
+                lambda: _forward_backward(model, last, clock)
+            )
+    except KeyboardInterrupt:
+        measurement.interrupted = True
+    clock.wait()
+    _count_tokens(measurement, batches[: len(records)], plan.rows)
+    _read_records(measurement, records, plan.warmup, clock)
+    if mode.compiled and measurement.step_seconds is not None:
+        first = clock.seconds(records[0].start, records[0].end)
+        measurement.compile_seconds = first - measurement.step_seconds
+    return measurement
+
+
+def _collate(mode: Mode, row: Row, plan: TrainingPlan) -> list[Batch]:
+    """The step's batches, ready to be sent, as a DataLoader's workers would have left them."""
+    batches = mode.batches(row, plan.row_length, plan.batch_size)
+    if plan.device.type != "cuda":
+        return batches
+    return [_map_tensors(batch, lambda value: value.pin_memory()) for batch in batches]
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    return _map_tensors(batch, lambda value: value.to(device, non_blocking=True))
+
+
+def _map_tensors(batch: Batch, function: Any) -> Batch:
+    """Applies `function` to tensors and layouts, and leaves plain numbers alone."""
+    return {key: function(value) if hasattr(value, "to") else value for key, value in batch.items()}
+
+
+def _build(mode: Mode, plan: TrainingPlan) -> PreTrainedModel:
+    model = plan.source.build(mode.attention, plan.device, plan.seed)
+    if mode.compiled:
+        for layer in model.get_decoder().layers:
+            layer.compile(fullgraph=True, dynamic=False)
+    return model
+
+
+def _step(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, batches: list[Batch], clock: Clock
+) -> StepRecord:
+    start = clock.mark()
+    on_device = [_to_device(batch, model.device) for batch in batches]
+    losses, passes = _forward_backward(model, on_device, clock)
+    optimizer.step()
+    optimizer.zero_grad()
+    return StepRecord(start, clock.mark(), passes, losses)
+
+
+def _forward_backward(
+    model: PreTrainedModel, batches: list[Batch], clock: Clock
+) -> tuple[list[torch.Tensor], list[tuple[Mark, Mark, Mark]]]:
+    """One forward and backward for each batch; gradients add up."""
+    losses, passes = [], []
+    for batch in batches:
+        start = clock.mark()
+        # With a cache, transformers would not look for documents in position_ids.
+        loss = model(**batch, use_cache=False).loss
+        middle = clock.mark()
+        loss.backward()
+        passes.append((start, middle, clock.mark()))
+        losses.append(loss.detach())
+    return losses, passes
+
+
+def _count_tokens(measurement: Measurement, steps: list[list[Batch]], rows: list[Row]) -> None:
+    measurement.real_tokens = [sum(map(len, row)) for row, _ in zip(rows, steps)]
+    measurement.targets = [
+        sum(int((batch["labels"] != IGNORE_INDEX).sum()) for batch in step) for step in steps
+    ]
+    given = sum(batch["input_ids"].numel() for step in steps for batch in step)
+    if given:
+        measurement.padding_share = 1 - sum(measurement.real_tokens) / given
+
+
+def _read_records(
+    measurement: Measurement, records: list[StepRecord], warmup: int, clock: Clock
+) -> None:
+    """Turns marks into times and device losses into numbers, after the device was waited for."""
+    measurement.losses = [sum(loss.item() for loss in record.losses) for record in records]
+    timed = records[warmup:]
+    if not timed:
+        return
+    median = statistics.median
+    measurement.step_seconds = median(clock.seconds(r.start, r.end) for r in timed)
+    measurement.forward_seconds = median(
+        sum(clock.seconds(start, middle) for start, middle, _ in r.passes) for r in timed
+    )
+    measurement.backward_seconds = median(
+        sum(clock.seconds(middle, end) for _, middle, end in r.passes) for r in timed
+    )
+    elapsed = clock.seconds(timed[0].start, timed[-1].end)
+    measurement.tokens_per_second = sum(measurement.real_tokens[warmup:]) / elapsed
