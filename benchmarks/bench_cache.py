@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-import cuseq
 import timer
+import torch
 from report import Report, Table, Target, arguments, environment
 from workload import lognormal_lengths
+
+import cuseq
 
 TOTAL_TOKENS = 8192
 # Fewer than the cache holds, so that a miss does not also evict.

@@ -19,12 +19,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-import cuseq
 import timer
+import torch
 from report import Report, Table, Target, arguments, environment
 from workload import lognormal_lengths
+
+import cuseq
 
 TOTAL_TOKENS = 8192
 MEAN_LENGTH = 350

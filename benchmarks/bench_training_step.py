@@ -38,9 +38,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 import timer
+import torch
 from report import Report, Table, Target, arguments, draw_bars, environment
 from workload import documents, lognormal_lengths
 
@@ -311,8 +310,9 @@ def measure(
     variant: Variant, tokens: int, device: torch.device, warmup: int, steps: int, scratch: Path
 ) -> dict[str, Any]:
     """Everything about one variant: the row of the table."""
-    import cuseq.integrations.transformers  # noqa: F401
     from torch._dynamo.utils import counters
+
+    import cuseq.integrations.transformers  # noqa: F401
 
     on_gpu = device.type == "cuda"
     model = build_model(variant, device)

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _modes import MODES
+from _report import device_name, loss_difference, memory_title, speedups
+from _training import Measurement, TrainingPlan
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-
-from _modes import MODES
-from _report import device_name, loss_difference, memory_title, speedups
-from _training import Measurement, TrainingPlan
 
 COLORS = {
     "padded": "#80868b",

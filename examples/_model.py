@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _documents import UserError
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -15,8 +16,6 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
-
-from _documents import UserError
 
 SMALL: dict[str, Any] = dict(
     hidden_size=128,

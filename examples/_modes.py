@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from _rows import Row, Tokens
+
 import cuseq
 import cuseq.integrations.transformers  # noqa: F401  (registers attn_implementation="cuseq")
-import torch
-
-from _rows import Row, Tokens
 
 IGNORE_INDEX = -100
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cuseq
 import torch
-
 from _documents import UserError
 from _modes import MODES
+
+import cuseq
 
 CPU_DEFAULTS: dict[str, Any] = dict(
     modes=["padded", "packed", "cuseq"],

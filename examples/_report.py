@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-import cuseq
 import torch
 import transformers
-
 from _documents import Documents
 from _modes import MODES
 from _rows import FittedSequences, Row
 from _training import Measurement, TrainingPlan
+
+import cuseq
 
 BASELINE = "packed"  # the mode that the others' speed is compared with
 MISSING = "-"

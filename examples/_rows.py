@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from _documents import UserError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PretrainedConfig
-
-from _documents import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
-from transformers import PreTrainedModel
-
 from _measure import Clock, Mark, PeakMemory, count_synchronisations, waits
 from _model import ModelSource
 from _modes import IGNORE_INDEX, Batch, Mode
 from _rows import Row
+from tqdm import tqdm
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from transformers.utils import logging as transformers_logging
-
 from _documents import Documents, UserError, read_documents
 from _figure import draw
 from _model import ModelSource, check_fit, local_model, local_tokenizer, qwen3
@@ -25,6 +23,7 @@ from _options import parse_options
 from _report import print_documents, print_plan, print_table, write_results
 from _rows import Tokens, choose_rows, end_of_text, fit_sequences, pack, tokenize, train_tokenizer
 from _training import Measurement, TrainingPlan, train_mode
+from transformers.utils import logging as transformers_logging
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended

@@ -12,7 +12,7 @@ fi
 python=$venv/bin/python
 # A torch that is already there is the user's: it stays, whatever version this would have chosen.
 if ! "$python" -c 'import torch' 2>/dev/null; then
-  "$python" -m pip install -q "$torch"
+  "$python" -m pip install -q "$torch" numpy
 fi
 installed=$("$python" -c 'import torch; print("torch==" + torch.__version__.split("+")[0])')
 "$python" -m pip install -q --disable-pip-version-check "$installed" "$@"

@@ -63,8 +63,8 @@ at::Tensor start_host_copy(const at::Tensor& on_device) {
   return on_host;
 }
 
-std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& first,
-                                                  const at::Tensor& second, c10::Device device) {
+std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& first, const at::Tensor& second,
+                                                  c10::Device device) {
   for (const at::Tensor& tensor : {first, second}) {
     TORCH_INTERNAL_ASSERT(tensor.is_cpu() && tensor.scalar_type() == at::kInt &&
                           tensor.dim() == 1 && tensor.is_contiguous());

@@ -92,8 +92,7 @@ struct IdentityCache::Entry {
 
   // The key, or the value a caller was given, may have been edited or rebound since.
   bool still_right(const at::Tensor& now) const {
-    return version == now._version() &&
-           storage_address == now.storage().unsafeGetStorageImpl() &&
+    return version == now._version() && storage_address == now.storage().unsafeGetStorageImpl() &&
            storage_offset == now.storage_offset() && dtype == now.scalar_type() &&
            now.sizes() == c10::IntArrayRef(sizes) && now.strides() == c10::IntArrayRef(strides) &&
            value_version == value._version();

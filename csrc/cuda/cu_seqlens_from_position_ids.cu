@@ -15,8 +15,8 @@ __device__ bool starts_sequence(const PositionIdsArgs& args, int64_t token) {
   const int64_t col = token - row * args.cols;
   if (col == 0) return true;
   const T* positions = static_cast<const T*>(args.position_ids) + row * args.row_stride;
-  return position_restarts(positions[(col - 1) * args.col_stride],
-                           positions[col * args.col_stride], args.is_plane);
+  return position_restarts(positions[(col - 1) * args.col_stride], positions[col * args.col_stride],
+                           args.is_plane);
 }
 
 struct Tile {

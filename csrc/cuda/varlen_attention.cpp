@@ -54,10 +54,11 @@ Backend choose_backend(const Tensor& query, const Tensor& value, const Attention
                     "synchronisation in each call");
     return Backend::kSegments;
   }
-  TORCH_WARN_ONCE("cuseq.varlen_attention: flash attention takes fp16 and bf16, head_dim up to 256 "
-                  "and GPUs from sm_80 on, got ",
-                  query.scalar_type(), " and head_dim ", query.size(2),
-                  "; PyTorch's memory-efficient kernel runs instead, exact but slower");
+  TORCH_WARN_ONCE(
+      "cuseq.varlen_attention: flash attention takes fp16 and bf16, head_dim up to 256 "
+      "and GPUs from sm_80 on, got ",
+      query.scalar_type(), " and head_dim ", query.size(2),
+      "; PyTorch's memory-efficient kernel runs instead, exact but slower");
   return Backend::kEfficient;
 }
 
@@ -136,7 +137,8 @@ int64_t heads_per_backward(const Tensor& query, int64_t n_seqs) {
   const int64_t head_dim = query.size(2) <= 192 ? round_up(query.size(2), 32) : 256;
   const int64_t per_head = (query.size(0) + 128 * (n_seqs + 1)) * head_dim;
   const int64_t heads = std::numeric_limits<int32_t>::max() / per_head;
-  TORCH_CHECK(heads >= 1, "flash attention's backward indexes (tokens + 128 * n_seqs) * head_dim "
+  TORCH_CHECK(heads >= 1,
+              "flash attention's backward indexes (tokens + 128 * n_seqs) * head_dim "
               "with 32 bits, and this pack needs ",
               per_head, ": use shorter rows, or fewer sequences in one");
   return heads;
@@ -162,10 +164,10 @@ AttentionGradients flash_backward_by_heads(const Tensor& grad_out, const Tensor&
       const auto heads = [](const Tensor& tensor, int64_t first, int64_t count) {
         return tensor.narrow(1, first, count);
       };
-      auto [dq, dk, dv] = flash_backward_once(
-          heads(grad_out, q, queries), heads(query, q, queries), heads(key, k, keys),
-          heads(value, k, keys), heads(out, q, queries),
-          logsumexp.narrow(0, q, queries).contiguous(), offsets, plan);
+      auto [dq, dk, dv] =
+          flash_backward_once(heads(grad_out, q, queries), heads(query, q, queries),
+                              heads(key, k, keys), heads(value, k, keys), heads(out, q, queries),
+                              logsumexp.narrow(0, q, queries).contiguous(), offsets, plan);
       heads(grad_query, q, queries).copy_(dq);
       heads(grad_key, k, keys).add_(dk);
       heads(grad_value, k, keys).add_(dv);
@@ -249,8 +251,7 @@ Tensor pad_logsumexp(const Tensor& logsumexp, const Tensor& offsets, const Atten
   const Tensor places = at::arange(round_up(plan.max_seqlen, 32), offsets.options()).unsqueeze(0);
   const Tensor tokens = offsets.narrow(0, 0, plan.n_seqs).unsqueeze(1).add(places);
   const Tensor real = tokens.lt(offsets.narrow(0, 1, plan.n_seqs).unsqueeze(1));
-  const Tensor values =
-      logsumexp.t().index({tokens.clamp(0, logsumexp.size(1) - 1).to(at::kLong)});
+  const Tensor values = logsumexp.t().index({tokens.clamp(0, logsumexp.size(1) - 1).to(at::kLong)});
   // Rows past the end of a sequence must not contribute: exp(score - inf) is zero.
   return at::where(real.unsqueeze(2), values,
                    at::full_like(values, std::numeric_limits<double>::infinity()))

@@ -97,23 +97,25 @@ void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens) {
 
 void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens) {
   if (status == kLayoutOk) return;
-  TORCH_CHECK_VALUE((status & kTooManySequences) == 0, "there must be at most max_seqs = ",
-                    num_seqs, " sequences, got more: pass a larger max_seqs");
+  TORCH_CHECK_VALUE((status & kTooManySequences) == 0,
+                    "there must be at most max_seqs = ", num_seqs,
+                    " sequences, got more: pass a larger max_seqs");
   TORCH_CHECK_VALUE((status & kFirstOffsetNotZero) == 0,
                     "cu_seqlens must start at 0, but the device holds another first offset");
   TORCH_CHECK_VALUE((status & kNegativeLength) == 0,
                     "lengths must not be negative and cu_seqlens must not descend, but the device "
                     "holds such values; CUSEQ_CHECK=1 names the first one");
-  TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0, "lengths must sum to at most total_tokens = ",
-                    total_tokens, ", but those on the device sum to more");
+  TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0,
+                    "lengths must sum to at most total_tokens = ", total_tokens,
+                    ", but those on the device sum to more");
 }
 
 bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
 #ifdef CUSEQ_WITH_CUDA
   if (tensor.is_cuda()) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(
-        c10::cuda::getCurrentCUDAStream(tensor.device().index()), &status));
+    C10_CUDA_CHECK(
+        cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(tensor.device().index()), &status));
     return status != cudaStreamCaptureStatusNone;
   }
 #endif

@@ -40,15 +40,15 @@ at::TensorOptions int32_on(const at::Tensor& like);
 void check_launch();
 
 // Runs the kernel of this name where the tensor lies.
-#define CUSEQ_RUN(kernel, where, args)                                \
-  do {                                                                \
-    if ((where).is_cuda()) {                                          \
-      const c10::cuda::CUDAGuard guard((where).device());             \
-      cuda::kernel(args, at::cuda::getCurrentCUDAStream().stream());  \
-      check_launch();                                                 \
-    } else {                                                          \
-      cpu::kernel(args);                                              \
-    }                                                                 \
+#define CUSEQ_RUN(kernel, where, args)                               \
+  do {                                                               \
+    if ((where).is_cuda()) {                                         \
+      const c10::cuda::CUDAGuard guard((where).device());            \
+      cuda::kernel(args, at::cuda::getCurrentCUDAStream().stream()); \
+      check_launch();                                                \
+    } else {                                                         \
+      cpu::kernel(args);                                             \
+    }                                                                \
   } while (false)
 #else
 #define CUSEQ_RUN(kernel, where, args) cpu::kernel(args)

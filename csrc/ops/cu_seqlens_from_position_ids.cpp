@@ -13,8 +13,7 @@ namespace {
 at::Tensor rows_of(const at::Tensor& position_ids, std::optional<int64_t> plane) {
   check_integer(position_ids, "position_ids");
   if (position_ids.dim() == 3) {
-    TORCH_CHECK_VALUE(plane.has_value(),
-                      "position_ids has shape ", position_ids.sizes(),
+    TORCH_CHECK_VALUE(plane.has_value(), "position_ids has shape ", position_ids.sizes(),
                       ", [planes, batch, seqlen]: say with `plane` which plane to read");
     const int64_t planes = position_ids.size(0);
     TORCH_CHECK_VALUE(*plane >= 0 && *plane < planes, "plane must lie in [0, ", planes, "), got ",
@@ -56,9 +55,9 @@ std::tuple<at::Tensor, at::Tensor> cu_seqlens_from_position_ids_kernel(
     constexpr int64_t kMinTile = 4096;
     constexpr int64_t kMaxTiles = 1024;
     args.tile_size = std::max(kMinTile, (rows.numel() + kMaxTiles - 1) / kMaxTiles);
-    tile_counts = at::empty({std::max<int64_t>(1, (rows.numel() + args.tile_size - 1) /
-                                                      args.tile_size)},
-                            int32_on(rows));
+    tile_counts =
+        at::empty({std::max<int64_t>(1, (rows.numel() + args.tile_size - 1) / args.tile_size)},
+                  int32_on(rows));
     args.tile_counts = tile_counts.mutable_data_ptr<int32_t>();
   }
   CUSEQ_RUN(cu_seqlens_from_position_ids, rows, args);

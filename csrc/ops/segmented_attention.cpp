@@ -137,10 +137,10 @@ AttentionOutput segmented_attention(const Tensor& query, const Tensor& key, cons
   const auto lse_type = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Tensor logsumexp = at::zeros({heads, query.size(0)}, query.options().dtype(lse_type));
   for_each_tile(host_offsets, plan, [&](const Tile& tile) {
-    const auto [tile_out, tile_lse] = dense_forward(
-        to_bhsd(q, tile.query_begin, tile.query_end),
-        expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
-        expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads), tile, plan);
+    const auto [tile_out, tile_lse] =
+        dense_forward(to_bhsd(q, tile.query_begin, tile.query_end),
+                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
+                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads), tile, plan);
     out.narrow(0, tile.query_begin, tile.queries())
         .copy_(tile_out.squeeze(0).transpose(0, 1).narrow(2, 0, value_dim));
     logsumexp.narrow(1, tile.query_begin, tile.queries()).copy_(tile_lse.squeeze(0));

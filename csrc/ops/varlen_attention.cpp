@@ -75,9 +75,9 @@ void check_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
                     key.size(2), " (value has ", value.size(2), ")");
   check_tokens(query.size(0));
   check_offsets(cu_seqlens);
-  TORCH_CHECK_VALUE(cu_seqlens.device() == query.device(), "cu_seqlens must lie on query's device, ",
-                    query.device(), ", got ", cu_seqlens.device(),
-                    ": move the layout with packed.to(device)");
+  TORCH_CHECK_VALUE(cu_seqlens.device() == query.device(),
+                    "cu_seqlens must lie on query's device, ", query.device(), ", got ",
+                    cu_seqlens.device(), ": move the layout with packed.to(device)");
   check_offset_values(cu_seqlens, query.size(0));
 }
 
@@ -109,10 +109,10 @@ AttentionOutput attention_cpu(const Tensor& query, const Tensor& key, const Tens
 }
 
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& query,
-                                          const Tensor& key, const Tensor& value,
-                                          const Tensor& out, const Tensor& logsumexp,
-                                          const Tensor& cu_seqlens, const OptionalTensor& host_meta,
-                                          bool causal, OptionalInt window, OptionalDouble scale,
+                                          const Tensor& key, const Tensor& value, const Tensor& out,
+                                          const Tensor& logsumexp, const Tensor& cu_seqlens,
+                                          const OptionalTensor& host_meta, bool causal,
+                                          OptionalInt window, OptionalDouble scale,
                                           OptionalInt max_seqlen_bound) {
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
                                             window, scale, max_seqlen_bound);
@@ -162,10 +162,12 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
  public:
   static constexpr bool is_traceable = true;
 
-  static torch::autograd::variable_list forward(
-      torch::autograd::AutogradContext* ctx, const Tensor& query, const Tensor& key,
-      const Tensor& value, const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
-      OptionalInt window, OptionalDouble scale, const OptionalSymInt& max_seqlen_bound) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
+                                                const Tensor& query, const Tensor& key,
+                                                const Tensor& value, const Tensor& cu_seqlens,
+                                                const OptionalTensor& host_meta, bool causal,
+                                                OptionalInt window, OptionalDouble scale,
+                                                const OptionalSymInt& max_seqlen_bound) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, logsumexp] = forward_op().call(query, key, value, cu_seqlens, host_meta, causal,
                                               window, scale, max_seqlen_bound);
@@ -245,9 +247,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(
     return backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
                               causal, window, scale, max_seqlen_bound);
   }
-  auto grads = VarlenAttentionBackward::apply(grad_out, query, key, value, out, logsumexp,
-                                              cu_seqlens, host_meta, causal, window, scale,
-                                              max_seqlen_bound);
+  auto grads =
+      VarlenAttentionBackward::apply(grad_out, query, key, value, out, logsumexp, cu_seqlens,
+                                     host_meta, causal, window, scale, max_seqlen_bound);
   return {grads[0], grads[1], grads[2]};
 }
 

@@ -34,10 +34,9 @@ using AttentionGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 AttentionOutput segmented_attention(const at::Tensor& query, const at::Tensor& key,
                                     const at::Tensor& value, const at::Tensor& host_offsets,
                                     const AttentionPlan& plan);
-AttentionGradients segmented_attention_backward(const at::Tensor& grad_out,
-                                                const at::Tensor& query, const at::Tensor& key,
-                                                const at::Tensor& value, const at::Tensor& out,
-                                                const at::Tensor& logsumexp,
+AttentionGradients segmented_attention_backward(const at::Tensor& grad_out, const at::Tensor& query,
+                                                const at::Tensor& key, const at::Tensor& value,
+                                                const at::Tensor& out, const at::Tensor& logsumexp,
                                                 const at::Tensor& host_offsets,
                                                 const AttentionPlan& plan);
 

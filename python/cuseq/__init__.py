@@ -1,9 +1,12 @@
 """cuseq: each fact about a packed row of sequences, computed once, without a stall."""
 
-from cuseq import _load as _load  # the libraries, before anything that needs their ops
+from cuseq import _load as _load  # the compiled libraries, before anything that needs their ops
+
+# isort: split
 from cuseq import _fakes as _fakes
 from cuseq._cache import cache_stats, clear_cache, forward_scope, invalidate
 from cuseq._load import build_info
+from cuseq._version import __version__ as __version__
 from cuseq.attention import varlen_attention
 from cuseq.collate import PackingCollator, mask_boundary_labels
 from cuseq.layout import PackedLayout
@@ -20,8 +23,6 @@ from cuseq.ops import (
     position_ids,
     seq_ids,
 )
-
-from cuseq._version import __version__  # noqa: E402
 
 __all__ = [
     "PackedLayout",

@@ -35,7 +35,7 @@ def cache_stats() -> dict[str, int]:
     """Counts since the process started, and what is held now.
 
     Returns:
-        `hits`, `misses`, `bypasses` (calls that may not touch the cache: traced, watched, captured),
+        `hits`, `misses`, `bypasses` (calls that may not use the cache: traced, watched, captured),
         `evictions` (entries dropped for room), `bytes` and `entries` (held now).
     """
     return _C.cache_stats()

@@ -37,7 +37,7 @@ except ImportError as error:
 
 
 def build_info() -> dict[str, Any]:
-    """What this build was made with: `torch`, `torch_cuda`, `cuda` (kernels built), `cuda_archs`."""
+    """What this was built with: `torch`, `torch_cuda`, `cuda` (kernels built), `cuda_archs`."""
     return {
         "torch": _build_config.TORCH_VERSION,
         "torch_cuda": _build_config.TORCH_CUDA,

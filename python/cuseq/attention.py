@@ -25,9 +25,9 @@ def varlen_attention(
 ) -> Tensor:
     """Exact softmax attention of each sequence of a packed row with itself alone.
 
-    On CUDA it runs PyTorch's own varlen flash kernels; on the CPU, and for what flash refuses (fp32,
-    head_dim above 256, GPUs below sm_80), another exact kernel, which is said once. Grouped-query
-    attention needs no repeated keys. Nothing of size tokens x tokens is ever made.
+    On CUDA it runs PyTorch's own varlen flash kernels; on the CPU, and for what flash refuses
+    (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is said once.
+    Grouped-query attention needs no repeated keys. Nothing of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
@@ -50,9 +50,9 @@ def varlen_attention(
         ValueError, TypeError: shapes, dtypes, devices or the layout do not fit.
 
     Inside torch.compile one graph serves every pack of a row length: the op reads the lengths when
-    it runs. With a layout from host lengths nothing synchronises; with one from lengths on a GPU the
-    first call waits for one small copy by its event. Under autocast it takes the region's dtype, as
-    scaled_dot_product_attention does.
+    it runs. With a layout from host lengths nothing synchronises; with one from lengths on a GPU
+    the first call waits for one small copy by its event. Under autocast it takes the region's
+    dtype, as scaled_dot_product_attention does.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3], device=q.device)

@@ -24,9 +24,9 @@ def mask_boundary_labels(
 ) -> Tensor:
     """Labels in which no token predicts the next sequence's first one.
 
-    Unshifted labels (`labels[t]` is token t, the loss shifts them, as in transformers) lose the first
-    of each sequence; shifted ones (`labels[t]` is token t + 1) the last. Tail labels are masked too.
-    Doing it twice changes nothing.
+    Unshifted labels (`labels[t]` is token t, the loss shifts them, as in transformers) lose the
+    first of each sequence; shifted ones (`labels[t]` is token t + 1) the last. Tail labels are
+    masked too. Doing it twice changes nothing.
 
     Args:
         labels: int32 or int64, `[total_tokens]` or any shape of as many elements, contiguous.

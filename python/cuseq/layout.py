@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from array import array
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -39,9 +40,9 @@ class PackedLayout:
         num_sequences: how many sequences there are, those of length zero included.
         device: where the tensors lie (`host_meta` is always on the CPU).
 
-    A layout made from lengths on a GPU starts one asynchronous copy of five numbers. The first use of
-    a host value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its event, never
-    for the stream; what is wrong with the lengths is raised there.
+    A layout made from lengths on a GPU starts one asynchronous copy of five numbers. The first use
+    of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its event,
+    never for the stream; what is wrong with the lengths is raised there.
 
     It is a plain class on purpose: FSDP2 rebuilds dataclasses and pytree nodes for every module.
     """
@@ -144,8 +145,8 @@ class PackedLayout:
     ) -> PackedLayout:
         """From positions that restart with each sequence; see `cu_seqlens_from_position_ids`.
 
-        All tokens belong to a sequence: positions cannot tell padding from text. Several rows become
-        one flat row, row after row.
+        All tokens belong to a sequence: positions cannot tell padding from text. Several rows
+        become one flat row, row after row.
 
         Args:
             position_ids: int32 or int64 `[seqlen]`, `[batch, seqlen]` or `[planes, batch, seqlen]`.
@@ -258,7 +259,7 @@ class PackedLayout:
         self._position_ids, self._seq_ids = _ops.token_metadata(self.cu_seqlens, self._total_tokens)
 
     def flash_kwargs(self) -> dict[str, Any]:
-        """Keywords of transformers' flash attention: offsets on the device, longest lengths as ints.
+        """Keywords of transformers' flash attention: offsets as tensors, longest lengths as ints.
 
         `packed`, the layout itself, goes with them, since the four names alone make compiled code
         fall back to bounds.
@@ -320,7 +321,7 @@ class PackedLayout:
     def __reduce__(self):
         self.wait()  # lengths that are wrong must not arrive as right ones
         # Lengths as bytes: a tensor would cost a DataLoader worker a shared-memory file each.
-        lengths = self.lengths.cpu().numpy().tobytes()
+        lengths = array("i", self.lengths.tolist()).tobytes()
         max_seqs = self.cu_seqlens_static.shape[0] - 1
         return _restore, (lengths, self._total_tokens, max_seqs, str(self.device))
 
@@ -373,4 +374,3 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-

@@ -1,8 +1,8 @@
 """Typed functions over `torch.ops.cuseq`.
 
-None of them synchronises, except the one whose name says so. Lengths on the host are always checked;
-lengths on a GPU cannot be without a stall, so kernels stay inside their tensors whatever they hold,
-and the environment variable `CUSEQ_CHECK=1` pays for a check with a clear error.
+None of them synchronises, except the one whose name says so. Lengths on the host are always
+checked; lengths on a GPU cannot be without a stall, so kernels stay inside their tensors whatever
+they hold, and the environment variable `CUSEQ_CHECK=1` pays for a check with a clear error.
 """
 
 from __future__ import annotations

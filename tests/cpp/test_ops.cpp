@@ -132,9 +132,7 @@ TEST(HostCopies, WrongMetaIsRefused) {
   };
   for (const auto& [status, part] : statuses) {
     expect_error<c10::ValueError>(
-        [&] {
-          cuseq::read_host_meta(ints({2, 3, 6, 5, status}, at::kInt), cuseq::kMaxSeqlen);
-        },
+        [&] { cuseq::read_host_meta(ints({2, 3, 6, 5, status}, at::kInt), cuseq::kMaxSeqlen); },
         part);
   }
 }

@@ -1,0 +1,56 @@
+"""The build and its errors, and that what the README shows runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import cuseq
+from cuseq import _load
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMAS = (ROOT / "csrc" / "ops.cpp").read_text()
+OPS = re.findall(r'"(\w+)\(', SCHEMAS)
+
+
+def test_version_is_written_once():
+    assert cuseq.__version__ == importlib.metadata.version("cuseq")
+    assert f"## {cuseq.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("running", ["2.11.0", "2.11.1+cu130", "2.11.0a0+git1234"])
+def test_patch_releases_and_vendor_builds_of_torch_are_accepted(running):
+    _load._check_torch("2.11.0+cu130", running)
+
+
+@pytest.mark.parametrize("running", ["2.12.0", "2.10.1", "3.11.0"])
+def test_another_torch_names_both_and_the_remedy(running):
+    with pytest.raises(ImportError, match=rf"torch 2.11.0.*torch {running}.*pip install"):
+        _load._check_torch("2.11.0", running)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if not op.startswith("packed_")])
+def test_every_op_answers_on_both_devices(op):
+    """With a kernel, or in a build without CUDA with the error below."""
+    for key in ("CPU", "CUDA"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"cuseq::{op}", key), key
+
+
+@pytest.mark.skipif(cuseq.build_info()["cuda"], reason="this build has CUDA kernels")
+def test_a_build_without_cuda_says_how_to_get_it():
+    on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    with pytest.raises(NotImplementedError, match="built without CUDA.*pip install"):
+        torch.ops.cuseq.cu_seqlens.default.redispatch(on_cuda, torch.tensor([2, 3]))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_readme_examples_run(number):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    if number == 1:
+        pytest.importorskip("transformers")
+    exec(compile(blocks[number], f"README.md block {number}", "exec"), {})
