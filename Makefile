@@ -22,7 +22,7 @@ train: build
 	$(PY) examples/train.py $(ARGS)
 
 test: build
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHON="$(PY)" bash scripts/run_tests.sh $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(ARGS)
 
 bench: build
 	$(PY) benchmarks/bench_metadata.py $(ARGS)

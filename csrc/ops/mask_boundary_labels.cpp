@@ -12,6 +12,9 @@ at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tenso
   check_integer(labels, "labels");
   TORCH_CHECK_VALUE(labels.is_contiguous(), "labels must be contiguous, got strides ",
                     labels.strides(), " for shape ", labels.sizes());
+  TORCH_CHECK_VALUE(
+      labels.scalar_type() == at::kLong || ignore_index == static_cast<int32_t>(ignore_index),
+      "ignore_index must fit in the labels' int32, got ", ignore_index);
   check_tokens(labels.numel());
   check_offsets(cu_seqlens);
   TORCH_CHECK_VALUE(labels.device() == cu_seqlens.device(),

@@ -3,6 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -121,6 +122,23 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& 
 }
 
 #ifdef CUSEQ_WITH_CUDA
+// Offsets of the plan's sequences that stay inside the row. A layout's do; others may hold
+// anything, and the kernels of PyTorch would follow them out of their tensors.
+Tensor offsets_inside(const Tensor& cu_seqlens, const AttentionPlan& plan, int64_t total_tokens) {
+  const Tensor offsets = cu_seqlens.narrow(0, 0, plan.n_seqs + 1);
+  if (plan.num_real_tokens.has_value()) return offsets;
+  Tensor inside = at::empty_like(offsets);
+  ScanLengthsArgs args;
+  args.source = offsets.const_data_ptr();
+  args.source_is_offsets = true;
+  args.n_seqs = plan.n_seqs;
+  args.max_seqs = plan.n_seqs;
+  args.limit = total_tokens;
+  args.cu_seqlens = inside.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(scan_lengths, offsets, args);
+  return inside;
+}
+
 AttentionOutput attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                                bool causal, OptionalInt window, OptionalDouble scale,
@@ -128,7 +146,7 @@ AttentionOutput attention_cuda(const Tensor& query, const Tensor& key, const Ten
   const c10::cuda::CUDAGuard guard(query.device());
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
                                             window, scale, max_seqlen_bound);
-  return cuda_attention(query, key, value, cu_seqlens.narrow(0, 0, plan.n_seqs + 1), plan);
+  return cuda_attention(query, key, value, offsets_inside(cu_seqlens, plan, query.size(0)), plan);
 }
 
 AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Tensor& query,
@@ -142,7 +160,7 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Tensor&
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
                                             window, scale, max_seqlen_bound);
   return cuda_attention_backward(grad_out, query, key, value, out, logsumexp,
-                                 cu_seqlens.narrow(0, 0, plan.n_seqs + 1), plan);
+                                 offsets_inside(cu_seqlens, plan, query.size(0)), plan);
 }
 #endif
 
@@ -150,6 +168,15 @@ Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tenso
 
 OptionalTensor or_nullopt(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
+}
+
+void refuse_forward_mode(std::initializer_list<Tensor> tensors) {
+  for (const Tensor& tensor : tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !tensor._fw_grad(/*level=*/0).defined(),
+        "cuseq::varlen_attention has no forward-mode derivative: use reverse mode, or eager "
+        "attention where you need jvp");
+  }
 }
 
 bool any_requires_grad(std::initializer_list<Tensor> tensors) {
@@ -227,6 +254,7 @@ std::tuple<Tensor, Tensor> attention_autograd(const Tensor& query, const Tensor&
                                               const OptionalTensor& host_meta, bool causal,
                                               OptionalInt window, OptionalDouble scale,
                                               OptionalSymInt max_seqlen_bound) {
+  refuse_forward_mode({query, key, value});
   if (!any_requires_grad({query, key, value})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return forward_op().call(query, key, value, cu_seqlens, host_meta, causal, window, scale,
@@ -242,6 +270,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(
     const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
     const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
     OptionalSymInt max_seqlen_bound) {
+  refuse_forward_mode({grad_out, query, key, value, out});
   if (!any_requires_grad({grad_out, query, key, value, out})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
@@ -279,8 +308,9 @@ AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tenso
                     "window must be None or at least 1, the keys that a query sees with itself "
                     "included, got ",
                     window.value_or(0));
-  TORCH_CHECK_VALUE(!max_seqlen_bound.has_value() || *max_seqlen_bound >= 0,
-                    "max_seqlen_bound must not be negative, got ", max_seqlen_bound.value_or(0));
+  TORCH_CHECK_VALUE(!max_seqlen_bound.has_value() || *max_seqlen_bound >= 1,
+                    "max_seqlen_bound must be at least the longest length, and 1, got ",
+                    max_seqlen_bound.value_or(0));
   const int64_t total_tokens = query.size(0);
   AttentionPlan plan;
   plan.causal = causal;
@@ -292,10 +322,13 @@ AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tenso
     plan.n_seqs = cu_seqlens.size(0) - 1;
     plan.max_seqlen = std::min(max_seqlen_bound.value_or(total_tokens), total_tokens);
     if (cu_seqlens.is_cpu()) {
+      plan.max_seqlen = total_tokens;
       plan.num_real_tokens = cu_seqlens.const_data_ptr<int32_t>()[plan.n_seqs];
     }
   }
-  if (window.has_value() && *window < plan.max_seqlen) plan.window = window;
+  // A window that reaches over the longest sequence hides nothing. The caller's bound is no proof.
+  const int64_t longest = plan.num_real_tokens.has_value() ? plan.max_seqlen : total_tokens;
+  if (window.has_value() && *window < longest) plan.window = window;
   return plan;
 }
 

@@ -88,9 +88,9 @@ PYBIND11_MODULE(_C, m) {
   });
 
   using Released = py::call_guard<py::gil_scoped_release>;
-  m.def("packed_cu_seqlens", &cuseq::packed_cu_seqlens);
-  m.def("packed_position_ids", &cuseq::packed_position_ids);
-  m.def("packed_seq_ids", &cuseq::packed_seq_ids);
+  m.def("packed_cu_seqlens", &cuseq::packed_cu_seqlens, Released());
+  m.def("packed_position_ids", &cuseq::packed_position_ids, Released());
+  m.def("packed_seq_ids", &cuseq::packed_seq_ids, Released());
   m.def("tokens_of", &cuseq::tokens_of, Released());
   m.def("start_host_copy", &cuseq::start_host_copy, Released());
   m.def("copy_to_device", &cuseq::copy_to_device, Released());

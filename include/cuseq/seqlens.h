@@ -79,6 +79,7 @@ struct SeqLens {
       return true;
     }
     const int64_t segment = segment_of(token);
+    if (segment >= n_seqs) return true;  // only offsets that do not start at 0 lead here
     return shifted ? token + 1 == cu_seqlens[segment + 1] : token == begin(segment);
   }
 };

@@ -32,7 +32,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"cuseq, built with torch {_build_config.TORCH_VERSION} (CUDA {_build_config.TORCH_CUDA}), "
-        f"does not load into torch {torch.__version__} (CUDA {torch.version.cuda}): {_REBUILD}"
+        f"does not load into torch {torch.__version__} (CUDA {torch.version.cuda}): {error}; "
+        f"if that does not say what to do, {_REBUILD}"
     ) from error
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq.layout import PackedLayout
@@ -65,9 +66,15 @@ def varlen_attention(
 
 
 def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) -> int:
-    """Multiply-adds counted twice, over full squares, as torch counts its own attention."""
-    lengths = cu_seqlens.diff().to(torch.float64)
-    squares = int((lengths * lengths).sum())
+    """Multiply-adds counted twice, over full squares, as torch counts its own attention.
+
+    Reads the offsets, which synchronises on a GPU; where there are none to read, as in tracing, the
+    row counts as one sequence.
+    """
+    if cu_seqlens.is_meta or isinstance(cu_seqlens, FakeTensor):
+        squares = q.shape[0] ** 2
+    else:
+        squares = sum(length * length for length in cu_seqlens.diff().tolist())
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     return products * heads * squares * (head_dim + value_dim)
 

@@ -67,7 +67,8 @@ class PackingCollator:
 
     Called with a list of examples, mappings from names to one value per token (lists or tensors):
     `input_ids`, and optionally `labels` (default the input ids) and other per-token keys, which are
-    concatenated. `attention_mask` is taken for granted and must be all ones: a packed row has none.
+    concatenated. `position_ids` are made here and must count from 0 where an example has them;
+    `attention_mask` must be all ones, a packed row has none.
 
     Returns a dict with `input_ids`, `labels` (unshifted, -100 on each sequence's first token and on
     padding), `position_ids`, int64 `[1, total_tokens]`, the other keys likewise, and `packed`, the
@@ -161,6 +162,12 @@ class PackingCollator:
                         f"{key} must hold one value per token, but examples[{i}] has {length} "
                         f"tokens and {len(column[i])} values"
                     )
+            positions = example.get("position_ids")
+            if positions is not None and list(positions) != list(range(length)):
+                raise ValueError(
+                    f"position_ids must count from 0, but those of examples[{i}] do not: leave "
+                    "them out, they are made here"
+                )
         for i, mask in enumerate(columns.get("attention_mask", [])):
             if not bool((mask == 1).all()):
                 raise ValueError(

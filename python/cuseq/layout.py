@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import index
 from typing import Any
 
@@ -64,8 +65,7 @@ class PackedLayout:
         self._num_sequences = num_sequences
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
-        self._position_ids: Tensor | None = None
-        self._seq_ids: Tensor | None = None
+        self._tokens: tuple[Tensor, Tensor] | None = None
         self._moved: dict[torch.device, PackedLayout] = {}
         self._origin: weakref.ref[PackedLayout] | None = None
 
@@ -180,16 +180,17 @@ class PackedLayout:
         n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
         if max_seqs is None:
             max_seqs = total_tokens
-        lengths, offsets, meta = _ops.layout_metadata(
-            source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
-        )
-        layout = cls(
-            lengths,
-            offsets,
-            _C.start_host_copy(meta),
-            total_tokens,
-            n_seqs if num_seqs is None else None,
-        )
+        with _outside_inference_mode():
+            lengths, offsets, meta = _ops.layout_metadata(
+                source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
+            )
+            layout = cls(
+                lengths,
+                offsets,
+                _C.start_host_copy(meta),
+                total_tokens,
+                n_seqs if num_seqs is None else None,
+            )
         if meta.device.type == "cpu":
             layout.wait()  # raises now what is wrong
         return layout if device is None else layout.to(device)
@@ -245,18 +246,21 @@ class PackedLayout:
 
     @property
     def position_ids(self) -> Tensor:
-        if self._position_ids is None:
-            self._make_token_metadata()
-        return self._position_ids
+        return self._token_metadata()[0]
 
     @property
     def seq_ids(self) -> Tensor:
-        if self._seq_ids is None:
-            self._make_token_metadata()
-        return self._seq_ids
+        return self._token_metadata()[1]
 
-    def _make_token_metadata(self) -> None:
-        self._position_ids, self._seq_ids = _ops.token_metadata(self.cu_seqlens, self._total_tokens)
+    def _token_metadata(self) -> tuple[Tensor, Tensor]:
+        if self._tokens is not None:
+            return self._tokens
+        with _outside_inference_mode():
+            tokens = _ops.token_metadata(self.cu_seqlens, self._total_tokens)
+        # What a graph's capture makes holds nothing before its replay, and later graphs reuse it.
+        if not _capturing(self.device):
+            self._tokens = tokens
+        return tokens
 
     def flash_kwargs(self) -> dict[str, Any]:
         """Keywords of transformers' flash attention: offsets as tensors, longest lengths as ints.
@@ -287,7 +291,13 @@ class PackedLayout:
             origin = None if self._origin is None else self._origin()
             if origin is not None and origin.device == target:
                 return origin
-            moved = self._on(target)
+            if _capturing(target):
+                raise RuntimeError(
+                    f"a layout on {self.device} cannot be moved to {target} while a CUDA graph is "
+                    "captured: move it before the capture"
+                )
+            with _outside_inference_mode():
+                moved = self._on(target)
             # Weak, since a cycle would keep GPU memory until the garbage collector runs.
             moved._origin = weakref.ref(self)
             self._moved[target] = moved
@@ -361,6 +371,19 @@ def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
     if values.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
     return values
+
+
+def _outside_inference_mode() -> AbstractContextManager:
+    """A layout outlives the evaluation it may be made in, and training saves its tensors."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _capturing(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and not torch.compiler.is_compiling()
+        and torch.cuda.is_current_stream_capturing()
+    )
 
 
 def _to_host(source: Tensor) -> Tensor:

@@ -194,6 +194,50 @@ def test_double_backward_raises(device):
         grad.sum().backward()
 
 
+def test_forward_mode_raises():
+    q, k, v = (t.detach() for t in inputs(6))
+    packed = PackedLayout.from_lengths([2, 3], 6)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: cuseq.varlen_attention(q, k, v, packed), (q,), (q,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, q)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            cuseq.varlen_attention(dual, k, v, packed)
+
+
+@pytest.mark.kernels
+def test_offsets_that_lie_stay_inside_the_row(cuda):
+    """Whatever offsets without a layout hold, no kernel leaves its tensors (sanitizer)."""
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = inputs(64, 4, 2, 32, device="cuda", dtype=dtype)
+        for lie in ([0, -5, 70], [0, 10**9, 3], [5, 64, 65], [-(2**31), 2**31 - 1, 7]):
+            offsets = torch.tensor(lie, dtype=torch.int32, device="cuda")
+            out, _ = op(*tensors, offsets)
+            out.sum().backward()
+            torch.cuda.synchronize()
+
+
+def test_the_bound_does_not_switch_the_window_off(device):
+    q, k, v = inputs(9, device=device)
+    packed = PackedLayout.from_lengths([9], device=device)
+    expected = cuseq.varlen_attention(q, k, v, packed, window=4)
+    out, _ = op(q, k, v, packed.cu_seqlens, window=4, max_seqlen_bound=9)
+    torch.testing.assert_close(out, expected)
+    for bound in (0, -1):
+        with pytest.raises(ValueError, match="max_seqlen_bound must be at least"):
+            op(q, k, v, packed.cu_seqlens, max_seqlen_bound=bound)
+
+
+def test_a_layout_from_an_evaluation_trains(device):
+    q, k, v = inputs(6, device=device)
+    with torch.inference_mode():
+        packed = PackedLayout.from_lengths([2, 3], 6, device=device)
+        positions = packed.position_ids
+        cuseq.varlen_attention(q, k, v, packed)
+    assert not positions.is_inference()
+    cuseq.varlen_attention(q, k, v, packed).sum().backward()
+
+
 @pytest.mark.parametrize("lengths,tokens", [([2, 3], 6), ([1, 1, 1], 6), ([0], 6)])
 def test_opcheck(device, lengths, tokens):
     packed = PackedLayout.from_lengths(lengths, tokens, device=device)
@@ -306,6 +350,9 @@ def test_flop_counter_sees_the_op(device):
         cuseq.varlen_attention(q, k, v, packed).sum().backward()
     forward = 2 * 2 * (2 * 2 + 3 * 3) * (8 + 8)
     assert counter.get_total_flops() == forward + forward * 5 // 2
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        op(*(t.to("meta") for t in (q, k, v)), packed.cu_seqlens.to("meta"))
+    assert counter.get_total_flops() == 2 * 2 * 6 * 6 * (8 + 8)
 
 
 def test_autocast_takes_the_dtype_of_the_region(device):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +57,20 @@ def test_readme_examples_run(number):
     if number == 1:
         pytest.importorskip("transformers")
     exec(compile(blocks[number], f"README.md block {number}", "exec"), {})
+
+
+def test_readme_is_finished():
+    readme = (ROOT / "README.md").read_text()
+    assert "FIGURES" not in readme
+    for target in re.findall(r"\]\(([^)#]+)\)", readme):
+        assert "://" in target or (ROOT / target).exists(), target
+
+
+def test_a_bad_setting_is_named():
+    code = "import cuseq"
+    environment = os.environ | {"CUSEQ_CACHE_MAX_ENTRIES": "many"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode != 0
+    assert "CUSEQ_CACHE_MAX_ENTRIES must be a number" in result.stderr

@@ -157,9 +157,9 @@ def test_other_keys_are_concatenated():
 
 
 def test_made_anew():
-    """Positions and labels of the examples' own are not trusted; their tensors are not touched."""
+    """Labels of the examples' own are masked too; their tensors are not touched."""
     ids, labels = torch.tensor([5, 6]), torch.tensor([5, -100])
-    example = {"input_ids": ids, "labels": labels, "position_ids": [7, 8]}
+    example = {"input_ids": ids, "labels": labels, "position_ids": [0, 1]}
     batch = PackingCollator()([example, example])
     assert as_lists(batch)["position_ids"] == [0, 1, 0, 1]
     assert as_lists(batch)["labels"] == [-100, -100, -100, -100]
@@ -235,3 +235,17 @@ def test_options_are_keywords_and_kept():
         PackingCollator(8)
     exactly = PackingCollator(capacity=5)([A, B])
     assert exactly["packed"].total_tokens == 5
+
+
+def test_positions_of_examples_must_count_from_zero():
+    collate = PackingCollator()
+    counted = {"input_ids": [5, 6], "position_ids": [0, 1]}
+    assert collate([counted, counted])["position_ids"].tolist() == [[0, 1, 0, 1]]
+    with pytest.raises(ValueError, match=r"position_ids must count from 0.*examples\[1\]"):
+        collate([counted, {"input_ids": [5, 6], "position_ids": [7, 9]}])
+
+
+def test_ignore_index_must_fit():
+    labels = torch.zeros(5, dtype=torch.int32)
+    with pytest.raises(ValueError, match="ignore_index must fit"):
+        mask_boundary_labels(labels, [2, 3], ignore_index=-(2**40))

@@ -18,11 +18,12 @@ What a call may say about its sequences, the strongest first:
 - A 2-D mask, a 4-D mask or nothing: what sdpa does. Where there is no mask, eager code has to look
   at the position ids, which is the one event above.
 
-Lengths win over a 2-D mask, which nothing looks at then. Lengths together with a 4-D mask or with a
-model that draws a pattern of its own (blocks of image tokens, chunks) raise, since they cannot be
-combined, and so does what would change the result and has no packed form: dropout in attention,
-soft caps, sinks, position biases. Give `position_ids` (`layout.position_ids[None]`) along with the
-lengths: attention does not need them, RoPE and learned positions do.
+Lengths win over a 2-D mask, which nothing looks at then, with a warning. Lengths together with a
+4-D mask or with a model that draws a pattern of its own (blocks of image tokens, chunks) raise,
+since they cannot be combined, and so does what would change the result and has no packed form:
+dropout in attention, soft caps, sinks, position biases. Give `position_ids`
+(`layout.position_ids[None]`) along with the lengths: attention does not need them, RoPE and learned
+positions do.
 
 transformers makes masks before the layers run, where the user's keywords do not get to, so the mask
 function cannot know whether lengths will come. It returns a `DeferredMask`, which remembers how to
@@ -305,6 +306,11 @@ def cuseq_attention(
             f"{type(module).__name__} works beside layers of type {', '.join(deferred.recurrent)}: "
             "cuseq keeps the sequences of a packed row apart in attention only, whether those "
             "layers do is up to the model"
+        )
+    if deferred is not None and not compiling and deferred.arguments["attention_mask"] is not None:
+        _warn_once(
+            "attention_mask has no effect beside packed lengths, which say where sequences lie; "
+            "leave it out, or leave the lengths out"
         )
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim], a view of what models pass.
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
