@@ -13,7 +13,9 @@ with fused AdamW. On a CPU: a model of 4 layers in fp32. Every variant gets the 
 - `cuseq_device_lengths`: the layout is made in the step, of lengths that are on the GPU;
 - `cuseq_compiled`: as `cuseq`, each decoder layer compiled, run over 20 different packs.
 
-A step is: batch to the device, forward with the model's own loss, backward, optimiser. Each variant
+A step is: batch to the device, forward with the model's own loss, backward, optimiser. From 32,768
+tokens on the loss is computed in parts for every variant, since the logits of a whole row in fp32
+would leave no memory for the mask of `packed_sdpa`. Each variant
 runs in a process of its own, so that no memory, compiled code or profiler is left from another.
 Its first step, on untouched weights, is compared with that of `packed_sdpa`, where the difference
 of `padded` is what bf16 does to the same documents, and up to 2,048 tokens also with that of
@@ -49,6 +51,7 @@ MEAN_LENGTH = 350
 MICRO_BATCH = 8
 COMPILED_PACKS = 20
 LONG_ROW = 32_768
+LOSS_PART = 4096
 FP32_TOKENS = 2048
 LOSS_NOISE = 1e-4
 WORKER_LIMIT_S = 240
@@ -220,6 +223,24 @@ def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     return moved
 
 
+def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """The model's own loss, or for long rows the same from parts of the logits."""
+    if inputs["input_ids"].numel() < LONG_ROW:
+        return model(**inputs, use_cache=False).loss
+    labels = inputs.pop("labels")[:, 1:].flatten()
+    hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+
+    def part_of(hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = model.lm_head(hidden).float()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    parts = [
+        torch.utils.checkpoint.checkpoint(part_of, *part, use_reentrant=False)
+        for part in zip(hidden.split(LOSS_PART), labels.split(LOSS_PART), strict=True)
+    ]
+    return torch.stack(parts).sum() / (labels != -100).sum()
+
+
 def forward_backward(
     model: torch.nn.Module, batches: list[MicroBatch], device: torch.device, clock: StepClock
 ) -> Tensor:
@@ -230,7 +251,7 @@ def forward_backward(
             inputs = to_device(batch, device)
         with clock.phase("forward"):
             # Without a cache: transformers looks for packed rows only then.
-            loss = model(**inputs, use_cache=False).loss * batch.share
+            loss = loss_of(model, inputs) * batch.share
         with clock.phase("backward"):
             loss.backward()
         total += loss.detach()
