@@ -15,12 +15,13 @@ with fused AdamW. On a CPU: a model of 4 layers in fp32. Every variant gets the 
 
 A step is: batch to the device, forward with the model's own loss, backward, optimiser. From 32,768
 tokens on the loss is computed in parts for every variant, since the logits of a whole row in fp32
-would leave no memory for the mask of `packed_sdpa`. Each variant
-runs in a process of its own, so that no memory, compiled code or profiler is left from another.
-Its first step, on untouched weights, is compared with that of `packed_sdpa`, where the difference
-of `padded` is what bf16 does to the same documents, and up to 2,048 tokens also with that of
-`packed_sdpa` in fp32. From 32,768 tokens on only `packed_sdpa`, `cuseq` and `cuseq_compiled` run
-unless named. Writes `training_step_T.json`, `.md` and `.png` for each T.
+would leave no memory for the mask of `packed_sdpa`.
+
+Each variant runs in a process of its own, so that no memory, compiled code or profiler is left from
+another. Its first step, on untouched weights, is compared with that of `packed_sdpa`, where the
+difference of `padded` is what bf16 does to the same documents, and up to 2,048 tokens also with
+that of `packed_sdpa` in fp32. From 32,768 tokens on only `packed_sdpa`, `cuseq` and
+`cuseq_compiled` run unless named. Writes `training_step_T.json`, `.md` and `.png` for each T.
 """
 
 from __future__ import annotations
@@ -223,22 +224,40 @@ def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
     return moved
 
 
+class LossInParts(torch.autograd.Function):
+    """Cross entropy whose gradients are made part by part in the forward: nothing runs twice."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        targets = (labels != -100).sum()
+        total = torch.zeros((), device=hidden.device)
+        for start in range(0, len(labels), LOSS_PART):
+            part = slice(start, start + LOSS_PART)
+            leaves = [x.detach().requires_grad_() for x in (hidden[part], weight)]
+            with torch.enable_grad():
+                logits = torch.nn.functional.linear(*leaves).float()
+                loss = torch.nn.functional.cross_entropy(logits, labels[part], reduction="sum")
+                loss = loss / targets
+            grad_hidden[part], grad_part = torch.autograd.grad(loss, leaves)
+            grad_weight += grad_part
+            total += loss.detach()
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad, grad_weight * grad, None
+
+
 def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     """The model's own loss, or for long rows the same from parts of the logits."""
     if inputs["input_ids"].numel() < LONG_ROW:
         return model(**inputs, use_cache=False).loss
     labels = inputs.pop("labels")[:, 1:].flatten()
     hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
-
-    def part_of(hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = model.lm_head(hidden).float()
-        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-
-    parts = [
-        torch.utils.checkpoint.checkpoint(part_of, *part, use_reentrant=False)
-        for part in zip(hidden.split(LOSS_PART), labels.split(LOSS_PART), strict=True)
-    ]
-    return torch.stack(parts).sum() / (labels != -100).sum()
+    return LossInParts.apply(hidden, model.lm_head.weight, labels)
 
 
 def forward_backward(
