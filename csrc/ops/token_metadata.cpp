@@ -10,7 +10,7 @@
 namespace cuseq {
 namespace {
 
-TokenMetadataArgs tokens_of(const at::Tensor& offsets, int64_t total_tokens) {
+TokenMetadataArgs arguments_of(const at::Tensor& offsets, int64_t total_tokens) {
   TokenMetadataArgs args;
   args.cu_seqlens = offsets.const_data_ptr<int32_t>();
   args.n_seqs = offsets.size(0) - 1;
@@ -18,30 +18,25 @@ TokenMetadataArgs tokens_of(const at::Tensor& offsets, int64_t total_tokens) {
   return args;
 }
 
-void check_row(const at::Tensor& lengths, int64_t total_tokens) {
+at::Tensor per_token(const at::Tensor& lengths, int64_t total_tokens,
+                     int32_t* TokenMetadataArgs::* output) {
   check_vector(lengths, "lengths");
   check_tokens(total_tokens);
   check_length_values(lengths, total_tokens);
+  const at::Tensor offsets = cu_seqlens(lengths);
+  at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
+  TokenMetadataArgs args = arguments_of(offsets, total_tokens);
+  args.*output = out.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(token_metadata, lengths, args);
+  return out;
 }
 
 at::Tensor position_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
-  check_row(lengths, total_tokens);
-  const at::Tensor offsets = cu_seqlens(lengths);
-  at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
-  TokenMetadataArgs args = tokens_of(offsets, total_tokens);
-  args.position_ids = out.mutable_data_ptr<int32_t>();
-  CUSEQ_RUN(token_metadata, lengths, args);
-  return out;
+  return per_token(lengths, total_tokens, &TokenMetadataArgs::position_ids);
 }
 
 at::Tensor seq_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
-  check_row(lengths, total_tokens);
-  const at::Tensor offsets = cu_seqlens(lengths);
-  at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
-  TokenMetadataArgs args = tokens_of(offsets, total_tokens);
-  args.seq_ids = out.mutable_data_ptr<int32_t>();
-  CUSEQ_RUN(token_metadata, lengths, args);
-  return out;
+  return per_token(lengths, total_tokens, &TokenMetadataArgs::seq_ids);
 }
 
 std::tuple<at::Tensor, at::Tensor> token_metadata_kernel(const at::Tensor& offsets,
@@ -51,7 +46,7 @@ std::tuple<at::Tensor, at::Tensor> token_metadata_kernel(const at::Tensor& offse
   check_offset_values(offsets, total_tokens);
   at::Tensor positions = at::empty({total_tokens}, int32_on(offsets));
   at::Tensor segments = at::empty({total_tokens}, int32_on(offsets));
-  TokenMetadataArgs args = tokens_of(offsets, total_tokens);
+  TokenMetadataArgs args = arguments_of(offsets, total_tokens);
   args.position_ids = positions.mutable_data_ptr<int32_t>();
   args.seq_ids = segments.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(token_metadata, offsets, args);
