@@ -1,5 +1,8 @@
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -7,9 +10,22 @@
 #include <string>
 
 #include "cuseq/cache.h"
+#include "ops/checks.h"
 
 namespace cuseq {
 namespace {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+constexpr DispatchKeySet kWatchingModes = DispatchKeySet(
+    {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
+     DispatchKey::PreDispatch, DispatchKey::Functionalize, DispatchKey::Tracer,
+     DispatchKey::FuncTorchDynamicLayerFrontMode});
+
+constexpr DispatchKeySet kNotPlainData = DispatchKeySet(
+    {DispatchKey::Python, DispatchKey::Fake, DispatchKey::Functionalize,
+     DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::ZeroTensor});
 
 bool read_enabled() {
   const char* value = std::getenv("CUSEQ_CACHE");
@@ -111,108 +127,131 @@ IdentityCache::IdentityCache()
       max_entries_(read_limit("CUSEQ_CACHE_MAX_ENTRIES", 64)),
       max_bytes_(read_limit("CUSEQ_CACHE_MAX_BYTES", std::numeric_limits<int64_t>::max())) {}
 
-IdentityCache::Entries& IdentityCache::bucket_of(const c10::TensorImpl* key) {
+bool IdentityCache::usable_for(const at::Tensor& key) const {
+  return enabled_ && !c10::impl::dispatch_mode_enabled() &&
+         !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchingModes) &&
+         !key.key_set().has_any(kNotPlainData) && !key.is_meta() && key.has_storage() &&
+         !key.is_inference() && !is_capturing(key);
+}
+
+IdentityCache::Shard& IdentityCache::shard_of(const c10::TensorImpl* key) {
   // The low bits of an address are its alignment.
-  return buckets_[(reinterpret_cast<uintptr_t>(key) >> 6) % kBuckets];
+  return shards_[(reinterpret_cast<uintptr_t>(key) >> 6) % kShards];
 }
 
-void IdentityCache::move_out(Entries& bucket, Entries::iterator entry, Entries& dead) {
-  stats_.bytes -= entry->bytes;
-  stats_.entries -= 1;
-  dead.splice(dead.end(), bucket, entry);
+void IdentityCache::move_out(Shard& shard, Entries::iterator entry, Entries& dead) {
+  bytes_.fetch_sub(entry->bytes, std::memory_order_relaxed);
+  entries_.fetch_sub(1, std::memory_order_relaxed);
+  dead.splice(dead.end(), shard.entries, entry);
+  shard.size.store(shard.entries.size(), std::memory_order_relaxed);
 }
 
-void IdentityCache::move_out_if(const std::function<bool(const Entry&)>& is_dead, Entries& dead) {
-  for (Entries& bucket : buckets_) {
-    for (auto entry = bucket.begin(); entry != bucket.end();) {
-      const auto current = entry++;
-      if (is_dead(*current)) move_out(bucket, current, dead);
-    }
+void IdentityCache::move_out_if(Shard& shard, const Condition& condition, Entries& dead) {
+  const std::lock_guard<std::mutex> lock(shard.mutex);
+  for (auto entry = shard.entries.begin(); entry != shard.entries.end();) {
+    const auto current = entry++;
+    if (condition(*current)) move_out(shard, current, dead);
   }
+}
+
+void IdentityCache::move_out_if(const Condition& condition, Entries& dead) {
+  for (Shard& shard : shards_) {
+    if (shard.size.load(std::memory_order_relaxed) > 0) move_out_if(shard, condition, dead);
+  }
+}
+
+void IdentityCache::move_out_expired(Entries& dead) {
+  move_out_if([](const Entry& entry) { return entry.key.expired(); }, dead);
 }
 
 void IdentityCache::make_room(Entries& dead) {
-  while (stats_.entries > max_entries_ || stats_.bytes > max_bytes_) {
-    Entries* oldest_bucket = nullptr;
-    Entries::iterator oldest;
-    for (Entries& bucket : buckets_) {
-      for (auto entry = bucket.begin(); entry != bucket.end(); ++entry) {
-        if (oldest_bucket == nullptr || entry->last_use < oldest->last_use) {
-          oldest_bucket = &bucket;
-          oldest = entry;
-        }
+  while (entries_.load(std::memory_order_relaxed) > max_entries_ ||
+         bytes_.load(std::memory_order_relaxed) > max_bytes_) {
+    Shard* shard_of_oldest = nullptr;
+    uint64_t oldest = std::numeric_limits<uint64_t>::max();
+    for (Shard& shard : shards_) {
+      if (shard.size.load(std::memory_order_relaxed) == 0) continue;
+      const std::lock_guard<std::mutex> lock(shard.mutex);
+      for (const Entry& entry : shard.entries) {
+        if (entry.last_use >= oldest) continue;
+        oldest = entry.last_use;
+        shard_of_oldest = &shard;
       }
     }
-    if (oldest_bucket == nullptr) return;
-    move_out(*oldest_bucket, oldest, dead);
-    stats_.evictions += 1;
+    if (shard_of_oldest == nullptr) return;
+    const size_t dead_before = dead.size();
+    // Used again meanwhile: then another one is the oldest.
+    move_out_if(
+        *shard_of_oldest, [oldest](const Entry& entry) { return entry.last_use == oldest; }, dead);
+    evictions_.fetch_add(static_cast<int64_t>(dead.size() - dead_before),
+                         std::memory_order_relaxed);
   }
 }
 
-std::optional<at::Tensor> IdentityCache::find(const CacheQuery& query) {
+IdentityCache::Hit IdentityCache::look_up(const CacheQuery& query,
+                                          const std::optional<c10::Stream>& current, Count count) {
   Entries dead;
-  at::Tensor value;
-  std::optional<c10::Stream> stream;
-  std::shared_ptr<c10::Event> made;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Entries& bucket = bucket_of(query.key.unsafeGetTensorImpl());
-    for (auto entry = bucket.begin(); entry != bucket.end(); ++entry) {
-      if (!entry->asked_by(query)) continue;
-      if (!entry->still_right(query.key)) {
-        move_out(bucket, entry, dead);
-        break;
-      }
-      entry->last_use = ++clock_;
-      value = entry->value;
-      stream = entry->stream;
-      made = entry->made;
-      break;
-    }
-    value.defined() ? ++stats_.hits : ++stats_.misses;
+  Shard& shard = shard_of(query.key.unsafeGetTensorImpl());
+  const std::lock_guard<std::mutex> lock(shard.mutex);
+  const auto entry = std::ranges::find_if(
+      shard.entries, [&](const Entry& candidate) { return candidate.asked_by(query); });
+  const bool found = entry != shard.entries.end() && entry->still_right(query.key);
+  if (count == Count::kHitsAtOnce && !(found && entry->stream == current)) return {};
+  if (!found) {
+    if (entry != shard.entries.end()) move_out(shard, entry, dead);
+    ++shard.misses;
+    return {};
   }
-  if (!value.defined()) return std::nullopt;
-  if (stream.has_value()) {
-    const c10::Stream current = *current_stream(value.device());
-    if (current != *stream) {
-      made->block(current);
-      value.record_stream(current);
-    }
+  entry->last_use = clock_.fetch_add(1, std::memory_order_relaxed);
+  ++shard.hits;
+  return {entry->value, entry->stream == current ? nullptr : entry->made};
+}
+
+std::optional<at::Tensor> IdentityCache::find_at_once(const CacheQuery& query) {
+  Hit hit = look_up(query, current_stream(query.device), Count::kHitsAtOnce);
+  if (!hit.value.defined()) return std::nullopt;
+  return std::move(hit.value);
+}
+
+std::optional<at::Tensor> IdentityCache::find(const CacheQuery& query) {
+  if (watcher_.watch == nullptr) {
+    Entries dead;
+    move_out_expired(dead);
   }
-  return value;
+  const std::optional<c10::Stream> current = current_stream(query.device);
+  Hit hit = look_up(query, current, Count::kAlways);
+  if (!hit.value.defined()) return std::nullopt;
+  if (hit.made_elsewhere != nullptr) {
+    hit.made_elsewhere->block(*current);
+    hit.value.record_stream(*current);
+  }
+  return std::move(hit.value);
 }
 
 void IdentityCache::insert(const CacheQuery& query, int64_t version, const at::Tensor& value) {
   Entries dead;
   Entries fresh;
-  fresh.emplace_back(query, version, value);
+  Entry& entry = fresh.emplace_back(query, version, value);
+  move_out_expired(dead);
   bool first_of_key = true;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    move_out_if([](const Entry& entry) { return entry.key.expired(); }, dead);
-    Entries& bucket = bucket_of(query.key.unsafeGetTensorImpl());
-    for (auto entry = bucket.begin(); entry != bucket.end();) {
-      const auto current = entry++;
+    Shard& shard = shard_of(entry.key_address);
+    const std::lock_guard<std::mutex> lock(shard.mutex);
+    for (auto other = shard.entries.begin(); other != shard.entries.end();) {
+      const auto current = other++;
+      if (current->key_address != entry.key_address) continue;
+      first_of_key = false;
       // Another thread may have computed the same meanwhile.
-      if (current->asked_by(query)) {
-        move_out(bucket, current, dead);
-        first_of_key = false;
-      } else if (current->key_address == query.key.unsafeGetTensorImpl()) {
-        first_of_key = false;
-      }
+      if (current->asked_by(query)) move_out(shard, current, dead);
     }
-    fresh.front().last_use = ++clock_;
-    stats_.bytes += fresh.front().bytes;
-    stats_.entries += 1;
-    bucket.splice(bucket.end(), fresh);
-    make_room(dead);
+    entry.last_use = clock_.fetch_add(1, std::memory_order_relaxed);
+    bytes_.fetch_add(entry.bytes, std::memory_order_relaxed);
+    entries_.fetch_add(1, std::memory_order_relaxed);
+    shard.entries.splice(shard.entries.end(), fresh);
+    shard.size.store(shard.entries.size(), std::memory_order_relaxed);
   }
+  make_room(dead);
   if (first_of_key && watcher_.watch != nullptr) watcher_.watch(query.key);
-}
-
-void IdentityCache::count_bypass() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  ++stats_.bypasses;
 }
 
 void IdentityCache::invalidate(const at::Tensor& key) {
@@ -223,17 +262,11 @@ void IdentityCache::invalidate(const at::Tensor& key) {
 
 void IdentityCache::drop_key(const c10::TensorImpl* key) {
   Entries dead;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Entries& bucket = bucket_of(key);
-  for (auto entry = bucket.begin(); entry != bucket.end();) {
-    const auto current = entry++;
-    if (current->key_address == key) move_out(bucket, current, dead);
-  }
+  move_out_if(shard_of(key), [key](const Entry& entry) { return entry.key_address == key; }, dead);
 }
 
 void IdentityCache::clear() {
   Entries dead;
-  const std::lock_guard<std::mutex> lock(mutex_);
   move_out_if([](const Entry&) { return true; }, dead);
 }
 
@@ -246,15 +279,23 @@ uint64_t IdentityCache::enter_scope() {
 void IdentityCache::exit_scope(uint64_t scope) {
   std::erase(open_scopes, scope);
   Entries dead;
-  const std::lock_guard<std::mutex> lock(mutex_);
   move_out_if([scope](const Entry& entry) { return entry.scope == scope; }, dead);
 }
 
 CacheStats IdentityCache::stats() {
   Entries dead;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  move_out_if([](const Entry& entry) { return entry.key.expired(); }, dead);
-  return stats_;
+  move_out_expired(dead);
+  CacheStats stats;
+  for (Shard& shard : shards_) {
+    const std::lock_guard<std::mutex> lock(shard.mutex);
+    stats.hits += shard.hits;
+    stats.misses += shard.misses;
+    for (const Entry& entry : shard.entries) stats.bytes += entry.bytes;
+    stats.entries += static_cast<int64_t>(shard.entries.size());
+  }
+  stats.bypasses = bypasses_.load(std::memory_order_relaxed);
+  stats.evictions = evictions_.load(std::memory_order_relaxed);
+  return stats;
 }
 
 }  // namespace cuseq

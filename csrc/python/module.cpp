@@ -10,9 +10,14 @@
 
 // What cannot be an op: the cache's controls, a hit cheaper than the dispatcher allows, and waiting
 // for the host copy of device lengths.
+//
+// The GIL guards the table of watched keys: the module does not declare itself safe without it, so
+// a free-threaded Python turns its GIL on when it imports this.
 namespace {
 
 namespace py = pybind11;
+
+using cuseq::CachedOp;
 
 // Weak references to the wrappers of live keys; the callback drops a key's entries as it dies.
 // Guarded by the GIL. Never destroyed: at exit there is no interpreter left to release them in.
@@ -49,6 +54,16 @@ void unwatch(const c10::TensorImpl* key) {
   if (Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
   unwatch_with_gil(key);
+}
+
+// A hit costs less than giving up the GIL and queueing for it again, so it keeps it.
+at::Tensor packed(const cuseq::CacheQuery& query) {
+  cuseq::IdentityCache& cache = cuseq::IdentityCache::instance();
+  if (cache.usable_for(query.key)) {
+    if (auto hit = cache.find_at_once(query)) return *std::move(hit);
+  }
+  const py::gil_scoped_release released;
+  return cuseq::packed(query);
 }
 
 py::dict cache_stats() {
@@ -88,9 +103,15 @@ PYBIND11_MODULE(_C, m) {
   });
 
   using Released = py::call_guard<py::gil_scoped_release>;
-  m.def("packed_cu_seqlens", &cuseq::packed_cu_seqlens, Released());
-  m.def("packed_position_ids", &cuseq::packed_position_ids, Released());
-  m.def("packed_seq_ids", &cuseq::packed_seq_ids, Released());
+  m.def("packed_cu_seqlens", [](const at::Tensor& lengths) {
+    return packed({lengths, CachedOp::kCuSeqlens, lengths.device()});
+  });
+  m.def("packed_position_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
+    return packed({lengths, CachedOp::kPositionIds, lengths.device(), total_tokens});
+  });
+  m.def("packed_seq_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
+    return packed({lengths, CachedOp::kSeqIds, lengths.device(), total_tokens});
+  });
   m.def("tokens_of", &cuseq::tokens_of, Released());
   m.def("start_host_copy", &cuseq::start_host_copy, Released());
   m.def("copy_to_device", &cuseq::copy_to_device, Released());
