@@ -1,5 +1,6 @@
 # make train   build, then train a small model on real documents, padded and packed
 # make test    build, then run every test
+# make tsan    build with ThreadSanitizer, then run the C++ tests of the cache
 # make bench   build, then measure (a GPU is where the figures are)
 # make format  clang-format and ruff over the sources
 #
@@ -16,13 +17,16 @@ PY := $(VENV)/bin/python
 BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
 EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis
 
-.PHONY: train test bench format build environment clean
+.PHONY: train test tsan bench format build environment clean
 
 train: build
 	$(PY) examples/train.py $(ARGS)
 
 test: build
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(ARGS)
+
+tsan: environment
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
 
 bench: build
 	$(PY) benchmarks/bench_metadata.py $(ARGS)

@@ -1,34 +1,22 @@
-// The C++ API: cuseq/ops.h and cuseq/cache.h, as a program without Python uses them.
+// The C++ API of cuseq/ops.h, as a program without Python uses it.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <limits>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "cuseq/cache.h"
 #include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
+#include "tensors.h"
 
 namespace {
 
-using cuseq::IdentityCache;
-
-at::Tensor ints(std::vector<int64_t> values, at::ScalarType dtype = at::kLong) {
-  return at::tensor(values, at::kLong).to(dtype);
-}
-
-std::vector<int64_t> values_of(const at::Tensor& tensor) {
-  const at::Tensor flat = tensor.to(at::kLong).reshape(-1).contiguous();
-  return {flat.const_data_ptr<int64_t>(), flat.const_data_ptr<int64_t>() + flat.numel()};
-}
-
-using Values = std::vector<int64_t>;
+using cuseq_tests::ints;
+using cuseq_tests::Values;
+using cuseq_tests::values_of;
 
 template <typename Error, typename Call>
 void expect_error(const Call& call, const std::string& part) {
@@ -135,162 +123,6 @@ TEST(HostCopies, WrongMetaIsRefused) {
         [&] { cuseq::read_host_meta(ints({2, 3, 6, 5, status}, at::kInt), cuseq::kMaxSeqlen); },
         part);
   }
-}
-
-class Cache : public testing::Test {
- protected:
-  void SetUp() override {
-    IdentityCache::instance().clear();
-    before_ = IdentityCache::instance().stats();
-  }
-  void TearDown() override { IdentityCache::instance().clear(); }
-
-  // What changed since the test began, or since the last call.
-  cuseq::CacheStats changes() {
-    const cuseq::CacheStats now = IdentityCache::instance().stats();
-    const cuseq::CacheStats change{now.hits - before_.hits,
-                                   now.misses - before_.misses,
-                                   now.bypasses - before_.bypasses,
-                                   now.evictions - before_.evictions,
-                                   now.bytes,
-                                   now.entries};
-    before_ = now;
-    return change;
-  }
-
- private:
-  cuseq::CacheStats before_;
-};
-
-TEST_F(Cache, AHitIsTheSameTensor) {
-  const at::Tensor lengths = ints({2, 3});
-  const at::Tensor offsets = cuseq::packed_cu_seqlens(lengths);
-  const at::Tensor positions = cuseq::packed_position_ids(lengths, 6);
-  const at::Tensor longer = cuseq::packed_position_ids(lengths, 7);
-  const at::Tensor segments = cuseq::packed_seq_ids(lengths, 6);
-  EXPECT_TRUE(cuseq::packed_cu_seqlens(lengths).is_same(offsets));
-  EXPECT_TRUE(cuseq::packed_position_ids(lengths, 6).is_same(positions));
-  EXPECT_TRUE(cuseq::packed_position_ids(lengths, 7).is_same(longer));
-  EXPECT_TRUE(cuseq::packed_seq_ids(lengths, 6).is_same(segments));
-  EXPECT_EQ(values_of(positions), (Values{0, 1, 0, 1, 2, 0}));
-  EXPECT_EQ(values_of(segments), (Values{0, 0, 1, 1, 1, 2}));
-  const cuseq::CacheStats change = changes();
-  EXPECT_EQ(change.hits, 4);
-  EXPECT_EQ(change.misses, 4);
-  EXPECT_EQ(change.entries, 4);
-  EXPECT_GE(change.bytes, 4 * (3 + 6 + 7 + 6));
-}
-
-TEST_F(Cache, EditsAreMisses) {
-  const at::Tensor lengths = ints({2, 3});
-  cuseq::packed_cu_seqlens(lengths);
-  lengths.fill_(1);
-  at::Tensor value = cuseq::packed_cu_seqlens(lengths);
-  EXPECT_EQ(values_of(value), (Values{0, 1, 2}));
-  value.fill_(9);
-  EXPECT_EQ(values_of(cuseq::packed_cu_seqlens(lengths)), (Values{0, 1, 2}));
-  lengths.set_data(ints({4, 5}));
-  EXPECT_EQ(values_of(cuseq::packed_cu_seqlens(lengths)), (Values{0, 4, 9}));
-  const cuseq::CacheStats change = changes();
-  EXPECT_EQ(change.hits, 0);
-  EXPECT_EQ(change.misses, 4);
-  EXPECT_EQ(change.entries, 1);
-}
-
-TEST_F(Cache, NothingIsPinned) {
-  at::Tensor lengths = ints({2, 3});
-  at::Tensor value = cuseq::packed_cu_seqlens(lengths);
-  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(value.getIntrusivePtr());
-  value.reset();
-  EXPECT_FALSE(watched.expired());
-  lengths.reset();
-  // Without a Python wrapper nobody hears of the key's death before the next call.
-  EXPECT_EQ(changes().entries, 0);
-  EXPECT_TRUE(watched.expired());
-}
-
-TEST_F(Cache, ADeadKeyGoesWithTheNextInsert) {
-  at::Tensor lengths = ints({2, 3});
-  at::Tensor value = cuseq::packed_cu_seqlens(lengths);
-  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(value.getIntrusivePtr());
-  value.reset();
-  lengths.reset();
-  const at::Tensor other = ints({1});
-  cuseq::packed_cu_seqlens(other);
-  EXPECT_TRUE(watched.expired());
-}
-
-TEST_F(Cache, ScopesInvalidateAndClear) {
-  IdentityCache& cache = IdentityCache::instance();
-  const at::Tensor outside = ints({2, 3});
-  const at::Tensor inside = ints({2, 3});
-  const at::Tensor kept = cuseq::packed_cu_seqlens(outside);
-  const uint64_t outer = cache.enter_scope();
-  cuseq::packed_cu_seqlens(inside);
-  const uint64_t inner = cache.enter_scope();
-  cuseq::packed_seq_ids(inside, 6);
-  EXPECT_EQ(changes().entries, 3);
-  cache.exit_scope(inner);
-  EXPECT_EQ(changes().entries, 2);
-  cache.exit_scope(outer);
-  EXPECT_EQ(changes().entries, 1);
-  EXPECT_TRUE(cuseq::packed_cu_seqlens(outside).is_same(kept));
-  cache.invalidate(outside);
-  EXPECT_EQ(changes().entries, 0);
-  cuseq::packed_cu_seqlens(outside);
-  cache.clear();
-  const cuseq::CacheStats end = changes();
-  EXPECT_EQ(end.entries, 0);
-  EXPECT_EQ(end.bytes, 0);
-  EXPECT_EQ(end.evictions, 0) << "none of these was for room";
-}
-
-TEST_F(Cache, InferenceMode) {
-  const at::Tensor lengths = ints({2, 3});
-  {
-    const c10::InferenceMode guard;
-    cuseq::packed_cu_seqlens(lengths);
-    cuseq::packed_cu_seqlens(ints({2, 3}));  // an inference tensor as the key
-  }
-  const cuseq::CacheStats change = changes();
-  EXPECT_EQ(change.entries, 0);
-  EXPECT_EQ(change.misses, 1);
-  EXPECT_EQ(change.bypasses, 1);
-  const at::Tensor value = cuseq::packed_cu_seqlens(lengths);
-  EXPECT_FALSE(value.is_inference());
-  const c10::InferenceMode guard;
-  EXPECT_TRUE(cuseq::packed_cu_seqlens(lengths).is_same(value));
-}
-
-TEST_F(Cache, IsBoundedInNumber) {
-  std::vector<at::Tensor> keys;
-  for (int64_t i = 0; i < 100; ++i) keys.push_back(ints({i, 1}));
-  for (const at::Tensor& key : keys) cuseq::packed_cu_seqlens(key);
-  const cuseq::CacheStats change = changes();
-  EXPECT_EQ(change.entries, 64);
-  EXPECT_EQ(change.evictions, 36);
-}
-
-TEST_F(Cache, ThreadsShareIt) {
-  std::vector<at::Tensor> shared;
-  for (int64_t i = 0; i < 8; ++i) shared.push_back(ints({i, 1}));
-  std::atomic<int> wrong = 0;
-  std::vector<std::thread> threads;
-  for (int64_t seed = 0; seed < 4; ++seed) {
-    threads.emplace_back([&, seed] {
-      for (int64_t step = 0; step < 2000; ++step) {
-        const int64_t i = (seed + step) % 8;
-        const at::Tensor own = ints({step, seed});
-        wrong += values_of(cuseq::packed_cu_seqlens(shared[i])) != Values{0, i, i + 1};
-        wrong += values_of(cuseq::packed_cu_seqlens(own)) != Values{0, step, step + seed};
-        if (step % 64 == 0) IdentityCache::instance().clear();
-        if (step % 17 == 0) IdentityCache::instance().invalidate(shared[i]);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(wrong, 0);
-  EXPECT_LE(changes().entries, 8);
 }
 
 }  // namespace
