@@ -1,20 +1,26 @@
-"""What the identity cache costs a call: a hit, a miss, and the ops without it.
+"""What the identity cache costs a call: a hit, a miss, and the ops without it; on threads too.
 
     python benchmarks/bench_cache.py [--device cpu] [--out FOLDER]
 
 Targets (on the H200): a hit at most 0.6 us through pybind11 and 2.5 us through torch.ops, a miss
-at most 25 us of host time and 2 kernels.
+at most 25 us of host time and 2 kernels; eight threads together hit at least as often as one; what
+was never a key is dropped as fast as without a cache.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import timer
 import torch
-from report import Report, Table, Target, arguments, environment
+from report import ROOT, Report, Table, Target, arguments, environment
 from workload import lognormal_lengths
 
 import cuseq
@@ -62,6 +68,97 @@ def measure_miss(
     return timing
 
 
+def python_throughput(
+    call: Callable[..., object], keys: list[torch.Tensor], seconds: float = 0.4
+) -> float:
+    """Millions of calls a second of one thread for each key, together; median of five."""
+
+    def once() -> float:
+        counts = [0] * len(keys)
+        ready = threading.Barrier(len(keys) + 1)
+        stop = threading.Event()
+
+        def work(index: int) -> None:
+            key, done = keys[index], 0
+            ready.wait()
+            while not stop.is_set():
+                for _ in itertools.repeat(None, 100):
+                    call(key)
+                done += 100
+            counts[index] = done
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(keys))]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        return sum(counts) / (time.perf_counter() - begun) / 1e6
+
+    return statistics.median(once() for _ in range(5))
+
+
+def cpp_throughput(device: torch.device) -> dict[tuple[int, str], float]:
+    """By number of threads and kind of key, from the program that has no GIL; median of five."""
+    folder = ROOT / "build" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    program = folder / "cuseq_cache_threads"
+    if not program.exists():
+        return {}
+    runs: dict[tuple[int, str], list[float]] = {}
+    for _ in range(5):
+        printed = subprocess.run(
+            [program, device.type], check=True, capture_output=True, text=True
+        ).stdout
+        for line in printed.splitlines():
+            threads, kind, millions = line.split()
+            runs.setdefault((int(threads), kind), []).append(float(millions))
+    return {which: statistics.median(values) for which, values in runs.items()}
+
+
+def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
+    """Hits a second over all threads; every thread has a key of its own, or all share one."""
+    calls = {
+        "Python, cuseq.packed_cu_seqlens": cuseq.packed_cu_seqlens,
+        "Python, torch.ops.cuseq.packed_cu_seqlens": torch.ops.cuseq.packed_cu_seqlens,
+        "Python, torch.ops.aten.alias (no cache)": torch.ops.aten.alias.default,
+    }
+    rows = []
+    for name, call in calls.items():
+        for kind in ("own", "shared"):
+            line: dict[str, Any] = {"what": name, "keys": kind}
+            for threads in (1, 8):
+                own = [lengths.clone() for _ in range(threads)]
+                keys = own if kind == "own" else own[:1] * threads
+                cuseq.clear_cache()
+                line[f"m{threads}"] = python_throughput(call, keys)
+            rows.append(line)
+    cpp = cpp_throughput(device)
+    for kind in ("own", "shared") if cpp else ():
+        line = {"what": "C++, cuseq::packed_cu_seqlens", "keys": kind}
+        rows.append(line | {f"m{threads}": cpp[threads, kind] for threads in (1, 8)})
+    return [line | {"ratio": line["m8"] / line["m1"]} for line in rows]
+
+
+def measure_drop(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
+    """Host time of making and dropping a tensor that is no key, beside a cache with many."""
+
+    def make_and_drop() -> None:
+        lengths.clone()
+
+    rows = []
+    for others in (0, KEYS):
+        cuseq.clear_cache()
+        keys = [lengths.clone() for _ in range(others)]
+        for key in keys:
+            cuseq.packed_cu_seqlens(key)
+        timing = timer.host_time(make_and_drop, device=device, calls=500)
+        rows.append(row(f"clone and drop, {others} keys in the cache", timing))
+    return rows
+
+
 def row(name: str, timing: timer.Timing, activity: timer.Activity | None = None) -> dict[str, Any]:
     """One line of the table."""
     return {
@@ -97,6 +194,7 @@ def main() -> None:
         "hit, cuseq.packed_position_ids": (cuseq.packed_position_ids, key_and_total),
         "hit, torch.ops.cuseq.packed_position_ids": (ops.packed_position_ids, key_and_total),
     }
+    dropped = measure_drop(lengths, device)
     rows = [row(name, measure_hit(call, on, device)) for name, (call, on) in hits.items()]
     rows.append(
         row(
@@ -126,6 +224,8 @@ def main() -> None:
         ),
     }
 
+    threads = measure_threads(lengths, device)
+
     # Profiled last: times of the host are taken before the profiler has run.
     note = timer.check_profiler(device)
 
@@ -152,13 +252,31 @@ def main() -> None:
     if device.type == "cuda":
         headings |= {"kernels": "kernels", "device_us": "device us", "syncs": "waits"}
     report.tables.append(Table("Host time of a call", headings, rows))
+    report.tables.append(Table("What was never a key", headings, dropped))
+    report.tables.append(
+        Table(
+            "Hits on threads, millions a second over all of them",
+            {"what": "call", "keys": "keys", "m1": "1 thread", "m8": "8 threads", "ratio": "ratio"},
+            threads,
+        )
+    )
     host = {line["what"]: line["host_us"] for line in rows}
+    ratios = {(line["what"], line["keys"]): line["ratio"] for line in threads}
     miss = "miss, cuseq.packed_cu_seqlens"
     report.targets += [
         Target("hit through pybind11, us", host["hit, cuseq.packed_cu_seqlens"], 0.6),
         Target("hit through torch.ops, us", host["hit, torch.ops.cuseq.packed_cu_seqlens"], 2.5),
         Target("miss, host us", host[miss], 25),
     ]
+    report.targets += [
+        Target(f"8 threads against 1, {what}, {keys} keys", ratio, 1.0, at_least=True)
+        for (what, keys), ratio in ratios.items()
+        if "cuseq" in what
+    ]
+    empty, full = (line["host_us"] for line in dropped)
+    report.targets.append(
+        Target("drop beside a full cache against an empty one", full / empty, 1.05)
+    )
     if (activity := miss_activity[miss]) is not None:
         report.targets.append(Target("miss, kernels", activity.kernels, 2))
         report.targets.append(Target("miss, waits", activity.syncs + activity.event_waits, 0))
