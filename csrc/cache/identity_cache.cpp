@@ -1,3 +1,4 @@
+#include <ATen/CachedTensorUtils.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -131,7 +132,9 @@ bool IdentityCache::usable_for(const at::Tensor& key) const {
   return enabled_ && !c10::impl::dispatch_mode_enabled() &&
          !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchingModes) &&
          !key.key_set().has_any(kNotPlainData) && !key.is_meta() && key.has_storage() &&
-         !key.is_inference() && !is_capturing(key);
+         !key.is_inference() && !is_capturing(key) &&
+         // What cudagraph trees return at every replay: new values, the same version.
+         !at::caching::is_cached_tensor(key);
 }
 
 IdentityCache::Shard& IdentityCache::shard_of(const c10::TensorImpl* key) {

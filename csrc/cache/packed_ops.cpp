@@ -83,8 +83,9 @@ static void register_packed_ops(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_packed_ops(m); }
 
-// functorch would unwrap tensors and hide itself before the composite kernel runs: here, in front
-// of it, a transform can still be seen.
+// functorch and torch.jit.trace hide themselves before the composite kernel runs: here, in front of
+// them, they can still be seen.
 TORCH_LIBRARY_IMPL(cuseq, FuncTorchDynamicLayerFrontMode, m) { register_packed_ops(m); }
+TORCH_LIBRARY_IMPL(cuseq, Tracer, m) { register_packed_ops(m); }
 
 }  // namespace cuseq
