@@ -300,7 +300,8 @@ class PackedLayout:
                 moved = self._on(target)
             # Weak, since a cycle would keep GPU memory until the garbage collector runs.
             moved._origin = weakref.ref(self)
-            self._moved[target] = moved
+            # Another thread may have moved it meanwhile: there is one, whoever made it.
+            self._moved.setdefault(target, moved)
         return self._moved[target]
 
     def _on(self, device: torch.device) -> PackedLayout:
@@ -335,8 +336,11 @@ class PackedLayout:
         max_seqs = self.cu_seqlens_static.shape[0] - 1
         return _restore, (lengths, self._total_tokens, max_seqs, str(self.device))
 
-    def __deepcopy__(self, memo: dict) -> PackedLayout:
+    def __copy__(self) -> PackedLayout:
         return self  # immutable
+
+    def __deepcopy__(self, memo: dict) -> PackedLayout:
+        return self
 
     def __repr__(self) -> str:
         try:
@@ -396,4 +400,6 @@ def _to_host(source: Tensor) -> Tensor:
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        return torch.device("cpu")  # accelerate says cpu:0; tensors there say cpu
     return device
