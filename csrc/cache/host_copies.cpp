@@ -2,6 +2,8 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -22,6 +24,10 @@ using Pending = std::unordered_map<const void*, std::shared_ptr<c10::Event>>;
 
 std::mutex mutex;
 std::atomic<int64_t> number_pending{0};
+
+// A child of fork() has one thread: had another one held the mutex, it would stay locked for ever.
+const int at_fork =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 // By address of the pinned numbers: a copy to recycled memory replaces what was there.
 Pending& pending() {

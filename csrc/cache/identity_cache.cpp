@@ -3,6 +3,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -126,7 +128,19 @@ IdentityCache& IdentityCache::instance() {
 IdentityCache::IdentityCache()
     : enabled_(read_enabled()),
       max_entries_(read_limit("CUSEQ_CACHE_MAX_ENTRIES", 64)),
-      max_bytes_(read_limit("CUSEQ_CACHE_MAX_BYTES", std::numeric_limits<int64_t>::max())) {}
+      max_bytes_(read_limit("CUSEQ_CACHE_MAX_BYTES", std::numeric_limits<int64_t>::max())) {
+  constexpr auto lock = [] { instance().lock_all(); };
+  constexpr auto unlock = [] { instance().unlock_all(); };
+  pthread_atfork(lock, unlock, unlock);
+}
+
+void IdentityCache::lock_all() {
+  for (Shard& shard : shards_) shard.mutex.lock();
+}
+
+void IdentityCache::unlock_all() {
+  for (Shard& shard : shards_) shard.mutex.unlock();
+}
 
 bool IdentityCache::usable_for(const at::Tensor& key) const {
   return enabled_ && !c10::impl::dispatch_mode_enabled() &&
@@ -235,6 +249,7 @@ void IdentityCache::insert(const CacheQuery& query, int64_t version, const at::T
   Entries dead;
   Entries fresh;
   Entry& entry = fresh.emplace_back(query, version, value);
+  if (entry.bytes > max_bytes_) return;
   move_out_expired(dead);
   bool first_of_key = true;
   {

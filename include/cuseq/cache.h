@@ -63,7 +63,8 @@ class CUSEQ_API IdentityCache {
   // a hit, or where a stream would have to wait, it returns and counts nothing.
   std::optional<at::Tensor> find_at_once(const CacheQuery& query);
 
-  // `version` is the key's version counter from before the value was computed.
+  // `version` is the key's version counter from before the value was computed. A value that alone
+  // is above the limit in bytes is not kept.
   void insert(const CacheQuery& query, int64_t version, const at::Tensor& value);
 
   void count_bypass() { bypasses_.fetch_add(1, std::memory_order_relaxed); }
@@ -113,6 +114,10 @@ class CUSEQ_API IdentityCache {
   enum class Count : uint8_t { kAlways, kHitsAtOnce };
 
   IdentityCache();
+
+  // A child of fork() has one thread: what the others had locked would stay locked for ever.
+  void lock_all();
+  void unlock_all();
 
   Hit look_up(const CacheQuery& query, const std::optional<c10::Stream>& current, Count count);
   Shard& shard_of(const c10::TensorImpl* key);
