@@ -297,7 +297,7 @@ print(stats["entries"], stats["evictions"] > 0, stats["bytes"], stats["hits"],
     [
         ({"CUSEQ_CACHE_MAX_ENTRIES": "2"}, "2 True 800 0 True"),
         ({"CUSEQ_CACHE_MAX_BYTES": "1000"}, "2 True 800 0 True"),
-        ({"CUSEQ_CACHE_MAX_BYTES": "399"}, "0 True 0 0 False"),
+        ({"CUSEQ_CACHE_MAX_BYTES": "399"}, "0 False 0 0 False"),
         ({"CUSEQ_CACHE": "0"}, "0 False 0 0 False"),
         ({"CUSEQ_CACHE": "1"}, "5 False 2000 5 True"),
     ],
