@@ -88,7 +88,6 @@ def test_recycled_storages_are_no_hits():
 EDITS = {
     "foreach": lambda key: torch._foreach_add_([key], 1),
     "foreach copy": lambda key: torch._foreach_copy_([key], [key + 1]),
-    "foreach zero": lambda key: torch._foreach_zero_([key]),
     "out=": lambda key: torch.add(key.clone(), 1, out=key),
     "index_put_": lambda key: key.index_put_((key.new_tensor([0]),), key.new_tensor(7)),
     "masked_fill_": lambda key: key.masked_fill_(key > 2, 1),
