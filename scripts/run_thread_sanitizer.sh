@@ -17,12 +17,15 @@ if [ ! -x "$build/cuseq_tests" ]; then
 fi
 
 # torch itself is not instrumented: what its libraries do among themselves cannot be judged here,
-# nor how its dispatcher takes leave of ours at exit.
+# nor how its dispatcher takes leave of ours at exit, nor the last release of a tensor or storage,
+# whose reference count is half theirs.
 cat >"$build/suppressions" <<'END'
 called_from_lib:libtorch_cpu.so
 called_from_lib:libc10.so
 called_from_lib:libgomp
 mutex:c10::RegistrationHandleRAII
+race:release_resources_and_decrement_weakrefs_
+race:c10::weak_intrusive_ptr*::reset_
 END
 # Its shadow memory needs the addresses where they lie without randomisation.
 TSAN_OPTIONS="suppressions=$build/suppressions exitcode=66" \
