@@ -206,7 +206,7 @@ TEST_F(Cache, NothingIsDestroyedUnderAMutex) {
       {"clear", [&] { cache.clear(); }},
       {"drop_key", [&] { cache.drop_key(key.unsafeGetTensorImpl()); }},
       {"invalidate", [&] { cache.invalidate(key); }},
-      {"replaced", [&] { cuseq::packed_cu_seqlens(key.fill_(2)); }},
+      {"inserted again", [&] { keep(key, 0); }},
       {"found stale",
        [&] {
          key.fill_(3);
