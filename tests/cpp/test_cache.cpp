@@ -325,7 +325,8 @@ TEST_F(Cache, ThreadsBeyondItsSize) {
   expect_return([] {
     on_threads([](int seed) {
       std::vector<at::Tensor> keys;
-      for (int64_t i = 0; i < 40; ++i) keys.push_back(ints({seed, i}));
+      // More than the cache holds, so that a thread that runs alone drives some out too.
+      for (int64_t i = 0; i < 80; ++i) keys.push_back(ints({seed, i}));
       for (int round = 0; round < 20; ++round) {
         for (const at::Tensor& key : keys) cuseq::packed_cu_seqlens(key);
       }
