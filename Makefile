@@ -15,7 +15,9 @@ TRANSFORMERS ?= transformers==5.17.0
 
 PY := $(VENV)/bin/python
 BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
-EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis
+# megatron-core's rotation is what ours is compared with; it has no wheels for Python 3.14 yet.
+EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis \
+  "megatron-core==0.16.1; python_version < '3.14'"
 
 .PHONY: train test tsan bench format build environment clean
 
@@ -32,6 +34,7 @@ bench: build
 	$(PY) benchmarks/bench_metadata.py $(ARGS)
 	$(PY) benchmarks/bench_cache.py $(ARGS)
 	$(PY) benchmarks/bench_attention.py $(ARGS)
+	$(PY) benchmarks/bench_rope.py $(ARGS)
 	$(PY) benchmarks/bench_training_step.py $(ARGS)
 
 format: environment

@@ -50,6 +50,29 @@ TORCH_LIBRARY(cuseq, m) {
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
       reads_host);
 
+  // csrc/ops/apply_rope.cpp and csrc/ops/apply_qk_norm_rope.cpp, which read host_meta too. In a
+  // capture of the user's own they leave it alone and read the offsets on the device.
+  const auto def_rope = [&](const std::string& name_and_arguments, const std::string& returns) {
+    const std::string options =
+        "Tensor cos, Tensor sin, Tensor? cu_seqlens=None, Tensor? host_meta=None, "
+        "Tensor? position_ids=None, SymInt offset=0, str table=\"position\", "
+        "str layout=\"thd\", bool interleaved=False, int? rotary_dim=None, "
+        "int[]? mrope_section=None, bool mrope_interleaved=False, int cp_size=1, int cp_rank=0, "
+        "bool conjugate=False";
+    m.def((name_and_arguments + ", " + options + ") -> " + returns).c_str(), reads_host);
+  };
+  def_rope("apply_rope(Tensor[] tensors", "Tensor[]");
+  def_rope("apply_rope_(Tensor(a!)[] tensors", "()");
+  def_rope("apply_qk_norm_rope(Tensor[] tensors, Tensor[] weights, float eps, float weight_offset",
+           "(Tensor[] out, Tensor[] rstd)");
+  def_rope(
+      "apply_qk_norm_rope_(Tensor(a!)[] tensors, Tensor[] weights, float eps, float weight_offset",
+      "()");
+  def_rope(
+      "apply_qk_norm_rope_backward(Tensor[] grads, Tensor[] tensors, Tensor[] weights, "
+      "Tensor[] rstd, float weight_offset, bool weight_grads",
+      "(Tensor[] grad_tensors, Tensor[] grad_weights)");
+
   // csrc/cache/packed_ops.cpp
   m.def("packed_cu_seqlens(Tensor lengths) -> Tensor", pure);
   m.def("packed_position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);

@@ -20,6 +20,7 @@ void scan(const ScanLengthsArgs& args) {
 
   int64_t sum = 0;
   int64_t longest = 0;
+  int64_t divisor = 0;
   if (args.cu_seqlens != nullptr) args.cu_seqlens[0] = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t raw = args.source_is_offsets
@@ -29,6 +30,7 @@ void scan(const ScanLengthsArgs& args) {
     const int64_t length = bounded_length(raw, args.limit);
     sum += length;
     longest = std::max(longest, length);
+    divisor = greatest_common_divisor(length, divisor);
     const int32_t end = bounded_offset(sum, args.limit);
     if (args.lengths != nullptr) args.lengths[i] = bounded_offset(length, args.limit);
     if (args.cu_seqlens != nullptr && i < args.max_seqs) args.cu_seqlens[i + 1] = end;
@@ -50,6 +52,7 @@ void scan(const ScanLengthsArgs& args) {
     args.host_meta[kTotalTokens] = static_cast<int32_t>(args.limit);
     args.host_meta[kNumRealTokens] = last;
     args.host_meta[kStatus] = status;
+    args.host_meta[kLengthDivisor] = bounded_offset(divisor, args.limit);
   }
 }
 

@@ -14,6 +14,12 @@ struct Max {
   __device__ int64_t operator()(int64_t a, int64_t b) const { return a > b ? a : b; }
 };
 
+struct CommonDivisor {
+  __device__ int64_t operator()(int64_t a, int64_t b) const {
+    return greatest_common_divisor(a, b);
+  }
+};
+
 // One block walks all lengths, 8,192 at a time: packs hold hundreds of sequences, a second launch
 // costs more than the walk, and 100,000 of them are still only 13 rounds.
 template <typename T>
@@ -40,6 +46,7 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
 
   int64_t total = 0;
   int64_t longest = 0;
+  int64_t divisor = 0;
   for (int64_t base = 0; base < n; base += kThreads * kItems) {
     const int64_t first = base + threadIdx.x * kItems;
     int64_t length[kItems];
@@ -56,6 +63,7 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
       if (raw < 0) status |= kNegativeLength;
       length[k] = bounded_length(raw, limit);
       longest = Max()(longest, length[k]);
+      if (args.host_meta != nullptr) divisor = greatest_common_divisor(length[k], divisor);
       sum += length[k];
     }
     int64_t before;
@@ -94,6 +102,8 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
 
   const int any_negative = __syncthreads_or(status & kNegativeLength);
   const int64_t block_longest = Reduce(shared.reduce).Reduce(longest, Max());
+  __syncthreads();
+  const int64_t block_divisor = Reduce(shared.reduce).Reduce(divisor, CommonDivisor());
   if (threadIdx.x != 0) return;
   const int32_t max_seqlen = bounded_offset(block_longest, limit);
   if (args.max_seqlen != nullptr) *args.max_seqlen = max_seqlen;
@@ -103,6 +113,7 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
     args.host_meta[kTotalTokens] = static_cast<int32_t>(limit);
     args.host_meta[kNumRealTokens] = last;
     args.host_meta[kStatus] = status | (any_negative ? kNegativeLength : kLayoutOk);
+    args.host_meta[kLengthDivisor] = bounded_offset(block_divisor, limit);
   }
 }
 

@@ -194,7 +194,8 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
                                                 const Tensor& value, const Tensor& cu_seqlens,
                                                 const OptionalTensor& host_meta, bool causal,
                                                 OptionalInt window, OptionalDouble scale,
-                                                const OptionalSymInt& max_seqlen_bound) {
+                                                const OptionalSymInt& max_seqlen_bound,
+                                                Tensor* returned_logsumexp) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, logsumexp] = forward_op().call(query, key, value, cu_seqlens, host_meta, causal,
                                               window, scale, max_seqlen_bound);
@@ -204,22 +205,23 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     ctx->saved_data["window"] = window;
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["max_seqlen_bound"] = max_seqlen_bound;
-    ctx->mark_non_differentiable({logsumexp});
-    ctx->set_materialize_grads(false);  // no zeros for logsumexp
-    return {out, logsumexp};
+    ctx->set_materialize_grads(false);
+    // Beside autograd: compiled autograd takes no output that is marked as not differentiable.
+    *returned_logsumexp = logsumexp;
+    return {out};
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor& query = saved[0];
-    if (!grads[0].defined()) return torch::autograd::variable_list(9);
+    if (!grads[0].defined()) return torch::autograd::variable_list(10);
     auto [grad_query, grad_key, grad_value] = backward_op().call(
         grads[0], query, saved[1], saved[2], saved[3], saved[4], saved[5], or_nullopt(saved[6]),
         ctx->saved_data["causal"].toBool(), ctx->saved_data["window"].toOptional<int64_t>(),
         ctx->saved_data["scale"].toOptional<double>(),
         ctx->saved_data["max_seqlen_bound"].toOptional<c10::SymInt>());
-    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}};
+    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -260,9 +262,10 @@ std::tuple<Tensor, Tensor> attention_autograd(const Tensor& query, const Tensor&
     return forward_op().call(query, key, value, cu_seqlens, host_meta, causal, window, scale,
                              max_seqlen_bound);
   }
+  Tensor logsumexp;
   auto outputs = VarlenAttention::apply(query, key, value, cu_seqlens, host_meta, causal, window,
-                                        scale, max_seqlen_bound);
-  return {outputs[0], outputs[1]};
+                                        scale, max_seqlen_bound, &logsumexp);
+  return {outputs[0], logsumexp};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(

@@ -21,7 +21,8 @@ enum HostMetaSlot : int32_t {
   kTotalTokens = 2,
   kNumRealTokens = 3,
   kStatus = 4,
-  kHostMetaSize = 5,
+  kLengthDivisor = 5,  // greatest common divisor of the lengths; 0 without tokens
+  kHostMetaSize = 6,
 };
 
 // What can be wrong with lengths whose values only the device knows. Kernels stay inside their
@@ -42,6 +43,31 @@ CUSEQ_HOST_DEVICE int64_t bounded_length(int64_t length, int64_t limit) {
 
 CUSEQ_HOST_DEVICE int32_t bounded_offset(int64_t offset, int64_t limit) {
   return static_cast<int32_t>(offset > limit ? limit : offset);
+}
+
+CUSEQ_HOST_DEVICE int64_t greatest_common_divisor(int64_t a, int64_t b) {
+  while (b != 0) {
+    const int64_t rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+// For counts of tokens, which fit in 32 bits: GPUs divide those several times faster.
+CUSEQ_HOST_DEVICE int64_t divide_tokens(int64_t tokens, int64_t divisor) {
+  return static_cast<uint32_t>(tokens) / static_cast<uint32_t>(divisor);
+}
+
+// Context parallelism cuts a segment into 2 * cp_size equal parts and gives rank r parts r and
+// 2 * cp_size - 1 - r, so that causal attention costs every rank the same. The position in the
+// whole segment of the rank's own token number `index`.
+//
+// Worked example, length 8 over 2 ranks: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5.
+CUSEQ_HOST_DEVICE int64_t zigzag_position(int64_t index, int64_t length, int64_t cp_size,
+                                          int64_t cp_rank) {
+  const int64_t part = divide_tokens(length, 2 * cp_size);
+  return index < part ? cp_rank * part + index : (2 * cp_size - 2 - cp_rank) * part + index;
 }
 
 // Offsets of the sequences of one packed row: a view, it owns nothing.

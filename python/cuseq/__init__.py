@@ -6,6 +6,7 @@ from cuseq import _load as _load  # the compiled libraries, before anything that
 from cuseq import _fakes as _fakes
 from cuseq._cache import cache_stats, clear_cache, forward_scope, invalidate
 from cuseq._load import build_info
+from cuseq._rope_table import rope_table
 from cuseq._version import __version__ as __version__
 from cuseq.attention import varlen_attention
 from cuseq.collate import PackingCollator, mask_boundary_labels
@@ -23,10 +24,13 @@ from cuseq.ops import (
     position_ids,
     seq_ids,
 )
+from cuseq.rope import apply_qk_norm_rope, apply_rope
 
 __all__ = [
     "PackedLayout",
     "PackingCollator",
+    "apply_qk_norm_rope",
+    "apply_rope",
     "build_info",
     "cache_stats",
     "clear_cache",
@@ -43,6 +47,7 @@ __all__ = [
     "packed_position_ids",
     "packed_seq_ids",
     "position_ids",
+    "rope_table",
     "seq_ids",
     "varlen_attention",
 ]

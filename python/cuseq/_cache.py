@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from cuseq import _C
+from cuseq._rope_table import clear_tables, tables_held
 
 
 @contextmanager
@@ -36,14 +37,20 @@ def cache_stats() -> dict[str, int]:
 
     Returns:
         `hits`, `misses`, `bypasses` (calls that may not use the cache: traced, watched, captured),
-        `evictions` (entries dropped for room), `bytes` and `entries` (held now).
+        `evictions` (entries dropped for room), `bytes` and `entries` (held now, the tables of
+        `rope_table` among them).
     """
-    return _C.cache_stats()
+    stats = _C.cache_stats()
+    tables, table_bytes = tables_held()
+    stats["entries"] += tables
+    stats["bytes"] += table_bytes
+    return stats
 
 
 def clear_cache() -> None:
-    """Drops every entry."""
+    """Drops every entry, and every table of `rope_table`."""
     _C.clear_cache()
+    clear_tables()
 
 
 def invalidate(lengths: Tensor) -> None:

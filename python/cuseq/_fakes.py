@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import register_fake
 
-_HOST_META_SIZE = 5
+_HOST_META_SIZE = 6
 
 
 def _int32(like: Tensor, *shape: int) -> Tensor:
@@ -92,3 +92,45 @@ def _(query, key, value, cu_seqlens, host_meta=None, *options, **named_options):
 @register_fake("cuseq::varlen_attention_backward")
 def _(grad_out, query, key, value, *options, **named_options):
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+@register_fake("cuseq::apply_rope")
+def _(tensors, *options, **named_options):
+    return [torch.empty_like(tensor) for tensor in tensors]
+
+
+@register_fake("cuseq::apply_rope_")
+def _(tensors, *options, **named_options):
+    return None
+
+
+@register_fake("cuseq::apply_qk_norm_rope")
+def _(tensors, *options, layout="thd", **named_options):
+    position = 3 + 7  # of layout among the options
+    layout = options[position] if len(options) > position else layout
+    outputs = [torch.empty_like(tensor) for tensor in tensors]
+    return outputs, [_rstd(tensor, layout) for tensor in tensors]
+
+
+def _rstd(tensor: Tensor, layout: str) -> Tensor:
+    if layout == "thd":
+        shape = (1, *tensor.shape[:2])
+    elif layout == "bshd":
+        shape = tensor.shape[:3]
+    else:
+        shape = (tensor.shape[0], tensor.shape[2], tensor.shape[1])
+    wide = tensor.dtype == torch.float64
+    return tensor.new_empty(shape, dtype=torch.float64 if wide else torch.float32)
+
+
+@register_fake("cuseq::apply_qk_norm_rope_")
+def _(tensors, *options, **named_options):
+    return None
+
+
+@register_fake("cuseq::apply_qk_norm_rope_backward")
+def _(grads, tensors, weights, rstd, weight_offset, weight_grads, *options, **named_options):
+    return (
+        [torch.empty_like(tensor) for tensor in tensors],
+        [torch.empty_like(weight) for weight in weights] if weight_grads else [],
+    )

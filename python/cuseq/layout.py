@@ -31,8 +31,9 @@ class PackedLayout:
         cu_seqlens: int32 `[n_seqs + 1]`, their offsets.
         cu_seqlens_static: int32 `[max_seqs + 1]`, the same with the last offset repeated. Its shape
             depends on `max_seqs` alone, so compiled code serves every pack with one graph.
-        host_meta: int32 `[5]` on the CPU: number of sequences, longest length, total tokens, real
-            tokens, status. Ops read it when they run, so compiled code never holds a stale length.
+        host_meta: int32 `[6]` on the CPU: number of sequences, longest length, total tokens, real
+            tokens, status, greatest common divisor of the lengths. Ops read it when they run, so
+            compiled code never holds a stale length.
         position_ids: int32 `[total_tokens]`, position inside the sequence; the tail restarts at 0.
         seq_ids: int32 `[total_tokens]`, index of the sequence; `n_seqs` on the tail.
         max_seqlen: the longest length, a Python int.

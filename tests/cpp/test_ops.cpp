@@ -95,7 +95,7 @@ TEST(Ops, AttentionStaysInsideItsSequence) {
 }
 
 TEST(HostCopies, HostTensorsAreThereAtOnce) {
-  const at::Tensor meta = ints({2, 3, 6, 5, 0}, at::kInt);
+  const at::Tensor meta = ints({2, 3, 6, 5, 0, 1}, at::kInt);
   EXPECT_TRUE(cuseq::start_host_copy(meta).is_same(meta));
   cuseq::wait_host_copy(meta);
   EXPECT_EQ(cuseq::read_host_meta(meta, cuseq::kNumSeqs), 2);
@@ -104,12 +104,12 @@ TEST(HostCopies, HostTensorsAreThereAtOnce) {
 }
 
 TEST(HostCopies, WrongMetaIsRefused) {
-  const at::Tensor meta = ints({2, 3, 6, 5, 0}, at::kInt);
-  for (const int64_t slot : {-1, 5}) {
+  const at::Tensor meta = ints({2, 3, 6, 5, 0, 1}, at::kInt);
+  for (const int64_t slot : {-1, 6}) {
     expect_error<c10::ValueError>([&] { cuseq::read_host_meta(meta, slot); }, "slot");
   }
-  for (const at::Tensor& wrong : {meta.to(at::kLong), meta.slice(0, 0, 4), meta.unsqueeze(0),
-                                  at::zeros({5, 2}, at::kInt).select(1, 0)}) {
+  for (const at::Tensor& wrong : {meta.to(at::kLong), meta.slice(0, 0, 5), meta.unsqueeze(0),
+                                  at::zeros({6, 2}, at::kInt).select(1, 0)}) {
     expect_error<c10::ValueError>([&] { cuseq::read_host_meta(wrong, 0); }, "host_meta");
   }
   const std::pair<int64_t, const char*> statuses[] = {
@@ -120,7 +120,7 @@ TEST(HostCopies, WrongMetaIsRefused) {
   };
   for (const auto& [status, part] : statuses) {
     expect_error<c10::ValueError>(
-        [&] { cuseq::read_host_meta(ints({2, 3, 6, 5, status}, at::kInt), cuseq::kMaxSeqlen); },
+        [&] { cuseq::read_host_meta(ints({2, 3, 6, 5, status, 1}, at::kInt), cuseq::kMaxSeqlen); },
         part);
   }
 }

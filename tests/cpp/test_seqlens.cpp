@@ -166,13 +166,45 @@ TEST(HostMeta, SlotsAreAContractWithPython) {
   EXPECT_EQ(cuseq::kTotalTokens, 2);
   EXPECT_EQ(cuseq::kNumRealTokens, 3);
   EXPECT_EQ(cuseq::kStatus, 4);
-  EXPECT_EQ(cuseq::kHostMetaSize, 5);
+  EXPECT_EQ(cuseq::kLengthDivisor, 5);
+  EXPECT_EQ(cuseq::kHostMetaSize, 6);
   // Bits: several things may be wrong at once.
   EXPECT_EQ(cuseq::kNegativeLength & cuseq::kSumAboveTotal, 0);
   EXPECT_EQ(cuseq::kFirstOffsetNotZero & cuseq::kTooManySequences, 0);
   EXPECT_EQ((cuseq::kNegativeLength | cuseq::kSumAboveTotal) &
                 (cuseq::kFirstOffsetNotZero | cuseq::kTooManySequences),
             0);
+}
+
+TEST(ZigzagPosition, EveryRankHoldsItsTwoParts) {
+  std::vector<int64_t> first, second;
+  for (int64_t i = 0; i < 4; ++i) {
+    first.push_back(cuseq::zigzag_position(i, /*length=*/8, /*cp_size=*/2, /*cp_rank=*/0));
+    second.push_back(cuseq::zigzag_position(i, /*length=*/8, /*cp_size=*/2, /*cp_rank=*/1));
+  }
+  EXPECT_EQ(first, (std::vector<int64_t>{0, 1, 6, 7}));
+  EXPECT_EQ(second, (std::vector<int64_t>{2, 3, 4, 5}));
+}
+
+TEST(ZigzagPosition, RanksTogetherHoldEveryPositionOnce) {
+  for (int64_t ranks = 1; ranks <= 8; ++ranks) {
+    for (const int64_t length : {2 * ranks, 6 * ranks, 20 * ranks}) {
+      std::vector<int> held(length, 0);
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        for (int64_t i = 0; i < length / ranks; ++i) {
+          ++held.at(cuseq::zigzag_position(i, length, ranks, rank));
+        }
+      }
+      EXPECT_EQ(held, std::vector<int>(length, 1)) << ranks << " ranks, length " << length;
+    }
+  }
+}
+
+TEST(GreatestCommonDivisor, ZeroAddsNothing) {
+  EXPECT_EQ(cuseq::greatest_common_divisor(12, 18), 6);
+  EXPECT_EQ(cuseq::greatest_common_divisor(0, 5), 5);
+  EXPECT_EQ(cuseq::greatest_common_divisor(5, 0), 5);
+  EXPECT_EQ(cuseq::greatest_common_divisor(0, 0), 0);
 }
 
 }  // namespace

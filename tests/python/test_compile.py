@@ -40,7 +40,7 @@ def lengths_cases(d, *rest):
     ]
 
 
-# Arguments of every op; test_attention.py has those of the attention ops.
+# Arguments of every op; test_attention.py and test_rope_autograd.py have those of theirs.
 CASES = {
     "cu_seqlens": lengths_cases,
     "max_seqlen": lengths_cases,
@@ -74,7 +74,15 @@ CASES = {
         (ints(d, [[5, 6, 7], [8, 9, 0]]), ints(d, [0, 2, 5], torch.int32), True, -7),
     ],
 }
-ELSEWHERE = {"varlen_attention", "varlen_attention_backward"}
+ELSEWHERE = {
+    "varlen_attention",
+    "varlen_attention_backward",
+    "apply_rope",
+    "apply_rope_",
+    "apply_qk_norm_rope",
+    "apply_qk_norm_rope_",
+    "apply_qk_norm_rope_backward",
+}
 
 
 def test_every_op_has_a_case():

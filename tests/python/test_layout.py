@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import weakref
 
@@ -54,7 +55,8 @@ def check(
     assert layout.device == device
     meta = layout.host_meta
     assert (meta.device.type, meta.dtype) == ("cpu", torch.int32)
-    assert meta.tolist() == [len(lengths), reference.max_seqlen(lengths), total, sum(lengths), 0]
+    expected = [len(lengths), reference.max_seqlen(lengths), total, sum(lengths), 0]
+    assert meta.tolist() == [*expected, math.gcd(*lengths)]
 
 
 @pytest.mark.kernels

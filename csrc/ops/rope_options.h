@@ -1,0 +1,105 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+#include <string_view>
+
+#include "cuseq/rope.h"
+#include "kernels/rope.h"
+
+// What the rotary ops share: the way from their schemas' flat lists of options to checked arguments
+// of a kernel.
+namespace cuseq {
+
+// Checks everything before any memory is touched, and fills in all but the pointers to outputs.
+RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options);
+
+// The tensor as [batch, tokens, heads], in elements.
+void read_strides(const at::Tensor& tensor, std::string_view layout, int64_t (&strides)[3]);
+
+// Refuses tensors that overlap themselves or each other, which would be rotated twice or raced for.
+void check_written_in_place(at::TensorList tensors);
+
+// An output as at::empty_like makes it, dense and with the dimensions in the input's order, without
+// its way through the dispatcher, which takes longer than the rest of a call's checks.
+at::Tensor empty_output(const at::Tensor& like);
+
+FloatType float_type(const at::Tensor& tensor, const char* name);
+
+// In their order in the schemas.
+#define CUSEQ_ROPE_OPTION_TYPES                                                                  \
+  const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,                        \
+      const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, c10::SymInt,           \
+      std::string_view, std::string_view, bool, std::optional<int64_t>, at::OptionalIntArrayRef, \
+      bool, int64_t, int64_t, bool
+
+template <typename Return, typename... Front>
+using RopeSignature = Return(Front..., CUSEQ_ROPE_OPTION_TYPES);
+
+// Makes of function(options, front...) the kernel of a schema (front..., every option).
+template <auto function>
+struct RopeKernel;
+
+template <typename Return, typename... Front, Return (*function)(const RopeOptions&, Front...)>
+struct RopeKernel<function> {
+  static Return call(Front... front, const at::Tensor& cos, const at::Tensor& sin,
+                     const std::optional<at::Tensor>& cu_seqlens,
+                     const std::optional<at::Tensor>& host_meta,
+                     const std::optional<at::Tensor>& position_ids, c10::SymInt offset,
+                     std::string_view table, std::string_view layout, bool interleaved,
+                     std::optional<int64_t> rotary_dim, at::OptionalIntArrayRef mrope_section,
+                     bool mrope_interleaved, int64_t cp_size, int64_t cp_rank, bool conjugate) {
+    return function(
+        {cos, sin, cu_seqlens, host_meta, position_ids, std::move(offset), table, layout,
+         interleaved, rotary_dim, mrope_section, mrope_interleaved, cp_size, cp_rank, conjugate},
+        front...);
+  }
+};
+
+template <typename Return, typename... Front>
+auto rope_op(const char* name) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow(name, "")
+      .typed<RopeSignature<Return, Front...>>();
+}
+
+template <typename Op, typename... Front>
+decltype(auto) call_rope(const Op& op, const RopeOptions& options, const Front&... front) {
+  return op.call(front..., options.cos, options.sin, options.cu_seqlens, options.host_meta,
+                 options.position_ids, options.offset, options.table, options.layout,
+                 options.interleaved, options.rotary_dim, options.mrope_section,
+                 options.mrope_interleaved, options.cp_size, options.cp_rank, options.conjugate);
+}
+
+// Options kept by an autograd node, whose strings and sections outlive the call.
+class SavedRopeOptions {
+ public:
+  static void save(torch::autograd::AutogradContext* ctx, const RopeOptions& options,
+                   torch::autograd::variable_list saved);
+
+  // `first` is where the options' tensors start among the saved ones.
+  SavedRopeOptions(torch::autograd::AutogradContext* ctx,
+                   const torch::autograd::variable_list& saved, size_t first);
+  SavedRopeOptions(const SavedRopeOptions&) = delete;  // options point into it
+
+  RopeOptions options;
+
+ private:
+  std::vector<int64_t> numbers_;
+};
+
+// Raises where forward-mode derivatives are asked for.
+void refuse_forward_mode(at::TensorList tensors, const char* name);
+
+// The table takes no gradient: silence would train it wrongly.
+void refuse_table_gradients(const RopeOptions& options);
+
+bool any_requires_grad(at::TensorList tensors);
+
+// Gradients come with any strides, such as the zeros of sum(); the kernels want a contiguous last
+// dimension.
+at::Tensor with_contiguous_heads(const at::Tensor& grad);
+
+}  // namespace cuseq

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "cuseq/macros.h"
+
+// Rotary position embedding, for programs that load libcuseq without Python. What the options mean,
+// and their errors, are those of cuseq.apply_rope in Python.
+namespace cuseq {
+
+// Names and sections are borrowed: they must outlive the call that takes the options.
+struct RopeOptions {
+  at::Tensor cos;
+  at::Tensor sin;
+  std::optional<at::Tensor> cu_seqlens;
+  std::optional<at::Tensor> host_meta;
+  std::optional<at::Tensor> position_ids;
+  c10::SymInt offset = 0;
+  std::string_view table = "position";
+  std::string_view layout = "thd";
+  bool interleaved = false;
+  std::optional<int64_t> rotary_dim;
+  at::OptionalIntArrayRef mrope_section;
+  bool mrope_interleaved = false;
+  int64_t cp_size = 1;
+  int64_t cp_rank = 0;
+  bool conjugate = false;
+};
+
+// `tensors` is the query, or the query and the key.
+CUSEQ_API std::vector<at::Tensor> apply_rope(at::TensorList tensors, const RopeOptions& options);
+CUSEQ_API void apply_rope_(at::TensorList tensors, const RopeOptions& options);
+
+// Returns what is rotated, and one reciprocal of the root mean square for each head.
+CUSEQ_API std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> apply_qk_norm_rope(
+    at::TensorList tensors, at::TensorList weights, double eps, double weight_offset,
+    const RopeOptions& options);
+CUSEQ_API void apply_qk_norm_rope_(at::TensorList tensors, at::TensorList weights, double eps,
+                                   double weight_offset, const RopeOptions& options);
+
+}  // namespace cuseq
