@@ -156,6 +156,70 @@ def attention(
     return torch.cat(rows)
 
 
+# Rotary embedding.
+
+
+def rope_positions(
+    lengths: list[int], total_tokens: int, cp_size: int = 1, cp_rank: int = 0
+) -> list[int]:
+    """The positions of the tokens that a rank holds.
+
+    A rank has two of each segment's `2 * cp_size` chunks: the one at its number from the front, and
+    the one at its number from the back.
+    """
+    if cp_size == 1:
+        return position_ids(lengths, total_tokens)
+    positions = []
+    for length in [*lengths, total_tokens - sum(lengths)]:  # the tail is one more segment
+        chunk = length // (2 * cp_size)
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            positions.extend(range(index * chunk, (index + 1) * chunk))
+    return positions
+
+
+def mrope_plane(pair: int, section: Sequence[int], interleaved: bool) -> int:
+    """Whether a pair rotates by the token's time (0), height (1) or width (2)."""
+    if interleaved:
+        plane = pair % 3
+        return plane if pair < 3 * section[plane] else 0
+    if pair < section[0]:
+        return 0
+    return 1 if pair < section[0] + section[1] else 2
+
+
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    interleaved: bool = False,
+    section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
+) -> Tensor:
+    """Rotates the pairs of `x`, `[tokens, heads, head_dim]`, in float64.
+
+    The tables are `[rows, pairs]`, a row for each position; what lies behind the pairs stays. There
+    is one position a token, or with a section three lists of them.
+    """
+    pairs = cos.shape[1]
+    cosines, sines = cos.double().tolist(), sin.double().tolist()
+    out = x.double().tolist()
+    for token, heads in enumerate(out):
+        for head in heads:
+            for pair in range(pairs):
+                if section is None:
+                    position = positions[token]
+                else:
+                    plane = mrope_plane(pair, section, mrope_interleaved)
+                    position = positions[plane][token]
+                c, s = cosines[position][pair], sines[position][pair]
+                first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + pairs)
+                a, b = head[first], head[second]
+                head[first], head[second] = a * c - b * s, b * c + a * s
+    return torch.tensor(out, dtype=torch.float64).reshape(x.shape)
+
+
 # What tests draw: packings, and the tensors that hold them.
 
 DTYPES = (torch.int32, torch.int64)
