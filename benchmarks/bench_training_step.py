@@ -11,6 +11,9 @@ with fused AdamW. On a CPU: a model of 4 layers in fp32. Every variant gets the 
 - `packed_sdpa`: one row, transformers' sdpa with the mask that it derives from `position_ids`;
 - `cuseq`: the same row, `attn_implementation="cuseq"` and the layout from host lengths;
 - `cuseq_device_lengths`: the layout is made in the step, of lengths that are on the GPU;
+- `cuseq_qk_norm_rope`: as `cuseq`, q/k norm and rotation of each layer by `apply_qk_norm_rope`;
+- `cuseq_liger_rope`: as `cuseq`, the rotation by Liger, where there is a GPU and the package is
+  installed or in the folder that PEERS names (default .peers);
 - `cuseq_compiled`: as `cuseq`, each decoder layer compiled, run over 20 different packs.
 
 A step is: batch to the device, forward with the model's own loss, backward, optimiser. From 32,768
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import subprocess
 import sys
@@ -44,7 +48,7 @@ from typing import Any
 import timer
 import torch
 from report import Report, Table, Target, arguments, draw_bars, environment
-from workload import documents, lognormal_lengths
+from workload import documents, import_peer, lognormal_lengths
 
 Tensor = torch.Tensor
 
@@ -68,6 +72,7 @@ class Variant:
         attention: transformers' `attn_implementation`.
         batching: `padded`, `sorted` or `packed`.
         lengths: where the layout's lengths come from, `host` or `device`; None for no layout.
+        rope: whose rotation, `transformers`, `cuseq` (with q/k norm) or `liger`.
         compiled: compile each decoder layer.
     """
 
@@ -75,6 +80,7 @@ class Variant:
     attention: str
     batching: str
     lengths: str | None = None
+    rope: str = "transformers"
     compiled: bool = False
 
 
@@ -87,6 +93,8 @@ VARIANTS = {
         Variant("padded_sorted", "sdpa", "sorted"),
         Variant("cuseq", "cuseq", "packed", "host"),
         Variant("cuseq_device_lengths", "cuseq", "packed", "device"),
+        Variant("cuseq_qk_norm_rope", "cuseq", "packed", "host", rope="cuseq"),
+        Variant("cuseq_liger_rope", "cuseq", "packed", "host", rope="liger"),
         Variant("cuseq_compiled", "cuseq", "packed", "host", compiled=True),
     )
 }
@@ -161,6 +169,47 @@ def build_model(variant: Variant, device: torch.device) -> torch.nn.Module:
             config, dtype=dtype, attn_implementation=variant.attention
         )
     return model.train()
+
+
+def fused_attention(
+    self: torch.nn.Module,
+    table: tuple[Tensor, Tensor],
+    hidden_states: Tensor,
+    *,
+    packed: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Qwen3Attention.forward of one packed row, its norms and rotation in one kernel."""
+    import cuseq
+
+    heads = (hidden_states.shape[1], -1, self.head_dim)
+    projections = (self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = (project(hidden_states).view(heads) for project in projections)
+    q, k = cuseq.apply_qk_norm_rope(
+        q, k, self.q_norm.weight, self.k_norm.weight, *table,
+        eps=self.q_norm.variance_epsilon, packed=packed,
+    )  # fmt: skip
+    out = cuseq.varlen_attention(q, k, v, packed, scale=self.scaling)
+    return self.o_proj(out.flatten(1)[None]), None
+
+
+def use_rope(variant: Variant, model: torch.nn.Module, tokens: int, device: torch.device) -> None:
+    """Gives the model's layers the variant's rotation."""
+    if variant.rope == "liger":
+        import_peer("liger_kernel")
+        from liger_kernel.transformers.rope import liger_rotary_pos_emb
+        from transformers.models.qwen3 import modeling_qwen3
+
+        modeling_qwen3.apply_rotary_pos_emb = liger_rotary_pos_emb
+    elif variant.rope == "cuseq":
+        import cuseq
+
+        config = model.config
+        theta = config.rope_parameters["rope_theta"]
+        table = cuseq.rope_table(tokens, config.head_dim, theta=theta, device=device)
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            attention.forward = functools.partial(fused_attention, attention, table)
 
 
 def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
@@ -356,6 +405,7 @@ def measure(
 
     on_gpu = device.type == "cuda"
     model = build_model(variant, device)
+    use_rope(variant, model, tokens, device)
     packs = 1 + warmup + steps + int(on_gpu)
     if variant.compiled:
         packs = max(packs, COMPILED_PACKS)
@@ -517,6 +567,10 @@ def targets(tokens: int, rows: dict[str, dict[str, Any]], on_gpu: bool) -> list[
         waits = (value(name, "stream_waits"), value(name, "event_waits"))
         total = None if None in waits else sum(waits)
         found.append(Target(f"{name}: waits in forward and backward", total, 0))
+    if tokens in (2048, 8192):
+        what = "cuseq_qk_norm_rope against cuseq_liger_rope, eager"
+        reached = over("cuseq_qk_norm_rope", "cuseq_liger_rope")
+        found.append(Target(what, reached, 1.0, at_least=True))
     name = "cuseq_device_lengths"
     if name in rows:
         found.append(Target(f"{name}: event waits", value(name, "event_waits"), 1))
@@ -525,7 +579,7 @@ def targets(tokens: int, rows: dict[str, dict[str, Any]], on_gpu: bool) -> list[
     found.append(Target("recompiles", value("cuseq_compiled", "recompiles"), 0))
     for key, what in (("gradient_error", "gradients"), ("loss_error", "loss")):
         noise = value("padded", key)
-        for name in ("cuseq", "cuseq_compiled"):
+        for name in ("cuseq", "cuseq_qk_norm_rope", "cuseq_liger_rope", "cuseq_compiled"):
             if noise is not None and name in rows:
                 # One loss may agree by chance to more digits than bf16 can promise.
                 limit = max(noise, LOSS_NOISE) if key == "loss_error" else noise
@@ -607,12 +661,16 @@ def main() -> None:
         return
     on_gpu = args.device == "cuda"
     failed = []
+    # Its kernels are Triton's, which a CPU does not run.
+    liger = on_gpu and import_peer("liger_kernel")
     for tokens in args.tokens or ([2048, 8192, LONG_ROW] if on_gpu else [2048, 4096]):
         names = args.variants
         if names is None:
             names = LONG_VARIANTS if tokens >= LONG_ROW else list(VARIANTS)
             if not on_gpu:
                 names = [name for name in names if not VARIANTS[name].compiled]
+            if not liger:
+                names = [name for name in names if VARIANTS[name].rope != "liger"]
         with tempfile.TemporaryDirectory() as scratch:
             # The reference first, whatever the order on the command line.
             order = sorted(names, key=list(VARIANTS).index)

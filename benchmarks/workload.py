@@ -1,9 +1,19 @@
-"""What the benchmarks run on: document lengths, and documents of random tokens."""
+"""What the benchmarks run on: document lengths, documents of random tokens, and the peers."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import math
+import os
 import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def lognormal_lengths(total_tokens: int, mean: float, seed: int, sigma: float = 0.8) -> list[int]:
@@ -36,3 +46,41 @@ def documents(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]
     """One list of random token ids in `[0, vocab_size)` for each length."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+
+@functools.lru_cache
+def peers_folder() -> Path | None:
+    """Folder of the packages that cuseq is measured against, or None where there is none.
+
+    The environment's `PEERS`, default `.peers` in the repository, is that folder, or holds the
+    packages as `site.tar.gz`, which is unpacked once to the folder for temporary files.
+    """
+    given = Path(os.environ.get("PEERS", ROOT / ".peers"))
+    archive = given / "site.tar.gz"
+    if not archive.exists():
+        return given if given.is_dir() else None
+    state = archive.stat()
+    folder = Path(tempfile.gettempdir()) / f"cuseq-peers-{state.st_size}-{state.st_mtime_ns}"
+    if not folder.exists():
+        # Under another name first: a folder that is there is whole.
+        part = Path(tempfile.mkdtemp(prefix="cuseq-peers-"))
+        subprocess.run(["tar", "-xf", str(archive), "-C", str(part)], check=True)
+        part.rename(folder)
+    return folder
+
+
+def import_peer(package: str) -> bool:
+    """Imports a peer, from the peers' folder where it is not installed; False where it is nowhere.
+
+    Only this package comes from the folder, which holds others too that could replace what is here.
+    """
+    folder = peers_folder()
+    if importlib.util.find_spec(package) is None and folder is not None:
+        sys.path.append(str(folder))
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError:
+            return False
+        finally:
+            sys.path.remove(str(folder))
+    return importlib.util.find_spec(package) is not None
