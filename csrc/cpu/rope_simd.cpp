@@ -72,6 +72,21 @@ void turn(Vectorized<A>& a, Vectorized<A>& b, Vectorized<A> cos, Vectorized<A> s
   b = b * cos + x * sin;
 }
 
+// Calls run.template operator()<T>() for the dtype.
+template <typename Run>
+void dispatch(FloatType type, const Run& run) {
+  switch (type) {
+    case FloatType::kFloat32:
+      return run.template operator()<float>();
+    case FloatType::kFloat64:
+      return run.template operator()<double>();
+    case FloatType::kBFloat16:
+      return run.template operator()<c10::BFloat16>();
+    case FloatType::kFloat16:
+      return run.template operator()<c10::Half>();
+  }
+}
+
 // The cosines and sines of one token.
 template <typename A>
 struct Angles {
@@ -108,20 +123,7 @@ struct Angles {
 
   void load(const RopeArgs& args, int64_t batch, int64_t token, bool back) {
     for (int plane = 0; plane < args.planes.count(); ++plane) {
-      switch (args.table.dtype) {
-        case FloatType::kFloat32:
-          load_plane<float>(args, plane, batch, token);
-          break;
-        case FloatType::kFloat64:
-          load_plane<double>(args, plane, batch, token);
-          break;
-        case FloatType::kBFloat16:
-          load_plane<c10::BFloat16>(args, plane, batch, token);
-          break;
-        case FloatType::kFloat16:
-          load_plane<c10::Half>(args, plane, batch, token);
-          break;
-      }
+      dispatch(args.table.dtype, [&]<typename T>() { load_plane<T>(args, plane, batch, token); });
     }
     if (!back) return;
     for (int64_t pair = 0; pair < args.rotary_dim / 2; ++pair) sin[pair] = -sin[pair];
@@ -186,20 +188,6 @@ void turn_head(const RopeArgs& args, const Angles<A>& angles, const In* in, Out*
 
 int64_t offset_of(const int64_t (&strides)[3], int64_t batch, int64_t token, int64_t head) {
   return batch * strides[0] + token * strides[1] + head * strides[2];
-}
-
-template <typename Run>
-void dispatch(FloatType type, const Run& run) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return run.template operator()<float>();
-    case FloatType::kFloat64:
-      return run.template operator()<double>();
-    case FloatType::kBFloat16:
-      return run.template operator()<c10::BFloat16>();
-    case FloatType::kFloat16:
-      return run.template operator()<c10::Half>();
-  }
 }
 
 // Calls each(token in the flat row, batch, token in its batch row) for the tokens of a range.

@@ -3,14 +3,11 @@
 #include <cstdint>
 
 #include "cuseq/seqlens.h"
+#include "kernels/kernels.h"
 
 // Rotary position embedding: what its kernels see, and which angle belongs to which token.
 
-struct CUstream_st;
-
 namespace cuseq {
-
-using Stream = CUstream_st*;
 
 enum class FloatType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "cuseq/rope.h"
+#include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/register.h"
 #include "ops/rope_options.h"
@@ -87,8 +88,7 @@ Outputs forward_kernel(const RopeOptions& options, TensorList tensors, TensorLis
     outputs.push_back(empty_output(tensors[i]));
     rstds.push_back(at::empty({args.rope.batch, args.rope.tokens, tensor.heads},
                               tensors[i].options().dtype(arithmetic_of(tensors[i]))));
-    tensor.out = outputs[i].mutable_data_ptr();
-    read_strides(outputs[i], options.layout, tensor.out_strides);
+    write_to(outputs[i], options, tensor);
     args.norms[i].rstd = rstds[i].mutable_data_ptr();
   }
   CUSEQ_RUN(apply_qk_norm_rope, tensors[0], args);
@@ -100,9 +100,7 @@ void in_place_kernel(const RopeOptions& options, TensorList tensors, TensorList 
   QkNormRopeArgs args = plan_forward(tensors, weights, eps, weight_offset, options);
   check_written_in_place(tensors);
   for (int i = 0; i < args.rope.n_tensors; ++i) {
-    RopeTensor& tensor = args.rope.tensors[i];
-    tensor.out = tensors[i].mutable_data_ptr();
-    std::copy_n(tensor.in_strides, 3, tensor.out_strides);
+    write_to(tensors[i], options, args.rope.tensors[i]);
   }
   CUSEQ_RUN(apply_qk_norm_rope, tensors[0], args);
 }
@@ -141,8 +139,7 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
     norm.rstd = const_cast<void*>(rstds[i].const_data_ptr());  // only the forward writes it
     read_strides(tensors[i], options.layout, norm.input_strides);
     grad_tensors.push_back(empty_output(tensors[i]));
-    tensor.out = grad_tensors[i].mutable_data_ptr();
-    read_strides(grad_tensors[i], options.layout, tensor.out_strides);
+    write_to(grad_tensors[i], options, tensor);
     if (!weight_grads) continue;
     grad_weights.push_back(empty_output(weights[i]));
     norm.weight_grad = grad_weights[i].mutable_data_ptr();

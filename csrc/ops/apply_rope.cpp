@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "cuseq/rope.h"
+#include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/register.h"
 #include "ops/rope_options.h"
@@ -31,8 +32,7 @@ std::vector<Tensor> rope_kernel(const RopeOptions& options, TensorList tensors) 
   outputs.reserve(tensors.size());
   for (int i = 0; i < args.n_tensors; ++i) {
     outputs.push_back(empty_output(tensors[i]));
-    args.tensors[i].out = outputs[i].mutable_data_ptr();
-    read_strides(outputs[i], options.layout, args.tensors[i].out_strides);
+    write_to(outputs[i], options, args.tensors[i]);
   }
   CUSEQ_RUN(apply_rope, tensors[0], args);
   return outputs;
@@ -41,10 +41,7 @@ std::vector<Tensor> rope_kernel(const RopeOptions& options, TensorList tensors) 
 void rope_in_place_kernel(const RopeOptions& options, TensorList tensors) {
   RopeArgs args = plan_rope(tensors, options);
   check_written_in_place(tensors);
-  for (int i = 0; i < args.n_tensors; ++i) {
-    args.tensors[i].out = tensors[i].mutable_data_ptr();
-    std::copy_n(args.tensors[i].in_strides, 3, args.tensors[i].out_strides);
-  }
+  for (int i = 0; i < args.n_tensors; ++i) write_to(tensors[i], options, args.tensors[i]);
   CUSEQ_RUN(apply_rope, tensors[0], args);
 }
 

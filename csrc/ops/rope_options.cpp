@@ -15,6 +15,7 @@
 #include <limits>
 
 #include "cuseq/ops.h"
+#include "ops/autograd.h"
 #include "ops/checks.h"
 
 namespace cuseq {
@@ -131,8 +132,26 @@ void check_width(const RopeOptions& options, int64_t rotary_dim) {
   }
 }
 
+// Strides of plane, batch and token of what is given for each token, [3, batch, tokens, ...]: with
+// `trailing` more dimensions, without the planes where there are none, and with a batch of one, or
+// none, where its rows are shared. False where the tensor has another shape.
+bool read_per_token(const Tensor& tensor, int64_t trailing, bool planes, const Sizes& sizes,
+                    int64_t (&strides)[3]) {
+  const int64_t batch = planes ? 1 : 0;
+  const int64_t token = tensor.dim() - 1 - trailing;
+  const bool shared = token == batch || (token == batch + 1 && tensor.size(batch) == 1);
+  if ((!shared && (token != batch + 1 || tensor.size(batch) != sizes.batch)) ||
+      tensor.size(token) != sizes.tokens || (planes && tensor.size(0) != 3)) {
+    return false;
+  }
+  strides[0] = planes ? tensor.stride(0) : 0;
+  strides[1] = shared ? 0 : tensor.stride(batch);
+  strides[2] = tensor.stride(token);
+  return true;
+}
+
 void read_table(const RopeOptions& options, bool per_token, const Sizes& sizes, const Tensor& query,
-                int64_t planes, RopeArgs& args) {
+                RopeArgs& args) {
   const Tensor& cos = options.cos;
   const Tensor& sin = options.sin;
   TORCH_CHECK_VALUE(cos.sizes() == sin.sizes(), "cos and sin must have one shape, got ",
@@ -164,24 +183,13 @@ void read_table(const RopeOptions& options, bool per_token, const Sizes& sizes, 
     table.sin_strides[2] = sin.stride(0);
     return;
   }
-  // [batch or 1, tokens, width], without the first where there is one row; planes in front.
-  const int64_t leading = planes == 3 ? 1 : 0;
-  const int64_t dims = cos.dim() - leading;
-  const bool shared = dims == 2 || (dims == 3 && cos.size(leading) == 1);
-  TORCH_CHECK_VALUE((leading == 0 || cos.size(0) == 3) && (dims == 2 || dims == 3) &&
-                        (shared || cos.size(leading) == sizes.batch) &&
-                        cos.size(-2) == sizes.tokens,
-                    "cos must have a row for each token with table=\"token\", shape ",
-                    leading == 1 ? "[3, batch, tokens, width]" : "[batch, tokens, width]",
+  const bool planes = options.mrope_section.has_value();
+  const bool fits = read_per_token(cos, /*trailing=*/1, planes, sizes, table.cos_strides) &&
+                    read_per_token(sin, /*trailing=*/1, planes, sizes, table.sin_strides);
+  TORCH_CHECK_VALUE(fits, "cos must have a row for each token with table=\"token\", shape ",
+                    planes ? "[3, batch, tokens, width]" : "[batch, tokens, width]",
                     " with batch = ", sizes.batch,
                     " (or 1, or left out) and tokens = ", sizes.tokens, ", got ", cos.sizes());
-  const auto strides = [&](const Tensor& tensor, int64_t(&out)[3]) {
-    out[0] = leading == 1 ? tensor.stride(0) : 0;
-    out[1] = shared ? 0 : tensor.stride(leading);
-    out[2] = tensor.stride(-2);
-  };
-  strides(cos, table.cos_strides);
-  strides(sin, table.sin_strides);
 }
 
 void read_planes(const RopeOptions& options, RopeArgs& args) {
@@ -257,21 +265,15 @@ void read_ids(const RopeOptions& options, const Tensor& query, const Sizes& size
   check_integer(ids, "position_ids");
   TORCH_CHECK_VALUE(ids.device() == query.device(), "position_ids must lie on q's device, ",
                     query.device(), ", got ", ids.device());
-  const int64_t leading = args.planes.kind == Planes::kOne ? 0 : 1;
-  const int64_t dims = ids.dim() - leading;
-  const bool shared = dims == 1 || (dims == 2 && ids.size(leading) == 1);
-  TORCH_CHECK_VALUE(
-      (leading == 0 || ids.size(0) == 3) && (dims == 1 || dims == 2) &&
-          (shared || ids.size(leading) == sizes.batch) && ids.size(-1) == sizes.tokens,
-      "position_ids must have shape ", leading == 1 ? "[3, batch, tokens]" : "[batch, tokens]",
-      " with batch = ", sizes.batch, " (or 1, or left out) and tokens = ", sizes.tokens, ", got ",
-      ids.sizes());
+  const bool planes = args.planes.kind != Planes::kOne;
+  TORCH_CHECK_VALUE(read_per_token(ids, /*trailing=*/0, planes, sizes, positions.id_strides),
+                    "position_ids must have shape ",
+                    planes ? "[3, batch, tokens]" : "[batch, tokens]",
+                    " with batch = ", sizes.batch,
+                    " (or 1, or left out) and tokens = ", sizes.tokens, ", got ", ids.sizes());
   positions.source = PositionSource::kIds;
   positions.ids = ids.const_data_ptr();
   positions.ids_are_int64 = ids.scalar_type() == at::kLong;
-  positions.id_strides[0] = leading == 1 ? ids.stride(0) : 0;
-  positions.id_strides[1] = shared ? 0 : ids.stride(leading);
-  positions.id_strides[2] = ids.stride(-1);
   if (!values_can_be_read(ids) || ids.numel() == 0) return;
   const auto [least, most] = at::aminmax(ids);
   TORCH_CHECK_VALUE(least.item<int64_t>() >= 0, "position_ids must not be negative, got ",
@@ -386,6 +388,11 @@ void read_strides(const Tensor& tensor, std::string_view layout, int64_t (&strid
   strides[2] = tensor.stride(heads_first || !has_batch ? 1 : 2);
 }
 
+void write_to(const Tensor& output, const RopeOptions& options, RopeTensor& tensor) {
+  tensor.out = output.mutable_data_ptr();
+  read_strides(output, options.layout, tensor.out_strides);
+}
+
 RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
   TORCH_CHECK_VALUE(tensors.size() == 1 || tensors.size() == 2,
                     "tensors must be the query, or the query and the key, got ", tensors.size());
@@ -416,7 +423,7 @@ RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
   }
   args.interleaved = options.interleaved;
   args.conjugate = options.conjugate;
-  read_table(options, per_token, sizes, query, options.mrope_section.has_value() ? 3 : 1, args);
+  read_table(options, per_token, sizes, query, args);
   read_planes(options, args);
   read_positions(options, per_token, query, sizes, args);
   return args;
@@ -436,12 +443,6 @@ enum SavedNumber : size_t {
   kConjugate,
   kSections,  // and what follows
 };
-
-Tensor or_undefined(const std::optional<Tensor>& tensor) { return tensor.value_or(Tensor()); }
-
-std::optional<Tensor> or_nullopt(const Tensor& tensor) {
-  return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
-}
 
 }  // namespace
 
@@ -488,14 +489,6 @@ SavedRopeOptions::SavedRopeOptions(torch::autograd::AutogradContext* ctx,
   }
 }
 
-void refuse_forward_mode(at::TensorList tensors, const char* name) {
-  for (const Tensor& tensor : tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !tensor._fw_grad(/*level=*/0).defined(), name,
-        " has no forward-mode derivative: use reverse mode, or eager PyTorch where you need jvp");
-  }
-}
-
 void refuse_table_gradients(const RopeOptions& options) {
   for (const Tensor& table : {options.cos, options.sin}) {
     const bool wants_gradient = at::GradMode::is_enabled() && table.requires_grad();
@@ -504,11 +497,6 @@ void refuse_table_gradients(const RopeOptions& options) {
         "cos and sin must not require grad, they take no gradient here: detach them, or rotate in "
         "eager PyTorch to train them");
   }
-}
-
-bool any_requires_grad(at::TensorList tensors) {
-  return at::GradMode::is_enabled() &&
-         std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
 }
 
 Tensor with_contiguous_heads(const Tensor& grad) {

@@ -19,6 +19,9 @@ RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options);
 // The tensor as [batch, tokens, heads], in elements.
 void read_strides(const at::Tensor& tensor, std::string_view layout, int64_t (&strides)[3]);
 
+// Makes `output` what the kernel writes; it may be the input.
+void write_to(const at::Tensor& output, const RopeOptions& options, RopeTensor& tensor);
+
 // Refuses tensors that overlap themselves or each other, which would be rotated twice or raced for.
 void check_written_in_place(at::TensorList tensors);
 
@@ -29,14 +32,12 @@ at::Tensor empty_output(const at::Tensor& like);
 FloatType float_type(const at::Tensor& tensor, const char* name);
 
 // In their order in the schemas.
-#define CUSEQ_ROPE_OPTION_TYPES                                                                  \
-  const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,                        \
-      const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, c10::SymInt,           \
-      std::string_view, std::string_view, bool, std::optional<int64_t>, at::OptionalIntArrayRef, \
-      bool, int64_t, int64_t, bool
-
 template <typename Return, typename... Front>
-using RopeSignature = Return(Front..., CUSEQ_ROPE_OPTION_TYPES);
+using RopeSignature = Return(Front..., const at::Tensor&, const at::Tensor&,
+                             const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                             const std::optional<at::Tensor>&, c10::SymInt, std::string_view,
+                             std::string_view, bool, std::optional<int64_t>,
+                             at::OptionalIntArrayRef, bool, int64_t, int64_t, bool);
 
 // Makes of function(options, front...) the kernel of a schema (front..., every option).
 template <auto function>
@@ -90,13 +91,8 @@ class SavedRopeOptions {
   std::vector<int64_t> numbers_;
 };
 
-// Raises where forward-mode derivatives are asked for.
-void refuse_forward_mode(at::TensorList tensors, const char* name);
-
 // The table takes no gradient: silence would train it wrongly.
 void refuse_table_gradients(const RopeOptions& options);
-
-bool any_requires_grad(at::TensorList tensors);
 
 // Gradients come with any strides, such as the zeros of sum(); the kernels want a contiguous last
 // dimension.

@@ -12,6 +12,7 @@
 
 #include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
+#include "ops/autograd.h"
 #include "ops/checks.h"
 
 namespace cuseq {
@@ -164,27 +165,6 @@ AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Tensor&
 }
 #endif
 
-Tensor or_undefined(const OptionalTensor& tensor) { return tensor.value_or(Tensor()); }
-
-OptionalTensor or_nullopt(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
-void refuse_forward_mode(std::initializer_list<Tensor> tensors) {
-  for (const Tensor& tensor : tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !tensor._fw_grad(/*level=*/0).defined(),
-        "cuseq::varlen_attention has no forward-mode derivative: use reverse mode, or eager "
-        "attention where you need jvp");
-  }
-}
-
-bool any_requires_grad(std::initializer_list<Tensor> tensors) {
-  return at::GradMode::is_enabled() &&
-         std::any_of(tensors.begin(), tensors.end(),
-                     [](const Tensor& tensor) { return tensor.requires_grad(); });
-}
-
 class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
  public:
   static constexpr bool is_traceable = true;
@@ -256,7 +236,7 @@ std::tuple<Tensor, Tensor> attention_autograd(const Tensor& query, const Tensor&
                                               const OptionalTensor& host_meta, bool causal,
                                               OptionalInt window, OptionalDouble scale,
                                               OptionalSymInt max_seqlen_bound) {
-  refuse_forward_mode({query, key, value});
+  refuse_forward_mode({query, key, value}, "cuseq::varlen_attention");
   if (!any_requires_grad({query, key, value})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return forward_op().call(query, key, value, cu_seqlens, host_meta, causal, window, scale,
@@ -273,7 +253,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(
     const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
     const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
     OptionalSymInt max_seqlen_bound) {
-  refuse_forward_mode({grad_out, query, key, value, out});
+  refuse_forward_mode({grad_out, query, key, value, out}, "cuseq::varlen_attention");
   if (!any_requires_grad({grad_out, query, key, value, out})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
