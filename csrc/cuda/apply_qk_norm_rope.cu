@@ -1,3 +1,5 @@
+#include <cuda_pipeline.h>
+
 #include <algorithm>
 
 #include "cuda/rope.cuh"
@@ -5,17 +7,92 @@
 namespace cuseq::cuda {
 namespace {
 
-// Rows whose loads are in flight at a time, rows that a warp serves in all, and registers of a
-// thread. Measured on an H200.
-template <typename T>
-inline constexpr int kForwardRows = sizeof(T) == 2 ? 2 : 1;
-constexpr int kForwardRowsOfWarp = 4;
-constexpr int kForwardRegisters = 96;
+// Rows of a warp, rows on their way at a time, and registers of a thread: measured on an H200 for
+// 16 bits in wide vectors, elsewhere as many as do not spill. The backward keeps its warps to the
+// end, so few rows each share the work out evenly.
+constexpr int kForwardRows = 5;
+constexpr int kForwardStages = 3;
+template <typename T, int V>
+inline constexpr int kForwardRegisters = sizeof(T) == 8 ? 168 : (V >= 4 ? 80 : 128);
 
-constexpr int kBackwardRows = 1;
-constexpr int kBackwardRowsOfWarp = 4;
-constexpr int kBackwardRegisters = 128;
-constexpr int kBackwardWarps = 16;  // that a multiprocessor has registers for
+constexpr int kBackwardRows = 2;
+constexpr int kBackwardStages = 2;
+template <typename T, int V>
+inline constexpr int kBackwardRegisters =
+    sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
+// Warps that a multiprocessor has registers for: each of its four quarters has 512 a lane.
+template <typename T, int V>
+inline constexpr int kBackwardWarps = 4 * (512 / kBackwardRegisters<T, V>);
+
+// Rows on their way into shared memory, kStages of them, each from kSources tensors. A lane waits
+// for nothing but what it asked for itself. Registers could hold no more than one row.
+template <typename T, int V, int kSources, int kStages>
+class RowPipeline {
+ public:
+  static constexpr int kItems = kItemsPerLane<V>;
+  static constexpr int kVectors = kSources * kItems * 2;  // of a lane in a stage
+  static constexpr int kWarpBytes = kStages * kVectors * kWarpSize * V * sizeof(T);
+
+  __device__ __forceinline__ RowPipeline(unsigned char* shared, const Lane& lane)
+      : slots_(reinterpret_cast<Vector*>(shared + lane.warp * kWarpBytes) + lane.lane) {}
+
+  // Asks for the items of one head, zeros where there are none.
+  __device__ __forceinline__ void fetch(int source, const T* head, const Item<V> (&items)[kItems],
+                                        bool served) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      fetch_vector(slot(in_, source, i, 0), head + items[i].first, served && items[i].first_exists);
+      fetch_vector(slot(in_, source, i, 1), head + items[i].second,
+                   served && items[i].second_exists);
+    }
+  }
+
+  // Ends a row, which may be empty.
+  __device__ __forceinline__ void commit() {
+    __pipeline_commit();
+    in_ = next(in_);
+  }
+
+  // Waits for the oldest row.
+  __device__ __forceinline__ void wait() { __pipeline_wait_prior(kStages - 1); }
+
+  template <typename A>
+  __device__ __forceinline__ void get(int source, int item, A (&x)[2][V]) const {
+    slot(out_, source, item, 0)->get(x[0]);
+    slot(out_, source, item, 1)->get(x[1]);
+  }
+
+  // Gives the oldest row's place back.
+  __device__ __forceinline__ void release() { out_ = next(out_); }
+
+ private:
+  using Vector = Packed<T, V>;
+
+  __device__ __forceinline__ static int next(int stage) {
+    return stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  __device__ __forceinline__ Vector* slot(int stage, int source, int item, int half) const {
+    return slots_ + (stage * kVectors + (source * kItems + item) * 2 + half) * kWarpSize;
+  }
+
+  __device__ __forceinline__ static void fetch_vector(Vector* slot, const T* source, bool exists) {
+    if constexpr (sizeof(Vector) >= 4) {
+      __pipeline_memcpy_async(slot, source, sizeof(Vector), exists ? 0 : sizeof(Vector));
+    } else {
+      *slot = exists ? *reinterpret_cast<const Vector*>(source) : Vector{};
+    }
+  }
+
+  Vector* slots_;
+  int in_ = 0;
+  int out_ = 0;
+};
+
+// Warps of a block whose rows fit into its shared memory, with angles, weights and sums beside
+// them.
+template <typename Pipeline>
+inline constexpr int kPipelineWarps = std::min(kMaxWarps, 32 * 1024 / Pipeline::kWarpBytes);
 
 __device__ __forceinline__ int threads_of_block() {
   return static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
@@ -61,8 +138,42 @@ __device__ __forceinline__ A dot(const A (&a)[V], const A (&b)[V]) {
 template <int V, typename A>
 __device__ __forceinline__ void load_weight(const A* shared_weight, const Item<V>& item,
                                             A (&first)[V], A (&second)[V]) {
-  load_shared(shared_weight + (item.first_exists ? item.first : 0), first);
-  load_shared(shared_weight + (item.second_exists ? item.second : 0), second);
+  load_vector<V>(shared_weight + (item.first_exists ? item.first : 0), first);
+  load_vector<V>(shared_weight + (item.second_exists ? item.second : 0), second);
+}
+
+// The same from memory, with weight_offset. In vectors, weights are of type T or fp32.
+template <bool kInVectors, typename T, int V, typename A>
+__device__ __forceinline__ void load_weight(const QkNormRopeArgs& args, const void* weight,
+                                            const Item<V>& item, A (&first)[V], A (&second)[V]) {
+  const int at_first = item.first_exists ? item.first : 0;
+  const int at_second = item.second_exists ? item.second : 0;
+  if constexpr (kInVectors) {
+    const auto load = [&]<typename Weight>(const Weight* all) {
+      load_vector<V>(all + at_first, first);
+      load_vector<V>(all + at_second, second);
+    };
+    if (!std::is_same_v<T, float> && args.weight_dtype == FloatType::kFloat32) {
+      load(static_cast<const float*>(weight));
+    } else {
+      load(static_cast<const T*>(weight));
+    }
+  } else {
+    dispatch_float(args.weight_dtype, [&]<typename Weight>() {
+      const auto* all = static_cast<const Weight*>(weight);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        first[j] = convert<A>(all[at_first + j]);
+        second[j] = convert<A>(all[at_second + j]);
+      }
+    });
+  }
+  const auto offset = static_cast<A>(args.weight_offset);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    first[j] += offset;
+    second[j] += offset;
+  }
 }
 
 // Weights and angles of one item in one: y = x * own + partner * cross, where the partner is the
@@ -72,10 +183,10 @@ struct WeightedAngles {
   A own[2][V];
   A cross[2][V];
 
-  __device__ __forceinline__ static WeightedAngles of(const Angles<V, kInterleaved, A>& angles,
-                                                      const Item<V>& item, const A* shared_weight) {
-    A weight[2][V];
-    load_weight(shared_weight, item, weight[0], weight[1]);
+  template <typename T>
+  __device__ __forceinline__ static WeightedAngles of(const Angles<T, V, kInterleaved>& angles,
+                                                      const Item<V>& item,
+                                                      const A (&weight)[2][V]) {
     WeightedAngles both;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -112,107 +223,97 @@ struct WeightedAngles {
   }
 };
 
-// Shared memory of a block: angles of each warp, then the weights.
+// Up to a multiple of 16 bytes.
 template <typename A>
-struct Shared {
-  A* cos;
-  A* sin;
-  A* weights;
+__host__ __device__ int padded(int elements) {
+  constexpr int kUnit = 16 / sizeof(A);
+  return (elements + kUnit - 1) / kUnit * kUnit;
+}
 
-  __device__ __forceinline__ static Shared of(const RopeArgs& args, const Lane& lane,
-                                              unsigned char* memory) {
-    const int rotary_dim = static_cast<int>(args.rotary_dim);
-    const int warps = threads_of_block() / kWarpSize;
-    A* angles = reinterpret_cast<A*>(memory);
-    Shared shared;
-    shared.cos = angles + lane.warp * rotary_dim;
-    shared.sin = shared.cos + rotary_dim / 2;
-    shared.weights = angles + padded(warps * rotary_dim);
-    return shared;
-  }
+// Elements of shared memory for the angles of a block's warps, at its beginning.
+template <typename A, bool kDirect>
+__host__ __device__ int padded_angles(const RopeArgs& args, const RopeGeometry& geometry) {
+  if (kDirect) return 0;
+  return padded<A>(geometry.tokens_per_block * geometry.warps_per_token *
+                   static_cast<int>(args.rotary_dim));
+}
 
-  // Up to a multiple of 16 bytes.
-  __host__ __device__ static int padded(int elements) {
-    constexpr int kUnit = 16 / sizeof(A);
-    return (elements + kUnit - 1) / kUnit * kUnit;
-  }
-
-  static size_t bytes(const RopeArgs& args, const RopeGeometry& geometry) {
-    const int warps = warps_of(geometry);
-    return (padded(warps * static_cast<int>(args.rotary_dim)) + 2 * args.head_dim) * sizeof(A);
-  }
+// What the backward reads beside gradients.
+struct HeadInputs {
+  HeadMemory of[2];
 };
 
-template <typename T, int V, bool kInterleaved>
-__global__ void __maxnreg__(kForwardRegisters)
+template <typename T, int V>
+using ForwardPipeline = RowPipeline<T, V, 1, kForwardStages>;
+
+template <typename T, int V, bool kInterleaved, bool kDirect>
+__global__ void __maxnreg__((kForwardRegisters<T, V>))
     qk_norm_rope_kernel(const __grid_constant__ QkNormRopeArgs args,
                         const __grid_constant__ RopeGeometry geometry) {
   using A = Arithmetic<T>;
   constexpr int kItems = kItemsPerLane<V>;
-  constexpr int kRows = kForwardRows<T>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const RopeArgs& rope = args.rope;
   const Lane lane = Lane::of(rope, geometry, blockIdx.x);
-  const Shared<A> shared = Shared<A>::of(rope, lane, shared_memory);
-  stage_weights(args, shared.weights);
-  if (lane.token >= static_cast<uint32_t>(rope.batch * rope.tokens)) return;
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
 
   Item<V> items[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    items[i] = Item<V>::of(lane.lane_of_group + (i << geometry.log_group), rope, geometry);
-  }
-  const auto inputs = inputs_of<T>(rope, lane);
-  const auto outputs = outputs_of<T>(rope, lane);
-  const A* weights = shared.weights + lane.tensor * rope.head_dim;
-  A* rstds = static_cast<A*>(args.norms[lane.tensor].rstd);
-  if (rstds != nullptr) rstds += lane.token * rope.tensors[lane.tensor].heads;
-  Pair<T, V> data[kRows][kItems];
-  const auto load = [&](int first_row) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const bool served = lane.serves(rope, first_row + r);
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) data[r][i].load(inputs[first_row + r], items[i], served);
+  find_items(lane.lane_of_group, rope, geometry, items);
+  const TensorPlan& tensor = geometry.tensors[lane.tensor];
+  const Rows inputs = Rows::of(tensor.in, lane);
+  const Rows outputs = Rows::of(tensor.out, lane);
+  A* shared_angles = reinterpret_cast<A*>(shared_memory);
+  ForwardPipeline<T, V> rows(shared_memory + padded_angles<A, kDirect>(rope, geometry) * sizeof(A),
+                             lane);
+  const auto fetch = [&](int row) {
+    if (row < lane.rows) {
+      rows.fetch(0, inputs.head<const T>(row), items, lane.head(row) < tensor.heads);
     }
+    rows.commit();
   };
 
-  load(0);
-  stage_angles(rope, lane, rope.conjugate, shared.cos, shared.sin);
-  WeightedAngles<V, kInterleaved, A> angles[kItems];
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    angles[i] = WeightedAngles<V, kInterleaved, A>::of(
-        Angles<V, kInterleaved, A>::of(rope, items[i], shared.cos, shared.sin), items[i], weights);
+  for (int row = 0; row < kForwardStages; ++row) fetch(row);
+  WeightedAngles<V, kInterleaved, A> weighted[kItems];
+  {
+    Angles<T, V, kInterleaved> angles[kItems];
+    load_angles<kDirect>(rope, lane, items, rope.conjugate, shared_angles, angles);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      A weight[2][V];
+      load_weight<kDirect, T>(args, args.norms[lane.tensor].weight, items[i], weight[0], weight[1]);
+      weighted[i] = WeightedAngles<V, kInterleaved, A>::of(angles[i], items[i], weight);
+    }
   }
-  for (int first_row = 0; first_row < lane.rows; first_row += kRows) {
-    if (first_row > 0) load(first_row);
+  A* rstds = static_cast<A*>(args.norms[lane.tensor].rstd);
+  if (rstds != nullptr) rstds += static_cast<int64_t>(lane.token) * tensor.heads;
+#pragma unroll 1
+  for (int row = 0; row < lane.rows; ++row) {
+    A x[kItems][2][V];
+    rows.wait();
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const bool served = lane.serves(rope, first_row + r);
-      A x[kItems][2][V];
-      A squares = 0;
+    for (int i = 0; i < kItems; ++i) rows.get(0, i, x[i]);
+    rows.release();
+    fetch(row + kForwardStages);
+    A squares = 0;
 #pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        data[r][i].get(x[i][0], x[i][1]);
-        squares += dot(x[i][0], x[i][0]) + dot(x[i][1], x[i][1]);
+    for (int i = 0; i < kItems; ++i) squares += dot(x[i][0], x[i][0]) + dot(x[i][1], x[i][1]);
+    squares = sum_over_group(squares, geometry.log_group);
+    const A rstd = rsqrt(squares * static_cast<A>(args.mean_factor) + static_cast<A>(args.eps));
+    const int head = lane.head(row);
+    const bool served = head < tensor.heads;
+    if (rstds != nullptr && served && lane.lane_of_group == 0) rstds[head] = rstd;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        x[i][0][j] *= rstd;
+        x[i][1][j] *= rstd;
       }
-      squares = sum_over_group(squares, geometry.log_group);
-      const A rstd = rsqrt(squares * static_cast<A>(args.mean_factor) + static_cast<A>(args.eps));
-      if (rstds != nullptr && served && lane.lane_of_group == 0) {
-        rstds[lane.head(first_row + r)] = rstd;
-      }
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-#pragma unroll
-        for (int j = 0; j < V; ++j) {
-          x[i][0][j] *= rstd;
-          x[i][1][j] *= rstd;
-        }
-        angles[i].turn(x[i], items[i].turns);
-        data[r][i].set(x[i][0], x[i][1]);
-        data[r][i].store(outputs[first_row + r], items[i], served);
-      }
+      weighted[i].turn(x[i], items[i].turns);
+      Pair<T, V> done;
+      done.set(x[i][0], x[i][1]);
+      done.store(outputs.head<T>(row), items[i], served);
     }
   }
 }
@@ -221,103 +322,117 @@ __global__ void __maxnreg__(kForwardRegisters)
 //   dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens and heads of turn back(dy) * n.
 // A fixed grid walks the tokens, and each block writes its part of dw: sums have one order,
 // whatever runs first.
-template <typename T, int V, bool kInterleaved>
-__global__ void __maxnreg__(kBackwardRegisters)
+template <typename T, int V>
+using BackwardPipeline = RowPipeline<T, V, 2, kBackwardStages>;
+
+// Without kWeightGrads there is no dw, as where weights are frozen.
+template <typename T, int V, bool kInterleaved, bool kDirect, bool kWeightGrads>
+__global__ void __maxnreg__((kBackwardRegisters<T, V>))
     qk_norm_rope_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
-                                 const __grid_constant__ RopeGeometry geometry) {
+                                 const __grid_constant__ RopeGeometry geometry,
+                                 const __grid_constant__ HeadInputs head_inputs) {
   using A = Arithmetic<T>;
   constexpr int kItems = kItemsPerLane<V>;
-  constexpr int kRows = kBackwardRows;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const RopeArgs& rope = args.rope;
-  const auto tokens = static_cast<uint32_t>(rope.batch * rope.tokens);
   const int head_dim = static_cast<int>(rope.head_dim);
   Lane lane = Lane::of(rope, geometry, blockIdx.x);
-  const Shared<A> shared = Shared<A>::of(rope, lane, shared_memory);
-  stage_weights(args, shared.weights);
-  const A* weights = shared.weights + lane.tensor * head_dim;
-  const HeadNorm& norm = args.norms[lane.tensor];
+  A* shared_angles = reinterpret_cast<A*>(shared_memory);
+  A* shared_weights = shared_angles + padded_angles<A, kDirect>(rope, geometry);
+  const A* weights = shared_weights + lane.tensor * head_dim;
+  BackwardPipeline<T, V> rows(
+      reinterpret_cast<unsigned char*>(shared_weights + padded<A>(2 * head_dim)), lane);
+  const TensorPlan& tensor = geometry.tensors[lane.tensor];
+  const A* rstds = static_cast<const A*>(args.norms[lane.tensor].rstd);
 
   Item<V> items[kItems];
+  find_items(lane.lane_of_group, rope, geometry, items);
   A sums[kItems][2][V] = {};
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    items[i] = Item<V>::of(lane.lane_of_group + (i << geometry.log_group), rope, geometry);
-  }
+  Angles<T, V, kInterleaved> angles[kItems];
 
-  for (uint32_t block = blockIdx.x; block < geometry.token_blocks; block += gridDim.x) {
-    lane.move_to(rope, geometry, block);
-    if (lane.token >= tokens) break;  // the whole warp
-    const auto output_grads = inputs_of<T>(rope, lane);
-    const auto input_grads = outputs_of<T>(rope, lane);
-    const auto inputs =
-        Heads<const T>::of(static_cast<const T*>(norm.input), norm.input_strides, lane);
-    const A* rstds = static_cast<const A*>(norm.rstd) +
-                     static_cast<int64_t>(lane.token) * rope.tensors[lane.tensor].heads;
-    Angles<V, kInterleaved, A> angles[kItems];
-    for (int first_row = 0; first_row < lane.rows; first_row += kRows) {
-      Pair<T, V> grads[kRows][kItems];
-      Pair<T, V> data[kRows][kItems];
-      A rstd[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = first_row + r;
-        const bool served = lane.serves(rope, row);
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          grads[r][i].load(output_grads[row], items[i], served);
-          data[r][i].load(inputs[row], items[i], served);
-        }
-        rstd[r] = served ? rstds[lane.head(row)] : static_cast<A>(0);
-      }
-      if (first_row == 0) {
-        __syncwarp();  // all lanes have read the angles of the token before
-        stage_angles(rope, lane, !rope.conjugate, shared.cos, shared.sin);
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          angles[i] = Angles<V, kInterleaved, A>::of(rope, items[i], shared.cos, shared.sin);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        A g[kItems][2][V];
-        A n[kItems][2][V];
-        A mean = 0;
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          grads[r][i].get(g[i][0], g[i][1]);
-          data[r][i].get(n[i][0], n[i][1]);
-          if (items[i].turns) angles[i].turn(g[i][0], g[i][1]);
-          A weight[2][V];
-          load_weight(weights, items[i], weight[0], weight[1]);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int j = 0; j < V; ++j) {
-              n[i][half][j] *= rstd[r];
-              sums[i][half][j] += g[i][half][j] * n[i][half][j];
-              g[i][half][j] *= weight[half][j];
-            }
-            mean += dot(g[i][half], n[i][half]);
-          }
-        }
-        mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
-#pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int j = 0; j < V; ++j) {
-              g[i][half][j] = rstd[r] * (g[i][half][j] - n[i][half][j] * mean);
-            }
-          }
-          grads[r][i].set(g[i][0], g[i][1]);
-          grads[r][i].store(input_grads[first_row + r], items[i], lane.serves(rope, first_row + r));
-        }
+  // The rows of this warp's tokens, one after the other. `ahead` is the row that is asked for next.
+  const auto exists = [&](const Lane& of, uint32_t block) {
+    return lane.rows > 0 && block < geometry.token_blocks && of.token < geometry.tokens;
+  };
+  Lane ahead = lane;
+  uint32_t block_ahead = blockIdx.x;
+  int row_ahead = 0;
+  const auto fetch = [&] {
+    if (exists(ahead, block_ahead)) {
+      const bool served = ahead.head(row_ahead) < tensor.heads;
+      rows.fetch(0, Rows::of(tensor.in, ahead).template head<const T>(row_ahead), items, served);
+      rows.fetch(1, Rows::of(head_inputs.of[ahead.tensor], ahead).template head<const T>(row_ahead),
+                 items, served);
+      if (++row_ahead == ahead.rows) {
+        row_ahead = 0;
+        block_ahead += gridDim.x;
+        ahead.move_to(rope, geometry, block_ahead);
       }
     }
+    rows.commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kBackwardStages; ++i) fetch();
+  stage_weights(args, shared_weights);
+
+  uint32_t block = blockIdx.x;
+  int row = 0;
+  while (exists(lane, block)) {
+    const bool served = lane.head(row) < tensor.heads;
+    const A rstd =
+        served ? rstds[static_cast<int64_t>(lane.token) * tensor.heads + lane.head(row)] : A{};
+    if (row == 0) {
+      load_angles<kDirect>(rope, lane, items, !rope.conjugate, shared_angles, angles);
+    }
+    A g[kItems][2][V];
+    A n[kItems][2][V];
+    rows.wait();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      rows.get(0, i, g[i]);
+      rows.get(1, i, n[i]);
+    }
+    rows.release();
+    fetch();
+    A mean = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items[i].turns) angles[i].turn(g[i][0], g[i][1]);
+      A weight[2][V];
+      load_weight(weights, items[i], weight[0], weight[1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          n[i][half][j] *= rstd;
+          if constexpr (kWeightGrads) sums[i][half][j] += g[i][half][j] * n[i][half][j];
+          g[i][half][j] *= weight[half][j];
+        }
+        mean += dot(g[i][half], n[i][half]);
+      }
+    }
+    mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
+    T* input_grads = Rows::of(tensor.out, lane).template head<T>(row);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          g[i][half][j] = rstd * (g[i][half][j] - n[i][half][j] * mean);
+        }
+      }
+      Pair<T, V> done;
+      done.set(g[i][0], g[i][1]);
+      done.store(input_grads, items[i], served);
+    }
+    if (++row == lane.rows) {
+      row = 0;
+      block += gridDim.x;
+      lane.move_to(rope, geometry, block);
+    }
   }
-  if (args.partials == nullptr) return;
+  if (!kWeightGrads || args.partials == nullptr) return;
 
   // Over the groups of a warp, then over the warps of the block, each time in one order.
   __syncthreads();                                      // nobody reads angles or weights any more
@@ -348,7 +463,7 @@ __global__ void __maxnreg__(kBackwardRegisters)
     for (int warp = 0; warp < threads_of_block() / kWarpSize; ++warp) {
       const int warp_of_token =
           static_cast<int>(blockIdx.y) * geometry.warps_per_token + warp % geometry.warps_per_token;
-      const bool is_query = warp_of_token < geometry.tensors[0].count;
+      const bool is_query = warp_of_token < geometry.tensors[0].warps;
       if (is_query == of_query) sum += block_sums[warp * head_dim + column];
     }
     partial[i] = sum;
@@ -409,26 +524,43 @@ bool inputs_fit(const QkNormRopeArgs& args, int64_t elements) {
   return fit;
 }
 
-RopeGeometry backward_geometry(const RopeArgs& rope, int elements) {
-  return rope_geometry(rope, elements, kBackwardRowsOfWarp, /*copies=*/true);
+template <typename T, int V>
+RopeGeometry backward_geometry(const RopeArgs& rope) {
+  return rope_geometry(rope, V, kBackwardRows, /*copies=*/true,
+                       kPipelineWarps<BackwardPipeline<T, V>>);
 }
 
-template <typename T, int V, bool kInterleaved>
+template <typename T, int V, bool kInterleaved, bool kDirect>
 void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   using A = Arithmetic<T>;
   const RopeArgs& rope = args.rope;
-  const RopeGeometry geometry = backward_geometry(rope, V);
-  // At most 8 warps of 512 columns of 8 bytes, and both weights: below the 48 KiB of any block.
-  static_assert(kMaxWarps * 512 * 8 + 2 * 512 * 8 <= 48 * 1024);
-  const size_t shared = std::max<size_t>(Shared<A>::bytes(rope, geometry),
-                                         warps_of(geometry) * rope.head_dim * sizeof(A));
-  const auto kernel = qk_norm_rope_backward_kernel<T, V, kInterleaved>;
+  const RopeGeometry geometry = backward_geometry<T, V>(rope);
+  HeadInputs inputs;
+  for (int i = 0; i < rope.n_tensors; ++i) {
+    inputs.of[i] = head_memory(args.norms[i].input, args.norms[i].input_strides, sizeof(T));
+  }
+  const int head_dim = static_cast<int>(rope.head_dim);
+  const size_t rows =
+      (padded_angles<A, kDirect>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
+      warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
+  const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
+  // Where speed has been given up anyway, one kernel serves both.
+  const auto kernel = args.partials == nullptr
+                          ? qk_norm_rope_backward_kernel<T, V, kInterleaved, kDirect, !kDirect>
+                          : qk_norm_rope_backward_kernel<T, V, kInterleaved, kDirect, true>;
   const dim3 grid(static_cast<unsigned>(args.n_partials / geometry.warp_blocks),
                   geometry.warp_blocks);
-  kernel<<<grid, threads_of(geometry), shared, stream>>>(args, geometry);
+  kernel<<<grid, threads_of(geometry), std::max(rows, sums), stream>>>(args, geometry, inputs);
   if (args.partials == nullptr) return;
   const auto blocks = static_cast<unsigned>(ceil_div(2 * rope.head_dim, kWarpSize));
   sum_partials_kernel<A><<<blocks, 1024, 0, stream>>>(args);
+}
+
+// Whether lanes can read weights in vectors of so many.
+bool weights_fit(const QkNormRopeArgs& args, int elements) {
+  const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
+  return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
+         multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
 }
 
 }  // namespace
@@ -436,22 +568,29 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
 void apply_qk_norm_rope(const QkNormRopeArgs& args, Stream stream) {
   const RopeArgs& rope = args.rope;
   if (has_no_work(rope)) return;
-  dispatch_rope(rope, [&]<typename T, int V, bool kInterleaved>() {
-    const RopeGeometry geometry = rope_geometry(rope, V, kForwardRowsOfWarp, /*copies=*/true);
-    const size_t shared = Shared<Arithmetic<T>>::bytes(rope, geometry);
-    qk_norm_rope_kernel<T, V, kInterleaved>
+  const auto fits = [&](int elements) { return weights_fit(args, elements); };
+  dispatch_rope(rope, fits, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+    using A = Arithmetic<T>;
+    using Pipeline = ForwardPipeline<T, V>;
+    const RopeGeometry geometry =
+        rope_geometry(rope, V, kForwardRows, /*copies=*/true, kPipelineWarps<Pipeline>);
+    const size_t shared = padded_angles<A, kDirect>(rope, geometry) * sizeof(A) +
+                          warps_of(geometry) * Pipeline::kWarpBytes;
+    qk_norm_rope_kernel<T, V, kInterleaved, kDirect>
         <<<blocks_of(geometry), threads_of(geometry), shared, stream>>>(args, geometry);
   });
 }
 
-// Calls run.template operator()<T, V, kInterleaved>() with vectors that fit the inputs too.
+// Calls run.template operator()<T, V, kInterleaved, kDirect>() with vectors that fit the inputs
+// too.
 template <typename Run>
 void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
-  dispatch_rope(args.rope, [&]<typename T, int V, bool kInterleaved>() {
+  const auto always = [](int) { return true; };
+  dispatch_rope(args.rope, always, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
     if (inputs_fit(args, V)) {
-      run.template operator()<T, V, kInterleaved>();
+      run.template operator()<T, V, kInterleaved, kDirect>();
     } else {
-      run.template operator()<T, 1, false>();
+      run.template operator()<T, 1, false, false>();
     }
   });
 }
@@ -464,17 +603,17 @@ int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   int64_t blocks = 1;
-  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved>() {
-    const RopeGeometry geometry = backward_geometry(args.rope, V);
-    const int64_t at_a_time = processors * std::max(1, kBackwardWarps / warps_of(geometry));
+  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+    const RopeGeometry geometry = backward_geometry<T, V>(args.rope);
+    const int64_t at_a_time = processors * std::max(1, kBackwardWarps<T, V> / warps_of(geometry));
     blocks = std::clamp<int64_t>(geometry.token_blocks, 1, at_a_time) * geometry.warp_blocks;
   });
   return blocks;
 }
 
 void apply_qk_norm_rope_backward(const QkNormRopeArgs& args, Stream stream) {
-  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved>() {
-    launch_backward<T, V, kInterleaved>(args, stream);
+  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+    launch_backward<T, V, kInterleaved, kDirect>(args, stream);
   });
 }
 

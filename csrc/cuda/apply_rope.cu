@@ -5,45 +5,40 @@ namespace {
 
 // Rows of a warp, whose loads are all in flight before the first of them is turned, and blocks of
 // full size that a multiprocessor has registers for: more rows would save work on angles, fewer
-// would leave room for more warps. Measured on an H200.
+// leave room for more warps. Measured on an H200; a register too few costs more than either.
 template <typename T>
-inline constexpr int kRows = sizeof(T) == 2 ? 3 : (sizeof(T) == 4 ? 2 : 1);
-constexpr int kBlocks = 4;
+inline constexpr int kRows = sizeof(T) <= 4 ? 2 : 1;
+template <typename T, int V>
+inline constexpr int kBlocks = V == 8 ? 5 : (sizeof(T) <= 4 ? 3 : 2);
 
-template <typename T, int V, bool kInterleaved>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+template <typename T, int V, bool kInterleaved, bool kDirect>
+__global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V>)
     apply_rope_kernel(const __grid_constant__ RopeArgs args,
                       const __grid_constant__ RopeGeometry geometry) {
   using A = Arithmetic<T>;
   constexpr int kItems = kItemsPerLane<V>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Lane lane = Lane::of(args, geometry, blockIdx.x);
-  if (lane.token >= static_cast<uint32_t>(args.batch * args.tokens)) return;
-  const int pairs = static_cast<int>(args.rotary_dim) / 2;
-  A* cos = reinterpret_cast<A*>(shared_memory) + lane.warp * 2 * pairs;
-  A* sin = cos + pairs;
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
 
   Item<V> items[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    items[i] = Item<V>::of(lane.lane_of_group + (i << geometry.log_group), args, geometry);
-  }
-  const auto inputs = inputs_of<T>(args, lane);
-  const auto outputs = outputs_of<T>(args, lane);
+  find_items(lane.lane_of_group, args, geometry, items);
+  const TensorPlan& tensor = geometry.tensors[lane.tensor];
+  const Rows inputs = Rows::of(tensor.in, lane);
+  const Rows outputs = Rows::of(tensor.out, lane);
   Pair<T, V> data[kRows<T>][kItems];
 #pragma unroll
   for (int r = 0; r < kRows<T>; ++r) {
+    const bool served = lane.head(r) < tensor.heads;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) data[r][i].load(inputs[r], items[i], lane.serves(args, r));
+    for (int i = 0; i < kItems; ++i) data[r][i].load(inputs.head<const T>(r), items[i], served);
   }
-  stage_angles(args, lane, args.conjugate, cos, sin);  // while the loads are on their way
-  Angles<V, kInterleaved, A> angles[kItems];
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    angles[i] = Angles<V, kInterleaved, A>::of(args, items[i], cos, sin);
-  }
+  Angles<T, V, kInterleaved> angles[kItems];  // while the loads are on their way
+  load_angles<kDirect>(args, lane, items, args.conjugate, reinterpret_cast<A*>(shared_memory),
+                       angles);
 #pragma unroll
   for (int r = 0; r < kRows<T>; ++r) {
+    const bool served = lane.head(r) < tensor.heads;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (items[i].turns) {
@@ -52,7 +47,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         angles[i].turn(a, b);
         data[r][i].set(a, b);
       }
-      data[r][i].store(outputs[r], items[i], lane.serves(args, r));
+      data[r][i].store(outputs.head<T>(r), items[i], served);
     }
   }
 }
@@ -65,11 +60,12 @@ bool all_in_place(const RopeArgs& args) {
 
 void apply_rope(const RopeArgs& args, Stream stream) {
   if (has_no_work(args)) return;
-  dispatch_rope(args, [&]<typename T, int V, bool kInterleaved>() {
+  const auto always = [](int) { return true; };
+  dispatch_rope(args, always, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
     const RopeGeometry geometry = rope_geometry(args, V, kRows<T>, !all_in_place(args));
-    apply_rope_kernel<T, V, kInterleaved>
-        <<<blocks_of(geometry), threads_of(geometry), angle_bytes<Arithmetic<T>>(args, geometry),
-           stream>>>(args, geometry);
+    const size_t shared = kDirect ? 0 : angle_bytes<Arithmetic<T>>(args, geometry);
+    apply_rope_kernel<T, V, kInterleaved, kDirect>
+        <<<blocks_of(geometry), threads_of(geometry), shared, stream>>>(args, geometry);
   });
 }
 

@@ -18,8 +18,9 @@
 //   lane:    0 1 .. 7   8 .. 15    16 .. 23   24 .. 31      (head_dim 128 in bf16)
 //   lane l of a group holds 16 bytes of each half of the rotated part, which pair up.
 //
-// Where an angle comes from has many cases, and so lies outside the loop over heads: each warp
-// first puts the angles of its token into shared memory.
+// Instructions per warp, not memory, are what these kernels would be bound by: whatever the host
+// can work out lies in RopeGeometry, and a lane reads its own angles from the table, 16 bytes at a
+// time. Tables that do not allow it go through shared memory, which each warp fills for its token.
 namespace cuseq::cuda {
 
 constexpr int kWarpSize = 32;
@@ -48,18 +49,6 @@ __device__ __forceinline__ To convert(From value) {
   }
 }
 
-// N neighbours from shared memory, aligned to N of them, in accesses of at most 16 bytes.
-template <int N, typename A>
-__device__ __forceinline__ void load_shared(const A* source, A (&out)[N]) {
-  constexpr int kChunk = N * sizeof(A) <= 16 ? N : static_cast<int>(16 / sizeof(A));
-#pragma unroll
-  for (int i = 0; i < N; i += kChunk) {
-    const auto chunk = *reinterpret_cast<const Vec<A, kChunk>*>(source + i);
-#pragma unroll
-    for (int j = 0; j < kChunk; ++j) out[i + j] = chunk.values[j];
-  }
-}
-
 // Calls run.template operator()<T>() for the dtype.
 template <typename Run>
 __device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
@@ -74,294 +63,6 @@ __device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
       return run.template operator()<__half>();
   }
 }
-
-// The warps of one tensor's heads. A row is the heads that a warp holds at a time.
-struct TensorWarps {
-  int count = 0;
-  int rows = 0;      // of each
-  int all_rows = 0;  // of all of them
-};
-
-// How the work is laid out, decided on the host.
-struct RopeGeometry {
-  int log_group = 0;     // lanes of a head
-  int rotary_items = 0;  // an item is two vectors: the two halves of V pairs,
-  int copy_items = 0;    // or what lies behind the rotated part
-  int copy_vectors = 0;
-  TensorWarps tensors[2];
-  int warps_per_token = 1;  // in a block
-  int tokens_per_block = 1;
-  uint32_t token_blocks = 0;  // along x
-  uint32_t warp_blocks = 1;   // along y, where a token has more warps than a block
-};
-
-// Where the two vectors of an item lie in the head.
-template <int V>
-struct Item {
-  int index;
-  int first;
-  int second;
-  bool first_exists;
-  bool second_exists;
-  bool turns;
-
-  __device__ __forceinline__ static Item of(int index, const RopeArgs& args,
-                                            const RopeGeometry& geometry) {
-    const int rotary_dim = static_cast<int>(args.rotary_dim);
-    const int copy = index - geometry.rotary_items;
-    Item item;
-    item.index = index;
-    item.turns = copy < 0;
-    // One element holds no pair, so its pair is the other vector.
-    const bool neighbours = V == 1 && args.interleaved;
-    const int turned = neighbours ? 2 * index : index * V;
-    item.first = item.turns ? turned : rotary_dim + copy * V;
-    item.second =
-        item.first + (!item.turns ? geometry.copy_items * V : (neighbours ? 1 : rotary_dim / 2));
-    item.first_exists = copy < geometry.copy_items;
-    item.second_exists =
-        item.turns || (item.first_exists && copy + geometry.copy_items < geometry.copy_vectors);
-    return item;
-  }
-};
-
-// A lane holds so many items that 32 lanes hold a head of 512.
-template <int V>
-inline constexpr int kItemsPerLane = 8 / V;
-
-// One lane's part in the work.
-struct Lane {
-  int lane;
-  int warp;  // in the block
-  int group;
-  int lane_of_group;
-  int tensor;      // 0 for q, 1 for k
-  int rows;        // of the warp; none for those that fill up the last block
-  int first_head;  // the group's, in the first row
-  int heads_per_row;
-  int token_in_block;
-  uint32_t token;  // in the flat row
-  uint32_t batch;
-  uint32_t token_in_batch;
-
-  __device__ __forceinline__ static Lane of(const RopeArgs& args, const RopeGeometry& geometry,
-                                            uint32_t block) {
-    Lane mine;
-    mine.lane = threadIdx.x;
-    mine.group = mine.lane >> geometry.log_group;
-    mine.lane_of_group = mine.lane & ((1 << geometry.log_group) - 1);
-    mine.heads_per_row = kWarpSize >> geometry.log_group;
-    // Shuffled, so that the compiler knows that the whole warp agrees.
-    mine.token_in_block = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.z), 0);
-    const int warp_in_block = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.y), 0);
-    const int warp = static_cast<int>(blockIdx.y) * geometry.warps_per_token + warp_in_block;
-    mine.warp = mine.token_in_block * geometry.warps_per_token + warp_in_block;
-    mine.tensor = warp < geometry.tensors[0].count ? 0 : 1;
-    const TensorWarps& warps = geometry.tensors[mine.tensor];
-    const int first_row = (mine.tensor == 0 ? warp : warp - geometry.tensors[0].count) * warps.rows;
-    mine.rows = max(0, min(warps.rows, warps.all_rows - first_row));
-    mine.first_head = first_row * mine.heads_per_row + mine.group;
-    mine.move_to(args, geometry, block);
-    return mine;
-  }
-
-  __device__ __forceinline__ void move_to(const RopeArgs& args, const RopeGeometry& geometry,
-                                          uint32_t block) {
-    token = block * geometry.tokens_per_block + token_in_block;
-    batch = args.batch == 1 ? 0 : token / static_cast<uint32_t>(args.tokens);
-    token_in_batch = token - batch * static_cast<uint32_t>(args.tokens);
-  }
-
-  __device__ __forceinline__ int head(int row) const { return first_head + row * heads_per_row; }
-
-  __device__ __forceinline__ bool serves(const RopeArgs& args, int row) const {
-    return row < rows && head(row) < static_cast<int>(args.tensors[tensor].heads);
-  }
-};
-
-__device__ __forceinline__ int64_t offset_of(const int64_t (&strides)[3], int64_t a, int64_t b,
-                                             int64_t c) {
-  return a * strides[0] + b * strides[1] + c * strides[2];
-}
-
-// The heads that one group serves, row after row, from `first` on.
-template <typename T>
-struct Heads {
-  T* first;
-  int64_t step;
-
-  __device__ __forceinline__ static Heads of(T* base, const int64_t (&strides)[3],
-                                             const Lane& lane) {
-    return {base + offset_of(strides, lane.batch, lane.token_in_batch, lane.first_head),
-            lane.heads_per_row * strides[2]};
-  }
-
-  __device__ __forceinline__ T* operator[](int row) const { return first + row * step; }
-};
-
-template <typename T>
-__device__ __forceinline__ Heads<const T> inputs_of(const RopeArgs& args, const Lane& lane) {
-  const RopeTensor& tensor = args.tensors[lane.tensor];
-  return Heads<const T>::of(static_cast<const T*>(tensor.in), tensor.in_strides, lane);
-}
-
-template <typename T>
-__device__ __forceinline__ Heads<T> outputs_of(const RopeArgs& args, const Lane& lane) {
-  const RopeTensor& tensor = args.tensors[lane.tensor];
-  return Heads<T>::of(static_cast<T*>(tensor.out), tensor.out_strides, lane);
-}
-
-// The segment of a token, all lanes asking for the same one: 32 offsets at a time.
-__device__ __forceinline__ int segment_of_warp(const SeqLens& seqlens, int token, int lane) {
-  int low = 0;
-  int high = static_cast<int>(seqlens.n_seqs);
-  while (true) {
-    const int step = (high - low) / kWarpSize + 1;
-    const int mine = low + lane * step;
-    const bool before = mine <= high && seqlens.cu_seqlens[mine] <= token;
-    const int count = __popc(__ballot_sync(kFullWarp, before));
-    // Offsets that do not ascend may leave nothing before the token; any segment is safe then.
-    low += (count > 0 ? count - 1 : 0) * step;
-    if (step == 1) return low;
-    high = min(low + step - 1, high);
-  }
-}
-
-// Where the table's row of a token starts, in the plane of this lane: lane 0 looks for time, lane 1
-// for height, the others for width; with one plane all of them for the only one.
-struct TableRow {
-  int64_t cos;
-  int64_t sin;
-  bool exists;  // the table holds the position
-
-  __device__ __forceinline__ static TableRow of(const RopeArgs& args, const Lane& lane) {
-    const RopePositions& positions = args.positions;
-    const RopeTable& table = args.table;
-    const int plane = args.planes.kind == Planes::kOne ? 0 : min(lane.lane, 2);
-    int64_t position = lane.token_in_batch;
-    bool exists = true;
-    if (positions.source != PositionSource::kToken) {
-      if (positions.source == PositionSource::kSegments) {
-        const int token_of_all = static_cast<int>(lane.token * positions.cp_size);
-        const int segment = segment_of_warp(positions.seqlens, token_of_all, lane.lane);
-        position = positions.in_segment(lane.token, segment);
-      } else if (positions.source == PositionSource::kIds) {
-        position = positions.given(plane, lane.batch, position);
-      } else {
-        position = positions.dense(position);
-      }
-      exists = position >= 0 && position < table.rows;
-    }
-    // The planes of a position's table are one, and so are its batches: strides of 0.
-    return {offset_of(table.cos_strides, plane, lane.batch, exists ? position : 0),
-            offset_of(table.sin_strides, plane, lane.batch, exists ? position : 0), exists};
-  }
-
-  __device__ __forceinline__ TableRow of_plane(int plane) const {
-    return {__shfl_sync(kFullWarp, cos, plane), __shfl_sync(kFullWarp, sin, plane),
-            static_cast<bool>(__shfl_sync(kFullWarp, static_cast<int>(exists), plane))};
-  }
-};
-
-template <typename Table, typename A>
-__device__ __forceinline__ void stage_pair(const RopeArgs& args, const TableRow& row, int pair,
-                                           bool back, A* shared_cos, A* shared_sin) {
-  const int64_t column = pair * static_cast<int>(args.table.column_step);
-  A cos = static_cast<A>(NAN);
-  A sin = static_cast<A>(NAN);
-  if (row.exists) {
-    cos = convert<A>(static_cast<const Table*>(args.table.cos)[row.cos + column]);
-    sin = convert<A>(static_cast<const Table*>(args.table.sin)[row.sin + column]);
-  }
-  shared_cos[pair] = cos;
-  shared_sin[pair] = back ? -sin : sin;
-}
-
-template <typename Table, typename A>
-__device__ __forceinline__ void stage_row(const RopeArgs& args, const Lane& lane,
-                                          const TableRow& row, bool back, A* shared_cos,
-                                          A* shared_sin) {
-  const int pairs = static_cast<int>(args.rotary_dim) / 2;
-  if (args.planes.kind == Planes::kOne) {
-#pragma unroll 2
-    for (int pair = lane.lane; pair < pairs; pair += kWarpSize) {
-      stage_pair<Table>(args, row, pair, back, shared_cos, shared_sin);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int first = 0; first < pairs; first += kWarpSize) {
-    const int pair = first + lane.lane;
-    const TableRow own = row.of_plane(args.planes.plane_of(pair));  // all lanes take part
-    if (pair < pairs) stage_pair<Table>(args, own, pair, back, shared_cos, shared_sin);
-  }
-}
-
-// Puts the cosines and sines of a warp's token into shared memory, [rotary_dim / 2] each; with
-// `back`, those that turn the other way. A position that the table does not hold gives NaN: it must
-// be seen, not read from elsewhere.
-template <typename A>
-__device__ __forceinline__ void stage_angles(const RopeArgs& args, const Lane& lane, bool back,
-                                             A* shared_cos, A* shared_sin) {
-  const TableRow row = TableRow::of(args, lane);
-  dispatch_float(args.table.dtype, [&]<typename Table>() {
-    stage_row<Table>(args, lane, row, back, shared_cos, shared_sin);
-  });
-  __syncwarp();
-}
-
-// The angles of one item's pairs.
-template <int V, bool kInterleaved, typename A>
-struct Angles {
-  A cos[V] = {};
-  A sin[V] = {};
-
-  __device__ __forceinline__ static Angles of(const RopeArgs& args, const Item<V>& item,
-                                              const A* shared_cos, const A* shared_sin) {
-    Angles angles;
-    if (!item.turns) return angles;
-    if constexpr (kInterleaved) {
-      // Each vector holds V / 2 pairs.
-      constexpr int kHalf = V / 2;
-      const int first = item.index * kHalf;
-      const int second = first + static_cast<int>(args.rotary_dim) / 4;
-      A low[kHalf], high[kHalf];
-      load_shared(shared_cos + first, low);
-      load_shared(shared_cos + second, high);
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) angles.cos[i] = low[i], angles.cos[kHalf + i] = high[i];
-      load_shared(shared_sin + first, low);
-      load_shared(shared_sin + second, high);
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) angles.sin[i] = low[i], angles.sin[kHalf + i] = high[i];
-    } else {
-      load_shared(shared_cos + item.index * V, angles.cos);
-      load_shared(shared_sin + item.index * V, angles.sin);
-    }
-    return angles;
-  }
-
-  __device__ __forceinline__ void turn(A (&first)[V], A (&second)[V]) const {
-    if constexpr (kInterleaved) {
-#pragma unroll
-      for (int i = 0; i < V / 2; ++i) {
-        turn_pair(first[2 * i], first[2 * i + 1], cos[i], sin[i]);
-        turn_pair(second[2 * i], second[2 * i + 1], cos[V / 2 + i], sin[V / 2 + i]);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < V; ++i) turn_pair(first[i], second[i], cos[i], sin[i]);
-    }
-  }
-
-  __device__ __forceinline__ static void turn_pair(A& a, A& b, A c, A s) {
-    const A x = a;
-    const A y = b;
-    // Fused by hand: the compiler would choose anew in each kernel, and results differ in a bit.
-    a = fma(x, c, -(y * s));
-    b = fma(y, c, x * s);
-  }
-};
 
 // Neighbours as they lie in memory, in whole words: single 16-bit values would each be cut out and
 // put back.
@@ -425,6 +126,351 @@ struct Packed {
   }
 };
 
+// N neighbours, aligned to all of them or to 16 bytes.
+template <int N, typename Source, typename A>
+__device__ __forceinline__ void load_vector(const Source* source, A* out) {
+  constexpr int kChunk = N * sizeof(Source) <= 16 ? N : static_cast<int>(16 / sizeof(Source));
+#pragma unroll
+  for (int i = 0; i < N; i += kChunk) {
+    const auto packed = *reinterpret_cast<const Packed<Source, kChunk>*>(source + i);
+    A chunk[kChunk];
+    packed.get(chunk);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) out[i + j] = chunk[j];
+  }
+}
+
+// Heads in memory: [batch, token, head], strides in bytes.
+struct HeadMemory {
+  unsigned char* data = nullptr;
+  int64_t batch = 0;
+  int64_t token = 0;
+  int64_t head = 0;
+};
+
+struct TensorPlan {
+  HeadMemory in;
+  HeadMemory out;
+  int heads = 0;
+  int warps = 0;  // that serve it
+};
+
+// How the work is laid out, decided on the host.
+struct RopeGeometry {
+  int log_group = 0;     // lanes of a head
+  int rotary_items = 0;  // an item is two vectors: the two halves of V pairs,
+  int copy_items = 0;    // or what lies behind the rotated part
+  int copy_vectors = 0;
+  int rows = 1;  // of a warp; a row is the heads that it holds at a time
+  TensorPlan tensors[2];
+  int warps_per_token = 1;  // in a block
+  int tokens_per_block = 1;
+  uint32_t tokens = 0;        // of all batches
+  uint32_t token_blocks = 0;  // along x
+  uint32_t warp_blocks = 1;   // along y, where a token has more warps than a block
+};
+
+// Where the two vectors of an item lie in the head.
+template <int V>
+struct Item {
+  int index;
+  int first;
+  int second;
+  bool first_exists;
+  bool second_exists;
+  bool turns;
+
+  __device__ __forceinline__ static Item of(int index, const RopeArgs& args,
+                                            const RopeGeometry& geometry) {
+    const int rotary_dim = static_cast<int>(args.rotary_dim);
+    const int copy = index - geometry.rotary_items;
+    Item item;
+    item.index = index;
+    item.turns = copy < 0;
+    // One element holds no pair, so its pair is the other vector.
+    const bool neighbours = V == 1 && args.interleaved;
+    const int turned = neighbours ? 2 * index : index * V;
+    item.first = item.turns ? turned : rotary_dim + copy * V;
+    item.second =
+        item.first + (!item.turns ? geometry.copy_items * V : (neighbours ? 1 : rotary_dim / 2));
+    item.first_exists = copy < geometry.copy_items;
+    item.second_exists =
+        item.turns || (item.first_exists && copy + geometry.copy_items < geometry.copy_vectors);
+    return item;
+  }
+};
+
+// A lane holds so many items that 32 lanes hold a head of 512.
+template <int V>
+inline constexpr int kItemsPerLane = 8 / V;
+
+template <int V, int kItems>
+__device__ __forceinline__ void find_items(int lane_of_group, const RopeArgs& args,
+                                           const RopeGeometry& geometry, Item<V> (&items)[kItems]) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    items[i] = Item<V>::of(lane_of_group + (i << geometry.log_group), args, geometry);
+  }
+}
+
+// One lane's part in the work.
+struct Lane {
+  int lane;
+  int warp;  // in the block
+  int group;
+  int lane_of_group;
+  int tensor;      // 0 for q, 1 for k
+  int first_head;  // the group's, in the first row
+  int heads_per_row;
+  int rows;  // of the warp that have a head
+  int token_in_block;
+  uint32_t token;  // in the flat row
+  uint32_t batch;
+  uint32_t token_in_batch;
+
+  __device__ __forceinline__ static Lane of(const RopeArgs& args, const RopeGeometry& geometry,
+                                            uint32_t block) {
+    Lane mine;
+    mine.lane = threadIdx.x;
+    mine.group = mine.lane >> geometry.log_group;
+    mine.lane_of_group = mine.lane & ((1 << geometry.log_group) - 1);
+    mine.heads_per_row = kWarpSize >> geometry.log_group;
+    // Shuffled, so that the compiler knows that the whole warp agrees.
+    mine.token_in_block = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.z), 0);
+    const int warp_in_block = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.y), 0);
+    int warp = static_cast<int>(blockIdx.y) * geometry.warps_per_token + warp_in_block;
+    mine.warp = mine.token_in_block * geometry.warps_per_token + warp_in_block;
+    mine.tensor = warp < geometry.tensors[0].warps ? 0 : 1;
+    if (mine.tensor == 1) warp -= geometry.tensors[0].warps;
+    const int first_of_warp = warp * geometry.rows * mine.heads_per_row;
+    const int heads = geometry.tensors[mine.tensor].heads - first_of_warp;
+    mine.rows = min(geometry.rows, (heads + mine.heads_per_row - 1) >> (5 - geometry.log_group));
+    mine.first_head = first_of_warp + mine.group;
+    mine.move_to(args, geometry, block);
+    return mine;
+  }
+
+  __device__ __forceinline__ void move_to(const RopeArgs& args, const RopeGeometry& geometry,
+                                          uint32_t block) {
+    token = block * geometry.tokens_per_block + token_in_block;
+    batch = args.batch == 1 ? 0 : token / static_cast<uint32_t>(args.tokens);
+    token_in_batch = token - batch * static_cast<uint32_t>(args.tokens);
+  }
+
+  __device__ __forceinline__ int head(int row) const { return first_head + row * heads_per_row; }
+};
+
+// Where one lane's vectors lie, row after row.
+struct Rows {
+  unsigned char* first;
+  int64_t step;
+
+  __device__ __forceinline__ static Rows of(const HeadMemory& memory, const Lane& lane) {
+    unsigned char* first = memory.data + lane.token_in_batch * memory.token +
+                           static_cast<uint32_t>(lane.first_head) * memory.head;
+    if (lane.batch > 0) first += lane.batch * memory.batch;
+    return {first, static_cast<uint32_t>(lane.heads_per_row) * memory.head};
+  }
+
+  template <typename T>
+  __device__ __forceinline__ T* head(int row) const {
+    return reinterpret_cast<T*>(first + row * step);
+  }
+};
+
+// The segment of a token, all lanes asking for the same one: 32 offsets at a time.
+__device__ __forceinline__ int segment_of_warp(const SeqLens& seqlens, int token, int lane) {
+  int low = 0;
+  int high = static_cast<int>(seqlens.n_seqs);
+  while (true) {
+    const int step = (high - low) / kWarpSize + 1;
+    const int mine = low + lane * step;
+    const bool before = mine <= high && seqlens.cu_seqlens[mine] <= token;
+    const int count = __popc(__ballot_sync(kFullWarp, before));
+    // Offsets that do not ascend may leave nothing before the token; any segment is safe then.
+    low += (count > 0 ? count - 1 : 0) * step;
+    if (step == 1) return low;
+    high = min(low + step - 1, high);
+  }
+}
+
+// Where the table's row of a token starts, in one plane.
+struct TableRow {
+  int64_t cos;
+  int64_t sin;
+  bool exists;  // the table holds the position
+
+  __device__ __forceinline__ static TableRow of(const RopeArgs& args, const Lane& lane, int plane) {
+    const RopePositions& positions = args.positions;
+    const RopeTable& table = args.table;
+    int64_t position = lane.token_in_batch;
+    bool exists = true;
+    if (positions.source != PositionSource::kToken) {
+      if (positions.source == PositionSource::kSegments) {
+        const int token_of_all = static_cast<int>(lane.token * positions.cp_size);
+        const int segment = segment_of_warp(positions.seqlens, token_of_all, lane.lane);
+        position = positions.in_segment(lane.token, segment);
+      } else if (positions.source == PositionSource::kIds) {
+        position = positions.given(plane, lane.batch, position);
+      } else {
+        position = positions.dense(position);
+      }
+      exists = position >= 0 && position < table.rows;
+    }
+    // The planes of a position's table are one, and so are its batches: strides of 0.
+    const auto row = static_cast<uint32_t>(exists ? position : 0);
+    TableRow found{row * table.cos_strides[2], row * table.sin_strides[2], exists};
+    if (positions.source == PositionSource::kToken) {
+      found.cos += plane * table.cos_strides[0] + lane.batch * table.cos_strides[1];
+      found.sin += plane * table.sin_strides[0] + lane.batch * table.sin_strides[1];
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ TableRow of_lane(int lane) const {
+    return {__shfl_sync(kFullWarp, cos, lane), __shfl_sync(kFullWarp, sin, lane),
+            static_cast<bool>(__shfl_sync(kFullWarp, static_cast<int>(exists), lane))};
+  }
+};
+
+template <typename Table, typename A>
+__device__ __forceinline__ void stage_pair(const RopeArgs& args, const TableRow& row, int pair,
+                                           bool back, A* shared_cos, A* shared_sin) {
+  const int64_t column = pair * static_cast<int>(args.table.column_step);
+  A cos = static_cast<A>(NAN);
+  A sin = static_cast<A>(NAN);
+  if (row.exists) {
+    cos = convert<A>(static_cast<const Table*>(args.table.cos)[row.cos + column]);
+    sin = convert<A>(static_cast<const Table*>(args.table.sin)[row.sin + column]);
+  }
+  shared_cos[pair] = cos;
+  shared_sin[pair] = back ? -sin : sin;
+}
+
+// Puts the cosines and sines of a warp's token into shared memory, [rotary_dim / 2] each; with
+// `back`, those that turn the other way. A position that the table does not hold gives NaN: it must
+// be seen, not read from elsewhere. `row` is that of the plane numbered as the lane.
+template <typename A>
+__device__ __forceinline__ void stage_angles(const RopeArgs& args, const Lane& lane,
+                                             const TableRow& row, bool back, A* shared_cos,
+                                             A* shared_sin) {
+  const int pairs = static_cast<int>(args.rotary_dim) / 2;
+  const bool one_plane = args.planes.kind == Planes::kOne;
+  __syncwarp();  // all lanes have read the angles of the token before
+  dispatch_float(args.table.dtype, [&]<typename Table>() {
+#pragma unroll 1
+    for (int first = 0; first < pairs; first += kWarpSize) {
+      const int pair = first + lane.lane;
+      const TableRow own = one_plane ? row : row.of_lane(args.planes.plane_of(pair));
+      if (pair < pairs) stage_pair<Table>(args, own, pair, back, shared_cos, shared_sin);
+    }
+  });
+  __syncwarp();
+}
+
+// The angles of one item's pairs.
+template <typename T, int V, bool kInterleaved>
+struct Angles {
+  using A = Arithmetic<T>;
+  A cos[V] = {};
+  A sin[V] = {};
+
+  // Of the pairs from `cosines` and `sines` on.
+  template <typename Source>
+  __device__ __forceinline__ void load(const Source* cosines, const Source* sines,
+                                       const Item<V>& item, const RopeArgs& args) {
+    if constexpr (kInterleaved) {
+      // Each vector holds V / 2 pairs.
+      constexpr int kHalf = V / 2;
+      const int first = item.index * kHalf;
+      const int second = first + static_cast<int>(args.rotary_dim) / 4;
+      load_vector<kHalf>(cosines + first, cos);
+      load_vector<kHalf>(cosines + second, cos + kHalf);
+      load_vector<kHalf>(sines + first, sin);
+      load_vector<kHalf>(sines + second, sin + kHalf);
+    } else {
+      load_vector<V>(cosines + item.index * V, cos);
+      load_vector<V>(sines + item.index * V, sin);
+    }
+  }
+
+  template <typename Table>
+  __device__ __forceinline__ void load_row(const TableRow& row, const Item<V>& item,
+                                           const RopeArgs& args) {
+    load(static_cast<const Table*>(args.table.cos) + row.cos,
+         static_cast<const Table*>(args.table.sin) + row.sin, item, args);
+  }
+
+  __device__ __forceinline__ void load_row(const TableRow& row, const Item<V>& item, bool back,
+                                           const RopeArgs& args) {
+    if (!std::is_same_v<T, A> && args.table.dtype == FloatType::kFloat32) {
+      load_row<A>(row, item, args);
+    } else {
+      load_row<T>(row, item, args);
+    }
+    if (!row.exists) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) cos[i] = sin[i] = static_cast<A>(NAN);
+    }
+    if (back) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) sin[i] = -sin[i];
+    }
+  }
+
+  __device__ __forceinline__ void turn(A (&first)[V], A (&second)[V]) const {
+    if constexpr (kInterleaved) {
+#pragma unroll
+      for (int i = 0; i < V / 2; ++i) {
+        turn_pair(first[2 * i], first[2 * i + 1], cos[i], sin[i]);
+        turn_pair(second[2 * i], second[2 * i + 1], cos[V / 2 + i], sin[V / 2 + i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < V; ++i) turn_pair(first[i], second[i], cos[i], sin[i]);
+    }
+  }
+
+  __device__ __forceinline__ static void turn_pair(A& a, A& b, A c, A s) {
+    const A x = a;
+    const A y = b;
+    // Fused by hand: the compiler would choose anew in each kernel, and results differ in a bit.
+    a = fma(x, c, -(y * s));
+    b = fma(y, c, x * s);
+  }
+};
+
+// `shared` has room for the angles of the block's warps where they go through it. The whole warp
+// calls.
+template <bool kDirect, typename T, int V, bool kInterleaved, int kItems>
+__device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& lane,
+                                            const Item<V> (&items)[kItems], bool back,
+                                            Arithmetic<T>* shared,
+                                            Angles<T, V, kInterleaved> (&angles)[kItems]) {
+  const bool one_plane = args.planes.kind == Planes::kOne;
+  if constexpr (kDirect) {
+    TableRow row{};
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (i == 0 || !one_plane) {
+        row = TableRow::of(args, lane, args.planes.plane_of(items[i].index * V));
+      }
+      if (items[i].turns) angles[i].load_row(row, items[i], back, args);
+    }
+  } else {
+    const int rotary_dim = static_cast<int>(args.rotary_dim);
+    Arithmetic<T>* cosines = shared + lane.warp * rotary_dim;
+    Arithmetic<T>* sines = cosines + rotary_dim / 2;
+    // Lane 0 looks for time, lane 1 for height, the others for width.
+    const TableRow row = TableRow::of(args, lane, one_plane ? 0 : min(lane.lane, 2));
+    stage_angles(args, lane, row, back, cosines, sines);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items[i].turns) angles[i].load(cosines, sines, items[i], args);
+    }
+  }
+}
+
 // An item's two vectors.
 template <typename T, int V>
 struct Pair {
@@ -432,9 +478,8 @@ struct Pair {
   Vector first;
   Vector second;
 
-  // Leaves zeros where `served` is false or a vector does not exist.
+  // Leaves what was there where a vector does not exist.
   __device__ __forceinline__ void load(const T* head, const Item<V>& item, bool served) {
-    first = second = Vector{};
     if (served && item.first_exists) first = *reinterpret_cast<const Vector*>(head + item.first);
     if (served && item.second_exists) second = *reinterpret_cast<const Vector*>(head + item.second);
   }
@@ -492,12 +537,35 @@ inline bool vectors_fit(const RopeArgs& args, int64_t elements) {
   return fit;
 }
 
+// Whether lanes can read their angles from the table: in vectors, each in one plane.
+inline bool angles_fit(const RopeArgs& args, int elements) {
+  const RopeTable& table = args.table;
+  const int64_t size = size_of(table.dtype);
+  const int64_t pairs = args.interleaved ? elements / 2 : elements;  // of a vector
+  const int64_t bytes = std::min<int64_t>(16, pairs * size);
+  const bool is_read = table.dtype == args.dtype ||
+                       (table.dtype == FloatType::kFloat32 && args.dtype != FloatType::kFloat64);
+  const bool one_plane =
+      args.planes.kind == Planes::kOne ||
+      (args.planes.kind == Planes::kBlocked && !args.interleaved &&
+       args.planes.ends[0] % elements == 0 && args.planes.ends[1] % elements == 0);
+  return is_read && one_plane && table.column_step == 1 && multiple_of(table.cos, bytes) &&
+         multiple_of(table.sin, bytes) && multiples_of(table.cos_strides, bytes / size) &&
+         multiples_of(table.sin_strides, bytes / size);
+}
+
 constexpr int kRopeWarps = 4;  // of a block, where one token has no more
 constexpr int kMaxWarps = 8;   // of a block
 constexpr int kMaxThreads = kMaxWarps * kWarpSize;
 
+inline HeadMemory head_memory(const void* data, const int64_t (&strides)[3], int64_t size) {
+  return {static_cast<unsigned char*>(const_cast<void*>(data)), strides[0] * size,
+          strides[1] * size, strides[2] * size};
+}
+
 // `copies` says whether what lies behind the rotated part is moved; `rows` how many a warp serves.
-inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, bool copies) {
+inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, bool copies,
+                                  int max_warps = kMaxWarps) {
   RopeGeometry geometry;
   geometry.rotary_items = static_cast<int>(args.rotary_dim / 2 / elements);
   if (copies) {
@@ -506,22 +574,26 @@ inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, 
   }
   const int items = geometry.rotary_items + geometry.copy_items;
   while (geometry.log_group < 5 && (1 << geometry.log_group) < items) ++geometry.log_group;
-  const int heads_per_row = kWarpSize >> geometry.log_group;
-  int warps = 0;
+  const int heads_per_warp = rows * (kWarpSize >> geometry.log_group);
+  const int64_t size = size_of(args.dtype);
+  geometry.rows = rows;
+  int64_t warps = 0;
   for (int i = 0; i < args.n_tensors; ++i) {
-    TensorWarps& tensor = geometry.tensors[i];
-    tensor.all_rows = static_cast<int>(ceil_div(args.tensors[i].heads, heads_per_row));
-    tensor.count = static_cast<int>(ceil_div(tensor.all_rows, rows));
-    // Shared out evenly.
-    tensor.rows = static_cast<int>(ceil_div(tensor.all_rows, std::max(tensor.count, 1)));
-    warps += tensor.count;
+    TensorPlan& plan = geometry.tensors[i];
+    const RopeTensor& tensor = args.tensors[i];
+    plan.in = head_memory(tensor.in, tensor.in_strides, size);
+    plan.out = head_memory(tensor.out, tensor.out_strides, size);
+    plan.heads = static_cast<int>(tensor.heads);
+    plan.warps = static_cast<int>(ceil_div(tensor.heads, heads_per_warp));
+    warps += plan.warps;
   }
-  geometry.warps_per_token = std::clamp(warps, 1, kMaxWarps);
-  geometry.warp_blocks =
-      static_cast<uint32_t>(ceil_div(std::max(warps, 1), geometry.warps_per_token));
-  geometry.tokens_per_block = std::max(kRopeWarps / geometry.warps_per_token, 1);
+  geometry.warp_blocks = static_cast<uint32_t>(ceil_div(warps, max_warps));
+  geometry.warps_per_token = static_cast<int>(ceil_div(warps, geometry.warp_blocks));
+  geometry.tokens_per_block =
+      std::max(std::min(kRopeWarps, max_warps) / geometry.warps_per_token, 1);
+  geometry.tokens = static_cast<uint32_t>(args.batch * args.tokens);
   geometry.token_blocks =
-      static_cast<uint32_t>(ceil_div(args.batch * args.tokens, geometry.tokens_per_block));
+      static_cast<uint32_t>(ceil_div(geometry.tokens, geometry.tokens_per_block));
   return geometry;
 }
 
@@ -538,41 +610,49 @@ inline dim3 blocks_of(const RopeGeometry& geometry) {
   return dim3(geometry.token_blocks, geometry.warp_blocks);
 }
 
-// Bytes of the angles of a block's warps.
+// Bytes of shared memory for the angles of a block's warps.
 template <typename A>
 size_t angle_bytes(const RopeArgs& args, const RopeGeometry& geometry) {
   return warps_of(geometry) * args.rotary_dim * sizeof(A);
 }
 
-// Calls run.template operator()<T, V, kInterleaved>() for the dtype and the widest vectors that
-// fit: 16 bytes, two elements or one. One element holds no pair, so there it is read at run time.
-template <typename T, int V, typename Run>
+// Calls run.template operator()<T, V, kInterleaved, kDirect>() for the dtype and the widest vectors
+// that fit: 16 bytes, two elements or one. One element holds no pair, so there it is read at run
+// time. With kDirect lanes read angles, and whatever else `fits` speaks of, in vectors of their
+// own; it is worth a kernel of its own, because code that is not run costs time too: it lies
+// between.
+template <typename T, int V, bool kDirect, typename Run>
 void with_pairing(const RopeArgs& args, const Run& run) {
-  if (args.interleaved) return run.template operator()<T, V, true>();
-  run.template operator()<T, V, false>();
+  if (args.interleaved) return run.template operator()<T, V, true, kDirect>();
+  run.template operator()<T, V, false, kDirect>();
 }
 
-template <typename T, typename Run>
-void with_vectors(const RopeArgs& args, const Run& run) {
+template <typename T, typename Fits, typename Run>
+void with_vectors(const RopeArgs& args, const Fits& fits, const Run& run) {
   constexpr int kWide = 16 / sizeof(T);
-  if (vectors_fit(args, kWide)) return with_pairing<T, kWide>(args, run);
-  if constexpr (kWide > 4) {
-    if (vectors_fit(args, 2)) return with_pairing<T, 2>(args, run);
+  if (vectors_fit(args, kWide)) {
+    if constexpr (sizeof(T) <= 4) {
+      if (angles_fit(args, kWide) && fits(kWide)) return with_pairing<T, kWide, true>(args, run);
+    }
+    return with_pairing<T, kWide, false>(args, run);
   }
-  run.template operator()<T, 1, false>();
+  if constexpr (kWide > 4) {
+    if (vectors_fit(args, 2)) return with_pairing<T, 2, false>(args, run);
+  }
+  run.template operator()<T, 1, false, false>();
 }
 
-template <typename Run>
-void dispatch_rope(const RopeArgs& args, const Run& run) {
+template <typename Fits, typename Run>
+void dispatch_rope(const RopeArgs& args, const Fits& fits, const Run& run) {
   switch (args.dtype) {
     case FloatType::kFloat32:
-      return with_vectors<float>(args, run);
+      return with_vectors<float>(args, fits, run);
     case FloatType::kFloat64:
-      return with_vectors<double>(args, run);
+      return with_vectors<double>(args, fits, run);
     case FloatType::kBFloat16:
-      return with_vectors<__nv_bfloat16>(args, run);
+      return with_vectors<__nv_bfloat16>(args, fits, run);
     case FloatType::kFloat16:
-      return with_vectors<__half>(args, run);
+      return with_vectors<__half>(args, fits, run);
   }
 }
 

@@ -24,6 +24,7 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMaxHeads = 65536;  // so that a grid holds them in whatever way they are cut up
 
 enum Layout : int64_t { kThd, kBshd, kBhsd };
 constexpr std::array<std::string_view, 3> kLayouts = {"thd", "bshd", "bhsd"};
@@ -416,6 +417,8 @@ RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
     TORCH_CHECK_VALUE(own.batch == sizes.batch && own.tokens == sizes.tokens,
                       "k must have q's tokens, [", sizes.batch, ", ", sizes.tokens, "], got [",
                       own.batch, ", ", own.tokens, "]");
+    TORCH_CHECK_VALUE(own.heads <= kMaxHeads, i == 0 ? "q" : "k", " must have at most ", kMaxHeads,
+                      " heads, got ", own.heads);
     check_heads_apart(tensors[i], i == 0 ? "q" : "k");
     args.tensors[i].heads = own.heads;
     args.tensors[i].in = tensors[i].const_data_ptr();

@@ -598,6 +598,15 @@ def test_heads_that_begin_inside_one_another_are_refused(device):
         cuseq.apply_rope(q, None, cos, sin)
 
 
+def test_more_heads_than_a_grid_holds_are_refused(device):
+    cos, sin = tables(1, 2, device=device)
+    q = random(1, 65_536, 4, device=device)
+    turned, _ = cuseq.apply_rope(q, None, cos, sin)
+    assert torch.equal(turned, q), "position 0 turns nothing"
+    with pytest.raises(ValueError, match="k must have at most 65536 heads, got 65537"):
+        cuseq.apply_rope(q, random(1, 65_537, 4, device=device), cos, sin)
+
+
 def test_frequencies_take_no_gradient(device):
     frequencies = inverse_frequencies(16, 77.0).to(device).requires_grad_()
     with pytest.raises(ValueError, match="inv_freq must not require grad"):
