@@ -599,7 +599,7 @@ def test_heads_that_begin_inside_one_another_are_refused(device):
 
 
 def test_more_heads_than_a_grid_holds_are_refused(device):
-    cos, sin = tables(1, 2, device=device)
+    cos, sin = cuseq.rope_table(1, 4, device=device)
     q = random(1, 65_536, 4, device=device)
     turned, _ = cuseq.apply_rope(q, None, cos, sin)
     assert torch.equal(turned, q), "position 0 turns nothing"
