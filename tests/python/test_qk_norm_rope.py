@@ -209,6 +209,20 @@ def test_weights_of_another_dtype(dtype, weight_dtype, device):
         compare_with_unfused(case, dtype, offset, device, weight_dtype)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_begin_anywhere(dtype, device):
+    """One element off what vectors want."""
+    case = Case((70,), lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64)
+    call = case.build(device, dtype)
+    weights = weights_of(call, 0.0, dtype)
+    shifted = [torch.cat((w[:1], w)).detach()[1:] for w in weights]
+    expected = fused(call, call.tensors, weights, 0.0)
+    for out, other in zip(fused(call, call.tensors, shifted, 0.0), expected, strict=True):
+        torch.testing.assert_close(out, other)
+
+
+@pytest.mark.kernels
 def test_the_norm_covers_what_is_not_rotated(device):
     """A literal case: the mean square of (1, 1, 1, 5) is 7, and a quarter turn is exact."""
     q = torch.tensor([[[1.0, 1.0, 1.0, 5.0]]], dtype=torch.float64, device=device)

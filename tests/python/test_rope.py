@@ -398,7 +398,9 @@ def test_which_plane_a_pair_follows(table, section, interleaved, planes, device)
 @pytest.mark.kernels
 @pytest.mark.parametrize("mrope_interleaved", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim,section", [(32, [6, 5, 5]), (40, [8, 6, 2]), (128, [24, 20, 20])])
+@pytest.mark.parametrize(
+    "dim,section", [(32, [6, 5, 5]), (32, [6, 2, 8]), (40, [8, 6, 2]), (128, [24, 20, 20])]
+)
 def test_three_planes(dim, section, layout, mrope_interleaved, device):
     """Shared and token tables of both widths, and ids of any strides."""
     q, k = (in_layout(random(2, 2, n, dim, device=device, seed=n), layout) for n in (2, 1))
@@ -628,6 +630,22 @@ def test_strided_tables(device):
     cos, sin = fused.chunk(2, dim=-1)
     check(q, None, cos, sin, list(range(5)))
     check(q, None, cos[::2], sin[::2], [1, 2, 0, 0, 1], position_ids=ints(device, [1, 2, 0, 0, 1]))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("which", ["cos", "sin", "both"])
+def test_tables_that_begin_anywhere(which, dtype, device):
+    """One element off what vectors want, in memory or from row to row."""
+    q, (cos, sin) = random(5, 3, 32, device=device), tables(5, 16, device=device)
+    given = {"cos": cos.to(dtype), "sin": sin.to(dtype)}
+    for name in given if which == "both" else [which]:
+        shifted = torch.empty(5 * 16 + 1, dtype=dtype, device=device)[1:].view(5, 16)
+        given[name] = shifted.copy_(given[name])
+    exact = tuple(table.to(torch.float32) for table in given.values())
+    check(q, None, *exact, list(range(5)), given=tuple(given.values()))
+    odd = {name: torch.nn.functional.pad(table, (0, 1))[:, :-1] for name, table in given.items()}
+    check(q, None, *exact, list(range(5)), given=tuple(odd.values()))
 
 
 def ints(device, values, dtype=torch.int64) -> Tensor:
