@@ -35,6 +35,7 @@ bench: build
 	$(PY) benchmarks/bench_cache.py $(ARGS)
 	$(PY) benchmarks/bench_attention.py $(ARGS)
 	$(PY) benchmarks/bench_rope.py $(ARGS)
+	$(PY) benchmarks/bench_packing.py $(ARGS)
 	$(PY) benchmarks/bench_training_step.py $(ARGS)
 
 format: environment

@@ -35,6 +35,21 @@ TORCH_LIBRARY(cuseq, m) {
       "int ignore_index=-100) -> Tensor",
       pure);
 
+  // csrc/ops/NAME.cpp over csrc/packing, on the host alone: which samples share a row.
+  m.def(
+      "bin_pack(Tensor lengths, int capacity, str strategy=\"bfd\", str overlong=\"raise\") -> "
+      "(Tensor indices, Tensor offsets, Tensor starts, Tensor piece_lengths)",
+      pure);
+  m.def("permutation(int n, int seed, int begin, int end) -> Tensor", pure);
+  m.def(
+      "pack_window(Tensor lengths, Tensor carried, int? seed, int begin, int end, int capacity, "
+      "str strategy) -> (Tensor samples, Tensor offsets)",
+      pure);
+  m.def(
+      "row_costs(Tensor lengths, Tensor samples, Tensor begins, Tensor ends, float quadratic, "
+      "float linear, float constant) -> Tensor",
+      pure);
+
   // csrc/ops/varlen_attention.cpp. host_meta is read on the host when the op runs: a graph that
   // replayed it would replay stale lengths.
   const std::vector<at::Tag> reads_host = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};

@@ -17,12 +17,27 @@ void built_without_cuda(const c10::OperatorHandle& op, c10::DispatchKeySet, torc
 }  // namespace
 
 TORCH_LIBRARY_IMPL(cuseq, CUDA, m) {
-  for (const char* name :
-       {"cu_seqlens", "max_seqlen", "max_seqlen_sync", "last_token_indices", "layout_metadata",
-        "position_ids", "seq_ids", "token_metadata", "lengths_from_padding_mask",
-        "cu_seqlens_from_position_ids", "mask_boundary_labels", "varlen_attention",
-        "varlen_attention_backward", "apply_rope", "apply_rope_", "apply_qk_norm_rope",
-        "apply_qk_norm_rope_", "apply_qk_norm_rope_backward"}) {
+  for (const char* name : {"cu_seqlens",
+                           "max_seqlen",
+                           "max_seqlen_sync",
+                           "last_token_indices",
+                           "layout_metadata",
+                           "position_ids",
+                           "seq_ids",
+                           "token_metadata",
+                           "lengths_from_padding_mask",
+                           "cu_seqlens_from_position_ids",
+                           "mask_boundary_labels",
+                           "varlen_attention",
+                           "varlen_attention_backward",
+                           "apply_rope",
+                           "apply_rope_",
+                           "apply_qk_norm_rope",
+                           "apply_qk_norm_rope_",
+                           "apply_qk_norm_rope_backward",
+                           "bin_pack",
+                           "pack_window",
+                           "row_costs"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
   }
 }

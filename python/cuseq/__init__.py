@@ -24,13 +24,21 @@ from cuseq.ops import (
     position_ids,
     seq_ids,
 )
+from cuseq.packing_plan import PackingPlan, bin_pack
 from cuseq.rope import apply_qk_norm_rope, apply_rope
+from cuseq.sampler import PackedBatchSampler
+from cuseq.split import split_by_tokens
+from cuseq.stream import PackedStream
 
 __all__ = [
+    "PackedBatchSampler",
     "PackedLayout",
+    "PackedStream",
     "PackingCollator",
+    "PackingPlan",
     "apply_qk_norm_rope",
     "apply_rope",
+    "bin_pack",
     "build_info",
     "cache_stats",
     "clear_cache",
@@ -49,5 +57,6 @@ __all__ = [
     "position_ids",
     "rope_table",
     "seq_ids",
+    "split_by_tokens",
     "varlen_attention",
 ]

@@ -134,3 +134,39 @@ def _(grads, tensors, weights, rstd, weight_offset, weight_grads, *options, **na
         [torch.empty_like(tensor) for tensor in tensors],
         [torch.empty_like(weight) for weight in weights] if weight_grads else [],
     )
+
+
+def _int64(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.int64)
+
+
+@register_fake("cuseq::bin_pack")
+def _(lengths, capacity, strategy="bfd", overlong="raise"):
+    context = torch.library.get_ctx()
+    pieces = context.new_dynamic_size(min=0)
+    offsets = context.new_dynamic_size(min=1)
+    return (
+        _int64(lengths, pieces),
+        _int64(lengths, offsets),
+        _int64(lengths, pieces),
+        _int64(lengths, pieces),
+    )
+
+
+@register_fake("cuseq::permutation")
+def _(n, seed, begin, end):
+    return torch.empty(end - begin, dtype=torch.int64, device="cpu")
+
+
+@register_fake("cuseq::pack_window")
+def _(lengths, carried, seed, begin, end, capacity, strategy):
+    context = torch.library.get_ctx()
+    return (
+        _int32(lengths, context.new_dynamic_size(min=0)),
+        _int64(lengths, context.new_dynamic_size(min=1)),
+    )
+
+
+@register_fake("cuseq::row_costs")
+def _(lengths, samples, begins, ends, quadratic, linear, constant):
+    return lengths.new_empty(begins.shape[0], dtype=torch.float64)

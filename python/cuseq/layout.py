@@ -63,6 +63,8 @@ class PackedLayout:
         self.host_meta = host_meta
         self._total_tokens = total_tokens
         self._all_lengths = lengths
+        # Of a layout that was moved from the host: what nobody has to wait for.
+        self._host_lengths = lengths if lengths.device.type == "cpu" else None
         self._num_sequences = num_sequences
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
@@ -314,9 +316,12 @@ class PackedLayout:
             to_device = device.type != "cpu"
             offsets = offsets.to(device, non_blocking=to_device)
             lengths = lengths.to(device, non_blocking=to_device)
-        return PackedLayout(
+        moved = PackedLayout(
             lengths, offsets, self.host_meta, self._total_tokens, self._num_sequences
         )
+        if moved._host_lengths is None:
+            moved._host_lengths = self._host_lengths
+        return moved
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
         """This layout in pinned memory, as DataLoader asks for it. Itself where it is on a GPU."""

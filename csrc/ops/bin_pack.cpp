@@ -1,0 +1,75 @@
+#include "packing/bin_pack.h"
+
+#include <torch/library.h>
+
+#include <limits>
+#include <string_view>
+#include <utility>
+
+#include "ops/checks.h"
+#include "ops/packing.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+constexpr int64_t kMaxPieces = std::numeric_limits<int32_t>::max();
+
+packing::Strategy strategy_named(std::string_view name) {
+  if (name == "bfd") return packing::Strategy::kBestFit;
+  if (name == "ffd") return packing::Strategy::kFirstFit;
+  if (name == "sequential") return packing::Strategy::kSequential;
+  TORCH_CHECK_VALUE(name == "wrapped",
+                    "strategy must be \"bfd\", \"ffd\", \"sequential\" or \"wrapped\", got \"",
+                    name, "\"");
+  return packing::Strategy::kWrapped;
+}
+
+template <typename Length>
+void check_values(const Length* lengths, int64_t n, int64_t capacity, bool may_be_longer) {
+  int64_t pieces = n;
+  for (int64_t i = 0; i < n; ++i) {
+    TORCH_CHECK_VALUE(lengths[i] >= 0, "lengths must not be negative, got lengths[", i,
+                      "] = ", lengths[i]);
+    if (lengths[i] <= capacity) continue;
+    TORCH_CHECK_VALUE(may_be_longer, "lengths must be at most capacity = ", capacity,
+                      ", got lengths[", i, "] = ", lengths[i],
+                      ": overlong=\"split\" and overlong=\"truncate\" take longer ones");
+    const int64_t more = lengths[i] / capacity;
+    TORCH_CHECK_VALUE(more < kMaxPieces - pieces, "lengths must make fewer than 2^31 pieces, but ",
+                      "lengths[", i, "] = ", lengths[i], " alone makes ", more,
+                      " of capacity = ", capacity);
+    pieces += more;
+  }
+}
+
+using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+Result bin_pack_kernel(const at::Tensor& lengths, int64_t capacity, c10::string_view strategy,
+                       c10::string_view overlong) {
+  check_host_vector(lengths, "lengths");
+  check_capacity(capacity);
+  const packing::Strategy chosen = strategy_named(strategy);
+  TORCH_CHECK_VALUE(overlong == "raise" || overlong == "split" || overlong == "truncate",
+                    "overlong must be \"raise\", \"split\" or \"truncate\", got \"", overlong,
+                    "\"");
+  const bool may_be_longer = overlong != "raise" || chosen == packing::Strategy::kWrapped;
+  const auto too_long =
+      overlong == "truncate" ? packing::Overlong::kTruncate : packing::Overlong::kSplit;
+
+  const at::Tensor source = lengths.contiguous();
+  const auto plan_of = [&](const auto* values) {
+    check_values(values, source.numel(), capacity, may_be_longer);
+    return packing::bin_pack(values, source.numel(), capacity, chosen, too_long);
+  };
+  packing::Plan plan = source.scalar_type() == at::kInt ? plan_of(source.const_data_ptr<int32_t>())
+                                                        : plan_of(source.const_data_ptr<int64_t>());
+  return {tensor_of(std::move(plan.indices)), tensor_of(std::move(plan.offsets)),
+          tensor_of(std::move(plan.starts)), tensor_of(std::move(plan.lengths))};
+}
+
+}  // namespace
+
+CUSEQ_REGISTER(m) { m.impl("bin_pack", TORCH_FN(bin_pack_kernel)); }
+
+}  // namespace cuseq

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "ops/checks.h"
+
+// What the ops that plan rows on the host share.
+namespace cuseq {
+
+inline void check_host_vector(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK_VALUE(tensor.is_cpu(), name, " must lie on the CPU, got ", tensor.device());
+  check_vector(tensor, name);
+}
+
+inline void check_capacity(int64_t capacity) {
+  TORCH_CHECK_VALUE(capacity >= 1, "capacity must be at least 1, got ", capacity);
+}
+
+// Numbers of samples, int32, of a set of so many.
+inline void check_samples(const at::Tensor& samples, int64_t set_size, const char* name) {
+  check_host_vector(samples, name);
+  TORCH_CHECK_TYPE(samples.scalar_type() == at::kInt, name, " must be int32, got ",
+                   samples.scalar_type());
+  const auto values = samples.accessor<const int32_t, 1>();
+  for (int64_t i = 0; i < samples.numel(); ++i) {
+    TORCH_CHECK_VALUE(0 <= values[i] && values[i] < set_size, name, " must lie in [0, ", set_size,
+                      "), got ", name, "[", i, "] = ", values[i]);
+  }
+}
+
+// A tensor that owns the vector, without a copy.
+template <typename T>
+at::Tensor tensor_of(std::vector<T> values) {
+  auto* owned = new std::vector<T>(std::move(values));
+  return at::from_blob(
+      owned->data(), {static_cast<int64_t>(owned->size())}, [owned](void*) { delete owned; },
+      at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value));
+}
+
+}  // namespace cuseq

@@ -1,0 +1,151 @@
+"""`bin_pack`: which samples share a row, and `PackingPlan`, what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cuseq._lengths import as_int, host_lengths, one_of
+
+if TYPE_CHECKING:
+    import numpy
+
+_ops = torch.ops.cuseq
+
+_STRATEGIES = ("bfd", "ffd", "sequential", "wrapped")
+_OVERLONG = ("raise", "split", "truncate")
+
+
+class PackingPlan(tuple):
+    """Which samples share a row: the pair `(indices, offsets)`, made by `bin_pack`.
+
+    Row b holds the samples `indices[offsets[b]:offsets[b + 1]]`.
+
+    Attributes:
+        indices: int64 `[n_pieces]`, numbers of the samples, row after row.
+        offsets: int64 `[num_rows + 1]`, where each row starts in `indices`.
+        starts: int64 `[n_pieces]`, the first token that the row takes of the sample; 0 unless
+            samples were cut.
+        lengths: int64 `[n_pieces]`, how many tokens it takes.
+        capacity: most tokens of a row.
+        num_rows: how many rows there are.
+        row_lengths: int64 `[num_rows]`, tokens of each row.
+        fill: tokens divided by what the rows could hold; 1.0 where there are no rows.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    capacity: int
+
+    def __new__(
+        cls, indices: Tensor, offsets: Tensor, starts: Tensor, lengths: Tensor, capacity: int
+    ) -> PackingPlan:
+        plan = super().__new__(cls, (indices, offsets))
+        plan.starts = starts
+        plan.lengths = lengths
+        plan.capacity = capacity
+        return plan
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self.starts, self.lengths, self.capacity)
+
+    @property
+    def indices(self) -> Tensor:
+        return self[0]
+
+    @property
+    def offsets(self) -> Tensor:
+        return self[1]
+
+    @property
+    def num_rows(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @cached_property
+    def row_lengths(self) -> Tensor:
+        ends = self.lengths.new_zeros(len(self.lengths) + 1)
+        torch.cumsum(self.lengths, 0, out=ends[1:])
+        return ends[self.offsets].diff()
+
+    @property
+    def fill(self) -> float:
+        if self.num_rows == 0:
+            return 1.0
+        return int(self.row_lengths.sum()) / (self.num_rows * self.capacity)
+
+    def row(self, number: int) -> list[int]:
+        """The samples of one row, as ints.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        if not 0 <= number < self.num_rows:
+            raise IndexError(f"number must lie in [0, {self.num_rows}), got {number}")
+        begin, end = self.offsets[number : number + 2].tolist()
+        return self.indices[begin:end].tolist()
+
+    def __repr__(self) -> str:
+        return (
+            f"PackingPlan({len(self.indices)} pieces in {self.num_rows} rows of "
+            f"{self.capacity} tokens, fill {self.fill:.4f})"
+        )
+
+
+def bin_pack(
+    lengths: Iterable[int] | numpy.ndarray | Tensor,
+    capacity: int,
+    strategy: str = "bfd",
+    *,
+    overlong: str = "raise",
+) -> PackingPlan:
+    """Which samples share a row, so that few rows of `capacity` tokens hold them all.
+
+    Strategies:
+
+    - `"bfd"`, best fit: from the longest sample to the shortest, each into the row with the least
+      room that fits; of those with equal room into the one opened first.
+    - `"ffd"`, first fit: in the same order, each into the first row that fits.
+    - `"sequential"`: in the order given, a new row where the next sample does not fit the last.
+    - `"wrapped"`: in the order given, rows cut exactly at `capacity`, so that samples are split
+      over rows; `starts` and `lengths` of the plan say which tokens a row takes.
+
+    Samples of equal length keep their order, rows stand in the order in which they were opened, the
+    samples of a row in the order in which they were placed: the same lengths give the same plan,
+    everywhere. A sample of length zero is a sample like any other.
+
+    Args:
+        lengths: tokens of each sample: ints, a NumPy integer array, or an integer tensor on the
+            CPU, `[n_samples]`, fewer than 2^31. int32 and int64 are read where they lie, other
+            integers are converted.
+        capacity: most tokens of a row, at least 1.
+        strategy: one of the above.
+        overlong: what happens to samples longer than `capacity`: `"raise"`; `"split"`, pieces of
+            `capacity` tokens and the rest, each placed by itself; `"truncate"`, the first
+            `capacity` tokens. "wrapped" cuts them whatever this says.
+
+    Returns:
+        A `PackingPlan`: `(indices, offsets)` with further attributes, on the CPU. In O(n) memory,
+        never synchronises.
+
+    Raises:
+        ValueError: a length is negative or, unless asked for, above `capacity` (the message names
+            the first such one), `capacity` is below 1, an option is unknown, or lengths lie on
+            another device.
+        TypeError: lengths or capacity are not integers.
+
+    Example:
+        >>> indices, offsets = plan = cuseq.bin_pack([6, 5, 7, 3, 4, 3], capacity=10)
+        >>> indices.tolist(), offsets.tolist()
+        ([2, 3, 0, 4, 1, 5], [0, 2, 4, 6])
+        >>> plan.row(0), plan.row_lengths.tolist()
+        ([2, 3], [10, 10, 8])
+    """
+    one_of(strategy, "strategy", _STRATEGIES)
+    one_of(overlong, "overlong", _OVERLONG)
+    capacity = as_int(capacity, "capacity", least=1)
+    plan = _ops.bin_pack(host_lengths(lengths), capacity, strategy, overlong)
+    return PackingPlan(*plan, capacity)

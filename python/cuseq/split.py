@@ -1,0 +1,155 @@
+"""`split_by_tokens`: one micro-batch in passes that fit the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq._lengths import as_int
+from cuseq.collate import IGNORE_INDEX
+from cuseq.layout import PackedLayout
+
+
+def split_by_tokens(
+    batch: Mapping[str, Any], budget: int, *, total_multiple: int = 1, pad_token_id: int = 0
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """One packed row as passes of at most `budget` tokens, with loss and gradients unchanged.
+
+    Passes are cut between sequences, in order, as few as that allows. The weights make a sum of
+    mean losses the mean over the whole row::
+
+        for part, weight in cuseq.split_by_tokens(batch, 8192):
+            (model(**part).loss * weight).backward()
+
+    That needs a label that counts in every pass: where a pass has none (a masked prompt alone, a
+    sequence of one token), a model that takes the mean over nothing answers NaN, and NaN times a
+    weight of 0 is NaN. A model that takes `num_items_in_batch`, as those of transformers do, has no
+    such trouble and needs no weight::
+
+        counted = (batch["labels"] != -100).sum()
+        for part, _ in cuseq.split_by_tokens(batch, 8192):
+            model(**part, num_items_in_batch=counted).loss.backward()
+
+    Args:
+        batch: what `PackingCollator` makes: `packed`, `labels` (integers `[1, total_tokens]`, -100
+            where a token does not count, which the first of each sequence never does) and other
+            tensors `[1, total_tokens, ...]`, on any device.
+        budget: most tokens of a pass, padding not counted.
+        total_multiple: passes are padded to a multiple of it; the padding of `batch` goes away.
+        pad_token_id: token of that padding.
+
+    Returns:
+        An iterator over `(part, weight)`. `part` is a dict with the keys of `batch`: views of its
+        tensors where nothing has to be padded, and a `packed` of its own. `weight`, float32 `[]` on
+        the labels' device, is the part of the row's counted labels that are in this pass; 0 for all
+        if none counts. Never synchronises.
+
+    Raises:
+        ValueError: a sequence is longer than `budget`, a tensor is not per token, `packed` or
+            `labels` is missing, or the lengths of `packed` are on the GPU alone: make the layout
+            from lengths on the host.
+
+    Example:
+        >>> batch = cuseq.PackingCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+        >>> for part, weight in cuseq.split_by_tokens(batch, budget=3):
+        ...     print(part["input_ids"].tolist(), round(weight.item(), 3))
+        [[5, 6]] 0.333
+        [[7, 8, 9]] 0.667
+    """
+    budget = as_int(budget, "budget", least=1)
+    total_multiple = as_int(total_multiple, "total_multiple", least=1)
+    packed = _checked_layout(batch)
+    passes = _passes(_host_lengths(packed), budget)
+    fills = {"labels": IGNORE_INDEX, "input_ids": pad_token_id}
+    return _parts(batch, packed, passes, total_multiple, fills)
+
+
+def _checked_layout(batch: Mapping[str, Any]) -> PackedLayout:
+    for key in ("packed", "labels"):
+        if key not in batch:
+            raise ValueError(f"batch must have {key}, as PackingCollator makes it")
+    packed = batch["packed"]
+    if not isinstance(packed, PackedLayout):
+        raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
+    for key, value in batch.items():
+        if key == "packed":
+            continue
+        if not isinstance(value, Tensor) or value.shape[:2] != (1, packed.total_tokens):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{key} must be a tensor [1, total_tokens = {packed.total_tokens}, ...], what is "
+                f"not per token cannot be split, got {got}"
+            )
+    return packed
+
+
+def _host_lengths(packed: PackedLayout) -> list[int]:
+    if packed._host_lengths is None:
+        raise ValueError(
+            "packed must be made from lengths on the host, where passes are planned, but its "
+            "lengths are on the GPU alone"
+        )
+    return packed._host_lengths[: packed.num_sequences].tolist()
+
+
+def _passes(lengths: list[int], budget: int) -> list[list[int]]:
+    """The lengths of each pass."""
+    passes: list[list[int]] = []
+    left = -1
+    for number, length in enumerate(lengths):
+        if length > budget:
+            raise ValueError(
+                f"budget must hold every sequence, got {budget}, but sequence {number} has "
+                f"{length} tokens"
+            )
+        if length > left:
+            passes.append([])
+            left = budget
+        passes[-1].append(length)
+        left -= length
+    return [lengths for lengths in passes if sum(lengths) > 0]
+
+
+def _parts(
+    batch: Mapping[str, Any],
+    packed: PackedLayout,
+    passes: list[list[int]],
+    total_multiple: int,
+    fills: dict[str, int],
+) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    all_counted = _counted(batch["labels"]).clamp(min=1)
+    begin = 0
+    for lengths in passes:
+        tokens = sum(lengths)
+        total = -(-tokens // total_multiple) * total_multiple
+        part: dict[str, Any] = {}
+        for key, value in batch.items():
+            if key == "packed":
+                part[key] = PackedLayout.from_lengths(
+                    lengths, total, max_seqs=max(total, len(lengths)), device=packed.device
+                )
+            elif key == "position_ids":
+                part[key] = _padded(value[:, begin : begin + tokens], total, None)
+            else:
+                part[key] = _padded(value[:, begin : begin + tokens], total, fills.get(key, 0))
+        yield part, _counted(part["labels"]) / all_counted
+        begin += tokens
+
+
+def _counted(labels: Tensor) -> Tensor:
+    return (labels != IGNORE_INDEX).sum(dtype=torch.float32)
+
+
+def _padded(values: Tensor, total: int, fill: int | None) -> Tensor:
+    """`[1, total, ...]`: the values, then `fill`, or where it is None positions from 0 on."""
+    missing = total - values.shape[1]
+    if missing == 0:
+        return values
+    if fill is None:
+        tail = torch.arange(missing, dtype=values.dtype, device=values.device).unsqueeze(0)
+    else:
+        tail = values.new_full((1, missing, *values.shape[2:]), fill)
+    return torch.cat([values, tail], dim=1)

@@ -1,0 +1,307 @@
+"""`PackedStream`: packed rows from an iterable of unknown length, a window of it at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from cuseq._deal import rows_to_take_apart, seed_of, take_apart
+from cuseq._lengths import as_int, one_of
+from cuseq._state import refuse_other
+
+_ops = torch.ops.cuseq
+
+_STRATEGIES = ("bfd", "ffd", "sequential")
+_OVERLONG = ("raise", "skip")
+_MOST_WINDOWS = 8  # that a sample is held over
+_STATE_VERSION = 1
+_START: dict[str, Any] = {
+    "window_number": 0,
+    "done": 0,
+    "consumed": 0,
+    "skipped": 0,
+    "held": [],
+    "source": None,
+}
+_END = object()
+
+
+class _Held(NamedTuple):
+    """A sample of the window: its number in the stream and the window in which it came."""
+
+    number: int
+    since: int
+    length: int
+    sample: Any
+
+
+class PackedStream(IterableDataset[list[Any]]):
+    """Rows, lists of samples, from an iterable of samples that need not know its length.
+
+    It holds at most `window` samples. It fills the window, packs it, and yields the rows but for
+    the emptiest, whose samples stay in the window for better company; at most as many rows stay as
+    there are ranks, and no sample for more than 8 windows. With "sequential" the last rows stay, so
+    that the order is that of the stream.
+
+    An IterableDataset: give it to a DataLoader with `batch_size=None` and `PackingCollator` as
+    `collate_fn`. Workers would each read the whole stream, so `num_workers` may be 0 or 1.
+
+    Args:
+        iterable: of samples. A pass starts with `iter(iterable)`.
+        capacity: most tokens of a row.
+        window: most samples to hold, at least `world_size`. Larger ones make fuller rows.
+        strategy: `"bfd"`, `"ffd"` or `"sequential"` as in `bin_pack`.
+        length: tokens of a sample; default `len(sample["input_ids"])`.
+        rank: which of the ranks this is, in `[0, world_size)`.
+        world_size: how many ranks share the stream. Each reads all of it, packs the same rows and
+            yields its own, so the stream must be the same on every rank.
+        shuffle: whether the samples of a window, and its rows, are put in an order of `seed`.
+        seed: of that order. Every rank must give the same. Every pass repeats it; set the attribute
+            `seed` before a pass for another.
+        overlong: what happens to samples above `capacity`: `"raise"`, or `"skip"`, which leaves
+            them out and counts them in `skipped`.
+        drop_last: whether at the end of the stream the rows that do not fill `world_size` are left
+            out.
+
+    Guarantees: every sample goes to one rank, once in each pass; no row holds more than `capacity`
+    tokens; every rank has the same number of rows. For that rows may be taken apart at the end of
+    the stream, and where a whole window makes fewer rows than there are ranks; only with fewer
+    samples than ranks left at the end are some repeated.
+
+    Attributes:
+        skipped: how many samples of this pass were longer than `capacity`.
+
+    Raises:
+        ValueError: an argument is out of range, or, during the pass, a length is negative or above
+            `capacity`; the message names it and the sample's number in the stream.
+        RuntimeError: a DataLoader has more than one worker.
+
+    Example:
+        >>> samples = ({"input_ids": [7] * n} for n in [3, 5, 2, 4, 4, 6])
+        >>> for row in cuseq.PackedStream(samples, capacity=8):
+        ...     print([len(sample["input_ids"]) for sample in row])
+        [6, 2]
+        [5, 3]
+        [4, 4]
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        capacity: int,
+        *,
+        window: int = 1024,
+        strategy: str = "bfd",
+        length: Callable[[Any], int] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        overlong: str = "raise",
+        drop_last: bool = False,
+    ):
+        self.iterable = iterable
+        self.capacity = as_int(capacity, "capacity", least=1)
+        self.world_size = as_int(world_size, "world_size", least=1)
+        self.rank = as_int(rank, "rank")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+        self.window = as_int(window, "window", least=self.world_size)
+        self.strategy = one_of(strategy, "strategy", _STRATEGIES)
+        self.length = _tokens if length is None else length
+        self.shuffle = bool(shuffle)
+        self.seed = as_int(seed, "seed")
+        self.overlong = one_of(overlong, "overlong", _OVERLONG)
+        self.drop_last = bool(drop_last)
+        self.skipped = 0
+        self._consumed = 0
+        self._position = _START
+        self._resumes = False
+
+    # ----------------------------------------------------------------------------- the pass
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise RuntimeError(
+                "PackedStream would be read by each worker of a DataLoader, and repeated: "
+                f"num_workers must be 0 or 1, got {worker.num_workers}"
+            )
+        resumes, self._resumes = self._resumes, False
+        if not resumes:
+            self._consumed = self.skipped = 0
+            # Without a state of the source, which starts anew with iter().
+            self._position = copy.deepcopy(_START)
+        samples, held = self._resumed() if resumes else (iter(self.iterable), [])
+        while True:
+            ended = self._refill(held, samples)
+            rows, held = self._packed(held, ended)
+            # From the end, so that none is held once it is yielded.
+            rows = rows[self._position["done"] :][::-1]
+            while rows:
+                self._position["done"] += 1
+                yield rows.pop()
+            if ended:
+                return
+            self._position = self._window_start(self._position["window_number"] + 1, held)
+
+    def _window_start(self, number: int, held: list[_Held]) -> dict[str, Any]:
+        """What a state says of the window that begins now."""
+        methods = ("state_dict", "load_state_dict")
+        stateful = all(hasattr(self.iterable, method) for method in methods)
+        return {
+            "window_number": number,
+            "done": 0,
+            "consumed": self._consumed,
+            "skipped": self.skipped,
+            "held": [[e.number, e.since, e.sample if stateful else None] for e in held],
+            "source": copy.deepcopy(self.iterable.state_dict()) if stateful else None,
+        }
+
+    def _resumed(self) -> tuple[Iterator[Any], list[_Held]]:
+        """The samples from the window's start on, and those held over into it."""
+        source, held = self._position["source"], self._position["held"]
+        self._consumed, self.skipped = self._position["consumed"], self._position["skipped"]
+        if source is not None:
+            self.iterable.load_state_dict(copy.deepcopy(source))
+            return iter(self.iterable), [self._measured(*entry) for entry in held]
+        samples = iter(self.iterable)
+        wanted = {number for number, _, _ in held}
+        found = {}
+        for number in range(self._consumed):
+            sample = next(samples, _END)
+            if sample is _END:
+                raise ValueError(
+                    f"the iterable must be that of the state, which had read {self._consumed} "
+                    f"samples of it, but it ended after {number}"
+                )
+            if number in wanted:
+                found[number] = sample
+        return samples, [self._measured(n, since, found[n]) for n, since, _ in held]
+
+    def _refill(self, held: list[_Held], samples: Iterator[Any]) -> bool:
+        """Reads until the window is full, or says that the stream has ended."""
+        while len(held) < self.window:
+            sample = next(samples, _END)
+            if sample is _END:
+                return True
+            entry = self._measured(self._consumed, self._position["window_number"], sample)
+            if entry.length <= self.capacity:
+                held.append(entry)
+            elif self.overlong == "skip":
+                self.skipped += 1
+            else:
+                raise ValueError(
+                    f"samples must have at most capacity = {self.capacity} tokens, but number "
+                    f'{entry.number} of the stream has {entry.length}: overlong="skip" leaves such '
+                    "ones out"
+                )
+            self._consumed += 1
+        return False
+
+    def _measured(self, number: int, since: int, sample: Any) -> _Held:
+        return _Held(number, since, as_int(self.length(sample), "length", least=0), sample)
+
+    # ----------------------------------------------------------------------------- one window
+
+    def _packed(self, held: list[_Held], ended: bool) -> tuple[list[list[Any]], list[_Held]]:
+        """This rank's rows of the window, and what stays in it."""
+        held = [held[i] for i in self._order(len(held), "samples")]
+        lengths = [entry.length for entry in held]
+        values = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+        indices, offsets, _, _ = _ops.bin_pack(values, self.capacity, self.strategy)
+        numbers, ends = indices.tolist(), offsets.tolist()
+        rows = [numbers[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+        rows, staying = self._chosen(rows, held, ended)
+        mine = [rows[i] for i in self._order(len(rows), "rows")][self.rank :: self.world_size]
+        return (
+            [[held[i].sample for i in row] for row in mine],
+            [held[i] for row in staying for i in row],
+        )
+
+    def _order(self, count: int, purpose: str) -> list[int]:
+        if not self.shuffle:
+            return list(range(count))
+        seed = seed_of(self.seed, purpose, self._position["window_number"])
+        return _ops.permutation(count, seed, 0, count).tolist()
+
+    def _chosen(
+        self, rows: list[list[int]], held: list[_Held], ended: bool
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows that go out, a multiple of the ranks, and rows that stay."""
+        spare = len(rows) % self.world_size
+        numbers = range(len(rows))
+        if ended and not self.drop_last:
+            return self._evened(rows, held), []
+        if not ended:
+            # At least one stays, in whose place the next window finds better company.
+            spare = spare or self.world_size
+            oldest = self._position["window_number"] - _MOST_WINDOWS
+            numbers = [n for n in numbers if all(held[i].since > oldest for i in rows[n])]
+            if spare > len(numbers) or spare == len(rows):
+                return self._evened(rows, held), []
+        if self.strategy != "sequential":
+            # The emptiest come last.
+            numbers = sorted(numbers, key=lambda n: -sum(held[i].length for i in rows[n]))
+        stay = set(numbers[len(numbers) - spare :])
+        going = [row for n, row in enumerate(rows) if n not in stay]
+        return going, [row for n, row in enumerate(rows) if n in stay]
+
+    def _evened(self, rows: list[list[int]], held: list[_Held]) -> list[list[int]]:
+        """All rows, some taken apart where they are no multiple of the ranks."""
+        missing = -len(rows) % self.world_size
+        if missing == 0:
+            return rows
+        lengths = {i: held[i].length for row in rows for i in row}
+        counts = torch.tensor([len(row) for row in rows], device="cpu")
+        numbers = rows_to_take_apart(counts, self.world_size - missing, missing)
+        apart = [rows[n] for n in numbers]
+        made, _ = take_apart(apart, len(apart) + missing, lengths, lengths, self.capacity)
+        return [row for n, row in enumerate(rows) if n not in set(numbers)] + made
+
+    # ----------------------------------------------------------------------------- its state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass stands, to go on from there after `load_state_dict`.
+
+        It says where the window began and how many of its rows were yielded. If the iterable has
+        `state_dict` and `load_state_dict`, its own state there goes in, with the samples held over;
+        otherwise resuming reads the iterable from its start up to there again.
+        """
+        position = self._position | {
+            "held": list(self._position["held"]),
+            "source": copy.deepcopy(self._position["source"]),
+        }
+        return position | self._settings()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Makes the next pass go on where `state` was taken.
+
+        Raises:
+            ValueError: the state is of other arguments; the message says which differ. During the
+                pass: the iterable is shorter than what the state had read.
+        """
+        refuse_other(state, self._settings())
+        self._position = {key: copy.copy(state[key]) for key in _START}
+        self._resumes = True
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "version": _STATE_VERSION,
+            "capacity": self.capacity,
+            "window": self.window,
+            "strategy": self.strategy,
+            "world_size": self.world_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "overlong": self.overlong,
+            "drop_last": self.drop_last,
+        }
+
+
+def _tokens(sample: Any) -> int:
+    return len(sample["input_ids"])

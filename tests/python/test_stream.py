@@ -1,0 +1,586 @@
+"""PackedStream: rows from an iterable of unknown length, a bounded window of it at a time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import itertools
+import random
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
+
+import cuseq
+
+
+class Source:
+    """Samples of these lengths: number i holds the token i + 1."""
+
+    def __init__(self, lengths):
+        self.lengths = [int(length) for length in lengths]
+        self.pulled = 0
+
+    def make(self, number: int) -> dict:
+        self.pulled += 1
+        return {"input_ids": [number + 1] * self.lengths[number], "number": number}
+
+    def __iter__(self) -> Iterator[dict]:
+        for number in range(len(self.lengths)):
+            yield self.make(number)
+
+
+class Sample(dict):
+    """A dict that can be watched."""
+
+
+class Watched(Source):
+    """Counts which of its samples are alive."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        self.alive: set[int] = set()
+        self.most_alive = 0
+
+    def make(self, number: int) -> Sample:
+        sample = Sample(super().make(number))
+        self.alive.add(number)
+        weakref.finalize(sample, self.alive.discard, number)
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return sample
+
+
+class Resumable(Source):
+    """One that knows where it stands, as the datasets of Hugging Face and torchdata do."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        self.position = 0
+        self.start = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        self.position, self.start = self.start, 0
+        while self.position < len(self.lengths):
+            self.position += 1
+            yield self.make(self.position - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.position = state["position"]
+
+
+def make_lengths(count: int, capacity: int, seed: int = 0) -> list[int]:
+    lengths = np.random.default_rng(seed).lognormal(np.log(capacity / 12), 0.9, count)
+    return np.clip(lengths, 1, capacity).astype(int).tolist()
+
+
+def numbers(row) -> list[int]:
+    assert isinstance(row, list)
+    return [sample["number"] for sample in row]
+
+
+def make_rows(stream) -> list[list[int]]:
+    return [numbers(row) for row in stream]
+
+
+OPTIONS = {
+    "strategy": st.sampled_from(["bfd", "ffd", "sequential"]),
+    "shuffle": st.booleans(),
+    "seed": st.integers(0, 2**40),
+    "window": st.integers(4, 40),
+    "drop_last": st.booleans(),
+}
+
+
+@st.composite
+def cases(draw, **fixed):
+    """Lengths, capacity, ranks, options; a window has a sample for each rank at least."""
+    capacity = draw(st.sampled_from([8, 20, 100]))
+    length = st.one_of(st.integers(0, capacity), st.sampled_from([1, capacity, capacity // 2 + 1]))
+    lengths = draw(st.lists(length, max_size=120))
+    options = {
+        name: fixed[name] if name in fixed else draw(values) for name, values in OPTIONS.items()
+    }
+    return lengths, capacity, draw(st.integers(1, 4)), options
+
+
+def ranks_of(case, source=Source) -> list[list[list[int]]]:
+    lengths, capacity, world_size, options = case
+    return [
+        make_rows(
+            cuseq.PackedStream(
+                source(lengths), capacity, rank=rank, world_size=world_size, **options
+            )
+        )
+        for rank in range(world_size)
+    ]
+
+
+@given(case=cases(drop_last=False))
+def test_every_sample_once(case):
+    lengths, capacity, world_size, options = case
+    ranks = ranks_of(case)
+    assert len(set(map(len, ranks))) == 1, "or DDP hangs"
+    rows = [row for of_rank in ranks for row in of_rank]
+    assert all(rows), "no row is empty"
+    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    counts = Counter(sample for row in rows for sample in row)
+    assert set(counts) == set(range(len(lengths)))
+    # Only where fewer samples than ranks are left at the end is one repeated.
+    repeated = sum(counts.values()) - len(lengths)
+    assert repeated < world_size
+    if len(lengths) <= options["window"]:
+        assert repeated == max(0, len(rows) - len(lengths))
+
+
+@given(case=cases(drop_last=True))
+def test_the_last_incomplete_group_is_dropped(case):
+    lengths, capacity, world_size, _ = case
+    ranks = ranks_of(case)
+    assert len(set(map(len, ranks))) == 1
+    rows = [row for of_rank in ranks for row in of_rank]
+    assert all(rows) and all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    counts = Counter(sample for row in rows for sample in row)
+    assert max(counts.values(), default=1) == 1
+    left = [length for number, length in enumerate(lengths) if number not in counts]
+    assert sum(left) <= (world_size - 1) * capacity
+    if world_size == 1:
+        assert not left
+
+
+def test_literal_case():
+    stream = cuseq.PackedStream(Source([3, 5, 2, 4, 4, 6]), capacity=8)
+    rows = list(stream)
+    assert sorted(map(sorted, map(numbers, rows))) == [[0, 1], [2, 5], [3, 4]]
+    assert rows[0][0]["input_ids"] == [rows[0][0]["number"] + 1] * len(rows[0][0]["input_ids"])
+    assert isinstance(stream, IterableDataset)
+
+
+def test_sequential_keeps_the_order():
+    lengths = make_lengths(300, 64)
+    expected = cuseq.bin_pack(lengths, 64, "sequential")
+    for window in (10, 50, 1000):
+        stream = cuseq.PackedStream(Source(lengths), 64, strategy="sequential", window=window)
+        rows = make_rows(stream)
+        assert [sample for row in rows for sample in row] == list(range(300))
+        if window == 1000:
+            assert rows == [expected.row(b) for b in range(expected.num_rows)]
+
+
+def test_no_samples():
+    for world_size in (1, 3):
+        assert make_rows(cuseq.PackedStream([], 8, world_size=world_size)) == []
+
+
+def test_fewer_samples_than_ranks():
+    case = [3, 4], 8, 4, {}
+    ranks = ranks_of(case)
+    assert [len(of_rank) for of_rank in ranks] == [1] * 4
+    assert {sample for of_rank in ranks for row in of_rank for sample in row} == {0, 1}
+    assert ranks_of(([3, 4], 8, 4, {"drop_last": True})) == [[]] * 4
+    # One row's samples are taken apart before any is repeated.
+    ranks = ranks_of(([2, 2, 2, 2], 8, 4, {}))
+    assert sorted(ranks) == [[[0]], [[1]], [[2]], [[3]]]
+
+
+@pytest.mark.parametrize("kind", ["generator", "list", "iterator", "own length"])
+def test_kinds_of_sources(kind):
+    lengths = make_lengths(100, 32)
+    expected = make_rows(cuseq.PackedStream(Source(lengths), 32, window=20))
+    options = {}
+    if kind == "generator":
+        source = (sample for sample in Source(lengths))
+    elif kind == "list":
+        source = list(Source(lengths))
+    elif kind == "iterator":
+        source = iter(Source(lengths))
+    else:
+        source = [{"number": number, "text": "x" * length} for number, length in enumerate(lengths)]
+        options = {"length": lambda sample: len(sample["text"])}
+    assert make_rows(cuseq.PackedStream(source, 32, window=20, **options)) == expected
+
+
+def test_a_pass_can_be_repeated():
+    stream = cuseq.PackedStream(list(Source(make_lengths(100, 32))), 32, window=20)
+    rows = make_rows(stream)
+    assert make_rows(stream) == rows
+    list(itertools.islice(stream, 3))
+    assert make_rows(stream) == rows, "from the start, as any iterable"
+
+
+def test_shuffled_by_seed():
+    lengths = [4] * 200
+
+    def rows(**options):
+        return make_rows(cuseq.PackedStream(Source(lengths), 8, window=50, **options))
+
+    plain, one = rows(), rows(shuffle=True, seed=1)
+    assert one == rows(shuffle=True, seed=1)
+    orders = [plain, one, rows(shuffle=True, seed=2)]
+    for first, second in itertools.combinations(orders, 2):
+        pairs = [{tuple(sorted(row)) for row in order} for order in (first, second)]
+        assert len(pairs[0] & pairs[1]) < 30, "other samples share a row"
+    assert rows(seed=2) == plain
+    # The same over ranks: together they see every sample.
+    ranks = ranks_of((lengths, 8, 2, {"shuffle": True, "window": 50}))
+    assert sorted(i for of_rank in ranks for row in of_rank for i in row) == list(range(200))
+
+
+def test_random_state_of_the_caller_is_neither_read_nor_moved():
+    orders = []
+    for seed in (1, 2):
+        torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        stream = cuseq.PackedStream(Source([4] * 100), 8, window=50, shuffle=True)
+        orders.append(make_rows(stream))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
+    assert orders[0] == orders[1]
+
+
+# The window.
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("strategy", ["bfd", "sequential"])
+@pytest.mark.parametrize("window", [8, 64])
+def test_at_most_a_window_is_held(window, strategy, world_size):
+    source = Watched(make_lengths(1000, 64))
+    stream = cuseq.PackedStream(
+        source, 64, window=window, strategy=strategy, world_size=world_size, rank=world_size - 1
+    )
+    for row in stream:
+        del row
+    gc.collect()
+    assert source.pulled == 1000
+    assert source.most_alive <= window
+    assert not source.alive, "none is kept behind the end"
+
+
+def test_nothing_is_pulled_before_it_is_needed():
+    source = Source(make_lengths(1000, 64))
+    stream = cuseq.PackedStream(source, 64, window=50)
+    assert source.pulled == 0
+    rows = iter(stream)
+    next(rows)
+    assert source.pulled == 50
+    assert len(stream.state_dict()) and source.pulled == 50
+
+
+def test_an_endless_source():
+    def endless():
+        for number in itertools.count():
+            yield {"input_ids": [0] * (1 + number * 7919 % 30), "number": number}
+
+    rows = make_rows(itertools.islice(cuseq.PackedStream(endless(), 32, window=40), 300))
+    assert len(rows) == 300
+    seen = [sample for row in rows for sample in row]
+    assert len(set(seen)) == len(seen)
+    assert max(seen) < len(seen) + 40
+
+
+@pytest.mark.parametrize("lengths", ["all full", "others do not fit", "random"])
+def test_no_sample_waits_for_ever(lengths):
+    """Even one that never fits with others comes out after a bounded number of windows."""
+    window, capacity, count = 16, 64, 3000
+    values = {
+        "all full": [1] + [capacity] * count,
+        "others do not fit": [capacity // 2 + 1] + [capacity - 5] * count,
+        "random": make_lengths(count, capacity),
+    }[lengths]
+    source = Source(values)
+    for row in cuseq.PackedStream(source, capacity, window=window):
+        for number in numbers(row):
+            assert source.pulled - number <= 20 * window
+        del row
+
+
+def test_rows_are_full():
+    lengths = make_lengths(20_000, 4096)
+    for window, least in ((1024, 0.995), (128, 0.985), (32, 0.95)):
+        rows = make_rows(cuseq.PackedStream(Source(lengths), 4096, window=window))
+        assert sum(lengths) / (len(rows) * 4096) > least
+    plain = cuseq.bin_pack(lengths, 4096, "sequential").fill
+    assert plain < 0.93, "what that is compared with"
+
+
+# Resuming.
+
+
+def through_a_checkpoint(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)  # weights_only
+
+
+def as_generator(lengths):
+    return (sample for sample in Source(lengths))
+
+
+def as_list(lengths):
+    return list(Source(lengths))
+
+
+SOURCES = {"resumable": Resumable, "iterable": Source, "generator": as_generator, "list": as_list}
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=list(SOURCES))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shuffle": True, "seed": 3},
+        {"strategy": "sequential"},
+        {"world_size": 2, "rank": 1},
+        {"world_size": 3, "rank": 0, "drop_last": True},
+    ],
+    ids=str,
+)
+def test_resume_at_every_row(options, source):
+    lengths = make_lengths(120, 40)
+
+    def make():
+        return cuseq.PackedStream(source(lengths), 40, window=25, **options)
+
+    expected = make_rows(make())
+    assert len(expected) > 4
+    stream = make()
+    rows = iter(stream)
+    for done in range(len(expected) + 1):
+        state = through_a_checkpoint(stream.state_dict())
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert make_rows(resumed) == expected[done:]
+        if done < len(expected):
+            assert numbers(next(rows)) == expected[done]
+    assert next(rows, None) is None
+    resumed = make()
+    resumed.load_state_dict(through_a_checkpoint(stream.state_dict()))
+    assert make_rows(resumed) == [], "the end was seen"
+
+
+@pytest.mark.parametrize("source", [Resumable, Source, as_list])
+@pytest.mark.parametrize("done", [1, 12])
+def test_resume_in_a_second_pass(done, source):
+    """The source stood at its end when that began."""
+    lengths = make_lengths(120, 40)
+    stream = cuseq.PackedStream(source(lengths), 40, window=25)
+    expected = make_rows(stream)
+    rows = iter(stream)
+    assert make_rows(itertools.islice(rows, done)) == expected[:done]
+    resumed = cuseq.PackedStream(source(lengths), 40, window=25)
+    state = through_a_checkpoint(stream.state_dict())
+    resumed.load_state_dict(state)
+    assert make_rows(resumed) == expected[done:]
+    assert make_rows(resumed) == expected, "the next pass is a whole one"
+
+
+@settings(max_examples=50)
+@given(
+    case=cases(),
+    stops=st.lists(st.integers(0, 15), min_size=1, max_size=5),
+    source=st.sampled_from([Resumable, Source]),
+)
+def test_interrupted_at_random(case, stops, source):
+    lengths, capacity, world_size, options = case
+    for rank in range(world_size):
+
+        def make():
+            return cuseq.PackedStream(
+                source(lengths), capacity, rank=rank, world_size=world_size, **options
+            )
+
+        expected = make_rows(make())
+        stream, rows = make(), []
+        for stop in stops:
+            stop = min(stop, len(expected) - len(rows))
+            # islice would ask for no more, so the end is not seen before it is time.
+            rows += make_rows(itertools.islice(stream, stop))
+            state = through_a_checkpoint(stream.state_dict())
+            stream = make()
+            stream.load_state_dict(state)
+        rows += make_rows(stream)
+        assert rows == expected
+
+
+def test_a_source_with_a_state_is_not_read_again():
+    lengths = make_lengths(2000, 64)
+    stream = cuseq.PackedStream(Resumable(lengths), 64, window=50)
+    rows = make_rows(itertools.islice(stream, 100))
+    state = stream.state_dict()
+    source = Resumable(lengths)
+    resumed = cuseq.PackedStream(source, 64, window=50)
+    resumed.load_state_dict(state)
+    rows += [numbers(next(iter(resumed)))]
+    assert source.pulled <= 100, "what is held, and a window"
+    whole = cuseq.PackedStream(Source(lengths), 64, window=50)
+    assert rows == make_rows(itertools.islice(whole, 101))
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_resume_with_the_streams_of_hugging_face(shards):
+    datasets = pytest.importorskip("datasets")
+    lengths = make_lengths(300, 64)
+    samples = {"input_ids": [[i + 1] * n for i, n in enumerate(lengths)], "number": range(300)}
+
+    def make():
+        source = datasets.Dataset.from_dict(samples).to_iterable_dataset(num_shards=shards)
+        return cuseq.PackedStream(source, 64, window=50)
+
+    stream = make()
+    expected = make_rows(stream)
+    assert sorted(number for row in expected for number in row) == list(range(300))
+    for _ in range(2):
+        rows = iter(stream)
+        for done in range(len(expected) + 1):
+            if done % 5 < 2:
+                resumed = make()
+                resumed.load_state_dict(through_a_checkpoint(stream.state_dict()))
+                assert make_rows(resumed) == expected[done:] or done == 0
+            if done < len(expected):
+                assert numbers(next(rows)) == expected[done]
+
+
+def test_a_state_is_a_snapshot():
+    stream = cuseq.PackedStream(Resumable(make_lengths(300, 64)), 64, window=50)
+    rows = iter(stream)
+    for _ in range(20):
+        next(rows)
+    state = stream.state_dict()
+    before = copy.deepcopy(state)
+    list(rows)
+    assert state == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("capacity", 65),
+        ("window", 51),
+        ("strategy", "ffd"),
+        ("world_size", 2),
+        ("shuffle", True),
+        ("drop_last", True),
+    ],
+)
+def test_state_of_other_settings_is_refused(name, value):
+    def make(**options):
+        settings = {"capacity": 64, "window": 50, **options}
+        return cuseq.PackedStream(Source(make_lengths(300, 64)), **settings)
+
+    stream, other = make(), make(**{name: value})
+    next(iter(stream))
+    with pytest.raises(ValueError, match=name):
+        other.load_state_dict(stream.state_dict())
+
+
+def test_a_source_that_ends_too_early_is_noticed():
+    """Skipping what was consumed must not end in silence: it is another stream."""
+    lengths = make_lengths(300, 64)
+    stream = cuseq.PackedStream(Source(lengths), 64, window=50)
+    list(itertools.islice(stream, 30))
+    resumed = cuseq.PackedStream(Source(lengths[:20]), 64, window=50)
+    resumed.load_state_dict(stream.state_dict())
+    with pytest.raises((RuntimeError, ValueError), match="source|iterable|stream"):
+        list(resumed)
+
+
+# Too long, wrong.
+
+
+def test_too_long_ones_are_named_or_skipped():
+    lengths = [3, 11, 4, 12, 10]
+    with pytest.raises(ValueError, match=r"(?=.*\bcapacity = 10\b)(?=.*\b1\b.*\b11\b)"):
+        make_rows(cuseq.PackedStream(Source(lengths), 10))
+    stream = cuseq.PackedStream(Source(lengths), 10, overlong="skip", window=2)
+    assert sorted(sample for row in make_rows(stream) for sample in row) == [0, 2, 4]
+    assert stream.skipped == 2
+    resumed = cuseq.PackedStream(Source(lengths), 10, overlong="skip", window=2)
+    rows = iter(stream)
+    next(rows), next(rows)
+    resumed.load_state_dict(stream.state_dict())
+    assert make_rows(resumed) == make_rows(rows)
+    assert resumed.skipped == 2, "those before the interruption count"
+
+
+def test_what_has_no_length_is_refused():
+    with pytest.raises((KeyError, TypeError, ValueError), match="input_ids"):
+        list(cuseq.PackedStream([{"text": "abc"}], 10))
+    with pytest.raises(ValueError, match="-1"):
+        list(cuseq.PackedStream([{"text": "abc"}], 10, length=lambda sample: -1))
+    with pytest.raises(TypeError, match="length"):
+        list(cuseq.PackedStream([{"text": "abc"}], 10, length=lambda sample: 1.5))
+
+
+def test_errors_of_the_source_arrive():
+    def broken():
+        yield from Source([3, 4, 5])
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(cuseq.PackedStream(broken(), 10))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 0}, "capacity.*0"),
+        ({"window": 0}, "window.*0"),
+        ({"rank": 2, "world_size": 2}, "rank.*2"),
+        ({"rank": -1}, "rank.*-1"),
+        ({"world_size": 0}, "world_size.*0"),
+        ({"strategy": "wrapped"}, "strategy.*wrapped"),
+        ({"overlong": "cut"}, "overlong.*cut"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        cuseq.PackedStream([], **{"capacity": 8, **options})
+
+
+# With DataLoader.
+
+
+def make_loader(workers: int = 0) -> DataLoader:
+    samples = [{"input_ids": [i + 1] * n} for i, n in enumerate(make_lengths(200, 64))]
+    return DataLoader(
+        cuseq.PackedStream(samples, 64, window=40),
+        batch_size=None,
+        collate_fn=cuseq.PackingCollator(capacity=64, total_multiple=8),
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+
+
+def samples_of(batch: dict) -> list[int]:
+    ids, begin, samples = batch["input_ids"][0].tolist(), 0, []
+    for length in batch["packed"].lengths.tolist():
+        (token,) = set(ids[begin : begin + length])
+        samples.append(token - 1)
+        begin += length
+    return samples
+
+
+def test_through_a_loader():
+    seen = [sample for batch in make_loader() for sample in samples_of(batch)]
+    assert sorted(seen) == list(range(200))
+
+
+def test_workers_do_not_repeat_the_stream():
+    """Each would read all of it: refused, or shared out."""
+    try:
+        seen = [sample for batch in make_loader(workers=2) for sample in samples_of(batch)]
+    except (RuntimeError, ValueError) as error:
+        assert "num_workers" in str(error)
+    else:
+        assert sorted(seen) == list(range(200))
