@@ -160,7 +160,7 @@ def check(actual: Tensor, own: Tensor, exact: Tensor) -> None:
     """In the mean no further from float64 than the package's `own` result, nor at the worst.
 
     The worst may be half a unit in the last place, since one rounding there must be. In fp32, where
-    the order of the operations decides, a whole unit or twice as far as the package's is allowed.
+    the order of the operations decides, two units or twice as far as the package's are allowed.
     """
     assert actual.shape == own.shape and actual.dtype == own.dtype
     slack = 2.0 if own.dtype == torch.float32 else 1.0
@@ -169,7 +169,8 @@ def check(actual: Tensor, own: Tensor, exact: Tensor) -> None:
     # A float64 that the package itself is far from would allow anything.
     assert own_far.max() <= 8 * unit
     assert far.mean() <= slack * own_far.mean()
-    assert far.max() <= max(slack * own_far.max(), 0.51 * slack * unit)
+    units = 2.0 if own.dtype == torch.float32 else 0.51
+    assert far.max() <= max(slack * own_far.max(), units * unit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
