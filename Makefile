@@ -15,8 +15,10 @@ TRANSFORMERS ?= transformers==5.17.0
 
 PY := $(VENV)/bin/python
 BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
-# megatron-core's rotation is what ours is compared with; it has no wheels for Python 3.14 yet.
+# megatron-core's rotation and TRL's packer are what ours are compared with; the former has no wheels
+# for Python 3.14 yet.
 EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis \
+  "trl==1.16.0" datasets torchdata \
   "megatron-core==0.16.1; python_version < '3.14'"
 
 .PHONY: train test tsan bench format build environment clean

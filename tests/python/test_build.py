@@ -54,13 +54,26 @@ def test_a_build_without_cuda_says_how_to_get_it():
         torch.ops.cuseq.cu_seqlens.default.redispatch(on_cuda, torch.tensor([2, 3]))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_readme_examples_run(number):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    if number == 1:
+def examples(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+EXAMPLES = [
+    (page, n) for page in ("README.md", "docs/packing.md") for n in range(len(examples(page)))
+]
+
+
+def test_pages_have_examples():
+    assert [page for page, _ in EXAMPLES] == ["README.md"] * 3 + ["docs/packing.md"] * 5
+
+
+@pytest.mark.parametrize("page,number", EXAMPLES)
+def test_example(page, number, tmp_path, monkeypatch):
+    example = examples(page)[number]
+    if "transformers" in example:
         pytest.importorskip("transformers")
-    exec(compile(blocks[number], f"README.md block {number}", "exec"), {})
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, f"{page} example {number}", "exec"), {})
 
 
 def test_readme_is_finished():
