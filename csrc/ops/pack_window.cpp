@@ -33,7 +33,7 @@ Strategy strategy_named(c10::string_view name) {
 
 // Larger windows are packed in parts of so many samples: that spares memory, and the sort's reads
 // hit the cache.
-constexpr size_t kPart = size_t{1} << 20;
+constexpr size_t kPart = size_t{1} << 17;
 
 // Sorts samples by row and appends where each row ends.
 template <typename Length>

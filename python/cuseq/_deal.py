@@ -11,6 +11,8 @@ from torch import Tensor
 
 _ops = torch.ops.cuseq
 
+_GROUPS = 1 << 14
+
 
 def seed_of(*purpose: str | int) -> int:
     """One of 2^64 seeds for each purpose, the same on every machine."""
@@ -37,12 +39,19 @@ def deal(costs: Sequence[Tensor], accumulation: int, world_size: int) -> Tensor:
 
 def shuffle_groups(grid: Tensor, seed: int | None) -> Tensor:
     """Groups in an order of the seed, None keeps it, and no rank always the costliest of a slot."""
-    groups, _, world_size = grid.shape
-    grid = grid[order_of(groups, seed)]
+    groups, accumulation, world_size = grid.shape
+    order = order_of(groups, seed)
     # Within a slot the costs descend: each group is turned by another number of ranks.
     turns = order_of(groups, None if seed is None else seed ^ 1) % world_size
-    ranks = (torch.arange(world_size, device="cpu") + turns[:, None]) % world_size
-    return grid.gather(2, ranks[:, None, :].expand_as(grid))
+    shuffled = torch.empty_like(grid)
+    # In parts, which spares the memory of two more grids.
+    for chosen, turn, out in zip(
+        *(t.split(_GROUPS) for t in (order, turns, shuffled)), strict=True
+    ):
+        ranks = (torch.arange(world_size, device="cpu") + turn[:, None]) % world_size
+        ranks = ranks[:, None, :].expand(-1, accumulation, -1)
+        torch.gather(grid[chosen], 2, ranks, out=out)
+    return shuffled
 
 
 def order_of(count: int, seed: int | None) -> Tensor:

@@ -392,14 +392,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         """The same with even ranks, sorted by cost in parts that spare memory."""
         group = self.accumulation * self.world_size
         size = max(_ROWS // group, 1) * group
-        grids = [
-            torch.empty(0, self.accumulation, self.world_size, dtype=torch.int64, device="cpu")
-        ]
-        for first in range(0, window.num_rows, size):
+        numbers = torch.empty(window.num_rows, dtype=torch.int64, device="cpu")
+        for first, part in zip(range(0, window.num_rows, size), numbers.split(size), strict=True):
             rows = slice(first, first + size)
             costs = [self._costs(window, c, rows) for c in self._coefficients]
-            grids.append(deal(costs, self.accumulation, self.world_size).add_(first))
-        return torch.cat(grids)
+            torch.add(deal(costs, self.accumulation, self.world_size).flatten(), first, out=part)
+        return numbers.view(-1, self.accumulation, self.world_size)
 
     def _batches(self, window: _Window, skip: int) -> Iterator[list[int]]:
         mine = self._dealt(window)[:, :, self.rank].flatten()[skip:]
