@@ -25,11 +25,12 @@ def forward_scope() -> Iterator[None]:
         >>> with cuseq.forward_scope():
         ...     loss = model(input_ids, packed=packed).loss
     """
+    exit_scope = _C.exit_scope  # a scope left open may end when the interpreter's modules are gone
     scope = _C.enter_scope()
     try:
         yield
     finally:
-        _C.exit_scope(scope)
+        exit_scope(scope)
 
 
 def cache_stats() -> dict[str, int]:

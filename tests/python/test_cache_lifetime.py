@@ -421,7 +421,8 @@ class Late:
         self.invalidate(self.key)
         self.clear()
 
-late = sys.modules["late"] = Late()
+# Not in __main__, which outlives the modules where something holds it (dill does, if installed).
+sys.modules["late"] = Late()
 """,
     "threads": """
 stop, started = threading.Event(), threading.Barrier(4)
