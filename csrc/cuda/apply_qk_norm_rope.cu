@@ -53,8 +53,12 @@ class RowPipeline {
     in_ = next(in_);
   }
 
-  // Waits for the oldest row.
-  __device__ __forceinline__ void wait() { __pipeline_wait_prior(kStages - 1); }
+  // Waits for the oldest row. No thread waits for another, so nothing else keeps the reads behind
+  // it.
+  __device__ __forceinline__ void wait() {
+    __pipeline_wait_prior(kStages - 1);
+    asm volatile("" ::: "memory");
+  }
 
   template <typename A>
   __device__ __forceinline__ void get(int source, int item, A (&x)[2][V]) const {
@@ -88,11 +92,6 @@ class RowPipeline {
   int in_ = 0;
   int out_ = 0;
 };
-
-// Warps of a block whose rows fit into its shared memory, with angles, weights and sums beside
-// them.
-template <typename Pipeline>
-inline constexpr int kPipelineWarps = std::min(kMaxWarps, 32 * 1024 / Pipeline::kWarpBytes);
 
 __device__ __forceinline__ int threads_of_block() {
   return static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
@@ -524,17 +523,29 @@ bool inputs_fit(const QkNormRopeArgs& args, int64_t elements) {
   return fit;
 }
 
-template <typename T, int V>
+// Warps of a block whose rows fit into the shared memory of any GPU, with their angles and with
+// both weights beside them.
+template <typename Pipeline, typename A, bool kDirect>
+int warps_that_fit(const RopeArgs& rope) {
+  const auto head_dim = static_cast<int>(rope.head_dim);
+  const int64_t room = 48 * 1024 - padded<A>(2 * head_dim) * sizeof(A);
+  const int64_t of_warp = Pipeline::kWarpBytes +
+                          (kDirect ? 0 : padded<A>(static_cast<int>(rope.rotary_dim)) * sizeof(A));
+  return static_cast<int>(std::clamp<int64_t>(room / of_warp, 1, kMaxWarps));
+}
+
+template <typename T, int V, bool kDirect>
 RopeGeometry backward_geometry(const RopeArgs& rope) {
+  using Pipeline = BackwardPipeline<T, V>;
   return rope_geometry(rope, V, kBackwardRows, /*copies=*/true,
-                       kPipelineWarps<BackwardPipeline<T, V>>);
+                       warps_that_fit<Pipeline, Arithmetic<T>, kDirect>(rope));
 }
 
 template <typename T, int V, bool kInterleaved, bool kDirect>
 void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   using A = Arithmetic<T>;
   const RopeArgs& rope = args.rope;
-  const RopeGeometry geometry = backward_geometry<T, V>(rope);
+  const RopeGeometry geometry = backward_geometry<T, V, kDirect>(rope);
   HeadInputs inputs;
   for (int i = 0; i < rope.n_tensors; ++i) {
     inputs.of[i] = head_memory(args.norms[i].input, args.norms[i].input_strides, sizeof(T));
@@ -572,8 +583,8 @@ void apply_qk_norm_rope(const QkNormRopeArgs& args, Stream stream) {
   dispatch_rope(rope, fits, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
     using A = Arithmetic<T>;
     using Pipeline = ForwardPipeline<T, V>;
-    const RopeGeometry geometry =
-        rope_geometry(rope, V, kForwardRows, /*copies=*/true, kPipelineWarps<Pipeline>);
+    const RopeGeometry geometry = rope_geometry(rope, V, kForwardRows, /*copies=*/true,
+                                                warps_that_fit<Pipeline, A, kDirect>(rope));
     const size_t shared = padded_angles<A, kDirect>(rope, geometry) * sizeof(A) +
                           warps_of(geometry) * Pipeline::kWarpBytes;
     qk_norm_rope_kernel<T, V, kInterleaved, kDirect>
@@ -604,7 +615,7 @@ int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   int64_t blocks = 1;
   dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
-    const RopeGeometry geometry = backward_geometry<T, V>(args.rope);
+    const RopeGeometry geometry = backward_geometry<T, V, kDirect>(args.rope);
     const int64_t at_a_time = processors * std::max(1, kBackwardWarps<T, V> / warps_of(geometry));
     blocks = std::clamp<int64_t>(geometry.token_blocks, 1, at_a_time) * geometry.warp_blocks;
   });

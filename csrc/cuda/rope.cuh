@@ -587,6 +587,7 @@ inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, 
     plan.warps = static_cast<int>(ceil_div(tensor.heads, heads_per_warp));
     warps += plan.warps;
   }
+  warps = std::max<int64_t>(warps, 1);  // where no tensor has a head
   geometry.warp_blocks = static_cast<uint32_t>(ceil_div(warps, max_warps));
   geometry.warps_per_token = static_cast<int>(ceil_div(warps, geometry.warp_blocks));
   geometry.tokens_per_block =

@@ -26,7 +26,8 @@ packing::Strategy strategy_named(std::string_view name) {
 }
 
 template <typename Length>
-void check_values(const Length* lengths, int64_t n, int64_t capacity, bool may_be_longer) {
+void check_values(const Length* lengths, int64_t n, int64_t capacity, bool may_be_longer,
+                  bool truncates) {
   int64_t pieces = n;
   for (int64_t i = 0; i < n; ++i) {
     TORCH_CHECK_VALUE(lengths[i] >= 0, "lengths must not be negative, got lengths[", i,
@@ -35,6 +36,7 @@ void check_values(const Length* lengths, int64_t n, int64_t capacity, bool may_b
     TORCH_CHECK_VALUE(may_be_longer, "lengths must be at most capacity = ", capacity,
                       ", got lengths[", i, "] = ", lengths[i],
                       ": overlong=\"split\" and overlong=\"truncate\" take longer ones");
+    if (truncates) continue;
     const int64_t more = lengths[i] / capacity;
     TORCH_CHECK_VALUE(more < kMaxPieces - pieces, "lengths must make fewer than 2^31 pieces, but ",
                       "lengths[", i, "] = ", lengths[i], " alone makes ", more,
@@ -59,7 +61,9 @@ Result bin_pack_kernel(const at::Tensor& lengths, int64_t capacity, c10::string_
 
   const at::Tensor source = lengths.contiguous();
   const auto plan_of = [&](const auto* values) {
-    check_values(values, source.numel(), capacity, may_be_longer);
+    const bool truncates =
+        too_long == packing::Overlong::kTruncate && chosen != packing::Strategy::kWrapped;
+    check_values(values, source.numel(), capacity, may_be_longer, truncates);
     return packing::bin_pack(values, source.numel(), capacity, chosen, too_long);
   };
   packing::Plan plan = source.scalar_type() == at::kInt ? plan_of(source.const_data_ptr<int32_t>())

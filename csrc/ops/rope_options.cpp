@@ -179,6 +179,8 @@ void read_table(const RopeOptions& options, bool per_token, const Sizes& sizes, 
     TORCH_CHECK_VALUE(cos.dim() == 2,
                       "cos must have shape [rows, width] with table=\"position\", got ",
                       cos.sizes());
+    TORCH_CHECK_VALUE(cos.size(0) > 0 || sizes.batch * sizes.tokens == 0,
+                      "cos must have a row for position 0, got ", cos.sizes());
     table.rows = cos.size(0);
     table.cos_strides[2] = cos.stride(0);
     table.sin_strides[2] = sin.stride(0);

@@ -21,7 +21,8 @@ class Permutation {
  public:
   Permutation(int64_t n, uint64_t seed) : n_(n) {
     const auto size = static_cast<uint64_t>(n);
-    left_size_ = std::max<uint64_t>(1, static_cast<uint64_t>(std::sqrt(static_cast<double>(n))));
+    const double side = std::ceil(std::sqrt(static_cast<double>(n)));
+    left_size_ = std::max<uint64_t>(1, static_cast<uint64_t>(side));
     right_size_ = std::max<uint64_t>(1, (size + left_size_ - 1) / left_size_);
     for (uint64_t& key : keys_) key = mix_bits(seed += 0x9e3779b97f4a7c15);
   }

@@ -46,13 +46,15 @@ def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
 
 
 def as_int(value: Any, name: str, least: int | None = None) -> int:
-    """An int, or what stands for one exactly."""
+    """An int of 64 bits, or what stands for one exactly."""
     try:
         value = index(value)
     except TypeError as error:
         raise TypeError(f"{name} must be an int, got {value!r}") from error
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit in int64, got {value}")
     return value
 
 
@@ -81,17 +83,18 @@ def _from_array(lengths: numpy.ndarray) -> Tensor:
 
 
 def _from_ints(lengths: Iterable[int]) -> Tensor:
-    refused = isinstance(lengths, (str, bytes, bytearray))
     try:
-        values = array("q", () if refused else lengths)  # refuses what int() would cut off
+        if isinstance(lengths, (str, bytes, bytearray)):
+            raise TypeError(f"a {type(lengths).__name__} is no list of lengths")
+        values = array("q", lengths)  # refuses what int() would cut off
     except OverflowError as error:
         raise ValueError("lengths must fit in int64, but some of these ints do not") from error
-    except TypeError:
-        refused = True
-    if refused:
+    except TypeError as error:
         got = repr(lengths)
         got = got if len(got) <= 80 else f"{got[:80]}..."
-        raise TypeError(f"lengths must be ints, an integer array or an integer tensor, got {got}")
+        raise TypeError(
+            f"lengths must be ints, an integer array or an integer tensor, got {got}"
+        ) from error
     if len(values) == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(values, dtype=torch.int64)

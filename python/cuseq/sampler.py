@@ -100,8 +100,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Guarantees: every sample goes to one rank, once; no row holds more than `capacity` tokens; every
     rank has the same number of steps. Where rows are no multiple of `world_size * accumulation`,
-    some are taken apart, so that nothing is repeated; only with fewer samples than places are some
-    repeated, counted in `repeated`.
+    some are taken apart, so that nothing is repeated; only where too few rows hold more than one
+    sample are some repeated, counted in `repeated` (`drop_last` leaves such rows out instead).
 
     An epoch is a function of the arguments and the epoch's number. Iterating again without
     `set_epoch` repeats it, as torch's `DistributedSampler` does.
@@ -222,6 +222,8 @@ class PackedBatchSampler(Sampler[list[int]]):
                     yield batch
             passed += steps
             del window  # the next one is made meanwhile
+        if self._step > passed:
+            raise ValueError(f"step must be at most the {passed} of the epoch, got {self._step}")
 
     def __len__(self) -> int:
         """Batches of the epoch, the same on every rank.
@@ -243,9 +245,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         """
         totals, largest, groups = [0.0, 0.0], [1.0, 1.0], 0
         for window in self._windows():
-            grid = self._dealt(window)
-            if len(grid) == 0:
+            if window.num_rows == 0:
                 continue
+            grid = self._dealt(window)
             groups += len(grid)
             for i, coefficients in enumerate((_TOKENS, _ATTENTION)):
                 ranks = self._costs(window, coefficients)[grid].sum(1)
@@ -289,6 +291,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
         Raises:
             ValueError: the state is of other lengths or arguments; the message says which differ.
+                During the iteration: its step is beyond the epoch.
         """
         refuse_other(state, self._settings())
         self.set_epoch(state["epoch"])
@@ -345,8 +348,12 @@ class PackedBatchSampler(Sampler[list[int]]):
             )
             window = _Window(samples, offsets[:-1], offsets[1:], begin)
             del samples, offsets
-            spare = window.num_rows % (self.world_size * self.accumulation)
+            group = self.world_size * self.accumulation
+            spare = window.num_rows % group
             if end < total or self.drop_last:
+                if end < total <= end + size and group > 1 and not self.drop_last:
+                    # However small the last window is, it has a whole group to make even.
+                    spare = min(spare + group, window.num_rows)
                 carried = self._leave_out(window, spare)
             elif spare > 0:
                 self._fill_up(window, spare)
@@ -436,7 +443,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
 
 def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:
-    if balance is None or balance in ("tokens", "attention"):
+    if balance is None or (isinstance(balance, str) and balance in ("tokens", "attention")):
         return balance
     try:
         quadratic, linear, constant = (float(value) for value in balance)

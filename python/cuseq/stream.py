@@ -48,7 +48,9 @@ class PackedStream(IterableDataset[list[Any]]):
     that the order is that of the stream.
 
     An IterableDataset: give it to a DataLoader with `batch_size=None` and `PackingCollator` as
-    `collate_fn`. Workers would each read the whole stream, so `num_workers` may be 0 or 1.
+    `collate_fn`. Workers would each read the whole stream, so `num_workers` may be 0 or 1. With a
+    worker the pass is in that process, and so is its state: torchdata's StatefulDataLoader fetches
+    it, `state_dict` here knows nothing of it.
 
     Args:
         iterable: of samples. A pass starts with `iter(iterable)`.
@@ -69,8 +71,8 @@ class PackedStream(IterableDataset[list[Any]]):
 
     Guarantees: every sample goes to one rank, once in each pass; no row holds more than `capacity`
     tokens; every rank has the same number of rows. For that rows may be taken apart at the end of
-    the stream, and where a whole window makes fewer rows than there are ranks; only with fewer
-    samples than ranks left at the end are some repeated.
+    the stream, and where a whole window makes fewer rows than there are ranks; only where too few
+    of these rows hold more than one sample are some repeated (`drop_last` leaves them out instead).
 
     Attributes:
         skipped: how many samples of this pass were longer than `capacity`.
@@ -121,6 +123,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self._consumed = 0
         self._position = _START
         self._resumes = False
+        self._source_start: Any = None  # of a source that was put in the middle, to start anew
 
     # ----------------------------------------------------------------------------- the pass
 
@@ -134,8 +137,12 @@ class PackedStream(IterableDataset[list[Any]]):
         resumes, self._resumes = self._resumes, False
         if not resumes:
             self._consumed = self.skipped = 0
-            # Without a state of the source, which starts anew with iter().
+            # Without a state of the source, which starts anew with iter(), unless it was resumed:
+            # some go on from a loaded state in every later pass.
             self._position = copy.deepcopy(_START)
+            if self._source_start is not None:
+                self.iterable.load_state_dict(self._source_start)
+                self._source_start = None
         samples, held = self._resumed() if resumes else (iter(self.iterable), [])
         while True:
             ended = self._refill(held, samples)
@@ -167,6 +174,7 @@ class PackedStream(IterableDataset[list[Any]]):
         source, held = self._position["source"], self._position["held"]
         self._consumed, self.skipped = self._position["consumed"], self._position["skipped"]
         if source is not None:
+            self._source_start = copy.deepcopy(self.iterable.state_dict())
             self.iterable.load_state_dict(copy.deepcopy(source))
             return iter(self.iterable), [self._measured(*entry) for entry in held]
         samples = iter(self.iterable)
@@ -204,7 +212,13 @@ class PackedStream(IterableDataset[list[Any]]):
         return False
 
     def _measured(self, number: int, since: int, sample: Any) -> _Held:
-        return _Held(number, since, as_int(self.length(sample), "length", least=0), sample)
+        length = as_int(self.length(sample), "length")
+        if length < 0:
+            raise ValueError(
+                f"samples must not have negative lengths, but number {number} of the stream has "
+                f"{length}"
+            )
+        return _Held(number, since, length, sample)
 
     # ----------------------------------------------------------------------------- one window
 

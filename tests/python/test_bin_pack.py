@@ -499,3 +499,19 @@ def test_as_full_as_the_packer_of_trl(count):
             assert tokens == rows["input_ids"]
         else:
             assert sorted(map(len, rows["seq_lengths"])) == sorted(plan[1].diff().tolist())
+
+
+def test_what_is_truncated_makes_one_piece():
+    plan = cuseq.bin_pack([2**40], 1, overlong="truncate")
+    assert plan.lengths.tolist() == [1]
+
+
+def test_the_error_of_a_generator_is_kept():
+    with pytest.raises(TypeError, match="lengths must be ints") as error:
+        cuseq.bin_pack((len(x) for x in [[1], None]), 8)
+    assert "NoneType" in str(error.value.__cause__)
+
+
+def test_a_capacity_fits_in_64_bits():
+    with pytest.raises(ValueError, match="capacity must fit in int64"):
+        cuseq.bin_pack([1], 2**63)

@@ -272,6 +272,33 @@ def test_no_tokens(heads, device):
     assert [g.shape for g in grads] == [t.shape for t in (*call.tensors, *weights)]
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads", [(0,), (0, 2), (2, 0)], ids=str)
+def test_no_heads(heads, device):
+    call = Case((5,), lengths=(2, 3), heads=heads).build(device)
+    weights = weights_of(call)
+    outs = fused(call, call.tensors, weights)
+    grads = torch.autograd.grad(outs, [*call.tensors, *weights], outs)
+    for weight, n in zip(grads[len(outs) :], heads, strict=True):
+        assert n > 0 or torch.equal(weight, torch.zeros_like(weight))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("heads", [(8, 8), (64, 16), (30,)], ids=str)
+def test_as_much_shared_memory_as_there_is(heads, device):
+    """The largest heads, with angles that a lane cannot read from the table."""
+    case = Case((3,), lengths=(1, 2), heads=heads, dim=512, rotary=512)
+    call = case.build(device, torch.bfloat16, table_dtype=torch.float64)
+    weights = weights_of(call)
+    outs = fused(call, call.tensors, weights)
+    grads = incoming(outs)
+    found = [*outs, *torch.autograd.grad(outs, [*call.tensors, *weights], grads)]
+    expected = exact(call, call.tensors, weights)
+    expected += exact_gradients(call, call.tensors, weights, grads)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other).norm() <= 0.01 * other.norm()
+
+
 # --------------------------------------------------------------------------------- strides
 
 

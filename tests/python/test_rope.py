@@ -609,6 +609,13 @@ def test_more_heads_than_a_grid_holds_are_refused(device):
         cuseq.apply_rope(q, random(1, 65_537, 4, device=device), cos, sin)
 
 
+def test_a_table_without_rows_is_refused(device):
+    cos, sin = tables(0, 4, device=device)
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="cos must have a row for position 0"):
+        cuseq.apply_rope(random(2, 1, 8, device=device), None, cos, sin, position_ids=ids)
+
+
 def test_frequencies_take_no_gradient(device):
     frequencies = inverse_frequencies(16, 77.0).to(device).requires_grad_()
     with pytest.raises(ValueError, match="inv_freq must not require grad"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import math
 import os
 import random
 from collections import Counter
@@ -370,6 +371,43 @@ def test_a_window_is_packed_by_itself(options):
         assert sorted(first) == list(range(100))
     ends = np.cumsum([len(row) for row in rows]).tolist()
     assert {100, 200, 300, 400} <= set(ends)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_small_last_window_repeats_nothing(seed):
+    sampler = cuseq.PackedBatchSampler(
+        make_lengths(2003, 64), 512, world_size=8, buffer=1000, seed=seed
+    )
+    assert sampler.repeated == 0
+
+
+def test_windows_without_rows_are_even():
+    """All of them are left out, or carried on."""
+    for options in ({"drop_last": True}, {"buffer": 1}):
+        sampler = cuseq.PackedBatchSampler([3, 5], 8, world_size=4, balance="tokens", **options)
+        assert sampler.imbalance().tokens.mean >= 1.0
+
+
+def test_a_step_beyond_the_epoch_is_refused():
+    sampler = cuseq.PackedBatchSampler([3, 5, 8], 8)
+    state = sampler.state_dict() | {"step": 3}
+    sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match="step must be at most the 2 of the epoch, got 3"):
+        list(sampler)
+    sampler.load_state_dict(state | {"step": 2})
+    assert list(sampler) == []
+
+
+def test_coefficients_may_be_an_array():
+    lengths = make_lengths(100, 64)
+    sampler = cuseq.PackedBatchSampler(lengths, 64, balance=np.array([1.0, 0.0, 0.0]))
+    assert list(sampler) == list(cuseq.PackedBatchSampler(lengths, 64, balance=(1, 0, 0)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_order_of_a_few_is_reached(count):
+    seen = {tuple(torch.ops.cuseq.permutation(count, s, 0, count).tolist()) for s in range(500)}
+    assert len(seen) == math.factorial(count)
 
 
 def test_windows_pack_nearly_as_well():

@@ -427,6 +427,43 @@ def test_a_source_with_a_state_is_not_read_again():
     assert rows == make_rows(itertools.islice(whole, 101))
 
 
+class Sticky(Resumable):
+    """Goes on from a loaded state in every later pass, as Hugging Face's streams do."""
+
+    def __init__(self, lengths):
+        super().__init__(lengths)
+        self.loaded = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        self.start = self.loaded
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.loaded = state["position"]
+
+
+def test_the_pass_after_a_resumed_one_is_whole():
+    lengths = make_lengths(300, 64)
+    stream = cuseq.PackedStream(Sticky(lengths), 64, window=50)
+    expected = make_rows(stream)
+    rows = iter(stream)
+    done = len(expected) // 2
+    for _ in range(done):
+        next(rows)
+    resumed = cuseq.PackedStream(Sticky(lengths), 64, window=50)
+    resumed.load_state_dict(stream.state_dict())
+    assert make_rows(resumed) == expected[done:]
+    assert make_rows(resumed) == expected
+    assert make_rows(resumed) == expected
+
+
+def test_a_negative_length_names_its_sample():
+    stream = cuseq.PackedStream([1, 2, -3], 8, length=lambda sample: sample)
+    with pytest.raises(ValueError, match="number 2 of the stream has -3"):
+        list(stream)
+
+
 @pytest.mark.parametrize("shards", [1, 4])
 def test_resume_with_the_streams_of_hugging_face(shards):
     datasets = pytest.importorskip("datasets")
