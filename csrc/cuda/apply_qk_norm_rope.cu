@@ -222,21 +222,6 @@ struct WeightedAngles {
   }
 };
 
-// Up to a multiple of 16 bytes.
-template <typename A>
-__host__ __device__ int padded(int elements) {
-  constexpr int kUnit = 16 / sizeof(A);
-  return (elements + kUnit - 1) / kUnit * kUnit;
-}
-
-// Elements of shared memory for the angles of a block's warps, at its beginning.
-template <typename A, bool kDirect>
-__host__ __device__ int padded_angles(const RopeArgs& args, const RopeGeometry& geometry) {
-  if (kDirect) return 0;
-  return padded<A>(geometry.tokens_per_block * geometry.warps_per_token *
-                   static_cast<int>(args.rotary_dim));
-}
-
 // What the backward reads beside gradients.
 struct HeadInputs {
   HeadMemory of[2];
@@ -244,6 +229,8 @@ struct HeadInputs {
 
 template <typename T, int V>
 using ForwardPipeline = RowPipeline<T, V, 1, kForwardStages>;
+template <typename T, int V>
+using BackwardPipeline = RowPipeline<T, V, 2, kBackwardStages>;
 
 template <typename T, int V, bool kInterleaved, bool kDirect>
 __global__ void __maxnreg__((kForwardRegisters<T, V>))
@@ -262,7 +249,7 @@ __global__ void __maxnreg__((kForwardRegisters<T, V>))
   const Rows inputs = Rows::of(tensor.in, lane);
   const Rows outputs = Rows::of(tensor.out, lane);
   A* shared_angles = reinterpret_cast<A*>(shared_memory);
-  ForwardPipeline<T, V> rows(shared_memory + padded_angles<A, kDirect>(rope, geometry) * sizeof(A),
+  ForwardPipeline<T, V> rows(shared_memory + angle_elements<A, kDirect>(rope, geometry) * sizeof(A),
                              lane);
   const auto fetch = [&](int row) {
     if (row < lane.rows) {
@@ -320,11 +307,7 @@ __global__ void __maxnreg__((kForwardRegisters<T, V>))
 // With n = x * rstd, y = turn(n * w): for g = turn back(dy) * w,
 //   dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens and heads of turn back(dy) * n.
 // A fixed grid walks the tokens, and each block writes its part of dw: sums have one order,
-// whatever runs first.
-template <typename T, int V>
-using BackwardPipeline = RowPipeline<T, V, 2, kBackwardStages>;
-
-// Without kWeightGrads there is no dw, as where weights are frozen.
+// whatever runs first. Without kWeightGrads there is no dw, as where weights are frozen.
 template <typename T, int V, bool kInterleaved, bool kDirect, bool kWeightGrads>
 __global__ void __maxnreg__((kBackwardRegisters<T, V>))
     qk_norm_rope_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
@@ -337,7 +320,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   const int head_dim = static_cast<int>(rope.head_dim);
   Lane lane = Lane::of(rope, geometry, blockIdx.x);
   A* shared_angles = reinterpret_cast<A*>(shared_memory);
-  A* shared_weights = shared_angles + padded_angles<A, kDirect>(rope, geometry);
+  A* shared_weights = shared_angles + angle_elements<A, kDirect>(rope, geometry);
   const A* weights = shared_weights + lane.tensor * head_dim;
   BackwardPipeline<T, V> rows(
       reinterpret_cast<unsigned char*>(shared_weights + padded<A>(2 * head_dim)), lane);
@@ -552,7 +535,7 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   }
   const int head_dim = static_cast<int>(rope.head_dim);
   const size_t rows =
-      (padded_angles<A, kDirect>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
+      (angle_elements<A, kDirect>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
       warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
   const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
   // Where speed has been given up anyway, one kernel serves both.
@@ -585,7 +568,7 @@ void apply_qk_norm_rope(const QkNormRopeArgs& args, Stream stream) {
     using Pipeline = ForwardPipeline<T, V>;
     const RopeGeometry geometry = rope_geometry(rope, V, kForwardRows, /*copies=*/true,
                                                 warps_that_fit<Pipeline, A, kDirect>(rope));
-    const size_t shared = padded_angles<A, kDirect>(rope, geometry) * sizeof(A) +
+    const size_t shared = angle_elements<A, kDirect>(rope, geometry) * sizeof(A) +
                           warps_of(geometry) * Pipeline::kWarpBytes;
     qk_norm_rope_kernel<T, V, kInterleaved, kDirect>
         <<<blocks_of(geometry), threads_of(geometry), shared, stream>>>(args, geometry);
@@ -596,8 +579,7 @@ void apply_qk_norm_rope(const QkNormRopeArgs& args, Stream stream) {
 // too.
 template <typename Run>
 void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
-  const auto always = [](int) { return true; };
-  dispatch_rope(args.rope, always, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+  dispatch_rope(args.rope, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
     if (inputs_fit(args, V)) {
       run.template operator()<T, V, kInterleaved, kDirect>();
     } else {

@@ -60,10 +60,10 @@ bool all_in_place(const RopeArgs& args) {
 
 void apply_rope(const RopeArgs& args, Stream stream) {
   if (has_no_work(args)) return;
-  const auto always = [](int) { return true; };
-  dispatch_rope(args, always, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+  dispatch_rope(args, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
     const RopeGeometry geometry = rope_geometry(args, V, kRows<T>, !all_in_place(args));
-    const size_t shared = kDirect ? 0 : angle_bytes<Arithmetic<T>>(args, geometry);
+    using A = Arithmetic<T>;
+    const size_t shared = angle_elements<A, kDirect>(args, geometry) * sizeof(A);
     apply_rope_kernel<T, V, kInterleaved, kDirect>
         <<<blocks_of(geometry), threads_of(geometry), shared, stream>>>(args, geometry);
   });

@@ -170,6 +170,24 @@ struct RopeGeometry {
   uint32_t warp_blocks = 1;   // along y, where a token has more warps than a block
 };
 
+// Warps of a block.
+__host__ __device__ inline int warps_of(const RopeGeometry& geometry) {
+  return geometry.tokens_per_block * geometry.warps_per_token;
+}
+
+// Up to a multiple of 16 bytes.
+template <typename A>
+__host__ __device__ int padded(int elements) {
+  constexpr int kUnit = 16 / sizeof(A);
+  return (elements + kUnit - 1) / kUnit * kUnit;
+}
+
+// Elements of shared memory for the angles of a block's warps, at its beginning.
+template <typename A, bool kDirect>
+__host__ __device__ int angle_elements(const RopeArgs& args, const RopeGeometry& geometry) {
+  return kDirect ? 0 : padded<A>(warps_of(geometry) * static_cast<int>(args.rotary_dim));
+}
+
 // Where the two vectors of an item lie in the head.
 template <int V>
 struct Item {
@@ -598,10 +616,6 @@ inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, 
   return geometry;
 }
 
-inline int warps_of(const RopeGeometry& geometry) {
-  return geometry.tokens_per_block * geometry.warps_per_token;
-}
-
 // Lanes, warps of a token, tokens.
 inline dim3 threads_of(const RopeGeometry& geometry) {
   return dim3(kWarpSize, geometry.warps_per_token, geometry.tokens_per_block);
@@ -609,12 +623,6 @@ inline dim3 threads_of(const RopeGeometry& geometry) {
 
 inline dim3 blocks_of(const RopeGeometry& geometry) {
   return dim3(geometry.token_blocks, geometry.warp_blocks);
-}
-
-// Bytes of shared memory for the angles of a block's warps.
-template <typename A>
-size_t angle_bytes(const RopeArgs& args, const RopeGeometry& geometry) {
-  return warps_of(geometry) * args.rotary_dim * sizeof(A);
 }
 
 // Calls run.template operator()<T, V, kInterleaved, kDirect>() for the dtype and the widest vectors
@@ -655,6 +663,11 @@ void dispatch_rope(const RopeArgs& args, const Fits& fits, const Run& run) {
     case FloatType::kFloat16:
       return with_vectors<__half>(args, fits, run);
   }
+}
+
+template <typename Run>
+void dispatch_rope(const RopeArgs& args, const Run& run) {
+  dispatch_rope(args, [](int) { return true; }, run);
 }
 
 }  // namespace cuseq::cuda

@@ -15,16 +15,6 @@ namespace {
 
 constexpr int64_t kMaxPieces = std::numeric_limits<int32_t>::max();
 
-packing::Strategy strategy_named(std::string_view name) {
-  if (name == "bfd") return packing::Strategy::kBestFit;
-  if (name == "ffd") return packing::Strategy::kFirstFit;
-  if (name == "sequential") return packing::Strategy::kSequential;
-  TORCH_CHECK_VALUE(name == "wrapped",
-                    "strategy must be \"bfd\", \"ffd\", \"sequential\" or \"wrapped\", got \"",
-                    name, "\"");
-  return packing::Strategy::kWrapped;
-}
-
 template <typename Length>
 void check_values(const Length* lengths, int64_t n, int64_t capacity, bool may_be_longer,
                   bool truncates) {
@@ -51,7 +41,7 @@ Result bin_pack_kernel(const at::Tensor& lengths, int64_t capacity, c10::string_
                        c10::string_view overlong) {
   check_host_vector(lengths, "lengths");
   check_capacity(capacity);
-  const packing::Strategy chosen = strategy_named(strategy);
+  const packing::Strategy chosen = strategy_named(strategy, /*may_cut=*/true);
   TORCH_CHECK_VALUE(overlong == "raise" || overlong == "split" || overlong == "truncate",
                     "overlong must be \"raise\", \"split\" or \"truncate\", got \"", overlong,
                     "\"");

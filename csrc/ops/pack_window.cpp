@@ -16,20 +16,12 @@ namespace {
 
 using Result = std::tuple<at::Tensor, at::Tensor>;
 
-enum class Strategy { kBestFit, kFirstFit, kSequential };
+using packing::Strategy;
 
 struct Window {
   std::vector<int32_t> samples;
   std::vector<int64_t> offsets;
 };
-
-Strategy strategy_named(c10::string_view name) {
-  if (name == "bfd") return Strategy::kBestFit;
-  if (name == "ffd") return Strategy::kFirstFit;
-  TORCH_CHECK_VALUE(name == "sequential",
-                    "strategy must be \"bfd\", \"ffd\" or \"sequential\", got \"", name, "\"");
-  return Strategy::kSequential;
-}
 
 // Larger windows are packed in parts of so many samples: that spares memory, and the sort's reads
 // hit the cache.
@@ -102,7 +94,7 @@ Result pack_window_kernel(const at::Tensor& lengths, const at::Tensor& carried,
                     "begin and end must satisfy 0 <= begin <= end <= ", lengths.numel(), ", got ",
                     begin, " and ", end);
   check_capacity(capacity);
-  const Strategy chosen = strategy_named(strategy);
+  const Strategy chosen = strategy_named(strategy, /*may_cut=*/false);
   Window window = lengths.scalar_type() == at::kInt
                       ? pack_samples<int32_t>(lengths, carried, seed, begin, end, capacity, chosen)
                       : pack_samples<int64_t>(lengths, carried, seed, begin, end, capacity, chosen);

@@ -4,10 +4,12 @@
 #include <ATen/ops/from_blob.h>
 
 #include <cstdint>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "ops/checks.h"
+#include "packing/bin_pack.h"
 
 // What the ops that plan rows on the host share.
 namespace cuseq {
@@ -31,6 +33,17 @@ inline void check_samples(const at::Tensor& samples, int64_t set_size, const cha
     TORCH_CHECK_VALUE(0 <= values[i] && values[i] < set_size, name, " must lie in [0, ", set_size,
                       "), got ", name, "[", i, "] = ", values[i]);
   }
+}
+
+// Where samples may not be cut there is no "wrapped".
+inline packing::Strategy strategy_named(std::string_view name, bool may_cut) {
+  if (name == "bfd") return packing::Strategy::kBestFit;
+  if (name == "ffd") return packing::Strategy::kFirstFit;
+  if (name == "sequential") return packing::Strategy::kSequential;
+  TORCH_CHECK_VALUE(may_cut && name == "wrapped", "strategy must be \"bfd\", \"ffd\"",
+                    may_cut ? ", \"sequential\" or \"wrapped\"" : " or \"sequential\"", ", got \"",
+                    name, "\"");
+  return packing::Strategy::kWrapped;
 }
 
 // A tensor that owns the vector, without a copy.
