@@ -19,7 +19,8 @@ BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
 # for Python 3.14 yet.
 EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis \
   "trl==1.16.0" datasets torchdata \
-  "megatron-core==0.16.1; python_version < '3.14'"
+  "megatron-core==0.16.1; python_version < '3.14'" \
+  "xformers==0.0.35; platform_machine == 'x86_64'"
 
 .PHONY: train test tsan bench format build environment clean
 
@@ -37,6 +38,7 @@ bench: build
 	$(PY) benchmarks/bench_cache.py $(ARGS)
 	$(PY) benchmarks/bench_attention.py $(ARGS)
 	$(PY) benchmarks/bench_rope.py $(ARGS)
+	$(PY) benchmarks/bench_masks.py $(ARGS)
 	$(PY) benchmarks/bench_packing.py $(ARGS)
 	$(PY) benchmarks/bench_training_step.py $(ARGS)
 

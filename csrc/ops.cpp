@@ -35,6 +35,18 @@ TORCH_LIBRARY(cuseq, m) {
       "int ignore_index=-100) -> Tensor",
       pure);
 
+  // csrc/ops/masks.cpp. Ranges are the keys [first, end) that each token sees, [2, total_tokens].
+  const std::string rule =
+      "Tensor source, SymInt total_tokens, bool from_cu_seqlens=False, bool causal=True, "
+      "int? window=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None";
+  const std::string dense =
+      rule + ", SymInt? row_length=None, ScalarType? dtype=None, bool finite=False) -> Tensor";
+  const std::string blocks =
+      ", SymInt? row_length=None, int query_block=128, int key_block=128) -> Tensor[]";
+  m.def(("mask_ranges(" + rule + ") -> Tensor").c_str(), pure);
+  m.def(("dense_mask(" + dense).c_str(), pure);
+  m.def(("block_mask(Tensor ranges" + blocks).c_str(), pure);
+
   // csrc/ops/NAME.cpp over csrc/packing, on the host alone: which samples share a row.
   m.def(
       "bin_pack(Tensor lengths, int capacity, str strategy=\"bfd\", str overlong=\"raise\") -> "
@@ -56,12 +68,12 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(
       "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
       "Tensor? host_meta=None, bool causal=True, int? window=None, float? scale=None, "
-      "SymInt? max_seqlen_bound=None) -> (Tensor out, Tensor logsumexp)",
+      "SymInt? max_seqlen_bound=None, Tensor? spans=None) -> (Tensor out, Tensor logsumexp)",
       reads_host);
   m.def(
       "varlen_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor out, Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
-      "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None) -> "
+      "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None) -> "
       "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
       reads_host);
 
@@ -92,4 +104,7 @@ TORCH_LIBRARY(cuseq, m) {
   m.def("packed_cu_seqlens(Tensor lengths) -> Tensor", pure);
   m.def("packed_position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
   m.def("packed_seq_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+  m.def(("packed_mask_ranges(" + rule + ") -> Tensor").c_str(), pure);
+  m.def(("packed_dense_mask(" + dense).c_str(), pure);
+  m.def(("packed_block_mask(" + rule + blocks).c_str(), pure);
 }

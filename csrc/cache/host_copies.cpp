@@ -48,22 +48,30 @@ void forget_finished(std::vector<std::shared_ptr<c10::Event>>& finished) {
 
 }  // namespace
 
-at::Tensor start_host_copy(const at::Tensor& on_device) {
-  if (on_device.is_cpu()) return on_device;
-  TORCH_CHECK(!is_capturing(on_device),
+std::vector<at::Tensor> start_host_copy(const std::vector<at::Tensor>& on_device) {
+  if (on_device[0].is_cpu()) return on_device;
+  const c10::Device device = on_device[0].device();
+  TORCH_CHECK(!is_capturing(on_device[0]),
               "lengths that lie on the device cannot be brought to the host while a CUDA graph is "
               "captured: build the PackedLayout from host lengths, before the capture");
-  at::Tensor on_host =
-      at::empty(on_device.sizes(), on_device.options().device(at::kCPU).pinned_memory(true));
-  on_host.copy_(on_device, /*non_blocking=*/true);
-  const c10::Device device = on_device.device();
+  int64_t size = 0;
+  for (const at::Tensor& tensor : on_device) size += tensor.size(0);
+  const at::Tensor pinned =
+      at::empty({size}, on_device[0].options().device(at::kCPU).pinned_memory(true));
+  std::vector<at::Tensor> on_host;
+  int64_t begin = 0;
+  for (const at::Tensor& tensor : on_device) {
+    on_host.push_back(pinned.narrow(0, begin, tensor.size(0)));
+    on_host.back().copy_(tensor, /*non_blocking=*/true);
+    begin += tensor.size(0);
+  }
   auto copied = std::make_shared<c10::Event>(device.type());
   copied->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   std::vector<std::shared_ptr<c10::Event>> finished;
   {
     const std::lock_guard<std::mutex> lock(mutex);
     forget_finished(finished);
-    pending()[on_host.const_data_ptr()] = std::move(copied);
+    pending()[pinned.const_data_ptr()] = std::move(copied);
     number_pending = static_cast<int64_t>(pending().size());
   }
   return on_host;

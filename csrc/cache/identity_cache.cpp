@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <string>
+#include <utility>
 
 #include "cuseq/cache.h"
 #include "ops/checks.h"
@@ -35,18 +35,16 @@ bool read_enabled() {
   return value == nullptr || std::strcmp(value, "0") != 0;
 }
 
-int64_t read_limit(const char* name, int64_t fallback) {
-  const char* value = std::getenv(name);
-  if (value == nullptr || *value == '\0') return fallback;
-  char* end = nullptr;
-  const int64_t limit = std::strtoll(value, &end, 10);
-  TORCH_CHECK_VALUE(*end == '\0' && limit >= 0, name, " must be a number of at least 0, got '",
-                    value, "'");
-  return limit;
-}
-
 // Innermost open scope last. Entries made outside any scope have number 0.
 thread_local std::vector<uint64_t> open_scopes;
+
+// Plain data whose edits a version counter tells.
+bool has_identity(const at::Tensor& tensor) {
+  return !tensor.key_set().has_any(kNotPlainData) && !tensor.is_meta() && tensor.has_storage() &&
+         !tensor.is_inference() &&
+         // What cudagraph trees return at every replay: new values, the same version.
+         !at::caching::is_cached_tensor(tensor);
+}
 
 std::optional<c10::Stream> current_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
@@ -55,24 +53,41 @@ std::optional<c10::Stream> current_stream(c10::Device device) {
 
 }  // namespace
 
+TensorIdentity::TensorIdentity(const at::Tensor& tensor)
+    : impl_(tensor.getIntrusivePtr()),
+      address_(tensor.unsafeGetTensorImpl()),
+      storage_(tensor.storage().getWeakStorageImpl()),
+      storage_address_(tensor.storage().unsafeGetStorageImpl()),
+      version_(tensor._version()),
+      storage_offset_(tensor.storage_offset()),
+      dtype_(tensor.scalar_type()),
+      sizes_(tensor.sizes().vec()),
+      strides_(tensor.strides().vec()) {}
+
+bool TensorIdentity::unchanged(const at::Tensor& now) const {
+  return version_ == now._version() && storage_address_ == now.storage().unsafeGetStorageImpl() &&
+         storage_offset_ == now.storage_offset() && dtype_ == now.scalar_type() &&
+         now.sizes() == c10::IntArrayRef(sizes_) && now.strides() == c10::IntArrayRef(strides_);
+}
+
+Identities identities_of(const CacheQuery& query) {
+  Identities identities;
+  identities.emplace_back(query.key);
+  for (const at::Tensor* other : query.others) {
+    if (other != nullptr) identities.emplace_back(*other);
+  }
+  return identities;
+}
+
 struct IdentityCache::Entry {
-  // The key. Weak references keep the addresses from being recycled, not the data alive.
-  c10::weak_intrusive_ptr<c10::TensorImpl> key;
-  const c10::TensorImpl* key_address;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  const c10::StorageImpl* storage_address;
-  int64_t version;
-  int64_t storage_offset;
-  c10::ScalarType dtype;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
+  Identities identities;
   CachedOp op;
   c10::Device device;
-  int64_t parameter;
+  CacheParameters parameters;
 
-  at::Tensor value;
-  int64_t value_version;
-  int64_t bytes;
+  CachedValuePtr value;
+  c10::SmallVector<int64_t, 1> value_versions;
+  int64_t bytes = 0;
   uint64_t scope;
   uint64_t last_use = 0;
 
@@ -80,41 +95,79 @@ struct IdentityCache::Entry {
   std::optional<c10::Stream> stream;
   std::shared_ptr<c10::Event> made;
 
-  Entry(const CacheQuery& query, int64_t key_version, const at::Tensor& made_value)
-      : key(query.key.getIntrusivePtr()),
-        key_address(query.key.unsafeGetTensorImpl()),
-        storage(query.key.storage().getWeakStorageImpl()),
-        storage_address(query.key.storage().unsafeGetStorageImpl()),
-        version(key_version),
-        storage_offset(query.key.storage_offset()),
-        dtype(query.key.scalar_type()),
-        sizes(query.key.sizes().vec()),
-        strides(query.key.strides().vec()),
+  Entry(const CacheQuery& query, Identities now, CachedValuePtr made_value)
+      : identities(std::move(now)),
         op(query.op),
         device(query.device),
-        parameter(query.parameter),
-        value(made_value),
-        value_version(made_value._version()),
-        bytes(static_cast<int64_t>(made_value.storage().nbytes())),
+        parameters(query.parameters),
+        value(std::move(made_value)),
         scope(open_scopes.empty() ? 0 : open_scopes.back()),
-        stream(current_stream(made_value.device())) {
+        stream(current_stream(query.device)) {
+    for (const at::Tensor& tensor : value->tensors) {
+      value_versions.push_back(tensor._version());
+      bytes += static_cast<int64_t>(tensor.storage().nbytes());
+    }
     if (stream.has_value()) {
       made = std::make_shared<c10::Event>(stream->device_type());
       made->record(*stream);
     }
   }
 
-  bool asked_by(const CacheQuery& query) const {
-    return key_address == query.key.unsafeGetTensorImpl() && op == query.op &&
-           device == query.device && parameter == query.parameter;
+  // Calls visit with each of the query's tensors and its identity, until it says no.
+  template <typename F>
+  bool all_of(const CacheQuery& query, const F& visit) const {
+    if (!visit(identities[0], query.key)) return false;
+    size_t next = 1;
+    for (const at::Tensor* other : query.others) {
+      if (other == nullptr) continue;
+      if (next == identities.size() || !visit(identities[next++], *other)) return false;
+    }
+    return next == identities.size();
   }
 
-  // The key, or the value a caller was given, may have been edited or rebound since.
-  bool still_right(const at::Tensor& now) const {
-    return version == now._version() && storage_address == now.storage().unsafeGetStorageImpl() &&
-           storage_offset == now.storage_offset() && dtype == now.scalar_type() &&
-           now.sizes() == c10::IntArrayRef(sizes) && now.strides() == c10::IntArrayRef(strides) &&
-           value_version == value._version();
+  bool asked_by(const CacheQuery& query) const {
+    return op == query.op && device == query.device && parameters == query.parameters &&
+           all_of(query, [](const TensorIdentity& identity, const at::Tensor& tensor) {
+             return identity.is(tensor.unsafeGetTensorImpl());
+           });
+  }
+
+  // The tensors, or the value that a caller was given, may have been edited since.
+  bool still_right(const CacheQuery& query) const {
+    for (size_t i = 0; i < value_versions.size(); ++i) {
+      if (value_versions[i] != value->tensors[i]._version()) return false;
+    }
+    return all_of(query, [](const TensorIdentity& identity, const at::Tensor& tensor) {
+      return identity.unchanged(tensor);
+    });
+  }
+
+  bool refers_to(const c10::TensorImpl* tensor) const {
+    return std::ranges::any_of(
+        identities, [tensor](const TensorIdentity& identity) { return identity.is(tensor); });
+  }
+
+  bool expired() const {
+    return std::ranges::any_of(identities,
+                               [](const TensorIdentity& identity) { return identity.expired(); });
+  }
+
+  // Which goes first where there is no room: masks, facts about tokens, offsets.
+  int turn() const {
+    switch (op) {
+      case CachedOp::kCuSeqlens:
+      case CachedOp::kHostOffsets:
+        return 2;
+      case CachedOp::kPositionIds:
+      case CachedOp::kSeqIds:
+      case CachedOp::kMaskRanges:
+        return 1;
+      case CachedOp::kDenseMask:
+      case CachedOp::kBlockMask:
+      case CachedOp::kXformersBias:
+        return 0;
+    }
+    TORCH_INTERNAL_ASSERT(false);
   }
 };
 
@@ -127,8 +180,8 @@ IdentityCache& IdentityCache::instance() {
 
 IdentityCache::IdentityCache()
     : enabled_(read_enabled()),
-      max_entries_(read_limit("CUSEQ_CACHE_MAX_ENTRIES", 64)),
-      max_bytes_(read_limit("CUSEQ_CACHE_MAX_BYTES", std::numeric_limits<int64_t>::max())) {
+      max_entries_(limit_from_environment("CUSEQ_CACHE_MAX_ENTRIES", 64)),
+      max_bytes_(limit_from_environment("CUSEQ_CACHE_MAX_BYTES")) {
   constexpr auto lock = [] { instance().lock_all(); };
   constexpr auto unlock = [] { instance().unlock_all(); };
   pthread_atfork(lock, unlock, unlock);
@@ -142,13 +195,13 @@ void IdentityCache::unlock_all() {
   for (Shard& shard : shards_) shard.mutex.unlock();
 }
 
-bool IdentityCache::usable_for(const at::Tensor& key) const {
+bool IdentityCache::usable_for(const CacheQuery& query) const {
   return enabled_ && !c10::impl::dispatch_mode_enabled() &&
          !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchingModes) &&
-         !key.key_set().has_any(kNotPlainData) && !key.is_meta() && key.has_storage() &&
-         !key.is_inference() && !is_capturing(key) &&
-         // What cudagraph trees return at every replay: new values, the same version.
-         !at::caching::is_cached_tensor(key);
+         has_identity(query.key) && !is_capturing(query.key) &&
+         std::ranges::all_of(query.others, [](const at::Tensor* other) {
+           return other == nullptr || has_identity(*other);
+         });
 }
 
 IdentityCache::Shard& IdentityCache::shard_of(const c10::TensorImpl* key) {
@@ -178,31 +231,47 @@ void IdentityCache::move_out_if(const Condition& condition, Entries& dead) {
 }
 
 void IdentityCache::move_out_expired(Entries& dead) {
-  move_out_if([](const Entry& entry) { return entry.key.expired(); }, dead);
+  move_out_if([](const Entry& entry) { return entry.expired(); }, dead);
 }
 
-void IdentityCache::make_room(Entries& dead) {
+void IdentityCache::make_room(int64_t more_bytes, Entries& dead) {
   while (entries_.load(std::memory_order_relaxed) > max_entries_ ||
-         bytes_.load(std::memory_order_relaxed) > max_bytes_) {
-    Shard* shard_of_oldest = nullptr;
-    uint64_t oldest = std::numeric_limits<uint64_t>::max();
+         bytes_.load(std::memory_order_relaxed) > max_bytes_ - more_bytes) {
+    // The turn, and behind it how much it is worth to drop the entry.
+    std::pair<int, double> best{std::numeric_limits<int>::min(), 0};
+    Shard* shard_of_best = nullptr;
+    uint64_t use_of_best = 0;
+    const uint64_t now = clock_.load(std::memory_order_relaxed);
     for (Shard& shard : shards_) {
       if (shard.size.load(std::memory_order_relaxed) == 0) continue;
       const std::lock_guard<std::mutex> lock(shard.mutex);
       for (const Entry& entry : shard.entries) {
-        if (entry.last_use >= oldest) continue;
-        oldest = entry.last_use;
-        shard_of_oldest = &shard;
+        // The newest has age 0, and what other threads used meanwhile.
+        const uint64_t age = now > entry.last_use ? now - entry.last_use - 1 : 0;
+        const std::pair<int, double> worth{
+            -entry.turn(), static_cast<double>(age) * static_cast<double>(entry.bytes + 1)};
+        if (shard_of_best != nullptr && worth <= best) continue;
+        best = worth;
+        shard_of_best = &shard;
+        use_of_best = entry.last_use;
       }
     }
-    if (shard_of_oldest == nullptr) return;
+    if (shard_of_best == nullptr) return;
     const size_t dead_before = dead.size();
-    // Used again meanwhile: then another one is the oldest.
+    // Used again meanwhile: then another one has its turn.
     move_out_if(
-        *shard_of_oldest, [oldest](const Entry& entry) { return entry.last_use == oldest; }, dead);
+        *shard_of_best, [use_of_best](const Entry& entry) { return entry.last_use == use_of_best; },
+        dead);
     evictions_.fetch_add(static_cast<int64_t>(dead.size() - dead_before),
                          std::memory_order_relaxed);
   }
+}
+
+void IdentityCache::make_room_for(int64_t bytes) {
+  if (bytes > max_bytes_) return;
+  Entries dead;
+  move_out_expired(dead);
+  make_room(bytes, dead);
 }
 
 IdentityCache::Hit IdentityCache::look_up(const CacheQuery& query,
@@ -212,7 +281,7 @@ IdentityCache::Hit IdentityCache::look_up(const CacheQuery& query,
   const std::lock_guard<std::mutex> lock(shard.mutex);
   const auto entry = std::ranges::find_if(
       shard.entries, [&](const Entry& candidate) { return candidate.asked_by(query); });
-  const bool found = entry != shard.entries.end() && entry->still_right(query.key);
+  const bool found = entry != shard.entries.end() && entry->still_right(query);
   if (count == Count::kHitsAtOnce && !(found && entry->stream == current)) return {};
   if (!found) {
     if (entry != shard.entries.end()) move_out(shard, entry, dead);
@@ -224,40 +293,38 @@ IdentityCache::Hit IdentityCache::look_up(const CacheQuery& query,
   return {entry->value, entry->stream == current ? nullptr : entry->made};
 }
 
-std::optional<at::Tensor> IdentityCache::find_at_once(const CacheQuery& query) {
-  Hit hit = look_up(query, current_stream(query.device), Count::kHitsAtOnce);
-  if (!hit.value.defined()) return std::nullopt;
-  return std::move(hit.value);
+CachedValuePtr IdentityCache::find_at_once(const CacheQuery& query) {
+  return look_up(query, current_stream(query.device), Count::kHitsAtOnce).value;
 }
 
-std::optional<at::Tensor> IdentityCache::find(const CacheQuery& query) {
+CachedValuePtr IdentityCache::find(const CacheQuery& query) {
   if (watcher_.watch == nullptr) {
     Entries dead;
     move_out_expired(dead);
   }
   const std::optional<c10::Stream> current = current_stream(query.device);
   Hit hit = look_up(query, current, Count::kAlways);
-  if (!hit.value.defined()) return std::nullopt;
-  if (hit.made_elsewhere != nullptr) {
+  if (hit.value != nullptr && hit.made_elsewhere != nullptr) {
     hit.made_elsewhere->block(*current);
-    hit.value.record_stream(*current);
+    for (const at::Tensor& tensor : hit.value->tensors) tensor.record_stream(*current);
   }
   return std::move(hit.value);
 }
 
-void IdentityCache::insert(const CacheQuery& query, int64_t version, const at::Tensor& value) {
+void IdentityCache::insert(const CacheQuery& query, Identities identities, CachedValuePtr value) {
   Entries dead;
   Entries fresh;
-  Entry& entry = fresh.emplace_back(query, version, value);
+  Entry& entry = fresh.emplace_back(query, std::move(identities), std::move(value));
   if (entry.bytes > max_bytes_) return;
   move_out_expired(dead);
   bool first_of_key = true;
   {
-    Shard& shard = shard_of(entry.key_address);
+    const c10::TensorImpl* key = query.key.unsafeGetTensorImpl();
+    Shard& shard = shard_of(key);
     const std::lock_guard<std::mutex> lock(shard.mutex);
     for (auto other = shard.entries.begin(); other != shard.entries.end();) {
       const auto current = other++;
-      if (current->key_address != entry.key_address) continue;
+      if (!current->identities[0].is(key)) continue;
       first_of_key = false;
       // Another thread may have computed the same meanwhile.
       if (current->asked_by(query)) move_out(shard, current, dead);
@@ -268,8 +335,12 @@ void IdentityCache::insert(const CacheQuery& query, int64_t version, const at::T
     shard.entries.splice(shard.entries.end(), fresh);
     shard.size.store(shard.entries.size(), std::memory_order_relaxed);
   }
-  make_room(dead);
-  if (first_of_key && watcher_.watch != nullptr) watcher_.watch(query.key);
+  make_room(0, dead);
+  if (watcher_.watch == nullptr) return;
+  if (first_of_key) watcher_.watch(query.key);
+  for (const at::Tensor* other : query.others) {
+    if (other != nullptr) watcher_.watch(*other);
+  }
 }
 
 void IdentityCache::invalidate(const at::Tensor& key) {
@@ -280,7 +351,7 @@ void IdentityCache::invalidate(const at::Tensor& key) {
 
 void IdentityCache::drop_key(const c10::TensorImpl* key) {
   Entries dead;
-  move_out_if(shard_of(key), [key](const Entry& entry) { return entry.key_address == key; }, dead);
+  move_out_if([key](const Entry& entry) { return entry.refers_to(key); }, dead);
 }
 
 void IdentityCache::clear() {

@@ -4,81 +4,262 @@
 
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
+#include "ops/checks.h"
+#include "ops/masks.h"
 
 // The cached ops decompose into the pure ones. Where a call is traced or watched they do nothing
 // else, so that a cached tensor never becomes the output of an op in somebody's graph.
 namespace cuseq {
 namespace {
 
-at::Tensor compute(const CacheQuery& query) {
+using at::Tensor;
+using OptionalInt = std::optional<int64_t>;
+using OptionalSymInt = std::optional<c10::SymInt>;
+using OptionalTensor = std::optional<Tensor>;
+using Tensors = c10::SmallVector<Tensor, 1>;
+
+Tensors all(std::vector<Tensor> tensors) { return {tensors.begin(), tensors.end()}; }
+
+OptionalTensor other(const CacheQuery& query, size_t index) {
+  return query.others[index] == nullptr ? std::nullopt : OptionalTensor(*query.others[index]);
+}
+
+// The options that a query of a mask was made of. Offsets of lengths are a fact of their own, which
+// others need as well.
+MaskOptions options_of(const CacheQuery& query) {
+  const CacheParameters& p = query.parameters;
+  return {p.from_cu_seqlens ? query.key : packed_cu_seqlens(query.key),
+          p.total_tokens,
+          /*from_cu_seqlens=*/true,
+          p.causal,
+          p.window == 0 ? std::nullopt : OptionalInt(p.window),
+          other(query, 0),
+          other(query, 1)};
+}
+
+OptionalSymInt row_length_of(const CacheParameters& parameters) {
+  const bool one_row = parameters.row_length == parameters.total_tokens;
+  return one_row ? std::nullopt : OptionalSymInt(parameters.row_length);
+}
+
+Tensors compute(const CacheQuery& query) {
+  const CacheParameters& p = query.parameters;
   switch (query.op) {
     case CachedOp::kCuSeqlens:
-      return cu_seqlens(query.key);
+      return {cu_seqlens(query.key)};
+    case CachedOp::kHostOffsets:
+      return {query.key.cpu()};
     case CachedOp::kPositionIds:
-      return position_ids(query.key, query.parameter);
+      return {position_ids(query.key, p.total_tokens)};
     case CachedOp::kSeqIds:
-      return seq_ids(query.key, query.parameter);
+      return {seq_ids(query.key, p.total_tokens)};
+    case CachedOp::kMaskRanges:
+      return {mask_ranges(options_of(query))};
+    case CachedOp::kDenseMask:
+      return {dense_mask(options_of(query), row_length_of(p), p.dtype, p.finite)};
+    case CachedOp::kBlockMask: {
+      CacheQuery ranges = query;
+      ranges.op = CachedOp::kMaskRanges;
+      ranges.parameters.row_length = 0;
+      ranges.parameters.block_size = {};
+      return all(block_mask(packed(ranges)->tensors[0], row_length_of(p), p.block_size[0],
+                            p.block_size[1]));
+    }
+    case CachedOp::kXformersBias:
+      break;  // its binding makes it
   }
   TORCH_INTERNAL_ASSERT(false);
 }
 
-at::Tensor pure_per_token(const char* name, const at::Tensor& lengths,
-                          const c10::SymInt& total_tokens) {
+// Where it is worth knowing before the memory is allocated.
+int64_t bytes_of(const CacheQuery& query) {
+  const CacheParameters& p = query.parameters;
+  const int64_t rows = p.row_length == 0 ? 1 : p.total_tokens / p.row_length;
+  switch (query.op) {
+    case CachedOp::kDenseMask:
+      return dense_mask_bytes(rows, p.row_length, p.dtype);
+    case CachedOp::kBlockMask:
+      return block_mask_bytes(rows, p.row_length, p.block_size[0], p.block_size[1]);
+    default:
+      return 0;
+  }
+}
+
+// What is the same for every mask of these options.
+CacheQuery query_of(const MaskOptions& options, CachedOp op) {
+  const auto pointer = [](const OptionalTensor& tensor) {
+    return tensor.has_value() ? &*tensor : nullptr;
+  };
+  CacheQuery query{options.source, op, options.source.device()};
+  query.parameters.total_tokens = options.total_tokens.expect_int();
+  query.parameters.from_cu_seqlens = options.from_cu_seqlens;
+  query.parameters.causal = options.causal;
+  query.others = {pointer(options.spans), pointer(options.cu_seqlens_padded)};
+  check_window(options.window);
+  // A window that reaches over the row hides nothing.
+  if (options.window.has_value() && *options.window < query.parameters.total_tokens) {
+    query.parameters.window = *options.window;
+  }
+  return query;
+}
+
+Tensor pure_per_token(const char* name, const Tensor& lengths, const c10::SymInt& total_tokens) {
   return c10::Dispatcher::singleton()
       .findSchemaOrThrow(name, "")
-      .typed<at::Tensor(const at::Tensor&, c10::SymInt)>()
+      .typed<Tensor(const Tensor&, c10::SymInt)>()
       .call(lengths, total_tokens);
 }
 
-at::Tensor packed_cu_seqlens_op(const at::Tensor& lengths) { return packed_cu_seqlens(lengths); }
+Tensor packed_cu_seqlens_op(const Tensor& lengths) { return packed_cu_seqlens(lengths); }
 
 template <typename Packed>
-at::Tensor packed_per_token(const char* name, const at::Tensor& lengths,
-                            const c10::SymInt& total_tokens, const Packed& packed) {
+Tensor packed_per_token(const char* name, const Tensor& lengths, const c10::SymInt& total_tokens,
+                        const Packed& packed) {
   if (const auto tokens = total_tokens.maybe_as_int()) return packed(lengths, *tokens);
   return pure_per_token(name, lengths, total_tokens);
 }
 
-at::Tensor packed_position_ids_op(const at::Tensor& lengths, c10::SymInt total_tokens) {
+Tensor packed_position_ids_op(const Tensor& lengths, c10::SymInt total_tokens) {
   return packed_per_token("cuseq::position_ids", lengths, total_tokens, packed_position_ids);
 }
 
-at::Tensor packed_seq_ids_op(const at::Tensor& lengths, c10::SymInt total_tokens) {
+Tensor packed_seq_ids_op(const Tensor& lengths, c10::SymInt total_tokens) {
   return packed_per_token("cuseq::seq_ids", lengths, total_tokens, packed_seq_ids);
+}
+
+Tensor packed_mask_ranges_op(const Tensor& source, c10::SymInt total_tokens, bool from_cu_seqlens,
+                             bool causal, OptionalInt window, const OptionalTensor& spans,
+                             const OptionalTensor& cu_seqlens_padded) {
+  return packed_mask_ranges(
+      {source, total_tokens, from_cu_seqlens, causal, window, spans, cu_seqlens_padded});
+}
+
+Tensor packed_dense_mask_op(const Tensor& source, c10::SymInt total_tokens, bool from_cu_seqlens,
+                            bool causal, OptionalInt window, const OptionalTensor& spans,
+                            const OptionalTensor& cu_seqlens_padded, OptionalSymInt row_length,
+                            std::optional<at::ScalarType> dtype, bool finite) {
+  return packed_dense_mask(
+      {source, total_tokens, from_cu_seqlens, causal, window, spans, cu_seqlens_padded}, row_length,
+      dtype, finite);
+}
+
+std::vector<Tensor> packed_block_mask_op(const Tensor& source, c10::SymInt total_tokens,
+                                         bool from_cu_seqlens, bool causal, OptionalInt window,
+                                         const OptionalTensor& spans,
+                                         const OptionalTensor& cu_seqlens_padded,
+                                         OptionalSymInt row_length, int64_t query_block,
+                                         int64_t key_block) {
+  return packed_block_mask(
+      {source, total_tokens, from_cu_seqlens, causal, window, spans, cu_seqlens_padded}, row_length,
+      query_block, key_block);
+}
+
+// Numbers while compilers trace, symbols where sizes are dynamic: those are no keys.
+bool is_concrete(const MaskOptions& options, const OptionalSymInt& row_length) {
+  return options.total_tokens.maybe_as_int().has_value() &&
+         (!row_length.has_value() || row_length->maybe_as_int().has_value());
+}
+
+OptionalInt concrete(const OptionalSymInt& number) {
+  return number.has_value() ? OptionalInt(number->expect_int()) : std::nullopt;
+}
+
+CachedValuePtr value_of(Tensors tensors) {
+  return std::make_shared<const CachedValue>(CachedValue{std::move(tensors), nullptr});
 }
 
 }  // namespace
 
-at::Tensor packed(const CacheQuery& query) {
+CachedValuePtr packed(const CacheQuery& query) {
   IdentityCache& cache = IdentityCache::instance();
-  if (!cache.usable_for(query.key)) {
+  if (!cache.usable_for(query)) {
     cache.count_bypass();
-    return compute(query);
+    return value_of(compute(query));
   }
-  if (auto hit = cache.find(query)) return *std::move(hit);
-  const int64_t version = query.key._version();
-  at::Tensor value = compute(query);
+  if (auto hit = cache.find(query)) return hit;
+  Identities before = identities_of(query);
+  cache.make_room_for(bytes_of(query));
+  CachedValuePtr value = value_of(compute(query));
   // A tensor made in inference mode could not be saved by a later training step.
-  if (!c10::InferenceMode::is_enabled()) cache.insert(query, version, value);
+  if (!c10::InferenceMode::is_enabled()) cache.insert(query, std::move(before), value);
   return value;
 }
 
-at::Tensor packed_cu_seqlens(const at::Tensor& lengths) {
-  return packed({lengths, CachedOp::kCuSeqlens, lengths.device()});
+Tensor packed_cu_seqlens(const Tensor& lengths) {
+  return packed({lengths, CachedOp::kCuSeqlens, lengths.device()})->tensors[0];
 }
 
-at::Tensor packed_position_ids(const at::Tensor& lengths, int64_t total_tokens) {
-  return packed({lengths, CachedOp::kPositionIds, lengths.device(), total_tokens});
+Tensor packed_position_ids(const Tensor& lengths, int64_t total_tokens) {
+  return packed({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}})->tensors[0];
 }
 
-at::Tensor packed_seq_ids(const at::Tensor& lengths, int64_t total_tokens) {
-  return packed({lengths, CachedOp::kSeqIds, lengths.device(), total_tokens});
+Tensor packed_seq_ids(const Tensor& lengths, int64_t total_tokens) {
+  return packed({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}})->tensors[0];
+}
+
+Tensor packed_host_offsets(const Tensor& cu_seqlens) {
+  return packed({cu_seqlens, CachedOp::kHostOffsets, at::kCPU})->tensors[0];
+}
+
+void remember_host_offsets(const Tensor& cu_seqlens, const Tensor& on_host) {
+  IdentityCache& cache = IdentityCache::instance();
+  const CacheQuery query{cu_seqlens, CachedOp::kHostOffsets, at::kCPU};
+  if (!cache.usable_for(query) || c10::InferenceMode::is_enabled()) return;
+  if (cache.find_at_once(query) == nullptr) {
+    cache.insert(query, identities_of(query), value_of({on_host}));
+  }
+}
+
+CacheQuery mask_ranges_query(const MaskOptions& options) {
+  return query_of(options, CachedOp::kMaskRanges);
+}
+
+CacheQuery dense_mask_query(const MaskOptions& options, OptionalInt row_length,
+                            std::optional<at::ScalarType> dtype, bool finite) {
+  CacheQuery query = query_of(options, CachedOp::kDenseMask);
+  query.parameters.row_length = row_length.value_or(query.parameters.total_tokens);
+  query.parameters.dtype = dtype.value_or(at::kBool);
+  query.parameters.finite = finite && query.parameters.dtype != at::kBool;
+  return query;
+}
+
+CacheQuery block_mask_query(const MaskOptions& options, OptionalInt row_length, int64_t query_block,
+                            int64_t key_block) {
+  check_block_sizes(query_block, key_block);
+  CacheQuery query = query_of(options, CachedOp::kBlockMask);
+  query.parameters.row_length = row_length.value_or(query.parameters.total_tokens);
+  query.parameters.block_size = {query_block, key_block};
+  return query;
+}
+
+Tensor packed_mask_ranges(const MaskOptions& options) {
+  if (!is_concrete(options, std::nullopt)) return mask_ranges(options);
+  return packed(mask_ranges_query(options))->tensors[0];
+}
+
+Tensor packed_dense_mask(const MaskOptions& options, const OptionalSymInt& row_length,
+                         std::optional<at::ScalarType> dtype, bool finite) {
+  if (!is_concrete(options, row_length)) return dense_mask(options, row_length, dtype, finite);
+  return packed(dense_mask_query(options, concrete(row_length), dtype, finite))->tensors[0];
+}
+
+std::vector<Tensor> packed_block_mask(const MaskOptions& options, const OptionalSymInt& row_length,
+                                      int64_t query_block, int64_t key_block) {
+  if (!is_concrete(options, row_length)) {
+    return block_mask(mask_ranges(options), row_length, query_block, key_block);
+  }
+  const auto value =
+      packed(block_mask_query(options, concrete(row_length), query_block, key_block));
+  return {value->tensors.begin(), value->tensors.end()};
 }
 
 static void register_packed_ops(torch::Library& m) {
   m.impl("packed_cu_seqlens", TORCH_FN(packed_cu_seqlens_op));
   m.impl("packed_position_ids", TORCH_FN(packed_position_ids_op));
   m.impl("packed_seq_ids", TORCH_FN(packed_seq_ids_op));
+  m.impl("packed_mask_ranges", TORCH_FN(packed_mask_ranges_op));
+  m.impl("packed_dense_mask", TORCH_FN(packed_dense_mask_op));
+  m.impl("packed_block_mask", TORCH_FN(packed_block_mask_op));
 }
 
 TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_packed_ops(m); }

@@ -14,12 +14,13 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuseq/cache.h"
 #include "kernels/kernels.h"
 #include "ops/checks.h"
 
 // Attention over PyTorch's own varlen kernels: flash where it takes the inputs, else the
-// memory-efficient kernel, else dense kernels segment by segment. All exact, and only the last,
-// which no mixed-precision training reaches, copies offsets to the host.
+// memory-efficient kernel, else dense kernels segment by segment. All exact, and only the last
+// needs offsets on the host.
 namespace cuseq {
 namespace {
 
@@ -41,6 +42,7 @@ int64_t flash_head_dim(const Tensor& query, const Tensor& value) {
 }
 
 Backend choose_backend(const Tensor& query, const Tensor& value, const AttentionPlan& plan) {
+  if (plan.spans.has_value()) return Backend::kSegments;  // which no varlen kernel knows
   const bool half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   if (half && flash_head_dim(query, value) <= kFlashMaxHeadDim && gpu_has_flash()) {
     return Backend::kFlash;
@@ -50,8 +52,8 @@ Backend choose_backend(const Tensor& query, const Tensor& value, const Attention
   if (wide || two_sided_window) {
     TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ", query.scalar_type(),
                     two_sided_window ? " with a two-sided window" : "",
-                    " here, so sequences run one by one and offsets are copied to the host, a "
-                    "synchronisation in each call");
+                    " here, so sequences run one by one, and offsets that only the device knows "
+                    "are copied to the host once, a synchronisation");
     return Backend::kSegments;
   }
   TORCH_WARN_ONCE(
@@ -282,17 +284,19 @@ AttentionGradients efficient_backward(const Tensor& grad_out, const Tensor& quer
   return {grad_query, grad_key, grad_value};
 }
 
-Tensor offsets_on_host(const Tensor& offsets) {
+// A layout's are brought there once, or were never away; others are copied in each call.
+Tensor offsets_on_host(const Tensor& cu_seqlens, const Tensor& offsets, const AttentionPlan& plan) {
   TORCH_CHECK(!is_capturing(offsets),
               "varlen_attention with these inputs runs sequence by sequence and needs offsets on "
-              "the host, which a CUDA graph capture cannot copy: use fp16 or bf16");
-  return offsets.cpu();
+              "the host, which a CUDA graph capture cannot copy: use fp16 or bf16, without spans");
+  return plan.num_real_tokens.has_value() ? packed_host_offsets(cu_seqlens) : offsets.cpu();
 }
 
 }  // namespace
 
 AttentionOutput cuda_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                               const Tensor& offsets, const AttentionPlan& plan) {
+                               const Tensor& cu_seqlens, const Tensor& offsets,
+                               const AttentionPlan& plan) {
   if (plan.n_seqs == 0 || plan.max_seqlen == 0) {
     const auto lse_type = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     return {at::zeros({query.size(0), query.size(1), value.size(2)}, query.options()),
@@ -306,13 +310,15 @@ AttentionOutput cuda_attention(const Tensor& query, const Tensor& key, const Ten
     case Backend::kSegments:
       break;
   }
-  return segmented_attention(query, key, value, offsets_on_host(offsets), plan);
+  return segmented_attention(query, key, value, offsets, offsets_on_host(cu_seqlens, offsets, plan),
+                             plan);
 }
 
 AttentionGradients cuda_attention_backward(const Tensor& grad_out, const Tensor& query,
                                            const Tensor& key, const Tensor& value,
                                            const Tensor& out, const Tensor& logsumexp,
-                                           const Tensor& offsets, const AttentionPlan& plan) {
+                                           const Tensor& cu_seqlens, const Tensor& offsets,
+                                           const AttentionPlan& plan) {
   if (plan.n_seqs == 0 || plan.max_seqlen == 0) {
     return {at::zeros(query.sizes(), query.options()), at::zeros(key.sizes(), key.options()),
             at::zeros(value.sizes(), value.options())};
@@ -325,8 +331,8 @@ AttentionGradients cuda_attention_backward(const Tensor& grad_out, const Tensor&
     case Backend::kSegments:
       break;
   }
-  return segmented_attention_backward(grad_out, query, key, value, out, logsumexp,
-                                      offsets_on_host(offsets), plan);
+  return segmented_attention_backward(grad_out, query, key, value, out, logsumexp, offsets,
+                                      offsets_on_host(cu_seqlens, offsets, plan), plan);
 }
 
 }  // namespace cuseq

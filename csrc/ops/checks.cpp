@@ -60,6 +60,13 @@ void check_tokens(int64_t total_tokens) {
                     "total_tokens must lie in [0, 2^31 - 1], got ", total_tokens);
 }
 
+void check_window(std::optional<int64_t> window) {
+  TORCH_CHECK_VALUE(!window.has_value() || *window >= 1,
+                    "window must be None or at least 1, the keys that a query sees with itself "
+                    "included, got ",
+                    window.value_or(0));
+}
+
 void check_length_values(const at::Tensor& lengths, int64_t total_tokens) {
   if (!values_can_be_read(lengths)) return;
   const at::Tensor host = as_host_int64(lengths);
@@ -120,6 +127,16 @@ bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
   }
 #endif
   return false;
+}
+
+int64_t limit_from_environment(const char* name, int64_t fallback) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return fallback;
+  char* end = nullptr;
+  const int64_t limit = std::strtoll(value, &end, 10);
+  TORCH_CHECK_VALUE(*end == '\0' && limit >= 0, name, " must be a number of at least 0, got '",
+                    value, "'");
+  return limit;
 }
 
 at::TensorOptions int32_on(const at::Tensor& like) {

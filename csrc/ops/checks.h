@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <limits>
+#include <optional>
 
 #include "kernels/kernels.h"
 
@@ -18,6 +20,7 @@ void check_integer(const at::Tensor& tensor, const char* name);
 void check_vector(const at::Tensor& tensor, const char* name);
 void check_offsets(const at::Tensor& cu_seqlens);
 void check_tokens(int64_t total_tokens);
+void check_window(std::optional<int64_t> window);
 
 // Host values are always checked. Values on the device cost a stall, which CUSEQ_CHECK=1 pays.
 // total_tokens < 0 stands for "not given".
@@ -33,6 +36,10 @@ const int32_t* read_host_meta(const at::Tensor& host_meta);
 
 // True while the current stream of the tensor's device is being captured into a CUDA graph.
 bool is_capturing(const at::Tensor& tensor);
+
+// The number of an environment variable, such as a limit in bytes; without one there is no limit.
+int64_t limit_from_environment(const char* name,
+                               int64_t fallback = std::numeric_limits<int64_t>::max());
 
 at::TensorOptions int32_on(const at::Tensor& like);
 

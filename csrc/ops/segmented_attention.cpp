@@ -1,6 +1,9 @@
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
-#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
@@ -8,6 +11,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "ops/checks.h"
+#include "ops/masks.h"
 #include "ops/varlen_attention.h"
 
 // Exact attention one segment at a time, with PyTorch's own dense kernels. Work is the sum of the
@@ -23,14 +28,14 @@ struct Tile {
   int64_t query_end;
   int64_t key_begin;
   int64_t key_end;
-  bool windowed;  // then a mask says which of the keys
+  bool masked;  // a mask says which of the keys; else all, or their causal half
 
   int64_t queries() const { return query_end - query_begin; }
   int64_t keys() const { return key_end - key_begin; }
 };
 
-// Without a window a segment is one tile. With one it is cut into runs of queries about as long as
-// the window, each with the few keys in its reach.
+// A segment is one tile, with a mask where there are spans. With a window it is cut into runs of
+// queries about as long as the window, each with the few keys in its reach.
 template <typename F>
 void for_each_tile(const Tensor& host_offsets, const AttentionPlan& plan, const F& visit) {
   const int32_t* offsets = host_offsets.const_data_ptr<int32_t>();
@@ -38,8 +43,9 @@ void for_each_tile(const Tensor& host_offsets, const AttentionPlan& plan, const 
     const int64_t begin = offsets[segment];
     const int64_t end = offsets[segment + 1];
     if (begin == end) continue;
-    if (!plan.window.has_value() || *plan.window >= end - begin) {
-      visit(Tile{begin, end, begin, end, false});
+    const bool windowed = plan.window.has_value() && *plan.window < end - begin;
+    if (!windowed || plan.spans.has_value()) {
+      visit(Tile{begin, end, begin, end, plan.spans.has_value()});
       continue;
     }
     constexpr int64_t kShortestRun = 128;
@@ -53,18 +59,110 @@ void for_each_tile(const Tensor& host_offsets, const AttentionPlan& plan, const 
   }
 }
 
-// Additive, -inf where the query does not see the key; undefined where all or the causal half is.
-Tensor mask_of(const Tile& tile, const AttentionPlan& plan, const Tensor& like, bool spell_causal) {
-  if (!tile.windowed && !(spell_causal && plan.causal)) return {};
-  const auto options = like.options().dtype(at::kLong);
-  const Tensor queries = at::arange(tile.query_begin, tile.query_end, options).unsqueeze(1);
-  const Tensor keys = at::arange(tile.key_begin, tile.key_end, options).unsqueeze(0);
-  const Tensor distance = queries.sub(keys);
-  Tensor hidden = plan.causal ? distance.lt(0) : distance.abs().ge(*plan.window);
-  if (plan.causal && tile.windowed) hidden.logical_or_(distance.ge(*plan.window));
-  return at::zeros({tile.queries(), tile.keys()}, like.options())
-      .masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+MaskRule rule_of(const Tensor& offsets, int64_t total_tokens, const AttentionPlan& plan) {
+  MaskRule rule;
+  rule.total_tokens = total_tokens;
+  rule.seqlens = {offsets.const_data_ptr<int32_t>(), plan.n_seqs};
+  rule.causal = plan.causal;
+  rule.window = plan.window.value_or(0);
+  if (plan.spans.has_value()) {
+    rule.spans = plan.spans->const_data_ptr<int32_t>();
+    rule.n_spans = plan.spans->size(0);
+  }
+  return rule;
 }
+
+// One call's attention of a tile, over PyTorch's dense kernels. q, k and v are [1, heads, tokens,
+// dim].
+class TileAttention {
+ public:
+  TileAttention(const Tile& tile, const MaskRule& rule, const AttentionPlan& plan, const Tensor& q)
+      : causal_(plan.causal && !tile.masked), scale_(plan.scale), kernel_(kernel_for(q)) {
+    // The plain kernel knows no causality of its own.
+    if (tile.masked || (causal_ && kernel_ == Kernel::kPlain)) {
+      mask_ = mask_of_tile(rule, tile.query_begin, tile.queries(), tile.key_begin, tile.keys(), q);
+    }
+  }
+
+  std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v) const {
+    switch (kernel_) {
+      case Kernel::kCpu:
+        return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0.0, causal_,
+                                                               mask_, scale_);
+      case Kernel::kEfficient: {
+        const auto result = at::_scaled_dot_product_efficient_attention(
+            q, k, v, mask_for_heads(q), /*compute_log_sumexp=*/true, /*dropout_p=*/0.0, causal_,
+            scale_);
+        return {std::get<0>(result), std::get<1>(result).narrow(2, 0, q.size(2))};
+      }
+      case Kernel::kPlain:
+        break;
+    }
+    const Tensor scores = plain_scores(q, k);
+    const Tensor logsumexp = scores.logsumexp(-1);
+    return {at::matmul(scores.sub_(logsumexp.unsqueeze(-1)).exp_(), v), logsumexp};
+  }
+
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q,
+                                              const Tensor& k, const Tensor& v, const Tensor& out,
+                                              const Tensor& logsumexp) const {
+    switch (kernel_) {
+      case Kernel::kCpu:
+        return at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, logsumexp, /*dropout_p=*/0.0, causal_, mask_, scale_);
+      case Kernel::kEfficient: {
+        // It reads whole groups of 32 rows; those past the end must not contribute.
+        const int64_t rest = (32 - logsumexp.size(2) % 32) % 32;
+        const Tensor padded =
+            at::constant_pad_nd(logsumexp, {0, rest}, std::numeric_limits<double>::infinity());
+        const Tensor no_dropout_state = at::empty({}, q.options().dtype(at::kLong));
+        const auto result = at::_scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, mask_for_heads(q).value_or(Tensor()), out, padded.contiguous(),
+            no_dropout_state, no_dropout_state, /*dropout_p=*/0.0, {true, true, true, false},
+            causal_, scale_);
+        return {std::get<0>(result), std::get<1>(result), std::get<2>(result)};
+      }
+      case Kernel::kPlain:
+        break;
+    }
+    const Tensor weights = plain_scores(q, k).sub_(logsumexp.unsqueeze(-1)).exp_();
+    const Tensor grad_weights = at::matmul(grad_out, v.transpose(-2, -1));
+    const Tensor delta = grad_out.mul(out).sum(-1, /*keepdim=*/true);
+    const Tensor grad_scores = grad_weights.sub(delta).mul_(weights).mul_(scale_);
+    return {at::matmul(grad_scores, k), at::matmul(grad_scores.transpose(-2, -1), q),
+            at::matmul(weights.transpose(-2, -1), grad_out)};
+  }
+
+ private:
+  enum class Kernel { kCpu, kEfficient, kPlain };
+
+  // PyTorch's memory-efficient kernel has no fp64, and bf16 from sm_80 on.
+  static Kernel kernel_for([[maybe_unused]] const Tensor& q) {
+    if (q.is_cpu()) return Kernel::kCpu;
+#ifdef CUSEQ_WITH_CUDA
+    const bool has_bf16 = at::cuda::getCurrentDeviceProperties()->major >= 8;
+    if (q.scalar_type() != at::kDouble && (q.scalar_type() != at::kBFloat16 || has_bf16)) {
+      return Kernel::kEfficient;
+    }
+#endif
+    return Kernel::kPlain;
+  }
+
+  std::optional<Tensor> mask_for_heads(const Tensor& q) const {
+    if (!mask_.has_value()) return std::nullopt;
+    return mask_->expand({1, q.size(1), -1, -1});
+  }
+
+  Tensor plain_scores(const Tensor& q, const Tensor& k) const {
+    Tensor scores = at::matmul(q, k.transpose(-2, -1)).mul_(scale_);
+    return mask_.has_value() ? scores.add_(*mask_) : scores;
+  }
+
+  bool causal_;
+  double scale_;
+  Kernel kernel_;
+  std::optional<Tensor> mask_;  // additive, [1, 1, queries, keys]
+};
 
 // [tokens, heads, dim] to [1, heads, tokens, dim], a view.
 Tensor to_bhsd(const Tensor& rows, int64_t begin, int64_t end) {
@@ -85,51 +183,21 @@ Tensor reduce_heads(const Tensor& bhsd, int64_t heads) {
   return reduced.squeeze(0).transpose(0, 1);
 }
 
-std::optional<Tensor> optional(const Tensor& tensor) {
-  return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
-}
-
-std::tuple<Tensor, Tensor> dense_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const Tile& tile, const AttentionPlan& plan) {
-  if (q.is_cpu()) {
-    return at::_scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, /*dropout_p=*/0.0, plan.causal && !tile.windowed,
-        optional(mask_of(tile, plan, q, /*spell_causal=*/false)), plan.scale);
-  }
-  Tensor scores = at::matmul(q, k.transpose(-2, -1)).mul_(plan.scale);
-  const Tensor mask = mask_of(tile, plan, q, /*spell_causal=*/true);
-  if (mask.defined()) scores.add_(mask);
-  const Tensor logsumexp = scores.logsumexp(-1);
-  return {at::matmul(scores.sub_(logsumexp.unsqueeze(-1)).exp_(), v), logsumexp};
-}
-
-std::tuple<Tensor, Tensor, Tensor> dense_backward(const Tensor& grad_out, const Tensor& q,
-                                                  const Tensor& k, const Tensor& v,
-                                                  const Tensor& out, const Tensor& logsumexp,
-                                                  const Tile& tile, const AttentionPlan& plan) {
-  if (q.is_cpu()) {
-    return at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        grad_out, q, k, v, out, logsumexp, /*dropout_p=*/0.0, plan.causal && !tile.windowed,
-        optional(mask_of(tile, plan, q, /*spell_causal=*/false)), plan.scale);
-  }
-  Tensor scores = at::matmul(q, k.transpose(-2, -1)).mul_(plan.scale);
-  const Tensor mask = mask_of(tile, plan, q, /*spell_causal=*/true);
-  if (mask.defined()) scores.add_(mask);
-  const Tensor weights = scores.sub_(logsumexp.unsqueeze(-1)).exp_();
-  const Tensor grad_weights = at::matmul(grad_out, v.transpose(-2, -1));
-  const Tensor delta = grad_out.mul(out).sum(-1, /*keepdim=*/true);
-  const Tensor grad_scores = grad_weights.sub(delta).mul_(weights).mul_(plan.scale);
-  return {at::matmul(grad_scores, k), at::matmul(grad_scores.transpose(-2, -1), q),
-          at::matmul(weights.transpose(-2, -1), grad_out)};
+// One head_dim for all, of which the kernels want multiples of 16 bytes.
+int64_t common_head_dim(const Tensor& query, const Tensor& value) {
+  const int64_t longest = std::max(query.size(2), value.size(2));
+  return query.is_cpu() ? longest : (longest + 7) / 8 * 8;
 }
 
 }  // namespace
 
 AttentionOutput segmented_attention(const Tensor& query, const Tensor& key, const Tensor& value,
-                                    const Tensor& host_offsets, const AttentionPlan& plan) {
+                                    const Tensor& offsets, const Tensor& host_offsets,
+                                    const AttentionPlan& plan) {
   const int64_t heads = query.size(1);
   const int64_t value_dim = value.size(2);
-  const int64_t head_dim = std::max(query.size(2), value_dim);
+  const int64_t head_dim = common_head_dim(query, value);
+  const MaskRule rule = rule_of(offsets, query.size(0), plan);
   const Tensor q = pad_last_dim(query, head_dim);
   const Tensor k = pad_last_dim(key, head_dim);
   const Tensor v = pad_last_dim(value, head_dim);
@@ -138,9 +206,10 @@ AttentionOutput segmented_attention(const Tensor& query, const Tensor& key, cons
   Tensor logsumexp = at::zeros({heads, query.size(0)}, query.options().dtype(lse_type));
   for_each_tile(host_offsets, plan, [&](const Tile& tile) {
     const auto [tile_out, tile_lse] =
-        dense_forward(to_bhsd(q, tile.query_begin, tile.query_end),
-                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
-                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads), tile, plan);
+        TileAttention(tile, rule, plan, q)
+            .forward(to_bhsd(q, tile.query_begin, tile.query_end),
+                     expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
+                     expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads));
     out.narrow(0, tile.query_begin, tile.queries())
         .copy_(tile_out.squeeze(0).transpose(0, 1).narrow(2, 0, value_dim));
     logsumexp.narrow(1, tile.query_begin, tile.queries()).copy_(tile_lse.squeeze(0));
@@ -151,11 +220,12 @@ AttentionOutput segmented_attention(const Tensor& query, const Tensor& key, cons
 AttentionGradients segmented_attention_backward(const Tensor& grad_out, const Tensor& query,
                                                 const Tensor& key, const Tensor& value,
                                                 const Tensor& out, const Tensor& logsumexp,
-                                                const Tensor& host_offsets,
+                                                const Tensor& offsets, const Tensor& host_offsets,
                                                 const AttentionPlan& plan) {
   const int64_t heads = query.size(1);
   const int64_t key_heads = key.size(1);
-  const int64_t head_dim = std::max(query.size(2), value.size(2));
+  const int64_t head_dim = common_head_dim(query, value);
+  const MaskRule rule = rule_of(offsets, query.size(0), plan);
   const Tensor q = pad_last_dim(query, head_dim);
   const Tensor k = pad_last_dim(key, head_dim);
   const Tensor v = pad_last_dim(value, head_dim);
@@ -165,13 +235,14 @@ AttentionGradients segmented_attention_backward(const Tensor& grad_out, const Te
   Tensor grad_key = at::zeros(key.sizes(), key.options());
   Tensor grad_value = at::zeros(value.sizes(), value.options());
   for_each_tile(host_offsets, plan, [&](const Tile& tile) {
-    const auto [grad_q, grad_k, grad_v] = dense_backward(
-        to_bhsd(grad_o, tile.query_begin, tile.query_end),
-        to_bhsd(q, tile.query_begin, tile.query_end),
-        expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
-        expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads),
-        to_bhsd(o, tile.query_begin, tile.query_end),
-        logsumexp.narrow(1, tile.query_begin, tile.queries()).unsqueeze(0), tile, plan);
+    const auto [grad_q, grad_k, grad_v] =
+        TileAttention(tile, rule, plan, q)
+            .backward(to_bhsd(grad_o, tile.query_begin, tile.query_end),
+                      to_bhsd(q, tile.query_begin, tile.query_end),
+                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
+                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads),
+                      to_bhsd(o, tile.query_begin, tile.query_end),
+                      logsumexp.narrow(1, tile.query_begin, tile.queries()).unsqueeze(0));
     grad_query.narrow(0, tile.query_begin, tile.queries())
         .copy_(reduce_heads(grad_q, heads).narrow(2, 0, query.size(2)));
     // Windows overlap, so keys may collect from several tiles.

@@ -14,6 +14,7 @@
 #include "cuseq/seqlens.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
+#include "ops/masks.h"
 
 namespace cuseq {
 namespace {
@@ -26,11 +27,12 @@ using OptionalDouble = std::optional<double>;
 
 using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                            const Tensor&, const OptionalTensor&, bool, OptionalInt,
-                                           OptionalDouble, OptionalSymInt);
+                                           OptionalDouble, OptionalSymInt, const OptionalTensor&);
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const OptionalTensor&, bool,
-                                                    OptionalInt, OptionalDouble, OptionalSymInt);
+                                                    OptionalInt, OptionalDouble, OptionalSymInt,
+                                                    const OptionalTensor&);
 
 const c10::TypedOperatorHandle<Forward>& forward_op() {
   static const auto op = c10::Dispatcher::singleton()
@@ -104,10 +106,10 @@ void use_host_meta(const Tensor& host_meta, const Tensor& cu_seqlens, int64_t to
 AttentionOutput attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                               bool causal, OptionalInt window, OptionalDouble scale,
-                              OptionalInt max_seqlen_bound) {
+                              OptionalInt max_seqlen_bound, const OptionalTensor& spans) {
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound);
-  return segmented_attention(query, key, value, cu_seqlens, plan);
+                                            window, scale, max_seqlen_bound, spans);
+  return segmented_attention(query, key, value, cu_seqlens, cu_seqlens, plan);
 }
 
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& query,
@@ -115,11 +117,12 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& 
                                           const Tensor& logsumexp, const Tensor& cu_seqlens,
                                           const OptionalTensor& host_meta, bool causal,
                                           OptionalInt window, OptionalDouble scale,
-                                          OptionalInt max_seqlen_bound) {
+                                          OptionalInt max_seqlen_bound,
+                                          const OptionalTensor& spans) {
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound);
+                                            window, scale, max_seqlen_bound, spans);
   return segmented_attention_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens,
-                                      plan);
+                                      cu_seqlens, plan);
 }
 
 #ifdef CUSEQ_WITH_CUDA
@@ -143,24 +146,23 @@ Tensor offsets_inside(const Tensor& cu_seqlens, const AttentionPlan& plan, int64
 AttentionOutput attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                                bool causal, OptionalInt window, OptionalDouble scale,
-                               OptionalInt max_seqlen_bound) {
+                               OptionalInt max_seqlen_bound, const OptionalTensor& spans) {
   const c10::cuda::CUDAGuard guard(query.device());
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound);
-  return cuda_attention(query, key, value, offsets_inside(cu_seqlens, plan, query.size(0)), plan);
+                                            window, scale, max_seqlen_bound, spans);
+  return cuda_attention(query, key, value, cu_seqlens,
+                        offsets_inside(cu_seqlens, plan, query.size(0)), plan);
 }
 
-AttentionGradients attention_backward_cuda(const Tensor& grad_out, const Tensor& query,
-                                           const Tensor& key, const Tensor& value,
-                                           const Tensor& out, const Tensor& logsumexp,
-                                           const Tensor& cu_seqlens,
-                                           const OptionalTensor& host_meta, bool causal,
-                                           OptionalInt window, OptionalDouble scale,
-                                           OptionalInt max_seqlen_bound) {
+AttentionGradients attention_backward_cuda(
+    const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
+    const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
+    OptionalInt max_seqlen_bound, const OptionalTensor& spans) {
   const c10::cuda::CUDAGuard guard(query.device());
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound);
-  return cuda_attention_backward(grad_out, query, key, value, out, logsumexp,
+                                            window, scale, max_seqlen_bound, spans);
+  return cuda_attention_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens,
                                  offsets_inside(cu_seqlens, plan, query.size(0)), plan);
 }
 #endif
@@ -169,18 +171,16 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
  public:
   static constexpr bool is_traceable = true;
 
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
-                                                const Tensor& query, const Tensor& key,
-                                                const Tensor& value, const Tensor& cu_seqlens,
-                                                const OptionalTensor& host_meta, bool causal,
-                                                OptionalInt window, OptionalDouble scale,
-                                                const OptionalSymInt& max_seqlen_bound,
-                                                Tensor* returned_logsumexp) {
+  static torch::autograd::variable_list forward(
+      torch::autograd::AutogradContext* ctx, const Tensor& query, const Tensor& key,
+      const Tensor& value, const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
+      OptionalInt window, OptionalDouble scale, const OptionalSymInt& max_seqlen_bound,
+      const OptionalTensor& spans, Tensor* returned_logsumexp) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, logsumexp] = forward_op().call(query, key, value, cu_seqlens, host_meta, causal,
-                                              window, scale, max_seqlen_bound);
-    ctx->save_for_backward(
-        {query, key, value, out, logsumexp, cu_seqlens, or_undefined(host_meta)});
+                                              window, scale, max_seqlen_bound, spans);
+    ctx->save_for_backward({query, key, value, out, logsumexp, cu_seqlens, or_undefined(host_meta),
+                            or_undefined(spans)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["window"] = window;
     ctx->saved_data["scale"] = scale;
@@ -195,13 +195,13 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
                                                  const torch::autograd::variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor& query = saved[0];
-    if (!grads[0].defined()) return torch::autograd::variable_list(10);
+    if (!grads[0].defined()) return torch::autograd::variable_list(11);
     auto [grad_query, grad_key, grad_value] = backward_op().call(
         grads[0], query, saved[1], saved[2], saved[3], saved[4], saved[5], or_nullopt(saved[6]),
         ctx->saved_data["causal"].toBool(), ctx->saved_data["window"].toOptional<int64_t>(),
         ctx->saved_data["scale"].toOptional<double>(),
-        ctx->saved_data["max_seqlen_bound"].toOptional<c10::SymInt>());
-    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}, {}};
+        ctx->saved_data["max_seqlen_bound"].toOptional<c10::SymInt>(), or_nullopt(saved[7]));
+    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -214,11 +214,11 @@ class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttention
       torch::autograd::AutogradContext*, const Tensor& grad_out, const Tensor& query,
       const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logsumexp,
       const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal, OptionalInt window,
-      OptionalDouble scale, const OptionalSymInt& max_seqlen_bound) {
+      OptionalDouble scale, const OptionalSymInt& max_seqlen_bound, const OptionalTensor& spans) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_query, grad_key, grad_value] =
         backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
-                           causal, window, scale, max_seqlen_bound);
+                           causal, window, scale, max_seqlen_bound, spans);
     return {grad_query, grad_key, grad_value};
   }
 
@@ -235,16 +235,17 @@ std::tuple<Tensor, Tensor> attention_autograd(const Tensor& query, const Tensor&
                                               const Tensor& value, const Tensor& cu_seqlens,
                                               const OptionalTensor& host_meta, bool causal,
                                               OptionalInt window, OptionalDouble scale,
-                                              OptionalSymInt max_seqlen_bound) {
+                                              OptionalSymInt max_seqlen_bound,
+                                              const OptionalTensor& spans) {
   refuse_forward_mode({query, key, value}, "cuseq::varlen_attention");
   if (!any_requires_grad({query, key, value})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return forward_op().call(query, key, value, cu_seqlens, host_meta, causal, window, scale,
-                             max_seqlen_bound);
+                             max_seqlen_bound, spans);
   }
   Tensor logsumexp;
   auto outputs = VarlenAttention::apply(query, key, value, cu_seqlens, host_meta, causal, window,
-                                        scale, max_seqlen_bound, &logsumexp);
+                                        scale, max_seqlen_bound, spans, &logsumexp);
   return {outputs[0], logsumexp};
 }
 
@@ -252,16 +253,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
     const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
-    OptionalSymInt max_seqlen_bound) {
+    OptionalSymInt max_seqlen_bound, const OptionalTensor& spans) {
   refuse_forward_mode({grad_out, query, key, value, out}, "cuseq::varlen_attention");
   if (!any_requires_grad({grad_out, query, key, value, out})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
-                              causal, window, scale, max_seqlen_bound);
+                              causal, window, scale, max_seqlen_bound, spans);
   }
   auto grads =
       VarlenAttentionBackward::apply(grad_out, query, key, value, out, logsumexp, cu_seqlens,
-                                     host_meta, causal, window, scale, max_seqlen_bound);
+                                     host_meta, causal, window, scale, max_seqlen_bound, spans);
   return {grads[0], grads[1], grads[2]};
 }
 
@@ -271,26 +272,24 @@ std::tuple<Tensor, Tensor> attention_autocast(const Tensor& query, const Tensor&
                                               const Tensor& value, const Tensor& cu_seqlens,
                                               const OptionalTensor& host_meta, bool causal,
                                               OptionalInt window, OptionalDouble scale,
-                                              OptionalSymInt max_seqlen_bound) {
+                                              OptionalSymInt max_seqlen_bound,
+                                              const OptionalTensor& spans) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   return forward_op().call(at::autocast::cached_cast(dtype, query, device),
                            at::autocast::cached_cast(dtype, key, device),
                            at::autocast::cached_cast(dtype, value, device), cu_seqlens, host_meta,
-                           causal, window, scale, max_seqlen_bound);
+                           causal, window, scale, max_seqlen_bound, spans);
 }
 
 }  // namespace
 
 AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                              const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
-                             OptionalInt window, OptionalDouble scale,
-                             OptionalInt max_seqlen_bound) {
+                             OptionalInt window, OptionalDouble scale, OptionalInt max_seqlen_bound,
+                             const OptionalTensor& spans) {
   check_inputs(query, key, value, cu_seqlens);
-  TORCH_CHECK_VALUE(!window.has_value() || *window >= 1,
-                    "window must be None or at least 1, the keys that a query sees with itself "
-                    "included, got ",
-                    window.value_or(0));
+  check_window(window);
   TORCH_CHECK_VALUE(!max_seqlen_bound.has_value() || *max_seqlen_bound >= 1,
                     "max_seqlen_bound must be at least the longest length, and 1, got ",
                     max_seqlen_bound.value_or(0));
@@ -312,6 +311,14 @@ AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tenso
   // A window that reaches over the longest sequence hides nothing. The caller's bound is no proof.
   const int64_t longest = plan.num_real_tokens.has_value() ? plan.max_seqlen : total_tokens;
   if (window.has_value() && *window < longest) plan.window = window;
+  if (spans.has_value()) {
+    check_spans(*spans, cu_seqlens);
+    if (values_can_be_read(cu_seqlens)) {
+      check_spans_and_rows(cu_seqlens.cpu(), /*padded=*/std::nullopt, total_tokens, spans->cpu(),
+                           /*row_length=*/std::nullopt);
+    }
+    plan.spans = spans;
+  }
   return plan;
 }
 
@@ -324,10 +331,11 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
                                             const Tensor& value, const Tensor& cu_seqlens,
                                             const OptionalTensor& host_meta, bool causal,
                                             OptionalInt window, OptionalDouble scale,
-                                            OptionalInt max_seqlen_bound) {
+                                            OptionalInt max_seqlen_bound,
+                                            const OptionalTensor& spans) {
   return forward_op().call(
       query, key, value, cu_seqlens, host_meta, causal, window, scale,
-      max_seqlen_bound.has_value() ? OptionalSymInt(*max_seqlen_bound) : std::nullopt);
+      max_seqlen_bound.has_value() ? OptionalSymInt(*max_seqlen_bound) : std::nullopt, spans);
 }
 
 TORCH_LIBRARY_IMPL(cuseq, CPU, m) {

@@ -1,9 +1,13 @@
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
@@ -58,17 +62,91 @@ void unwatch(const c10::TensorImpl* key) {
 }
 
 // A hit costs less than giving up the GIL and queueing for it again, so it keeps it.
-at::Tensor packed(const cuseq::CacheQuery& query) {
+cuseq::CachedValuePtr find_at_once(const cuseq::CacheQuery& query) {
   cuseq::IdentityCache& cache = cuseq::IdentityCache::instance();
-  if (cache.usable_for(query.key)) {
-    if (auto hit = cache.find_at_once(query)) return *std::move(hit);
-  }
+  return cache.usable_for(query) ? cache.find_at_once(query) : nullptr;
+}
+
+cuseq::CachedValuePtr packed_value(const cuseq::CacheQuery& query) {
+  if (auto hit = find_at_once(query)) return hit;
   const py::gil_scoped_release released;
   return cuseq::packed(query);
 }
 
-// The rotations, past the boxing of arguments that a call of torch.ops costs.
+at::Tensor packed_tensor(const cuseq::CacheQuery& query) { return packed_value(query)->tensors[0]; }
+
 using OptionalTensor = std::optional<at::Tensor>;
+
+cuseq::MaskOptions mask_options(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
+                                std::optional<int64_t> window, const OptionalTensor& spans) {
+  return {cu_seqlens, total_tokens, /*from_cu_seqlens=*/true, causal, window, spans, std::nullopt};
+}
+
+at::Tensor packed_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
+                             std::optional<int64_t> window, const OptionalTensor& spans,
+                             std::optional<int64_t> row_length, at::ScalarType dtype, bool finite) {
+  const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans);
+  return packed_tensor(cuseq::dense_mask_query(options, row_length, dtype, finite));
+}
+
+// A Python object that the cache keeps, released under the GIL by whoever drops it.
+std::shared_ptr<void> kept(py::object object) {
+  return {object.release().ptr(), [](void* released) {
+            if (Py_IsInitialized() == 0) return;
+            const py::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(released));
+          }};
+}
+
+// The object that belongs to a query, built and kept where it is not there yet.
+template <typename Tensors, typename Build>
+py::object packed_object(const cuseq::CacheQuery& query, const Tensors& tensors_of,
+                         const Build& build) {
+  const auto object_of = [](const cuseq::CachedValuePtr& value) {
+    return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(value->object.get()));
+  };
+  auto found = find_at_once(query);
+  if (found != nullptr && found->object != nullptr) return object_of(found);
+  cuseq::IdentityCache& cache = cuseq::IdentityCache::instance();
+  if (!cache.usable_for(query)) return build(tensors_of());
+  cuseq::Identities before = cuseq::identities_of(query);
+  auto tensors = tensors_of();
+  py::object object = build(tensors);
+  if (!c10::InferenceMode::is_enabled()) {
+    cache.insert(query, std::move(before),
+                 std::make_shared<const cuseq::CachedValue>(
+                     cuseq::CachedValue{std::move(tensors), kept(object)}));
+  }
+  return object;
+}
+
+// build(ranges, tensors, row_length, block_size, reads_end) makes torch's BlockMask of them.
+py::object packed_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
+                             std::optional<int64_t> window, const OptionalTensor& spans,
+                             std::optional<int64_t> row_length, int64_t query_block,
+                             int64_t key_block, const py::function& build) {
+  const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans);
+  const auto query = cuseq::block_mask_query(options, row_length, query_block, key_block);
+  return packed_object(
+      query, [&] { return packed_value(query)->tensors; },
+      [&](const auto& tensors) -> py::object {
+        return build(packed_tensor(cuseq::mask_ranges_query(options)),
+                     std::vector<at::Tensor>(tensors.begin(), tensors.end()), row_length,
+                     std::pair(query_block, key_block), !causal || spans.has_value());
+      });
+}
+
+// build() makes xformers' bias of a layout, whose lengths are the key.
+py::object packed_xformers_bias(const at::Tensor& lengths, std::optional<int64_t> window,
+                                const py::function& build) {
+  cuseq::CacheQuery query{lengths, CachedOp::kXformersBias, lengths.device()};
+  query.parameters.window = window.value_or(0);
+  using Tensors = decltype(cuseq::CachedValue::tensors);
+  return packed_object(
+      query, [] { return Tensors(); }, [&](const Tensors&) -> py::object { return build(); });
+}
+
+// The rotations, past the boxing of arguments that a call of torch.ops costs.
 using Pair = std::tuple<at::Tensor, OptionalTensor>;
 
 struct QueryAndKey {
@@ -168,13 +246,21 @@ PYBIND11_MODULE(_C, m) {
 
   using Released = py::call_guard<py::gil_scoped_release>;
   m.def("packed_cu_seqlens", [](const at::Tensor& lengths) {
-    return packed({lengths, CachedOp::kCuSeqlens, lengths.device()});
+    return packed_tensor({lengths, CachedOp::kCuSeqlens, lengths.device()});
   });
   m.def("packed_position_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
-    return packed({lengths, CachedOp::kPositionIds, lengths.device(), total_tokens});
+    return packed_tensor({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}});
   });
   m.def("packed_seq_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
-    return packed({lengths, CachedOp::kSeqIds, lengths.device(), total_tokens});
+    return packed_tensor({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}});
+  });
+  m.def("packed_dense_mask", &packed_dense_mask);
+  m.def("packed_block_mask", &packed_block_mask);
+  m.def("packed_xformers_bias", &packed_xformers_bias);
+  m.def("remember_host_offsets", &cuseq::remember_host_offsets);
+  m.def("check_spans_and_rows", [](const at::Tensor& cu_seqlens, int64_t total_tokens,
+                                   const OptionalTensor& spans, std::optional<int64_t> row_length) {
+    cuseq::check_spans_and_rows(cu_seqlens, std::nullopt, total_tokens, spans, row_length);
   });
   m.def("tokens_of", &cuseq::tokens_of, Released());
   m.def("start_host_copy", &cuseq::start_host_copy, Released());

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <c10/util/SmallVector.h>
 
 #include <array>
 #include <atomic>
@@ -14,18 +15,79 @@
 #include <vector>
 
 #include "cuseq/macros.h"
+#include "cuseq/ops.h"
 
 namespace cuseq {
 
 // What is computed from a key tensor.
-enum class CachedOp : uint8_t { kCuSeqlens, kPositionIds, kSeqIds };
+enum class CachedOp : uint8_t {
+  kCuSeqlens,
+  kHostOffsets,
+  kPositionIds,
+  kSeqIds,
+  kMaskRanges,
+  kDenseMask,
+  kBlockMask,
+  kXformersBias
+};
+
+// What else decides a value, normalised by the caller: equal calls, equal parameters.
+struct CacheParameters {
+  int64_t total_tokens = 0;
+  int64_t row_length = 0;
+  int64_t window = 0;
+  std::array<int64_t, 2> block_size{};
+  at::ScalarType dtype = at::kInt;
+  bool from_cu_seqlens = false;
+  bool causal = false;
+  bool finite = false;
+
+  bool operator==(const CacheParameters&) const = default;
+};
 
 struct CacheQuery {
   const at::Tensor& key;
   CachedOp op;
-  c10::Device device;     // where the value lies
-  int64_t parameter = 0;  // normalised by the caller: equal calls, equal numbers
+  c10::Device device;  // where the value lies
+  CacheParameters parameters{};
+  // Other tensors that it is computed from, by their identity as the key; null where there is none.
+  std::array<const at::Tensor*, 2> others{};
 };
+
+// A value, whole: what is kept and dropped together.
+struct CachedValue {
+  c10::SmallVector<at::Tensor, 1> tensors;
+  std::shared_ptr<void> object;  // what a binding made of them, such as a BlockMask
+};
+using CachedValuePtr = std::shared_ptr<const CachedValue>;
+
+// Which tensor it was and what was in it: a held weak reference to its TensorImpl, whose address
+// therefore cannot be recycled, with version counter, storage, offset, sizes, strides and dtype.
+class CUSEQ_API TensorIdentity {
+ public:
+  explicit TensorIdentity(const at::Tensor& tensor);
+
+  bool is(const c10::TensorImpl* tensor) const { return address_ == tensor; }
+  bool expired() const { return impl_.expired(); }
+  // Of the tensor that `is` this one: it may have been edited or rebound since.
+  bool unchanged(const at::Tensor& now) const;
+
+ private:
+  // Weak references keep the addresses from being recycled, not the data alive.
+  c10::weak_intrusive_ptr<c10::TensorImpl> impl_;
+  const c10::TensorImpl* address_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  const c10::StorageImpl* storage_address_;
+  int64_t version_;
+  int64_t storage_offset_;
+  c10::ScalarType dtype_;
+  std::vector<int64_t> sizes_;
+  std::vector<int64_t> strides_;
+};
+
+// The tensors of a query as they were before its value was computed, the key first.
+using Identities = c10::SmallVector<TensorIdentity, 1>;
+CUSEQ_API Identities identities_of(const CacheQuery& query);
 
 struct CacheStats {
   int64_t hits = 0;
@@ -38,10 +100,8 @@ struct CacheStats {
 
 // Facts about a pack, kept for as long as the tensor of its lengths lives and is not changed.
 //
-// A key is the identity of a tensor, not its values: a held weak reference to its TensorImpl, whose
-// address therefore cannot be recycled, with version counter, storage, offset, sizes, strides and
-// dtype. Nothing is pinned: entries of a dead key go when it dies (see watch), or at the next call
-// where nobody watches.
+// A key is the identity of a tensor, not its values. Nothing is pinned: entries of a dead key go
+// when it dies (see watch), or at the next call where nobody watches.
 //
 // One process-wide cache, since checkpoint recompute runs on autograd's threads. All entries of a
 // key lie in one shard, so that threads with keys of their own do not queue for one mutex. Under a
@@ -51,27 +111,32 @@ class CUSEQ_API IdentityCache {
  public:
   static IdentityCache& instance();
 
-  // Whether a call with this key may touch the cache: it is not traced, watched or captured, and
-  // the key is plain data with a version counter.
-  bool usable_for(const at::Tensor& key) const;
+  // Whether a call may touch the cache: it is not traced, watched or captured, and its tensors are
+  // plain data with version counters.
+  bool usable_for(const CacheQuery& query) const;
 
   // The value if it is held and still right, waited for by the current stream where another one
   // made it.
-  std::optional<at::Tensor> find(const CacheQuery& query);
+  CachedValuePtr find(const CacheQuery& query);
 
   // The same for callers who hold a lock of their own, such as the GIL: it calls no device. Without
   // a hit, or where a stream would have to wait, it returns and counts nothing.
-  std::optional<at::Tensor> find_at_once(const CacheQuery& query);
+  CachedValuePtr find_at_once(const CacheQuery& query);
 
-  // `version` is the key's version counter from before the value was computed. A value that alone
-  // is above the limit in bytes is not kept.
-  void insert(const CacheQuery& query, int64_t version, const at::Tensor& value);
+  // A value that alone is above the limit in bytes is not kept.
+  void insert(const CacheQuery& query, Identities identities, CachedValuePtr value);
+
+  // Drops what has to go before a value of so many bytes is allocated: masks, then facts about
+  // tokens, offsets last; among those what is old and large, by its age times its bytes. Nothing,
+  // where the value alone is above the limit.
+  void make_room_for(int64_t bytes);
 
   void count_bypass() { bypasses_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Drops the entries of one key, and what is watching it, so that nothing refers to it any more.
+  // Drops what was computed from one tensor, and what is watching it, so that nothing refers to it
+  // any more.
   void invalidate(const at::Tensor& key);
-  // The same for a key that is being destroyed.
+  // The same for a tensor that is being destroyed.
   void drop_key(const c10::TensorImpl* key);
 
   void clear();
@@ -82,9 +147,9 @@ class CUSEQ_API IdentityCache {
 
   CacheStats stats();
 
-  // Called, without locks, for a key's first entry and when a key is invalidated. The Python module
-  // attaches a weak-reference callback here, so that a key's death is noticed at once. Set before
-  // the first insertion.
+  // Called, without locks, for a key's first entry, for other tensors at every one, and when one is
+  // invalidated. The Python module attaches a weak-reference callback here, so that a key's death
+  // is noticed at once. Set before the first insertion.
   struct Watcher {
     void (*watch)(const at::Tensor& key);
     void (*unwatch)(const c10::TensorImpl* key);
@@ -108,7 +173,7 @@ class CUSEQ_API IdentityCache {
   static constexpr size_t kShards = 64;
 
   struct Hit {
-    at::Tensor value;
+    CachedValuePtr value;
     std::shared_ptr<c10::Event> made_elsewhere;  // to be waited for, unless null
   };
   enum class Count : uint8_t { kAlways, kHitsAtOnce };
@@ -125,7 +190,7 @@ class CUSEQ_API IdentityCache {
   void move_out_if(Shard& shard, const Condition& condition, Entries& dead);
   void move_out_if(const Condition& condition, Entries& dead);
   void move_out_expired(Entries& dead);
-  void make_room(Entries& dead);
+  void make_room(int64_t more_bytes, Entries& dead);
 
   bool enabled_;
   int64_t max_entries_;
@@ -141,7 +206,19 @@ class CUSEQ_API IdentityCache {
 };
 
 // The value from the cache, computed and kept on a miss. Computed only, where the cache may not be
-// touched.
-CUSEQ_API at::Tensor packed(const CacheQuery& query);
+// touched. Not for values of which `object` is all.
+CUSEQ_API CachedValuePtr packed(const CacheQuery& query);
+
+// What the cached ops ask for. The options must outlive the query.
+CUSEQ_API CacheQuery mask_ranges_query(const MaskOptions& options);
+CUSEQ_API CacheQuery dense_mask_query(const MaskOptions& options, std::optional<int64_t> row_length,
+                                      std::optional<at::ScalarType> dtype, bool finite);
+CUSEQ_API CacheQuery block_mask_query(const MaskOptions& options, std::optional<int64_t> row_length,
+                                      int64_t query_block, int64_t key_block);
+
+// Offsets that lie on a device, on the host: one copy, waited for, for as long as they live.
+CUSEQ_API at::Tensor packed_host_offsets(const at::Tensor& cu_seqlens);
+// For those who know them, so that nothing has to be copied.
+CUSEQ_API void remember_host_offsets(const at::Tensor& cu_seqlens, const at::Tensor& on_host);
 
 }  // namespace cuseq

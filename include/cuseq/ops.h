@@ -1,10 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "cuseq/macros.h"
 
@@ -23,19 +25,59 @@ CUSEQ_API at::Tensor packed_cu_seqlens(const at::Tensor& lengths);
 CUSEQ_API at::Tensor packed_position_ids(const at::Tensor& lengths, int64_t total_tokens);
 CUSEQ_API at::Tensor packed_seq_ids(const at::Tensor& lengths, int64_t total_tokens);
 
+// Which keys each token of a row may see.
+struct MaskOptions {
+  at::Tensor source;  // lengths, or their offsets
+  c10::SymInt total_tokens;
+  bool from_cu_seqlens = false;
+  bool causal = true;
+  std::optional<int64_t> window;
+  std::optional<at::Tensor> spans;              // int32 [n_spans, 2]
+  std::optional<at::Tensor> cu_seqlens_padded;  // where segments start, if longer than sequences
+};
+
+// The keys [first, end) of each token, int32 [2, total_tokens].
+CUSEQ_API at::Tensor mask_ranges(const MaskOptions& options);
+// [rows, 1, row_length, row_length]; bool unless there is a dtype.
+CUSEQ_API at::Tensor dense_mask(const MaskOptions& options,
+                                const std::optional<c10::SymInt>& row_length = std::nullopt,
+                                std::optional<at::ScalarType> dtype = std::nullopt,
+                                bool finite = false);
+// The tensors of a FlexAttention BlockMask, in the order of its arguments.
+CUSEQ_API std::vector<at::Tensor> block_mask(
+    const at::Tensor& ranges, const std::optional<c10::SymInt>& row_length = std::nullopt,
+    int64_t query_block = 128, int64_t key_block = 128);
+
+// Raises what is wrong with spans, and with rows that a sequence crosses. All tensors on the host.
+CUSEQ_API void check_spans_and_rows(const at::Tensor& cu_seqlens,
+                                    const std::optional<at::Tensor>& cu_seqlens_padded,
+                                    int64_t total_tokens, const std::optional<at::Tensor>& spans,
+                                    std::optional<int64_t> row_length);
+
+// Masks through the identity cache. Lengths and offsets are keys of their own.
+CUSEQ_API at::Tensor packed_mask_ranges(const MaskOptions& options);
+CUSEQ_API at::Tensor packed_dense_mask(const MaskOptions& options,
+                                       const std::optional<c10::SymInt>& row_length = std::nullopt,
+                                       std::optional<at::ScalarType> dtype = std::nullopt,
+                                       bool finite = false);
+CUSEQ_API std::vector<at::Tensor> packed_block_mask(
+    const MaskOptions& options, const std::optional<c10::SymInt>& row_length = std::nullopt,
+    int64_t query_block = 128, int64_t key_block = 128);
+
 // Exact attention inside each sequence of a packed row; returns (out, logsumexp).
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> varlen_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& host_meta, bool causal = true,
     std::optional<int64_t> window = std::nullopt, std::optional<double> scale = std::nullopt,
-    std::optional<int64_t> max_seqlen_bound = std::nullopt);
+    std::optional<int64_t> max_seqlen_bound = std::nullopt,
+    const std::optional<at::Tensor>& spans = std::nullopt);
 
 // Tokens that lengths, or offsets, on the host account for. Checks them.
 CUSEQ_API int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens);
 
 // Starts the one copy of device numbers to pinned memory that host code may later wait for, and
-// returns where they will lie. Never waits.
-CUSEQ_API at::Tensor start_host_copy(const at::Tensor& on_device);
+// returns where they will lie: vectors of one dtype. Never waits.
+CUSEQ_API std::vector<at::Tensor> start_host_copy(const std::vector<at::Tensor>& on_device);
 
 // Both int32 vectors, contiguous on the CPU, in one copy from pinned memory to the device. Never
 // waits, where a copy from pageable memory would.
@@ -43,7 +85,8 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& fi
                                                             const at::Tensor& second,
                                                             c10::Device device);
 
-// Waits for the host copy alone, by its event, never for the stream. At once for any other tensor.
+// Waits for the host copy of which the tensor is the first part, by its event, never for the
+// stream. At once for any other tensor.
 CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
 
 // One number of a host_meta (a HostMetaSlot of cuseq/seqlens.h), waited for and checked.

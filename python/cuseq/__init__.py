@@ -11,6 +11,7 @@ from cuseq._version import __version__ as __version__
 from cuseq.attention import varlen_attention
 from cuseq.collate import PackingCollator, mask_boundary_labels
 from cuseq.layout import PackedLayout
+from cuseq.masks import block_mask, dense_mask, mask_ranges
 from cuseq.ops import (
     cu_seqlens,
     cu_seqlens_from_position_ids,
@@ -39,16 +40,19 @@ __all__ = [
     "apply_qk_norm_rope",
     "apply_rope",
     "bin_pack",
+    "block_mask",
     "build_info",
     "cache_stats",
     "clear_cache",
     "cu_seqlens",
     "cu_seqlens_from_position_ids",
+    "dense_mask",
     "forward_scope",
     "invalidate",
     "last_token_indices",
     "lengths_from_padding_mask",
     "mask_boundary_labels",
+    "mask_ranges",
     "max_seqlen",
     "max_seqlen_sync",
     "packed_cu_seqlens",

@@ -79,6 +79,45 @@ def _(labels, cu_seqlens, shifted=False, ignore_index=-100):
     return torch.empty_like(labels)
 
 
+@register_fake("cuseq::mask_ranges")
+def _(source, total_tokens, *options, **named_options):
+    return _int32(source, 2, total_tokens)
+
+
+def _rows(total_tokens, row_length):
+    return (1, total_tokens) if row_length is None else (total_tokens // row_length, row_length)
+
+
+@register_fake("cuseq::dense_mask")
+def _(
+    source,
+    total_tokens,
+    from_cu_seqlens=False,
+    causal=True,
+    window=None,
+    spans=None,
+    cu_seqlens_padded=None,
+    row_length=None,
+    dtype=None,
+    finite=False,
+):
+    rows, length = _rows(total_tokens, row_length)
+    line = (length + 15) // 16 * 16
+    lines = source.new_empty((rows, 1, length, line), dtype=dtype or torch.bool)
+    return lines.narrow(-1, 0, length)
+
+
+@register_fake("cuseq::block_mask")
+def _(ranges, row_length=None, query_block=128, key_block=128):
+    rows, length = _rows(ranges.shape[1], row_length)
+    queries = (length + query_block - 1) // query_block
+    keys = (length + key_block - 1) // key_block
+    shapes = []
+    for blocks, others in ((queries, keys), (keys, queries)):
+        shapes += [(rows, 1, blocks), (rows, 1, blocks, others)] * 2
+    return [_int32(ranges, *shape) for shape in shapes]
+
+
 @register_fake("cuseq::varlen_attention")
 def _(query, key, value, cu_seqlens, host_meta=None, *options, **named_options):
     tokens, heads, _ = query.shape

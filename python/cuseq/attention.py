@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, Spans
 
 _ops = torch.ops.cuseq
 
@@ -22,12 +22,15 @@ def varlen_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    spans: Spans | None = None,
     scale: float | None = None,
 ) -> Tensor:
     """Exact softmax attention of each sequence of a packed row with itself alone.
 
     On CUDA it runs PyTorch's own varlen flash kernels; on the CPU, and for what flash refuses
-    (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is said once.
+    (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is said once. With
+    `spans` sequences run one by one, each under a mask of its own; where many layers use spans of
+    long rows, `flex_attention` with `packed.block_mask(spans=...)` is faster.
     Grouped-query attention needs no repeated keys. Nothing of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
@@ -42,6 +45,8 @@ def varlen_attention(
         causal: whether a token sees only itself and what comes before it.
         window: keys that a token sees, itself included (transformers' `sliding_window`); with
             `causal=False` on both sides. None for all.
+        spans: (start, end) pairs in tokens of the row, or an int32 tensor `[n_spans, 2]`, as in
+            `PackedLayout.dense_mask`: inside a sequence, tokens of a span see all of it.
         scale: factor of the scores, default `head_dim ** -0.5`.
 
     Returns:
@@ -59,8 +64,12 @@ def varlen_attention(
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3], device=q.device)
         >>> out = cuseq.varlen_attention(q, k, v, packed)
     """
+    if spans is not None:
+        spans = packed._checked_spans(spans)
+        if not torch.compiler.is_compiling():
+            packed._remember_offsets_on_host()
     out, _ = _ops.varlen_attention(
-        q, k, v, packed.cu_seqlens_static, packed.host_meta, causal, window, scale
+        q, k, v, packed.cu_seqlens_static, packed.host_meta, causal, window, scale, None, spans
     )
     return out
 

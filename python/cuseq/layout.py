@@ -7,14 +7,19 @@ from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cuseq import _C
+from cuseq import _C, masks
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _ops = torch.ops.cuseq
+
+Spans = Sequence[tuple[int, int]] | Tensor
 
 _NUM_SEQS, _MAX_SEQLEN, _TOTAL_TOKENS, _NUM_REAL_TOKENS = range(4)
 
@@ -42,9 +47,9 @@ class PackedLayout:
         num_sequences: how many sequences there are, those of length zero included.
         device: where the tensors lie (`host_meta` is always on the CPU).
 
-    A layout made from lengths on a GPU starts one asynchronous copy of five numbers. The first use
-    of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its event,
-    never for the stream; what is wrong with the lengths is raised there.
+    A layout made from lengths on a GPU starts one asynchronous copy of them to the host. The first
+    use of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its
+    event, never for the stream; what is wrong with the lengths is raised there.
 
     It is a plain class on purpose: FSDP2 rebuilds dataclasses and pytree nodes for every module.
     """
@@ -65,10 +70,15 @@ class PackedLayout:
         self._all_lengths = lengths
         # Of a layout that was moved from the host: what nobody has to wait for.
         self._host_lengths = lengths if lengths.device.type == "cpu" else None
+        # Of a layout from lengths on a GPU: right after wait().
+        self._copied_lengths = self._host_lengths
         self._num_sequences = num_sequences
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
         self._tokens: tuple[Tensor, Tensor] | None = None
+        self._offsets_remembered = False
+        # By spans and row_length, once they were found to be right.
+        self._spans: dict[tuple, Tensor | None] = {}
         self._moved: dict[torch.device, PackedLayout] = {}
         self._origin: weakref.ref[PackedLayout] | None = None
 
@@ -187,13 +197,15 @@ class PackedLayout:
             lengths, offsets, meta = _ops.layout_metadata(
                 source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
             )
+            host_meta, host_lengths = _C.start_host_copy([meta, lengths])
             layout = cls(
                 lengths,
                 offsets,
-                _C.start_host_copy(meta),
+                host_meta,
                 total_tokens,
                 n_seqs if num_seqs is None else None,
             )
+            layout._copied_lengths = host_lengths
         if meta.device.type == "cpu":
             layout.wait()  # raises now what is wrong
         return layout if device is None else layout.to(device)
@@ -279,6 +291,166 @@ class PackedLayout:
             "packed": self,
         }
 
+    # ----------------------------------------------------------------------------- masks
+
+    def dense_mask(
+        self,
+        dtype: torch.dtype = torch.bool,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        spans: Spans | None = None,
+        row_length: int | None = None,
+        finite: bool = False,
+    ) -> Tensor:
+        """A mask for `scaled_dot_product_attention`, made once for as long as the layout lives.
+
+        It lies in the identity cache, which bounds the memory of all masks by
+        `CUSEQ_CACHE_MAX_BYTES`, and must not be edited. Never synchronises.
+
+        Args:
+            dtype: bool, where True is visible, or float32, bfloat16, float16 or float64, to be
+                added to the scores: 0 where visible.
+            causal: whether a token sees only itself and what comes before it.
+            window: keys that a token sees, itself included; with `causal=False` to both sides.
+            spans: (start, end) pairs in tokens of the row, each inside one sequence and apart from
+                each other, whose tokens see each other whatever `causal` and `window` say. Or, as
+                compiled code needs it, an int32 tensor `[n_spans, 2]` beside the layout, ascending;
+                values on a GPU are not checked.
+            row_length: cuts the row into rows of that many tokens, a batch; no sequence may cross
+                an end. Default one row.
+            finite: hides with the dtype's lowest finite value instead of -inf.
+
+        Returns:
+            `[rows, 1, row_length, row_length]`, lines aligned to 16 elements in memory. Tokens of
+            the tail see themselves alone.
+
+        Raises:
+            ValueError, TypeError: what is wrong with an argument; or the mask would take more than
+                `CUSEQ_DENSE_MASK_MAX_BYTES`.
+        """
+        if spans is not None or row_length is not None:
+            spans = self._checked_spans(spans, row_length)
+        offsets, tokens = self.cu_seqlens_static, self._total_tokens
+        if torch.compiler.is_compiling():
+            return _ops.packed_dense_mask(
+                offsets, tokens, True, causal, window, spans, None, row_length, dtype, finite
+            )
+        return _C.packed_dense_mask(
+            offsets, tokens, causal, window, spans, row_length, dtype, finite
+        )
+
+    def block_mask(
+        self,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        spans: Spans | None = None,
+        row_length: int | None = None,
+        block_size: int | tuple[int, int] = 128,
+    ) -> BlockMask:
+        """A mask for `flex_attention`, made once for as long as the layout lives.
+
+        Block for block what `create_block_mask` finds, in closed form: no memory of tokens x
+        tokens, no synchronisation, no compiling. Arguments otherwise as for `dense_mask`.
+
+        Args:
+            block_size: tokens of a block, for queries and keys, or of each.
+
+        Returns:
+            torch's `BlockMask` of `[rows, 1, row_length, row_length]`.
+        """
+        if spans is not None or row_length is not None:
+            spans = self._checked_spans(spans, row_length)
+        sizes = masks.block_sizes(block_size)
+        offsets, tokens = self.cu_seqlens_static, self._total_tokens
+        if torch.compiler.is_compiling():
+            ranges = _ops.packed_mask_ranges(offsets, tokens, True, causal, window, spans)
+            parts = _ops.block_mask(ranges, row_length, *sizes)
+            reads_end = not causal or spans is not None
+            return masks.build_block_mask(ranges, parts, row_length, sizes, reads_end)
+        return _C.packed_block_mask(
+            offsets, tokens, causal, window, spans, row_length, *sizes, masks.build_block_mask
+        )
+
+    def xformers_bias(self, *, window: int | None = None) -> Any:
+        """xformers' `BlockDiagonalCausalMask`, made once for as long as the layout lives.
+
+        Its own constructors copy lengths to the GPU and wait. Here nothing waits, but for the
+        layout's one copy where lengths came from a GPU. The tail is one causal segment of its own,
+        since such a bias knows nothing but segments.
+
+        Args:
+            window: keys that a token sees, itself included: xformers' local attention.
+
+        Raises:
+            ImportError: xformers is not installed.
+            ValueError: window is below 1, or the row has no token.
+        """
+        from cuseq.integrations import xformers
+
+        return _C.packed_xformers_bias(
+            self._all_lengths, window, lambda: xformers.causal_bias(self, window)
+        )
+
+    def _lengths_on_host(self) -> Tensor:
+        """int32 `[n_seqs]`; waits where they came from a GPU."""
+        self.wait()
+        return self._copied_lengths[: self.num_sequences]
+
+    def _remember_offsets_on_host(self) -> None:
+        """For attention that runs sequence by sequence: nothing has to be copied back."""
+        if self.device.type == "cuda" and not self._offsets_remembered:
+            offsets = _ops.cu_seqlens(self._lengths_on_host())
+            _C.remember_host_offsets(self.cu_seqlens_static, offsets)
+            self._offsets_remembered = True
+
+    def _checked_spans(self, spans: Spans | None, row_length: int | None = None) -> Tensor | None:
+        """Spans beside the layout, in order. What the host knows of them and of rows is checked."""
+        if torch.compiler.is_compiling():
+            if spans is None or isinstance(spans, Tensor):
+                return spans
+            # Their numbers would be constants of a graph that serves one pack alone.
+            raise TypeError(
+                "spans must be an int32 tensor [n_spans, 2] inside compiled code, got a list"
+            )
+        given = spans if isinstance(spans, Tensor) else None
+        listed = () if given is not None or spans is None else _sorted_pairs(spans)
+        if not listed and row_length is None:
+            return given
+        key = (listed, row_length)
+        if key not in self._spans:
+            self._spans[key] = self._check_spans(listed, row_length)
+        return self._spans[key] if given is None else given
+
+    def _check_spans(
+        self, listed: tuple[tuple[int, int], ...], row_length: int | None
+    ) -> Tensor | None:
+        host = dict(dtype=torch.int32, device="cpu")
+        with _outside_inference_mode():
+            try:
+                spans = torch.tensor(listed, **host) if listed else None
+            except RuntimeError as error:
+                raise ValueError(
+                    f"spans must lie inside the row of {self._total_tokens} tokens, got {listed}"
+                ) from error
+            if self._host_lengths is not None:
+                offsets = _ops.cu_seqlens(self._host_lengths)
+                _C.check_spans_and_rows(offsets, self._total_tokens, spans, row_length)
+            else:  # one sequence, as far as the host knows
+                offsets = torch.tensor([0, self._total_tokens], **host)
+                _C.check_spans_and_rows(offsets, self._total_tokens, spans, None)
+            if spans is None or self.device.type == "cpu":
+                return spans
+            if _capturing(self.device):
+                raise RuntimeError(
+                    "spans must be a tensor on the layout's device while a CUDA graph is captured"
+                )
+            if self.device.type != "cuda":
+                return spans.to(self.device)
+            flat, _ = _C.copy_to_device(spans.view(-1), _empty(), self.device)
+            return flat.view(-1, 2)
+
     # ----------------------------------------------------------------------------- moved about
 
     def to(self, device: torch.device | str | int, non_blocking: bool = True) -> PackedLayout:
@@ -321,6 +493,7 @@ class PackedLayout:
         )
         if moved._host_lengths is None:
             moved._host_lengths = self._host_lengths
+            moved._copied_lengths = self._copied_lengths
         return moved
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
@@ -364,6 +537,15 @@ def _restore(lengths: bytes, total_tokens: int, max_seqs: int, device: str) -> P
     return PackedLayout.from_lengths(source, total_tokens, max_seqs=max_seqs, device=device)
 
 
+def _sorted_pairs(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    try:
+        return tuple(sorted((index(start), index(end)) for start, end in spans))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"spans must be pairs of ints or an int32 tensor [n_spans, 2], got {spans!r}"
+        ) from error
+
+
 def _empty() -> Tensor:
     return torch.empty(0, dtype=torch.int32, device="cpu")
 
@@ -398,7 +580,7 @@ def _capturing(device: torch.device) -> bool:
 
 def _to_host(source: Tensor) -> Tensor:
     """A copy, waited for by its event."""
-    on_host = _C.start_host_copy(source)
+    (on_host,) = _C.start_host_copy([source])
     _C.wait_host_copy(on_host)
     return on_host
 

@@ -199,8 +199,10 @@ TEST_F(Cache, NothingIsDestroyedUnderAMutex) {
   std::atomic<int> destroyed = 0;
   at::Tensor key = ints({1});
   const auto keep = [&](const at::Tensor& of, int64_t parameter) {
-    cache.insert({of, CachedOp::kCuSeqlens, of.device(), parameter}, of._version(),
-                 calls_the_cache_when_destroyed(destroyed));
+    const CacheQuery query{of, CachedOp::kCuSeqlens, of.device(), {parameter}};
+    cache.insert(query, cuseq::identities_of(query),
+                 std::make_shared<const cuseq::CachedValue>(
+                     cuseq::CachedValue{{calls_the_cache_when_destroyed(destroyed)}, nullptr}));
   };
   const std::vector<std::pair<const char*, std::function<void()>>> ends = {
       {"clear", [&] { cache.clear(); }},

@@ -96,7 +96,7 @@ TEST(Ops, AttentionStaysInsideItsSequence) {
 
 TEST(HostCopies, HostTensorsAreThereAtOnce) {
   const at::Tensor meta = ints({2, 3, 6, 5, 0, 1}, at::kInt);
-  EXPECT_TRUE(cuseq::start_host_copy(meta).is_same(meta));
+  EXPECT_TRUE(cuseq::start_host_copy({{meta}})[0].is_same(meta));
   cuseq::wait_host_copy(meta);
   EXPECT_EQ(cuseq::read_host_meta(meta, cuseq::kNumSeqs), 2);
   EXPECT_EQ(cuseq::read_host_meta(meta, cuseq::kMaxSeqlen), 3);

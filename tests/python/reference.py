@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -156,6 +156,54 @@ def attention(
     return torch.cat(rows)
 
 
+def mask(
+    lengths: Sequence[int],
+    total_tokens: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    spans: Sequence[tuple[int, int]] = (),
+    starts: Sequence[int] | None = None,
+) -> Tensor:
+    """Which keys (columns) each token (row) sees, bool `[total_tokens, total_tokens]`.
+
+    `starts`: where the sequences lie, if not one behind the other.
+    """
+    seen = [bytearray(total_tokens) for _ in range(total_tokens)]
+    for token in range(total_tokens):  # tail and pads have nothing else
+        seen[token][token] = True
+    begins = cu_seqlens(list(lengths)) if starts is None else starts
+    for begin, length in zip(begins, lengths, strict=False):
+        for query in range(begin, begin + length):
+            for key in range(begin, begin + length):
+                comes_later = causal and key > query
+                too_far = window is not None and abs(query - key) >= window
+                if not comes_later and not too_far:
+                    seen[query][key] = True
+    for start, end in spans:
+        for query in range(start, end):
+            for key in range(start, end):
+                seen[query][key] = True
+    if total_tokens == 0:
+        return torch.zeros(0, 0, dtype=torch.bool)
+    return torch.frombuffer(bytearray().join(seen), dtype=torch.bool).view(total_tokens, -1)
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention, token by token, over the keys that each sees; `[tokens, heads, dim]`."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    keys, values = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    rows = [q.new_zeros(0, q.shape[1], v.shape[2])]
+    for token, own in enumerate(seen):
+        visible = own.nonzero().squeeze(1)
+        scores = torch.einsum("hd,khd->hk", q[token], keys[visible]) * scale
+        rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values[visible]).unsqueeze(0))
+    return torch.cat(rows)
+
+
 # Rotary embedding.
 
 
@@ -247,3 +295,36 @@ def make_lengths(
     columns = torch.full((len(values), 3), -5, dtype=dtype, device=device)
     columns[:, 1] = torch.tensor(values, dtype=dtype, device=device)
     return columns[:, 1]
+
+
+class Pack(NamedTuple):
+    """What a mask is drawn for."""
+
+    lengths: Sequence[int]
+    total_tokens: int
+    row_length: int | None = None
+    spans: Sequence[tuple[int, int]] = ()
+
+
+@st.composite
+def masked_packs(draw, max_rows: int = 3, max_row_length: int = 24) -> Pack:
+    """Rows that sequences fill, a tail behind the last of them, and spans inside some of them."""
+    rows = draw(st.integers(1, max_rows))
+    row_length = draw(st.integers(1, max_row_length))
+    lengths: list[int] = []
+    for _ in range(rows):
+        cuts = sorted(draw(st.lists(st.integers(0, row_length), max_size=4)))
+        edges = [0, *cuts, row_length]
+        lengths += [end - begin for begin, end in zip(edges, edges[1:], strict=False)]
+    left_out = draw(st.sampled_from([0, 0, 1, 3, len(lengths)]))  # and are the tail
+    lengths = lengths[: max(0, len(lengths) - left_out)]
+    spans = []
+    for begin, length in zip(cu_seqlens(lengths), lengths, strict=False):
+        ends = st.lists(st.integers(begin, begin + length), unique=True, max_size=4).map(sorted)
+        points = draw(ends) if draw(st.booleans()) else []
+        spans += list(zip(points[::2], points[1::2], strict=False))
+    asked = row_length if rows > 1 or draw(st.booleans()) else None
+    return Pack(lengths, rows * row_length, asked, spans)
+
+
+WINDOWS = st.none() | st.integers(1, 30)

@@ -59,12 +59,17 @@ def examples(page: str) -> list[str]:
 
 
 EXAMPLES = [
-    (page, n) for page in ("README.md", "docs/packing.md") for n in range(len(examples(page)))
+    (page, n)
+    for page in ("README.md", "docs/masks.md", "docs/packing.md")
+    for n in range(len(examples(page)))
 ]
 
 
 def test_pages_have_examples():
-    assert [page for page, _ in EXAMPLES] == ["README.md"] * 3 + ["docs/packing.md"] * 5
+    numbers = {"README.md": 4, "docs/masks.md": 3, "docs/packing.md": 5}
+    assert [page for page, _ in EXAMPLES] == [
+        page for page in numbers for _ in range(numbers[page])
+    ]
 
 
 @pytest.mark.parametrize("page,number", EXAMPLES)

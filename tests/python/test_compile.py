@@ -40,6 +40,15 @@ def lengths_cases(d, *rest):
     ]
 
 
+def masks(d):
+    return [
+        *lengths_cases(d, 6),
+        (ints(d, [0, 2, 5], torch.int32), 6, True, False, 2, ints(d, [[2, 4]], torch.int32)),
+        (ints(d, [2, 2]), 4, False, True, None, None, None, 2, torch.bfloat16, True),
+        (ints(d, [], torch.int64), 0, False, True, None, None, None, None, torch.float64),
+    ]
+
+
 # Arguments of every op; test_attention.py and test_rope_autograd.py have those of theirs.
 CASES = {
     "cu_seqlens": lengths_cases,
@@ -51,6 +60,23 @@ CASES = {
     "packed_cu_seqlens": lengths_cases,
     "packed_position_ids": lambda d: lengths_cases(d, 6),
     "packed_seq_ids": lambda d: lengths_cases(d, 6),
+    "mask_ranges": lambda d: [
+        *lengths_cases(d, 6),
+        (ints(d, [0, 2, 5], torch.int32), 6, True, False, 2, ints(d, [[2, 4]], torch.int32)),
+        (ints(d, [2, 3]), 9, False, True, None, None, ints(d, [0, 4, 8], torch.int32)),
+    ],
+    "dense_mask": masks,
+    "packed_mask_ranges": lambda d: lengths_cases(d, 6),
+    "packed_dense_mask": masks,
+    "block_mask": lambda d: [
+        (ops.mask_ranges(ints(d, [2, 3]), 6), None, 2, 4),
+        (ops.mask_ranges(ints(d, [2, 2]), 4), 2, 1, 1),
+        (ops.mask_ranges(ints(d, [], torch.int64), 0),),
+    ],
+    "packed_block_mask": lambda d: [
+        (ints(d, [2, 3]), 6),
+        (ints(d, [0, 2, 4], torch.int32), 4, True, False, 1, None, None, 2, 2, 1),
+    ],
     "layout_metadata": lambda d: [
         *lengths_cases(d, 6, 4, False),
         (ints(d, [0, 2, 5]), 6, 2, True),
@@ -226,7 +252,9 @@ def test_fakes_give_shapes_without_data():
             op = getattr(ops, name)
             real = op(*case)
             meta = op(*(arg.to("meta") if isinstance(arg, torch.Tensor) else arg for arg in case))
-            pairs = zip(real, meta, strict=True) if isinstance(real, tuple) else [(real, meta)]
+            pairs = (
+                zip(real, meta, strict=True) if isinstance(real, tuple | list) else [(real, meta)]
+            )
             for one, other in pairs:
                 assert (name, one.shape, one.dtype) == (name, other.shape, other.dtype)
                 assert (name, one.stride()) == (name, other.stride())

@@ -1,0 +1,373 @@
+#include "ops/masks.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <bit>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cuseq/ops.h"
+#include "ops/checks.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+using at::Tensor;
+using OptionalInt = std::optional<int64_t>;
+using OptionalSymInt = std::optional<c10::SymInt>;
+using OptionalTensor = std::optional<Tensor>;
+
+// PyTorch's memory-efficient kernel takes masks whose lines start at multiples of 8 elements, 16 in
+// older releases, and copies others.
+constexpr int64_t kLineAlignment = 16;
+
+int64_t aligned_line(int64_t elements) {
+  return (elements + kLineAlignment - 1) / kLineAlignment * kLineAlignment;
+}
+
+void check_padded(const Tensor& padded, const Tensor& offsets) {
+  TORCH_CHECK_TYPE(padded.scalar_type() == at::kInt, "cu_seqlens_padded must be int32, got ",
+                   padded.scalar_type());
+  TORCH_CHECK_VALUE(padded.sizes() == offsets.sizes() && padded.is_contiguous(),
+                    "cu_seqlens_padded must be contiguous [n_seqs + 1 = ", offsets.size(0),
+                    "], got shape ", padded.sizes());
+  TORCH_CHECK_VALUE(padded.device() == offsets.device(),
+                    "cu_seqlens_padded must lie where the lengths do, on ", offsets.device(),
+                    ", got ", padded.device());
+}
+
+void check_padded_values(const Tensor& padded, const Tensor& offsets, int64_t total_tokens) {
+  if (!values_can_be_read(padded)) return;
+  const Tensor segments = padded.cpu();
+  const Tensor sequences = offsets.cpu();
+  const auto* segment = segments.const_data_ptr<int32_t>();
+  const auto* sequence = sequences.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(segment[0] == 0, "cu_seqlens_padded must start at 0, got ", segment[0]);
+  for (int64_t i = 0; i + 1 < segments.size(0); ++i) {
+    TORCH_CHECK_VALUE(segment[i + 1] - segment[i] >= sequence[i + 1] - sequence[i],
+                      "cu_seqlens_padded must leave room for each sequence, got segment ", i,
+                      " of ", segment[i + 1] - segment[i], " tokens for a sequence of ",
+                      sequence[i + 1] - sequence[i]);
+  }
+  const int64_t last = segment[segments.size(0) - 1];
+  TORCH_CHECK_VALUE(last <= total_tokens,
+                    "cu_seqlens_padded must end at or before total_tokens = ", total_tokens,
+                    ", got ", last);
+}
+
+// What a mask is made from, checked.
+struct MaskInputs {
+  Tensor offsets;  // holds what rule points to
+  MaskRule rule;
+
+  MaskInputs(const Tensor& source, int64_t total_tokens, bool from_cu_seqlens, bool causal,
+             OptionalInt window, const OptionalTensor& spans, const OptionalTensor& padded,
+             OptionalInt row_length) {
+    check_tokens(total_tokens);
+    check_window(window);
+    if (from_cu_seqlens) {
+      check_offsets(source);
+      check_offset_values(source, total_tokens);
+      offsets = source;
+    } else {
+      check_vector(source, "lengths");
+      check_length_values(source, total_tokens);
+      offsets = cu_seqlens(source);
+    }
+    if (padded.has_value()) {
+      check_padded(*padded, offsets);
+      check_padded_values(*padded, offsets, total_tokens);
+    }
+    if (spans.has_value()) check_spans(*spans, offsets);
+    if (values_can_be_read(offsets)) {
+      const auto on_host = [](const OptionalTensor& tensor) {
+        return tensor.has_value() ? OptionalTensor(tensor->cpu()) : std::nullopt;
+      };
+      check_spans_and_rows(offsets.cpu(), on_host(padded), total_tokens, on_host(spans),
+                           row_length);
+    }
+    const Tensor& segments = padded.has_value() ? *padded : offsets;
+    rule.seqlens = {segments.const_data_ptr<int32_t>(), segments.size(0) - 1};
+    if (padded.has_value()) rule.cu_seqlens_real = offsets.const_data_ptr<int32_t>();
+    rule.total_tokens = total_tokens;
+    rule.causal = causal;
+    // One that reaches over the row hides nothing.
+    rule.window = window.has_value() && *window < total_tokens ? *window : 0;
+    if (spans.has_value()) {
+      rule.spans = spans->const_data_ptr<int32_t>();
+      rule.n_spans = spans->size(0);
+    }
+  }
+};
+
+// Rows of `row_length` tokens each that a flat row holds.
+struct Rows {
+  int64_t count;
+  int64_t length;
+
+  Rows(int64_t total_tokens, OptionalInt row_length)
+      : count(1), length(row_length.value_or(total_tokens)) {
+    if (!row_length.has_value()) return;
+    TORCH_CHECK_VALUE(length >= 1 && total_tokens % length == 0,
+                      "row_length must be at least 1 and divide total_tokens = ", total_tokens,
+                      ", got ", length);
+    count = total_tokens / length;
+  }
+};
+
+Tensor mask_ranges_kernel(const Tensor& source, int64_t total_tokens, bool from_cu_seqlens,
+                          bool causal, OptionalInt window, const OptionalTensor& spans,
+                          const OptionalTensor& cu_seqlens_padded) {
+  const MaskInputs inputs(source, total_tokens, from_cu_seqlens, causal, window, spans,
+                          cu_seqlens_padded, std::nullopt);
+  Tensor ranges = at::empty({2, total_tokens}, int32_on(source));
+  if (total_tokens == 0) return ranges;
+  MaskRangesArgs args;
+  args.rule = inputs.rule;
+  args.total_tokens = total_tokens;
+  args.first = ranges.mutable_data_ptr<int32_t>();
+  args.end = args.first + total_tokens;
+  CUSEQ_RUN(mask_ranges, source, args);
+  return ranges;
+}
+
+// The bits of an element where a key is seen and where it is hidden.
+struct MaskBits {
+  uint64_t seen;
+  uint64_t hidden;
+
+  MaskBits(at::ScalarType dtype, bool finite) : seen(0), hidden(0) {
+    using Float = std::numeric_limits<float>;
+    using Double = std::numeric_limits<double>;
+    switch (dtype) {
+      case at::kBool:
+        seen = 1;
+        return;
+      case at::kFloat:
+        hidden = std::bit_cast<uint32_t>(finite ? Float::lowest() : -Float::infinity());
+        return;
+      case at::kDouble:
+        hidden = std::bit_cast<uint64_t>(finite ? Double::lowest() : -Double::infinity());
+        return;
+      case at::kBFloat16:
+        hidden = finite ? 0xff7f : 0xff80;
+        return;
+      case at::kHalf:
+        hidden = finite ? 0xfbff : 0xfc00;
+        return;
+      default:
+        TORCH_CHECK_TYPE(false, "dtype must be bool, float32, bfloat16, float16 or float64, got ",
+                         dtype);
+    }
+  }
+};
+
+// Writes args.rows of queries x keys into fresh memory.
+Tensor fresh_mask(DenseMaskArgs args, const MaskBits& bits, const at::TensorOptions& options) {
+  args.stride = aligned_line(args.keys);
+  args.seen = bits.seen;
+  args.hidden = bits.hidden;
+  Tensor out = at::empty({args.rows, 1, args.queries, args.stride}, options);
+  args.element_size = out.element_size();
+  args.out = out.mutable_data_ptr();
+  if (out.numel() > 0) CUSEQ_RUN(dense_mask, out, args);
+  return out.narrow(-1, 0, args.keys);
+}
+
+void check_size(const Rows& rows, at::ScalarType dtype) {
+  static const int64_t limit = limit_from_environment("CUSEQ_DENSE_MASK_MAX_BYTES");
+  const int64_t bytes = dense_mask_bytes(rows.count, rows.length, dtype);
+  TORCH_CHECK_VALUE(bytes <= limit, "a dense mask of [", rows.count, ", 1, ", rows.length, ", ",
+                    rows.length, "] ", dtype, " takes ", bytes,
+                    " bytes, which must be at most CUSEQ_DENSE_MASK_MAX_BYTES = ", limit,
+                    ": packed.block_mask() with flex_attention, or cuseq.varlen_attention, needs "
+                    "no memory of tokens x tokens");
+}
+
+Tensor dense_mask_kernel(const Tensor& source, int64_t total_tokens, bool from_cu_seqlens,
+                         bool causal, OptionalInt window, const OptionalTensor& spans,
+                         const OptionalTensor& cu_seqlens_padded, OptionalInt row_length,
+                         std::optional<at::ScalarType> dtype, bool finite) {
+  const at::ScalarType type = dtype.value_or(at::kBool);
+  const MaskBits bits(type, finite);
+  check_tokens(total_tokens);
+  const Rows rows(total_tokens, row_length);
+  check_size(rows, type);
+  const MaskInputs inputs(source, total_tokens, from_cu_seqlens, causal, window, spans,
+                          cu_seqlens_padded, row_length);
+  DenseMaskArgs args;
+  args.rule = inputs.rule;
+  args.rows = rows.count;
+  args.queries = rows.length;
+  args.keys = rows.length;
+  args.row_step = rows.length;
+  return fresh_mask(args, bits, source.options().dtype(type));
+}
+
+void check_range_values(const Tensor& ranges, const Rows& rows) {
+  if (rows.count == 1 || !values_can_be_read(ranges)) return;
+  const Tensor host = ranges.cpu();
+  const auto* first = host.const_data_ptr<int32_t>();
+  const int32_t* end = first + host.size(1);
+  for (int64_t token = 0; token < host.size(1); ++token) {
+    const int64_t begin = token / rows.length * rows.length;
+    TORCH_CHECK_VALUE(begin <= first[token] && end[token] <= begin + rows.length,
+                      "no sequence may cross the end of a row of row_length = ", rows.length,
+                      ", but token ", token, " sees tokens [", first[token], ", ", end[token], ")");
+  }
+}
+
+std::vector<Tensor> block_mask_kernel(const Tensor& ranges, OptionalInt row_length,
+                                      int64_t query_block, int64_t key_block) {
+  TORCH_CHECK_TYPE(ranges.scalar_type() == at::kInt, "ranges must be int32, got ",
+                   ranges.scalar_type());
+  TORCH_CHECK_VALUE(ranges.dim() == 2 && ranges.size(0) == 2 && ranges.is_contiguous(),
+                    "ranges must be contiguous [2, total_tokens], got shape ", ranges.sizes());
+  check_block_sizes(query_block, key_block);
+  const Rows rows(ranges.size(1), row_length);
+  check_range_values(ranges, rows);
+  BlockMaskArgs args;
+  args.first = ranges.const_data_ptr<int32_t>();
+  args.end = args.first + ranges.size(1);
+  args.rows = rows.count;
+  args.row_length = rows.length;
+  args.query_block = query_block;
+  args.key_block = key_block;
+  args.query_blocks = (rows.length + query_block - 1) / query_block;
+  args.key_blocks = (rows.length + key_block - 1) / key_block;
+  const auto options = int32_on(ranges);
+  std::vector<Tensor> results;
+  const auto lists = [&](int64_t blocks, int64_t others, int32_t*(&counts)[2],
+                         int32_t*(&indices)[2]) {
+    for (int kind = 0; kind < 2; ++kind) {
+      results.push_back(at::empty({rows.count, 1, blocks}, options));
+      counts[kind] = results.back().mutable_data_ptr<int32_t>();
+      results.push_back(at::empty({rows.count, 1, blocks, others}, options));
+      indices[kind] = results.back().mutable_data_ptr<int32_t>();
+    }
+  };
+  lists(args.query_blocks, args.key_blocks, args.key_counts, args.key_indices);
+  lists(args.key_blocks, args.query_blocks, args.query_counts, args.query_indices);
+  if (ranges.size(1) == 0) return results;
+  const Tensor scratch = at::empty({rows.count, args.query_blocks, 4}, options);
+  args.ranges = scratch.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(block_mask, ranges, args);
+  return results;
+}
+
+}  // namespace
+
+int64_t dense_mask_bytes(int64_t rows, int64_t row_length, at::ScalarType dtype) {
+  const int64_t elements = rows * row_length * aligned_line(row_length);  // below 2^63
+  const auto size = static_cast<int64_t>(c10::elementSize(dtype));
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return elements > kMost / size ? kMost : elements * size;
+}
+
+int64_t block_mask_bytes(int64_t rows, int64_t row_length, int64_t query_block, int64_t key_block) {
+  const int64_t queries = (row_length + query_block - 1) / query_block;
+  const int64_t keys = (row_length + key_block - 1) / key_block;
+  return rows * 2 * static_cast<int64_t>(sizeof(int32_t)) * (queries + keys + 2 * queries * keys);
+}
+
+void check_block_sizes(int64_t query_block, int64_t key_block) {
+  for (const auto& [size, name] : {std::pair{query_block, "query"}, std::pair{key_block, "key"}}) {
+    TORCH_CHECK_VALUE(size >= 1, name, "_block must be at least 1, got ", size);
+  }
+}
+
+void check_spans(const Tensor& spans, const Tensor& offsets) {
+  TORCH_CHECK_TYPE(spans.scalar_type() == at::kInt, "spans must be int32, got ",
+                   spans.scalar_type());
+  TORCH_CHECK_VALUE(spans.dim() == 2 && spans.size(1) == 2 && spans.is_contiguous(),
+                    "spans must be contiguous [n_spans, 2], got shape ", spans.sizes());
+  TORCH_CHECK_VALUE(spans.device() == offsets.device(), "spans must lie where the lengths do, on ",
+                    offsets.device(), ", got ", spans.device());
+}
+
+void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded,
+                          int64_t total_tokens, const OptionalTensor& spans,
+                          OptionalInt row_length) {
+  MaskRule rule;
+  const Tensor& segments = padded.has_value() ? *padded : cu_seqlens;
+  rule.seqlens = {segments.const_data_ptr<int32_t>(), segments.size(0) - 1};
+  rule.total_tokens = total_tokens;
+  if (padded.has_value()) rule.cu_seqlens_real = cu_seqlens.const_data_ptr<int32_t>();
+  if (spans.has_value()) {
+    const auto* span = spans->const_data_ptr<int32_t>();
+    for (int64_t i = 0; i < spans->size(0); ++i, span += 2) {
+      TORCH_CHECK_VALUE(0 <= span[0] && span[0] < span[1] && span[1] <= total_tokens,
+                        "spans must be (start, end) with 0 <= start < end <= total_tokens = ",
+                        total_tokens, ", got spans[", i, "] = (", span[0], ", ", span[1], ")");
+      TORCH_CHECK_VALUE(i == 0 || span[-1] <= span[0],
+                        "spans must ascend and lie apart, got spans[", i, "] = (", span[0], ", ",
+                        span[1], ") behind (", span[-2], ", ", span[-1], ")");
+      const int64_t segment = rule.seqlens.segment_of(span[0]);
+      TORCH_CHECK_VALUE(segment < rule.seqlens.n_seqs && span[1] <= rule.real_end(segment),
+                        "spans must lie inside a sequence, got spans[", i, "] = (", span[0], ", ",
+                        span[1], ")");
+    }
+  }
+  if (!row_length.has_value()) return;
+  const Rows rows(total_tokens, row_length);
+  for (int64_t i = 0; i < rule.seqlens.n_seqs; ++i) {
+    const int64_t begin = rule.seqlens.begin(i);
+    const int64_t end = rule.real_end(i);
+    TORCH_CHECK_VALUE(begin >= end || begin / rows.length == (end - 1) / rows.length,
+                      "no sequence may cross the end of a row of row_length = ", rows.length,
+                      ", got sequence ", i, " in tokens [", begin, ", ", end, ")");
+  }
+}
+
+Tensor mask_of_tile(const MaskRule& rule, int64_t query_begin, int64_t queries, int64_t key_begin,
+                    int64_t keys, const Tensor& like) {
+  DenseMaskArgs args;
+  args.rule = rule;
+  args.queries = queries;
+  args.keys = keys;
+  args.query_begin = query_begin;
+  args.key_begin = key_begin;
+  return fresh_mask(args, MaskBits(like.scalar_type(), /*finite=*/false), like.options());
+}
+
+Tensor mask_ranges(const MaskOptions& o) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::mask_ranges", "")
+                             .typed<Tensor(const Tensor&, c10::SymInt, bool, bool, OptionalInt,
+                                           const OptionalTensor&, const OptionalTensor&)>();
+  return op.call(o.source, o.total_tokens, o.from_cu_seqlens, o.causal, o.window, o.spans,
+                 o.cu_seqlens_padded);
+}
+
+Tensor dense_mask(const MaskOptions& o, const OptionalSymInt& row_length,
+                  std::optional<at::ScalarType> dtype, bool finite) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("cuseq::dense_mask", "")
+                             .typed<Tensor(const Tensor&, c10::SymInt, bool, bool, OptionalInt,
+                                           const OptionalTensor&, const OptionalTensor&,
+                                           OptionalSymInt, std::optional<at::ScalarType>, bool)>();
+  return op.call(o.source, o.total_tokens, o.from_cu_seqlens, o.causal, o.window, o.spans,
+                 o.cu_seqlens_padded, row_length, dtype, finite);
+}
+
+std::vector<Tensor> block_mask(const Tensor& ranges, const OptionalSymInt& row_length,
+                               int64_t query_block, int64_t key_block) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("cuseq::block_mask", "")
+          .typed<std::vector<Tensor>(const Tensor&, OptionalSymInt, int64_t, int64_t)>();
+  return op.call(ranges, row_length, query_block, key_block);
+}
+
+CUSEQ_REGISTER(m) {
+  m.impl("mask_ranges", TORCH_FN(mask_ranges_kernel));
+  m.impl("dense_mask", TORCH_FN(dense_mask_kernel));
+  m.impl("block_mask", TORCH_FN(block_mask_kernel));
+}
+
+}  // namespace cuseq

@@ -1,0 +1,109 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuseq/macros.h"
+#include "cuseq/seqlens.h"
+
+// Which keys a token sees, in closed form, free of torch. They always lie side by side, so a mask
+// is two numbers for each token, whatever its rule.
+//
+// Worked example, lengths [2, 3] in a row of 6 tokens, causal:
+//   token   0 1 2 3 4 5
+//   first   0 0 2 2 2 5   <- the tail sees itself alone
+//   end     1 2 3 4 5 6
+namespace cuseq {
+
+// The keys [first, end) of the flat row.
+struct KeyRange {
+  int64_t first;
+  int64_t end;
+};
+
+struct MaskRule {
+  SeqLens seqlens{};  // where segments lie in memory
+  int64_t total_tokens = 0;
+  // Offsets of the real tokens, [n_seqs + 1], where segments are longer than their sequences: what
+  // is left of a segment is padding.
+  const int32_t* cu_seqlens_real = nullptr;
+  bool causal = true;
+  int64_t window = 0;              // keys that a token sees, itself included; 0: all
+  const int32_t* spans = nullptr;  // [n_spans, 2]: start and end, ascending, apart from each other
+  int64_t n_spans = 0;
+
+  // Where the real tokens of a segment end, inside it and the row whatever the offsets hold.
+  CUSEQ_HOST_DEVICE int64_t real_end(int64_t segment) const {
+    int64_t end = seqlens.begin(segment + 1);
+    if (end > total_tokens) end = total_tokens;
+    if (cu_seqlens_real == nullptr) return end;
+    const int64_t real = seqlens.begin(segment) + cu_seqlens_real[segment + 1] -
+                         static_cast<int64_t>(cu_seqlens_real[segment]);
+    return real < end ? real : end;
+  }
+
+  // Of a token that lies in `segment`, where `span` is the last one that starts at or before it, -1
+  // where none does. Tail and padding see themselves alone. A span sees all of itself, whatever
+  // causality and window say, but no other sequence.
+  CUSEQ_HOST_DEVICE KeyRange keys_of(int64_t token, int64_t segment, int64_t span) const {
+    const KeyRange alone{token, token + 1};
+    if (segment >= seqlens.n_seqs) return alone;
+    const int64_t begin = seqlens.begin(segment) > 0 ? seqlens.begin(segment) : 0;
+    const int64_t end = real_end(segment);
+    if (token < begin || token >= end) return alone;
+    KeyRange keys{begin, causal ? token + 1 : end};
+    if (window > 0) {
+      if (token - window + 1 > keys.first) keys.first = token - window + 1;
+      if (token + window < keys.end) keys.end = token + window;
+    }
+    if (span >= 0 && token < spans[2 * span + 1]) {
+      const int64_t span_begin = spans[2 * span] > begin ? spans[2 * span] : begin;
+      const int64_t span_end = spans[2 * span + 1] < end ? spans[2 * span + 1] : end;
+      if (span_begin < keys.first) keys.first = span_begin;
+      if (span_end > keys.end) keys.end = span_end;
+    }
+    return keys;
+  }
+
+  CUSEQ_HOST_DEVICE KeyRange keys_of(int64_t token, int64_t segment) const {
+    return keys_of(token, segment, span_before(token));
+  }
+
+  CUSEQ_HOST_DEVICE int64_t span_before(int64_t token) const {
+    int64_t low = -1;
+    int64_t high = n_spans - 1;
+    while (low < high) {
+      const int64_t middle = low + (high - low + 1) / 2;
+      if (spans[2 * middle] <= token) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+};
+
+// Key blocks that a block of queries sees, of `block` keys each: [first, end) at least in part, and
+// of those [full_first, full_end) whole. Both lie side by side because each token's keys hold
+// itself.
+struct BlockRange {
+  int64_t first;
+  int64_t end;
+  int64_t full_first;
+  int64_t full_end;
+
+  // From the least and the largest bounds over the block's queries.
+  CUSEQ_HOST_DEVICE static BlockRange of(KeyRange any, KeyRange all, int64_t block) {
+    BlockRange range{any.first / block, (any.end + block - 1) / block,
+                     (all.first + block - 1) / block, all.end / block};
+    if (range.full_end < range.full_first) range.full_end = range.full_first;
+    return range;
+  }
+
+  CUSEQ_HOST_DEVICE bool sees(int64_t block) const { return first <= block && block < end; }
+  CUSEQ_HOST_DEVICE bool sees_all(int64_t block) const {
+    return full_first <= block && block < full_end;
+  }
+};
+
+}  // namespace cuseq

@@ -1,0 +1,43 @@
+"""xformers: its attention bias of a layout."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from cuseq.layout import PackedLayout
+
+
+def causal_bias(packed: PackedLayout, window: int | None) -> Any:
+    """A new `BlockDiagonalCausalMask`; `PackedLayout.xformers_bias` keeps it.
+
+    xformers' own constructors copy their list of lengths to the device and wait for it. The bias is
+    made here of the offsets that are there already.
+    """
+    try:
+        from xformers.ops.fmha import attn_bias
+    except ImportError as error:
+        raise ImportError(
+            "packed.xformers_bias needs xformers: pip install xformers, of a build for this torch"
+        ) from error
+    if window is not None and window < 1:
+        raise ValueError(f"window must be None or at least 1, got {window}")
+    if packed.total_tokens == 0:
+        raise ValueError("packed must have tokens for an xformers bias, got a row without any")
+    lengths = packed._lengths_on_host().tolist()
+    offsets = packed.cu_seqlens
+    tail = packed.total_tokens - packed.num_real_tokens
+    if tail > 0:
+        lengths.append(tail)
+        offsets = torch.nn.functional.pad(offsets, (0, 1), value=packed.total_tokens)
+    info = attn_bias._SeqLenInfo(
+        seqstart=offsets,
+        max_seqlen=max(lengths),
+        min_seqlen=min(lengths),
+        seqstart_py=list(accumulate(lengths, initial=0)),
+    )
+    bias = attn_bias.BlockDiagonalCausalMask(q_seqinfo=info, k_seqinfo=info)
+    return bias if window is None else bias.make_local_attention(window)
