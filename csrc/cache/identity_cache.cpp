@@ -71,12 +71,10 @@ bool TensorIdentity::unchanged(const at::Tensor& now) const {
 }
 
 Identities identities_of(const CacheQuery& query) {
-  Identities identities;
-  identities.emplace_back(query.key);
-  for (const at::Tensor* other : query.others) {
-    if (other != nullptr) identities.emplace_back(*other);
-  }
-  return identities;
+  const auto identity_of = [](const at::Tensor* tensor) {
+    return tensor == nullptr ? std::nullopt : std::optional<TensorIdentity>(*tensor);
+  };
+  return {TensorIdentity(query.key), {identity_of(query.others[0]), identity_of(query.others[1])}};
 }
 
 struct IdentityCache::Entry {
@@ -95,13 +93,13 @@ struct IdentityCache::Entry {
   std::optional<c10::Stream> stream;
   std::shared_ptr<c10::Event> made;
 
-  Entry(const CacheQuery& query, Identities now, CachedValuePtr made_value)
+  Entry(const CacheQuery& query, Identities now, CachedValuePtr made_value, bool outlives_scopes)
       : identities(std::move(now)),
         op(query.op),
         device(query.device),
         parameters(query.parameters),
         value(std::move(made_value)),
-        scope(open_scopes.empty() ? 0 : open_scopes.back()),
+        scope(outlives_scopes || open_scopes.empty() ? 0 : open_scopes.back()),
         stream(current_stream(query.device)) {
     for (const at::Tensor& tensor : value->tensors) {
       value_versions.push_back(tensor._version());
@@ -113,21 +111,21 @@ struct IdentityCache::Entry {
     }
   }
 
-  // Calls visit with each of the query's tensors and its identity, until it says no.
+  // Whether it is true of the key and its identity, and of every other tensor and its own.
   template <typename F>
-  bool all_of(const CacheQuery& query, const F& visit) const {
-    if (!visit(identities[0], query.key)) return false;
-    size_t next = 1;
-    for (const at::Tensor* other : query.others) {
-      if (other == nullptr) continue;
-      if (next == identities.size() || !visit(identities[next++], *other)) return false;
+  bool true_of_all(const CacheQuery& query, const F& is_true) const {
+    if (!is_true(identities.key, query.key)) return false;
+    for (size_t i = 0; i < query.others.size(); ++i) {
+      const auto& identity = identities.others[i];
+      if (identity.has_value() != (query.others[i] != nullptr)) return false;
+      if (identity.has_value() && !is_true(*identity, *query.others[i])) return false;
     }
-    return next == identities.size();
+    return true;
   }
 
   bool asked_by(const CacheQuery& query) const {
     return op == query.op && device == query.device && parameters == query.parameters &&
-           all_of(query, [](const TensorIdentity& identity, const at::Tensor& tensor) {
+           true_of_all(query, [](const TensorIdentity& identity, const at::Tensor& tensor) {
              return identity.is(tensor.unsafeGetTensorImpl());
            });
   }
@@ -137,26 +135,30 @@ struct IdentityCache::Entry {
     for (size_t i = 0; i < value_versions.size(); ++i) {
       if (value_versions[i] != value->tensors[i]._version()) return false;
     }
-    return all_of(query, [](const TensorIdentity& identity, const at::Tensor& tensor) {
+    return true_of_all(query, [](const TensorIdentity& identity, const at::Tensor& tensor) {
       return identity.unchanged(tensor);
     });
   }
 
   bool refers_to(const c10::TensorImpl* tensor) const {
-    return std::ranges::any_of(
-        identities, [tensor](const TensorIdentity& identity) { return identity.is(tensor); });
+    return identities.key.is(tensor) ||
+           std::ranges::any_of(identities.others, [tensor](const auto& identity) {
+             return identity.has_value() && identity->is(tensor);
+           });
   }
 
   bool expired() const {
-    return std::ranges::any_of(identities,
-                               [](const TensorIdentity& identity) { return identity.expired(); });
+    return identities.key.expired() ||
+           std::ranges::any_of(identities.others, [](const auto& identity) {
+             return identity.has_value() && identity->expired();
+           });
   }
 
-  // Which goes first where there is no room: masks, facts about tokens, offsets.
+  // Which goes first where bytes are short: masks, facts about tokens, offsets.
   int turn() const {
     switch (op) {
       case CachedOp::kCuSeqlens:
-      case CachedOp::kHostOffsets:
+      case CachedOp::kHostCopy:
         return 2;
       case CachedOp::kPositionIds:
       case CachedOp::kSeqIds:
@@ -234,11 +236,12 @@ void IdentityCache::move_out_expired(Entries& dead) {
   move_out_if([](const Entry& entry) { return entry.expired(); }, dead);
 }
 
-void IdentityCache::make_room(int64_t more_bytes, Entries& dead) {
-  while (entries_.load(std::memory_order_relaxed) > max_entries_ ||
-         bytes_.load(std::memory_order_relaxed) > max_bytes_ - more_bytes) {
+void IdentityCache::make_room(int64_t more_bytes, std::optional<uint64_t> newest, Entries& dead) {
+  while (true) {
+    const bool short_of_bytes = bytes_.load(std::memory_order_relaxed) > max_bytes_ - more_bytes;
+    if (!short_of_bytes && entries_.load(std::memory_order_relaxed) <= max_entries_) return;
     // The turn, and behind it how much it is worth to drop the entry.
-    std::pair<int, double> best{std::numeric_limits<int>::min(), 0};
+    std::pair<int, double> best;
     Shard* shard_of_best = nullptr;
     uint64_t use_of_best = 0;
     const uint64_t now = clock_.load(std::memory_order_relaxed);
@@ -246,10 +249,12 @@ void IdentityCache::make_room(int64_t more_bytes, Entries& dead) {
       if (shard.size.load(std::memory_order_relaxed) == 0) continue;
       const std::lock_guard<std::mutex> lock(shard.mutex);
       for (const Entry& entry : shard.entries) {
-        // The newest has age 0, and what other threads used meanwhile.
-        const uint64_t age = now > entry.last_use ? now - entry.last_use - 1 : 0;
-        const std::pair<int, double> worth{
-            -entry.turn(), static_cast<double>(age) * static_cast<double>(entry.bytes + 1)};
+        if (entry.last_use == newest) continue;
+        // Other threads may have used it since the clock was read.
+        const auto age = static_cast<double>(now > entry.last_use ? now - entry.last_use : 0);
+        const std::pair<int, double> worth =
+            short_of_bytes ? std::pair{-entry.turn(), age * static_cast<double>(entry.bytes + 1)}
+                           : std::pair{0, age};
         if (shard_of_best != nullptr && worth <= best) continue;
         best = worth;
         shard_of_best = &shard;
@@ -271,7 +276,7 @@ void IdentityCache::make_room_for(int64_t bytes) {
   if (bytes > max_bytes_) return;
   Entries dead;
   move_out_expired(dead);
-  make_room(bytes, dead);
+  make_room(bytes, std::nullopt, dead);
 }
 
 IdentityCache::Hit IdentityCache::look_up(const CacheQuery& query,
@@ -311,31 +316,34 @@ CachedValuePtr IdentityCache::find(const CacheQuery& query) {
   return std::move(hit.value);
 }
 
-void IdentityCache::insert(const CacheQuery& query, Identities identities, CachedValuePtr value) {
+void IdentityCache::insert(const CacheQuery& query, Identities identities, CachedValuePtr value,
+                           bool outlives_scopes) {
   Entries dead;
   Entries fresh;
-  Entry& entry = fresh.emplace_back(query, std::move(identities), std::move(value));
+  Entry& entry =
+      fresh.emplace_back(query, std::move(identities), std::move(value), outlives_scopes);
   if (entry.bytes > max_bytes_) return;
   move_out_expired(dead);
   bool first_of_key = true;
+  uint64_t newest = 0;
   {
     const c10::TensorImpl* key = query.key.unsafeGetTensorImpl();
     Shard& shard = shard_of(key);
     const std::lock_guard<std::mutex> lock(shard.mutex);
     for (auto other = shard.entries.begin(); other != shard.entries.end();) {
       const auto current = other++;
-      if (!current->identities[0].is(key)) continue;
+      if (!current->identities.key.is(key)) continue;
       first_of_key = false;
       // Another thread may have computed the same meanwhile.
       if (current->asked_by(query)) move_out(shard, current, dead);
     }
-    entry.last_use = clock_.fetch_add(1, std::memory_order_relaxed);
+    newest = entry.last_use = clock_.fetch_add(1, std::memory_order_relaxed);
     bytes_.fetch_add(entry.bytes, std::memory_order_relaxed);
     entries_.fetch_add(1, std::memory_order_relaxed);
     shard.entries.splice(shard.entries.end(), fresh);
     shard.size.store(shard.entries.size(), std::memory_order_relaxed);
   }
-  make_room(0, dead);
+  make_room(0, newest, dead);
   if (watcher_.watch == nullptr) return;
   if (first_of_key) watcher_.watch(query.key);
   for (const at::Tensor* other : query.others) {

@@ -18,8 +18,6 @@ using OptionalSymInt = std::optional<c10::SymInt>;
 using OptionalTensor = std::optional<Tensor>;
 using Tensors = c10::SmallVector<Tensor, 1>;
 
-Tensors all(std::vector<Tensor> tensors) { return {tensors.begin(), tensors.end()}; }
-
 OptionalTensor other(const CacheQuery& query, size_t index) {
   return query.others[index] == nullptr ? std::nullopt : OptionalTensor(*query.others[index]);
 }
@@ -47,7 +45,7 @@ Tensors compute(const CacheQuery& query) {
   switch (query.op) {
     case CachedOp::kCuSeqlens:
       return {cu_seqlens(query.key)};
-    case CachedOp::kHostOffsets:
+    case CachedOp::kHostCopy:
       return {query.key.cpu()};
     case CachedOp::kPositionIds:
       return {position_ids(query.key, p.total_tokens)};
@@ -58,12 +56,10 @@ Tensors compute(const CacheQuery& query) {
     case CachedOp::kDenseMask:
       return {dense_mask(options_of(query), row_length_of(p), p.dtype, p.finite)};
     case CachedOp::kBlockMask: {
-      CacheQuery ranges = query;
-      ranges.op = CachedOp::kMaskRanges;
-      ranges.parameters.row_length = 0;
-      ranges.parameters.block_size = {};
-      return all(block_mask(packed(ranges)->tensors[0], row_length_of(p), p.block_size[0],
-                            p.block_size[1]));
+      const Tensor ranges = mask_ranges(options_of(query));
+      auto tensors = block_mask(ranges, row_length_of(p), p.block_size[0], p.block_size[1]);
+      tensors.push_back(ranges);
+      return {tensors.begin(), tensors.end()};
     }
     case CachedOp::kXformersBias:
       break;  // its binding makes it
@@ -95,6 +91,7 @@ CacheQuery query_of(const MaskOptions& options, CachedOp op) {
   query.parameters.from_cu_seqlens = options.from_cu_seqlens;
   query.parameters.causal = options.causal;
   query.others = {pointer(options.spans), pointer(options.cu_seqlens_padded)};
+  check_tokens(query.parameters.total_tokens);
   check_window(options.window);
   // A window that reaches over the row hides nothing.
   if (options.window.has_value() && *options.window < query.parameters.total_tokens) {
@@ -197,17 +194,24 @@ Tensor packed_seq_ids(const Tensor& lengths, int64_t total_tokens) {
   return packed({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}})->tensors[0];
 }
 
-Tensor packed_host_offsets(const Tensor& cu_seqlens) {
-  return packed({cu_seqlens, CachedOp::kHostOffsets, at::kCPU})->tensors[0];
+Tensor packed_on_host(const Tensor& on_device) {
+  return packed({on_device, CachedOp::kHostCopy, at::kCPU})->tensors[0];
 }
 
-void remember_host_offsets(const Tensor& cu_seqlens, const Tensor& on_host) {
+std::optional<Tensor> remembered_on_host(const Tensor& on_device) {
+  if (on_device.is_cpu()) return on_device;
   IdentityCache& cache = IdentityCache::instance();
-  const CacheQuery query{cu_seqlens, CachedOp::kHostOffsets, at::kCPU};
-  if (!cache.usable_for(query) || c10::InferenceMode::is_enabled()) return;
-  if (cache.find_at_once(query) == nullptr) {
-    cache.insert(query, identities_of(query), value_of({on_host}));
-  }
+  const CacheQuery query{on_device, CachedOp::kHostCopy, at::kCPU};
+  const auto value = cache.usable_for(query) ? cache.find_at_once(query) : nullptr;
+  return value == nullptr ? std::nullopt : std::optional<Tensor>(value->tensors[0]);
+}
+
+void remember_on_host(const Tensor& on_device, const Tensor& on_host) {
+  IdentityCache& cache = IdentityCache::instance();
+  const CacheQuery query{on_device, CachedOp::kHostCopy, at::kCPU};
+  if (!cache.usable_for(query) || cache.find_at_once(query) != nullptr) return;
+  // A backward after the scope needs it too.
+  cache.insert(query, identities_of(query), value_of({on_host}), /*outlives_scopes=*/true);
 }
 
 CacheQuery mask_ranges_query(const MaskOptions& options) {
@@ -219,14 +223,15 @@ CacheQuery dense_mask_query(const MaskOptions& options, OptionalInt row_length,
   CacheQuery query = query_of(options, CachedOp::kDenseMask);
   query.parameters.row_length = row_length.value_or(query.parameters.total_tokens);
   query.parameters.dtype = dtype.value_or(at::kBool);
+  check_dense_mask(query.parameters.total_tokens, row_length, query.parameters.dtype);
   query.parameters.finite = finite && query.parameters.dtype != at::kBool;
   return query;
 }
 
 CacheQuery block_mask_query(const MaskOptions& options, OptionalInt row_length, int64_t query_block,
                             int64_t key_block) {
-  check_block_sizes(query_block, key_block);
   CacheQuery query = query_of(options, CachedOp::kBlockMask);
+  check_block_mask(query.parameters.total_tokens, row_length, query_block, key_block);
   query.parameters.row_length = row_length.value_or(query.parameters.total_tokens);
   query.parameters.block_size = {query_block, key_block};
   return query;
@@ -250,7 +255,7 @@ std::vector<Tensor> packed_block_mask(const MaskOptions& options, const Optional
   }
   const auto value =
       packed(block_mask_query(options, concrete(row_length), query_block, key_block));
-  return {value->tensors.begin(), value->tensors.end()};
+  return {value->tensors.begin(), value->tensors.end() - 1};  // without the ranges
 }
 
 static void register_packed_ops(torch::Library& m) {

@@ -6,8 +6,6 @@
 
 namespace cuseq::cuda {
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The segments of a block's tokens lie between those of its first and its last token, so two
 // searches over all offsets serve the whole block and each thread searches the few in between.
 struct BlockSegments {

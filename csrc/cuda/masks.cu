@@ -176,10 +176,13 @@ __global__ void __launch_bounds__(kThreads)
     all_first = max(all_first, first);
     all_end = min(all_end, end);
   }
-  any_first = __reduce_min_sync(kFullWarp, any_first);
-  any_end = __reduce_max_sync(kFullWarp, any_end);
-  all_first = __reduce_max_sync(kFullWarp, all_first);
-  all_end = __reduce_min_sync(kFullWarp, all_end);
+#pragma unroll
+  for (int other = kWarpSize / 2; other > 0; other /= 2) {
+    any_first = min(any_first, __shfl_xor_sync(kFullWarp, any_first, other));
+    any_end = max(any_end, __shfl_xor_sync(kFullWarp, any_end, other));
+    all_first = max(all_first, __shfl_xor_sync(kFullWarp, all_first, other));
+    all_end = min(all_end, __shfl_xor_sync(kFullWarp, all_end, other));
+  }
   // Blocks that reach over the end of the row are not seen whole by anybody.
   if (stop < begin + args.query_block) all_end = 0;
   const BlockRange range =

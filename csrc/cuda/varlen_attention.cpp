@@ -15,6 +15,7 @@
 #include <limits>
 
 #include "cuseq/cache.h"
+#include "cuseq/seqlens.h"
 #include "kernels/kernels.h"
 #include "ops/checks.h"
 
@@ -30,10 +31,6 @@ enum class Backend { kFlash, kEfficient, kSegments };
 
 constexpr int64_t kFlashHeadDimMultiple = 8;
 constexpr int64_t kFlashMaxHeadDim = 256;
-
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 bool gpu_has_flash() { return at::cuda::getCurrentDeviceProperties()->major >= 8; }
 
@@ -203,7 +200,7 @@ AttentionGradients flash_backward(const Tensor& grad_out, const Tensor& query, c
 Tensor efficient_rows(const Tensor& rows, int64_t heads) {
   const int64_t group = heads / rows.size(1);
   const Tensor expanded =
-      group == 1 ? rows : rows.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
+      group == 1 ? aligned_rows(rows) : rows.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
   // Before sm_80 it has no bf16.
   const bool narrow = expanded.scalar_type() == at::kBFloat16 && !gpu_has_flash();
   return (narrow ? expanded.to(at::kFloat) : expanded).unsqueeze(0);
@@ -284,12 +281,17 @@ AttentionGradients efficient_backward(const Tensor& grad_out, const Tensor& quer
   return {grad_query, grad_key, grad_value};
 }
 
-// A layout's are brought there once, or were never away; others are copied in each call.
+// A layout's are brought there once, or never left it; others are copied in each call.
 Tensor offsets_on_host(const Tensor& cu_seqlens, const Tensor& offsets, const AttentionPlan& plan) {
   TORCH_CHECK(!is_capturing(offsets),
               "varlen_attention with these inputs runs sequence by sequence and needs offsets on "
               "the host, which a CUDA graph capture cannot copy: use fp16 or bf16, without spans");
-  return plan.num_real_tokens.has_value() ? packed_host_offsets(cu_seqlens) : offsets.cpu();
+  const Tensor host = plan.num_real_tokens.has_value() ? packed_on_host(cu_seqlens) : offsets.cpu();
+  TORCH_CHECK_VALUE(host.size(0) > plan.n_seqs,
+                    "host_meta must be of the layout of cu_seqlens: it "
+                    "says n_seqs = ",
+                    plan.n_seqs, ", but there are ", host.size(0), " offsets");
+  return host;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <limits>
 #include <string>
 
+#include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
 
 namespace cuseq {

@@ -20,7 +20,6 @@ void check_integer(const at::Tensor& tensor, const char* name);
 void check_vector(const at::Tensor& tensor, const char* name);
 void check_offsets(const at::Tensor& cu_seqlens);
 void check_tokens(int64_t total_tokens);
-void check_window(std::optional<int64_t> window);
 
 // Host values are always checked. Values on the device cost a stall, which CUSEQ_CHECK=1 pays.
 // total_tokens < 0 stands for "not given".

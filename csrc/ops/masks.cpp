@@ -26,10 +26,6 @@ using OptionalTensor = std::optional<Tensor>;
 // older releases, and copies others.
 constexpr int64_t kLineAlignment = 16;
 
-int64_t aligned_line(int64_t elements) {
-  return (elements + kLineAlignment - 1) / kLineAlignment * kLineAlignment;
-}
-
 void check_padded(const Tensor& padded, const Tensor& offsets) {
   TORCH_CHECK_TYPE(padded.scalar_type() == at::kInt, "cu_seqlens_padded must be int32, got ",
                    padded.scalar_type());
@@ -120,6 +116,15 @@ struct Rows {
   }
 };
 
+// At most the largest number.
+int64_t product(std::initializer_list<int64_t> factors) {
+  int64_t result = 1;
+  for (const int64_t factor : factors) {
+    if (__builtin_mul_overflow(result, factor, &result)) return std::numeric_limits<int64_t>::max();
+  }
+  return result;
+}
+
 Tensor mask_ranges_kernel(const Tensor& source, int64_t total_tokens, bool from_cu_seqlens,
                           bool causal, OptionalInt window, const OptionalTensor& spans,
                           const OptionalTensor& cu_seqlens_padded) {
@@ -169,7 +174,7 @@ struct MaskBits {
 
 // Writes args.rows of queries x keys into fresh memory.
 Tensor fresh_mask(DenseMaskArgs args, const MaskBits& bits, const at::TensorOptions& options) {
-  args.stride = aligned_line(args.keys);
+  args.stride = round_up(args.keys, kLineAlignment);
   args.seen = bits.seen;
   args.hidden = bits.hidden;
   Tensor out = at::empty({args.rows, 1, args.queries, args.stride}, options);
@@ -179,16 +184,6 @@ Tensor fresh_mask(DenseMaskArgs args, const MaskBits& bits, const at::TensorOpti
   return out.narrow(-1, 0, args.keys);
 }
 
-void check_size(const Rows& rows, at::ScalarType dtype) {
-  static const int64_t limit = limit_from_environment("CUSEQ_DENSE_MASK_MAX_BYTES");
-  const int64_t bytes = dense_mask_bytes(rows.count, rows.length, dtype);
-  TORCH_CHECK_VALUE(bytes <= limit, "a dense mask of [", rows.count, ", 1, ", rows.length, ", ",
-                    rows.length, "] ", dtype, " takes ", bytes,
-                    " bytes, which must be at most CUSEQ_DENSE_MASK_MAX_BYTES = ", limit,
-                    ": packed.block_mask() with flex_attention, or cuseq.varlen_attention, needs "
-                    "no memory of tokens x tokens");
-}
-
 Tensor dense_mask_kernel(const Tensor& source, int64_t total_tokens, bool from_cu_seqlens,
                          bool causal, OptionalInt window, const OptionalTensor& spans,
                          const OptionalTensor& cu_seqlens_padded, OptionalInt row_length,
@@ -196,8 +191,8 @@ Tensor dense_mask_kernel(const Tensor& source, int64_t total_tokens, bool from_c
   const at::ScalarType type = dtype.value_or(at::kBool);
   const MaskBits bits(type, finite);
   check_tokens(total_tokens);
+  check_dense_mask(total_tokens, row_length, type);
   const Rows rows(total_tokens, row_length);
-  check_size(rows, type);
   const MaskInputs inputs(source, total_tokens, from_cu_seqlens, causal, window, spans,
                           cu_seqlens_padded, row_length);
   DenseMaskArgs args;
@@ -228,7 +223,7 @@ std::vector<Tensor> block_mask_kernel(const Tensor& ranges, OptionalInt row_leng
                    ranges.scalar_type());
   TORCH_CHECK_VALUE(ranges.dim() == 2 && ranges.size(0) == 2 && ranges.is_contiguous(),
                     "ranges must be contiguous [2, total_tokens], got shape ", ranges.sizes());
-  check_block_sizes(query_block, key_block);
+  check_block_mask(ranges.size(1), row_length, query_block, key_block);
   const Rows rows(ranges.size(1), row_length);
   check_range_values(ranges, rows);
   BlockMaskArgs args;
@@ -238,8 +233,8 @@ std::vector<Tensor> block_mask_kernel(const Tensor& ranges, OptionalInt row_leng
   args.row_length = rows.length;
   args.query_block = query_block;
   args.key_block = key_block;
-  args.query_blocks = (rows.length + query_block - 1) / query_block;
-  args.key_blocks = (rows.length + key_block - 1) / key_block;
+  args.query_blocks = ceil_div(rows.length, query_block);
+  args.key_blocks = ceil_div(rows.length, key_block);
   const auto options = int32_on(ranges);
   std::vector<Tensor> results;
   const auto lists = [&](int64_t blocks, int64_t others, int32_t*(&counts)[2],
@@ -254,8 +249,11 @@ std::vector<Tensor> block_mask_kernel(const Tensor& ranges, OptionalInt row_leng
   lists(args.query_blocks, args.key_blocks, args.key_counts, args.key_indices);
   lists(args.key_blocks, args.query_blocks, args.query_counts, args.query_indices);
   if (ranges.size(1) == 0) return results;
-  const Tensor scratch = at::empty({rows.count, args.query_blocks, 4}, options);
-  args.ranges = scratch.mutable_data_ptr<int32_t>();
+  Tensor scratch;
+  if (ranges.is_cuda()) {
+    scratch = at::empty({rows.count, args.query_blocks, 4}, options);
+    args.ranges = scratch.mutable_data_ptr<int32_t>();
+  }
   CUSEQ_RUN(block_mask, ranges, args);
   return results;
 }
@@ -263,22 +261,40 @@ std::vector<Tensor> block_mask_kernel(const Tensor& ranges, OptionalInt row_leng
 }  // namespace
 
 int64_t dense_mask_bytes(int64_t rows, int64_t row_length, at::ScalarType dtype) {
-  const int64_t elements = rows * row_length * aligned_line(row_length);  // below 2^63
-  const auto size = static_cast<int64_t>(c10::elementSize(dtype));
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  return elements > kMost / size ? kMost : elements * size;
+  return product({rows, row_length, round_up(row_length, kLineAlignment),
+                  static_cast<int64_t>(c10::elementSize(dtype))});
 }
 
 int64_t block_mask_bytes(int64_t rows, int64_t row_length, int64_t query_block, int64_t key_block) {
-  const int64_t queries = (row_length + query_block - 1) / query_block;
-  const int64_t keys = (row_length + key_block - 1) / key_block;
-  return rows * 2 * static_cast<int64_t>(sizeof(int32_t)) * (queries + keys + 2 * queries * keys);
+  const int64_t queries = ceil_div(row_length, query_block);
+  const int64_t keys = ceil_div(row_length, key_block);
+  // Four lists of counts and of indices, and the ranges.
+  constexpr int64_t kSize = sizeof(int32_t);
+  const int64_t indices = product({rows, queries, keys, 4, kSize});
+  const int64_t rest = rows * 2 * (queries + keys + row_length) * kSize;
+  return indices > std::numeric_limits<int64_t>::max() - rest ? indices : indices + rest;
 }
 
-void check_block_sizes(int64_t query_block, int64_t key_block) {
+void check_dense_mask(int64_t total_tokens, OptionalInt row_length, at::ScalarType dtype) {
+  static const int64_t limit = limit_from_environment("CUSEQ_DENSE_MASK_MAX_BYTES");
+  MaskBits(dtype, /*finite=*/false);  // has a say on the dtype
+  const Rows rows(total_tokens, row_length);
+  const int64_t bytes = dense_mask_bytes(rows.count, rows.length, dtype);
+  TORCH_CHECK_VALUE(bytes <= limit, "a dense mask of [", rows.count, ", 1, ", rows.length, ", ",
+                    rows.length, "] ", dtype, " takes ", bytes,
+                    " bytes, which must be at most CUSEQ_DENSE_MASK_MAX_BYTES = ", limit,
+                    ": packed.block_mask() with flex_attention, or cuseq.varlen_attention, needs "
+                    "no memory of tokens x tokens");
+}
+
+void check_block_mask(int64_t total_tokens, OptionalInt row_length, int64_t query_block,
+                      int64_t key_block) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   for (const auto& [size, name] : {std::pair{query_block, "query"}, std::pair{key_block, "key"}}) {
-    TORCH_CHECK_VALUE(size >= 1, name, "_block must be at least 1, got ", size);
+    TORCH_CHECK_VALUE(size >= 1 && size <= kMost, name, "_block must lie in [1, 2^31 - 1], got ",
+                      size);
   }
+  const Rows rows(total_tokens, row_length);
 }
 
 void check_spans(const Tensor& spans, const Tensor& offsets) {

@@ -18,7 +18,11 @@ at::Tensor mask_of_tile(const MaskRule& rule, int64_t query_begin, int64_t queri
 int64_t dense_mask_bytes(int64_t rows, int64_t row_length, at::ScalarType dtype);
 int64_t block_mask_bytes(int64_t rows, int64_t row_length, int64_t query_block, int64_t key_block);
 
-void check_block_sizes(int64_t query_block, int64_t key_block);
+// Raise what is wrong with the shape of a mask, before anything makes room for it.
+void check_dense_mask(int64_t total_tokens, std::optional<int64_t> row_length,
+                      at::ScalarType dtype);
+void check_block_mask(int64_t total_tokens, std::optional<int64_t> row_length, int64_t query_block,
+                      int64_t key_block);
 
 // Spans in the form that kernels read, int32 [n_spans, 2] beside the offsets.
 void check_spans(const at::Tensor& spans, const at::Tensor& offsets);

@@ -11,12 +11,14 @@
 #include <algorithm>
 #include <limits>
 
+#include "cuseq/cache.h"
 #include "ops/checks.h"
 #include "ops/masks.h"
 #include "ops/varlen_attention.h"
 
 // Exact attention one segment at a time, with PyTorch's own dense kernels. Work is the sum of the
-// squared lengths; with a window, of length times window. Nothing of size tokens x tokens is made.
+// squared lengths; with a window, of length times window. A mask is of one run of queries at a
+// time.
 namespace cuseq {
 namespace {
 
@@ -34,42 +36,72 @@ struct Tile {
   int64_t keys() const { return key_end - key_begin; }
 };
 
-// A segment is one tile, with a mask where there are spans. With a window it is cut into runs of
-// queries about as long as the window, each with the few keys in its reach.
+// What masks are computed from, where the inputs lie and on the host.
+struct Rules {
+  MaskRule device;
+  MaskRule host;
+  // Of spans that only the device knows nothing is asked, since that would wait: any segment may
+  // have one, and any query see all of its segment.
+  std::optional<Tensor> host_spans;
+  bool spans_are_known = true;
+
+  Rules(const Tensor& offsets, const Tensor& host_offsets, int64_t total_tokens,
+        const AttentionPlan& plan) {
+    device.seqlens = {offsets.const_data_ptr<int32_t>(), plan.n_seqs};
+    device.total_tokens = total_tokens;
+    device.causal = plan.causal;
+    device.window = plan.window.value_or(0);
+    host = device;
+    host.seqlens.cu_seqlens = host_offsets.const_data_ptr<int32_t>();
+    if (plan.spans.has_value()) {
+      device.spans = plan.spans->const_data_ptr<int32_t>();
+      device.n_spans = plan.spans->size(0);
+      host_spans = remembered_on_host(*plan.spans);
+      spans_are_known = host_spans.has_value();
+      if (spans_are_known) {
+        host.spans = host_spans->const_data_ptr<int32_t>();
+        host.n_spans = host_spans->size(0);
+      }
+    }
+  }
+
+  // The keys of the queries [first, last) of a segment: bounds of keys ascend with the tokens.
+  KeyRange keys_of(int64_t first, int64_t last, int64_t segment) const {
+    if (!spans_are_known) return {host.seqlens.begin(segment), host.seqlens.begin(segment + 1)};
+    return {host.keys_of(first, segment).first, host.keys_of(last - 1, segment).end};
+  }
+
+  // Whether a span may start in the tokens [begin, end).
+  bool has_span(int64_t begin, int64_t end) const {
+    if (!spans_are_known) return true;
+    const int64_t last = host.span_before(end - 1);
+    return last >= 0 && host.spans[2 * last] >= begin;
+  }
+};
+
+// A segment is one tile. Where it needs a mask, for a window or for spans, it is cut into runs of
+// queries, each with the keys in its reach.
 template <typename F>
-void for_each_tile(const Tensor& host_offsets, const AttentionPlan& plan, const F& visit) {
-  const int32_t* offsets = host_offsets.const_data_ptr<int32_t>();
-  for (int64_t segment = 0; segment < plan.n_seqs; ++segment) {
-    const int64_t begin = offsets[segment];
-    const int64_t end = offsets[segment + 1];
+void for_each_tile(const Rules& rules, const F& visit) {
+  const MaskRule& rule = rules.host;
+  for (int64_t segment = 0; segment < rule.seqlens.n_seqs; ++segment) {
+    const int64_t begin = rule.seqlens.begin(segment);
+    const int64_t end = rule.seqlens.begin(segment + 1);
     if (begin == end) continue;
-    const bool windowed = plan.window.has_value() && *plan.window < end - begin;
-    if (!windowed || plan.spans.has_value()) {
-      visit(Tile{begin, end, begin, end, plan.spans.has_value()});
+    const bool windowed = rule.window > 0 && rule.window < end - begin;
+    if (!windowed && !rules.has_span(begin, end)) {
+      visit(Tile{begin, end, begin, end, false});
       continue;
     }
     constexpr int64_t kShortestRun = 128;
-    const int64_t reach = *plan.window - 1;
-    const int64_t run = std::max(kShortestRun, *plan.window);
+    constexpr int64_t kRun = 1024;
+    const int64_t run = windowed ? std::max(kShortestRun, rule.window) : kRun;
     for (int64_t first = begin; first < end; first += run) {
       const int64_t last = std::min(first + run, end);
-      visit(Tile{first, last, std::max(begin, first - reach),
-                 plan.causal ? last : std::min(end, last + reach), true});
+      const KeyRange keys = rules.keys_of(first, last, segment);
+      visit(Tile{first, last, keys.first, keys.end, true});
     }
   }
-}
-
-MaskRule rule_of(const Tensor& offsets, int64_t total_tokens, const AttentionPlan& plan) {
-  MaskRule rule;
-  rule.total_tokens = total_tokens;
-  rule.seqlens = {offsets.const_data_ptr<int32_t>(), plan.n_seqs};
-  rule.causal = plan.causal;
-  rule.window = plan.window.value_or(0);
-  if (plan.spans.has_value()) {
-    rule.spans = plan.spans->const_data_ptr<int32_t>();
-    rule.n_spans = plan.spans->size(0);
-  }
-  return rule;
 }
 
 // One call's attention of a tile, over PyTorch's dense kernels. q, k and v are [1, heads, tokens,
@@ -133,19 +165,22 @@ class TileAttention {
             at::matmul(weights.transpose(-2, -1), grad_out)};
   }
 
+  // PyTorch's memory-efficient kernel has no fp64, and bf16 from sm_80 on.
+  static bool is_efficient([[maybe_unused]] const Tensor& q) {
+#ifdef CUSEQ_WITH_CUDA
+    return q.is_cuda() && q.scalar_type() != at::kDouble &&
+           (q.scalar_type() != at::kBFloat16 || at::cuda::getCurrentDeviceProperties()->major >= 8);
+#else
+    return false;
+#endif
+  }
+
  private:
   enum class Kernel { kCpu, kEfficient, kPlain };
 
-  // PyTorch's memory-efficient kernel has no fp64, and bf16 from sm_80 on.
-  static Kernel kernel_for([[maybe_unused]] const Tensor& q) {
+  static Kernel kernel_for(const Tensor& q) {
     if (q.is_cpu()) return Kernel::kCpu;
-#ifdef CUSEQ_WITH_CUDA
-    const bool has_bf16 = at::cuda::getCurrentDeviceProperties()->major >= 8;
-    if (q.scalar_type() != at::kDouble && (q.scalar_type() != at::kBFloat16 || has_bf16)) {
-      return Kernel::kEfficient;
-    }
-#endif
-    return Kernel::kPlain;
+    return is_efficient(q) ? Kernel::kEfficient : Kernel::kPlain;
   }
 
   std::optional<Tensor> mask_for_heads(const Tensor& q) const {
@@ -183,10 +218,15 @@ Tensor reduce_heads(const Tensor& bhsd, int64_t heads) {
   return reduced.squeeze(0).transpose(0, 1);
 }
 
-// One head_dim for all, of which the kernels want multiples of 16 bytes.
+// One head_dim for all, whose rows the kernels can take.
 int64_t common_head_dim(const Tensor& query, const Tensor& value) {
   const int64_t longest = std::max(query.size(2), value.size(2));
-  return query.is_cpu() ? longest : (longest + 7) / 8 * 8;
+  return TileAttention::is_efficient(query) ? round_up(longest, 8) : longest;
+}
+
+Tensor prepared(const Tensor& rows, int64_t head_dim) {
+  const Tensor padded = pad_last_dim(rows, head_dim);
+  return TileAttention::is_efficient(rows) ? aligned_rows(padded) : padded;
 }
 
 }  // namespace
@@ -197,16 +237,16 @@ AttentionOutput segmented_attention(const Tensor& query, const Tensor& key, cons
   const int64_t heads = query.size(1);
   const int64_t value_dim = value.size(2);
   const int64_t head_dim = common_head_dim(query, value);
-  const MaskRule rule = rule_of(offsets, query.size(0), plan);
-  const Tensor q = pad_last_dim(query, head_dim);
-  const Tensor k = pad_last_dim(key, head_dim);
-  const Tensor v = pad_last_dim(value, head_dim);
+  const Rules rules(offsets, host_offsets, query.size(0), plan);
+  const Tensor q = prepared(query, head_dim);
+  const Tensor k = prepared(key, head_dim);
+  const Tensor v = prepared(value, head_dim);
   Tensor out = at::zeros({query.size(0), heads, value_dim}, query.options());
   const auto lse_type = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   Tensor logsumexp = at::zeros({heads, query.size(0)}, query.options().dtype(lse_type));
-  for_each_tile(host_offsets, plan, [&](const Tile& tile) {
+  for_each_tile(rules, [&](const Tile& tile) {
     const auto [tile_out, tile_lse] =
-        TileAttention(tile, rule, plan, q)
+        TileAttention(tile, rules.device, plan, q)
             .forward(to_bhsd(q, tile.query_begin, tile.query_end),
                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads));
@@ -225,18 +265,18 @@ AttentionGradients segmented_attention_backward(const Tensor& grad_out, const Te
   const int64_t heads = query.size(1);
   const int64_t key_heads = key.size(1);
   const int64_t head_dim = common_head_dim(query, value);
-  const MaskRule rule = rule_of(offsets, query.size(0), plan);
-  const Tensor q = pad_last_dim(query, head_dim);
-  const Tensor k = pad_last_dim(key, head_dim);
-  const Tensor v = pad_last_dim(value, head_dim);
-  const Tensor o = pad_last_dim(out, head_dim);
-  const Tensor grad_o = pad_last_dim(grad_out.contiguous(), head_dim);
+  const Rules rules(offsets, host_offsets, query.size(0), plan);
+  const Tensor q = prepared(query, head_dim);
+  const Tensor k = prepared(key, head_dim);
+  const Tensor v = prepared(value, head_dim);
+  const Tensor o = prepared(out, head_dim);
+  const Tensor grad_o = prepared(grad_out.contiguous(), head_dim);
   Tensor grad_query = at::zeros(query.sizes(), query.options());
   Tensor grad_key = at::zeros(key.sizes(), key.options());
   Tensor grad_value = at::zeros(value.sizes(), value.options());
-  for_each_tile(host_offsets, plan, [&](const Tile& tile) {
+  for_each_tile(rules, [&](const Tile& tile) {
     const auto [grad_q, grad_k, grad_v] =
-        TileAttention(tile, rule, plan, q)
+        TileAttention(tile, rules.device, plan, q)
             .backward(to_bhsd(grad_o, tile.query_begin, tile.query_end),
                       to_bhsd(q, tile.query_begin, tile.query_end),
                       expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),

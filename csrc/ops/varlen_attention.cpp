@@ -322,6 +322,17 @@ AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tenso
   return plan;
 }
 
+Tensor aligned_rows(const Tensor& rows) {
+  constexpr int64_t kBytes = 16;
+  const auto is_aligned = [&](int64_t elements) {
+    return elements * static_cast<int64_t>(rows.element_size()) % kBytes == 0;
+  };
+  const auto address = reinterpret_cast<uintptr_t>(rows.const_data_ptr());
+  const bool aligned =
+      address % kBytes == 0 && is_aligned(rows.stride(0)) && is_aligned(rows.stride(1));
+  return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
 Tensor pad_last_dim(const Tensor& tensor, int64_t size) {
   const int64_t missing = size - tensor.size(-1);
   return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing});

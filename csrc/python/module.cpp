@@ -98,26 +98,25 @@ std::shared_ptr<void> kept(py::object object) {
           }};
 }
 
-// The object that belongs to a query, built and kept where it is not there yet.
-template <typename Tensors, typename Build>
-py::object packed_object(const cuseq::CacheQuery& query, const Tensors& tensors_of,
-                         const Build& build) {
-  const auto object_of = [](const cuseq::CachedValuePtr& value) {
-    return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(value->object.get()));
-  };
-  auto found = find_at_once(query);
-  if (found != nullptr && found->object != nullptr) return object_of(found);
-  cuseq::IdentityCache& cache = cuseq::IdentityCache::instance();
-  if (!cache.usable_for(query)) return build(tensors_of());
-  cuseq::Identities before = cuseq::identities_of(query);
-  auto tensors = tensors_of();
-  py::object object = build(tensors);
-  if (!c10::InferenceMode::is_enabled()) {
-    cache.insert(query, std::move(before),
-                 std::make_shared<const cuseq::CachedValue>(
-                     cuseq::CachedValue{std::move(tensors), kept(object)}));
-  }
-  return object;
+// Where a value may be kept: the query's tensors as they are now.
+std::optional<cuseq::Identities> identities_to_keep(const cuseq::CacheQuery& query) {
+  if (c10::InferenceMode::is_enabled()) return std::nullopt;
+  if (!cuseq::IdentityCache::instance().usable_for(query)) return std::nullopt;
+  return cuseq::identities_of(query);
+}
+
+// Keeps the object with the tensors that it was built from.
+void keep(const cuseq::CacheQuery& query, std::optional<cuseq::Identities> before,
+          decltype(cuseq::CachedValue::tensors) tensors, const py::object& object) {
+  if (!before.has_value()) return;
+  cuseq::IdentityCache::instance().insert(
+      query, *std::move(before),
+      std::make_shared<const cuseq::CachedValue>(
+          cuseq::CachedValue{std::move(tensors), kept(object)}));
+}
+
+py::object object_of(const cuseq::CachedValue& value) {
+  return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(value.object.get()));
 }
 
 // build(ranges, tensors, row_length, block_size, reads_end) makes torch's BlockMask of them.
@@ -127,23 +126,39 @@ py::object packed_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
                              int64_t key_block, const py::function& build) {
   const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans);
   const auto query = cuseq::block_mask_query(options, row_length, query_block, key_block);
-  return packed_object(
-      query, [&] { return packed_value(query)->tensors; },
-      [&](const auto& tensors) -> py::object {
-        return build(packed_tensor(cuseq::mask_ranges_query(options)),
-                     std::vector<at::Tensor>(tensors.begin(), tensors.end()), row_length,
-                     std::pair(query_block, key_block), !causal || spans.has_value());
-      });
+  cuseq::CachedValuePtr value = find_at_once(query);
+  if (value != nullptr && value->object != nullptr) return object_of(*value);
+  auto before = identities_to_keep(query);
+  {
+    const py::gil_scoped_release released;
+    value = cuseq::packed(query);
+  }
+  if (value->object != nullptr) return object_of(*value);
+  const auto& tensors = value->tensors;
+  py::object object =
+      build(tensors.back(), std::vector<at::Tensor>(tensors.begin(), tensors.end() - 1), row_length,
+            std::pair(query_block, key_block), !causal || spans.has_value());
+  keep(query, std::move(before), tensors, object);
+  return object;
 }
 
-// build() makes xformers' bias of a layout, whose lengths are the key.
+// build() makes xformers' bias of a layout, whose lengths are the key, and lists the tensors that
+// it made for it.
 py::object packed_xformers_bias(const at::Tensor& lengths, std::optional<int64_t> window,
                                 const py::function& build) {
+  cuseq::check_window(window);
   cuseq::CacheQuery query{lengths, CachedOp::kXformersBias, lengths.device()};
   query.parameters.window = window.value_or(0);
-  using Tensors = decltype(cuseq::CachedValue::tensors);
-  return packed_object(
-      query, [] { return Tensors(); }, [&](const Tensors&) -> py::object { return build(); });
+  cuseq::CachedValuePtr value = find_at_once(query);
+  if (value == nullptr && cuseq::IdentityCache::instance().usable_for(query)) {
+    const py::gil_scoped_release released;
+    value = cuseq::IdentityCache::instance().find(query);
+  }
+  if (value != nullptr) return object_of(*value);
+  auto before = identities_to_keep(query);
+  auto [object, tensors] = py::cast<std::pair<py::object, std::vector<at::Tensor>>>(build());
+  keep(query, std::move(before), {tensors.begin(), tensors.end()}, object);
+  return object;
 }
 
 // The rotations, past the boxing of arguments that a call of torch.ops costs.
@@ -257,7 +272,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("packed_dense_mask", &packed_dense_mask);
   m.def("packed_block_mask", &packed_block_mask);
   m.def("packed_xformers_bias", &packed_xformers_bias);
-  m.def("remember_host_offsets", &cuseq::remember_host_offsets);
+  m.def("remember_on_host", &cuseq::remember_on_host);
   m.def("check_spans_and_rows", [](const at::Tensor& cu_seqlens, int64_t total_tokens,
                                    const OptionalTensor& spans, std::optional<int64_t> row_length) {
     cuseq::check_spans_and_rows(cu_seqlens, std::nullopt, total_tokens, spans, row_length);

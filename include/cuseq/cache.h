@@ -22,7 +22,7 @@ namespace cuseq {
 // What is computed from a key tensor.
 enum class CachedOp : uint8_t {
   kCuSeqlens,
-  kHostOffsets,
+  kHostCopy,
   kPositionIds,
   kSeqIds,
   kMaskRanges,
@@ -85,8 +85,11 @@ class CUSEQ_API TensorIdentity {
   std::vector<int64_t> strides_;
 };
 
-// The tensors of a query as they were before its value was computed, the key first.
-using Identities = c10::SmallVector<TensorIdentity, 1>;
+// The tensors of a query as they were before its value was computed.
+struct Identities {
+  TensorIdentity key;
+  std::array<std::optional<TensorIdentity>, 2> others;
+};
 CUSEQ_API Identities identities_of(const CacheQuery& query);
 
 struct CacheStats {
@@ -123,12 +126,14 @@ class CUSEQ_API IdentityCache {
   // a hit, or where a stream would have to wait, it returns and counts nothing.
   CachedValuePtr find_at_once(const CacheQuery& query);
 
-  // A value that alone is above the limit in bytes is not kept.
-  void insert(const CacheQuery& query, Identities identities, CachedValuePtr value);
+  // A value that alone is above the limit in bytes is not kept. What outlives scopes goes with its
+  // key alone.
+  void insert(const CacheQuery& query, Identities identities, CachedValuePtr value,
+              bool outlives_scopes = false);
 
   // Drops what has to go before a value of so many bytes is allocated: masks, then facts about
   // tokens, offsets last; among those what is old and large, by its age times its bytes. Nothing,
-  // where the value alone is above the limit.
+  // where the value alone is above the limit. Where entries are too many the oldest goes.
   void make_room_for(int64_t bytes);
 
   void count_bypass() { bypasses_.fetch_add(1, std::memory_order_relaxed); }
@@ -190,7 +195,7 @@ class CUSEQ_API IdentityCache {
   void move_out_if(Shard& shard, const Condition& condition, Entries& dead);
   void move_out_if(const Condition& condition, Entries& dead);
   void move_out_expired(Entries& dead);
-  void make_room(int64_t more_bytes, Entries& dead);
+  void make_room(int64_t more_bytes, std::optional<uint64_t> newest, Entries& dead);
 
   bool enabled_;
   int64_t max_entries_;
@@ -216,9 +221,10 @@ CUSEQ_API CacheQuery dense_mask_query(const MaskOptions& options, std::optional<
 CUSEQ_API CacheQuery block_mask_query(const MaskOptions& options, std::optional<int64_t> row_length,
                                       int64_t query_block, int64_t key_block);
 
-// Offsets that lie on a device, on the host: one copy, waited for, for as long as they live.
-CUSEQ_API at::Tensor packed_host_offsets(const at::Tensor& cu_seqlens);
-// For those who know them, so that nothing has to be copied.
-CUSEQ_API void remember_host_offsets(const at::Tensor& cu_seqlens, const at::Tensor& on_host);
+// Small tensors of a device, such as offsets and spans, on the host for as long as they live:
+// copied, which waits, unless somebody who has them there said so.
+CUSEQ_API at::Tensor packed_on_host(const at::Tensor& on_device);
+CUSEQ_API std::optional<at::Tensor> remembered_on_host(const at::Tensor& on_device);
+CUSEQ_API void remember_on_host(const at::Tensor& on_device, const at::Tensor& on_host);
 
 }  // namespace cuseq

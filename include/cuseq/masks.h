@@ -94,8 +94,8 @@ struct BlockRange {
 
   // From the least and the largest bounds over the block's queries.
   CUSEQ_HOST_DEVICE static BlockRange of(KeyRange any, KeyRange all, int64_t block) {
-    BlockRange range{any.first / block, (any.end + block - 1) / block,
-                     (all.first + block - 1) / block, all.end / block};
+    BlockRange range{any.first / block, ceil_div(any.end, block), ceil_div(all.first, block),
+                     all.end / block};
     if (range.full_end < range.full_first) range.full_end = range.full_first;
     return range;
   }

@@ -48,6 +48,9 @@ CUSEQ_API std::vector<at::Tensor> block_mask(
     const at::Tensor& ranges, const std::optional<c10::SymInt>& row_length = std::nullopt,
     int64_t query_block = 128, int64_t key_block = 128);
 
+// Raises where a window is below 1.
+CUSEQ_API void check_window(std::optional<int64_t> window);
+
 // Raises what is wrong with spans, and with rows that a sequence crosses. All tensors on the host.
 CUSEQ_API void check_spans_and_rows(const at::Tensor& cu_seqlens,
                                     const std::optional<at::Tensor>& cu_seqlens_padded,

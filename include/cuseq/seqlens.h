@@ -45,6 +45,12 @@ CUSEQ_HOST_DEVICE int32_t bounded_offset(int64_t offset, int64_t limit) {
   return static_cast<int32_t>(offset > limit ? limit : offset);
 }
 
+CUSEQ_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+CUSEQ_HOST_DEVICE int64_t round_up(int64_t value, int64_t multiple) {
+  return ceil_div(value, multiple) * multiple;
+}
+
 CUSEQ_HOST_DEVICE int64_t greatest_common_divisor(int64_t a, int64_t b) {
   while (b != 0) {
     const int64_t rest = a % b;

@@ -2,8 +2,8 @@
 
 What is cached belongs to a tensor of lengths: it goes when that tensor goes, when it is edited in
 place, at the end of the `forward_scope` that made it, and when there is no room left
-(`CUSEQ_CACHE_MAX_ENTRIES`, default 64, and `CUSEQ_CACHE_MAX_BYTES`, default no bound): masks first,
-offsets last.
+(`CUSEQ_CACHE_MAX_ENTRIES`, default 64, the least recently used first, and `CUSEQ_CACHE_MAX_BYTES`,
+default no bound, masks first and offsets last).
 `CUSEQ_CACHE=0` switches the cache off.
 """
 
@@ -56,7 +56,7 @@ def clear_cache() -> None:
 
 
 def invalidate(lengths: Tensor) -> None:
-    """Drops what was computed from one tensor of lengths, offsets or spans, and every reference the cache has to it.
+    """Drops what was computed from a tensor (lengths, offsets, spans), and all references to it.
 
     Needed after a write that PyTorch's version counter cannot see (`lengths.data.copy_(...)`, a raw
     kernel, another process), and before `torch.utils.swap_tensors` on it.

@@ -29,8 +29,8 @@ def varlen_attention(
 
     On CUDA it runs PyTorch's own varlen flash kernels; on the CPU, and for what flash refuses
     (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is said once. With
-    `spans` sequences run one by one, each under a mask of its own; where many layers use spans of
-    long rows, `flex_attention` with `packed.block_mask(spans=...)` is faster.
+    `spans` sequences run one by one, those with a span under a mask of a few queries at a time;
+    where many layers use spans, `flex_attention` with `packed.block_mask(spans=...)` is faster.
     Grouped-query attention needs no repeated keys. Nothing of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
@@ -45,8 +45,8 @@ def varlen_attention(
         causal: whether a token sees only itself and what comes before it.
         window: keys that a token sees, itself included (transformers' `sliding_window`); with
             `causal=False` on both sides. None for all.
-        spans: (start, end) pairs in tokens of the row, or an int32 tensor `[n_spans, 2]`, as in
-            `PackedLayout.dense_mask`: inside a sequence, tokens of a span see all of it.
+        spans: (start, end) pairs in tokens of the row, or, in compiled code, an int32 tensor
+            `[n_spans, 2]`, as in `PackedLayout.dense_mask`: tokens of a span see all of it.
         scale: factor of the scores, default `head_dim ** -0.5`.
 
     Returns:
@@ -66,8 +66,11 @@ def varlen_attention(
     """
     if spans is not None:
         spans = packed._checked_spans(spans)
-        if not torch.compiler.is_compiling():
-            packed._remember_offsets_on_host()
+    one_by_one = (
+        spans is not None or (window is not None and not causal) or q.dtype == torch.float64
+    )
+    if one_by_one and not torch.compiler.is_compiling():
+        packed._remember_offsets_on_host()
     out, _ = _ops.varlen_attention(
         q, k, v, packed.cu_seqlens_static, packed.host_meta, causal, window, scale, None, spans
     )

@@ -47,9 +47,9 @@ class PackedLayout:
         num_sequences: how many sequences there are, those of length zero included.
         device: where the tensors lie (`host_meta` is always on the CPU).
 
-    A layout made from lengths on a GPU starts one asynchronous copy of them to the host. The first
-    use of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its
-    event, never for the stream; what is wrong with the lengths is raised there.
+    A layout made from lengths on a GPU starts to copy them to the host. The first use of a host
+    value (`max_seqlen`, `num_real_tokens`, attention) waits for that by its event, never for the
+    stream; what is wrong with the lengths is raised there.
 
     It is a plain class on purpose: FSDP2 rebuilds dataclasses and pytree nodes for every module.
     """
@@ -76,9 +76,10 @@ class PackedLayout:
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
         self._tokens: tuple[Tensor, Tensor] | None = None
-        self._offsets_remembered = False
-        # By spans and row_length, once they were found to be right.
-        self._spans: dict[tuple, Tensor | None] = {}
+        self._host_offsets: Tensor | None = None
+        # By spans, row_length and stream, once they were found to be right: the spans where the
+        # layout lies, and on the host.
+        self._spans: dict[tuple, tuple[Tensor | None, Tensor | None]] = {}
         self._moved: dict[torch.device, PackedLayout] = {}
         self._origin: weakref.ref[PackedLayout] | None = None
 
@@ -306,11 +307,13 @@ class PackedLayout:
         """A mask for `scaled_dot_product_attention`, made once for as long as the layout lives.
 
         It lies in the identity cache, which bounds the memory of all masks by
-        `CUSEQ_CACHE_MAX_BYTES`, and must not be edited. Never synchronises.
+        `CUSEQ_CACHE_MAX_BYTES`, and must not be edited. Compiled code makes it anew in each graph:
+        make it outside and pass it in. Never synchronises.
 
         Args:
             dtype: bool, where True is visible, or float32, bfloat16, float16 or float64, to be
-                added to the scores: 0 where visible.
+                added to the scores: 0 where visible. On a GPU the query's own is faster: SDPA
+                converts a bool mask in every call.
             causal: whether a token sees only itself and what comes before it.
             window: keys that a token sees, itself included; with `causal=False` to both sides.
             spans: (start, end) pairs in tokens of the row, each inside one sequence and apart from
@@ -400,10 +403,12 @@ class PackedLayout:
 
     def _remember_offsets_on_host(self) -> None:
         """For attention that runs sequence by sequence: nothing has to be copied back."""
-        if self.device.type == "cuda" and not self._offsets_remembered:
-            offsets = _ops.cu_seqlens(self._lengths_on_host())
-            _C.remember_host_offsets(self.cu_seqlens_static, offsets)
-            self._offsets_remembered = True
+        if self.device.type != "cuda" or _capturing(self.device):
+            return
+        if self._host_offsets is None:
+            with _outside_inference_mode():
+                self._host_offsets = _ops.cu_seqlens(self._lengths_on_host())
+        _C.remember_on_host(self.cu_seqlens_static, self._host_offsets)
 
     def _checked_spans(self, spans: Spans | None, row_length: int | None = None) -> Tensor | None:
         """Spans beside the layout, in order. What the host knows of them and of rows is checked."""
@@ -412,20 +417,29 @@ class PackedLayout:
                 return spans
             # Their numbers would be constants of a graph that serves one pack alone.
             raise TypeError(
-                "spans must be an int32 tensor [n_spans, 2] inside compiled code, got a list"
+                "spans must be an int32 tensor [n_spans, 2] inside compiled code, got "
+                f"{type(spans).__name__}"
             )
         given = spans if isinstance(spans, Tensor) else None
         listed = () if given is not None or spans is None else _sorted_pairs(spans)
         if not listed and row_length is None:
             return given
-        key = (listed, row_length)
+        on_gpu = self.device.type == "cuda"
+        # A tensor that one stream copies is not there yet for another.
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
+        key = (listed, row_length, stream)
         if key not in self._spans:
             self._spans[key] = self._check_spans(listed, row_length)
-        return self._spans[key] if given is None else given
+        if given is not None:
+            return given
+        spans, on_host = self._spans[key]
+        if on_gpu and spans is not None and not _capturing(self.device):
+            _C.remember_on_host(spans, on_host)
+        return spans
 
     def _check_spans(
         self, listed: tuple[tuple[int, int], ...], row_length: int | None
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Tensor | None]:
         host = dict(dtype=torch.int32, device="cpu")
         with _outside_inference_mode():
             try:
@@ -441,15 +455,15 @@ class PackedLayout:
                 offsets = torch.tensor([0, self._total_tokens], **host)
                 _C.check_spans_and_rows(offsets, self._total_tokens, spans, None)
             if spans is None or self.device.type == "cpu":
-                return spans
+                return spans, spans
             if _capturing(self.device):
                 raise RuntimeError(
                     "spans must be a tensor on the layout's device while a CUDA graph is captured"
                 )
             if self.device.type != "cuda":
-                return spans.to(self.device)
+                return spans.to(self.device), spans
             flat, _ = _C.copy_to_device(spans.view(-1), _empty(), self.device)
-            return flat.view(-1, 2)
+            return flat.view(-1, 2), spans
 
     # ----------------------------------------------------------------------------- moved about
 

@@ -75,7 +75,7 @@ def dense_mask(
     """A mask for `scaled_dot_product_attention`, each byte written once.
 
     Lines start at multiples of 16 elements in memory, as PyTorch's memory-efficient kernel wants
-    them, so it copies nothing.
+    them: with the query's dtype it copies nothing. A bool mask it converts in every call.
 
     Args:
         dtype: bool, where True is visible, or float32, bfloat16, float16 or float64, to be added to

@@ -426,3 +426,70 @@ def test_second_gpu(second_gpu):
     tensors = inputs(64, 4, 2, 32, device=second_gpu, dtype=torch.float32)
     assert torch.cuda.current_device() == 0
     check_spans(tensors, pack, bound=2e-6)
+
+
+@pytest.mark.parametrize("spans", [None, [(3, 9)]], ids=["no spans", "spans"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_start_off_alignment(dtype, spans, cuda):
+    wide = torch.randn(40, 3 * 2 * 8 + 1, device=cuda, dtype=dtype)[:, 1:].unflatten(1, (6, 8))
+    q, k, v = (t.detach().requires_grad_() for t in wide.split(2, dim=1))
+    packed = PackedLayout.from_lengths([30, 5], 40, device=cuda)
+    # In fp32 both sides run one by one; in bf16 without spans flash takes them.
+    options = dict(spans=spans, window=4, causal=False)
+    out = cuseq.varlen_attention(q, k, v, packed, **options)
+    whole = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
+    expected = cuseq.varlen_attention(*whole, packed, **options)
+    torch.testing.assert_close(out, expected)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    wanted = torch.autograd.grad(expected.sum(), whole)
+    for ours, theirs in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_backward_after_its_scope_does_not_wait(cuda, fresh_cache):
+    tensors = inputs(64, device=cuda)
+    packed = PackedLayout.from_lengths([30, 20], 64).to(cuda)
+
+    def body():
+        with cuseq.forward_scope():
+            loss = cuseq.varlen_attention(*tensors, packed, spans=[(2, 9)]).sum()
+        loss.backward()
+
+    body()
+    cuseq.clear_cache()
+    assert waits(body) == Counter()
+
+
+def test_a_window_to_both_sides_does_not_wait(cuda, fresh_cache):
+    tensors = inputs(64, device=cuda, dtype=torch.float32)
+    packed = PackedLayout.from_lengths([30, 20], 64).to(cuda)
+
+    def body():
+        cuseq.varlen_attention(*tensors, packed, window=4, causal=False).sum().backward()
+
+    body()
+    cuseq.clear_cache()
+    assert waits(body) == Counter()
+
+
+def test_host_meta_of_another_layout_is_refused(cuda):
+    one = PackedLayout.from_lengths([9], 9).to(cuda)
+    other = PackedLayout.from_lengths([1] * 9, 9).to(cuda)
+    tensors = inputs(9, device=cuda)
+    cuseq.varlen_attention(*tensors, one, spans=[(0, 2)])
+    spans = spans_tensor([(0, 2)], cuda)
+    with pytest.raises(ValueError, match="host_meta must be of the layout"):
+        torch.ops.cuseq.varlen_attention(
+            *tensors, one.cu_seqlens_static, other.host_meta, spans=spans
+        )
+
+
+def test_long_sequences_have_masks_of_runs(cuda):
+    total = 32_768
+    packed = PackedLayout.from_lengths([total]).to(cuda)
+    tensors = inputs(total, heads=1, key_heads=1, device=cuda, dtype=torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cuseq.varlen_attention(*tensors, packed, spans=[(5, 9)]).sum().backward()
+    # A whole mask would take 2 GiB.
+    assert torch.cuda.max_memory_allocated() - before < 512 * 2**20

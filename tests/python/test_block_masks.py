@@ -537,3 +537,10 @@ def test_second_gpu(second_gpu):
     assert torch.cuda.current_device() == 0
     seen = reference.mask([200, 50], 300, spans=[(20, 120)])
     check_block_mask(packed.block_mask(spans=[(20, 120)]), seen, second_gpu)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31, 2**63 - 1])
+def test_a_block_size_out_of_range_is_refused(size):
+    packed = PackedLayout.from_lengths([2, 3])
+    with pytest.raises(ValueError, match="_block must lie in"):
+        packed.block_mask(block_size=(128, size))

@@ -882,3 +882,48 @@ def test_kept_packs_show_the_live_masks_alone(cuda):
     assert live <= torch.cuda.max_memory_allocated() - before <= live + 2**20
     packs.pop()
     assert torch.cuda.memory_allocated() - before <= live // 2 + 2**19
+
+
+MANY_FACTS = """
+import torch, cuseq
+facts = [torch.tensor([i]) for i in range(70)]
+for fact in facts:
+    cuseq.packed_cu_seqlens(fact)
+packed = cuseq.PackedLayout.from_lengths([2, 3])
+mask, block = packed.dense_mask(), packed.block_mask()
+for _ in range(3):
+    assert packed.dense_mask() is mask and packed.block_mask() is block
+print(cuseq.cache_stats()["entries"])
+"""
+
+
+def test_many_facts_do_not_drive_out_a_new_mask(run_python):
+    result = run_python(MANY_FACTS)
+    assert result.stdout.strip() == "64", result.stderr
+
+
+def test_a_tensor_has_one_role_in_a_key(device, fresh_cache):
+    lengths = torch.tensor([2, 2], device=device)
+    spans = torch.tensor([[0, 2], [2, 4]], dtype=torch.int32, device=device)
+    torch.ops.cuseq.packed_dense_mask(lengths, 6, spans=spans)
+    with pytest.raises(ValueError, match="cu_seqlens_padded"):
+        torch.ops.cuseq.packed_dense_mask(lengths, 6, cu_seqlens_padded=spans)
+
+
+REFUSED = """
+import torch, cuseq
+packed = cuseq.PackedLayout.from_lengths([1024])
+mask = packed.dense_mask()
+for wrong in (dict(row_length=3), dict(dtype=torch.int8)):
+    try:
+        packed.dense_mask(**wrong)
+    except (TypeError, ValueError):
+        pass
+assert packed.dense_mask() is mask
+print(cuseq.cache_stats()["evictions"])
+"""
+
+
+def test_what_is_refused_drives_nothing_out(run_python):
+    result = run_python(REFUSED, CUSEQ_CACHE_MAX_BYTES=str(3 * 2**19))
+    assert result.stdout.strip() == "0", result.stderr

@@ -227,3 +227,10 @@ def test_memory_efficient_attention(lengths, total_tokens, window, cuda, biases)
     wanted = torch.autograd.grad(expected, exact, grad[0].double())
     for ours, right in zip(grads, wanted, strict=True):
         assert relative(ours[0], right, grad) <= 2e-2
+
+
+def test_a_window_below_one_is_refused_when_the_bias_is_there_too(biases):
+    packed = PackedLayout.from_lengths([2, 3])
+    packed.xformers_bias()
+    with pytest.raises(ValueError, match="window must be None or at least 1"):
+        packed.xformers_bias(window=0)

@@ -6,13 +6,14 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from cuseq.layout import PackedLayout
 
 
-def causal_bias(packed: PackedLayout, window: int | None) -> Any:
-    """A new `BlockDiagonalCausalMask`; `PackedLayout.xformers_bias` keeps it.
+def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Tensor]]:
+    """A new `BlockDiagonalCausalMask` and the tensors made for it; `PackedLayout` keeps both.
 
     xformers' own constructors copy their list of lengths to the device and wait for it. The bias is
     made here of the offsets that are there already.
@@ -23,16 +24,15 @@ def causal_bias(packed: PackedLayout, window: int | None) -> Any:
         raise ImportError(
             "packed.xformers_bias needs xformers: pip install xformers, of a build for this torch"
         ) from error
-    if window is not None and window < 1:
-        raise ValueError(f"window must be None or at least 1, got {window}")
     if packed.total_tokens == 0:
         raise ValueError("packed must have tokens for an xformers bias, got a row without any")
     lengths = packed._lengths_on_host().tolist()
-    offsets = packed.cu_seqlens
+    offsets, made = packed.cu_seqlens, []
     tail = packed.total_tokens - packed.num_real_tokens
     if tail > 0:
         lengths.append(tail)
         offsets = torch.nn.functional.pad(offsets, (0, 1), value=packed.total_tokens)
+        made.append(offsets)
     info = attn_bias._SeqLenInfo(
         seqstart=offsets,
         max_seqlen=max(lengths),
@@ -40,4 +40,4 @@ def causal_bias(packed: PackedLayout, window: int | None) -> Any:
         seqstart_py=list(accumulate(lengths, initial=0)),
     )
     bias = attn_bias.BlockDiagonalCausalMask(q_seqinfo=info, k_seqinfo=info)
-    return bias if window is None else bias.make_local_attention(window)
+    return bias if window is None else bias.make_local_attention(window), made
