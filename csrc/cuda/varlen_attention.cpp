@@ -102,14 +102,19 @@ int64_t flash_max_seqlen(const AttentionPlan& plan) {
   return std::max<int64_t>(plan.max_seqlen, 2);
 }
 
+// It loads 16 bytes at a time and checks nothing: rows off alignment end in a misaligned address.
+Tensor flash_rows(const Tensor& rows, int64_t head_dim) {
+  return aligned_rows(pad_last_dim(rows, head_dim));
+}
+
 AttentionOutput flash_forward(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& offsets, const AttentionPlan& plan) {
   const int64_t head_dim = flash_head_dim(query, value);
   const int64_t max_seqlen = flash_max_seqlen(plan);
   const FlashWindow window(plan);
   auto result = at::_flash_attention_forward(
-      pad_last_dim(query, head_dim), pad_last_dim(key, head_dim), pad_last_dim(value, head_dim),
-      offsets, offsets, max_seqlen, max_seqlen, /*dropout_p=*/0.0, plan.causal,
+      flash_rows(query, head_dim), flash_rows(key, head_dim), flash_rows(value, head_dim), offsets,
+      offsets, max_seqlen, max_seqlen, /*dropout_p=*/0.0, plan.causal,
       /*return_debug_mask=*/false, plan.scale, window.left, window.right);
   Tensor out = unpad_last_dim(std::get<0>(result), value.size(2));
   Tensor logsumexp = std::get<1>(result);
@@ -179,11 +184,11 @@ AttentionGradients flash_backward(const Tensor& grad_out, const Tensor& query, c
                                   const Tensor& value, const Tensor& out, const Tensor& logsumexp,
                                   const Tensor& offsets, const AttentionPlan& plan) {
   const int64_t head_dim = flash_head_dim(query, value);
-  const Tensor q = pad_last_dim(query, head_dim);
-  const Tensor k = pad_last_dim(key, head_dim);
-  const Tensor v = pad_last_dim(value, head_dim);
-  const Tensor o = pad_last_dim(out, head_dim);
-  const Tensor grad_o = pad_last_dim(grad_out.contiguous(), head_dim);
+  const Tensor q = flash_rows(query, head_dim);
+  const Tensor k = flash_rows(key, head_dim);
+  const Tensor v = flash_rows(value, head_dim);
+  const Tensor o = flash_rows(out, head_dim);
+  const Tensor grad_o = flash_rows(grad_out.contiguous(), head_dim);
   const int64_t heads_per_call = heads_per_backward(q, plan.n_seqs);
   auto [grad_query, grad_key, grad_value] =
       heads_per_call >= q.size(1)

@@ -56,8 +56,8 @@ AttentionGradients cuda_attention_backward(const at::Tensor& grad_out, const at:
                                            const AttentionPlan& plan);
 #endif
 
-// The tensor itself where its rows start at multiples of 16 bytes, as the memory-efficient kernel
-// wants them, else a copy.
+// The tensor itself where its rows start at multiples of 16 bytes, as the kernels of PyTorch want
+// them, else a copy.
 at::Tensor aligned_rows(const at::Tensor& rows);
 
 // The last dimension filled up with zeros to `size`; the tensor itself where it has that size.

@@ -430,15 +430,15 @@ def test_second_gpu(second_gpu):
 
 @pytest.mark.parametrize("spans", [None, [(3, 9)]], ids=["no spans", "spans"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_start_off_alignment(dtype, spans, cuda):
+@pytest.mark.parametrize("options", [{}, dict(window=4, causal=False)], ids=["causal", "window"])
+def test_rows_that_start_off_alignment(options, dtype, spans, cuda):
     wide = torch.randn(40, 3 * 2 * 8 + 1, device=cuda, dtype=dtype)[:, 1:].unflatten(1, (6, 8))
     q, k, v = (t.detach().requires_grad_() for t in wide.split(2, dim=1))
     packed = PackedLayout.from_lengths([30, 5], 40, device=cuda)
-    # In fp32 both sides run one by one; in bf16 without spans flash takes them.
-    options = dict(spans=spans, window=4, causal=False)
-    out = cuseq.varlen_attention(q, k, v, packed, **options)
+    # bf16 without spans runs on flash, fp32 on the memory-efficient kernel or one by one.
+    out = cuseq.varlen_attention(q, k, v, packed, spans=spans, **options)
     whole = [t.detach().contiguous().requires_grad_() for t in (q, k, v)]
-    expected = cuseq.varlen_attention(*whole, packed, **options)
+    expected = cuseq.varlen_attention(*whole, packed, spans=spans, **options)
     torch.testing.assert_close(out, expected)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     wanted = torch.autograd.grad(expected.sum(), whole)
