@@ -56,6 +56,17 @@ void check_padded_values(const Tensor& padded, const Tensor& offsets, int64_t to
                     ", got ", last);
 }
 
+// Where sequences lie and end; it says nothing else yet.
+MaskRule rule_of_segments(const Tensor& cu_seqlens, const OptionalTensor& padded,
+                          int64_t total_tokens) {
+  const Tensor& segments = padded.has_value() ? *padded : cu_seqlens;
+  MaskRule rule;
+  rule.seqlens = {segments.const_data_ptr<int32_t>(), segments.size(0) - 1};
+  if (padded.has_value()) rule.cu_seqlens_real = cu_seqlens.const_data_ptr<int32_t>();
+  rule.total_tokens = total_tokens;
+  return rule;
+}
+
 // What a mask is made from, checked.
 struct MaskInputs {
   Tensor offsets;  // holds what rule points to
@@ -87,10 +98,7 @@ struct MaskInputs {
       check_spans_and_rows(offsets.cpu(), on_host(padded), total_tokens, on_host(spans),
                            row_length);
     }
-    const Tensor& segments = padded.has_value() ? *padded : offsets;
-    rule.seqlens = {segments.const_data_ptr<int32_t>(), segments.size(0) - 1};
-    if (padded.has_value()) rule.cu_seqlens_real = offsets.const_data_ptr<int32_t>();
-    rule.total_tokens = total_tokens;
+    rule = rule_of_segments(offsets, padded, total_tokens);
     rule.causal = causal;
     // One that reaches over the row hides nothing.
     rule.window = window.has_value() && *window < total_tokens ? *window : 0;
@@ -309,11 +317,7 @@ void check_spans(const Tensor& spans, const Tensor& offsets) {
 void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded,
                           int64_t total_tokens, const OptionalTensor& spans,
                           OptionalInt row_length) {
-  MaskRule rule;
-  const Tensor& segments = padded.has_value() ? *padded : cu_seqlens;
-  rule.seqlens = {segments.const_data_ptr<int32_t>(), segments.size(0) - 1};
-  rule.total_tokens = total_tokens;
-  if (padded.has_value()) rule.cu_seqlens_real = cu_seqlens.const_data_ptr<int32_t>();
+  const MaskRule rule = rule_of_segments(cu_seqlens, padded, total_tokens);
   if (spans.has_value()) {
     const auto* span = spans->const_data_ptr<int32_t>();
     for (int64_t i = 0; i < spans->size(0); ++i, span += 2) {

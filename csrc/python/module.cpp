@@ -67,13 +67,11 @@ cuseq::CachedValuePtr find_at_once(const cuseq::CacheQuery& query) {
   return cache.usable_for(query) ? cache.find_at_once(query) : nullptr;
 }
 
-cuseq::CachedValuePtr packed_value(const cuseq::CacheQuery& query) {
-  if (auto hit = find_at_once(query)) return hit;
+at::Tensor packed_tensor(const cuseq::CacheQuery& query) {
+  if (const auto hit = find_at_once(query)) return hit->tensors[0];
   const py::gil_scoped_release released;
-  return cuseq::packed(query);
+  return cuseq::packed(query)->tensors[0];
 }
-
-at::Tensor packed_tensor(const cuseq::CacheQuery& query) { return packed_value(query)->tensors[0]; }
 
 using OptionalTensor = std::optional<at::Tensor>;
 

@@ -133,7 +133,8 @@ def block_mask(
 
     Returns:
         torch's `BlockMask` of `[rows, 1, row_length, row_length]`, key side and query side, whole
-        blocks apart from those seen in part. Its `mask_mod` reads two numbers of a query.
+        blocks apart from those seen in part. Its `mask_mod` reads where a query's keys begin, and
+        where they end if causality does not say it.
     """
     ranges = mask_ranges(
         lengths,

@@ -232,6 +232,16 @@ def test_recompute_on_another_thread_hits(reentrant, device):
     assert threads[0] != threads[1]
 
 
+def on_threads(work, count: int) -> None:
+    """`work(number)` on so many threads at once, which must all come to an end."""
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
+
+
 def test_threads_at_once():
     shared = [torch.tensor([i, 3]) for i in range(6)]
     wrong = []
@@ -250,14 +260,8 @@ def test_threads_at_once():
             elif step % 20 == 0:
                 cuseq.invalidate(lengths)
 
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    on_threads(work, 6)
     assert wrong == []
-    del threads
     assert cuseq.cache_stats()["entries"] <= len(shared)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ import reference
 import torch
 from reference import masked_attention
 from test_block_masks import TABLES, check_block_mask
+from test_cache import on_threads
 from test_cache_lifetime import on_a_thread
 from test_cache_microbatches import schedule
 from test_masks import check_dense, spans_tensor
@@ -785,18 +785,13 @@ def test_threads_at_once(device):
         except Exception as error:
             wrong.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads), "deadlock"
+    on_threads(work, 5)
     assert wrong == []
     for packed in shared:
         block = packed.block_mask()
         assert packed.dense_mask() is packed.dense_mask()
         on_a_thread(lambda packed=packed, block=block: hit(packed, block))
-    del threads, packed, block
+    del packed, block
     shared.clear()
     assert cuseq.cache_stats()["entries"] == 0
 
