@@ -35,6 +35,13 @@ TORCH_LIBRARY(cuseq, m) {
       "int ignore_index=-100) -> Tensor",
       pure);
 
+  // csrc/ops/gather_rows.cpp. Row r of an output is slot index[r] of its tensor, and slot s was
+  // copied into row inverse[s]; -1 stands for none in both.
+  m.def(
+      "gather_rows(Tensor[] tensors, Tensor index, Tensor inverse, SymInt[] rows, int leading, "
+      "Scalar[] fill) -> Tensor[]",
+      pure);
+
   // csrc/ops/masks.cpp. Ranges are the keys [first, end) that each token sees, [2, total_tokens].
   const std::string rule =
       "Tensor source, SymInt total_tokens, bool from_cu_seqlens=False, bool causal=True, "

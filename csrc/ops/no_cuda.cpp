@@ -28,6 +28,7 @@ TORCH_LIBRARY_IMPL(cuseq, CUDA, m) {
                            "lengths_from_padding_mask",
                            "cu_seqlens_from_position_ids",
                            "mask_boundary_labels",
+                           "gather_rows",
                            "mask_ranges",
                            "dense_mask",
                            "block_mask",

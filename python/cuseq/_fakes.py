@@ -79,6 +79,11 @@ def _(labels, cu_seqlens, shifted=False, ignore_index=-100):
     return torch.empty_like(labels)
 
 
+@register_fake("cuseq::gather_rows")
+def _(tensors, index, inverse, rows, leading, fill):
+    return [tensor.new_empty((*rows, *tensor.shape[leading:])) for tensor in tensors]
+
+
 @register_fake("cuseq::mask_ranges")
 def _(source, total_tokens, *options, **named_options):
     return _int32(source, 2, total_tokens)

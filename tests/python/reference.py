@@ -112,6 +112,19 @@ def mask_boundary_labels(
     return masked
 
 
+def gather_rows(
+    tensor: Tensor, index: Sequence[int], rows: Sequence[int], leading: int, fill: complex
+) -> Tensor:
+    """Row r is slot `index[r]`, or `fill` where there is no such slot."""
+    slots = [slot for line in tensor for slot in line] if leading == 2 else list(tensor)
+    trailing = tensor.shape[leading:]
+    out = torch.full((len(index), *trailing), fill, dtype=tensor.dtype, device=tensor.device)
+    for row, slot in enumerate(index):
+        if 0 <= slot < len(slots):
+            out[row] = slots[slot]
+    return out.view(*rows, *trailing)
+
+
 def collate(
     examples: list[dict[str, list[int]]], total_tokens: int, fills: dict[str, int]
 ) -> dict[str, Any]:

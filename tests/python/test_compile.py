@@ -49,7 +49,8 @@ def masks(d):
     ]
 
 
-# Arguments of every op; test_attention.py and test_rope_autograd.py have those of theirs.
+# Arguments of every op but those ELSEWHERE: in test_attention.py, test_rope_autograd.py and
+# test_gather_rows.py.
 CASES = {
     "cu_seqlens": lengths_cases,
     "max_seqlen": lengths_cases,
@@ -126,6 +127,7 @@ HOST_CASES = {
     ],
 }
 ELSEWHERE = {
+    "gather_rows",
     "varlen_attention",
     "varlen_attention_backward",
     "apply_rope",
