@@ -15,6 +15,11 @@ TORCH_LIBRARY(cuseq, m) {
       "layout_metadata(Tensor source, SymInt total_tokens, SymInt max_seqs, bool from_cu_seqlens, "
       "Tensor? num_seqs=None) -> (Tensor lengths, Tensor cu_seqlens, Tensor host_meta)",
       pure);
+  m.def(
+      "segment_metadata(Tensor lengths, SymInt total_tokens, SymInt max_seqs, int "
+      "segment_multiple) -> (Tensor lengths, Tensor cu_seqlens, Tensor host_meta, Tensor "
+      "segment_lengths, Tensor cu_seqlens_padded, Tensor segment_meta)",
+      pure);
 
   // csrc/ops/token_metadata.cpp
   m.def("position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
@@ -25,7 +30,11 @@ TORCH_LIBRARY(cuseq, m) {
       pure);
 
   // csrc/ops/NAME.cpp
-  m.def("lengths_from_padding_mask(Tensor mask) -> Tensor", pure);
+  m.def("lengths_from_padding_mask(Tensor mask, str kind=\"nonzero\") -> Tensor", pure);
+  m.def(
+      "mask_rows(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str kind=\"nonzero\") -> "
+      "(Tensor slots, Tensor tokens)",
+      pure);
   m.def(
       "cu_seqlens_from_position_ids(Tensor position_ids, SymInt? max_seqs=None, int? plane=None) "
       "-> (Tensor cu_seqlens, Tensor num_seqs)",

@@ -9,7 +9,7 @@ void count(const PaddingMaskArgs& args) {
   for (int64_t row = 0; row < args.rows; ++row) {
     int32_t real = 0;
     for (int64_t col = 0; col < args.cols; ++col) {
-      real += mask[row * args.row_stride + col * args.col_stride] != 0;
+      real += is_real_token(mask[row * args.row_stride + col * args.col_stride], args.kind);
     }
     args.lengths[row] = real;
   }

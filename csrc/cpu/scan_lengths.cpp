@@ -27,7 +27,7 @@ void scan(const ScanLengthsArgs& args) {
                             ? static_cast<int64_t>(source[(i + 1) * stride]) - source[i * stride]
                             : static_cast<int64_t>(source[i * stride]);
     if (raw < 0) status |= kNegativeLength;
-    const int64_t length = bounded_length(raw, args.limit);
+    const int64_t length = segment_length(bounded_length(raw, args.limit), args.segment_multiple);
     sum += length;
     longest = std::max(longest, length);
     divisor = greatest_common_divisor(length, divisor);
@@ -60,6 +60,11 @@ void scan(const ScanLengthsArgs& args) {
 
 void scan_lengths(const ScanLengthsArgs& args) {
   args.source_is_int64 ? scan<int64_t>(args) : scan<int32_t>(args);
+}
+
+void scan_segments(const ScanSegmentsArgs& args) {
+  scan_lengths(args.lengths);
+  scan_lengths(args.segments);
 }
 
 }  // namespace cuseq::cpu

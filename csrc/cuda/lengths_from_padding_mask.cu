@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const PaddingMaskArgs a
   const T* row = static_cast<const T*>(args.mask) + blockIdx.x * args.row_stride;
   int32_t real = 0;
   for (int64_t col = threadIdx.x; col < args.cols; col += kThreads) {
-    real += row[col * args.col_stride] != 0;
+    real += is_real_token(row[col * args.col_stride], args.kind);
   }
   const int32_t sum = Reduce(shared).Sum(real);
   if (threadIdx.x == 0) args.lengths[blockIdx.x] = sum;

@@ -23,7 +23,7 @@ struct CommonDivisor {
 // One block walks all lengths, 8,192 at a time: packs hold hundreds of sequences, a second launch
 // costs more than the walk, and 100,000 of them are still only 13 rounds.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLengthsArgs args) {
+__device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
   using Scan = cub::BlockScan<int64_t, kThreads>;
   using Reduce = cub::BlockReduce<int64_t, kThreads>;
   __shared__ union {
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
                   : static_cast<int64_t>(source[i * stride]);
       }
       if (raw < 0) status |= kNegativeLength;
-      length[k] = bounded_length(raw, limit);
+      length[k] = segment_length(bounded_length(raw, limit), args.segment_multiple);
       longest = Max()(longest, length[k]);
       if (args.host_meta != nullptr) divisor = greatest_common_divisor(length[k], divisor);
       sum += length[k];
@@ -117,7 +117,28 @@ __global__ void __launch_bounds__(kThreads) scan_lengths_kernel(const ScanLength
   }
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    scan_lengths_kernel(const __grid_constant__ ScanLengthsArgs args) {
+  scan<T>(args);
+}
+
+// A block for each of the two.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    scan_segments_kernel(const __grid_constant__ ScanSegmentsArgs args) {
+  scan<T>(blockIdx.x == 0 ? args.lengths : args.segments);
+}
+
 }  // namespace
+
+void scan_segments(const ScanSegmentsArgs& args, Stream stream) {
+  if (args.lengths.source_is_int64) {
+    scan_segments_kernel<int64_t><<<2, kThreads, 0, stream>>>(args);
+  } else {
+    scan_segments_kernel<int32_t><<<2, kThreads, 0, stream>>>(args);
+  }
+}
 
 void scan_lengths(const ScanLengthsArgs& args, Stream stream) {
   if (args.source_is_int64) {

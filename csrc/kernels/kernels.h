@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuseq/macros.h"
+
 // What the kernels see: pointers and small structs, no torch. Each kernel has one CPU and one CUDA
 // form of the same name, in csrc/cpu/NAME.cpp and csrc/cuda/NAME.cu. Every form stays inside the
 // tensors described here whatever values they hold.
@@ -23,6 +25,7 @@ struct ScanLengthsArgs {
   int64_t n_seqs = 0;
   const int32_t* n_seqs_on_device = nullptr;  // overrides n_seqs, which then bounds it
   int64_t limit = 0;                          // offsets stop here
+  int64_t segment_multiple = 1;               // lengths are rounded up to multiples of it
   int64_t max_seqs = 0;                       // cu_seqlens has max_seqs + 1 entries
 
   int32_t* lengths = nullptr;             // [n_seqs]
@@ -30,6 +33,13 @@ struct ScanLengthsArgs {
   int32_t* last_token_indices = nullptr;  // [n_seqs], -1 where a sequence is empty
   int32_t* max_seqlen = nullptr;          // [1]
   int32_t* host_meta = nullptr;           // [kHostMetaSize]
+};
+
+// Two scans of one source in one launch: of the lengths, and of the segments that they are padded
+// to.
+struct ScanSegmentsArgs {
+  ScanLengthsArgs lengths;
+  ScanLengthsArgs segments;
 };
 
 struct TokenMetadataArgs {
@@ -40,14 +50,40 @@ struct TokenMetadataArgs {
   int32_t* seq_ids = nullptr;       // [total_tokens] or null
 };
 
+// Which elements of a mask stand for real tokens.
+enum class MaskKind : uint8_t {
+  kNonZeroIsReal,
+  kZeroIsReal,
+  kNegativeIsHidden,  // additive, floating point
+};
+
+// Of an element, as an unsigned number of its bits.
+template <typename T>
+CUSEQ_HOST_DEVICE bool is_real_token(T bits, MaskKind kind) {
+  if (kind == MaskKind::kNonZeroIsReal) return bits != 0;
+  if (kind == MaskKind::kZeroIsReal) return bits == 0;
+  constexpr T kMinusZero = static_cast<T>(T{1} << (8 * sizeof(T) - 1));
+  return bits <= kMinusZero;
+}
+
 struct PaddingMaskArgs {
-  const void* mask = nullptr;  // [rows, cols], real where any byte is set
-  int64_t element_size = 1;    // bytes: 1, 2, 4 or 8
+  const void* mask = nullptr;  // [rows, cols]
+  MaskKind kind = MaskKind::kNonZeroIsReal;
+  int64_t element_size = 1;  // bytes: 1, 2, 4 or 8
   int64_t rows = 0;
   int64_t cols = 0;
   int64_t row_stride = 0;  // elements
   int64_t col_stride = 1;
   int32_t* lengths = nullptr;  // [rows]
+};
+
+// Where each slot of a padded batch lies in the packed row, and the other way round.
+struct MaskRowsArgs {
+  PaddingMaskArgs mask;                 // its lengths are not written
+  const int32_t* cu_seqlens = nullptr;  // [rows + 1], of the segments
+  int64_t total_tokens = 0;
+  int32_t* slots = nullptr;   // [total_tokens], row * cols + col of each token, -1 on pads and tail
+  int32_t* tokens = nullptr;  // [rows, cols], token of each slot, -1 where there is none
 };
 
 struct PositionIdsArgs {
@@ -78,16 +114,20 @@ struct BoundaryLabelsArgs {
 
 namespace cpu {
 void scan_lengths(const ScanLengthsArgs& args);
+void scan_segments(const ScanSegmentsArgs& args);
 void token_metadata(const TokenMetadataArgs& args);
 void lengths_from_padding_mask(const PaddingMaskArgs& args);
+void mask_rows(const MaskRowsArgs& args);
 void cu_seqlens_from_position_ids(const PositionIdsArgs& args);
 void mask_boundary_labels(const BoundaryLabelsArgs& args);
 }  // namespace cpu
 
 namespace cuda {
 void scan_lengths(const ScanLengthsArgs& args, Stream stream);
+void scan_segments(const ScanSegmentsArgs& args, Stream stream);
 void token_metadata(const TokenMetadataArgs& args, Stream stream);
 void lengths_from_padding_mask(const PaddingMaskArgs& args, Stream stream);
+void mask_rows(const MaskRowsArgs& args, Stream stream);
 void cu_seqlens_from_position_ids(const PositionIdsArgs& args, Stream stream);
 void mask_boundary_labels(const BoundaryLabelsArgs& args, Stream stream);
 }  // namespace cuda

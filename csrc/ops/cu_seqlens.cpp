@@ -110,6 +110,51 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
   return {lengths, offsets, host_meta};
 }
 
+// Segments are checked on the host where lengths are there; elsewhere their host_meta says it.
+void check_segments(const at::Tensor& lengths, int64_t total_tokens, int64_t multiple) {
+  if (!values_can_be_read(lengths)) return;
+  const at::Tensor host = lengths.cpu().to(at::kLong).contiguous();
+  int64_t end = 0;
+  for (int64_t i = 0; i < host.numel(); ++i) {
+    end += segment_length(host.const_data_ptr<int64_t>()[i], multiple);
+    TORCH_CHECK_VALUE(end <= total_tokens, "lengths filled up to segment_multiple = ", multiple,
+                      " must sum to at most total_tokens = ", total_tokens, ", but segment ", i,
+                      " ends at ", end);
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
+segment_metadata_kernel(const at::Tensor& lengths, int64_t total_tokens, int64_t max_seqs,
+                        int64_t segment_multiple) {
+  check_tokens(total_tokens);
+  check_source(lengths, total_tokens, /*is_cu_seqlens=*/false);
+  constexpr int64_t kLargestMultiple = 1 << 20;  // so that sums of segments fit in 64 bits
+  TORCH_CHECK_VALUE(segment_multiple >= 1 && segment_multiple <= kLargestMultiple,
+                    "segment_multiple must lie in [1, 2^20], got ", segment_multiple);
+  TORCH_CHECK_VALUE(lengths.size(0) <= max_seqs, "there must be at most max_seqs = ", max_seqs,
+                    " sequences, got ", lengths.size(0), ": pass a larger max_seqs");
+  check_segments(lengths, total_tokens, segment_multiple);
+  const auto options = int32_on(lengths);
+  const auto outputs_of = [&](ScanLengthsArgs& args) {
+    const at::Tensor own = at::empty({lengths.size(0)}, options);
+    const at::Tensor offsets = at::empty({max_seqs + 1}, options);
+    const at::Tensor host_meta = at::empty({kHostMetaSize}, options);
+    args = scan_of(lengths);
+    args.max_seqs = max_seqs;
+    args.limit = total_tokens;
+    args.lengths = own.mutable_data_ptr<int32_t>();
+    args.cu_seqlens = offsets.mutable_data_ptr<int32_t>();
+    args.host_meta = host_meta.mutable_data_ptr<int32_t>();
+    return std::tuple{own, offsets, host_meta};
+  };
+  ScanSegmentsArgs args;
+  const auto real = outputs_of(args.lengths);
+  const auto padded = outputs_of(args.segments);
+  args.segments.segment_multiple = segment_multiple;
+  CUSEQ_RUN(scan_segments, lengths, args);
+  return std::tuple_cat(real, padded);
+}
+
 }  // namespace
 
 int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens) {
@@ -146,6 +191,7 @@ CUSEQ_REGISTER(m) {
   m.impl("max_seqlen_sync", TORCH_FN(max_seqlen_sync_kernel));
   m.impl("last_token_indices", TORCH_FN(last_token_indices_kernel));
   m.impl("layout_metadata", TORCH_FN(layout_metadata_kernel));
+  m.impl("segment_metadata", TORCH_FN(segment_metadata_kernel));
 }
 
 }  // namespace cuseq

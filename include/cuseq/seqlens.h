@@ -41,6 +41,11 @@ CUSEQ_HOST_DEVICE int64_t bounded_length(int64_t length, int64_t limit) {
   return length < 0 ? 0 : (length > limit ? limit + 1 : length);
 }
 
+// The segment of a sequence: its length, filled up to a multiple.
+CUSEQ_HOST_DEVICE int64_t segment_length(int64_t length, int64_t multiple) {
+  return multiple == 1 ? length : (length + multiple - 1) / multiple * multiple;
+}
+
 CUSEQ_HOST_DEVICE int32_t bounded_offset(int64_t offset, int64_t limit) {
   return static_cast<int32_t>(offset > limit ? limit : offset);
 }

@@ -26,6 +26,7 @@ from cuseq.ops import (
     seq_ids,
 )
 from cuseq.packing_plan import PackingPlan, bin_pack
+from cuseq.pad import pack, unpack
 from cuseq.rope import apply_qk_norm_rope, apply_rope
 from cuseq.sampler import PackedBatchSampler
 from cuseq.split import split_by_tokens
@@ -55,6 +56,7 @@ __all__ = [
     "mask_ranges",
     "max_seqlen",
     "max_seqlen_sync",
+    "pack",
     "packed_cu_seqlens",
     "packed_position_ids",
     "packed_seq_ids",
@@ -62,5 +64,6 @@ __all__ = [
     "rope_table",
     "seq_ids",
     "split_by_tokens",
+    "unpack",
     "varlen_attention",
 ]

@@ -62,8 +62,19 @@ def _(cu_seqlens, total_tokens):
     return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
 
 
+@register_fake("cuseq::segment_metadata")
+def _(lengths, total_tokens, max_seqs, segment_multiple):
+    shapes = (lengths.shape[0], max_seqs + 1, _HOST_META_SIZE) * 2
+    return tuple(_int32(lengths, size) for size in shapes)
+
+
+@register_fake("cuseq::mask_rows")
+def _(mask, cu_seqlens, total_tokens, kind="nonzero"):
+    return _int32(mask, total_tokens), _int32(mask, *mask.shape)
+
+
 @register_fake("cuseq::lengths_from_padding_mask")
-def _(mask):
+def _(mask, kind="nonzero"):
     return _int32(mask, mask.shape[0])
 
 

@@ -6,6 +6,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import lcm
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,10 @@ class PackedLayout:
         self._cu_seqlens: Tensor | None = None
         self._tokens: tuple[Tensor, Tensor] | None = None
         self._host_offsets: Tensor | None = None
+        # The layout of the segments, where they are longer than their sequences.
+        self._segments: PackedLayout | None = None
+        # Of a padded batch: the slot of each token and the token of each slot.
+        self._batch: tuple[Tensor, Tensor] | None = None
         # By spans, row_length and stream, once they were found to be right: the spans where the
         # layout lies, and on the host.
         self._spans: dict[tuple, tuple[Tensor | None, Tensor | None]] = {}
@@ -132,21 +137,46 @@ class PackedLayout:
     def from_padding_mask(
         cls,
         mask: Tensor,
+        segment_multiple: int | Sequence[int] = 1,
+        total_multiple: int | Sequence[int] = 1,
         *,
-        total_tokens: int | None = None,
+        true_is_pad: bool = False,
+        pad_to: int | None = None,
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
         """From the mask of a padded batch: row i is sequence i, as long as it has real tokens.
 
+        `cuseq.pack` and `cuseq.unpack` move tensors of the batch by such a layout. A mask on a GPU
+        costs three kernels and, with `pad_to`, no wait.
+
         Args:
             mask: bool or integer `[batch, seqlen]`, non-zero where a token is real; padding may be
-                on the left, on the right or in between, and a row of padding has length zero.
+                on the left, on the right or in between, and a row of padding has length zero. Or
+                `[batch, 1 or heads, seqlen, seqlen]`, bool, integer or additive floating point
+                (negative where hidden): tokens whose diagonal is visible are real, of the first
+                head.
+            segment_multiple: each sequence's segment is filled up to a multiple of it, or of all of
+                several: 2 * cp_size, 16 or 32 for FP8, the tensor-parallel size.
+            total_multiple: the row is filled up to a multiple of it, and of `segment_multiple`.
+            true_is_pad: turns a bool or integer mask round (Megatron's, `key_padding_mask`).
+            pad_to: tokens of the row in memory, a fixed size. Default what the multiples give,
+                which for a mask on a GPU waits for the lengths.
+            max_seqs: capacity of `cu_seqlens_static`, default the larger of batch and row.
+            device: where the layout shall lie, default where the mask lies.
 
-        Other arguments and errors as for `from_lengths`.
+        Raises:
+            ValueError, TypeError: what is wrong with an argument; segments do not fit in `pad_to`.
         """
-        lengths = _ops.lengths_from_padding_mask(mask)
-        return cls._build(lengths, total_tokens, max_seqs, device, from_cu_seqlens=False)
+        real, kind = _real_tokens(mask, true_is_pad)
+        lengths = _ops.lengths_from_padding_mask(real, kind)
+        layout = cls._build_segments(lengths, pad_to, segment_multiple, total_multiple, max_seqs)
+        real = real.to(layout.device)  # away from the GPU where its lengths had to be waited for
+        with _outside_inference_mode():
+            layout._batch = _ops.mask_rows(
+                real, layout._physical.cu_seqlens_static, layout.total_tokens, kind
+            )
+        return layout.to(mask.device if device is None else device)
 
     @classmethod
     def from_position_ids(
@@ -175,6 +205,54 @@ class PackedLayout:
         )
 
     @classmethod
+    def _build_segments(
+        cls,
+        lengths: Tensor,
+        pad_to: int | None,
+        segment_multiple: int | Sequence[int],
+        total_multiple: int | Sequence[int],
+        max_seqs: int | None,
+    ) -> PackedLayout:
+        segment_multiple = _common_multiple(segment_multiple, "segment_multiple")
+        total_multiple = _common_multiple(total_multiple, "total_multiple")
+        total_multiple = lcm(segment_multiple, total_multiple)
+        if pad_to is None:
+            lengths = lengths if lengths.device.type == "cpu" else _to_host(lengths)
+            segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
+            pad_to = -(-segments * segment_multiple // total_multiple) * total_multiple
+        elif pad_to % total_multiple != 0:
+            raise ValueError(
+                f"pad_to must be a multiple of {total_multiple}, which segment_multiple and "
+                f"total_multiple give together, got {pad_to}"
+            )
+        if max_seqs is None:
+            max_seqs = max(pad_to, lengths.shape[0])
+        if segment_multiple == 1:
+            return cls._build(lengths, pad_to, max_seqs, None, from_cu_seqlens=False)
+        with _outside_inference_mode():
+            made = _ops.segment_metadata(lengths, pad_to, max_seqs, segment_multiple)
+            layout = cls._started(*made[:3], pad_to, lengths.shape[0])
+            layout._segments = cls._started(*made[3:], pad_to, lengths.shape[0])
+        if lengths.device.type == "cpu":
+            layout._segments.wait()
+        return layout
+
+    @classmethod
+    def _started(
+        cls,
+        lengths: Tensor,
+        offsets: Tensor,
+        meta: Tensor,
+        total_tokens: int,
+        num_sequences: int | None,
+    ) -> PackedLayout:
+        """What a kernel has made, with its copy to the host on the way."""
+        host_meta, host_lengths = _C.start_host_copy([meta, lengths])
+        layout = cls(lengths, offsets, host_meta, total_tokens, num_sequences)
+        layout._copied_lengths = host_lengths
+        return layout
+
+    @classmethod
     def _build(
         cls,
         source: Tensor,
@@ -198,15 +276,8 @@ class PackedLayout:
             lengths, offsets, meta = _ops.layout_metadata(
                 source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
             )
-            host_meta, host_lengths = _C.start_host_copy([meta, lengths])
-            layout = cls(
-                lengths,
-                offsets,
-                host_meta,
-                total_tokens,
-                n_seqs if num_seqs is None else None,
-            )
-            layout._copied_lengths = host_lengths
+            count = n_seqs if num_seqs is None else None
+            layout = cls._started(lengths, offsets, meta, total_tokens, count)
         if meta.device.type == "cpu":
             layout.wait()  # raises now what is wrong
         return layout if device is None else layout.to(device)
@@ -261,12 +332,32 @@ class PackedLayout:
         return self._cu_seqlens
 
     @property
+    def _physical(self) -> PackedLayout:
+        return self if self._segments is None else self._segments
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        return self._physical.cu_seqlens
+
+    @property
+    def max_seqlen_padded(self) -> int:
+        return self._physical.max_seqlen
+
+    @property
+    def rope_cu_seqlens(self) -> Tensor:
+        return self.cu_seqlens_padded
+
+    @property
+    def pads_between_sequences(self) -> bool:
+        return self._segments is not None
+
+    @property
     def position_ids(self) -> Tensor:
-        return self._token_metadata()[0]
+        return self._physical._token_metadata()[0]
 
     @property
     def seq_ids(self) -> Tensor:
-        return self._token_metadata()[1]
+        return self._physical._token_metadata()[1]
 
     def _token_metadata(self) -> tuple[Tensor, Tensor]:
         if self._tokens is not None:
@@ -291,6 +382,17 @@ class PackedLayout:
             "max_length_k": self.max_seqlen,
             "packed": self,
         }
+
+    def _batch_rows(self) -> tuple[Tensor, Tensor]:
+        """Slots of the tokens, tokens of the slots; without a mask, of padding on the right."""
+        if self._batch is None:
+            positions = torch.arange(self.max_seqlen, device=self.device)
+            mask = positions < self.lengths.unsqueeze(1)
+            with _outside_inference_mode():
+                self._batch = _ops.mask_rows(
+                    mask, self._physical.cu_seqlens_static, self._total_tokens
+                )
+        return self._batch
 
     # ----------------------------------------------------------------------------- masks
 
@@ -508,6 +610,16 @@ class PackedLayout:
         if moved._host_lengths is None:
             moved._host_lengths = self._host_lengths
             moved._copied_lengths = self._copied_lengths
+        if self._segments is not None:
+            moved._segments = self._segments._on(device)
+        if self._batch is not None:
+            slots, tokens = self._batch
+            if self.device.type == "cpu" and device.type == "cuda":
+                slots, flat = _C.copy_to_device(slots, tokens.view(-1), device)
+                tokens = flat.view(tokens.shape)
+            else:
+                slots, tokens = slots.to(device), tokens.to(device)
+            moved._batch = slots, tokens
         return moved
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
@@ -549,6 +661,27 @@ class PackedLayout:
 def _restore(lengths: bytes, total_tokens: int, max_seqs: int, device: str) -> PackedLayout:
     source = torch.frombuffer(bytearray(lengths), dtype=torch.int32) if lengths else _empty()
     return PackedLayout.from_lengths(source, total_tokens, max_seqs=max_seqs, device=device)
+
+
+def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
+    """The mask `[batch, seqlen]` of real tokens, and how its elements say so."""
+    if mask.dim() == 4:
+        if mask.shape[-1] != mask.shape[-2] or mask.shape[1] < 1:
+            raise ValueError(
+                f"mask must be [batch, 1 or heads, seqlen, seqlen], got {tuple(mask.shape)}"
+            )
+        mask = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+        if mask.is_floating_point():
+            return mask, "additive"
+    return mask, "zero" if true_is_pad else "nonzero"
+
+
+def _common_multiple(multiple: int | Sequence[int], name: str) -> int:
+    multiples = multiple if isinstance(multiple, Sequence) else (multiple,)
+    for one in multiples:
+        if index(one) < 1:
+            raise ValueError(f"{name} must be at least 1, got {multiple!r}")
+    return lcm(*map(index, multiples))
 
 
 def _sorted_pairs(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,39 @@
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "ops/checks.h"
+#include "ops/padding_mask.h"
+#include "ops/register.h"
+
+namespace cuseq {
+namespace {
+
+std::tuple<at::Tensor, at::Tensor> mask_rows_kernel(const at::Tensor& mask,
+                                                    const at::Tensor& cu_seqlens,
+                                                    int64_t total_tokens, c10::string_view kind) {
+  MaskRowsArgs args;
+  args.mask = padding_mask_args(mask, kind);
+  check_offsets(cu_seqlens);
+  check_tokens(total_tokens);
+  check_offset_values(cu_seqlens, total_tokens);
+  TORCH_CHECK_VALUE(cu_seqlens.size(0) > mask.size(0),
+                    "cu_seqlens must have at least batch + 1 = ", mask.size(0) + 1,
+                    " entries, got ", cu_seqlens.size(0));
+  TORCH_CHECK_VALUE(cu_seqlens.device() == mask.device(),
+                    "cu_seqlens must lie where mask does, on ", mask.device(), ", got ",
+                    cu_seqlens.device());
+  at::Tensor slots = at::empty({total_tokens}, int32_on(mask));
+  at::Tensor tokens = at::empty({mask.size(0), mask.size(1)}, int32_on(mask));
+  args.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
+  args.total_tokens = total_tokens;
+  args.slots = slots.mutable_data_ptr<int32_t>();
+  args.tokens = tokens.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(mask_rows, mask, args);
+  return {slots, tokens};
+}
+
+}  // namespace
+
+CUSEQ_REGISTER(m) { m.impl("mask_rows", TORCH_FN(mask_rows_kernel)); }
+
+}  // namespace cuseq
