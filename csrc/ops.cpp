@@ -32,6 +32,10 @@ TORCH_LIBRARY(cuseq, m) {
   // csrc/ops/NAME.cpp
   m.def("lengths_from_padding_mask(Tensor mask, str kind=\"nonzero\") -> Tensor", pure);
   m.def(
+      "segment_rows(Tensor cu_seqlens, Tensor cu_seqlens_padded, SymInt total_tokens) -> "
+      "(Tensor places, Tensor ranks)",
+      pure);
+  m.def(
       "mask_rows(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str kind=\"nonzero\") -> "
       "(Tensor slots, Tensor tokens)",
       pure);
@@ -41,7 +45,7 @@ TORCH_LIBRARY(cuseq, m) {
       pure);
   m.def(
       "mask_boundary_labels(Tensor labels, Tensor cu_seqlens, bool shifted=False, "
-      "int ignore_index=-100) -> Tensor",
+      "int ignore_index=-100, Tensor? cu_seqlens_padded=None) -> Tensor",
       pure);
 
   // csrc/ops/gather_rows.cpp. Row r of an output is slot index[r] of its tensor, and slot s was
@@ -84,13 +88,14 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(
       "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
       "Tensor? host_meta=None, bool causal=True, int? window=None, float? scale=None, "
-      "SymInt? max_seqlen_bound=None, Tensor? spans=None) -> (Tensor out, Tensor logsumexp)",
+      "SymInt? max_seqlen_bound=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None) -> "
+      "(Tensor out, Tensor logsumexp)",
       reads_host);
   m.def(
       "varlen_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
       "Tensor out, Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
-      "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None) -> "
-      "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+      "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None, "
+      "Tensor? cu_seqlens_padded=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
       reads_host);
 
   // csrc/ops/apply_rope.cpp and csrc/ops/apply_qk_norm_rope.cpp, which read host_meta too. In a

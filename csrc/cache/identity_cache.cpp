@@ -162,6 +162,7 @@ struct IdentityCache::Entry {
         return 2;
       case CachedOp::kPositionIds:
       case CachedOp::kSeqIds:
+      case CachedOp::kSegmentRows:
       case CachedOp::kMaskRanges:
         return 1;
       case CachedOp::kDenseMask:

@@ -51,6 +51,10 @@ Tensors compute(const CacheQuery& query) {
       return {position_ids(query.key, p.total_tokens)};
     case CachedOp::kSeqIds:
       return {seq_ids(query.key, p.total_tokens)};
+    case CachedOp::kSegmentRows: {
+      const auto rows = segment_rows(query.key, *query.others[1], p.total_tokens);
+      return {std::get<0>(rows), std::get<1>(rows)};
+    }
     case CachedOp::kMaskRanges:
       return {mask_ranges(options_of(query))};
     case CachedOp::kDenseMask:
@@ -212,6 +216,15 @@ void remember_on_host(const Tensor& on_device, const Tensor& on_host) {
   if (!cache.usable_for(query) || cache.find_at_once(query) != nullptr) return;
   // A backward after the scope needs it too.
   cache.insert(query, identities_of(query), value_of({on_host}), /*outlives_scopes=*/true);
+}
+
+std::tuple<Tensor, Tensor> packed_segment_rows(const Tensor& cu_seqlens,
+                                               const Tensor& cu_seqlens_padded,
+                                               int64_t total_tokens) {
+  CacheQuery query{cu_seqlens, CachedOp::kSegmentRows, cu_seqlens.device(), {total_tokens}};
+  query.others[1] = &cu_seqlens_padded;
+  const auto value = packed(query);
+  return {value->tensors[0], value->tensors[1]};
 }
 
 CacheQuery mask_ranges_query(const MaskOptions& options) {

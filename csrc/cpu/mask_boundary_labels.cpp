@@ -8,13 +8,12 @@ namespace {
 
 template <typename T>
 void mask(const BoundaryLabelsArgs& args) {
-  const SeqLens seqlens{args.cu_seqlens, args.n_seqs};
   const T* labels = static_cast<const T*>(args.labels);
   T* out = static_cast<T*>(args.out);
   constexpr int64_t kGrain = 1 << 13;
-  at::parallel_for(0, args.total_tokens, kGrain, [&](int64_t first, int64_t last) {
+  at::parallel_for(0, args.segments.total_tokens, kGrain, [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; ++token) {
-      out[token] = seqlens.label_crosses_boundary(token, args.shifted)
+      out[token] = args.segments.label_crosses_boundary(token, args.shifted)
                        ? static_cast<T>(args.ignore_index)
                        : labels[token];
     }

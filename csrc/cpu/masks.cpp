@@ -23,7 +23,7 @@ void fill(const DenseMaskArgs& args) {
       const int64_t row = index / args.queries;
       const int64_t token = args.query_begin + row * args.row_step + index % args.queries;
       const int64_t key_begin = args.key_begin + row * args.row_step;
-      const KeyRange keys = args.rule.keys_of(token, args.rule.seqlens.segment_of(token));
+      const KeyRange keys = args.rule.keys_of(token, args.rule.segments.seqlens.segment_of(token));
       // Bounds that are wrong stay inside the row.
       const int64_t first = std::clamp<int64_t>(keys.first - key_begin, 0, args.keys);
       const int64_t end = std::clamp<int64_t>(keys.end - key_begin, first, args.keys);
@@ -70,7 +70,7 @@ struct BlockList {
 
 void mask_ranges(const MaskRangesArgs& args) {
   at::parallel_for(0, args.total_tokens, kGrain, [&](int64_t begin, int64_t stop) {
-    const SeqLens& seqlens = args.rule.seqlens;
+    const SeqLens& seqlens = args.rule.segments.seqlens;
     int64_t segment = seqlens.segment_of(begin);
     for (int64_t token = begin; token < stop; ++token) {
       if (segment < seqlens.n_seqs && seqlens.begin(segment + 1) <= token) {

@@ -9,9 +9,8 @@ constexpr int kThreads = 256;
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mask_labels_kernel(const BoundaryLabelsArgs args) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (token >= args.total_tokens) return;
-  const SeqLens seqlens{args.cu_seqlens, args.n_seqs};
-  static_cast<T*>(args.out)[token] = seqlens.label_crosses_boundary(token, args.shifted)
+  if (token >= args.segments.total_tokens) return;
+  static_cast<T*>(args.out)[token] = args.segments.label_crosses_boundary(token, args.shifted)
                                          ? static_cast<T>(args.ignore_index)
                                          : static_cast<const T*>(args.labels)[token];
 }
@@ -19,8 +18,8 @@ __global__ void __launch_bounds__(kThreads) mask_labels_kernel(const BoundaryLab
 }  // namespace
 
 void mask_boundary_labels(const BoundaryLabelsArgs& args, Stream stream) {
-  if (args.total_tokens == 0) return;
-  const auto blocks = static_cast<unsigned>(ceil_div(args.total_tokens, kThreads));
+  if (args.segments.total_tokens == 0) return;
+  const auto blocks = static_cast<unsigned>(ceil_div(args.segments.total_tokens, kThreads));
   if (args.is_int64) {
     mask_labels_kernel<int64_t><<<blocks, kThreads, 0, stream>>>(args);
   } else {

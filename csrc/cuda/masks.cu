@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads)
     mask_ranges_kernel(const __grid_constant__ MaskRangesArgs args) {
   const int64_t block_first = static_cast<int64_t>(blockIdx.x) * kThreads;
   const int64_t last_token = min(block_first + kThreads, args.total_tokens) - 1;
-  const SeqLens& seqlens = args.rule.seqlens;
+  const SeqLens& seqlens = args.rule.segments.seqlens;
   const BlockSegments segments = BlockSegments::of(seqlens, block_first, last_token);
   const int64_t token = block_first + threadIdx.x;
   if (token >= args.total_tokens) return;
@@ -44,7 +44,7 @@ __device__ __forceinline__ int64_t warp_count_at_most(const int32_t* values, int
 }
 
 __device__ __forceinline__ KeyRange warp_keys_of(const MaskRule& rule, int64_t token, int lane) {
-  const SeqLens& seqlens = rule.seqlens;
+  const SeqLens& seqlens = rule.segments.seqlens;
   const int64_t starts = warp_count_at_most<1>(seqlens.cu_seqlens, seqlens.n_seqs + 1, token, lane);
   const int64_t spans = warp_count_at_most<2>(rule.spans, rule.n_spans, token, lane);
   return rule.keys_of(token, max(starts - 1, int64_t{0}), spans - 1);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuseq/macros.h"
+#include "cuseq/seqlens.h"
 
 // What the kernels see: pointers and small structs, no torch. Each kernel has one CPU and one CUDA
 // form of the same name, in csrc/cpu/NAME.cpp and csrc/cuda/NAME.cu. Every form stays inside the
@@ -40,6 +41,13 @@ struct ScanLengthsArgs {
 struct ScanSegmentsArgs {
   ScanLengthsArgs lengths;
   ScanLengthsArgs segments;
+};
+
+// Between a row whose segments have padding and the same sequences without it.
+struct SegmentRowsArgs {
+  Segments segments;
+  int32_t* places = nullptr;  // [total_tokens], where each real token lies; -1 behind the last
+  int32_t* ranks = nullptr;   // [total_tokens], which of the real tokens each is; -1 on padding
 };
 
 struct TokenMetadataArgs {
@@ -105,9 +113,7 @@ struct BoundaryLabelsArgs {
   const void* labels = nullptr;  // [total_tokens]
   void* out = nullptr;           // [total_tokens]
   bool is_int64 = true;
-  int64_t total_tokens = 0;
-  const int32_t* cu_seqlens = nullptr;  // [n_seqs + 1]
-  int64_t n_seqs = 0;
+  Segments segments;
   bool shifted = false;
   int64_t ignore_index = -100;
 };
@@ -118,6 +124,7 @@ void scan_segments(const ScanSegmentsArgs& args);
 void token_metadata(const TokenMetadataArgs& args);
 void lengths_from_padding_mask(const PaddingMaskArgs& args);
 void mask_rows(const MaskRowsArgs& args);
+void segment_rows(const SegmentRowsArgs& args);
 void cu_seqlens_from_position_ids(const PositionIdsArgs& args);
 void mask_boundary_labels(const BoundaryLabelsArgs& args);
 }  // namespace cpu
@@ -128,6 +135,7 @@ void scan_segments(const ScanSegmentsArgs& args, Stream stream);
 void token_metadata(const TokenMetadataArgs& args, Stream stream);
 void lengths_from_padding_mask(const PaddingMaskArgs& args, Stream stream);
 void mask_rows(const MaskRowsArgs& args, Stream stream);
+void segment_rows(const SegmentRowsArgs& args, Stream stream);
 void cu_seqlens_from_position_ids(const PositionIdsArgs& args, Stream stream);
 void mask_boundary_labels(const BoundaryLabelsArgs& args, Stream stream);
 }  // namespace cuda

@@ -103,6 +103,48 @@ void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens) {
                     "total_tokens = ", total_tokens, ", got ", last);
 }
 
+void check_padded_offsets(const std::optional<at::Tensor>& cu_seqlens_padded,
+                          const at::Tensor& cu_seqlens, int64_t total_tokens) {
+  if (!cu_seqlens_padded.has_value()) return;
+  const at::Tensor& padded = *cu_seqlens_padded;
+  TORCH_CHECK_TYPE(padded.scalar_type() == at::kInt, "cu_seqlens_padded must be int32, got ",
+                   padded.scalar_type());
+  TORCH_CHECK_VALUE(padded.sizes() == cu_seqlens.sizes() && padded.is_contiguous(),
+                    "cu_seqlens_padded must be contiguous [n_seqs + 1 = ", cu_seqlens.size(0),
+                    "], got shape ", padded.sizes());
+  TORCH_CHECK_VALUE(padded.device() == cu_seqlens.device(),
+                    "cu_seqlens_padded must lie where the lengths do, on ", cu_seqlens.device(),
+                    ", got ", padded.device());
+  if (!values_can_be_read(padded)) return;
+  const at::Tensor segments = padded.cpu();
+  const at::Tensor sequences = cu_seqlens.cpu();
+  const auto* segment = segments.const_data_ptr<int32_t>();
+  const auto* sequence = sequences.const_data_ptr<int32_t>();
+  TORCH_CHECK_VALUE(segment[0] == 0, "cu_seqlens_padded must start at 0, got ", segment[0]);
+  for (int64_t i = 0; i + 1 < segments.size(0); ++i) {
+    TORCH_CHECK_VALUE(segment[i + 1] - segment[i] >= sequence[i + 1] - sequence[i],
+                      "cu_seqlens_padded must leave room for each sequence, got segment ", i,
+                      " of ", segment[i + 1] - segment[i], " tokens for a sequence of ",
+                      sequence[i + 1] - sequence[i]);
+  }
+  const int64_t last = segment[segments.size(0) - 1];
+  TORCH_CHECK_VALUE(last <= total_tokens,
+                    "cu_seqlens_padded must end at or before total_tokens = ", total_tokens,
+                    ", got ", last);
+}
+
+Segments segments_of(const at::Tensor& cu_seqlens,
+                     const std::optional<at::Tensor>& cu_seqlens_padded, int64_t total_tokens) {
+  const at::Tensor& offsets = cu_seqlens_padded.has_value() ? *cu_seqlens_padded : cu_seqlens;
+  Segments segments;
+  segments.seqlens = {offsets.const_data_ptr<int32_t>(), offsets.size(0) - 1};
+  if (cu_seqlens_padded.has_value()) {
+    segments.cu_seqlens_real = cu_seqlens.const_data_ptr<int32_t>();
+  }
+  segments.total_tokens = total_tokens;
+  return segments;
+}
+
 void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens) {
   if (status == kLayoutOk) return;
   TORCH_CHECK_VALUE((status & kTooManySequences) == 0,

@@ -27,6 +27,12 @@ bool values_can_be_read(const at::Tensor& tensor);
 void check_length_values(const at::Tensor& lengths, int64_t total_tokens);
 void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens);
 
+// Offsets of segments in which the sequences of cu_seqlens lie, if they are longer than those.
+void check_padded_offsets(const std::optional<at::Tensor>& cu_seqlens_padded,
+                          const at::Tensor& cu_seqlens, int64_t total_tokens);
+Segments segments_of(const at::Tensor& cu_seqlens,
+                     const std::optional<at::Tensor>& cu_seqlens_padded, int64_t total_tokens);
+
 // Raises what `status` of a host_meta says is wrong.
 void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens);
 

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "cuseq/ops.h"
 #include "kernels/gather_rows.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
@@ -257,6 +258,11 @@ std::vector<Tensor> gather_rows_autograd(TensorList tensors, const Tensor& index
 }
 
 }  // namespace
+
+std::vector<Tensor> gather_rows(TensorList tensors, const Tensor& index, const Tensor& inverse,
+                                at::IntArrayRef rows, int64_t leading, Scalars fill) {
+  return call_gather_rows(tensors, index, inverse, c10::fromIntArrayRefSlow(rows), leading, fill);
+}
 
 CUSEQ_REGISTER(m) { m.impl("gather_rows", TORCH_FN(gather_rows_kernel)); }
 

@@ -8,7 +8,8 @@ namespace cuseq {
 namespace {
 
 at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tensor& cu_seqlens,
-                                       bool shifted, int64_t ignore_index) {
+                                       bool shifted, int64_t ignore_index,
+                                       const std::optional<at::Tensor>& cu_seqlens_padded) {
   check_integer(labels, "labels");
   TORCH_CHECK_VALUE(labels.is_contiguous(), "labels must be contiguous, got strides ",
                     labels.strides(), " for shape ", labels.sizes());
@@ -21,14 +22,13 @@ at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tenso
                     "labels and cu_seqlens must lie on one device, got ", labels.device(), " and ",
                     cu_seqlens.device());
   check_offset_values(cu_seqlens, labels.numel());
+  check_padded_offsets(cu_seqlens_padded, cu_seqlens, labels.numel());
   at::Tensor out = at::empty_like(labels);
   BoundaryLabelsArgs args;
   args.labels = labels.const_data_ptr();
   args.out = out.mutable_data_ptr();
   args.is_int64 = labels.scalar_type() == at::kLong;
-  args.total_tokens = labels.numel();
-  args.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
-  args.n_seqs = cu_seqlens.size(0) - 1;
+  args.segments = segments_of(cu_seqlens, cu_seqlens_padded, labels.numel());
   args.shifted = shifted;
   args.ignore_index = ignore_index;
   CUSEQ_RUN(mask_boundary_labels, labels, args);

@@ -26,47 +26,6 @@ using OptionalTensor = std::optional<Tensor>;
 // older releases, and copies others.
 constexpr int64_t kLineAlignment = 16;
 
-void check_padded(const Tensor& padded, const Tensor& offsets) {
-  TORCH_CHECK_TYPE(padded.scalar_type() == at::kInt, "cu_seqlens_padded must be int32, got ",
-                   padded.scalar_type());
-  TORCH_CHECK_VALUE(padded.sizes() == offsets.sizes() && padded.is_contiguous(),
-                    "cu_seqlens_padded must be contiguous [n_seqs + 1 = ", offsets.size(0),
-                    "], got shape ", padded.sizes());
-  TORCH_CHECK_VALUE(padded.device() == offsets.device(),
-                    "cu_seqlens_padded must lie where the lengths do, on ", offsets.device(),
-                    ", got ", padded.device());
-}
-
-void check_padded_values(const Tensor& padded, const Tensor& offsets, int64_t total_tokens) {
-  if (!values_can_be_read(padded)) return;
-  const Tensor segments = padded.cpu();
-  const Tensor sequences = offsets.cpu();
-  const auto* segment = segments.const_data_ptr<int32_t>();
-  const auto* sequence = sequences.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(segment[0] == 0, "cu_seqlens_padded must start at 0, got ", segment[0]);
-  for (int64_t i = 0; i + 1 < segments.size(0); ++i) {
-    TORCH_CHECK_VALUE(segment[i + 1] - segment[i] >= sequence[i + 1] - sequence[i],
-                      "cu_seqlens_padded must leave room for each sequence, got segment ", i,
-                      " of ", segment[i + 1] - segment[i], " tokens for a sequence of ",
-                      sequence[i + 1] - sequence[i]);
-  }
-  const int64_t last = segment[segments.size(0) - 1];
-  TORCH_CHECK_VALUE(last <= total_tokens,
-                    "cu_seqlens_padded must end at or before total_tokens = ", total_tokens,
-                    ", got ", last);
-}
-
-// Where sequences lie and end; it says nothing else yet.
-MaskRule rule_of_segments(const Tensor& cu_seqlens, const OptionalTensor& padded,
-                          int64_t total_tokens) {
-  const Tensor& segments = padded.has_value() ? *padded : cu_seqlens;
-  MaskRule rule;
-  rule.seqlens = {segments.const_data_ptr<int32_t>(), segments.size(0) - 1};
-  if (padded.has_value()) rule.cu_seqlens_real = cu_seqlens.const_data_ptr<int32_t>();
-  rule.total_tokens = total_tokens;
-  return rule;
-}
-
 // What a mask is made from, checked.
 struct MaskInputs {
   Tensor offsets;  // holds what rule points to
@@ -86,10 +45,7 @@ struct MaskInputs {
       check_length_values(source, total_tokens);
       offsets = cu_seqlens(source);
     }
-    if (padded.has_value()) {
-      check_padded(*padded, offsets);
-      check_padded_values(*padded, offsets, total_tokens);
-    }
+    check_padded_offsets(padded, offsets, total_tokens);
     if (spans.has_value()) check_spans(*spans, offsets);
     if (values_can_be_read(offsets)) {
       const auto on_host = [](const OptionalTensor& tensor) {
@@ -98,7 +54,7 @@ struct MaskInputs {
       check_spans_and_rows(offsets.cpu(), on_host(padded), total_tokens, on_host(spans),
                            row_length);
     }
-    rule = rule_of_segments(offsets, padded, total_tokens);
+    rule.segments = segments_of(offsets, padded, total_tokens);
     rule.causal = causal;
     // One that reaches over the row hides nothing.
     rule.window = window.has_value() && *window < total_tokens ? *window : 0;
@@ -317,7 +273,8 @@ void check_spans(const Tensor& spans, const Tensor& offsets) {
 void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded,
                           int64_t total_tokens, const OptionalTensor& spans,
                           OptionalInt row_length) {
-  const MaskRule rule = rule_of_segments(cu_seqlens, padded, total_tokens);
+  MaskRule rule;
+  rule.segments = segments_of(cu_seqlens, padded, total_tokens);
   if (spans.has_value()) {
     const auto* span = spans->const_data_ptr<int32_t>();
     for (int64_t i = 0; i < spans->size(0); ++i, span += 2) {
@@ -327,17 +284,17 @@ void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded
       TORCH_CHECK_VALUE(i == 0 || span[-1] <= span[0],
                         "spans must ascend and lie apart, got spans[", i, "] = (", span[0], ", ",
                         span[1], ") behind (", span[-2], ", ", span[-1], ")");
-      const int64_t segment = rule.seqlens.segment_of(span[0]);
-      TORCH_CHECK_VALUE(segment < rule.seqlens.n_seqs && span[1] <= rule.real_end(segment),
-                        "spans must lie inside a sequence, got spans[", i, "] = (", span[0], ", ",
-                        span[1], ")");
+      const int64_t segment = rule.segments.seqlens.segment_of(span[0]);
+      TORCH_CHECK_VALUE(
+          segment < rule.segments.seqlens.n_seqs && span[1] <= rule.segments.real_end(segment),
+          "spans must lie inside a sequence, got spans[", i, "] = (", span[0], ", ", span[1], ")");
     }
   }
   if (!row_length.has_value()) return;
   const Rows rows(total_tokens, row_length);
-  for (int64_t i = 0; i < rule.seqlens.n_seqs; ++i) {
-    const int64_t begin = rule.seqlens.begin(i);
-    const int64_t end = rule.real_end(i);
+  for (int64_t i = 0; i < rule.segments.seqlens.n_seqs; ++i) {
+    const int64_t begin = rule.segments.seqlens.begin(i);
+    const int64_t end = rule.segments.real_end(i);
     TORCH_CHECK_VALUE(begin >= end || begin / rows.length == (end - 1) / rows.length,
                       "no sequence may cross the end of a row of row_length = ", rows.length,
                       ", got sequence ", i, " in tokens [", begin, ", ", end, ")");

@@ -47,12 +47,12 @@ struct Rules {
 
   Rules(const Tensor& offsets, const Tensor& host_offsets, int64_t total_tokens,
         const AttentionPlan& plan) {
-    device.seqlens = {offsets.const_data_ptr<int32_t>(), plan.n_seqs};
-    device.total_tokens = total_tokens;
+    device.segments.seqlens = {offsets.const_data_ptr<int32_t>(), plan.n_seqs};
+    device.segments.total_tokens = total_tokens;
     device.causal = plan.causal;
     device.window = plan.window.value_or(0);
     host = device;
-    host.seqlens.cu_seqlens = host_offsets.const_data_ptr<int32_t>();
+    host.segments.seqlens.cu_seqlens = host_offsets.const_data_ptr<int32_t>();
     if (plan.spans.has_value()) {
       device.spans = plan.spans->const_data_ptr<int32_t>();
       device.n_spans = plan.spans->size(0);
@@ -67,7 +67,8 @@ struct Rules {
 
   // The keys of the queries [first, last) of a segment: bounds of keys ascend with the tokens.
   KeyRange keys_of(int64_t first, int64_t last, int64_t segment) const {
-    if (!spans_are_known) return {host.seqlens.begin(segment), host.seqlens.begin(segment + 1)};
+    if (!spans_are_known)
+      return {host.segments.seqlens.begin(segment), host.segments.seqlens.begin(segment + 1)};
     return {host.keys_of(first, segment).first, host.keys_of(last - 1, segment).end};
   }
 
@@ -84,9 +85,9 @@ struct Rules {
 template <typename F>
 void for_each_tile(const Rules& rules, const F& visit) {
   const MaskRule& rule = rules.host;
-  for (int64_t segment = 0; segment < rule.seqlens.n_seqs; ++segment) {
-    const int64_t begin = rule.seqlens.begin(segment);
-    const int64_t end = rule.seqlens.begin(segment + 1);
+  for (int64_t segment = 0; segment < rule.segments.seqlens.n_seqs; ++segment) {
+    const int64_t begin = rule.segments.seqlens.begin(segment);
+    const int64_t end = rule.segments.seqlens.begin(segment + 1);
     if (begin == end) continue;
     const bool windowed = rule.window > 0 && rule.window < end - begin;
     if (!windowed && !rules.has_span(begin, end)) {

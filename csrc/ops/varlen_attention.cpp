@@ -4,12 +4,15 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "cuseq/cache.h"
 #include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
 #include "ops/autograd.h"
@@ -27,12 +30,13 @@ using OptionalDouble = std::optional<double>;
 
 using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                            const Tensor&, const OptionalTensor&, bool, OptionalInt,
-                                           OptionalDouble, OptionalSymInt, const OptionalTensor&);
+                                           OptionalDouble, OptionalSymInt, const OptionalTensor&,
+                                           const OptionalTensor&);
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const OptionalTensor&, bool,
                                                     OptionalInt, OptionalDouble, OptionalSymInt,
-                                                    const OptionalTensor&);
+                                                    const OptionalTensor&, const OptionalTensor&);
 
 const c10::TypedOperatorHandle<Forward>& forward_op() {
   static const auto op = c10::Dispatcher::singleton()
@@ -103,13 +107,77 @@ void use_host_meta(const Tensor& host_meta, const Tensor& cu_seqlens, int64_t to
   plan.num_real_tokens = meta[kNumRealTokens];
 }
 
+// A row whose segments have padding: the real tokens, moved together, are a row of their own, and
+// nothing is computed with the others, whose outputs and gradients are zero.
+struct RealRows {
+  Tensor places;  // where each of them lies
+  Tensor ranks;   // which of them each token is
+  int64_t total_tokens;
+
+  RealRows(const Tensor& cu_seqlens, const Tensor& padded, int64_t tokens, AttentionPlan& plan)
+      : total_tokens(tokens) {
+    const auto rows = packed_segment_rows(cu_seqlens, padded, tokens);
+    const int64_t real = plan.num_real_tokens.value_or(tokens);
+    places = std::get<0>(rows).narrow(0, 0, real);
+    ranks = std::get<1>(rows);
+    if (plan.spans.has_value()) {
+      const Tensor begins = ranks.index({plan.spans->select(1, 0).to(at::kLong)});
+      const Tensor lasts = ranks.index({plan.spans->select(1, 1).sub(1).to(at::kLong)});
+      plan.spans = at::stack({begins, lasts.add(1)}, 1);
+    }
+  }
+
+  std::vector<Tensor> gathered(at::TensorList tensors) const {
+    return gather_rows(tensors, places, ranks, {places.size(0)}, 1,
+                       std::vector<at::Scalar>(tensors.size(), 0));
+  }
+
+  std::vector<Tensor> scattered(at::TensorList tensors) const {
+    return gather_rows(tensors, ranks, places, {total_tokens}, 1,
+                       std::vector<at::Scalar>(tensors.size(), 0));
+  }
+};
+
+// run(query, key, value, plan) attends over rows without padding inside.
+template <typename Run>
+AttentionOutput attend(const Tensor& query, const Tensor& key, const Tensor& value,
+                       const Tensor& cu_seqlens, const OptionalTensor& padded, AttentionPlan plan,
+                       const Run& run) {
+  if (!padded.has_value()) return run(query, key, value, plan);
+  const RealRows rows(cu_seqlens, *padded, query.size(0), plan);
+  const auto real = rows.gathered({query, key, value});
+  const auto [out, logsumexp] = run(real[0], real[1], real[2], plan);
+  // In the order of the real tokens, for the backward alone.
+  Tensor all = at::zeros({logsumexp.size(0), query.size(0)}, logsumexp.options());
+  all.narrow(1, 0, logsumexp.size(1)).copy_(logsumexp);
+  return {rows.scattered({out})[0], all};
+}
+
+template <typename Run>
+AttentionGradients attend_backward(const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                   const Tensor& value, const Tensor& out, const Tensor& logsumexp,
+                                   const Tensor& cu_seqlens, const OptionalTensor& padded,
+                                   AttentionPlan plan, const Run& run) {
+  if (!padded.has_value()) return run(grad_out, query, key, value, out, logsumexp, plan);
+  const RealRows rows(cu_seqlens, *padded, query.size(0), plan);
+  const auto real = rows.gathered({grad_out.contiguous(), query, key, value, out});
+  const auto grads = run(real[0], real[1], real[2], real[3], real[4],
+                         logsumexp.narrow(1, 0, real[0].size(0)).contiguous(), plan);
+  const auto all = rows.scattered({std::get<0>(grads), std::get<1>(grads), std::get<2>(grads)});
+  return {all[0], all[1], all[2]};
+}
+
 AttentionOutput attention_cpu(const Tensor& query, const Tensor& key, const Tensor& value,
                               const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                               bool causal, OptionalInt window, OptionalDouble scale,
-                              OptionalInt max_seqlen_bound, const OptionalTensor& spans) {
+                              OptionalInt max_seqlen_bound, const OptionalTensor& spans,
+                              const OptionalTensor& padded) {
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound, spans);
-  return segmented_attention(query, key, value, cu_seqlens, cu_seqlens, plan);
+                                            window, scale, max_seqlen_bound, spans, padded);
+  return attend(query, key, value, cu_seqlens, padded, plan,
+                [&](const Tensor& q, const Tensor& k, const Tensor& v, const AttentionPlan& p) {
+                  return segmented_attention(q, k, v, cu_seqlens, cu_seqlens, p);
+                });
 }
 
 AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& query,
@@ -117,12 +185,16 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& 
                                           const Tensor& logsumexp, const Tensor& cu_seqlens,
                                           const OptionalTensor& host_meta, bool causal,
                                           OptionalInt window, OptionalDouble scale,
-                                          OptionalInt max_seqlen_bound,
-                                          const OptionalTensor& spans) {
+                                          OptionalInt max_seqlen_bound, const OptionalTensor& spans,
+                                          const OptionalTensor& padded) {
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound, spans);
-  return segmented_attention_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens,
-                                      cu_seqlens, plan);
+                                            window, scale, max_seqlen_bound, spans, padded);
+  return attend_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens, padded, plan,
+                         [&](const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& o, const Tensor& lse, const AttentionPlan& p) {
+                           return segmented_attention_backward(g, q, k, v, o, lse, cu_seqlens,
+                                                               cu_seqlens, p);
+                         });
 }
 
 #ifdef CUSEQ_WITH_CUDA
@@ -146,24 +218,33 @@ Tensor offsets_inside(const Tensor& cu_seqlens, const AttentionPlan& plan, int64
 AttentionOutput attention_cuda(const Tensor& query, const Tensor& key, const Tensor& value,
                                const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                                bool causal, OptionalInt window, OptionalDouble scale,
-                               OptionalInt max_seqlen_bound, const OptionalTensor& spans) {
+                               OptionalInt max_seqlen_bound, const OptionalTensor& spans,
+                               const OptionalTensor& padded) {
   const c10::cuda::CUDAGuard guard(query.device());
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound, spans);
-  return cuda_attention(query, key, value, cu_seqlens,
-                        offsets_inside(cu_seqlens, plan, query.size(0)), plan);
+                                            window, scale, max_seqlen_bound, spans, padded);
+  const Tensor offsets = offsets_inside(cu_seqlens, plan, query.size(0));
+  return attend(query, key, value, cu_seqlens, padded, plan,
+                [&](const Tensor& q, const Tensor& k, const Tensor& v, const AttentionPlan& p) {
+                  return cuda_attention(q, k, v, cu_seqlens, offsets, p);
+                });
 }
 
 AttentionGradients attention_backward_cuda(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
     const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
-    OptionalInt max_seqlen_bound, const OptionalTensor& spans) {
+    OptionalInt max_seqlen_bound, const OptionalTensor& spans, const OptionalTensor& padded) {
   const c10::cuda::CUDAGuard guard(query.device());
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
-                                            window, scale, max_seqlen_bound, spans);
-  return cuda_attention_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens,
-                                 offsets_inside(cu_seqlens, plan, query.size(0)), plan);
+                                            window, scale, max_seqlen_bound, spans, padded);
+  const Tensor offsets = offsets_inside(cu_seqlens, plan, query.size(0));
+  return attend_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens, padded, plan,
+                         [&](const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
+                             const Tensor& o, const Tensor& lse, const AttentionPlan& p) {
+                           return cuda_attention_backward(g, q, k, v, o, lse, cu_seqlens, offsets,
+                                                          p);
+                         });
 }
 #endif
 
@@ -175,12 +256,12 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
       torch::autograd::AutogradContext* ctx, const Tensor& query, const Tensor& key,
       const Tensor& value, const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
       OptionalInt window, OptionalDouble scale, const OptionalSymInt& max_seqlen_bound,
-      const OptionalTensor& spans, Tensor* returned_logsumexp) {
+      const OptionalTensor& spans, const OptionalTensor& padded, Tensor* returned_logsumexp) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [out, logsumexp] = forward_op().call(query, key, value, cu_seqlens, host_meta, causal,
-                                              window, scale, max_seqlen_bound, spans);
+                                              window, scale, max_seqlen_bound, spans, padded);
     ctx->save_for_backward({query, key, value, out, logsumexp, cu_seqlens, or_undefined(host_meta),
-                            or_undefined(spans)});
+                            or_undefined(spans), or_undefined(padded)});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["window"] = window;
     ctx->saved_data["scale"] = scale;
@@ -195,13 +276,14 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
                                                  const torch::autograd::variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
     const Tensor& query = saved[0];
-    if (!grads[0].defined()) return torch::autograd::variable_list(11);
+    if (!grads[0].defined()) return torch::autograd::variable_list(12);
     auto [grad_query, grad_key, grad_value] = backward_op().call(
         grads[0], query, saved[1], saved[2], saved[3], saved[4], saved[5], or_nullopt(saved[6]),
         ctx->saved_data["causal"].toBool(), ctx->saved_data["window"].toOptional<int64_t>(),
         ctx->saved_data["scale"].toOptional<double>(),
-        ctx->saved_data["max_seqlen_bound"].toOptional<c10::SymInt>(), or_nullopt(saved[7]));
-    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}, {}, {}};
+        ctx->saved_data["max_seqlen_bound"].toOptional<c10::SymInt>(), or_nullopt(saved[7]),
+        or_nullopt(saved[8]));
+    return {grad_query, grad_key, grad_value, {}, {}, {}, {}, {}, {}, {}, {}, {}};
   }
 };
 
@@ -214,11 +296,12 @@ class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttention
       torch::autograd::AutogradContext*, const Tensor& grad_out, const Tensor& query,
       const Tensor& key, const Tensor& value, const Tensor& out, const Tensor& logsumexp,
       const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal, OptionalInt window,
-      OptionalDouble scale, const OptionalSymInt& max_seqlen_bound, const OptionalTensor& spans) {
+      OptionalDouble scale, const OptionalSymInt& max_seqlen_bound, const OptionalTensor& spans,
+      const OptionalTensor& padded) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_query, grad_key, grad_value] =
         backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
-                           causal, window, scale, max_seqlen_bound, spans);
+                           causal, window, scale, max_seqlen_bound, spans, padded);
     return {grad_query, grad_key, grad_value};
   }
 
@@ -231,21 +314,19 @@ class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttention
   }
 };
 
-std::tuple<Tensor, Tensor> attention_autograd(const Tensor& query, const Tensor& key,
-                                              const Tensor& value, const Tensor& cu_seqlens,
-                                              const OptionalTensor& host_meta, bool causal,
-                                              OptionalInt window, OptionalDouble scale,
-                                              OptionalSymInt max_seqlen_bound,
-                                              const OptionalTensor& spans) {
+std::tuple<Tensor, Tensor> attention_autograd(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens,
+    const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
+    OptionalSymInt max_seqlen_bound, const OptionalTensor& spans, const OptionalTensor& padded) {
   refuse_forward_mode({query, key, value}, "cuseq::varlen_attention");
   if (!any_requires_grad({query, key, value})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return forward_op().call(query, key, value, cu_seqlens, host_meta, causal, window, scale,
-                             max_seqlen_bound, spans);
+                             max_seqlen_bound, spans, padded);
   }
   Tensor logsumexp;
   auto outputs = VarlenAttention::apply(query, key, value, cu_seqlens, host_meta, causal, window,
-                                        scale, max_seqlen_bound, spans, &logsumexp);
+                                        scale, max_seqlen_bound, spans, padded, &logsumexp);
   return {outputs[0], logsumexp};
 }
 
@@ -253,33 +334,31 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_autograd(
     const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& logsumexp, const Tensor& cu_seqlens,
     const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
-    OptionalSymInt max_seqlen_bound, const OptionalTensor& spans) {
+    OptionalSymInt max_seqlen_bound, const OptionalTensor& spans, const OptionalTensor& padded) {
   refuse_forward_mode({grad_out, query, key, value, out}, "cuseq::varlen_attention");
   if (!any_requires_grad({grad_out, query, key, value, out})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return backward_op().call(grad_out, query, key, value, out, logsumexp, cu_seqlens, host_meta,
-                              causal, window, scale, max_seqlen_bound, spans);
+                              causal, window, scale, max_seqlen_bound, spans, padded);
   }
-  auto grads =
-      VarlenAttentionBackward::apply(grad_out, query, key, value, out, logsumexp, cu_seqlens,
-                                     host_meta, causal, window, scale, max_seqlen_bound, spans);
+  auto grads = VarlenAttentionBackward::apply(grad_out, query, key, value, out, logsumexp,
+                                              cu_seqlens, host_meta, causal, window, scale,
+                                              max_seqlen_bound, spans, padded);
   return {grads[0], grads[1], grads[2]};
 }
 
 // As scaled_dot_product_attention does: the lower precision of the region, for all three.
 template <c10::DeviceType device>
-std::tuple<Tensor, Tensor> attention_autocast(const Tensor& query, const Tensor& key,
-                                              const Tensor& value, const Tensor& cu_seqlens,
-                                              const OptionalTensor& host_meta, bool causal,
-                                              OptionalInt window, OptionalDouble scale,
-                                              OptionalSymInt max_seqlen_bound,
-                                              const OptionalTensor& spans) {
+std::tuple<Tensor, Tensor> attention_autocast(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens,
+    const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
+    OptionalSymInt max_seqlen_bound, const OptionalTensor& spans, const OptionalTensor& padded) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   return forward_op().call(at::autocast::cached_cast(dtype, query, device),
                            at::autocast::cached_cast(dtype, key, device),
                            at::autocast::cached_cast(dtype, value, device), cu_seqlens, host_meta,
-                           causal, window, scale, max_seqlen_bound, spans);
+                           causal, window, scale, max_seqlen_bound, spans, padded);
 }
 
 }  // namespace
@@ -287,8 +366,9 @@ std::tuple<Tensor, Tensor> attention_autocast(const Tensor& query, const Tensor&
 AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                              const Tensor& cu_seqlens, const OptionalTensor& host_meta, bool causal,
                              OptionalInt window, OptionalDouble scale, OptionalInt max_seqlen_bound,
-                             const OptionalTensor& spans) {
+                             const OptionalTensor& spans, const OptionalTensor& padded) {
   check_inputs(query, key, value, cu_seqlens);
+  check_padded_offsets(padded, cu_seqlens, query.size(0));
   check_window(window);
   TORCH_CHECK_VALUE(!max_seqlen_bound.has_value() || *max_seqlen_bound >= 1,
                     "max_seqlen_bound must be at least the longest length, and 1, got ",
@@ -314,7 +394,8 @@ AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tenso
   if (spans.has_value()) {
     check_spans(*spans, cu_seqlens);
     if (values_can_be_read(cu_seqlens)) {
-      check_spans_and_rows(cu_seqlens.cpu(), /*padded=*/std::nullopt, total_tokens, spans->cpu(),
+      const auto segments = padded.has_value() ? OptionalTensor(padded->cpu()) : std::nullopt;
+      check_spans_and_rows(cu_seqlens.cpu(), segments, total_tokens, spans->cpu(),
                            /*row_length=*/std::nullopt);
     }
     plan.spans = spans;
@@ -338,15 +419,14 @@ Tensor pad_last_dim(const Tensor& tensor, int64_t size) {
   return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing});
 }
 
-std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key,
-                                            const Tensor& value, const Tensor& cu_seqlens,
-                                            const OptionalTensor& host_meta, bool causal,
-                                            OptionalInt window, OptionalDouble scale,
-                                            OptionalInt max_seqlen_bound,
-                                            const OptionalTensor& spans) {
+std::tuple<Tensor, Tensor> varlen_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cu_seqlens,
+    const OptionalTensor& host_meta, bool causal, OptionalInt window, OptionalDouble scale,
+    OptionalInt max_seqlen_bound, const OptionalTensor& spans, const OptionalTensor& padded) {
   return forward_op().call(
       query, key, value, cu_seqlens, host_meta, causal, window, scale,
-      max_seqlen_bound.has_value() ? OptionalSymInt(*max_seqlen_bound) : std::nullopt, spans);
+      max_seqlen_bound.has_value() ? OptionalSymInt(*max_seqlen_bound) : std::nullopt, spans,
+      padded);
 }
 
 TORCH_LIBRARY_IMPL(cuseq, CPU, m) {

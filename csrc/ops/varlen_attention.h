@@ -24,7 +24,8 @@ AttentionPlan plan_attention(const at::Tensor& query, const at::Tensor& key,
                              const std::optional<at::Tensor>& host_meta, bool causal,
                              std::optional<int64_t> window, std::optional<double> scale,
                              std::optional<int64_t> max_seqlen_bound,
-                             const std::optional<at::Tensor>& spans);
+                             const std::optional<at::Tensor>& spans,
+                             const std::optional<at::Tensor>& cu_seqlens_padded);
 
 // Back ends take THD tensors and the offsets of exactly plan.n_seqs sequences. Outputs and
 // gradients are contiguous and zero on the tail; logsumexp is [heads, tokens] in fp32 (fp64 for

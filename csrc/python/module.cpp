@@ -76,14 +76,16 @@ at::Tensor packed_tensor(const cuseq::CacheQuery& query) {
 using OptionalTensor = std::optional<at::Tensor>;
 
 cuseq::MaskOptions mask_options(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
-                                std::optional<int64_t> window, const OptionalTensor& spans) {
-  return {cu_seqlens, total_tokens, /*from_cu_seqlens=*/true, causal, window, spans, std::nullopt};
+                                std::optional<int64_t> window, const OptionalTensor& spans,
+                                const OptionalTensor& padded) {
+  return {cu_seqlens, total_tokens, /*from_cu_seqlens=*/true, causal, window, spans, padded};
 }
 
 at::Tensor packed_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
-                             std::optional<int64_t> row_length, at::ScalarType dtype, bool finite) {
-  const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans);
+                             const OptionalTensor& padded, std::optional<int64_t> row_length,
+                             at::ScalarType dtype, bool finite) {
+  const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans, padded);
   return packed_tensor(cuseq::dense_mask_query(options, row_length, dtype, finite));
 }
 
@@ -120,9 +122,9 @@ py::object object_of(const cuseq::CachedValue& value) {
 // build(ranges, tensors, row_length, block_size, reads_end) makes torch's BlockMask of them.
 py::object packed_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
-                             std::optional<int64_t> row_length, int64_t query_block,
-                             int64_t key_block, const py::function& build) {
-  const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans);
+                             const OptionalTensor& padded, std::optional<int64_t> row_length,
+                             int64_t query_block, int64_t key_block, const py::function& build) {
+  const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans, padded);
   const auto query = cuseq::block_mask_query(options, row_length, query_block, key_block);
   cuseq::CachedValuePtr value = find_at_once(query);
   if (value != nullptr && value->object != nullptr) return object_of(*value);
@@ -271,10 +273,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("packed_block_mask", &packed_block_mask);
   m.def("packed_xformers_bias", &packed_xformers_bias);
   m.def("remember_on_host", &cuseq::remember_on_host);
-  m.def("check_spans_and_rows", [](const at::Tensor& cu_seqlens, int64_t total_tokens,
-                                   const OptionalTensor& spans, std::optional<int64_t> row_length) {
-    cuseq::check_spans_and_rows(cu_seqlens, std::nullopt, total_tokens, spans, row_length);
-  });
+  m.def("check_spans_and_rows", &cuseq::check_spans_and_rows);
   m.def("tokens_of", &cuseq::tokens_of, Released());
   m.def("start_host_copy", &cuseq::start_host_copy, Released());
   m.def("copy_to_device", &cuseq::copy_to_device, Released());

@@ -25,6 +25,7 @@ enum class CachedOp : uint8_t {
   kHostCopy,
   kPositionIds,
   kSeqIds,
+  kSegmentRows,
   kMaskRanges,
   kDenseMask,
   kBlockMask,
@@ -220,6 +221,11 @@ CUSEQ_API CacheQuery dense_mask_query(const MaskOptions& options, std::optional<
                                       std::optional<at::ScalarType> dtype, bool finite);
 CUSEQ_API CacheQuery block_mask_query(const MaskOptions& options, std::optional<int64_t> row_length,
                                       int64_t query_block, int64_t key_block);
+
+// Places and ranks of the real tokens of a row whose segments have padding
+// (torch.ops.cuseq.segment_rows).
+CUSEQ_API std::tuple<at::Tensor, at::Tensor> packed_segment_rows(
+    const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_padded, int64_t total_tokens);
 
 // Small tensors of a device, such as offsets and spans, on the host for as long as they live:
 // copied, which waits, unless somebody who has them there said so.

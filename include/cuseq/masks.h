@@ -21,35 +21,21 @@ struct KeyRange {
 };
 
 struct MaskRule {
-  SeqLens seqlens{};  // where segments lie in memory
-  int64_t total_tokens = 0;
-  // Offsets of the real tokens, [n_seqs + 1], where segments are longer than their sequences: what
-  // is left of a segment is padding.
-  const int32_t* cu_seqlens_real = nullptr;
+  Segments segments{};
   bool causal = true;
   int64_t window = 0;              // keys that a token sees, itself included; 0: all
   const int32_t* spans = nullptr;  // [n_spans, 2]: start and end, ascending, apart from each other
   int64_t n_spans = 0;
-
-  // Where the real tokens of a segment end, inside it and the row whatever the offsets hold.
-  CUSEQ_HOST_DEVICE int64_t real_end(int64_t segment) const {
-    int64_t end = seqlens.begin(segment + 1);
-    if (end > total_tokens) end = total_tokens;
-    if (cu_seqlens_real == nullptr) return end;
-    const int64_t real = seqlens.begin(segment) + cu_seqlens_real[segment + 1] -
-                         static_cast<int64_t>(cu_seqlens_real[segment]);
-    return real < end ? real : end;
-  }
 
   // Of a token that lies in `segment`, where `span` is the last one that starts at or before it, -1
   // where none does. Tail and padding see themselves alone. A span sees all of itself, whatever
   // causality and window say, but no other sequence.
   CUSEQ_HOST_DEVICE KeyRange keys_of(int64_t token, int64_t segment, int64_t span) const {
     const KeyRange alone{token, token + 1};
-    if (segment >= seqlens.n_seqs) return alone;
-    const int64_t begin = seqlens.begin(segment) > 0 ? seqlens.begin(segment) : 0;
-    const int64_t end = real_end(segment);
-    if (token < begin || token >= end) return alone;
+    if (!segments.is_real(token, segment)) return alone;
+    const int64_t offset = segments.seqlens.begin(segment);
+    const int64_t begin = offset > 0 ? offset : 0;
+    const int64_t end = segments.real_end(segment);
     KeyRange keys{begin, causal ? token + 1 : end};
     if (window > 0) {
       if (token - window + 1 > keys.first) keys.first = token - window + 1;

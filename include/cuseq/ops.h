@@ -25,6 +25,17 @@ CUSEQ_API at::Tensor packed_cu_seqlens(const at::Tensor& lengths);
 CUSEQ_API at::Tensor packed_position_ids(const at::Tensor& lengths, int64_t total_tokens);
 CUSEQ_API at::Tensor packed_seq_ids(const at::Tensor& lengths, int64_t total_tokens);
 
+// Rows of many tensors by an index, in one launch (csrc/ops/gather_rows.cpp).
+CUSEQ_API std::vector<at::Tensor> gather_rows(at::TensorList tensors, const at::Tensor& index,
+                                              const at::Tensor& inverse, at::IntArrayRef rows,
+                                              int64_t leading, at::ArrayRef<at::Scalar> fill);
+
+// Where the real tokens of a row with padded segments lie, and which of them each token is; -1
+// where there is none. int32 [total_tokens] both.
+CUSEQ_API std::tuple<at::Tensor, at::Tensor> segment_rows(const at::Tensor& cu_seqlens,
+                                                          const at::Tensor& cu_seqlens_padded,
+                                                          int64_t total_tokens);
+
 // Which keys each token of a row may see.
 struct MaskOptions {
   at::Tensor source;  // lengths, or their offsets
@@ -73,7 +84,8 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> varlen_attention(
     const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& host_meta, bool causal = true,
     std::optional<int64_t> window = std::nullopt, std::optional<double> scale = std::nullopt,
     std::optional<int64_t> max_seqlen_bound = std::nullopt,
-    const std::optional<at::Tensor>& spans = std::nullopt);
+    const std::optional<at::Tensor>& spans = std::nullopt,
+    const std::optional<at::Tensor>& cu_seqlens_padded = std::nullopt);
 
 // Tokens that lengths, or offsets, on the host account for. Checks them.
 CUSEQ_API int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens);

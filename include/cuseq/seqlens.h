@@ -107,17 +107,52 @@ struct SeqLens {
 
   // Where the real tokens end and the tail begins.
   CUSEQ_HOST_DEVICE int64_t tail_begin() const { return cu_seqlens[n_seqs]; }
+};
+
+// The segments of a row, which may be longer than their sequences: what is left of one is padding.
+struct Segments {
+  SeqLens seqlens{};  // where they lie in memory
+  const int32_t* cu_seqlens_real =
+      nullptr;  // offsets of the real tokens; null: there is no padding
+  int64_t total_tokens = 0;
+
+  // Where the real tokens of a segment end, inside it and the row whatever the offsets hold.
+  CUSEQ_HOST_DEVICE int64_t real_end(int64_t segment) const {
+    int64_t end = seqlens.begin(segment + 1);
+    if (end > total_tokens) end = total_tokens;
+    if (cu_seqlens_real == nullptr) return end;
+    const int64_t real = seqlens.begin(segment) + cu_seqlens_real[segment + 1] -
+                         static_cast<int64_t>(cu_seqlens_real[segment]);
+    return real < end ? real : end;
+  }
+
+  CUSEQ_HOST_DEVICE bool is_real(int64_t token, int64_t segment) const {
+    return segment < seqlens.n_seqs && token >= seqlens.begin(segment) && token < real_end(segment);
+  }
+
+  // Where the real token number `rank` lies, or -1 if there are not so many.
+  CUSEQ_HOST_DEVICE int64_t place_of(int64_t rank) const {
+    const SeqLens real{cu_seqlens_real, seqlens.n_seqs};
+    const int64_t segment = real.segment_of(rank);
+    if (segment >= seqlens.n_seqs || rank < real.begin(segment)) return -1;
+    const int64_t place = seqlens.begin(segment) + rank - real.begin(segment);
+    return is_real(place, segment) ? place : -1;
+  }
+
+  // The other way round: which of the real tokens lies there, or -1.
+  CUSEQ_HOST_DEVICE int64_t rank_of(int64_t token) const {
+    const int64_t segment = seqlens.segment_of(token);
+    if (!is_real(token, segment)) return -1;
+    return cu_seqlens_real[segment] + token - seqlens.begin(segment);
+  }
 
   // True where a label would ask for a prediction across a boundary. Unshifted labels sit on the
   // token itself, so the first of a sequence has no predecessor; shifted ones sit on the token
-  // before, so the last has no successor. Tail tokens never carry a label.
+  // before, so the last has no successor. Padding and tail never carry a label.
   CUSEQ_HOST_DEVICE bool label_crosses_boundary(int64_t token, bool shifted) const {
-    if (token >= tail_begin()) {
-      return true;
-    }
-    const int64_t segment = segment_of(token);
-    if (segment >= n_seqs) return true;  // only offsets that do not start at 0 lead here
-    return shifted ? token + 1 == cu_seqlens[segment + 1] : token == begin(segment);
+    const int64_t segment = seqlens.segment_of(token);
+    if (!is_real(token, segment)) return true;
+    return shifted ? token + 1 == real_end(segment) : token == seqlens.begin(segment);
   }
 };
 

@@ -68,6 +68,11 @@ def _(lengths, total_tokens, max_seqs, segment_multiple):
     return tuple(_int32(lengths, size) for size in shapes)
 
 
+@register_fake("cuseq::segment_rows")
+def _(cu_seqlens, cu_seqlens_padded, total_tokens):
+    return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
+
+
 @register_fake("cuseq::mask_rows")
 def _(mask, cu_seqlens, total_tokens, kind="nonzero"):
     return _int32(mask, total_tokens), _int32(mask, *mask.shape)
@@ -86,7 +91,7 @@ def _(position_ids, max_seqs=None, plane=None):
 
 
 @register_fake("cuseq::mask_boundary_labels")
-def _(labels, cu_seqlens, shifted=False, ignore_index=-100):
+def _(labels, cu_seqlens, shifted=False, ignore_index=-100, cu_seqlens_padded=None):
     return torch.empty_like(labels)
 
 

@@ -72,7 +72,17 @@ def varlen_attention(
     if one_by_one and not torch.compiler.is_compiling():
         packed._remember_offsets_on_host()
     out, _ = _ops.varlen_attention(
-        q, k, v, packed.cu_seqlens_static, packed.host_meta, causal, window, scale, None, spans
+        q,
+        k,
+        v,
+        packed.cu_seqlens_static,
+        packed.host_meta,
+        causal,
+        window,
+        scale,
+        None,
+        spans,
+        packed._padded_static,
     )
     return out
 

@@ -53,7 +53,9 @@ def mask_boundary_labels(
         max_seqs = max(len(lengths_or_layout), labels.numel())
         packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel(), max_seqs=max_seqs)
     packed = packed.to(labels.device)
-    return _ops.mask_boundary_labels(labels, packed.cu_seqlens_static, shifted, ignore_index)
+    return _ops.mask_boundary_labels(
+        labels, packed.cu_seqlens_static, shifted, ignore_index, packed._padded_static
+    )
 
 
 class PackingCollator:

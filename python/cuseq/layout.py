@@ -80,6 +80,7 @@ class PackedLayout:
         self._host_offsets: Tensor | None = None
         # The layout of the segments, where they are longer than their sequences.
         self._segments: PackedLayout | None = None
+        self._moe_padding_mask: Tensor | None = None
         # Of a padded batch: the slot of each token and the token of each slot.
         self._batch: tuple[Tensor, Tensor] | None = None
         # By spans, row_length and stream, once they were found to be right: the spans where the
@@ -336,6 +337,19 @@ class PackedLayout:
         return self if self._segments is None else self._segments
 
     @property
+    def _padded_static(self) -> Tensor | None:
+        return None if self._segments is None else self._segments.cu_seqlens_static
+
+    @property
+    def moe_padding_mask(self) -> Tensor:
+        """bool `[total_tokens]`, True on pads and tail, for the statistics of a router."""
+        if self._moe_padding_mask is None:
+            with _outside_inference_mode():
+                lengths = torch.nn.functional.pad(self.lengths, (0, 1))
+                self._moe_padding_mask = self.position_ids >= lengths[self.seq_ids]
+        return self._moe_padding_mask
+
+    @property
     def cu_seqlens_padded(self) -> Tensor:
         return self._physical.cu_seqlens
 
@@ -375,6 +389,11 @@ class PackedLayout:
         `packed`, the layout itself, goes with them, since the four names alone make compiled code
         fall back to bounds.
         """
+        if self._segments is not None:
+            raise ValueError(
+                "packed has padding between its sequences, which flash attention of transformers "
+                "would compute with: use cuseq.varlen_attention, or segment_multiple=1"
+            )
         return {
             "cu_seq_lens_q": self.cu_seqlens,
             "cu_seq_lens_k": self.cu_seqlens,
@@ -436,13 +455,13 @@ class PackedLayout:
         """
         if spans is not None or row_length is not None:
             spans = self._checked_spans(spans, row_length)
-        offsets, tokens = self.cu_seqlens_static, self._total_tokens
+        offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
         if torch.compiler.is_compiling():
             return _ops.packed_dense_mask(
-                offsets, tokens, True, causal, window, spans, None, row_length, dtype, finite
+                offsets, tokens, True, causal, window, spans, padded, row_length, dtype, finite
             )
         return _C.packed_dense_mask(
-            offsets, tokens, causal, window, spans, row_length, dtype, finite
+            offsets, tokens, causal, window, spans, padded, row_length, dtype, finite
         )
 
     def block_mask(
@@ -468,14 +487,22 @@ class PackedLayout:
         if spans is not None or row_length is not None:
             spans = self._checked_spans(spans, row_length)
         sizes = masks.block_sizes(block_size)
-        offsets, tokens = self.cu_seqlens_static, self._total_tokens
+        offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
         if torch.compiler.is_compiling():
-            ranges = _ops.packed_mask_ranges(offsets, tokens, True, causal, window, spans)
+            ranges = _ops.packed_mask_ranges(offsets, tokens, True, causal, window, spans, padded)
             parts = _ops.block_mask(ranges, row_length, *sizes)
             reads_end = not causal or spans is not None
             return masks.build_block_mask(ranges, parts, row_length, sizes, reads_end)
         return _C.packed_block_mask(
-            offsets, tokens, causal, window, spans, row_length, *sizes, masks.build_block_mask
+            offsets,
+            tokens,
+            causal,
+            window,
+            spans,
+            padded,
+            row_length,
+            *sizes,
+            masks.build_block_mask,
         )
 
     def xformers_bias(self, *, window: int | None = None) -> Any:
@@ -552,10 +579,13 @@ class PackedLayout:
                 ) from error
             if self._host_lengths is not None:
                 offsets = _ops.cu_seqlens(self._host_lengths)
-                _C.check_spans_and_rows(offsets, self._total_tokens, spans, row_length)
+                padded = None
+                if self._segments is not None:
+                    padded = _ops.cu_seqlens(self._segments._host_lengths)
+                _C.check_spans_and_rows(offsets, padded, self._total_tokens, spans, row_length)
             else:  # one sequence, as far as the host knows
                 offsets = torch.tensor([0, self._total_tokens], **host)
-                _C.check_spans_and_rows(offsets, self._total_tokens, spans, None)
+                _C.check_spans_and_rows(offsets, None, self._total_tokens, spans, None)
             if spans is None or self.device.type == "cpu":
                 return spans, spans
             if _capturing(self.device):

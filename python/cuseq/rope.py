@@ -198,7 +198,8 @@ def _offsets_of(packed: PackedLayout | None) -> tuple[Tensor | None, Tensor | No
         return None, None
     if not isinstance(packed, PackedLayout):
         raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
-    return packed.cu_seqlens_static, packed.host_meta
+    segments = packed._physical
+    return segments.cu_seqlens_static, segments.host_meta
 
 
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:

@@ -62,6 +62,8 @@ def split_by_tokens(
     budget = as_int(budget, "budget", least=1)
     total_multiple = as_int(total_multiple, "total_multiple", least=1)
     packed = _checked_layout(batch)
+    if packed.pads_between_sequences:
+        raise ValueError("packed must have no padding between its sequences to be split")
     passes = _passes(_host_lengths(packed), budget)
     fills = {"labels": IGNORE_INDEX, "input_ids": pad_token_id}
     return _parts(batch, packed, passes, total_multiple, fills)

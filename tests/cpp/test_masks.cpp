@@ -55,9 +55,9 @@ struct Pack {
 
   MaskRule rule() const {
     MaskRule rule;
-    rule.seqlens = {padded.data(), static_cast<int64_t>(padded.size()) - 1};
-    rule.total_tokens = static_cast<int64_t>(segment_of.size());
-    rule.cu_seqlens_real = real.data();
+    rule.segments.seqlens = {padded.data(), static_cast<int64_t>(padded.size()) - 1};
+    rule.segments.total_tokens = static_cast<int64_t>(segment_of.size());
+    rule.segments.cu_seqlens_real = real.data();
     rule.causal = causal;
     rule.window = window;
     rule.spans = spans.data();
@@ -82,9 +82,9 @@ TEST(MaskRule, KeysAreThoseOfThePairs) {
   for (int trial = 0; trial < 500; ++trial) {
     const Pack pack(random);
     const MaskRule rule = pack.rule();
-    for (int64_t query = 0; query < rule.total_tokens; ++query) {
-      const KeyRange keys = rule.keys_of(query, rule.seqlens.segment_of(query));
-      for (int64_t key = 0; key < rule.total_tokens; ++key) {
+    for (int64_t query = 0; query < rule.segments.total_tokens; ++query) {
+      const KeyRange keys = rule.keys_of(query, rule.segments.seqlens.segment_of(query));
+      for (int64_t key = 0; key < rule.segments.total_tokens; ++key) {
         ASSERT_EQ(keys.first <= key && key < keys.end, pack.sees(query, key))
             << "trial " << trial << ", query " << query << ", key " << key;
       }
@@ -101,18 +101,18 @@ TEST(MaskRule, WrongValuesStayInsideTheRow) {
     for (const auto& others : numbers) {
       for (const bool causal : {true, false}) {
         MaskRule rule;
-        rule.seqlens = {offsets.data(), 2};
-        rule.total_tokens = 8;
-        rule.cu_seqlens_real = others.data();
+        rule.segments.seqlens = {offsets.data(), 2};
+        rule.segments.total_tokens = 8;
+        rule.segments.cu_seqlens_real = others.data();
         rule.causal = causal;
         rule.spans = others.data();
         rule.n_spans = 1;
-        for (int64_t token = 0; token < rule.total_tokens; ++token) {
-          const KeyRange keys = rule.keys_of(token, rule.seqlens.segment_of(token));
+        for (int64_t token = 0; token < rule.segments.total_tokens; ++token) {
+          const KeyRange keys = rule.keys_of(token, rule.segments.seqlens.segment_of(token));
           EXPECT_GE(keys.first, 0);
           EXPECT_LE(keys.first, token);
           EXPECT_GT(keys.end, token);
-          EXPECT_LE(keys.end, rule.total_tokens);
+          EXPECT_LE(keys.end, rule.segments.total_tokens);
         }
       }
     }
@@ -124,14 +124,14 @@ TEST(BlockRange, IsThatOfThePairs) {
   for (int trial = 0; trial < 300; ++trial) {
     const Pack pack(random);
     const MaskRule rule = pack.rule();
-    const int64_t tokens = rule.total_tokens;
+    const int64_t tokens = rule.segments.total_tokens;
     const auto block = static_cast<int64_t>(1 + random() % 5);
     const int64_t begin = tokens == 0 ? 0 : static_cast<int64_t>(random() % tokens);
     const int64_t stop = std::min(begin + block, tokens);
     KeyRange any{tokens, 0};
     KeyRange all{0, tokens};
     for (int64_t query = begin; query < stop; ++query) {
-      const KeyRange keys = rule.keys_of(query, rule.seqlens.segment_of(query));
+      const KeyRange keys = rule.keys_of(query, rule.segments.seqlens.segment_of(query));
       any = {std::min(any.first, keys.first), std::max(any.end, keys.end)};
       all = {std::max(all.first, keys.first), std::min(all.end, keys.end)};
     }

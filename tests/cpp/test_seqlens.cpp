@@ -104,12 +104,13 @@ TEST(SeqLens, LabelsThatCrossABoundary) {
   for (const Pack& pack : packs()) {
     const std::vector<int64_t> segments = pack.segments();
     const int64_t tail = pack.view().n_seqs;
+    const cuseq::Segments whole{pack.view(), nullptr, pack.total_tokens};
     for (int64_t token = 0; token < pack.total_tokens; ++token) {
       const bool first = token == 0 || segments[token - 1] != segments[token];
       const bool last = token + 1 == pack.total_tokens || segments[token + 1] != segments[token];
       const bool in_tail = segments[token] == tail;
-      ASSERT_EQ(pack.view().label_crosses_boundary(token, false), in_tail || first);
-      ASSERT_EQ(pack.view().label_crosses_boundary(token, true), in_tail || last);
+      ASSERT_EQ(whole.label_crosses_boundary(token, false), in_tail || first);
+      ASSERT_EQ(whole.label_crosses_boundary(token, true), in_tail || last);
     }
   }
 }

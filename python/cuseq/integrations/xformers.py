@@ -24,6 +24,8 @@ def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Ten
         raise ImportError(
             "packed.xformers_bias needs xformers: pip install xformers, of a build for this torch"
         ) from error
+    if packed.pads_between_sequences:
+        raise ValueError("packed must have no padding between its sequences for an xformers bias")
     if packed.total_tokens == 0:
         raise ValueError("packed must have tokens for an xformers bias, got a row without any")
     lengths = packed._lengths_on_host().tolist()
