@@ -32,6 +32,10 @@ TORCH_LIBRARY(cuseq, m) {
   // csrc/ops/NAME.cpp
   m.def("lengths_from_padding_mask(Tensor mask, str kind=\"nonzero\") -> Tensor", pure);
   m.def(
+      "cp_rows(Tensor cu_seqlens, SymInt total_tokens, int cp_size, bool zigzag=True) -> "
+      "(Tensor tokens, Tensor places)",
+      pure);
+  m.def(
       "segment_rows(Tensor cu_seqlens, Tensor cu_seqlens_padded, SymInt total_tokens) -> "
       "(Tensor places, Tensor ranks)",
       pure);

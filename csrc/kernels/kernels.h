@@ -50,6 +50,12 @@ struct SegmentRowsArgs {
   int32_t* ranks = nullptr;   // [total_tokens], which of the real tokens each is; -1 on padding
 };
 
+struct CpRowsArgs {
+  ContextParallel deal;
+  int32_t* tokens = nullptr;  // [total_tokens], of each place of the dealt row
+  int32_t* places = nullptr;  // [total_tokens], of each token
+};
+
 struct TokenMetadataArgs {
   const int32_t* cu_seqlens = nullptr;  // [n_seqs + 1]
   int64_t n_seqs = 0;
@@ -125,6 +131,7 @@ void token_metadata(const TokenMetadataArgs& args);
 void lengths_from_padding_mask(const PaddingMaskArgs& args);
 void mask_rows(const MaskRowsArgs& args);
 void segment_rows(const SegmentRowsArgs& args);
+void cp_rows(const CpRowsArgs& args);
 void cu_seqlens_from_position_ids(const PositionIdsArgs& args);
 void mask_boundary_labels(const BoundaryLabelsArgs& args);
 }  // namespace cpu
@@ -136,6 +143,7 @@ void token_metadata(const TokenMetadataArgs& args, Stream stream);
 void lengths_from_padding_mask(const PaddingMaskArgs& args, Stream stream);
 void mask_rows(const MaskRowsArgs& args, Stream stream);
 void segment_rows(const SegmentRowsArgs& args, Stream stream);
+void cp_rows(const CpRowsArgs& args, Stream stream);
 void cu_seqlens_from_position_ids(const PositionIdsArgs& args, Stream stream);
 void mask_boundary_labels(const BoundaryLabelsArgs& args, Stream stream);
 }  // namespace cuda

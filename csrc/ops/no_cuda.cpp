@@ -29,6 +29,7 @@ TORCH_LIBRARY_IMPL(cuseq, CUDA, m) {
                            "lengths_from_padding_mask",
                            "mask_rows",
                            "segment_rows",
+                           "cp_rows",
                            "cu_seqlens_from_position_ids",
                            "mask_boundary_labels",
                            "gather_rows",

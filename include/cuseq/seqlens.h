@@ -156,6 +156,49 @@ struct Segments {
   }
 };
 
+// The tokens of a row as context parallelism deals them: each segment, and the tail, cut into
+// 2 * cp_size equal parts of which rank r has parts r and 2 * cp_size - 1 - r (zigzag), or into
+// cp_size of which it has part r. Ranks have their tokens in order, and lie one behind the other in
+// the dealt row.
+//
+// Worked example, lengths [8, 4] over 2 ranks, zigzag: rank 0 has 0 1 6 7 8 11, rank 1 2 3 4 5
+// 9 10.
+struct ContextParallel {
+  SeqLens segments{};
+  int64_t total_tokens = 0;
+  int64_t cp_size = 1;
+  bool zigzag = true;
+
+  CUSEQ_HOST_DEVICE int64_t length_of(int64_t segment) const {
+    const int64_t end = segment < segments.n_seqs ? segments.begin(segment + 1) : total_tokens;
+    return end - segments.begin(segment);
+  }
+
+  // Which token of the row is number `index` of a rank, of total_tokens / cp_size.
+  CUSEQ_HOST_DEVICE int64_t token_of(int64_t index, int64_t rank) const {
+    const int64_t segment = segments.segment_of(index * cp_size);
+    const int64_t begin = segments.begin(segment);
+    const int64_t length = length_of(segment);
+    const int64_t inside = index - begin / cp_size;
+    if (!zigzag) return begin + rank * (length / cp_size) + inside;
+    return begin + zigzag_position(inside, length, cp_size, rank);
+  }
+
+  // Where a token of the row lies in the dealt one.
+  CUSEQ_HOST_DEVICE int64_t dealt(int64_t token) const {
+    const int64_t segment = segments.segment_of(token);
+    const int64_t begin = segments.begin(segment);
+    const int64_t parts = zigzag ? 2 * cp_size : cp_size;
+    const int64_t part_length = length_of(segment) / parts;
+    if (part_length <= 0) return -1;  // no length that could be dealt
+    const int64_t part = (token - begin) / part_length;
+    const int64_t inside = token - begin - part * part_length;
+    const bool second = zigzag && part >= cp_size;
+    const int64_t rank = second ? parts - 1 - part : part;
+    return rank * (total_tokens / cp_size) + begin / cp_size + (second ? part_length : 0) + inside;
+  }
+};
+
 // Where a new sequence starts in a row of positions. Text positions step by exactly one inside a
 // sequence. A plane of multimodal positions repeats a value inside an image and jumps behind it, so
 // there only a drop, or two zeros in a row, is a restart.

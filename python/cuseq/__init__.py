@@ -10,6 +10,7 @@ from cuseq._rope_table import rope_table
 from cuseq._version import __version__ as __version__
 from cuseq.attention import varlen_attention
 from cuseq.collate import PackingCollator, mask_boundary_labels
+from cuseq.context_parallel import cp_join, cp_partition
 from cuseq.layout import PackedLayout
 from cuseq.masks import block_mask, dense_mask, mask_ranges
 from cuseq.ops import (
@@ -45,6 +46,8 @@ __all__ = [
     "build_info",
     "cache_stats",
     "clear_cache",
+    "cp_join",
+    "cp_partition",
     "cu_seqlens",
     "cu_seqlens_from_position_ids",
     "dense_mask",

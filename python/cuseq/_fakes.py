@@ -68,6 +68,11 @@ def _(lengths, total_tokens, max_seqs, segment_multiple):
     return tuple(_int32(lengths, size) for size in shapes)
 
 
+@register_fake("cuseq::cp_rows")
+def _(cu_seqlens, total_tokens, cp_size, zigzag=True):
+    return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
+
+
 @register_fake("cuseq::segment_rows")
 def _(cu_seqlens, cu_seqlens_padded, total_tokens):
     return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)

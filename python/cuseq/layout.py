@@ -22,7 +22,7 @@ _ops = torch.ops.cuseq
 
 Spans = Sequence[tuple[int, int]] | Tensor
 
-_NUM_SEQS, _MAX_SEQLEN, _TOTAL_TOKENS, _NUM_REAL_TOKENS = range(4)
+_NUM_SEQS, _MAX_SEQLEN, _TOTAL_TOKENS, _NUM_REAL_TOKENS, _STATUS, LENGTH_DIVISOR = range(6)
 
 
 class PackedLayout:
@@ -81,6 +81,8 @@ class PackedLayout:
         # The layout of the segments, where they are longer than their sequences.
         self._segments: PackedLayout | None = None
         self._moe_padding_mask: Tensor | None = None
+        # Of a rank's part of a row: positions in the whole sequences.
+        self._positions: Tensor | None = None
         # Of a padded batch: the slot of each token and the token of each slot.
         self._batch: tuple[Tensor, Tensor] | None = None
         # By spans, row_length and stream, once they were found to be right: the spans where the
@@ -346,7 +348,8 @@ class PackedLayout:
         if self._moe_padding_mask is None:
             with _outside_inference_mode():
                 lengths = torch.nn.functional.pad(self.lengths, (0, 1))
-                self._moe_padding_mask = self.position_ids >= lengths[self.seq_ids]
+                positions, segments = self._physical._token_metadata()
+                self._moe_padding_mask = positions >= lengths[segments]
         return self._moe_padding_mask
 
     @property
@@ -367,7 +370,7 @@ class PackedLayout:
 
     @property
     def position_ids(self) -> Tensor:
-        return self._physical._token_metadata()[0]
+        return self._physical._token_metadata()[0] if self._positions is None else self._positions
 
     @property
     def seq_ids(self) -> Tensor:
@@ -642,6 +645,8 @@ class PackedLayout:
             moved._copied_lengths = self._copied_lengths
         if self._segments is not None:
             moved._segments = self._segments._on(device)
+        if self._positions is not None:
+            moved._positions = self._positions.to(device)
         if self._batch is not None:
             slots, tokens = self._batch
             if self.device.type == "cpu" and device.type == "cuda":

@@ -89,7 +89,7 @@ def apply_rope(
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 128, device=q.device)
         >>> q, k = cuseq.apply_rope(q, k, cos, sin, packed=packed)
     """
-    offsets, meta = _offsets_of(packed)
+    offsets, meta, position_ids = _positions_of(packed, position_ids, layout, cp_size)
     call = _apply_rope_op if _ops_are_watched(q, k) else _C.apply_rope
     return call(
         q,
@@ -166,7 +166,7 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
-    offsets, meta = _offsets_of(packed)
+    offsets, meta, position_ids = _positions_of(packed, position_ids, layout, cp_size)
     call = _apply_qk_norm_rope_op if _ops_are_watched(q, k) else _C.apply_qk_norm_rope
     return call(
         q,
@@ -193,13 +193,24 @@ def apply_qk_norm_rope(
     )
 
 
-def _offsets_of(packed: PackedLayout | None) -> tuple[Tensor | None, Tensor | None]:
+def _positions_of(
+    packed: PackedLayout | None, position_ids: Tensor | None, layout: str, cp_size: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Offsets and host_meta of the segments in which positions restart, or positions."""
     if packed is None:
-        return None, None
+        return None, None, position_ids
     if not isinstance(packed, PackedLayout):
         raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
-    segments = packed._physical
-    return segments.cu_seqlens_static, segments.host_meta
+    if packed._positions is None:
+        segments = packed._physical
+        return segments.cu_seqlens_static, segments.host_meta, position_ids
+    if cp_size != 1 or position_ids is not None:
+        raise ValueError(
+            "packed is a rank's part of a row and has positions of its own: cp_size must be 1 and "
+            f"position_ids None, got cp_size = {cp_size}"
+        )
+    positions = packed._positions
+    return None, None, positions if layout == "thd" else positions.unsqueeze(0)
 
 
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:

@@ -1,0 +1,133 @@
+"""Packed rows over the ranks of context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+from cuseq.layout import LENGTH_DIVISOR, PackedLayout
+
+_ops = torch.ops.cuseq
+
+
+def cp_partition(
+    packed: PackedLayout, cp_size: int, cp_rank: int, *tensors: Tensor, zigzag: bool = True
+) -> tuple[PackedLayout | Tensor, ...]:
+    """One rank's part of a packed row: its layout and its tokens of each tensor.
+
+    Each segment is cut into `2 * cp_size` equal parts, and rank r has parts r and
+    `2 * cp_size - 1 - r`, so that causal attention costs all ranks the same (Megatron-Core,
+    TransformerEngine). Its real tokens stay in front of its pads.
+
+    Args:
+        packed: the layout of the whole row. Segments must be multiples of `2 * cp_size`
+            (`segment_multiple`), or of `cp_size` if not zigzag, and so must the tail.
+        cp_size: number of ranks.
+        cp_rank: which of them.
+        tensors: `[total_tokens, ...]` each.
+        zigzag: False gives each rank one part of each segment, in order.
+
+    Returns:
+        The rank's layout, whose `position_ids` are those in the whole sequences, and then its
+        `[total_tokens / cp_size, ...]` of each tensor, differentiable.
+
+    Raises:
+        ValueError: a length is no such multiple (with its index and value, where it is known on
+            the host), or a rank that there is not.
+
+    Never synchronises where lengths are known on the host; else it waits for their copy.
+    """
+    cp_rank = _rank(cp_rank, cp_size)
+    tokens, places, positions = _deal(packed, cp_size, zigzag)
+    own = packed.total_tokens // cp_size
+    mine = tokens[cp_rank * own : (cp_rank + 1) * own]
+    local = _local_layout(packed, cp_size, cp_rank, zigzag)
+    inverse = _places_of_rank(places, cp_rank, own)
+    local._positions = _ops.gather_rows([positions], mine, inverse, [own], 1, [0])[0]
+    dealt = _ops.gather_rows(tensors, mine, inverse, [own], 1, [0] * len(tensors))
+    return local, *dealt
+
+
+def cp_join(
+    packed: PackedLayout, cp_size: int, *tensors: Tensor, zigzag: bool = True
+) -> Tensor | tuple[Tensor, ...]:
+    """The whole row again, from the parts of all ranks: the inverse of `cp_partition`.
+
+    Args:
+        tensors: `[cp_size, total_tokens / cp_size, ...]` each, rank by rank, as an all-gather
+            stacks them.
+        packed, cp_size, zigzag: as for `cp_partition`; the layout of the whole row.
+
+    Returns:
+        `[total_tokens, ...]` of each, one for one, a tuple for several. Differentiable.
+    """
+    tokens, places, _ = _deal(packed, cp_size, zigzag)
+    total = packed.total_tokens
+    joined = _ops.gather_rows(tensors, places, tokens, [total], 2, [0] * len(tensors))
+    return joined[0] if len(joined) == 1 else tuple(joined)
+
+
+def _rank(cp_rank: int, cp_size: int) -> int:
+    if not 0 <= index(cp_rank) < cp_size:
+        raise ValueError(f"cp_rank must lie in [0, cp_size = {cp_size}), got {cp_rank}")
+    return cp_rank
+
+
+def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor, Tensor]:
+    segments = packed._physical
+    parts = 2 * cp_size if zigzag else cp_size
+    # Offsets on the host say which length it is; of others the divisor of all is known.
+    if segments._host_lengths is not None:
+        _check_lengths(segments._host_lengths.tolist(), parts, packed)
+    else:
+        divisor = _C.read_host_meta(segments.host_meta, LENGTH_DIVISOR)
+        tail = packed.total_tokens - segments.num_real_tokens
+        if divisor % parts != 0 or tail % parts != 0:
+            raise ValueError(
+                f"lengths and tail must be multiples of {parts} to be dealt to {cp_size} ranks, "
+                f"but {divisor} is all that the lengths have in common and the tail has {tail}"
+            )
+    tokens, places = _ops.cp_rows(segments.cu_seqlens_static, packed.total_tokens, cp_size, zigzag)
+    return tokens, places, segments.position_ids
+
+
+def _check_lengths(lengths: Sequence[int], parts: int, packed: PackedLayout) -> None:
+    for number, length in enumerate([*lengths, packed.total_tokens - sum(lengths)]):
+        if length % parts != 0:
+            name = f"lengths[{number}]" if number < len(lengths) else "the tail"
+            raise ValueError(
+                f"lengths and tail must be multiples of {parts}, so that every rank gets as much, "
+                f"got {name} = {length}: pad them by segment_multiple and total_multiple"
+            )
+
+
+def _places_of_rank(places: Tensor, cp_rank: int, own: int) -> Tensor:
+    """For each token of the row its place in this rank's part, or a number below 0."""
+    place = places - cp_rank * own
+    return place.masked_fill(place >= own, -1)
+
+
+def _local_layout(packed: PackedLayout, cp_size: int, cp_rank: int, zigzag: bool) -> PackedLayout:
+    host = packed._host_lengths is not None
+    lengths = packed._host_lengths if host else packed._all_lengths
+    segments = packed._physical
+    padded = segments._host_lengths if host else segments._all_lengths
+    if zigzag:
+        part = padded // (2 * cp_size)
+        zero = torch.zeros_like(part)
+        first = (lengths - cp_rank * part).clamp(zero, part)
+        second = (lengths - (2 * cp_size - 1 - cp_rank) * part).clamp(zero, part)
+        real = first + second
+    else:
+        part = padded // cp_size
+        real = (lengths - cp_rank * part).clamp(torch.zeros_like(part), part)
+    own = packed.total_tokens // cp_size
+    max_seqs = packed.cu_seqlens_static.shape[0] - 1
+    local = PackedLayout.from_lengths(real, own, max_seqs=max_seqs)
+    if packed.pads_between_sequences:
+        local._segments = PackedLayout.from_lengths(padded // cp_size, own, max_seqs=max_seqs)
+    return local.to(packed.device)
