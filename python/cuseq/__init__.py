@@ -27,7 +27,7 @@ from cuseq.ops import (
     seq_ids,
 )
 from cuseq.packing_plan import PackingPlan, bin_pack
-from cuseq.pad import pack, unpack
+from cuseq.pad import equalize_tokens, pack, run_packed, unpack
 from cuseq.rope import apply_qk_norm_rope, apply_rope
 from cuseq.sampler import PackedBatchSampler
 from cuseq.split import split_by_tokens
@@ -51,6 +51,7 @@ __all__ = [
     "cu_seqlens",
     "cu_seqlens_from_position_ids",
     "dense_mask",
+    "equalize_tokens",
     "forward_scope",
     "invalidate",
     "last_token_indices",
@@ -65,6 +66,7 @@ __all__ = [
     "packed_seq_ids",
     "position_ids",
     "rope_table",
+    "run_packed",
     "seq_ids",
     "split_by_tokens",
     "unpack",

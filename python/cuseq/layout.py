@@ -99,6 +99,8 @@ class PackedLayout:
         lengths: Sequence[int] | Tensor,
         total_tokens: int | None = None,
         *,
+        segment_multiple: int | Sequence[int] = 1,
+        total_multiple: int | Sequence[int] = 1,
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
@@ -108,6 +110,7 @@ class PackedLayout:
             lengths: ints, or int32 or int64 `[n_seqs]`, tokens.
             total_tokens: tokens of the row in memory; what the sequences leave is the tail. Default
                 the sum of the lengths, which, for lengths on a GPU, waits for their copy at once.
+            segment_multiple, total_multiple: as for `from_padding_mask`.
             max_seqs: capacity of `cu_seqlens_static`, default `total_tokens`. Give it where a row
                 may hold many sequences of length zero, or to make the buffer smaller.
             device: where the layout shall lie, default where the lengths lie.
@@ -118,7 +121,12 @@ class PackedLayout:
                 host value.
         """
         source = _as_tensor(lengths, "lengths")
-        return cls._build(source, total_tokens, max_seqs, device, from_cu_seqlens=False)
+        if segment_multiple == 1 and total_multiple == 1:
+            return cls._build(source, total_tokens, max_seqs, device, from_cu_seqlens=False)
+        layout = cls._build_segments(
+            source, total_tokens, segment_multiple, total_multiple, max_seqs
+        )
+        return layout.to(source.device if device is None else device)
 
     @classmethod
     def from_cu_seqlens(
@@ -600,6 +608,31 @@ class PackedLayout:
             flat, _ = _C.copy_to_device(spans.view(-1), _empty(), self.device)
             return flat.view(-1, 2), spans
 
+    def with_total_tokens(self, total_tokens: int) -> PackedLayout:
+        """The same sequences in a longer row: what is added is tail. Never synchronises."""
+        if total_tokens < self._total_tokens:
+            raise ValueError(
+                f"total_tokens must be at least the row's {self._total_tokens}, got {total_tokens}"
+            )
+        if total_tokens == self._total_tokens:
+            return self
+        max_seqs = max(self.cu_seqlens_static.shape[0] - 1, total_tokens)
+
+        def longer(packed: PackedLayout) -> PackedLayout:
+            known = packed._host_lengths is not None
+            lengths = packed._host_lengths if known else packed._all_lengths
+            made = PackedLayout.from_lengths(lengths, total_tokens, max_seqs=max_seqs)
+            return made.to(packed.device)
+
+        packed = longer(self)
+        if self._segments is not None:
+            packed._segments = longer(self._segments)
+        if self._batch is not None:
+            slots, tokens = self._batch
+            more = total_tokens - self._total_tokens
+            packed._batch = torch.nn.functional.pad(slots, (0, more), value=-1), tokens
+        return packed
+
     # ----------------------------------------------------------------------------- moved about
 
     def to(self, device: torch.device | str | int, non_blocking: bool = True) -> PackedLayout:
@@ -661,20 +694,38 @@ class PackedLayout:
         """This layout in pinned memory, as DataLoader asks for it. Itself where it is on a GPU."""
         if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
             return self
-        return PackedLayout(
+        pinned = PackedLayout(
             self._all_lengths.pin_memory(),
             self.cu_seqlens_static.pin_memory(),
             self.host_meta,
             self._total_tokens,
             self._num_sequences,
         )
+        if self._segments is not None:
+            pinned._segments = self._segments.pin_memory()
+        if self._batch is not None:
+            pinned._batch = tuple(tensor.pin_memory() for tensor in self._batch)
+        if self._positions is not None:
+            pinned._positions = self._positions.pin_memory()
+        return pinned
 
     def __reduce__(self):
         self.wait()  # lengths that are wrong must not arrive as right ones
-        # Lengths as bytes: a tensor would cost a DataLoader worker a shared-memory file each.
-        lengths = array("i", self.lengths.tolist()).tobytes()
         max_seqs = self.cu_seqlens_static.shape[0] - 1
-        return _restore, (lengths, self._total_tokens, max_seqs, str(self.device))
+        segments = None if self._segments is None else _as_bytes(self._segments.lengths)
+        batch = (
+            None if self._batch is None else (*map(_as_bytes, self._batch), self._batch[1].shape)
+        )
+        positions = None if self._positions is None else _as_bytes(self._positions)
+        return _restore, (
+            _as_bytes(self.lengths),
+            self._total_tokens,
+            max_seqs,
+            str(self.device),
+            segments,
+            batch,
+            positions,
+        )
 
     def __copy__(self) -> PackedLayout:
         return self  # immutable
@@ -693,9 +744,36 @@ class PackedLayout:
         )
 
 
-def _restore(lengths: bytes, total_tokens: int, max_seqs: int, device: str) -> PackedLayout:
-    source = torch.frombuffer(bytearray(lengths), dtype=torch.int32) if lengths else _empty()
-    return PackedLayout.from_lengths(source, total_tokens, max_seqs=max_seqs, device=device)
+def _as_bytes(numbers: Tensor) -> bytes:
+    """A tensor would cost a DataLoader worker a shared-memory file each."""
+    return array("i", numbers.flatten().tolist()).tobytes()
+
+
+def _from_bytes(numbers: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(numbers), dtype=torch.int32) if numbers else _empty()
+
+
+def _restore(
+    lengths: bytes,
+    total_tokens: int,
+    max_seqs: int,
+    device: str,
+    segments: bytes | None,
+    batch: tuple[bytes, bytes, torch.Size] | None,
+    positions: bytes | None,
+) -> PackedLayout:
+    def layout_of(numbers: bytes) -> PackedLayout:
+        return PackedLayout.from_lengths(_from_bytes(numbers), total_tokens, max_seqs=max_seqs)
+
+    packed = layout_of(lengths)
+    if segments is not None:
+        packed._segments = layout_of(segments)
+    if batch is not None:
+        slots, tokens, shape = batch
+        packed._batch = _from_bytes(slots), _from_bytes(tokens).view(shape)
+    if positions is not None:
+        packed._positions = _from_bytes(positions)
+    return packed.to(device)
 
 
 def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:

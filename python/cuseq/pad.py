@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cuseq.collate import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
@@ -71,3 +73,80 @@ def _fills(fill: Fill | Sequence[Fill], count: int) -> list[Fill]:
 
 def _one_or_all(tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def run_packed(
+    model: Callable[..., Any],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    segment_multiple: int | Sequence[int] = 1,
+    total_multiple: int | Sequence[int] = 1,
+    **tensors: Tensor,
+) -> Any:
+    """Runs a model that takes packed rows on a padded batch, and gives back a padded batch.
+
+    For callers that speak BSHD: no pad is computed with, real tokens get what the padded run would
+    give them, gradients included.
+
+    Args:
+        model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and the tensors,
+            as transformers' models with `attn_implementation="cuseq"` are.
+        input_ids: `[batch, seqlen]`.
+        attention_mask, segment_multiple, total_multiple: as for `PackedLayout.from_padding_mask`.
+        tensors: more of the model's arguments, `[batch, seqlen, ...]`. `labels` get -100 on pads
+            and on the first token of each sequence, which no other one predicts.
+
+    Returns:
+        What the model returns, where `logits`, `last_hidden_state` and the `hidden_states` of a
+        transformers' output, or a tensor, are `[batch, seqlen, ...]` with zeros on the padding.
+    """
+    packed = PackedLayout.from_padding_mask(attention_mask, segment_multiple, total_multiple)
+    fills = [0] + [IGNORE_INDEX if name == "labels" else 0 for name in tensors]
+    rows = _as_tuple(pack(packed, input_ids, *tensors.values(), fill=fills))
+    named = {name: row.unsqueeze(0) for name, row in zip(tensors, rows[1:], strict=True)}
+    if "labels" in named:
+        named["labels"] = mask_boundary_labels(named["labels"], packed)
+    out = model(
+        input_ids=rows[0].unsqueeze(0),
+        position_ids=packed.position_ids.long().unsqueeze(0),
+        packed=packed,
+        **named,
+    )
+    if isinstance(out, Tensor):
+        return unpack(packed, out.squeeze(0))
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(out.get(name), Tensor):
+            out[name] = unpack(packed, out[name].squeeze(0))
+    if out.get("hidden_states") is not None:
+        states = [state.squeeze(0) for state in out["hidden_states"]]
+        out["hidden_states"] = _as_tuple(unpack(packed, *states))
+    return out
+
+
+def _as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (tensors,) if isinstance(tensors, Tensor) else tensors
+
+
+def equalize_tokens(
+    packed: PackedLayout | None, group: torch.distributed.ProcessGroup | None = None
+) -> PackedLayout | None:
+    """The layout in a row as long as the longest of all ranks, which HybridEP and others need.
+
+    One all-reduce of one integer. Where rows have a fixed total (`pad_to`), none is needed.
+
+    Args:
+        packed: this rank's layout; None is handed through, without a word to the others.
+        group: whose ranks, default all. Over NCCL the number comes back by a synchronisation;
+            over gloo nothing touches the GPU.
+
+    Returns:
+        The layout with a longer tail; the same one where it is as long already.
+    """
+    if packed is None:
+        return None
+    backend = torch.distributed.get_backend(group)
+    device = packed.device if backend == "nccl" else torch.device("cpu")
+    total = torch.tensor(packed.total_tokens, device=device)
+    torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group)
+    return packed.with_total_tokens(int(total.item()))
