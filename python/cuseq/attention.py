@@ -69,8 +69,11 @@ def varlen_attention(
     one_by_one = (
         spans is not None or (window is not None and not causal) or q.dtype == torch.float64
     )
-    if one_by_one and not torch.compiler.is_compiling():
-        packed._remember_offsets_on_host()
+    if not torch.compiler.is_compiling():
+        if one_by_one:
+            packed._remember_offsets_on_host()
+        if packed._segments is not None:
+            packed._segments.wait()
     out, _ = _ops.varlen_attention(
         q,
         k,

@@ -182,12 +182,12 @@ class PackedLayout:
         real, kind = _real_tokens(mask, true_is_pad)
         lengths = _ops.lengths_from_padding_mask(real, kind)
         layout = cls._build_segments(lengths, pad_to, segment_multiple, total_multiple, max_seqs)
-        real = real.to(layout.device)  # away from the GPU where its lengths had to be waited for
+        layout = layout.to(mask.device)  # from the host, where lengths had to be waited for
         with _outside_inference_mode():
             layout._batch = _ops.mask_rows(
                 real, layout._physical.cu_seqlens_static, layout.total_tokens, kind
             )
-        return layout.to(mask.device if device is None else device)
+        return layout if device is None else layout.to(device)
 
     @classmethod
     def from_position_ids(
@@ -301,9 +301,13 @@ class PackedLayout:
         Only a layout whose lengths came from a GPU can make it wait, once, for one small copy.
         """
         _C.read_host_meta(self.host_meta, _NUM_SEQS)
+        if self._segments is not None:
+            self._segments.wait()
         return self
 
     def _host_value(self, slot: int) -> int:
+        if self._segments is not None:
+            self._segments.wait()  # they may not fit where their sequences do
         return _C.read_host_meta(self.host_meta, slot)
 
     @property
@@ -778,6 +782,11 @@ def _restore(
 
 def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
     """The mask `[batch, seqlen]` of real tokens, and how its elements say so."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"mask must be a tensor, got {type(mask).__name__}: without one give lengths, by "
+            "PackedLayout.from_lengths"
+        )
     if mask.dim() == 4:
         if mask.shape[-1] != mask.shape[-2] or mask.shape[1] < 1:
             raise ValueError(
@@ -785,6 +794,10 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
             )
         mask = mask[:, 0].diagonal(dim1=-2, dim2=-1)
         if mask.is_floating_point():
+            if true_is_pad:
+                raise ValueError(
+                    "true_is_pad must be False for an additive mask, whose negative elements hide"
+                )
             return mask, "additive"
     return mask, "zero" if true_is_pad else "nonzero"
 

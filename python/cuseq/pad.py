@@ -37,6 +37,12 @@ def pack(
     if packed is None:
         return _one_or_all(tensors)
     slots, tokens = packed._batch_rows()
+    for number, tensor in enumerate(tensors):
+        if tensor.shape[:2] != tokens.shape:
+            raise ValueError(
+                f"tensors[{number}] must be [batch, seqlen, ...] with batch and seqlen as in the "
+                f"layout's mask, {list(tokens.shape)}, got shape {list(tensor.shape)}"
+            )
     packed_tensors = _ops.gather_rows(
         tensors, slots, tokens.view(-1), [packed.total_tokens], 2, _fills(fill, len(tensors))
     )

@@ -61,6 +61,27 @@ CASES = {
     "packed_cu_seqlens": lengths_cases,
     "packed_position_ids": lambda d: lengths_cases(d, 6),
     "packed_seq_ids": lambda d: lengths_cases(d, 6),
+    "segment_metadata": lambda d: [
+        (ints(d, [2, 3]), 12, 4, 4),
+        (ints(d, [], torch.int64), 0, 0, 2),
+    ],
+    "mask_rows": lambda d: [
+        (ints(d, [[1, 1, 0], [1, 0, 1]]), ints(d, [0, 2, 4], torch.int32), 6),
+        (ints(d, [[0, 1]], torch.bool), ints(d, [0, 4], torch.int32), 4, "zero"),
+        (
+            torch.tensor([[0.0, -1.0]], device=d),
+            ints(d, [0, 1], torch.int32),
+            1,
+            "additive",
+        ),
+    ],
+    "segment_rows": lambda d: [
+        (ints(d, [0, 2, 5], torch.int32), ints(d, [0, 4, 8], torch.int32), 9),
+    ],
+    "cp_rows": lambda d: [
+        (ints(d, [0, 4, 8], torch.int32), 12, 2),
+        (ints(d, [0, 4, 8], torch.int32), 10, 2, False),
+    ],
     "mask_ranges": lambda d: [
         *lengths_cases(d, 6),
         (ints(d, [0, 2, 5], torch.int32), 6, True, False, 2, ints(d, [[2, 4]], torch.int32)),

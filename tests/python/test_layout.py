@@ -98,7 +98,7 @@ def test_a_mask_says_the_same(lengths, left, device):
     for row, length in zip(mask, lengths, strict=True):
         row[6 - length if left else 0 :][:length] = True
     total = sum(lengths) + 2
-    layout = PackedLayout.from_padding_mask(mask.to(device), total_tokens=total, max_seqs=9)
+    layout = PackedLayout.from_padding_mask(mask.to(device), pad_to=total, max_seqs=9)
     check(layout, lengths, total, 9, device)
 
 

@@ -155,7 +155,7 @@ def test_device_lengths_wait_once(make, cuda):
         "from_lengths": lambda: PackedLayout.from_lengths(lengths, TOTAL),
         "from_cu_seqlens": lambda: PackedLayout.from_cu_seqlens(offsets, TOTAL),
         "from_position_ids": lambda: PackedLayout.from_position_ids(ids),
-        "mask": lambda: PackedLayout.from_padding_mask(mask, total_tokens=TOTAL),
+        "mask": lambda: PackedLayout.from_padding_mask(mask, pad_to=TOTAL),
     }
     labels = torch.arange(TOTAL, device=cuda)
     assert waits(makers[make]) == Counter()
