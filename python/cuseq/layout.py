@@ -355,6 +355,14 @@ class PackedLayout:
         return None if self._segments is None else self._segments.cu_seqlens_static
 
     @property
+    def seq_idx(self) -> Tensor:
+        """int32 `[1, total_tokens]`, the sequence of each token, -1 on pads and tail.
+
+        As causal-conv1d and Mamba-2 take it, for whom negative is padding.
+        """
+        return self.seq_ids.masked_fill(self.moe_padding_mask, -1).unsqueeze(0)
+
+    @property
     def moe_padding_mask(self) -> Tensor:
         """bool `[total_tokens]`, True on pads and tail, for the statistics of a router."""
         if self._moe_padding_mask is None:
