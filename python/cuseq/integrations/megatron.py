@@ -16,7 +16,7 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
 
     Args:
         packed: the layout. Attention reads the real lengths from `cu_seqlens_q` and `_kv`, where
-            segments lie from `cu_seqlens_q_padded` and `_kv_padded`, None where there is no padding.
+            segments lie from `cu_seqlens_q_padded` and `_kv_padded`, None without padding.
         more: further fields, such as `cp_group`.
 
     Raises:
