@@ -11,7 +11,7 @@
 #   PYTHON    the interpreter with torch (python3)
 #   OUT       a folder that takes at most a few files: gets results.tar.gz and summary.txt; without
 #             it, results go to benchmarks/results/DATE
-#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks training_step)
+#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks thd training_step)
 #   PEERS     the folder with the peers' packages for rope, masks and training_step (.peers)
 #   TOKENS    row lengths of the training step (the benchmark's own choice)
 #   CUSEQ_COMMIT  the commit to name in the results, where there is no .git
@@ -28,7 +28,7 @@ for stage in "${stages[@]}"; do
     exit 2
   fi
 done
-read -ra benches <<<"${BENCHES:-metadata cache attention rope masks training_step}"
+read -ra benches <<<"${BENCHES:-metadata cache attention rope masks thd training_step}"
 read -ra tokens <<<"${TOKENS:-}"
 
 stamp=$(date +%Y-%m-%d-%H%M%S)
