@@ -25,8 +25,8 @@ TORCH_LIBRARY(cuseq, m) {
   m.def("position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
   m.def("seq_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
   m.def(
-      "token_metadata(Tensor cu_seqlens, SymInt total_tokens) -> "
-      "(Tensor position_ids, Tensor seq_ids)",
+      "token_metadata(Tensor cu_seqlens, SymInt total_tokens, Tensor? cu_seqlens_padded=None) -> "
+      "(Tensor position_ids, Tensor seq_ids, Tensor is_pad)",
       pure);
 
   // csrc/ops/NAME.cpp
@@ -41,7 +41,7 @@ TORCH_LIBRARY(cuseq, m) {
       pure);
   m.def(
       "mask_rows(Tensor mask, Tensor cu_seqlens, SymInt total_tokens, str kind=\"nonzero\") -> "
-      "(Tensor slots, Tensor tokens)",
+      "(Tensor slots, Tensor tokens, Tensor position_ids, Tensor seq_ids, Tensor is_pad)",
       pure);
   m.def(
       "cu_seqlens_from_position_ids(Tensor position_ids, SymInt? max_seqs=None, int? plane=None) "

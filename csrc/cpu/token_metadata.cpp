@@ -8,15 +8,15 @@
 namespace cuseq::cpu {
 
 void token_metadata(const TokenMetadataArgs& args) {
-  const SeqLens seqlens{args.cu_seqlens, args.n_seqs};
+  const SeqLens& seqlens = args.segments.seqlens;
   constexpr int64_t kGrain = 1 << 14;
-  at::parallel_for(0, args.total_tokens, kGrain, [&](int64_t first, int64_t last) {
+  at::parallel_for(0, args.segments.total_tokens, kGrain, [&](int64_t first, int64_t last) {
     int64_t token = first;
     while (token < last) {
       const int64_t segment = seqlens.segment_of(token);
       const int64_t begin = seqlens.begin(segment);
       const int64_t end =
-          segment < args.n_seqs ? std::min<int64_t>(seqlens.begin(segment + 1), last) : last;
+          segment < seqlens.n_seqs ? std::min<int64_t>(seqlens.begin(segment + 1), last) : last;
       // At least one step, so that offsets that do not ascend cannot hold the loop.
       const int64_t stop = std::max(end, token + 1);
       for (; token < stop; ++token) {
@@ -24,6 +24,7 @@ void token_metadata(const TokenMetadataArgs& args) {
           args.position_ids[token] = static_cast<int32_t>(token - begin);
         }
         if (args.seq_ids != nullptr) args.seq_ids[token] = static_cast<int32_t>(segment);
+        if (args.is_pad != nullptr) args.is_pad[token] = !args.segments.is_real(token, segment);
       }
     }
   });

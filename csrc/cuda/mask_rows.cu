@@ -25,6 +25,10 @@ __global__ void __launch_bounds__(kThreads)
   const bool is_tail = row == mask.rows;
   const int64_t end =
       is_tail ? args.total_tokens : inside(args.cu_seqlens[row + 1], args.total_tokens);
+  for (int64_t own = begin + threadIdx.x; own < end; own += kThreads) {
+    args.position_ids[own] = static_cast<int32_t>(own - begin);
+    args.seq_ids[own] = static_cast<int32_t>(row);
+  }
   int64_t token = begin;
   for (int64_t first = 0; !is_tail && first < mask.cols; first += kThreads) {
     const int64_t col = first + threadIdx.x;
@@ -38,11 +42,17 @@ __global__ void __launch_bounds__(kThreads)
     if (col < mask.cols) {
       const int64_t slot = row * mask.cols + col;
       args.tokens[slot] = has_token ? static_cast<int32_t>(token + before) : -1;
-      if (has_token) args.slots[token + before] = static_cast<int32_t>(slot);
+      if (has_token) {
+        args.slots[token + before] = static_cast<int32_t>(slot);
+        args.is_pad[token + before] = false;
+      }
     }
     token += all;
   }
-  for (int64_t pad = token + threadIdx.x; pad < end; pad += kThreads) args.slots[pad] = -1;
+  for (int64_t pad = token + threadIdx.x; pad < end; pad += kThreads) {
+    args.slots[pad] = -1;
+    args.is_pad[pad] = true;
+  }
 }
 
 }  // namespace

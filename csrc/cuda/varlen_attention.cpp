@@ -225,9 +225,7 @@ Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t tota
   Tensor positions = at::empty({total_tokens}, offsets.options());
   Tensor segments = at::empty({total_tokens}, offsets.options());
   TokenMetadataArgs args;
-  args.cu_seqlens = offsets.const_data_ptr<int32_t>();
-  args.n_seqs = offsets.size(0) - 1;
-  args.total_tokens = total_tokens;
+  args.segments = segments_of(offsets, std::nullopt, total_tokens);
   args.position_ids = positions.mutable_data_ptr<int32_t>();
   args.seq_ids = segments.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(token_metadata, offsets, args);

@@ -57,11 +57,11 @@ struct CpRowsArgs {
 };
 
 struct TokenMetadataArgs {
-  const int32_t* cu_seqlens = nullptr;  // [n_seqs + 1]
-  int64_t n_seqs = 0;
-  int64_t total_tokens = 0;
-  int32_t* position_ids = nullptr;  // [total_tokens] or null
-  int32_t* seq_ids = nullptr;       // [total_tokens] or null
+  Segments segments{};
+  // [total_tokens] each, or null
+  int32_t* position_ids = nullptr;
+  int32_t* seq_ids = nullptr;
+  bool* is_pad = nullptr;
 };
 
 // Which elements of a mask stand for real tokens.
@@ -91,13 +91,17 @@ struct PaddingMaskArgs {
   int32_t* lengths = nullptr;  // [rows]
 };
 
-// Where each slot of a padded batch lies in the packed row, and the other way round.
+// Where each slot of a padded batch lies in the packed row, the other way round, and what there is to
+// say about each token on the way.
 struct MaskRowsArgs {
   PaddingMaskArgs mask;                 // its lengths are not written
   const int32_t* cu_seqlens = nullptr;  // [rows + 1], of the segments
   int64_t total_tokens = 0;
   int32_t* slots = nullptr;   // [total_tokens], row * cols + col of each token, -1 on pads and tail
   int32_t* tokens = nullptr;  // [rows, cols], token of each slot, -1 where there is none
+  int32_t* position_ids = nullptr;  // [total_tokens], in the segment; the tail restarts
+  int32_t* seq_ids = nullptr;       // [total_tokens], rows on the tail
+  bool* is_pad = nullptr;           // [total_tokens]
 };
 
 struct PositionIdsArgs {

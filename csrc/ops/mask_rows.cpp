@@ -1,4 +1,5 @@
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "ops/checks.h"
@@ -8,9 +9,12 @@
 namespace cuseq {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> mask_rows_kernel(const at::Tensor& mask,
-                                                    const at::Tensor& cu_seqlens,
-                                                    int64_t total_tokens, c10::string_view kind) {
+using Tensor = at::Tensor;
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mask_rows_kernel(const Tensor& mask,
+                                                                    const Tensor& cu_seqlens,
+                                                                    int64_t total_tokens,
+                                                                    c10::string_view kind) {
   MaskRowsArgs args;
   args.mask = padding_mask_args(mask, kind);
   check_offsets(cu_seqlens);
@@ -22,14 +26,20 @@ std::tuple<at::Tensor, at::Tensor> mask_rows_kernel(const at::Tensor& mask,
   TORCH_CHECK_VALUE(cu_seqlens.device() == mask.device(),
                     "cu_seqlens must lie where mask does, on ", mask.device(), ", got ",
                     cu_seqlens.device());
-  at::Tensor slots = at::empty({total_tokens}, int32_on(mask));
-  at::Tensor tokens = at::empty({mask.size(0), mask.size(1)}, int32_on(mask));
+  const Tensor slots = at::empty({total_tokens}, int32_on(mask));
+  const Tensor tokens = at::empty({mask.size(0), mask.size(1)}, int32_on(mask));
+  const Tensor position_ids = at::empty_like(slots);
+  const Tensor seq_ids = at::empty_like(slots);
+  const Tensor is_pad = at::empty_like(slots, slots.options().dtype(at::kBool));
   args.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>();
   args.total_tokens = total_tokens;
   args.slots = slots.mutable_data_ptr<int32_t>();
   args.tokens = tokens.mutable_data_ptr<int32_t>();
+  args.position_ids = position_ids.mutable_data_ptr<int32_t>();
+  args.seq_ids = seq_ids.mutable_data_ptr<int32_t>();
+  args.is_pad = is_pad.mutable_data_ptr<bool>();
   CUSEQ_RUN(mask_rows, mask, args);
-  return {slots, tokens};
+  return {slots, tokens, position_ids, seq_ids, is_pad};
 }
 
 }  // namespace

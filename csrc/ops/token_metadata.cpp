@@ -1,5 +1,6 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include "cuseq/ops.h"
@@ -10,14 +11,6 @@
 namespace cuseq {
 namespace {
 
-TokenMetadataArgs arguments_of(const at::Tensor& offsets, int64_t total_tokens) {
-  TokenMetadataArgs args;
-  args.cu_seqlens = offsets.const_data_ptr<int32_t>();
-  args.n_seqs = offsets.size(0) - 1;
-  args.total_tokens = total_tokens;
-  return args;
-}
-
 at::Tensor per_token(const at::Tensor& lengths, int64_t total_tokens,
                      int32_t* TokenMetadataArgs::* output) {
   check_vector(lengths, "lengths");
@@ -25,7 +18,8 @@ at::Tensor per_token(const at::Tensor& lengths, int64_t total_tokens,
   check_length_values(lengths, total_tokens);
   const at::Tensor offsets = cu_seqlens(lengths);
   at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
-  TokenMetadataArgs args = arguments_of(offsets, total_tokens);
+  TokenMetadataArgs args;
+  args.segments = segments_of(offsets, std::nullopt, total_tokens);
   args.*output = out.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(token_metadata, lengths, args);
   return out;
@@ -39,18 +33,23 @@ at::Tensor seq_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
   return per_token(lengths, total_tokens, &TokenMetadataArgs::seq_ids);
 }
 
-std::tuple<at::Tensor, at::Tensor> token_metadata_kernel(const at::Tensor& offsets,
-                                                         int64_t total_tokens) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> token_metadata_kernel(
+    const at::Tensor& offsets, int64_t total_tokens,
+    const std::optional<at::Tensor>& cu_seqlens_padded) {
   check_offsets(offsets);
   check_tokens(total_tokens);
   check_offset_values(offsets, total_tokens);
-  at::Tensor positions = at::empty({total_tokens}, int32_on(offsets));
-  at::Tensor segments = at::empty({total_tokens}, int32_on(offsets));
-  TokenMetadataArgs args = arguments_of(offsets, total_tokens);
+  check_padded_offsets(cu_seqlens_padded, offsets, total_tokens);
+  const at::Tensor positions = at::empty({total_tokens}, int32_on(offsets));
+  const at::Tensor sequences = at::empty_like(positions);
+  const at::Tensor is_pad = at::empty_like(positions, positions.options().dtype(at::kBool));
+  TokenMetadataArgs args;
+  args.segments = segments_of(offsets, cu_seqlens_padded, total_tokens);
   args.position_ids = positions.mutable_data_ptr<int32_t>();
-  args.seq_ids = segments.mutable_data_ptr<int32_t>();
+  args.seq_ids = sequences.mutable_data_ptr<int32_t>();
+  args.is_pad = is_pad.mutable_data_ptr<bool>();
   CUSEQ_RUN(token_metadata, offsets, args);
-  return {positions, segments};
+  return {positions, sequences, is_pad};
 }
 
 }  // namespace

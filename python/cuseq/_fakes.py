@@ -16,6 +16,11 @@ def _int32(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
+def _of_tokens(like: Tensor, total_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = _int32(like, total_tokens)
+    return numbers, torch.empty_like(numbers), torch.empty_like(numbers, dtype=torch.bool)
+
+
 @register_fake("cuseq::cu_seqlens")
 def _(lengths):
     return _int32(lengths, lengths.shape[0] + 1)
@@ -58,8 +63,8 @@ def _(lengths, total_tokens):
 
 
 @register_fake("cuseq::token_metadata")
-def _(cu_seqlens, total_tokens):
-    return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
+def _(cu_seqlens, total_tokens, cu_seqlens_padded=None):
+    return _of_tokens(cu_seqlens, total_tokens)
 
 
 @register_fake("cuseq::segment_metadata")
@@ -80,7 +85,8 @@ def _(cu_seqlens, cu_seqlens_padded, total_tokens):
 
 @register_fake("cuseq::mask_rows")
 def _(mask, cu_seqlens, total_tokens, kind="nonzero"):
-    return _int32(mask, total_tokens), _int32(mask, *mask.shape)
+    slots, tokens = _int32(mask, total_tokens), _int32(mask, *mask.shape)
+    return slots, tokens, *_of_tokens(mask, total_tokens)
 
 
 @register_fake("cuseq::lengths_from_padding_mask")

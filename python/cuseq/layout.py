@@ -76,11 +76,11 @@ class PackedLayout:
         self._num_sequences = num_sequences
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
-        self._tokens: tuple[Tensor, Tensor] | None = None
+        self._tokens: tuple[Tensor, Tensor, Tensor] | None = None
         self._host_offsets: Tensor | None = None
         # The layout of the segments, where they are longer than their sequences.
         self._segments: PackedLayout | None = None
-        self._moe_padding_mask: Tensor | None = None
+        self._seq_idx: Tensor | None = None
         # Of a rank's part of a row: positions in the whole sequences.
         self._positions: Tensor | None = None
         # Of a padded batch: the slot of each token and the token of each slot.
@@ -183,10 +183,7 @@ class PackedLayout:
         lengths = _ops.lengths_from_padding_mask(real, kind)
         layout = cls._build_segments(lengths, pad_to, segment_multiple, total_multiple, max_seqs)
         layout = layout.to(mask.device)  # from the host, where lengths had to be waited for
-        with _outside_inference_mode():
-            layout._batch = _ops.mask_rows(
-                real, layout._physical.cu_seqlens_static, layout.total_tokens, kind
-            )
+        layout._take_mask(real, kind)
         return layout if device is None else layout.to(device)
 
     @classmethod
@@ -360,17 +357,19 @@ class PackedLayout:
 
         As causal-conv1d and Mamba-2 take it, for whom negative is padding.
         """
-        return self.seq_ids.masked_fill(self.moe_padding_mask, -1).unsqueeze(0)
+        if self._seq_idx is None:
+            with _outside_inference_mode():
+                _, sequences, is_pad = self._token_metadata()
+                seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
+            if _capturing(self.device):
+                return seq_idx
+            self._seq_idx = seq_idx
+        return self._seq_idx
 
     @property
     def moe_padding_mask(self) -> Tensor:
         """bool `[total_tokens]`, True on pads and tail, for the statistics of a router."""
-        if self._moe_padding_mask is None:
-            with _outside_inference_mode():
-                lengths = torch.nn.functional.pad(self.lengths, (0, 1))
-                positions, segments = self._physical._token_metadata()
-                self._moe_padding_mask = positions >= lengths[segments]
-        return self._moe_padding_mask
+        return self._token_metadata()[2]
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
@@ -390,17 +389,19 @@ class PackedLayout:
 
     @property
     def position_ids(self) -> Tensor:
-        return self._physical._token_metadata()[0] if self._positions is None else self._positions
+        return self._token_metadata()[0] if self._positions is None else self._positions
 
     @property
     def seq_ids(self) -> Tensor:
-        return self._physical._token_metadata()[1]
+        return self._token_metadata()[1]
 
-    def _token_metadata(self) -> tuple[Tensor, Tensor]:
+    def _token_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions in the segments, their numbers, and whether there is padding."""
         if self._tokens is not None:
             return self._tokens
+        padded = None if self._segments is None else self._segments.cu_seqlens
         with _outside_inference_mode():
-            tokens = _ops.token_metadata(self.cu_seqlens, self._total_tokens)
+            tokens = _ops.token_metadata(self.cu_seqlens, self._total_tokens, padded)
         # What a graph's capture makes holds nothing before its replay, and later graphs reuse it.
         if not _capturing(self.device):
             self._tokens = tokens
@@ -430,11 +431,19 @@ class PackedLayout:
         if self._batch is None:
             positions = torch.arange(self.max_seqlen, device=self.device)
             mask = positions < self.lengths.unsqueeze(1)
-            with _outside_inference_mode():
-                self._batch = _ops.mask_rows(
-                    mask, self._physical.cu_seqlens_static, self._total_tokens
-                )
+            return self._take_mask(mask, "nonzero")
         return self._batch
+
+    def _take_mask(self, mask: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """What a padded batch's mask says of its slots and of the row's tokens, in one kernel."""
+        with _outside_inference_mode():
+            slots, tokens, *of_tokens = _ops.mask_rows(
+                mask, self._physical.cu_seqlens_static, self._total_tokens, kind
+            )
+        if not _capturing(self.device):
+            self._batch = slots, tokens
+            self._tokens = tuple(of_tokens)
+        return slots, tokens
 
     # ----------------------------------------------------------------------------- masks
 

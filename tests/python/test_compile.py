@@ -107,6 +107,7 @@ CASES = {
     "token_metadata": lambda d: [
         (ints(d, [0, 2, 5], torch.int32), 6),
         (ints(d, [0], torch.int32), 0),
+        (ints(d, [0, 2, 5], torch.int32), 9, ints(d, [0, 4, 8], torch.int32)),
     ],
     "lengths_from_padding_mask": lambda d: [
         (ints(d, [[1, 1, 0], [1, 1, 1]], torch.bool),),

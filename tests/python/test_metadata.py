@@ -44,8 +44,10 @@ def check_lengths_ops(lengths: torch.Tensor, total_tokens: int) -> None:
         check(getattr(ops, name)(lengths, total_tokens), expected, device)
     assert cuseq.max_seqlen_sync(lengths) == reference.max_seqlen(values)
     offsets = cuseq.cu_seqlens(lengths)
-    for result, name in zip(ops.token_metadata(offsets, total_tokens), PER_TOKEN, strict=True):
+    *found, is_pad = ops.token_metadata(offsets, total_tokens)
+    for result, name in zip(found, PER_TOKEN, strict=True):
         check(result, getattr(reference, name)(values, total_tokens), device)
+    assert is_pad.tolist() == [False] * sum(values) + [True] * (total_tokens - sum(values))
 
 
 @pytest.mark.kernels
@@ -63,9 +65,15 @@ def test_literal_case_of_the_other_ops(device):
     assert type(longest) is int and longest == 3
 
     offsets = cuseq.cu_seqlens(lengths)
-    positions, segments = ops.token_metadata(offsets, 6)
+    positions, segments, is_pad = ops.token_metadata(offsets, 6)
     check(positions, [0, 1, 0, 1, 2, 0], device)
     check(segments, [0, 0, 1, 1, 1, 2], device)
+    assert is_pad.tolist() == [False] * 5 + [True]
+    padded = torch.tensor([0, 4, 8], dtype=torch.int32, device=device)
+    positions, segments, is_pad = ops.token_metadata(offsets, 9, padded)
+    check(positions, [0, 1, 2, 3, 0, 1, 2, 3, 0], device)
+    check(segments, [0, 0, 0, 0, 1, 1, 1, 1, 2], device)
+    assert is_pad.tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True] * 2
 
     own, static, meta = ops.layout_metadata(lengths, 6, 4, False)
     check(own, [2, 3], device)

@@ -907,7 +907,9 @@ def test_the_ops_replay_with_another_mask(kind, cuda):
         for actual, eager in zip(replayed, body(), strict=True):
             assert torch.equal(actual, eager)
         expected = expect(rows, segment, pad_to=total)
-        lengths, offsets, _, segments, padded, _, slots, tokens = (t.tolist() for t in replayed)
+        lengths, offsets, _, segments, padded, _, slots, tokens, *of_tokens = (
+            t.tolist() for t in replayed
+        )
         assert (lengths, segments) == (expected.lengths, expected.segments)
         assert offsets == reference.cu_seqlens_static(expected.lengths, 6)
         assert padded == reference.cu_seqlens_static(expected.segments, 6)
@@ -915,3 +917,5 @@ def test_the_ops_replay_with_another_mask(kind, cuda):
         assert slots == flat
         back = [flat.index(slot) if slot in flat else -1 for slot in range(8)]
         assert sum(tokens, []) == back
+        is_pad = [slot is None for slot in expected.slots]
+        assert of_tokens == [expected.position_ids, expected.seq_ids, is_pad]

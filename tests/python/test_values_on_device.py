@@ -98,7 +98,7 @@ def test_offsets_cannot_lead_out_of_bounds(values, cuda):
     assert within(static, 0, TOTAL)
     assert within(meta[:4], 0, max(TOTAL, n_seqs))
     # These two take any int32 offsets: what they return means nothing, but it is all there.
-    _, segments = ops.token_metadata(offsets, TOTAL)
+    _, segments, _ = ops.token_metadata(offsets, TOTAL)
     assert within(segments, 0, n_seqs)
     labels = torch.arange(TOTAL, device=cuda)
     for shifted in (False, True):
