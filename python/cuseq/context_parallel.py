@@ -78,6 +78,7 @@ def _rank(cp_rank: int, cp_size: int) -> int:
 
 
 def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor, Tensor]:
+    packed._check_whole()
     segments = packed._physical
     parts = 2 * cp_size if zigzag else cp_size
     # Offsets on the host say which length it is; of others the divisor of all is known.

@@ -111,8 +111,8 @@ class PackedLayout:
             total_tokens: tokens of the row in memory; what the sequences leave is the tail. Default
                 the sum of the lengths, which, for lengths on a GPU, waits for their copy at once.
             segment_multiple, total_multiple: as for `from_padding_mask`.
-            max_seqs: capacity of `cu_seqlens_static`, default `total_tokens`. Give it where a row
-                may hold many sequences of length zero, or to make the buffer smaller.
+            max_seqs: capacity of `cu_seqlens_static`, default the larger of `total_tokens` and the
+                number of sequences. Give it to make the buffer smaller, or as large for each pack.
             device: where the layout shall lie, default where the lengths lie.
 
         Raises:
@@ -279,7 +279,8 @@ class PackedLayout:
             total_tokens = _C.tokens_of(source, from_cu_seqlens)
         n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
         if max_seqs is None:
-            max_seqs = total_tokens
+            # Positions are as many as tokens, and have no sequence of length zero.
+            max_seqs = total_tokens if num_seqs is not None else max(total_tokens, n_seqs)
         with _outside_inference_mode():
             lengths, offsets, meta = _ops.layout_metadata(
                 source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
@@ -349,7 +350,15 @@ class PackedLayout:
 
     @property
     def _padded_static(self) -> Tensor | None:
+        self._check_whole()
         return None if self._segments is None else self._segments.cu_seqlens_static
+
+    def _check_whole(self) -> None:
+        if self._positions is not None:
+            raise ValueError(
+                "packed must describe a whole row here, got the part of it that cp_partition gave "
+                "to one rank: its tokens have neighbours on other ranks"
+            )
 
     @property
     def seq_idx(self) -> Tensor:
@@ -357,6 +366,7 @@ class PackedLayout:
 
         As causal-conv1d and Mamba-2 take it, for whom negative is padding.
         """
+        self._check_whole()
         if self._seq_idx is None:
             with _outside_inference_mode():
                 _, sequences, is_pad = self._token_metadata()
@@ -413,6 +423,7 @@ class PackedLayout:
         `packed`, the layout itself, goes with them, since the four names alone make compiled code
         fall back to bounds.
         """
+        self._check_whole()
         if self._segments is not None:
             raise ValueError(
                 "packed has padding between its sequences, which flash attention of transformers "
@@ -428,6 +439,7 @@ class PackedLayout:
 
     def _batch_rows(self) -> tuple[Tensor, Tensor]:
         """Slots of the tokens, tokens of the slots; without a mask, of padding on the right."""
+        self._check_whole()
         if self._batch is None:
             positions = torch.arange(self.max_seqlen, device=self.device)
             mask = positions < self.lengths.unsqueeze(1)
@@ -648,10 +660,13 @@ class PackedLayout:
         packed = longer(self)
         if self._segments is not None:
             packed._segments = longer(self._segments)
+        more = total_tokens - self._total_tokens
         if self._batch is not None:
             slots, tokens = self._batch
-            more = total_tokens - self._total_tokens
             packed._batch = torch.nn.functional.pad(slots, (0, more), value=-1), tokens
+        if self._positions is not None:
+            tail = torch.arange(more, dtype=torch.int32, device=self.device)
+            packed._positions = torch.cat([self._positions, tail])
         return packed
 
     # ----------------------------------------------------------------------------- moved about
@@ -683,14 +698,7 @@ class PackedLayout:
         return self._moved[target]
 
     def _on(self, device: torch.device) -> PackedLayout:
-        offsets, lengths = self.cu_seqlens_static, self._all_lengths
-        if self.device.type == "cpu" and device.type == "cuda" and not offsets.is_pinned():
-            offsets, lengths = _C.copy_to_device(offsets, lengths, device)
-        else:
-            # To the host a copy has to wait: its reader could not know when the data is there.
-            to_device = device.type != "cpu"
-            offsets = offsets.to(device, non_blocking=to_device)
-            lengths = lengths.to(device, non_blocking=to_device)
+        offsets, lengths = _moved(self.cu_seqlens_static, self._all_lengths, device)
         moved = PackedLayout(
             lengths, offsets, self.host_meta, self._total_tokens, self._num_sequences
         )
@@ -700,15 +708,9 @@ class PackedLayout:
         if self._segments is not None:
             moved._segments = self._segments._on(device)
         if self._positions is not None:
-            moved._positions = self._positions.to(device)
+            moved._positions, _ = _moved(self._positions, _empty(), device)
         if self._batch is not None:
-            slots, tokens = self._batch
-            if self.device.type == "cpu" and device.type == "cuda":
-                slots, flat = _C.copy_to_device(slots, tokens.view(-1), device)
-                tokens = flat.view(tokens.shape)
-            else:
-                slots, tokens = slots.to(device), tokens.to(device)
-            moved._batch = slots, tokens
+            moved._batch = _moved(*self._batch, device)
         return moved
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
@@ -763,6 +765,18 @@ class PackedLayout:
             f"PackedLayout({self.num_sequences} sequences, longest {self.max_seqlen}, "
             f"{self.num_real_tokens} real of {self._total_tokens} tokens, {self.device})"
         )
+
+
+def _moved(first: Tensor, second: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    if first.device.type == "cpu" and device.type == "cuda" and not first.is_pinned():
+        numbers, others = _C.copy_to_device(first.view(-1), second.view(-1), device)
+        return numbers.view(first.shape), others.view(second.shape)
+    # To the host a copy has to wait: its reader could not know when the data is there.
+    to_device = device.type != "cpu"
+    return (
+        first.to(device, non_blocking=to_device),
+        second.to(device, non_blocking=to_device),
+    )
 
 
 def _as_bytes(numbers: Tensor) -> bytes:

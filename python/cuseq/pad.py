@@ -64,6 +64,12 @@ def unpack(
     if packed is None:
         return _one_or_all(tensors)
     slots, tokens = packed._batch_rows()
+    for number, tensor in enumerate(tensors):
+        if tensor.shape[:1] != slots.shape:
+            raise ValueError(
+                f"tensors[{number}] must be [total_tokens = {packed.total_tokens}, ...], got shape "
+                f"{list(tensor.shape)}"
+            )
     padded = _ops.gather_rows(
         tensors, tokens.view(-1), slots, list(tokens.shape), 1, _fills(fill, len(tensors))
     )
@@ -88,6 +94,8 @@ def run_packed(
     *,
     segment_multiple: int | Sequence[int] = 1,
     total_multiple: int | Sequence[int] = 1,
+    true_is_pad: bool = False,
+    pad_to: int | None = None,
     **tensors: Tensor,
 ) -> Any:
     """Runs a model that takes packed rows on a padded batch, and gives back a padded batch.
@@ -99,15 +107,24 @@ def run_packed(
         model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and the tensors,
             as transformers' models with `attn_implementation="cuseq"` are.
         input_ids: `[batch, seqlen]`.
-        attention_mask, segment_multiple, total_multiple: as for `PackedLayout.from_padding_mask`.
+        attention_mask, segment_multiple, total_multiple, true_is_pad, pad_to: as for
+            `PackedLayout.from_padding_mask`; a mask on a GPU waits for its lengths without `pad_to`.
         tensors: more of the model's arguments, `[batch, seqlen, ...]`. `labels` get -100 on pads
             and on the first token of each sequence, which no other one predicts.
 
     Returns:
-        What the model returns, where `logits`, `last_hidden_state` and the `hidden_states` of a
-        transformers' output, or a tensor, are `[batch, seqlen, ...]` with zeros on the padding.
+        What the model returns, with zeros on the padding: a tensor, the tensors `[1, total_tokens,
+        ...]` of a tuple, or `logits`, `last_hidden_state` and `hidden_states` of a transformers'
+        output are `[batch, seqlen, ...]`.
     """
-    packed = PackedLayout.from_padding_mask(attention_mask, segment_multiple, total_multiple)
+    packed = PackedLayout.from_padding_mask(
+        attention_mask,
+        segment_multiple,
+        total_multiple,
+        true_is_pad=true_is_pad,
+        pad_to=pad_to,
+        device=input_ids.device,
+    )
     fills = [0] + [IGNORE_INDEX if name == "labels" else 0 for name in tensors]
     rows = _as_tuple(pack(packed, input_ids, *tensors.values(), fill=fills))
     named = {name: row.unsqueeze(0) for name, row in zip(tensors, rows[1:], strict=True)}
@@ -119,15 +136,21 @@ def run_packed(
         packed=packed,
         **named,
     )
-    if isinstance(out, Tensor):
-        return unpack(packed, out.squeeze(0))
-    for name in ("logits", "last_hidden_state"):
-        if isinstance(out.get(name), Tensor):
-            out[name] = unpack(packed, out[name].squeeze(0))
-    if out.get("hidden_states") is not None:
-        states = [state.squeeze(0) for state in out["hidden_states"]]
-        out["hidden_states"] = _as_tuple(unpack(packed, *states))
+    if isinstance(out, (Tensor, tuple)):
+        return _unpacked(packed, out)
+    for name in ("logits", "last_hidden_state", "hidden_states"):
+        if out.get(name) is not None:
+            out[name] = _unpacked(packed, out[name])
     return out
+
+
+def _unpacked(packed: PackedLayout, value: Any) -> Any:
+    """Rows `[1, total_tokens, ...]` as a padded batch; what is none as it is."""
+    if isinstance(value, tuple):
+        return tuple(_unpacked(packed, item) for item in value)
+    if isinstance(value, Tensor) and value.shape[:2] == (1, packed.total_tokens):
+        return unpack(packed, value.squeeze(0))
+    return value
 
 
 def _as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -143,8 +166,8 @@ def equalize_tokens(
 
     Args:
         packed: this rank's layout; None is handed through, without a word to the others.
-        group: whose ranks, default all. Over NCCL the number comes back by a synchronisation;
-            over gloo nothing touches the GPU.
+        group: whose ranks, default all. Over NCCL the number goes by the current GPU and comes
+            back by a synchronisation; over gloo nothing touches a GPU.
 
     Returns:
         The layout with a longer tail; the same one where it is as long already.
@@ -152,7 +175,7 @@ def equalize_tokens(
     if packed is None:
         return None
     backend = torch.distributed.get_backend(group)
-    device = packed.device if backend == "nccl" else torch.device("cpu")
+    device = "cuda" if backend == "nccl" else "cpu"
     total = torch.tensor(packed.total_tokens, device=device)
     torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group)
     return packed.with_total_tokens(int(total.item()))

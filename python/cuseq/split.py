@@ -62,6 +62,7 @@ def split_by_tokens(
     budget = as_int(budget, "budget", least=1)
     total_multiple = as_int(total_multiple, "total_multiple", least=1)
     packed = _checked_layout(batch)
+    packed._check_whole()
     if packed.pads_between_sequences:
         raise ValueError("packed must have no padding between its sequences to be split")
     passes = _passes(_host_lengths(packed), budget)

@@ -1,4 +1,4 @@
-"""What tests of training loops share: gloo processes that cannot hang, and a small model."""
+"""What tests of training loops share: processes that cannot hang, and a small model."""
 
 from __future__ import annotations
 
@@ -71,9 +71,15 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def run(
-    worker: Callable[..., Any], *arguments: Any, processes: int = 2, limit: float = 120
+    worker: Callable[..., Any],
+    *arguments: Any,
+    processes: int = 2,
+    limit: float = 120,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """What `worker(rank, *arguments)` returns in each process of a gloo group.
+    """What `worker(rank, *arguments)` returns in each process of a group.
+
+    Over NCCL each process has the GPU of its rank.
 
     Raises:
         RuntimeError: a process failed or the time was up; the message has every traceback.
@@ -83,7 +89,9 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         group = [
             spawn.Process(
-                target=_enter, args=(rank, processes, folder, limit, worker, arguments), daemon=True
+                target=_enter,
+                args=(rank, processes, folder, limit, backend, worker, arguments),
+                daemon=True,
             )
             for rank in range(processes)
         ]
@@ -105,18 +113,22 @@ def run(
         if any(codes) or None in codes:
             errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
             raise RuntimeError("\n".join([f"exit codes {codes}, None for no end in time", *errors]))
-        return [torch.load(f"{folder}/{rank}.result") for rank in range(processes)]
+        return [torch.load(f"{folder}/{rank}.result", "cpu") for rank in range(processes)]
 
 
-def _enter(rank: int, processes: int, folder: str, limit: float, worker, arguments) -> None:
+def _enter(
+    rank: int, processes: int, folder: str, limit: float, backend: str, worker, arguments
+) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # What torchrun sets, for libraries that read it; nobody connects to the port.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=processes,

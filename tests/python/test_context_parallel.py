@@ -130,9 +130,11 @@ class Block(nn.Module):
         self.qkv = nn.Linear(DIM, 3 * DIM, dtype=torch.float64)
 
     def forward(self, hidden: Tensor, packed: PackedLayout, cp_size: int, rank: int) -> Tensor:
-        local, tokens = cp_partition(packed, cp_size, rank, torch.arange(packed.total_tokens))
+        local, tokens = cp_partition(
+            packed, cp_size, rank, torch.arange(packed.total_tokens, device=hidden.device)
+        )
         q, k, v = self.qkv(hidden).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
-        cos, sin = cuseq.rope_table(64, HEAD_DIM, dtype=torch.float64)
+        cos, sin = cuseq.rope_table(64, HEAD_DIM, dtype=torch.float64, device=hidden.device)
         q, k = cuseq.apply_rope(q.contiguous(), k.contiguous(), cos, sin, packed=local)
         if cp_size > 1:
             k, v = (
@@ -144,12 +146,12 @@ class Block(nn.Module):
         return hidden + out.transpose(0, 1).flatten(1)
 
 
-def step(rank: int, cp_size: int) -> tuple[Tensor, list[Tensor]]:
+def step(rank: int, cp_size: int, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of the row, of which this rank has its part."""
     torch.manual_seed(0)
-    model = nn.ModuleList(Block() for _ in range(2))
-    packed = PackedLayout.from_lengths(LENGTHS, segment_multiple=8, total_multiple=24)
-    rows = distributed.make_rows(packed.total_tokens)
+    model = nn.ModuleList(Block() for _ in range(2)).to(device)
+    packed = PackedLayout.from_lengths(LENGTHS, segment_multiple=8, total_multiple=24).to(device)
+    rows = distributed.make_rows(packed.total_tokens).to(device)
     local, hidden = cp_partition(packed, cp_size, rank, rows)
     for block in model:
         hidden = block(hidden, packed, cp_size, rank)
@@ -172,6 +174,14 @@ def test_training_over_gloo_is_that_of_one_process(cp_size):
         torch.testing.assert_close(their_grads, grads)
 
 
+@pytest.mark.slow
+def test_training_over_nccl_is_that_of_one_process(second_gpu):
+    loss, grads = step(0, 1)
+    for their_loss, their_grads in distributed.run(step, 2, "cuda", backend="nccl"):
+        torch.testing.assert_close(their_loss, loss)
+        torch.testing.assert_close(their_grads, grads)
+
+
 def equalized(rank: int) -> int:
     packed = PackedLayout.from_lengths([5 + 10 * rank], total_multiple=4)
     return cuseq.equalize_tokens(packed).total_tokens
@@ -180,4 +190,48 @@ def equalized(rank: int) -> int:
 @pytest.mark.slow
 def test_equalized_totals():
     assert distributed.run(equalized) == [16, 16]
-    assert cuseq.equalize_tokens(None) is None
+
+
+@pytest.mark.slow
+def test_equalized_totals_over_nccl(second_gpu):
+    assert distributed.run(equalized, backend="nccl") == [16, 16]
+
+
+def test_a_longer_row_of_a_part_keeps_its_positions(device):
+    (local,) = cp_partition(PackedLayout.from_lengths([8, 8], device=device), 2, 1)
+    longer = local.with_total_tokens(12)
+    assert longer.position_ids.tolist() == [2, 3, 4, 5, 2, 3, 4, 5, 0, 1, 2, 3]
+    moved = longer.to("cpu")
+    assert moved.position_ids.tolist() == longer.position_ids.tolist()
+
+
+def test_a_part_on_the_host_moves_without_a_wait(cuda):
+    (local,) = cp_partition(PackedLayout.from_lengths([8, 8]), 2, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = local.to(cuda)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert moved.position_ids.tolist() == [2, 3, 4, 5, 2, 3, 4, 5]
+
+
+def test_what_needs_neighbours_refuses_a_part(device):
+    (local,) = cp_partition(PackedLayout.from_lengths([8, 8], device=device), 2, 1)
+    rows = torch.randn(8, 2, 8, device=device)
+    labels = torch.arange(8, device=device)
+    for call in (
+        lambda: cuseq.varlen_attention(rows, rows, rows, local),
+        local.dense_mask,
+        local.block_mask,
+        local.xformers_bias,
+        local.flash_kwargs,
+        lambda: local.seq_idx,
+        lambda: cuseq.mask_boundary_labels(labels, local),
+        lambda: cuseq.pack(local, labels),
+        lambda: cuseq.unpack(local, labels),
+        lambda: cp_partition(local, 2, 0),
+        lambda: cp_join(local, 2, labels.view(2, 4)),
+        lambda: next(iter(cuseq.split_by_tokens({"packed": local, "labels": labels[None]}, 8))),
+    ):
+        with pytest.raises(ValueError, match="whole row"):
+            call()

@@ -160,7 +160,7 @@ def test_limits():
         (lambda: PackedLayout.from_lengths([2, 2**70]), (ValueError, TypeError), "lengths"),
         (lambda: PackedLayout.from_lengths([2, 3], 4), ValueError, "total_tokens = 4.*5"),
         (lambda: PackedLayout.from_lengths([2, 3], -1), ValueError, "total_tokens.*-1"),
-        (lambda: PackedLayout.from_lengths([0] * 3, 2), ValueError, "max_seqs.*3"),
+        (lambda: PackedLayout.from_lengths([0] * 3, 2, max_seqs=2), ValueError, "max_seqs.*3"),
         (lambda: PackedLayout.from_lengths([2, 3], max_seqs=1), ValueError, "max_seqs = 1.*2"),
         (lambda: PackedLayout.from_lengths([2.0, 3.0]), TypeError, "lengths.*2.0"),
         (lambda: PackedLayout.from_lengths(torch.ones(2)), TypeError, "lengths.*Float"),

@@ -17,6 +17,8 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
     Args:
         packed: the layout. Attention reads the real lengths from `cu_seqlens_q` and `_kv`, where
             segments lie from `cu_seqlens_q_padded` and `_kv_padded`, None without padding.
+            A tail is in no segment: where TransformerEngine deals the row to the ranks of context
+            parallelism, leave none, by `segment_multiple` alone.
         more: further fields, such as `cp_group`.
 
     Raises:
@@ -31,6 +33,7 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
         raise ImportError(
             "packed_seq_params needs megatron-core: pip install megatron-core"
         ) from error
+    packed._check_whole()
     padded = packed.cu_seqlens_padded if packed.pads_between_sequences else None
     known = {
         "qkv_format": "thd",
