@@ -8,16 +8,18 @@
 // each has blocks of its own:
 //
 //   a row of up to 32 vectors   a group of lanes, one vector each, some rows in flight
-//   a longer row                a warp, or one for each segment, some vectors a lane in flight
+//   a longer row                a warp for each segment of it
 namespace cuseq::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kInFlight = 4;
-// Vectors of a warp: an index is read once in 16 KB, and few large rows still fill the GPU.
-constexpr uint32_t kSegment = 8 * kInFlight * kWarpSize;
+constexpr int kShortInFlight = 4;  // rows of a thread
+
+// Vectors of a thread where rows are long. Two of 16 bytes, and no loop, came nearest to a copy on
+// an H200; more, whole rows, streaming hints and bulk copies through shared memory were slower.
+constexpr int in_flight(int width) { return width == 16 ? 2 : 4; }
 
 template <int kBytes>
 struct VectorOf;
@@ -61,6 +63,7 @@ struct GatherPlan {
 template <int kWidth>
 struct Gathered {
   using Vector = VectorOf<kWidth>::Type;
+  static constexpr int kInFlight = in_flight(kWidth);
   const GatherRowsArgs& args;
   const GatheredTensor& tensor;
   const RowPlan& plan;
@@ -99,9 +102,8 @@ struct Gathered {
     return *reinterpret_cast<const Vector*>(tensor.fill + vector % (16 / kWidth) * kWidth);
   }
 
-  // Nothing is read twice: it leaves the caches first, as what is written does.
   __device__ __forceinline__ static Vector load(const unsigned char* from) {
-    return __ldcs(reinterpret_cast<const Vector*>(from));
+    return *reinterpret_cast<const Vector*>(from);
   }
 
   __device__ __forceinline__ Vector* row(int64_t row) const {
@@ -113,60 +115,58 @@ struct Gathered {
     const uint32_t vector = threadIdx.x & ((1u << plan.log_group) - 1);
     const int step = kThreads >> plan.log_group;
     const int64_t first =
-        static_cast<int64_t>(block) * step * kInFlight + (threadIdx.x >> plan.log_group);
+        static_cast<int64_t>(block) * step * kShortInFlight + (threadIdx.x >> plan.log_group);
     if (vector >= plan.vectors) return;
     const int64_t inside = tensor.n_dims == 0 ? offset<true>(vector) : offset<false>(vector);
-    int slots[kInFlight];
+    int slots[kShortInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) slots[i] = slot_of(first + i * step);
-    Vector values[kInFlight];
+    for (int i = 0; i < kShortInFlight; ++i) slots[i] = slot_of(first + i * step);
+    Vector values[kShortInFlight];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kShortInFlight; ++i) {
       values[i] = is_slot(slots[i]) ? load(slot(slots[i]) + inside) : fill(vector);
     }
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (first + i * step < args.rows) __stcs(row(first + i * step) + vector, values[i]);
+    for (int i = 0; i < kShortInFlight; ++i) {
+      if (first + i * step < args.rows) row(first + i * step)[vector] = values[i];
     }
   }
 
-  // Every 32nd vector from `first` on.
+  // Those of a segment that are this lane's.
   template <bool kWhole>
-  __device__ __forceinline__ void copy(const unsigned char* in, Vector* out, uint32_t first,
-                                       uint32_t end) const {
-#pragma unroll 1
-    for (uint32_t vector = first; vector < end; vector += kInFlight * kWarpSize) {
-      Vector values[kInFlight];
+  __device__ __forceinline__ void copy(const unsigned char* in, Vector* out, uint32_t first) const {
+    Vector values[kInFlight];
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const uint32_t own = vector + i * kWarpSize;
-        if (own < end) values[i] = load(in + offset<kWhole>(own));
-      }
+    for (int i = 0; i < kInFlight; ++i) {
+      const uint32_t vector = first + i * kWarpSize;
+      if (vector < plan.vectors) values[i] = load(in + offset<kWhole>(vector));
+    }
 #pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const uint32_t own = vector + i * kWarpSize;
-        if (own < end) __stcs(out + own, values[i]);
-      }
+    for (int i = 0; i < kInFlight; ++i) {
+      const uint32_t vector = first + i * kWarpSize;
+      if (vector < plan.vectors) out[vector] = values[i];
     }
   }
 
   __device__ __forceinline__ void long_row(uint32_t block) const {
     const int64_t item = static_cast<int64_t>(block) * kWarps + threadIdx.x / kWarpSize;
-    const int64_t number = plan.segments == 1 ? item : item / plan.segments;
+    const int64_t number = item / plan.segments;
     if (number >= args.rows) return;
-    const auto begin = static_cast<uint32_t>(item - number * plan.segments) * kSegment;
-    const uint32_t end = min(begin + kSegment, plan.vectors);
-    const uint32_t first = begin + threadIdx.x % kWarpSize;
+    const uint32_t first =
+        static_cast<uint32_t>(item - number * plan.segments) * (kInFlight * kWarpSize) +
+        threadIdx.x % kWarpSize;
     const int index = slot_of(number);
     Vector* out = row(number);
     if (!is_slot(index)) {
       const Vector value = fill(first);  // of all that this lane writes
-#pragma unroll 1
-      for (uint32_t vector = first; vector < end; vector += kWarpSize) __stcs(out + vector, value);
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (first + i * kWarpSize < plan.vectors) out[first + i * kWarpSize] = value;
+      }
     } else if (tensor.n_dims == 0) {
-      copy<true>(slot(index), out, first, end);
+      copy<true>(slot(index), out, first);
     } else {
-      copy<false>(slot(index), out, first, end);
+      copy<false>(slot(index), out, first);
     }
   }
 };
@@ -215,14 +215,14 @@ RowPlan plan_rows(const GatheredTensor& tensor) {
   plan.width = width_of(tensor);
   plan.vectors = static_cast<uint32_t>(tensor.row_bytes / plan.width);
   plan.chunk_vectors = static_cast<uint32_t>(tensor.chunk_bytes / plan.width);
-  plan.segments = static_cast<uint32_t>(ceil_div(plan.vectors, kSegment));
+  plan.segments = static_cast<uint32_t>(ceil_div(plan.vectors, in_flight(plan.width) * kWarpSize));
   while ((1u << plan.log_group) < plan.vectors && plan.log_group < 5) ++plan.log_group;
   return plan;
 }
 
 int64_t blocks_of(const RowPlan& plan, int64_t rows) {
   if (plan.vectors > kWarpSize) return ceil_div(rows * plan.segments, kWarps);
-  return plan.vectors == 0 ? 0 : ceil_div(rows, (kThreads >> plan.log_group) * kInFlight);
+  return plan.vectors == 0 ? 0 : ceil_div(rows, (kThreads >> plan.log_group) * kShortInFlight);
 }
 
 }  // namespace

@@ -136,7 +136,7 @@ struct Segments {
     const int64_t segment = real.segment_of(rank);
     if (segment >= seqlens.n_seqs || rank < real.begin(segment)) return -1;
     const int64_t place = seqlens.begin(segment) + rank - real.begin(segment);
-    return is_real(place, segment) ? place : -1;
+    return place >= 0 && is_real(place, segment) ? place : -1;
   }
 
   // The other way round: which of the real tokens lies there, or -1.

@@ -563,6 +563,7 @@ class PackedLayout:
             ImportError: xformers is not installed.
             ValueError: window is below 1, or the row has no token.
         """
+        self._check_whole()
         from cuseq.integrations import xformers
 
         return _C.packed_xformers_bias(

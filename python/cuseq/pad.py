@@ -96,7 +96,7 @@ def run_packed(
     total_multiple: int | Sequence[int] = 1,
     true_is_pad: bool = False,
     pad_to: int | None = None,
-    **tensors: Tensor,
+    **more: Any,
 ) -> Any:
     """Runs a model that takes packed rows on a padded batch, and gives back a padded batch.
 
@@ -104,13 +104,15 @@ def run_packed(
     give them, gradients included.
 
     Args:
-        model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and the tensors,
-            as transformers' models with `attn_implementation="cuseq"` are.
+        model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and `more`, as
+            transformers' models with `attn_implementation="cuseq"` are.
         input_ids: `[batch, seqlen]`.
         attention_mask, segment_multiple, total_multiple, true_is_pad, pad_to: as for
-            `PackedLayout.from_padding_mask`; a mask on a GPU waits for its lengths without `pad_to`.
-        tensors: more of the model's arguments, `[batch, seqlen, ...]`. `labels` get -100 on pads
-            and on the first token of each sequence, which no other one predicts.
+            `PackedLayout.from_padding_mask`. Without `pad_to` a mask on a GPU makes it wait for
+            the lengths.
+        more: more of the model's arguments. Tensors must be `[batch, seqlen, ...]` and are packed;
+            `labels` get -100 on pads and on the first token of each sequence, which no other one
+            predicts (a batch padded on the left lets a pad predict it).
 
     Returns:
         What the model returns, with zeros on the padding: a tensor, the tensors `[1, total_tokens,
@@ -125,17 +127,15 @@ def run_packed(
         pad_to=pad_to,
         device=input_ids.device,
     )
-    fills = [0] + [IGNORE_INDEX if name == "labels" else 0 for name in tensors]
-    rows = _as_tuple(pack(packed, input_ids, *tensors.values(), fill=fills))
-    named = {name: row.unsqueeze(0) for name, row in zip(tensors, rows[1:], strict=True)}
-    if "labels" in named:
-        named["labels"] = mask_boundary_labels(named["labels"], packed)
-    out = model(
-        input_ids=rows[0].unsqueeze(0),
-        position_ids=packed.position_ids.long().unsqueeze(0),
-        packed=packed,
-        **named,
-    )
+    tensors = {"input_ids": input_ids}
+    tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
+    fills = [IGNORE_INDEX if name == "labels" else 0 for name in tensors]
+    rows = _as_tuple(pack(packed, *tensors.values(), fill=fills))
+    more |= {name: row.unsqueeze(0) for name, row in zip(tensors, rows, strict=True)}
+    if isinstance(more.get("labels"), Tensor):
+        more["labels"] = mask_boundary_labels(more["labels"], packed)
+    positions = packed.position_ids.long().unsqueeze(0)
+    out = model(position_ids=positions, packed=packed, **more)
     if isinstance(out, (Tensor, tuple)):
         return _unpacked(packed, out)
     for name in ("logits", "last_hidden_state", "hidden_states"):

@@ -201,6 +201,77 @@ TEST(ZigzagPosition, RanksTogetherHoldEveryPositionOnce) {
   }
 }
 
+// Lengths 2 and 3 in segments of 4, and a tail of one token.
+TEST(Segments, RealTokensAndTheirRanks) {
+  const std::vector<int32_t> real = {0, 2, 5};
+  const std::vector<int32_t> padded = {0, 4, 8};
+  const cuseq::Segments segments{{padded.data(), 2}, real.data(), 9};
+  const std::vector<int64_t> ranks = {0, 1, -1, -1, 2, 3, 4, -1, -1};
+  for (int64_t token = 0; token < 9; ++token) {
+    const int64_t segment = segments.seqlens.segment_of(token);
+    EXPECT_EQ(segments.is_real(token, segment), ranks[token] >= 0) << token;
+    EXPECT_EQ(segments.rank_of(token), ranks[token]) << token;
+    if (ranks[token] >= 0) EXPECT_EQ(segments.place_of(ranks[token]), token);
+  }
+  EXPECT_EQ(segments.place_of(5), -1);
+  EXPECT_EQ(segments.real_end(0), 2);
+  EXPECT_EQ(segments.real_end(1), 7);
+  // Labels: the first of a sequence, or the last where they are shifted, and all padding.
+  EXPECT_TRUE(segments.label_crosses_boundary(4, false));
+  EXPECT_FALSE(segments.label_crosses_boundary(1, false));
+  EXPECT_TRUE(segments.label_crosses_boundary(1, true));
+  EXPECT_TRUE(segments.label_crosses_boundary(2, true));
+}
+
+TEST(Segments, StayInsideTheRowWhateverTheOffsets) {
+  std::mt19937 random(13);
+  for (int round = 0; round < 500; ++round) {
+    const auto n_seqs = static_cast<int64_t>(random() % 20);
+    std::vector<int32_t> real(n_seqs + 1), padded(n_seqs + 1);
+    for (int32_t& offset : real) offset = static_cast<int32_t>(random());
+    for (int32_t& offset : padded) offset = static_cast<int32_t>(random());
+    const cuseq::Segments segments{{padded.data(), n_seqs}, real.data(), 70};
+    for (int64_t token = 0; token < 70; ++token) {
+      const int64_t place = segments.place_of(token);
+      ASSERT_GE(place, -1);
+      ASSERT_LT(place, 70);
+    }
+  }
+}
+
+// Each rank's tokens in order, and back to where they lie in the dealt row.
+TEST(ContextParallel, DealsEachTokenOnce) {
+  for (const bool zigzag : {true, false}) {
+    for (int64_t ranks = 1; ranks <= 4; ++ranks) {
+      const auto unit = static_cast<int32_t>(zigzag ? 2 * ranks : ranks);
+      const std::vector<int32_t> offsets = {0, 3 * unit, 3 * unit, 4 * unit};
+      const int64_t total = 6 * unit;  // a tail of two units
+      const cuseq::ContextParallel deal{{offsets.data(), 3}, total, ranks, zigzag};
+      std::vector<int> held(total, 0);
+      for (int64_t rank = 0; rank < ranks; ++rank) {
+        for (int64_t index = 0; index < total / ranks; ++index) {
+          const int64_t token = deal.token_of(index, rank);
+          ++held.at(token);
+          EXPECT_EQ(deal.dealt(token), rank * (total / ranks) + index);
+        }
+      }
+      EXPECT_EQ(held, std::vector<int>(total, 1));
+    }
+  }
+}
+
+TEST(ContextParallel, TheWorkedExample) {
+  const std::vector<int32_t> offsets = {0, 8, 12};
+  const cuseq::ContextParallel deal{{offsets.data(), 2}, 12, 2, true};
+  std::vector<int64_t> first, second;
+  for (int64_t index = 0; index < 6; ++index) {
+    first.push_back(deal.token_of(index, 0));
+    second.push_back(deal.token_of(index, 1));
+  }
+  EXPECT_EQ(first, (std::vector<int64_t>{0, 1, 6, 7, 8, 11}));
+  EXPECT_EQ(second, (std::vector<int64_t>{2, 3, 4, 5, 9, 10}));
+}
+
 TEST(GreatestCommonDivisor, ZeroAddsNothing) {
   EXPECT_EQ(cuseq::greatest_common_divisor(12, 18), 6);
   EXPECT_EQ(cuseq::greatest_common_divisor(0, 5), 5);

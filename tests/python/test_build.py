@@ -60,13 +60,13 @@ def examples(page: str) -> list[str]:
 
 EXAMPLES = [
     (page, n)
-    for page in ("README.md", "docs/masks.md", "docs/packing.md")
+    for page in ("README.md", "docs/masks.md", "docs/packing.md", "docs/thd.md")
     for n in range(len(examples(page)))
 ]
 
 
 def test_pages_have_examples():
-    numbers = {"README.md": 4, "docs/masks.md": 3, "docs/packing.md": 5}
+    numbers = {"README.md": 4, "docs/masks.md": 3, "docs/packing.md": 5, "docs/thd.md": 7}
     assert [page for page, _ in EXAMPLES] == [
         page for page in numbers for _ in range(numbers[page])
     ]

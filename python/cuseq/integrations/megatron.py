@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from cuseq.layout import PackedLayout
 
@@ -17,8 +19,8 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
     Args:
         packed: the layout. Attention reads the real lengths from `cu_seqlens_q` and `_kv`, where
             segments lie from `cu_seqlens_q_padded` and `_kv_padded`, None without padding.
-            A tail is in no segment: where TransformerEngine deals the row to the ranks of context
-            parallelism, leave none, by `segment_multiple` alone.
+            A tail is one more sequence of length zero in a segment of its own, since Megatron and
+            TransformerEngine take the last offset for the end of the row.
         more: further fields, such as `cp_group`.
 
     Raises:
@@ -34,16 +36,22 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
             "packed_seq_params needs megatron-core: pip install megatron-core"
         ) from error
     packed._check_whole()
-    padded = packed.cu_seqlens_padded if packed.pads_between_sequences else None
+    offsets, padded, longest = packed.cu_seqlens, packed.cu_seqlens_padded, packed.max_seqlen_padded
+    tail = packed.total_tokens - packed._physical.num_real_tokens
+    if tail > 0:
+        offsets = torch.cat([offsets, offsets[-1:]])
+        padded = torch.nn.functional.pad(padded, (0, 1), value=packed.total_tokens)
+        longest = max(longest, tail)
+    has_pads = packed.pads_between_sequences or tail > 0
     known = {
         "qkv_format": "thd",
-        "cu_seqlens_q": packed.cu_seqlens,
-        "cu_seqlens_kv": packed.cu_seqlens,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
-        "max_seqlen_q": packed.max_seqlen_padded,
-        "max_seqlen_kv": packed.max_seqlen_padded,
-        "pad_between_seqs": packed.pads_between_sequences,
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_kv": offsets,
+        "cu_seqlens_q_padded": padded if has_pads else None,
+        "cu_seqlens_kv_padded": padded if has_pads else None,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+        "pad_between_seqs": has_pads,
         "total_tokens": packed.total_tokens,
         "seq_idx": packed.seq_idx,
     }

@@ -24,7 +24,6 @@ def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Ten
         raise ImportError(
             "packed.xformers_bias needs xformers: pip install xformers, of a build for this torch"
         ) from error
-    packed._check_whole()
     if packed.pads_between_sequences:
         raise ValueError("packed must have no padding between its sequences for an xformers bias")
     if packed.total_tokens == 0:

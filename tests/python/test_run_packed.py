@@ -1,0 +1,156 @@
+"""Padded batches run as packed rows, against the padded run of transformers itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cuseq
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("cuseq.integrations.transformers")  # registers the attention
+
+VOCAB = 64
+MASKS = {
+    "right": [[1] * 9, [1] * 3 + [0] * 6, [1] * 6 + [0] * 3],
+    "left": [[0] * 4 + [1] * 5, [1] * 9, [0] * 8 + [1]],
+    "an empty row": [[1] * 5 + [0] * 4, [0] * 9, [1] * 9],
+}
+
+
+def make_model(device: torch.device, implementation: str = "cuseq") -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation
+    )
+    return model.double().to(device)
+
+
+def make_batch(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    mask = torch.tensor(MASKS[name], device=device)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, VOCAB, mask.shape, generator=generator).to(device), mask
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    """What callers give transformers beside a mask: positions count real tokens."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return grads
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_logits_and_gradients_are_those_of_the_padded_run(name, device):
+    ids, mask = make_batch(name, device)
+    real = mask.bool()
+    padded_model = make_model(device, "sdpa")
+    padded = padded_model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    weight = torch.randn_like(padded)
+    (padded * weight)[real].sum().backward()
+
+    model = make_model(device)
+    logits = cuseq.run_packed(model, ids, mask).logits
+    torch.testing.assert_close(logits[real], padded[real])
+    assert not logits[~real].any()
+    (logits * weight).sum().backward()
+    torch.testing.assert_close(gradients(model), gradients(padded_model))
+
+
+@pytest.mark.parametrize("name", ["right", "left"])
+def test_the_loss_is_that_of_the_padded_run(name, device):
+    ids, mask = make_batch(name, device)
+    # A pad on the left predicts the first token in the padded run, and nothing does in the packed.
+    labels = ids.masked_fill((mask == 0) | (mask.cumsum(-1) == 1), -100)
+    padded = make_model(device, "sdpa")(
+        ids, attention_mask=mask, position_ids=positions_of(mask), labels=labels
+    )
+    packed = cuseq.run_packed(make_model(device), ids, mask, labels=labels)
+    torch.testing.assert_close(packed.loss, padded.loss)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"segment_multiple": 4},
+        {"total_multiple": (8, 3)},
+        {"pad_to": 32},
+        {"segment_multiple": 8, "pad_to": 48},
+    ],
+    ids=str,
+)
+def test_padding_of_the_row_changes_nothing(options, device):
+    ids, mask = make_batch("left", device)
+    model = make_model(device)
+    expected = cuseq.run_packed(model, ids, mask).logits
+    torch.testing.assert_close(cuseq.run_packed(model, ids, mask, **options).logits, expected)
+
+
+def test_other_outputs(device):
+    ids, mask = make_batch("right", device)
+    model = make_model(device)
+    out = cuseq.run_packed(model, ids, mask, output_hidden_states=True)
+    base = cuseq.run_packed(model.model, ids, mask, output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    for state, other in zip(out.hidden_states, base.hidden_states, strict=True):
+        assert state.shape == (*ids.shape, 32)
+        assert torch.equal(state, other) and not state[mask == 0].any()
+    assert torch.equal(base.last_hidden_state, base.hidden_states[-1])
+    first, states = cuseq.run_packed(model, ids, mask, output_hidden_states=True, return_dict=False)
+    assert torch.equal(first, out.logits) and torch.equal(states[1], out.hidden_states[1])
+
+
+class Plain(nn.Module):
+    """Keeps what it was called with."""
+
+    def forward(self, input_ids, position_ids, packed, weights):
+        self.seen = input_ids, position_ids, packed
+        return weights * position_ids.unsqueeze(-1)
+
+
+def test_any_module_and_any_mask(device):
+    ids, mask = make_batch("left", device)
+    model = Plain()
+    weights = torch.randn(*ids.shape, 2, device=device)
+    expected = (weights * positions_of(mask).unsqueeze(-1)).masked_fill(mask[..., None] == 0, 0)
+    for given, options in ((mask, {}), (mask == 0, {"true_is_pad": True}), (mask.cpu(), {})):
+        out = cuseq.run_packed(model, ids, given, weights=weights, **options)
+        assert torch.equal(out, expected)
+        rows, positions, packed = model.seen
+        assert rows.tolist() == [ids[mask == 1].tolist()]
+        assert positions.dtype == torch.int64
+        assert packed.device == ids.device and packed.lengths.tolist() == mask.sum(-1).tolist()
+
+
+def test_a_device_mask_with_a_total_waits_for_nothing(cuda):
+    ids, mask = make_batch("left", cuda)
+    weights = torch.randn(*ids.shape, 2, device=cuda)
+    cuseq.run_packed(Plain(), ids, mask, pad_to=32, weights=weights)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuseq.run_packed(Plain(), ids, mask, pad_to=32, weights=weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_wrong_tensors_are_named(device):
+    ids, mask = make_batch("left", device)
+    with pytest.raises(ValueError, match=r"tensors\[1\] must be \[batch, seqlen"):
+        cuseq.run_packed(Plain(), ids, mask, weights=torch.zeros(9, 3, device=device))
+    packed = cuseq.PackedLayout.from_padding_mask(mask)
+    with pytest.raises(ValueError, match=r"tensors\[0\] must be \[total_tokens = 15"):
+        cuseq.unpack(packed, torch.zeros(14, 2, device=device))
