@@ -39,6 +39,7 @@ bench: build
 	$(PY) benchmarks/bench_attention.py $(ARGS)
 	$(PY) benchmarks/bench_rope.py $(ARGS)
 	$(PY) benchmarks/bench_masks.py $(ARGS)
+	$(PY) benchmarks/bench_thd.py $(ARGS)
 	$(PY) benchmarks/bench_packing.py $(ARGS)
 	$(PY) benchmarks/bench_training_step.py $(ARGS)
 
