@@ -300,6 +300,31 @@ def test_a_layout_is_an_argument_like_any_other(device):
     assert counter.frame_count == 1
 
 
+def test_one_graph_for_all_padded_packs(device):
+    """Pack, rotate, attend and unpack, with padding between sequences."""
+    counter = CompileCounterWithBackend("aot_eager")
+    cos, sin = cuseq.rope_table(12, 8, device=device)
+
+    def layer(hidden, packed):
+        rows = cuseq.pack(packed, hidden)
+        q, k = cuseq.apply_rope(rows, rows * 2, cos, sin, packed=packed)
+        return cuseq.unpack(packed, cuseq.varlen_attention(q, k, rows, packed))
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True, dynamic=False)
+    for lengths in ([3, 5], [8, 1], [4, 0]):
+        mask = torch.arange(8) < torch.tensor(lengths).unsqueeze(1)
+        packed = cuseq.PackedLayout.from_padding_mask(
+            mask, segment_multiple=4, pad_to=12, max_seqs=2, device=device
+        )
+        hidden = torch.randn(2, 8, 2, 8, device=device, requires_grad=True)
+        results = []
+        for function in (compiled, layer):
+            out = function(hidden, packed)
+            results.append((out, *torch.autograd.grad(out.square().sum(), hidden)))
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
 # Traced or watched calls run the pure op: a cached tensor is never the output of somebody's graph.
 
 
