@@ -19,6 +19,7 @@ void scan(const ScanLengthsArgs& args) {
   if (args.source_is_offsets && source[0] != 0) status |= kFirstOffsetNotZero;
 
   int64_t sum = 0;
+  int64_t padded = 0;
   int64_t longest = 0;
   int64_t divisor = 0;
   if (args.cu_seqlens != nullptr) args.cu_seqlens[0] = 0;
@@ -29,6 +30,7 @@ void scan(const ScanLengthsArgs& args) {
     if (raw < 0) status |= kNegativeLength;
     const int64_t length = segment_length(bounded_length(raw, args.limit), args.segment_multiple);
     sum += length;
+    padded += segment_length(length, args.fit_multiple);
     longest = std::max(longest, length);
     divisor = greatest_common_divisor(length, divisor);
     const int32_t end = bounded_offset(sum, args.limit);
@@ -36,7 +38,7 @@ void scan(const ScanLengthsArgs& args) {
     if (args.cu_seqlens != nullptr && i < args.max_seqs) args.cu_seqlens[i + 1] = end;
     if (args.last_token_indices != nullptr) args.last_token_indices[i] = length > 0 ? end - 1 : -1;
   }
-  if (sum > args.limit) status |= kSumAboveTotal;
+  if (std::max(sum, padded) > args.limit) status |= kSumAboveTotal;
   if (n > args.max_seqs) status |= kTooManySequences;
 
   const int32_t last = bounded_offset(sum, args.limit);

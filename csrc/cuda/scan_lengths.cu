@@ -45,6 +45,7 @@ __device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
   if (args.cu_seqlens != nullptr && threadIdx.x == 0) args.cu_seqlens[0] = 0;
 
   int64_t total = 0;
+  int64_t padded = 0;  // of this thread's lengths
   int64_t longest = 0;
   int64_t divisor = 0;
   for (int64_t base = 0; base < n; base += kThreads * kItems) {
@@ -62,6 +63,7 @@ __device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
       }
       if (raw < 0) status |= kNegativeLength;
       length[k] = segment_length(bounded_length(raw, limit), args.segment_multiple);
+      padded += segment_length(length[k], args.fit_multiple);
       longest = Max()(longest, length[k]);
       if (args.host_meta != nullptr) divisor = greatest_common_divisor(length[k], divisor);
       sum += length[k];
@@ -100,6 +102,10 @@ __device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
   }
   if (args.max_seqlen == nullptr && args.host_meta == nullptr) return;
 
+  if (args.fit_multiple > 1) {
+    if (Reduce(shared.reduce).Sum(padded) > limit) status |= kSumAboveTotal;  // thread 0 knows
+    __syncthreads();
+  }
   const int any_negative = __syncthreads_or(status & kNegativeLength);
   const int64_t block_longest = Reduce(shared.reduce).Reduce(longest, Max());
   __syncthreads();

@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kThreads) token_metadata_kernel(const TokenMet
   const SeqLens& seqlens = args.segments.seqlens;
   const int64_t block_first = static_cast<int64_t>(blockIdx.x) * kThreads * kItems;
   const int64_t block_end = block_first + kThreads * kItems;
-  const int64_t last_token = (block_end < args.segments.total_tokens ? block_end : args.segments.total_tokens) - 1;
+  const int64_t last_token =
+      (block_end < args.segments.total_tokens ? block_end : args.segments.total_tokens) - 1;
   const BlockSegments segments = BlockSegments::of(seqlens, block_first, last_token);
 
   const int64_t first = block_first + threadIdx.x * kItems;
@@ -56,7 +57,8 @@ __global__ void __launch_bounds__(kThreads) token_metadata_kernel(const TokenMet
 
 void token_metadata(const TokenMetadataArgs& args, Stream stream) {
   if (args.segments.total_tokens == 0) return;
-  const auto blocks = static_cast<unsigned>(ceil_div(args.segments.total_tokens, kThreads * kItems));
+  const auto blocks =
+      static_cast<unsigned>(ceil_div(args.segments.total_tokens, kThreads * kItems));
   token_metadata_kernel<<<blocks, kThreads, 0, stream>>>(args);
 }
 

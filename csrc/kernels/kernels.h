@@ -27,6 +27,7 @@ struct ScanLengthsArgs {
   const int32_t* n_seqs_on_device = nullptr;  // overrides n_seqs, which then bounds it
   int64_t limit = 0;                          // offsets stop here
   int64_t segment_multiple = 1;               // lengths are rounded up to multiples of it
+  int64_t fit_multiple = 1;                   // and to this one they have to fit, says the status
   int64_t max_seqs = 0;                       // cu_seqlens has max_seqs + 1 entries
 
   int32_t* lengths = nullptr;             // [n_seqs]
@@ -91,8 +92,8 @@ struct PaddingMaskArgs {
   int32_t* lengths = nullptr;  // [rows]
 };
 
-// Where each slot of a padded batch lies in the packed row, the other way round, and what there is to
-// say about each token on the way.
+// Where each slot of a padded batch lies in the packed row, the other way round, and what there is
+// to say about each token on the way.
 struct MaskRowsArgs {
   PaddingMaskArgs mask;                 // its lengths are not written
   const int32_t* cu_seqlens = nullptr;  // [rows + 1], of the segments

@@ -122,10 +122,10 @@ void check_padded_offsets(const std::optional<at::Tensor>& cu_seqlens_padded,
   const auto* sequence = sequences.const_data_ptr<int32_t>();
   TORCH_CHECK_VALUE(segment[0] == 0, "cu_seqlens_padded must start at 0, got ", segment[0]);
   for (int64_t i = 0; i + 1 < segments.size(0); ++i) {
-    TORCH_CHECK_VALUE(segment[i + 1] - segment[i] >= sequence[i + 1] - sequence[i],
-                      "cu_seqlens_padded must leave room for each sequence, got segment ", i,
-                      " of ", segment[i + 1] - segment[i], " tokens for a sequence of ",
-                      sequence[i + 1] - sequence[i]);
+    const int64_t room = int64_t{segment[i + 1]} - segment[i];
+    const int64_t length = int64_t{sequence[i + 1]} - sequence[i];
+    TORCH_CHECK_VALUE(room >= length, "cu_seqlens_padded must leave room for each sequence, got ",
+                      "segment ", i, " of ", room, " tokens for a sequence of ", length);
   }
   const int64_t last = segment[segments.size(0) - 1];
   TORCH_CHECK_VALUE(last <= total_tokens,
@@ -157,7 +157,8 @@ void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens)
                     "holds such values; CUSEQ_CHECK=1 names the first one");
   TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0,
                     "lengths must sum to at most total_tokens = ", total_tokens,
-                    ", but those on the device sum to more");
+                    ", filled up to segment_multiple if there is one, but those on the device sum "
+                    "to more");
 }
 
 bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {

@@ -151,6 +151,7 @@ segment_metadata_kernel(const at::Tensor& lengths, int64_t total_tokens, int64_t
   const auto real = outputs_of(args.lengths);
   const auto padded = outputs_of(args.segments);
   args.segments.segment_multiple = segment_multiple;
+  args.lengths.fit_multiple = segment_multiple;  // one status is read for both
   CUSEQ_RUN(scan_segments, lengths, args);
   return std::tuple_cat(real, padded);
 }

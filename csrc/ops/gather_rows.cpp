@@ -201,47 +201,52 @@ class GatherRows : public torch::autograd::Function<GatherRows> {
  public:
   static constexpr bool is_traceable = true;
 
+  // Rows of tensors that need no gradient are returned beside autograd: compiled autograd takes no
+  // output that is marked as not differentiable.
   static variable_list forward(AutogradContext* ctx, TensorList tensors, const Tensor& index,
                                const Tensor& inverse, c10::SymIntArrayRef rows, int64_t leading,
-                               Scalars fill) {
+                               Scalars fill, std::vector<Tensor>* all) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     ctx->save_for_backward({index, inverse});
     ctx->saved_data["leading"] = static_cast<int64_t>(rows.size());
+    ctx->saved_data["tensors"] = static_cast<int64_t>(tensors.size());
     ctx->set_materialize_grads(false);
-    variable_list outputs = call_gather_rows(tensors, index, inverse, rows, leading, fill);
+    *all = call_gather_rows(tensors, index, inverse, rows, leading, fill);
     ctx->saved_data["source_rows"] = tensors[0].sym_sizes().slice(0, leading).vec();
-    variable_list frozen;
+    std::vector<int64_t> sources;
+    variable_list outputs;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      if (!tensors[i].requires_grad()) frozen.push_back(outputs[i]);
+      if (!tensors[i].requires_grad()) continue;
+      sources.push_back(static_cast<int64_t>(i));
+      outputs.push_back((*all)[i]);
     }
-    ctx->mark_non_differentiable(frozen);
+    ctx->saved_data["sources"] = sources;
     return outputs;
   }
 
   // Each slot's gradient is that of the row which copied it.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    std::vector<Tensor> defined;
-    const auto wanted = [&](size_t i) { return grads[i].defined() && ctx->needs_input_grad(i); };
+    const std::vector<int64_t> sources = ctx->saved_data["sources"].toIntVector();
     const int64_t leading = ctx->saved_data["leading"].toInt();
+    std::vector<int64_t> wanted;
+    std::vector<Tensor> defined;
     for (size_t i = 0; i < grads.size(); ++i) {
-      if (!wanted(i)) continue;
       const Tensor& grad = grads[i];
+      if (!grad.defined() || !ctx->needs_input_grad(sources[i])) continue;
       // Gradients come with any strides, such as the zeros of sum().
       const bool fits = grad.dim() == leading || grad.sym_size(-1) <= 1 || grad.sym_stride(-1) == 1;
+      wanted.push_back(sources[i]);
       defined.push_back(fits ? grad : grad.contiguous());
     }
-    constexpr size_t kOthers = 5;  // arguments behind the tensors
-    variable_list result(grads.size() + kOthers);
+    constexpr int64_t kOthers = 6;  // arguments behind the tensors
+    variable_list result(ctx->saved_data["tensors"].toInt() + kOthers);
     if (defined.empty()) return result;
     const variable_list saved = ctx->get_saved_variables();
     const std::vector<Scalar> zeros(defined.size(), 0);
     const std::vector<Tensor> gathered =
         call_gather_rows(defined, /*index=*/saved[1], /*inverse=*/saved[0],
                          ctx->saved_data["source_rows"].toSymIntVector(), leading, zeros);
-    size_t next = 0;
-    for (size_t i = 0; i < grads.size(); ++i) {
-      if (wanted(i)) result[i] = gathered[next++];
-    }
+    for (size_t i = 0; i < wanted.size(); ++i) result[wanted[i]] = gathered[i];
     return result;
   }
 };
@@ -254,7 +259,14 @@ std::vector<Tensor> gather_rows_autograd(TensorList tensors, const Tensor& index
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_gather_rows(tensors, index, inverse, rows, leading, fill);
   }
-  return GatherRows::apply(tensors, index, inverse, rows, leading, fill);
+  std::vector<Tensor> all;
+  const variable_list differentiable =
+      GatherRows::apply(tensors, index, inverse, rows, leading, fill, &all);
+  size_t next = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (tensors[i].requires_grad()) all[i] = differentiable[next++];
+  }
+  return all;
 }
 
 }  // namespace

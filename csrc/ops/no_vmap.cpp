@@ -8,14 +8,14 @@ namespace {
 void refuse_vmap(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.operator_name().name,
                               " has no batching rule for vmap: pass the batch as dimensions of "
-                              "layout \"bshd\" or \"bhsd\", or as one packed row");
+                              "its own, as layout \"bshd\" or \"bhsd\" say, or as one packed row");
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(cuseq, FuncTorchBatched, m) {
   for (const char* name : {"apply_rope", "apply_rope_", "apply_qk_norm_rope", "apply_qk_norm_rope_",
-                           "apply_qk_norm_rope_backward"}) {
+                           "apply_qk_norm_rope_backward", "gather_rows"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   }
 }

@@ -121,8 +121,10 @@ struct RealRows {
     places = std::get<0>(rows).narrow(0, 0, real);
     ranks = std::get<1>(rows);
     if (plan.spans.has_value()) {
-      const Tensor begins = ranks.index({plan.spans->select(1, 0).to(at::kLong)});
-      const Tensor lasts = ranks.index({plan.spans->select(1, 1).sub(1).to(at::kLong)});
+      // On a device they may hold anything.
+      const Tensor inside = plan.spans->to(at::kLong).clamp(0, tokens);
+      const Tensor begins = ranks.index({inside.select(1, 0).clamp_max(tokens - 1)});
+      const Tensor lasts = ranks.index({inside.select(1, 1).sub(1).clamp_min(0)});
       plan.spans = at::stack({begins, lasts.add(1)}, 1);
     }
   }

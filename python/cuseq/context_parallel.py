@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
 
 import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq.layout import LENGTH_DIVISOR, PackedLayout
+from cuseq._lengths import as_int
+from cuseq.layout import LENGTH_DIVISOR, PackedLayout, _capturing, _outside_inference_mode
 
 _ops = torch.ops.cuseq
 
@@ -41,13 +41,16 @@ def cp_partition(
 
     Never synchronises where lengths are known on the host; else it waits for their copy.
     """
-    cp_rank = _rank(cp_rank, cp_size)
-    tokens, places, positions = _deal(packed, cp_size, zigzag)
+    cp_size, cp_rank = _rank(cp_size, cp_rank)
+    tokens, places = _deal(packed, cp_size, zigzag)
+    _check_rows(tensors, (packed.total_tokens,))
     own = packed.total_tokens // cp_size
-    mine = tokens[cp_rank * own : (cp_rank + 1) * own]
-    local = _local_layout(packed, cp_size, cp_rank, zigzag)
-    inverse = _places_of_rank(places, cp_rank, own)
-    local._positions = _ops.gather_rows([positions], mine, inverse, [own], 1, [0])[0]
+    with _outside_inference_mode():
+        mine = tokens[cp_rank * own : (cp_rank + 1) * own]
+        local = _local_layout(packed, cp_size, cp_rank, zigzag)
+        inverse = _places_of_rank(places, cp_rank, own)
+        positions = packed._token_metadata()[0]
+        local._positions = _ops.gather_rows([positions], mine, inverse, [own], 1, [0])[0]
     dealt = _ops.gather_rows(tensors, mine, inverse, [own], 1, [0] * len(tensors))
     return local, *dealt
 
@@ -65,25 +68,40 @@ def cp_join(
     Returns:
         `[total_tokens, ...]` of each, one for one, a tuple for several. Differentiable.
     """
-    tokens, places, _ = _deal(packed, cp_size, zigzag)
+    cp_size, _ = _rank(cp_size, 0)
+    tokens, places = _deal(packed, cp_size, zigzag)
     total = packed.total_tokens
+    _check_rows(tensors, (cp_size, total // cp_size))
     joined = _ops.gather_rows(tensors, places, tokens, [total], 2, [0] * len(tensors))
     return joined[0] if len(joined) == 1 else tuple(joined)
 
 
-def _rank(cp_rank: int, cp_size: int) -> int:
-    if not 0 <= index(cp_rank) < cp_size:
+def _rank(cp_size: int, cp_rank: int) -> tuple[int, int]:
+    cp_size, cp_rank = as_int(cp_size, "cp_size", least=1), as_int(cp_rank, "cp_rank")
+    if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must lie in [0, cp_size = {cp_size}), got {cp_rank}")
-    return cp_rank
+    return cp_size, cp_rank
 
 
-def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _check_rows(tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
+    for number, tensor in enumerate(tensors):
+        if tensor.shape[: len(leading)] != leading:
+            raise ValueError(
+                f"tensors[{number}] must have the leading dimensions {list(leading)}, got shape "
+                f"{list(tensor.shape)}"
+            )
+
+
+def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor]:
+    """Which tokens ranks have, one rank after the other, and where each token is among them."""
+    if (cp_size, zigzag) in packed._deals:
+        return packed._deals[cp_size, zigzag]
     packed._check_whole()
     segments = packed._physical
     parts = 2 * cp_size if zigzag else cp_size
-    # Offsets on the host say which length it is; of others the divisor of all is known.
+    # Lengths on the host say which one it is; of others the divisor of all is known.
     if segments._host_lengths is not None:
-        _check_lengths(segments._host_lengths.tolist(), parts, packed)
+        _check_lengths(packed, segments._host_lengths.tolist(), parts)
     else:
         divisor = _C.read_host_meta(segments.host_meta, LENGTH_DIVISOR)
         tail = packed.total_tokens - segments.num_real_tokens
@@ -92,16 +110,20 @@ def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Ten
                 f"lengths and tail must be multiples of {parts} to be dealt to {cp_size} ranks, "
                 f"but {divisor} is all that the lengths have in common and the tail has {tail}"
             )
-    tokens, places = _ops.cp_rows(segments.cu_seqlens_static, packed.total_tokens, cp_size, zigzag)
-    return tokens, places, segments.position_ids
+    with _outside_inference_mode():
+        deal = _ops.cp_rows(segments.cu_seqlens_static, packed.total_tokens, cp_size, zigzag)
+    if not _capturing(packed.device):
+        packed._deals[cp_size, zigzag] = deal
+    return deal
 
 
-def _check_lengths(lengths: Sequence[int], parts: int, packed: PackedLayout) -> None:
-    for number, length in enumerate([*lengths, packed.total_tokens - sum(lengths)]):
+def _check_lengths(packed: PackedLayout, segments: Sequence[int], parts: int) -> None:
+    what = "segments" if packed.pads_between_sequences else "lengths"
+    for number, length in enumerate([*segments, packed.total_tokens - sum(segments)]):
         if length % parts != 0:
-            name = f"lengths[{number}]" if number < len(lengths) else "the tail"
+            name = f"{what}[{number}]" if number < len(segments) else "the tail"
             raise ValueError(
-                f"lengths and tail must be multiples of {parts}, so that every rank gets as much, "
+                f"{what} and tail must be multiples of {parts}, so that every rank gets as much, "
                 f"got {name} = {length}: pad them by segment_multiple and total_multiple"
             )
 
@@ -114,9 +136,9 @@ def _places_of_rank(places: Tensor, cp_rank: int, own: int) -> Tensor:
 
 def _local_layout(packed: PackedLayout, cp_size: int, cp_rank: int, zigzag: bool) -> PackedLayout:
     host = packed._host_lengths is not None
-    lengths = packed._host_lengths if host else packed._all_lengths
-    segments = packed._physical
-    padded = segments._host_lengths if host else segments._all_lengths
+    segments, n_seqs = packed._physical, packed.num_sequences
+    lengths = (packed._host_lengths if host else packed._all_lengths)[:n_seqs]
+    padded = (segments._host_lengths if host else segments._all_lengths)[:n_seqs]
     if zigzag:
         part = padded // (2 * cp_size)
         zero = torch.zeros_like(part)

@@ -40,9 +40,18 @@ class PackedLayout:
         host_meta: int32 `[6]` on the CPU: number of sequences, longest length, total tokens, real
             tokens, status, greatest common divisor of the lengths. Ops read it when they run, so
             compiled code never holds a stale length.
-        position_ids: int32 `[total_tokens]`, position inside the sequence; the tail restarts at 0.
-        seq_ids: int32 `[total_tokens]`, index of the sequence; `n_seqs` on the tail.
-        max_seqlen: the longest length, a Python int.
+        position_ids: int32 `[total_tokens]`, position inside the segment, padding counted on; the
+            tail restarts at 0.
+        seq_ids: int32 `[total_tokens]`, index of the sequence, its padding's too; `n_seqs` on the
+            tail.
+        moe_padding_mask: bool `[total_tokens]`, **True is padding** or tail.
+        seq_idx: int32 `[1, total_tokens]`, index of the sequence, -1 on padding and tail.
+        cu_seqlens_padded: int32 `[n_seqs + 1]`, where segments lie in memory. Equal to `cu_seqlens`
+            without padding between sequences.
+        rope_cu_seqlens: the same: positions restart where segments start.
+        pads_between_sequences: whether segments are longer than their sequences, a Python bool, as
+            the layout was made.
+        max_seqlen: the longest length, a Python int; `max_seqlen_padded` the longest segment's.
         total_tokens: tokens of the row in memory, tail included.
         num_real_tokens: the sum of the lengths.
         num_sequences: how many sequences there are, those of length zero included.
@@ -83,6 +92,8 @@ class PackedLayout:
         self._seq_idx: Tensor | None = None
         # Of a rank's part of a row: positions in the whole sequences.
         self._positions: Tensor | None = None
+        # How a row is dealt to ranks, by their number and zigzag.
+        self._deals: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         # Of a padded batch: the slot of each token and the token of each slot.
         self._batch: tuple[Tensor, Tensor] | None = None
         # By spans, row_length and stream, once they were found to be right: the spans where the
@@ -165,11 +176,12 @@ class PackedLayout:
             mask: bool or integer `[batch, seqlen]`, non-zero where a token is real; padding may be
                 on the left, on the right or in between, and a row of padding has length zero. Or
                 `[batch, 1 or heads, seqlen, seqlen]`, bool, integer or additive floating point
-                (negative where hidden): tokens whose diagonal is visible are real, of the first
-                head.
+                (negative where hidden, else 0): tokens whose diagonal is visible are real, of the
+                first head.
             segment_multiple: each sequence's segment is filled up to a multiple of it, or of all of
-                several: 2 * cp_size, 16 or 32 for FP8, the tensor-parallel size.
-            total_multiple: the row is filled up to a multiple of it, and of `segment_multiple`.
+                several: 2 * cp_size, and whatever kernels want of each sequence.
+            total_multiple: the row is filled up to a multiple of it, and of `segment_multiple`: 16
+                or 32 for FP8, the tensor-parallel size, times cp_size.
             true_is_pad: turns a bool or integer mask round (Megatron's, `key_padding_mask`).
             pad_to: tokens of the row in memory, a fixed size. Default what the multiples give,
                 which for a mask on a GPU waits for the lengths.
@@ -228,10 +240,10 @@ class PackedLayout:
             lengths = lengths if lengths.device.type == "cpu" else _to_host(lengths)
             segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
             pad_to = -(-segments * segment_multiple // total_multiple) * total_multiple
-        elif pad_to % total_multiple != 0:
+        elif index(pad_to) % total_multiple != 0:
             raise ValueError(
-                f"pad_to must be a multiple of {total_multiple}, which segment_multiple and "
-                f"total_multiple give together, got {pad_to}"
+                f"pad_to (total_tokens) must be a multiple of {total_multiple}, which "
+                f"segment_multiple and total_multiple give together, got {pad_to}"
             )
         if max_seqs is None:
             max_seqs = max(pad_to, lengths.shape[0])
@@ -298,14 +310,10 @@ class PackedLayout:
 
         Only a layout whose lengths came from a GPU can make it wait, once, for one small copy.
         """
-        _C.read_host_meta(self.host_meta, _NUM_SEQS)
-        if self._segments is not None:
-            self._segments.wait()
+        _C.read_host_meta(self.host_meta, _NUM_SEQS)  # its status is that of the segments too
         return self
 
     def _host_value(self, slot: int) -> int:
-        if self._segments is not None:
-            self._segments.wait()  # they may not fit where their sequences do
         return _C.read_host_meta(self.host_meta, slot)
 
     @property
@@ -643,24 +651,30 @@ class PackedLayout:
             return flat.view(-1, 2), spans
 
     def with_total_tokens(self, total_tokens: int) -> PackedLayout:
-        """The same sequences in a longer row: what is added is tail. Never synchronises."""
+        """The same sequences in a longer row: what is added is tail. `max_seqs` stays.
+
+        Waits for the layout's host values where lengths came from a GPU.
+        """
         if total_tokens < self._total_tokens:
             raise ValueError(
                 f"total_tokens must be at least the row's {self._total_tokens}, got {total_tokens}"
             )
         if total_tokens == self._total_tokens:
             return self
-        max_seqs = max(self.cu_seqlens_static.shape[0] - 1, total_tokens)
+        self.wait()  # lengths that are wrong must not become right
+        with _outside_inference_mode():
+            return self._in_longer_row(total_tokens)
 
-        def longer(packed: PackedLayout) -> PackedLayout:
-            known = packed._host_lengths is not None
-            lengths = packed._host_lengths if known else packed._all_lengths
-            made = PackedLayout.from_lengths(lengths, total_tokens, max_seqs=max_seqs)
-            return made.to(packed.device)
-
-        packed = longer(self)
+    def _in_longer_row(self, total_tokens: int) -> PackedLayout:
+        meta = self.host_meta.clone()
+        meta[_TOTAL_TOKENS] = total_tokens
+        packed = PackedLayout(
+            self._all_lengths, self.cu_seqlens_static, meta, total_tokens, self._num_sequences
+        )
+        packed._host_lengths = self._host_lengths
+        packed._copied_lengths = self._copied_lengths
         if self._segments is not None:
-            packed._segments = longer(self._segments)
+            packed._segments = self._segments._in_longer_row(total_tokens)
         more = total_tokens - self._total_tokens
         if self._batch is not None:
             slots, tokens = self._batch
@@ -830,7 +844,19 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
                 raise ValueError(
                     "true_is_pad must be False for an additive mask, whose negative elements hide"
                 )
+            if mask.device.type == "cpu" and not bool((mask <= 0).all()):
+                raise ValueError(
+                    "an additive mask must have no positive element and no NaN on its diagonal, "
+                    f"got {mask[~(mask <= 0)][0].item()}: if it holds ones and zeros, give "
+                    "mask.bool()"
+                )
             return mask, "additive"
+        is_signed = mask.dtype != torch.bool and not mask.is_complex() and mask.device.type == "cpu"
+        if is_signed and bool((mask < 0).any()):
+            raise ValueError(
+                f"a 4-D integer mask must have no negative element, got {mask.min().item()}: an "
+                "additive one has to be floating point"
+            )
     return mask, "zero" if true_is_pad else "nonzero"
 
 
@@ -872,7 +898,9 @@ def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
 
 def _outside_inference_mode() -> AbstractContextManager:
     """A layout outlives the evaluation it may be made in, and training saves its tensors."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return torch.inference_mode(False)
 
 
 def _capturing(device: torch.device) -> bool:

@@ -36,17 +36,21 @@ def pack(
     """
     if packed is None:
         return _one_or_all(tensors)
+    names = [f"tensors[{number}]" for number in range(len(tensors))]
+    return _one_or_all(_packed(packed, names, tensors, _fills(fill, tensors)))
+
+
+def _packed(
+    packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
+) -> Sequence[Tensor]:
     slots, tokens = packed._batch_rows()
-    for number, tensor in enumerate(tensors):
+    for name, tensor in zip(names, tensors, strict=True):
         if tensor.shape[:2] != tokens.shape:
             raise ValueError(
-                f"tensors[{number}] must be [batch, seqlen, ...] with batch and seqlen as in the "
-                f"layout's mask, {list(tokens.shape)}, got shape {list(tensor.shape)}"
+                f"{name} must be [batch, seqlen, ...] with batch and seqlen as in the layout's "
+                f"mask, {list(tokens.shape)}, got shape {list(tensor.shape)}"
             )
-    packed_tensors = _ops.gather_rows(
-        tensors, slots, tokens.view(-1), [packed.total_tokens], 2, _fills(fill, len(tensors))
-    )
-    return _one_or_all(packed_tensors)
+    return _ops.gather_rows(tensors, slots, tokens.view(-1), [packed.total_tokens], 2, fills)
 
 
 def unpack(
@@ -71,15 +75,17 @@ def unpack(
                 f"{list(tensor.shape)}"
             )
     padded = _ops.gather_rows(
-        tensors, tokens.view(-1), slots, list(tokens.shape), 1, _fills(fill, len(tensors))
+        tensors, tokens.view(-1), slots, list(tokens.shape), 1, _fills(fill, tensors)
     )
     return _one_or_all(padded)
 
 
-def _fills(fill: Fill | Sequence[Fill], count: int) -> list[Fill]:
-    fills = list(fill) if isinstance(fill, Sequence) else [fill] * count
-    if len(fills) != count:
-        raise ValueError(f"fill must be one number or one for each of {count} tensors, got {fill}")
+def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]:
+    fills = list(fill) if isinstance(fill, Sequence) else [fill] * len(tensors)
+    if len(fills) != len(tensors):
+        raise ValueError(
+            f"fill must be one number or one for each of {len(tensors)} tensors, got {fill}"
+        )
     return fills
 
 
@@ -90,7 +96,7 @@ def _one_or_all(tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
 def run_packed(
     model: Callable[..., Any],
     input_ids: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Tensor | None,
     *,
     segment_multiple: int | Sequence[int] = 1,
     total_multiple: int | Sequence[int] = 1,
@@ -109,16 +115,23 @@ def run_packed(
         input_ids: `[batch, seqlen]`.
         attention_mask, segment_multiple, total_multiple, true_is_pad, pad_to: as for
             `PackedLayout.from_padding_mask`. Without `pad_to` a mask on a GPU makes it wait for
-            the lengths.
-        more: more of the model's arguments. Tensors must be `[batch, seqlen, ...]` and are packed;
-            `labels` get -100 on pads and on the first token of each sequence, which no other one
-            predicts (a batch padded on the left lets a pad predict it).
+            the lengths. Without a mask the model is called with the batch as it is.
+        more: more of the model's arguments. Tensors must be `[batch, seqlen, ...]` and are packed,
+            `position_ids` too; names that end in "labels" get -100 on pads. `labels` themselves
+            get it on the first token of each sequence too, which no other one predicts (a batch
+            padded on the left lets a pad predict it).
 
     Returns:
         What the model returns, with zeros on the padding: a tensor, the tensors `[1, total_tokens,
-        ...]` of a tuple, or `logits`, `last_hidden_state` and `hidden_states` of a transformers'
-        output are `[batch, seqlen, ...]`.
+        ...]` of a tuple or list, or `logits`, `last_hidden_state` and `hidden_states` of a
+        transformers' output are `[batch, seqlen, ...]`.
+
+    Raises:
+        ValueError: an argument does not fit; or an output that would be unpacked has not as many
+            tokens as the row (`logits_to_keep`).
     """
+    if attention_mask is None:
+        return model(input_ids=input_ids, **more)
     packed = PackedLayout.from_padding_mask(
         attention_mask,
         segment_multiple,
@@ -127,34 +140,49 @@ def run_packed(
         pad_to=pad_to,
         device=input_ids.device,
     )
+    if packed.total_tokens == 0:  # models want a token
+        packed = packed.with_total_tokens(1)
     tensors = {"input_ids": input_ids}
     tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
-    fills = [IGNORE_INDEX if name == "labels" else 0 for name in tensors]
-    rows = _as_tuple(pack(packed, *tensors.values(), fill=fills))
+    fills = [IGNORE_INDEX if name.endswith("labels") else 0 for name in tensors]
+    rows = _packed(packed, list(tensors), list(tensors.values()), fills)
     more |= {name: row.unsqueeze(0) for name, row in zip(tensors, rows, strict=True)}
     if isinstance(more.get("labels"), Tensor):
         more["labels"] = mask_boundary_labels(more["labels"], packed)
-    positions = packed.position_ids.long().unsqueeze(0)
-    out = model(position_ids=positions, packed=packed, **more)
-    if isinstance(out, (Tensor, tuple)):
-        return _unpacked(packed, out)
-    for name in ("logits", "last_hidden_state", "hidden_states"):
+    more.setdefault("position_ids", packed.position_ids.long().unsqueeze(0))
+    out = model(packed=packed, **more)
+    if isinstance(out, Tensor):
+        return _unpacked(packed, "the output", out)
+    if isinstance(out, (tuple, list)):
+        return _unpacked_items(packed, out)
+    for name in ("logits", "last_hidden_state"):
         if out.get(name) is not None:
-            out[name] = _unpacked(packed, out[name])
+            out[name] = _unpacked(packed, name, out[name])
+    if out.get("hidden_states") is not None:
+        out["hidden_states"] = _unpacked_items(packed, out["hidden_states"])
     return out
 
 
-def _unpacked(packed: PackedLayout, value: Any) -> Any:
-    """Rows `[1, total_tokens, ...]` as a padded batch; what is none as it is."""
-    if isinstance(value, tuple):
-        return tuple(_unpacked(packed, item) for item in value)
-    if isinstance(value, Tensor) and value.shape[:2] == (1, packed.total_tokens):
-        return unpack(packed, value.squeeze(0))
-    return value
+def _unpacked(packed: PackedLayout, name: str, rows: Tensor) -> Tensor:
+    if rows.shape[:2] != (1, packed.total_tokens):
+        raise ValueError(
+            f"{name} must be [1, total_tokens = {packed.total_tokens}, ...] to be unpacked, got "
+            f"shape {list(rows.shape)}"
+        )
+    return unpack(packed, rows.squeeze(0))
 
 
-def _as_tuple(tensors: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (tensors,) if isinstance(tensors, Tensor) else tensors
+def _unpacked_items(packed: PackedLayout, items: Sequence[Any]) -> Sequence[Any]:
+    """A tuple or list like `items`, its packed rows as padded batches, and what is in it."""
+    unpacked = []
+    for item in items:
+        if isinstance(item, (tuple, list)):
+            item = _unpacked_items(packed, item)
+        elif isinstance(item, Tensor) and item.shape[:2] == (1, packed.total_tokens):
+            item = unpack(packed, item.squeeze(0))
+        unpacked.append(item)
+    is_named = hasattr(items, "_fields")
+    return type(items)(*unpacked) if is_named else type(items)(unpacked)
 
 
 def equalize_tokens(

@@ -318,7 +318,7 @@ def test_the_diagonal_says_what_is_real(shape, visible, device):
     check(PackedLayout.from_padding_mask(mask, 4, 6), expected, device)
 
 
-@pytest.mark.parametrize("shown", [0.0, -0.0, 1.0], ids=str)
+@pytest.mark.parametrize("shown", [0.0, -0.0], ids=str)
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_additive_masks(dtype, hidden, shown, device):

@@ -149,7 +149,7 @@ def test_a_device_mask_with_a_total_waits_for_nothing(cuda):
 
 def test_wrong_tensors_are_named(device):
     ids, mask = make_batch("left", device)
-    with pytest.raises(ValueError, match=r"tensors\[1\] must be \[batch, seqlen"):
+    with pytest.raises(ValueError, match=r"weights must be \[batch, seqlen"):
         cuseq.run_packed(Plain(), ids, mask, weights=torch.zeros(9, 3, device=device))
     packed = cuseq.PackedLayout.from_padding_mask(mask)
     with pytest.raises(ValueError, match=r"tensors\[0\] must be \[total_tokens = 15"):
