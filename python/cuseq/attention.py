@@ -24,6 +24,7 @@ def varlen_attention(
     window: int | None = None,
     spans: Spans | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact softmax attention of each sequence of a packed row with itself alone.
 
@@ -35,7 +36,7 @@ def varlen_attention(
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
-    and zero on the tail, for gradients too.
+    and zero on padding and tail, for gradients too.
 
     Args:
         q: `[total_tokens, heads, head_dim]`; any strides with a contiguous last dimension.
@@ -48,6 +49,9 @@ def varlen_attention(
         spans: (start, end) pairs in tokens of the row, or, in compiled code, an int32 tensor
             `[n_spans, 2]`, as in `PackedLayout.dense_mask`: tokens of a span see all of it.
         scale: factor of the scores, default `head_dim ** -0.5`.
+        sinks: floating point `[heads]`, a score of each head that takes its share of the softmax
+            and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453). The layout then has no
+            padding between its sequences.
 
     Returns:
         `[total_tokens, heads, value_dim]`, contiguous. Differentiable once.
@@ -69,15 +73,9 @@ def varlen_attention(
     one_by_one = (
         spans is not None or (window is not None and not causal) or q.dtype == torch.float64
     )
-    if not torch.compiler.is_compiling():
-        if one_by_one:
-            packed._remember_offsets_on_host()
-        if packed._segments is not None:
-            packed._segments.wait()
-    out, _ = _ops.varlen_attention(
-        q,
-        k,
-        v,
+    if one_by_one and not torch.compiler.is_compiling():
+        packed._remember_offsets_on_host()
+    arguments = (
         packed.cu_seqlens_static,
         packed.host_meta,
         causal,
@@ -87,7 +85,54 @@ def varlen_attention(
         spans,
         packed._padded_static,
     )
+    if sinks is not None:
+        return _attention_with_sinks(q, k, v, sinks, arguments)
+    out, _ = _ops.varlen_attention(q, k, v, *arguments)
     return out
+
+
+def _attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, arguments: tuple[Any, ...]
+) -> Tensor:
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks must be floating point [heads = {q.shape[1]}] on {q.device}, got "
+            f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        )
+    if arguments[-1] is not None:
+        raise ValueError("packed must have no padding between its sequences for sinks")
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (rows.to(dtype) for rows in (q, k, v))
+    return _WithSinks.apply(q, k, v, sinks, *arguments)
+
+
+class _WithSinks(torch.autograd.Function):
+    """A sink is a key without a value. With it in the denominator the output shrinks by what the
+    others' share is, and the backward of attention, given that output and that denominator, is
+    already the gradient: what the sink takes enters through `out . grad_out` alone.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, *arguments):
+        out, logsumexp = _ops.varlen_attention(q, k, v, *arguments)
+        scores = sinks.detach().to(logsumexp.dtype).unsqueeze(1)
+        total = torch.logaddexp(logsumexp, scores)  # [heads, tokens]
+        out = out * (logsumexp - total).exp().t().unsqueeze(2).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.arguments = arguments
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *ctx.arguments)
+        share = (sinks.to(total.dtype).unsqueeze(1) - total).exp()
+        taken = (grad_out.to(total.dtype) * out).sum(-1)  # [tokens, heads], zero on the tail
+        grad_sinks = -torch.einsum("ht,th->h", share, taken.to(total.dtype))
+        return *grads, grad_sinks.to(sinks.dtype), *[None] * len(ctx.arguments)
 
 
 def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) -> int:
