@@ -9,6 +9,7 @@ from cuseq._load import build_info
 from cuseq._rope_table import rope_table
 from cuseq._version import __version__ as __version__
 from cuseq.attention import varlen_attention
+from cuseq.check_packing import PackingReport, check_packing
 from cuseq.collate import PackingCollator, mask_boundary_labels
 from cuseq.context_parallel import cp_join, cp_partition
 from cuseq.layout import PackedLayout
@@ -28,6 +29,7 @@ from cuseq.ops import (
 )
 from cuseq.packing_plan import PackingPlan, bin_pack
 from cuseq.pad import equalize_tokens, pack, run_packed, unpack
+from cuseq.profile_step import StepProfile, profile_step
 from cuseq.rope import apply_qk_norm_rope, apply_rope
 from cuseq.sampler import PackedBatchSampler
 from cuseq.split import split_by_tokens
@@ -39,12 +41,15 @@ __all__ = [
     "PackedStream",
     "PackingCollator",
     "PackingPlan",
+    "PackingReport",
+    "StepProfile",
     "apply_qk_norm_rope",
     "apply_rope",
     "bin_pack",
     "block_mask",
     "build_info",
     "cache_stats",
+    "check_packing",
     "clear_cache",
     "cp_join",
     "cp_partition",
@@ -65,6 +70,7 @@ __all__ = [
     "packed_position_ids",
     "packed_seq_ids",
     "position_ids",
+    "profile_step",
     "rope_table",
     "run_packed",
     "seq_ids",

@@ -1,0 +1,83 @@
+"""Checks a model of transformers: are packed rows the same to it as documents one by one?
+
+    python -m cuseq.check_packing MODEL [--attn cuseq] [--tiny] [--json FILE]
+
+Exit code: 0 they are, 1 they are not, 2 it could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cuseq.check_packing import PackingReport, check_packing
+
+FINE, WRONG, NOT_RUN = 0, 1, 2
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the check and prints its table; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        report = _run(options)
+        if options.json is not None:
+            options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+    except Exception as error:  # whatever it is, the caller must be able to tell it from a verdict
+        print(f"could not be run: {type(error).__name__}: {error}", file=sys.stderr)
+        return NOT_RUN
+    print(report)
+    return FINE if report.ok else WRONG
+
+
+def _run(options: argparse.Namespace) -> PackingReport:
+    from cuseq.check_packing import _load  # transformers: --help does without
+
+    _load.quiet()
+    model = _load.load_model(
+        options.model,
+        attention=options.attn,
+        dtype=getattr(torch, options.dtype),
+        device=torch.device(options.device),
+        tiny=options.tiny,
+    )
+    if options.no_cache:
+        model.config.get_text_config(decoder=True).use_cache = False
+    documents = _load.random_documents(model.config, options.tokens, options.documents)
+    return check_packing(model, documents, rtol=options.rtol)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cuseq.check_packing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="name or folder of a causal language model")
+    parser.add_argument("--attn", default="cuseq", help="attn_implementation, default cuseq")
+    parser.add_argument("--dtype", default="float32", choices=_DTYPES)
+    parser.add_argument("--device", default="cpu", help="default cpu")
+    parser.add_argument("--tokens", type=int, default=256, help="of all documents, default 256")
+    parser.add_argument("--documents", type=int, default=6, help="default 6, at least 4")
+    parser.add_argument("--rtol", type=float, help="largest relative difference, default by dtype")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a small model of the same family with random weights; so is a config.json alone",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="with use_cache off in the config, as Trainer has it",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

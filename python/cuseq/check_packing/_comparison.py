@@ -1,0 +1,206 @@
+"""All runs of one check, in order, and what they mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cuseq.check_packing import _suspects
+from cuseq.check_packing._documents import Document
+from cuseq.check_packing._leaks import (
+    Leak,
+    backward_leak,
+    forward_leak,
+    padding_leak,
+    with_another_token,
+)
+from cuseq.check_packing._numbers import (
+    Totals,
+    alone_totals,
+    crossing_gap,
+    packed_totals,
+    relative,
+    token_errors,
+    worst_error,
+)
+from cuseq.check_packing._report import Check, PackingReport, Suspect
+from cuseq.check_packing._runs import Row, Runs, TokensNotFound
+
+# Runs that are not deterministic differ by this many times what two of them did.
+_NOISE = 4
+
+
+class Comparison:
+    """One check.
+
+    Args:
+        runs: how to run the model.
+        documents: what to run it on.
+        rtol: largest relative difference, None for what suits the dtype.
+    """
+
+    def __init__(self, runs: Runs, documents: Sequence[Document], rtol: float | None):
+        self.runs = runs
+        self.documents = documents
+        self.rtol = rtol
+        self.checks: dict[str, Check] = {}
+        self.notes: list[str] = []
+
+    def report(self) -> PackingReport:
+        try:
+            row = self.runs.row(self.documents)
+        except TokensNotFound as error:
+            self._add("tokens", math.inf, 0.0)
+            return self._finished(_suspects.tokens(str(error)))
+        with torch.no_grad():
+            still = self.runs.find_embeddings(self.documents).logits
+            if self.rtol is None:
+                self.rtol = _default_rtol(self.runs.model, still)
+            if not bool(still.isfinite().all()):
+                self._add("logits", math.inf, self.rtol, "not finite")
+                return self._finished(_suspects.not_finite("the packed run"))
+            again = self.runs.packed(self.documents, row).logits
+            noise, scale = float((again - still).abs().max()), float(still.abs().max())
+            self._add("repeat", noise, self.rtol * scale)
+            forward = forward_leak(self.runs, self.documents, row, still, _NOISE * noise)
+            padding = padding_leak(self.runs, self.documents, row, still)
+        packed = self.runs.packed(self.documents, row)
+        backward = backward_leak(packed, row)
+        self._judge_leaks(forward, backward, padding, scale)
+        together = packed_totals(self.runs, self.documents, packed)
+        del packed  # and its graph
+        alone = alone_totals(self.runs, self.documents)
+        errors = token_errors(together.logits, alone.logits)
+        self._judge_numbers(row, errors, together, alone)
+        suspect = (
+            self._suspect_of_runs(row, forward, backward)
+            or self._suspect_of_logits(row, errors)
+            or self._suspect_of_loss(row, together, alone)
+        )
+        return self._finished(suspect, together.loss, alone.loss)
+
+    # ------------------------------------------------------------------------------- the checks
+
+    def _judge_leaks(
+        self, forward: Leak, backward: Leak | None, padding: float | None, scale: float
+    ) -> None:
+        limit = _NOISE * self.checks["repeat"].value
+        # What tokens share an expert's matrix product with decides how it rounds. A real leak of
+        # that size would have a gradient.
+        connected = backward is None or backward.size != 0
+        if not connected and _suspects.has_experts(self.runs.model):
+            limit = max(limit, self.rtol * scale)
+            if 0 < forward.size <= limit:
+                self.notes.append(
+                    "a changed token moves other documents, by rounding only: experts get other "
+                    "tokens beside theirs, and no gradient connects them"
+                )
+        self._add("leak forward", forward.size, limit, str(forward))
+        if backward is None:
+            reason = "no module without children looks the tokens up"
+            self._add("leak backward", None, 0.0, reason)
+        else:
+            self._add("leak backward", backward.size, 0.0, str(backward))
+        if padding is not None:
+            self._add("leak from padding", padding, limit)
+
+    def _judge_numbers(self, row: Row, errors: Tensor, packed: Totals, alone: Totals) -> None:
+        token = int(errors.argmax())
+        document = int(row.document[token])
+        place = token - int((row.document < document).sum())
+        size = float((packed.logits - alone.logits).abs().max())
+        where = f"document {document}, token {place}; absolute {size:.2g}"
+        self._add("logits", float(errors[token]), self.rtol, where)
+        error = relative(abs(packed.loss - alone.loss), abs(alone.loss))
+        where = f"{packed.loss:.6g} packed, {alone.loss:.6g} alone"
+        self._add("loss", error, self.rtol, where)
+        pairs = {
+            "gradients": (packed.gradients, alone.gradients),
+            "gradients of embeddings": (packed.embeddings, alone.embeddings),
+        }
+        for name, pair in pairs.items():
+            value, where = worst_error(*pair) or (None, "nothing that takes one was seen")
+            self._add(name, value, self.rtol, where)
+
+    # ------------------------------------------------------------------------------- the suspects
+
+    def _suspect_of_runs(self, row: Row, forward: Leak, backward: Leak | None) -> Suspect | None:
+        if not self._passed("repeat"):
+            return _suspects.repeat(self.checks["repeat"].value)
+        if not self._passed("leak from padding"):
+            return _suspects.padding(self.checks["leak from padding"].value)
+        if not self._passed("leak forward"):
+            changed = with_another_token(self.documents, forward.source, forward.index)
+            others = row.document != forward.source
+            with torch.no_grad():
+                found = self.runs.first_mixing_module(self.documents, changed, others)
+            return _suspects.mixing(self.runs.model, row, forward, found)
+        if not self._passed("leak backward"):
+            return _suspects.backward(backward)
+        return None
+
+    def _suspect_of_logits(self, row: Row, errors: Tensor) -> Suspect | None:
+        if self._passed("logits"):
+            return None
+        if math.isinf(self.checks["logits"].value):
+            return _suspects.not_finite("a document alone")
+        wrong = errors > self.rtol
+        documents = row.document[wrong].unique().tolist()
+        # Another position moves all tokens of a document, and the first document has the right one.
+        whole = all(bool(wrong[row.document == i].all()) for i in documents)
+        if whole and documents[0] > 0:
+            return _suspects.positions(row, documents[0])
+        if _suspects.has_experts(self.runs.model):
+            return _suspects.routing(float(wrong.float().mean()))
+        return _suspects.logits(documents)
+
+    def _suspect_of_loss(self, row: Row, packed: Totals, alone: Totals) -> Suspect | None:
+        # Beside the cross entropy of the same logits a leak of any size shows, and what the model
+        # adds to its loss is taken off.
+        surplus = (packed.loss - packed.cross_entropy) - (alone.loss - alone.cross_entropy)
+        gap = crossing_gap(packed, self.documents)
+        if abs(surplus - gap) < 0.1 * abs(gap):
+            return _suspects.crossing_labels(row, self.documents)
+        if not self._passed("loss"):
+            return _suspects.loss(row, self.documents)
+        for name in ("gradients", "gradients of embeddings"):
+            if not self._passed(name):
+                return _suspects.gradients(self.checks[name].where)
+        return None
+
+    def _passed(self, name: str) -> bool:
+        return name not in self.checks or self.checks[name].ok
+
+    def _add(self, name: str, value: float | None, limit: float, where: str = "") -> None:
+        self.checks[name] = Check(name, value, limit, where)
+
+    def _finished(
+        self, suspect: Suspect | None, packed: float | None = None, alone: float | None = None
+    ) -> PackingReport:
+        subject = _subject(self.runs, self.documents)
+        return PackingReport(subject, self.checks, packed, alone, suspect, tuple(self.notes))
+
+
+def _default_rtol(model: nn.Module, logits: Tensor) -> float:
+    """The square root of the widest machine epsilon at work."""
+    tensors = [*model.parameters(), logits]
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    kind = logits.device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.add(torch.get_autocast_dtype(kind))
+    widest = max(torch.finfo(dtype).eps for dtype in dtypes)
+    if kind == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        widest = max(widest, 2**-10)  # TF32
+    return math.sqrt(widest)
+
+
+def _subject(runs: Runs, documents: Sequence[Document]) -> str:
+    lengths = [document.length for document in documents]
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in runs.model.parameters()})
+    return (
+        f"{type(runs.model).__name__}, {len(lengths)} documents of {min(lengths)} to "
+        f"{max(lengths)} tokens, {', '.join(dtypes)}, {runs.device}"
+    )

@@ -1,0 +1,125 @@
+"""The documents of a check: read from what the user gives, and with a token changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq.collate import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Document:
+    """One example.
+
+    Attributes:
+        ids: int64 `[n]`, on the host.
+        labels: int64 `[n]`, on the host, unshifted.
+        others: the example's other keys, for collators and `forward`.
+        own_labels: whether the example came with labels.
+    """
+
+    ids: Tensor
+    labels: Tensor
+    others: dict[str, Any]
+    own_labels: bool
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that the loss counts: the first of a document is nobody's target."""
+        return int((self.labels[1:] != IGNORE_INDEX).sum())
+
+    def example(self) -> dict[str, Any]:
+        """What a collator gets: lists, which all of them take."""
+        example = {**self.others, "input_ids": self.ids.tolist()}
+        if self.own_labels:
+            example["labels"] = self.labels.tolist()
+        return example
+
+    def per_token(self) -> dict[str, Tensor]:
+        """The other keys that hold a number for each token; packing makes mask and positions."""
+        made = ("attention_mask", "position_ids")
+        values = {
+            key: value if isinstance(value, Tensor) else torch.tensor(value)
+            for key, value in self.others.items()
+            if key not in made and isinstance(value, (list, tuple, Tensor))
+        }
+        return {key: value for key, value in values.items() if value.shape[:1] == self.ids.shape}
+
+    def with_token(self, index: int, token: int) -> Document:
+        ids = self.ids.clone()
+        ids[index] = token
+        return replace(self, ids=ids)
+
+
+def read_documents(
+    examples: Sequence[Mapping[str, Any] | Sequence[int] | Tensor],
+) -> list[Document]:
+    """Checks the user's examples.
+
+    Raises:
+        ValueError, TypeError: what is wrong with which example.
+    """
+    documents = [_document(example, i) for i, example in enumerate(examples)]
+    long = [document for document in documents if document.length >= 2]
+    if len(long) < 2:
+        raise ValueError(
+            "examples must have at least two documents of two or more tokens, got lengths "
+            f"{[document.length for document in documents]}"
+        )
+    if not any(document.num_targets for document in documents):
+        raise ValueError("examples must have labels that count, got -100 alone after first tokens")
+    if len(torch.cat([document.ids for document in documents]).unique()) < 2:
+        raise ValueError(
+            "examples must hold two different tokens, since one is changed into another, got "
+            f"{int(documents[0].ids[0])} alone"
+        )
+    return documents
+
+
+def other_token(documents: Sequence[Document], token: int) -> int:
+    """A token that the model knows, since it occurs, and that is not this one."""
+    known = torch.cat([document.ids for document in documents])
+    return int(known[known != token][0])
+
+
+def _document(example: Mapping[str, Any] | Sequence[int] | Tensor, i: int) -> Document:
+    if not isinstance(example, Mapping):
+        example = {"input_ids": example}
+    if "input_ids" not in example:
+        raise ValueError(f"examples must have input_ids, got {sorted(example)} in examples[{i}]")
+    ids = _tokens(example["input_ids"], "input_ids", i)
+    if len(ids) == 0:
+        raise ValueError(f"examples must not be empty, but examples[{i}] has no tokens")
+    own_labels = example.get("labels") is not None
+    labels = _tokens(example["labels"], "labels", i) if own_labels else ids
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"labels must hold one value per token, but examples[{i}] has {len(ids)} tokens and "
+            f"{len(labels)} labels"
+        )
+    others = {key: value for key, value in example.items() if key not in ("input_ids", "labels")}
+    return Document(ids, labels, others, own_labels)
+
+
+def _tokens(values: Any, name: str, i: int) -> Tensor:
+    try:
+        tokens = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} must hold one integer per token, got {type(values).__name__} in examples[{i}]"
+        ) from error
+    if tokens.dim() != 1 or (tokens.is_floating_point() and tokens.numel() > 0):
+        raise TypeError(
+            f"{name} must hold one integer per token, got {tokens.dtype} of shape "
+            f"{tuple(tokens.shape)} in examples[{i}]"
+        )
+    return tokens.to(torch.int64, copy=True)  # the user's may be an inference tensor

@@ -1,0 +1,153 @@
+"""Models and documents for the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+# The most that a tiny model has of each. Sizes of a head stay, which rotary sections, latent
+# attention and kernels are made for.
+_MOST: dict[str, int] = dict(
+    vocab_size=1024,
+    intermediate_size=128,
+    intermediate_size_mlp=128,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    n_inner=128,
+    num_experts=8,
+    num_local_experts=8,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    sliding_window=16,
+    attention_chunk_size=16,
+)
+_LAYERS, _KV_HEADS, _HEADS_PER_KV = 2, 2, 2
+_LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")
+
+
+def load_model(
+    name: str, *, attention: str, dtype: torch.dtype, device: torch.device, tiny: bool
+) -> PreTrainedModel:
+    """A model by name or folder; a tiny one with random weights where asked for, or where the
+    folder holds a config.json alone.
+
+    Raises:
+        OSError: there is no such model.
+        ValueError: it is no causal language model, or does not take this attention.
+    """
+    if attention == "cuseq":
+        import cuseq.integrations.transformers  # noqa: F401, registers it
+
+    options: dict[str, Any] = dict(attn_implementation=attention, dtype=dtype)
+    if not tiny and not _is_config_alone(Path(name)):
+        return AutoModelForCausalLM.from_pretrained(name, **options).to(device)
+    config = tiny_config(AutoConfig.from_pretrained(name).get_text_config(decoder=True))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **options).to(device)
+
+
+def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same family with few layers and heads, narrow, and with windows of 16 tokens.
+
+    Every type of layer stays, and whether key heads are as many as query heads, fewer, or one.
+    """
+    values = config.to_dict()
+    names = config.attribute_map  # of those that the family calls otherwise
+    for key, most in _MOST.items():
+        key = names.get(key, key)
+        if isinstance(values.get(key), int):
+            values[key] = min(values[key], most)
+
+    layers = _layers_to_keep(config)
+    values[names.get("num_hidden_layers", "num_hidden_layers")] = layers
+    for key in _LAYER_LISTS:
+        if isinstance(values.get(key), list):
+            values[key] = values[key][:layers]
+
+    if getattr(config, "num_attention_heads", None) is not None:
+        _shrink_heads(config, values)
+    # Special tokens may lie beyond the smaller vocabulary.
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        values[key] = None
+    return type(config).from_dict(values)
+
+
+def _shrink_heads(config: PreTrainedConfig, values: dict[str, Any]) -> None:
+    """Writes heads, and the width that they give, into the values of a tiny config."""
+    names = config.attribute_map
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    tiny_kv_heads = min(kv_heads, _KV_HEADS)
+    tiny_heads = tiny_kv_heads * min(heads // kv_heads, _HEADS_PER_KV)
+    values[names.get("num_attention_heads", "num_attention_heads")] = tiny_heads
+    if "num_key_value_heads" in values:
+        values["num_key_value_heads"] = tiny_kv_heads
+    width = tiny_heads * head_dim
+    values[names.get("hidden_size", "hidden_size")] = width
+    if "mamba_n_heads" in values:  # as many as the width has room for
+        inner = width * values["mamba_expand"]
+        values["mamba_n_heads"] = inner // values["mamba_d_head"]
+
+
+def random_documents(config: PreTrainedConfig, tokens: int, documents: int) -> list[list[int]]:
+    """Documents of various lengths, 1 and 2 among them, the same for the same arguments.
+
+    Raises:
+        ValueError: there are too few tokens or documents.
+    """
+    lengths = _lengths(tokens, documents)
+    config = config.get_text_config(decoder=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size - 1, (tokens,), generator=generator)
+    pad = config.pad_token_id
+    if pad is not None:
+        ids += ids >= pad  # never the pad token, whose embedding may have no gradient
+    return [part.tolist() for part in ids.split(lengths)]
+
+
+def _lengths(tokens: int, documents: int) -> list[int]:
+    if documents < 4:
+        raise ValueError(f"--documents must be at least 4, got {documents}")
+    if tokens < 4 * documents:
+        raise ValueError(
+            f"--tokens must be at least 4 for each of {documents} documents, got {tokens}"
+        )
+    count, left = documents - 2, tokens - 3
+    parts = count * (count + 1) // 2
+    rest = [left * (i + 1) // parts for i in range(count)]
+    rest[-1] += left - sum(rest)
+    # The short ones between others, the longest neither first nor last.
+    return [rest[0], 1, rest[-1], 2, *rest[1:-1]]
+
+
+def _is_config_alone(folder: Path) -> bool:
+    weights = ("*.safetensors", "*.bin")
+    has_config = (folder / "config.json").is_file()
+    return has_config and not any(any(folder.glob(pattern)) for pattern in weights)
+
+
+def _layers_to_keep(config: PreTrainedConfig) -> int:
+    """So many that every type of layer is among them."""
+    keep = _LAYERS
+    for key in _LAYER_LISTS:
+        types = getattr(config, key, None)
+        if isinstance(types, (list, tuple)):
+            keep = max(keep, *(types.index(kind) + 1 for kind in set(types)))
+    return min(config.num_hidden_layers, keep)
+
+
+def quiet() -> None:
+    """Keeps transformers' progress bars and advice out of the table."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,124 @@
+"""What `check_packing` found, as numbers and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what was compared.
+        value: the largest difference; None where it could not be looked at. NaN never passes.
+        limit: what is allowed.
+        where: where the difference is largest, or why there is none.
+    """
+
+    name: str
+    value: float | None
+    limit: float
+    where: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.value is None or self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """What is most likely wrong.
+
+    Attributes:
+        name: a word: tokens, not finite, repeat, padding, attention, state, mixing, backward,
+            positions, routing, logits, labels, loss or gradients.
+        finding: what was seen, one line.
+        remedy: what to do, one line.
+    """
+
+    name: str
+    finding: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What `cuseq.check_packing` found. `print(report)` shows a table and the verdict.
+
+    Attributes:
+        subject: what was checked, one line.
+        checks: the comparisons that were made, by name: tokens, repeat, leak forward, leak
+            backward, leak from padding, logits, loss, gradients, gradients of embeddings.
+        loss_packed, loss_alone: mean over all targets, packed and one by one.
+        suspect: what is most likely wrong, None where nothing is.
+        notes: what the reader should know all the same.
+        ok: whether packed equals one by one and no document hears of another.
+    """
+
+    subject: str
+    checks: dict[str, Check]
+    loss_packed: float | None = None
+    loss_alone: float | None = None
+    suspect: Suspect | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.suspect is None and all(check.ok for check in self.checks.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts, for JSON; numbers that are not finite as strings."""
+        return {
+            "ok": self.ok,
+            "subject": self.subject,
+            "checks": {
+                check.name: {
+                    "value": _plain(check.value),
+                    "limit": check.limit,
+                    "where": check.where,
+                    "ok": check.ok,
+                }
+                for check in self.checks.values()
+            },
+            "loss_packed": _plain(self.loss_packed),
+            "loss_alone": _plain(self.loss_alone),
+            "suspect": None if self.suspect is None else vars(self.suspect),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        rows = [("", "difference", "allowed", "", "largest")]
+        rows += [
+            (
+                check.name,
+                "not seen" if check.value is None else f"{check.value:.2g}",
+                f"{check.limit:.2g}",
+                "" if check.ok else "WRONG",
+                check.where,
+            )
+            for check in self.checks.values()
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [f"check_packing: {self.subject}"]
+        for name, value, limit, mark, where in rows:
+            cells = name.ljust(widths[0]), value.rjust(widths[1]), limit.rjust(widths[2])
+            lines.append("  ".join(["", *cells, mark.ljust(widths[3]), where]).rstrip())
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines + self._verdict())
+
+    def _verdict(self) -> list[str]:
+        if self.suspect is None:
+            return ["verdict: fine, packed equals one by one and no document hears of another"]
+        return [
+            f"verdict: WRONG ({self.suspect.name}): {self.suspect.finding}",
+            f"remedy: {self.suspect.remedy}",
+        ]
+
+
+def _plain(value: float | None) -> float | str | None:
+    """JSON has no NaN and no infinity."""
+    if value is None or abs(value) < float("inf"):
+        return value
+    return str(value)

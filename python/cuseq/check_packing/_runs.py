@@ -1,0 +1,338 @@
+"""Runs of a model over documents: packed in a row, and each alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cuseq.check_packing._documents import Document
+from cuseq.collate import IGNORE_INDEX
+from cuseq.layout import PackedLayout
+
+
+class TokensNotFound(Exception):
+    """A batch does not hold the documents' tokens in their order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The documents' tokens in what the model is given.
+
+    Attributes:
+        batch: the model's keywords; None where the user's `forward` makes them.
+        slots: int64 `[tokens]`, where each token of the documents lies in the flat row.
+        ids: int64 `[tokens]`, these tokens.
+        document: int64 `[tokens]`, the number of each token's document.
+    """
+
+    batch: dict[str, Any] | None
+    slots: Tensor
+    ids: Tensor
+    document: Tensor
+
+    def pads(self) -> Tensor:
+        """int64: slots of the row that belong to no document."""
+        if self.batch is None:
+            return self.slots[:0]
+        free = torch.ones(
+            self.batch["input_ids"].numel(), dtype=torch.bool, device=self.slots.device
+        )
+        free[self.slots] = False
+        return free.nonzero().flatten()
+
+
+@dataclass
+class Outcome:
+    """What a run gave, in the order of the documents' tokens.
+
+    Attributes:
+        logits: `[tokens, vocabulary]`.
+        loss: the model's own, if it gave one.
+        slots: where the documents' tokens lie in the flat embeddings.
+        embeddings: the looked-up embeddings, as the modules returned them, call by call.
+        lookups: the number of the module behind each of `embeddings`.
+    """
+
+    logits: Tensor
+    loss: Tensor | None
+    slots: Tensor
+    embeddings: list[Tensor]
+    lookups: list[int]
+
+    def of_tokens(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """`[tokens, dim]` by module: the sums of gradients of `embeddings`, None meaning zero."""
+        sums: dict[int, Tensor] = {}
+        for number, embedding, gradient in zip(
+            self.lookups, self.embeddings, gradients, strict=True
+        ):
+            rows = torch.zeros_like(embedding) if gradient is None else gradient
+            rows = rows.reshape(-1, rows.shape[-1])[self.slots]
+            sums[number] = sums[number] + rows if number in sums else rows
+        return sums
+
+
+class Runs:
+    """Runs the model as the user does.
+
+    Args:
+        model: the model.
+        collator: makes the packed batch from examples; not used beside `forward`.
+        forward: `forward(model, examples)`, None for `model(**collator(examples))`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+        forward: Callable[[nn.Module, list[dict[str, Any]]], Any] | None,
+    ):
+        self.model = model
+        self.collator = collator
+        self.forward = forward
+        self.embedding_modules: list[nn.Module] = []
+        tensors = [*model.parameters(), *model.buffers()]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+    def row(self, documents: Sequence[Document]) -> Row:
+        """Collates.
+
+        Raises:
+            TokensNotFound: the batch does not hold these tokens in this order.
+        """
+        ids = torch.cat([document.ids for document in documents])
+        number = torch.cat(
+            [torch.full_like(document.ids, i) for i, document in enumerate(documents)]
+        )
+        if self.forward is not None:
+            batch, slots = None, torch.arange(len(ids))
+        else:
+            batch = dict(self.collator([document.example() for document in documents]))
+            slots = _find_slots(batch, documents)
+            batch = {key: _moved(value, self.device) for key, value in batch.items()}
+        return Row(batch, *(tensor.to(self.device) for tensor in (slots, ids, number)))
+
+    def packed(self, documents: Sequence[Document], row: Row | None = None) -> Outcome:
+        """All documents in one run, of a row that may have been made before."""
+        row = self.row(documents) if row is None else row
+        with self._captured(row.slots, row.ids) as (embeddings, lookups):
+            if self.forward is not None:
+                output = self.forward(self.model, [document.example() for document in documents])
+            else:
+                output = self.model(**row.batch)
+        return Outcome(*_logits_and_loss(output, row.slots), row.slots, embeddings, lookups)
+
+    def alone(self, document: Document) -> Outcome:
+        """One document, without any packing."""
+        ids = document.ids.to(self.device)
+        slots = torch.arange(len(ids), device=self.device)
+        with self._captured(slots, ids) as (embeddings, lookups):
+            if self.forward is not None:
+                output = self.forward(self.model, [document.example()])
+            else:
+                labels = document.labels.clone()
+                labels[0] = IGNORE_INDEX
+                others = {k: v.to(self.device)[None] for k, v in document.per_token().items()}
+                labels = labels.to(self.device)
+                output = self.model(input_ids=ids[None], labels=labels[None], **others)
+        return Outcome(*_logits_and_loss(output, slots), slots, embeddings, lookups)
+
+    def find_embeddings(self, documents: Sequence[Document]) -> Outcome:
+        """A packed run that learns which modules look the tokens up."""
+        row = self.row(documents)
+        found = []
+
+        def look(module, args, kwargs, output):
+            if _looks_up(args, kwargs, output, row.slots, row.ids) and module not in found:
+                found.append(module)
+
+        leaves = [module for module in self.model.modules() if not any(module.children())]
+        with _hooked(leaves, look):
+            outcome = self.packed(documents, row)
+        self.embedding_modules = found
+        return outcome
+
+    @contextmanager
+    def _captured(self, slots: Tensor, ids: Tensor) -> Iterator[tuple[list[Tensor], list[int]]]:
+        """Collects what the embedding modules return for these tokens, and their numbers."""
+        embeddings: list[Tensor] = []
+        lookups: list[int] = []
+
+        def keep(module, args, kwargs, output):
+            if not _looks_up(args, kwargs, output, slots, ids):
+                return None
+            if torch.is_grad_enabled() and not output.requires_grad:
+                # Frozen weights. A copy, so that it is no leaf, which could not be edited in place.
+                output = output.detach().requires_grad_().clone()
+            embeddings.append(output)
+            lookups.append(self.embedding_modules.index(module))
+            return output
+
+        with _hooked(self.embedding_modules, keep):
+            yield embeddings, lookups
+
+    def first_mixing_module(
+        self, documents: Sequence[Document], changed: Sequence[Document], others: Tensor
+    ) -> tuple[str, nn.Module] | None:
+        """The first module whose inputs are the same for the other documents and whose outputs are
+        not.
+
+        Args:
+            documents, changed: the same but for a token.
+            others: bool `[tokens]`, the tokens of the documents that were not changed.
+        """
+        before, after = self._trace(documents, others), self._trace(changed, others)
+        for call, (inputs, outputs) in before.items():
+            if call in after and _same(inputs, after[call][0]):
+                if not _same(outputs, after[call][1]):
+                    return call[0], self.model.get_submodule(call[0])
+        return None
+
+    def _trace(self, documents: Sequence[Document], others: Tensor) -> dict[tuple[str, int], tuple]:
+        """Inputs and outputs of each module's calls in a packed run, the innermost first."""
+        row = self.row(documents)
+        total = len(row.slots) if row.batch is None else row.batch["input_ids"].numel()
+        kept = row.slots[others]
+        names = {module: name for name, module in self.model.named_modules()}
+        calls: dict[tuple[str, int], tuple] = {}
+        counts: Counter[str] = Counter()
+
+        def keep(module, args, kwargs, output):
+            name = names[module]
+            calls[name, counts[name]] = (
+                _rows_of((args, kwargs), total, kept),
+                _rows_of(_attributes(output), total, kept),
+            )
+            counts[name] += 1
+
+        with _hooked(names, keep):
+            self.packed(documents, row)
+        return calls
+
+
+def _find_slots(batch: Mapping[str, Any], documents: Sequence[Document]) -> Tensor:
+    """int64 `[tokens]`: where the documents lie in the flat `input_ids` of a batch."""
+    if not isinstance(batch.get("input_ids"), Tensor):
+        raise TypeError(
+            "collator must return a dict with a tensor input_ids, got "
+            f"{type(batch.get('input_ids')).__name__}"
+        )
+    row = batch["input_ids"].flatten().cpu()
+    ids = torch.cat([document.ids for document in documents])
+    for slots in _candidates(batch, documents, len(row)):
+        if len(slots) == len(ids) and torch.equal(row[slots], ids):
+            return slots
+    return _search(row.tolist(), documents)
+
+
+def _candidates(
+    batch: Mapping[str, Any], documents: Sequence[Document], total: int
+) -> Iterator[Tensor]:
+    """What the batch says about where documents lie, the most trustworthy first."""
+    packed, mask = batch.get("packed"), batch.get("attention_mask")
+    lengths = [document.length for document in documents]
+    if isinstance(packed, PackedLayout) and packed.lengths.tolist() == lengths:
+        starts = packed.cu_seqlens_padded[:-1].tolist()
+        yield torch.cat(
+            [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+        ).clamp(max=total - 1)
+    if isinstance(mask, Tensor) and mask.shape == batch["input_ids"].shape:
+        yield mask.flatten().cpu().nonzero().flatten()
+    if sum(lengths) <= total:
+        yield torch.arange(sum(lengths))
+
+
+def _search(row: list[int], documents: Sequence[Document]) -> Tensor:
+    """Each document's first occurrence after the one before it."""
+    slots, start = [], 0
+    for i, document in enumerate(documents):
+        ids = document.ids.tolist()
+        last = len(row) - len(ids)
+        start = next((s for s in range(start, last + 1) if row[s : s + len(ids)] == ids), None)
+        if start is None:
+            raise TokensNotFound(
+                f"the {len(row)} input_ids of the batch do not hold document {i} "
+                f"({len(ids)} tokens) whole and behind those before it"
+            )
+        slots.append(torch.arange(start, start + len(ids)))
+        start += len(ids)
+    return torch.cat(slots)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _logits_and_loss(output: Any, slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The slots' logits, from a tensor, an object or dict with `logits` and perhaps `loss`, or a
+    tuple of these."""
+    if hasattr(output, "logits"):
+        logits, loss = output.logits, getattr(output, "loss", None)
+    elif isinstance(output, Mapping):
+        logits, loss = output.get("logits"), output.get("loss")
+    else:
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        logits = next((tensor for tensor in tensors if tensor.dim() >= 2), None)
+        loss = next((tensor for tensor in tensors if tensor.dim() == 0), None)
+    if not isinstance(logits, Tensor) or logits.dim() < 2:
+        raise TypeError(
+            "the model or forward must return logits [tokens, vocabulary], or an object with "
+            f"logits, got {type(output).__name__}"
+        )
+    flat = logits.reshape(-1, logits.shape[-1])
+    if len(flat) <= int(slots.max()):
+        raise ValueError(
+            f"logits must have a row for each of the {len(slots)} tokens, got shape "
+            f"{tuple(logits.shape)}"
+        )
+    return flat[slots], loss
+
+
+def _looks_up(args: tuple, kwargs: dict, output: Any, slots: Tensor, ids: Tensor) -> bool:
+    """Whether a module was called with the row's tokens and returned a vector for each."""
+    given = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)), None)
+    if given is None or given.is_floating_point() or given.numel() <= int(slots.max()):
+        return False
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        return False
+    if output.shape[:-1] != given.shape:
+        return False
+    return torch.equal(given.flatten()[slots].to(ids), ids)
+
+
+def _attributes(output: Any) -> Any:
+    """A model's output, which may be of a class that pytree does not know, as a dict."""
+    return vars(output) if hasattr(output, "logits") else output
+
+
+def _rows_of(tree: Any, total: int, kept: Tensor) -> list[Tensor]:
+    """Copies of the kept tokens' rows of all tensors that have a row for each token."""
+    rows = []
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, Tensor):
+            continue
+        for dims in (1, 2):
+            if leaf.dim() >= dims and leaf.shape[:dims].numel() == total:
+                rows.append(leaf.detach().reshape(total, -1)[kept])
+                break
+    return rows
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@contextmanager
+def _hooked(modules, hook) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

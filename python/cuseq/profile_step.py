@@ -1,0 +1,541 @@
+"""`profile_step`: what one step of a training loop costs beside its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq import _profile_report as _report
+from cuseq._lengths import as_int
+from cuseq._profile_lines import LineLog
+from cuseq._profile_trace import WINDOW, HostWait, Span, Stretch, Trace, record, union
+from cuseq.layout import PackedLayout
+
+KINDS = ("stream", "event", "device", "copy")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Host code that waited for the GPU.
+
+    Attributes:
+        kind: "stream" (for all that a stream was given: `.item()`, `nonzero`), "event", "device"
+            (`torch.cuda.synchronize()`) or "copy" (of memory that is not pinned: `.cpu()`).
+        line: "file.py:12 in function", "backward of file.py:12 in function", or PyTorch's ops.
+        count: how often.
+        us: microseconds in the blocking calls.
+    """
+
+    kind: str
+    line: str
+    count: int
+    us: float
+
+
+@dataclass(frozen=True)
+class HostRead:
+    """An op that hands values of a tensor to the host, which waits for them if they are on a GPU.
+
+    Attributes:
+        op: "_local_scalar_dense" (`.item()`, `bool()`, `float()`), "nonzero" (boolean masks), ...
+        line: as of `Wait`.
+        count: how often.
+    """
+
+    op: str
+    line: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Kernels, or ops, of one name: how many, and their microseconds."""
+
+    name: str
+    count: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copies and fills of one kind, such as "Memcpy DtoH (Device -> Pinned)"."""
+
+    kind: str
+    count: int
+    bytes: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of the batches: how many the model is given, and how many are no padding."""
+
+    in_memory: int
+    real: int
+
+    @property
+    def pads(self) -> int:
+        return self.in_memory - self.real
+
+    @property
+    def pad_share(self) -> float:
+        return self.pads / self.in_memory if self.in_memory else 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The recorded steps, microseconds since they began.
+
+    Attributes:
+        span_us: until host and GPU had finished.
+        busy: where the GPU did anything; without one, where the thread was in PyTorch's ops.
+        marks: waits by kind, or without a GPU reads by op: name, start, end.
+    """
+
+    span_us: float
+    busy: tuple[tuple[float, float], ...]
+    marks: tuple[tuple[str, float, float], ...]
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What `profile_step` saw. Counts and times are sums over `steps`; tables show one step.
+
+    Attributes:
+        steps: how many steps were recorded.
+        device: the GPU's name, or "CPU".
+        gpu: whether a GPU was in use. Without one nothing can be seen to wait.
+        wall_us: time of the steps without any profiler, until the GPU had finished.
+        gpu_busy_us: time in which it did anything, kernels of several streams counted once; of
+            the busiest GPU. None without one.
+        syncs: waits of the host by kind and line, the most frequent first.
+        host_reads: reads of tensors' values by op and line, of tensors on any device. `tolist`,
+            `.cpu()` and `.numpy()` of a tensor that is on the CPU are no ops and not seen.
+        kernel_table: kernels by name, those inside CUDA graphs too, the longest first.
+        copies: copies and fills by kind.
+        graph_launches: launches of CUDA graphs.
+        allocations: calls that take memory of the driver or give it back, and may wait for it.
+        op_table: PyTorch's ops by name, the most frequent first; their time holds that of the ops
+            inside them.
+        tokens: of the batch that was given, else None.
+        notes: what limits these numbers, in sentences.
+        timeline: for the picture.
+    """
+
+    steps: int
+    device: str
+    gpu: bool
+    wall_us: float
+    gpu_busy_us: float | None
+    syncs: tuple[Wait, ...]
+    host_reads: tuple[HostRead, ...]
+    kernel_table: tuple[Work, ...]
+    copies: tuple[Copy, ...]
+    graph_launches: int
+    allocations: int
+    op_table: tuple[Work, ...]
+    tokens: Tokens | None
+    notes: tuple[str, ...]
+    timeline: Timeline = field(repr=False)
+
+    def sync_count(self, kind: str | None = None) -> int | None:
+        """Waits of a kind, or of all; None without a GPU, where they cannot be seen."""
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        if not self.gpu:
+            return None
+        return sum(wait.count for wait in self.syncs if kind in (None, wait.kind))
+
+    @property
+    def read_count(self) -> int:
+        """Reads of tensors' values."""
+        return sum(read.count for read in self.host_reads)
+
+    @property
+    def kernels(self) -> int:
+        """Kernels that ran."""
+        return sum(work.count for work in self.kernel_table)
+
+    @property
+    def ops(self) -> int:
+        """PyTorch's ops that were called, nested ones too."""
+        return sum(work.count for work in self.op_table)
+
+    @property
+    def d2h_copies(self) -> int:
+        """Copies from the GPU to the host."""
+        return sum(copy.count for copy in self.copies if "DtoH" in copy.kind)
+
+    @property
+    def h2d_copies(self) -> int:
+        """Copies from the host to the GPU."""
+        return sum(copy.count for copy in self.copies if "HtoD" in copy.kind)
+
+    @property
+    def idle_share(self) -> float | None:
+        """The part of `wall_us` in which the GPU had nothing to do; None without a GPU."""
+        if self.gpu_busy_us is None:
+            return None
+        return max(0.0, 1 - self.gpu_busy_us / self.wall_us)
+
+    def __str__(self) -> str:
+        return _report.text(self)
+
+    def compare(self, after: StepProfile, names: tuple[str, str] = ("before", "after")) -> str:
+        """A table of this profile beside a later one, a step each, with the waits of both."""
+        return _report.comparison(self, after, names)
+
+    def to_json(self) -> str:
+        """Everything, as JSON; `from_json` reads it."""
+        return json.dumps(asdict(self) | {"summary": _report.summary(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepProfile:
+        """The profile that `to_json` wrote, maybe in another process."""
+        kept = json.loads(text)
+        del kept["summary"]
+        rows = {"syncs": Wait, "host_reads": HostRead, "copies": Copy}
+        rows |= {"kernel_table": Work, "op_table": Work}
+        for name, row in rows.items():
+            kept[name] = tuple(row(**values) for values in kept[name])
+        line = kept["timeline"]
+        kept["timeline"] = Timeline(
+            line["span_us"], tuple(map(tuple, line["busy"])), tuple(map(tuple, line["marks"]))
+        )
+        kept["tokens"] = None if kept["tokens"] is None else Tokens(**kept["tokens"])
+        kept["notes"] = tuple(kept["notes"])
+        return cls(**kept)
+
+    def save(self, folder: str | Path, name: str = "profile", *, picture: bool = True) -> None:
+        """Writes `NAME.json`, the table `NAME.txt` and the timeline `NAME.png` into a folder.
+
+        Args:
+            folder: is made where it is missing.
+            name: of the files.
+            picture: False leaves the PNG out, the one that needs matplotlib.
+
+        Raises:
+            ImportError: matplotlib is missing; nothing is written then.
+        """
+        draw = _report.drawing() if picture else None
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(self.to_json() + "\n", encoding="utf-8")
+        (folder / f"{name}.txt").write_text(f"{self}\n", encoding="utf-8")
+        if draw is not None:
+            draw(self, folder / f"{name}.png")
+
+
+def profile_step(
+    fn: Callable[[], object],
+    *,
+    warmup: int = 1,
+    steps: int = 1,
+    batch: Mapping[str, Any] | PackedLayout | Sequence[Any] | None = None,
+) -> StepProfile:
+    """What one step of a training loop does beside its arithmetic: waits, copies, launches, pads.
+
+    `fn` runs `warmup` times unseen, `steps` times against the clock, and `steps` times more under
+    torch.profiler with a trace function that notes the lines: profilers slow the host, so wall time
+    is not taken from what they record. Counts are exact for the recorded steps; what the profiler
+    itself waits for lies outside of them. The GPU's are of every thread, ops and reads of values of
+    the calling one and of autograd's.
+
+    A wait is a call in which the CUDA runtime keeps the host: synchronising a stream, an event or
+    the device, and copies of memory that is not pinned. The copy of one op and the wait at its end
+    count once. Polling an event (as NCCL's watchdog does) is none. On a machine without a GPU no
+    wait can be seen; the reads of tensors' values are, and each would wait for a tensor on a GPU.
+
+    Lines are those of the thread that calls. Work of autograd's threads has the line of its forward
+    op, another thread's the names of PyTorch's ops. Where a debugger or a coverage tool traces
+    already, there are ops' names only.
+
+    Waits for the GPU itself, before and after the steps. A process whose profiler ran once may
+    launch kernels more slowly from then on.
+
+    Args:
+        fn: one step, without arguments; what it raises is passed on.
+        warmup: calls before anything is measured, that compile, allocate and load kernels.
+        steps: calls to sum over.
+        batch: for the share of pads. A mapping with `packed` (a `PackedLayout`), or with
+            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask`, the first found; or a
+            layout; or a sequence of these, for the micro-batches of a step. The pads of anything
+            else are nobody's to know: a label of -100 and a pad's token id may be real tokens, and
+            how many tokens went through attention cannot be seen from outside.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
+        RuntimeError: another profiler is at work.
+
+    Example:
+        >>> before = cuseq.profile_step(lambda: train_step(model, batch), batch=batch)
+        >>> print(before)
+        >>> after = cuseq.profile_step(lambda: train_step(faster, packed_batch), batch=packed_batch)
+        >>> print(before.compare(after))
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function without arguments, got {fn!r}")
+    warmup, steps = as_int(warmup, "warmup", 0), as_int(steps, "steps", 1)
+    batches = _batches(batch)
+    if torch.autograd._profiler_enabled():
+        raise RuntimeError("profile_step must not run inside another profiler, got one at work")
+    for _ in range(warmup):
+        fn()
+    wall_us = _wall_us(fn, steps)
+    gpu = torch.cuda.is_initialized()
+    broken = _check_gpu_profiler() if gpu else None
+
+    def all_steps() -> None:
+        for _ in range(steps):
+            fn()
+
+    log = LineLog()
+    trace = record(all_steps, gpu=gpu, lines=log)
+    notes = _notes(gpu, log, broken)
+    # Counted last: it may wait, and a layout that was waited for would not wait in the step.
+    tokens = _count_tokens(batches)
+    name = torch.cuda.get_device_name() if gpu else None
+    return summarise(trace, log, steps=steps, wall_us=wall_us, gpu=name, tokens=tokens, notes=notes)
+
+
+def summarise(
+    trace: Trace,
+    log: LineLog,
+    *,
+    steps: int,
+    wall_us: float,
+    gpu: str | None,
+    tokens: Tokens | None = None,
+    notes: tuple[str, ...] = (),
+) -> StepProfile:
+    """The profile of a recorded trace: `log` the lines of `WINDOW`'s thread, `gpu` its name."""
+    seen = trace.within(WINDOW)
+    (window,) = seen.spans
+    place = _Places(trace, log, window.thread)
+    return StepProfile(
+        steps=steps,
+        device=gpu or "CPU",
+        gpu=gpu is not None,
+        wall_us=wall_us,
+        gpu_busy_us=_length(_busiest(seen.work)) if gpu else None,
+        syncs=_waits(seen.waits, place),
+        host_reads=_reads(seen.reads, place),
+        kernel_table=_by_name((w for w in seen.work if w.category == "kernel"), longest=True),
+        copies=_copies(work for work in seen.work if work.category != "kernel"),
+        graph_launches=len(seen.graph_launches),
+        allocations=len(seen.allocations),
+        op_table=_by_name(seen.ops, longest=False),
+        tokens=tokens,
+        notes=notes,
+        timeline=_timeline(seen, window, gpu is not None),
+    )
+
+
+class _Places:
+    """Says which line caused what a trace saw."""
+
+    def __init__(self, trace: Trace, log: LineLog, thread: Any) -> None:
+        self._trace, self._log, self._thread = trace, log, thread
+
+    def __call__(self, span: Span) -> str:
+        ops = self._trace.ops_around(span)
+        at = self._at(span) if span.thread == self._thread else None
+        nodes = [op for op in ops if op.is_backward]
+        # Since the node began, no line of the user's has run: it is autograd that is at work.
+        if nodes and (at is None or at[0] <= self._ns(nodes[-1].start)):
+            forward = self._trace.forward_of(nodes[-1], self._thread)
+            origin = None if forward is None else self._at(forward)
+            if origin is not None:
+                return f"backward of {origin[1]}"
+        if at is not None:
+            return at[1]
+        names = " > ".join(op.name for op in ops) or "code outside PyTorch's ops"
+        return names if span.thread == self._thread else f"{names}, on another thread"
+
+    def _at(self, span: Span) -> tuple[int, str] | None:
+        return self._log.at(self._ns(span.middle))
+
+    def _ns(self, when: float) -> int:
+        return self._trace.base_ns + int(when * 1e3)
+
+
+def _waits(waits: list[HostWait], place: _Places) -> tuple[Wait, ...]:
+    sums: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for wait in waits:
+        sums[wait.kind, place(wait.call)].append(wait.us)
+    rows = [Wait(*key, len(times), sum(times)) for key, times in sums.items()]
+    return tuple(sorted(rows, key=lambda row: -row.count))
+
+
+def _reads(reads: list[Span], place: _Places) -> tuple[HostRead, ...]:
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for read in reads:
+        counts[read.name.removeprefix("aten::"), place(read)] += 1
+    rows = [HostRead(*key, count) for key, count in counts.items()]
+    return tuple(sorted(rows, key=lambda row: -row.count))
+
+
+def _by_name(spans: Iterable[Span], longest: bool) -> tuple[Work, ...]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        times[span.name].append(span.us)
+    rows = [Work(name, len(each), sum(each)) for name, each in times.items()]
+    return tuple(sorted(rows, key=lambda row: -row.us if longest else -row.count))
+
+
+def _copies(spans: Iterable[Span]) -> tuple[Copy, ...]:
+    groups: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        groups[span.name].append(span)
+    rows = [
+        Copy(kind, len(g), sum(int(x.args.get("bytes", 0)) for x in g), sum(x.us for x in g))
+        for kind, g in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.count))
+
+
+def _busiest(work: list[Span]) -> list[tuple[float, float]]:
+    devices: dict[Any, list[Span]] = defaultdict(list)
+    for span in work:
+        devices[span.args.get("device")].append(span)
+    return max((union(spans) for spans in devices.values()), key=_length, default=[])
+
+
+def _length(busy: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in busy)
+
+
+def _timeline(seen: Stretch, window: Span, gpu: bool) -> Timeline:
+    if gpu:
+        busy = _busiest(seen.work)
+        marks = [(wait.kind, wait.call.start, wait.call.start + wait.us) for wait in seen.waits]
+    else:
+        busy = union(op for op in seen.ops if op.thread == window.thread)
+        marks = [(op.name.removeprefix("aten::"), op.start, op.end) for op in seen.reads]
+    end = max([window.end, *(stop for _, stop in busy[-1:])])
+
+    def since(when: float) -> float:
+        return round(when - window.start, 2)
+
+    return Timeline(
+        since(end),
+        tuple((since(start), since(stop)) for start, stop in busy),
+        tuple((name, since(start), since(stop)) for name, start, stop in marks),
+    )
+
+
+def _wall_us(fn: Callable[[], object], steps: int) -> float:
+    _finish()
+    begun = time.perf_counter_ns()
+    for _ in range(steps):
+        fn()
+    _finish()
+    return (time.perf_counter_ns() - begun) / 1e3
+
+
+def _finish() -> None:
+    # Not asked of a process that uses no GPU: it would get a context.
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@lru_cache
+def _check_gpu_profiler() -> str | None:
+    """Records a kernel, a wait for an event and a read: the sentence to print if some are missed.
+
+    A profiler that sees nothing would report that nothing waits. The first profile of a process
+    also starts CUPTI and may miss events, so this one goes first.
+    """
+    value = torch.ones(1, device="cuda")
+
+    def known() -> None:
+        value.add_(1)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        value.item()
+
+    known()
+    record(known, gpu=True)
+    seen = record(known, gpu=True).within(WINDOW)
+    kernels = sum(work.category == "kernel" for work in seen.work)
+    kinds = sorted(wait.kind for wait in seen.waits)
+    if kernels == 1 and kinds in (["event", "stream"], ["copy", "event"]):
+        return None
+    return (
+        "The profiler miscounts on this machine, its counts prove nothing: of one kernel, a wait "
+        f"for an event and a read of a value it saw {kernels} kernels and the waits {kinds}."
+    )
+
+
+def _notes(gpu: bool, log: LineLog, broken: str | None) -> tuple[str, ...]:
+    notes = [] if broken is None else [broken]
+    if not gpu:
+        notes.append(
+            "No GPU was in use, so nothing could wait for one. Each host read would wait, if its "
+            "tensor were on a GPU; so would tolist(), .cpu() and .numpy(), which are not seen here."
+        )
+    if not log.active:
+        notes.append("Another trace function was at work (a debugger, coverage): no lines.")
+    return tuple(notes)
+
+
+# A layout, or total tokens and what tells the real ones: offsets or a mask.
+_Source = PackedLayout | tuple[int, str, Tensor]
+
+
+def _batches(batch: Any) -> list[_Source] | None:
+    if batch is None:
+        return None
+    if isinstance(batch, (Mapping, PackedLayout)):
+        return [_source(batch, "batch")]
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        raise TypeError(
+            "batch must be a mapping, a PackedLayout or a sequence of these, got "
+            f"{type(batch).__name__}"
+        )
+    return [_source(each, f"batch[{i}]") for i, each in enumerate(batch)]
+
+
+def _source(batch: Any, name: str) -> _Source:
+    """What tells a batch's tokens, taken out now: a step may take its batch apart."""
+    if isinstance(batch, PackedLayout):
+        return batch
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"{name} must be a mapping or a PackedLayout, got {type(batch).__name__}")
+    packed, offsets = batch.get("packed"), batch.get("cu_seq_lens_q")
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(packed, PackedLayout):
+        return packed
+    if isinstance(offsets, Tensor) and isinstance(ids, Tensor):
+        return ids.numel(), "cu_seq_lens_q", offsets
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.numel(), "attention_mask", mask
+    raise ValueError(
+        f"{name} must say which tokens are real, by packed, by cu_seq_lens_q with input_ids or by "
+        f"a 2-D attention_mask, got {sorted(map(str, batch))}"
+    )
+
+
+def _count_tokens(batches: list[_Source] | None) -> Tokens | None:
+    if batches is None:
+        return None
+    in_memory = real = 0
+    for source in batches:
+        if isinstance(source, PackedLayout):
+            in_memory += source.total_tokens
+            real += source.num_real_tokens
+            continue
+        total, name, values = source
+        in_memory += total
+        real += int(values[-1] if name == "cu_seq_lens_q" else torch.count_nonzero(values))
+    return Tokens(in_memory, real)

@@ -1,0 +1,676 @@
+"""cuseq.check_packing: right models pass, wrong ones are found and named."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cuseq
+from cuseq.check_packing import PackingReport, check_packing
+from cuseq.check_packing._comparison import _default_rtol
+
+VOCAB = 61
+LENGTHS = [5, 1, 12, 2, 9]
+
+
+def make_documents(lengths=LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(1, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+DOCUMENTS = make_documents()
+
+
+def failed(report: PackingReport) -> set[str]:
+    return {check.name for check in report.checks.values() if not check.ok}
+
+
+def assert_fine(report: PackingReport) -> None:
+    assert report.ok and report.suspect is None, str(report)
+    assert "verdict: fine" in str(report)
+    assert all(check.value is not None for check in report.checks.values())
+
+
+def assert_suspect(report: PackingReport, name: str, *words: str) -> None:
+    assert not report.ok
+    assert report.suspect is not None and report.suspect.name == name, str(report)
+    table = str(report)
+    assert f"verdict: WRONG ({name})" in table and "\nremedy: " in table
+    for word in words:
+        assert word in table
+
+
+# ------------------------------------------------------------------------------ plain PyTorch
+
+
+class SegmentSum(torch.autograd.Function):
+    """Sums of the tokens up to each, inside its document; the backward may forget the documents."""
+
+    @staticmethod
+    def forward(ctx, x, seen, backward_leaks):
+        ctx.seen = torch.ones_like(seen).tril() if backward_leaks else seen
+        return seen @ x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.seen.T @ gradient, None, None
+
+
+class Summing(nn.Module):
+    """Learned positions and sums over a document: small, exact, and wrong in any way asked for."""
+
+    def __init__(self, *wrong: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wrong = wrong
+        self.tokens = nn.Embedding(VOCAB, 16, dtype=torch.float64)
+        self.places = nn.Embedding(64, 16, dtype=torch.float64)
+        self.norm = nn.LayerNorm(16, dtype=torch.float64)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(16, VOCAB, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros(1))
+        self.kept = 0.0
+
+    def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+        self.calls += 1
+        flat = input_ids.flatten()
+        places = torch.arange(len(flat), device=flat.device)
+        if position_ids is not None and "positions" not in self.wrong:
+            places = position_ids.flatten()
+        x = self.norm(self.tokens(flat) + self.places(places))
+        x = self.dropout(x) + (torch.randn_like(x) if "random" in self.wrong else 0)
+        seen = torch.ones(len(flat), len(flat), dtype=x.dtype, device=x.device).tril()
+        if packed is not None and "cumulative" not in self.wrong:
+            ids = packed.to(flat.device).seq_ids
+            seen = seen * (ids[:, None] == ids[None, :])
+        x = SegmentSum.apply(x, seen, "backward" in self.wrong and packed is not None)
+        if "scale" in self.wrong and packed is not None:
+            x = x * 1.01
+        if "state" in self.wrong:
+            x, self.kept = x + self.kept, self.kept + 1.0
+        if "nan" in self.wrong and packed is not None:
+            x = x * math.nan
+        if "gradients" in self.wrong and packed is not None and x.requires_grad:
+            x.register_hook(lambda gradient: 2 * gradient)
+        logits = self.head(x)[None]
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        target = F.pad(labels.flatten()[1:], (0, 1), value=-100)
+        reduction = "sum" if "sum" in self.wrong else "mean"
+        loss = F.cross_entropy(logits[0], target, reduction=reduction)
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def test_a_right_model_passes(device):
+    report = check_packing(Summing().to(device), DOCUMENTS)
+    assert_fine(report)
+    assert report.checks["logits"].value < 1e-12 and report.checks["logits"].limit < 1e-7
+    assert report.checks["leak forward"].value == report.checks["leak backward"].value == 0
+    assert report.loss_packed == pytest.approx(report.loss_alone, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "wrong, suspect, words, checks",
+    [
+        ("cumulative", "mixing", ["Summing itself", "hears of"], {"leak forward", "logits"}),
+        ("positions", "positions", ["document 1 and"], {"logits"}),
+        ("backward", "backward", ["backward pass alone"], {"leak backward", "gradients"}),
+        ("scale", "logits", ["documents 0, 1, 2, 3, 4 differ"], {"logits"}),
+        ("sum", "loss", ["mean over all targets"], {"loss"}),
+        ("gradients", "gradients", ["most of all"], {"gradients", "gradients of embeddings"}),
+        ("random", "repeat", ["differ by"], {"repeat"}),
+        ("state", "repeat", ["state that the model keeps between calls"], {"repeat"}),
+        ("nan", "not finite", ["not finite"], {"logits"}),
+    ],
+)
+def test_a_wrong_model_is_named(wrong, suspect, words, checks, device):
+    report = check_packing(Summing(wrong).to(device), DOCUMENTS)
+    assert_suspect(report, suspect, *words)
+    assert checks <= failed(report)
+    if wrong == "backward":
+        assert "leak forward" not in failed(report) and "logits" not in failed(report)
+
+
+@pytest.mark.parametrize("source, token", [(4, -1), (0, 0)])
+def test_a_leak_into_one_document_is_traced_to_both(source, token, device):
+    class Copying(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            output = super().forward(input_ids, labels, position_ids, packed)
+            if packed is not None:  # this token is heard in document 2, just so
+                tokens = self.tokens(input_ids.flatten())
+                output.logits[0, 9, 0] += 1e-12 * tokens[token, 0]
+            return output
+
+    report = check_packing(Copying().to(device), DOCUMENTS)
+    assert_suspect(report, "mixing", f"document 2 hears of document {source}")
+    assert failed(report) == {"leak forward", "leak backward"}, "nothing else could see so little"
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.layers = nn.ModuleDict({"memory": nn.GRU(16, 16, batch_first=True)})
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids, **ignored):
+        return SimpleNamespace(logits=self.head(self.layers["memory"](self.embed(input_ids))[0]))
+
+
+def test_a_state_that_leaks_is_named(device):
+    report = check_packing(Recurrent().to(device), DOCUMENTS)
+    assert_suspect(report, "state", "layers.memory (GRU)", "seq_ids")
+    assert report.checks["leak backward"].value > 0
+
+
+def test_any_loop_through_forward(device):
+    model = Recurrent().to(device)
+
+    def one_after_the_other(model, examples):
+        ids = [torch.tensor(example["input_ids"], device=device) for example in examples]
+        return torch.cat([model(part[None]).logits[0] for part in ids])
+
+    def packed(model, examples):
+        ids = torch.tensor(sum((example["input_ids"] for example in examples), []), device=device)
+        return {"logits": model(ids[None]).logits}
+
+    report = check_packing(model, DOCUMENTS, forward=one_after_the_other)
+    assert report.ok
+    assert report.checks["leak backward"].value is None, "no module ever sees the whole row"
+    assert "not seen" in str(report)
+    report = check_packing(model, DOCUMENTS, forward=packed)
+    assert_suspect(report, "state", "layers.memory (GRU)")
+
+
+def test_what_forward_may_return(device):
+    model = Summing().to(device)
+    layouts = {}
+
+    def run(model, examples):
+        batch = cuseq.PackingCollator(total_multiple=8)(examples)
+        layouts[len(examples)] = batch["packed"]
+        return model(**{k: v.to(device) for k, v in batch.items()})
+
+    for wrap in (
+        lambda output: output,
+        lambda output: output.logits,
+        lambda output: output.logits[0],
+        lambda output: (output.loss, output.logits),
+        lambda output: vars(output),
+    ):
+        assert_fine(check_packing(model, DOCUMENTS, forward=lambda m, e: wrap(run(m, e))))
+    assert layouts.keys() == {1, len(DOCUMENTS)}
+    with pytest.raises(ValueError, match="logits must have a row for each of the 29 tokens"):
+        check_packing(model, DOCUMENTS, forward=lambda m, e: run(m, e).logits[:, :3])
+    with pytest.raises(TypeError, match="must return logits"):
+        check_packing(model, DOCUMENTS, forward=lambda m, e: None)
+
+
+# ------------------------------------------------------------------------------ collators
+
+
+def crossing_labels(examples):
+    batch = cuseq.PackingCollator()(examples)
+    return batch | {"labels": batch["input_ids"]}
+
+
+def padding_labels(examples):
+    batch = cuseq.PackingCollator(total_multiple=8)(examples)
+    last = batch["labels"].shape[1] - 1
+    return batch | {"labels": batch["labels"].index_fill(1, torch.tensor([last]), 3)}
+
+
+def running_positions(examples):
+    batch = cuseq.PackingCollator()(examples)
+    return batch | {"position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+
+def reversed_rows(examples):
+    return cuseq.PackingCollator()(examples[::-1])
+
+
+def padded_in_front(examples):
+    """Four pads before each document, which its length counts."""
+    return cuseq.PackingCollator()([{"input_ids": [0] * 4 + e["input_ids"]} for e in examples])
+
+
+@pytest.mark.parametrize(
+    "collator, suspect, words",
+    [
+        (crossing_labels, "labels", ["predict the next one's first", "first label of document 1"]),
+        (padding_labels, "labels", ["labels of padding are not -100"]),
+        (running_positions, "positions", ["position_ids of document 1 start at 5"]),
+        (reversed_rows, "tokens", ["do not hold document 1 (1 tokens)"]),
+        (padded_in_front, "padding", ["padding is heard"]),
+    ],
+)
+def test_a_wrong_collator_is_named(collator, suspect, words, device):
+    assert_suspect(
+        check_packing(Summing().to(device), DOCUMENTS, collator=collator), suspect, *words
+    )
+
+
+def test_labels_that_cross_are_seen_in_any_dtype(device):
+    """However few they are: the mean of many targets moves by less than bf16 rounds."""
+    documents = make_documents([40, 40, 40, 2])
+    model = Summing().float().to(device)
+    report = check_packing(model, documents, collator=crossing_labels, rtol=0.5)
+    assert failed(report) == set()
+    assert_suspect(report, "labels")
+
+
+@pytest.mark.parametrize("collator", [None, cuseq.PackingCollator(pad_to=48)])
+def test_right_collators_and_labels(collator, device):
+    examples = [
+        {"input_ids": ids, "labels": torch.tensor([-100] * min(i, len(ids)) + ids[i:])}
+        for i, ids in enumerate(DOCUMENTS)
+    ]
+    report = check_packing(Summing().to(device), examples, collator=collator)
+    assert_fine(report)
+    assert ("leak from padding" in report.checks) == (collator is not None)
+
+
+def test_documents_are_found_between_padding(device):
+    """Segments of multiples of 4, whose padding belongs to no sequence."""
+
+    def segments(examples):
+        lengths = [len(example["input_ids"]) for example in examples]
+        layout = cuseq.PackedLayout.from_lengths(lengths, segment_multiple=4)
+        batch = {"packed": layout, "position_ids": layout.position_ids.long()[None]}
+        for key, fill in (("input_ids", 0), ("labels", -100)):
+            row = torch.full((layout.total_tokens,), fill)
+            for example, start in zip(examples, layout.cu_seqlens_padded.tolist(), strict=False):
+                ids = torch.tensor(example["input_ids"])
+                row[start : start + len(ids)] = ids
+                if key == "labels":
+                    row[start] = fill
+            batch[key] = row[None]
+        return batch
+
+    def unsaid(examples):
+        return {key: value for key, value in segments(examples).items() if key != "packed"}
+
+    # The second document is one token, which the padding before it looks like.
+    for documents in (DOCUMENTS, [[5, 6], [0], [7, 8, 9]]):
+        assert_fine(check_packing(Summing().to(device), documents, collator=segments))
+    # The same without a layout: a model that needs none, and documents that have to be found.
+    model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).to(device)
+    wrapped = Wrapped(model)
+    assert_fine(check_packing(wrapped, DOCUMENTS, collator=unsaid))
+
+
+class Wrapped(nn.Module):
+    """Any module of tokens, called like a model of transformers."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids, **ignored):
+        return SimpleNamespace(logits=self.inner(input_ids))
+
+
+# ------------------------------------------------------------------------------ care
+
+
+def test_nothing_is_left_behind(device):
+    model = Summing().to(device).train()
+    model.norm.eval()
+    model.head.weight.requires_grad_(False)
+    model.head.bias.grad = torch.full_like(model.head.bias, 7)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    buffer = model.calls
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        assert_fine(check_packing(model, DOCUMENTS))
+        assert not torch.is_grad_enabled()
+    assert model.calls is buffer
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert grads.keys() == {"head.bias"} and bool((grads["head.bias"] == 7).all())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_everything_is_put_back_after_an_error(device):
+    model = Summing().to(device).train()
+    state = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        check_packing(model, DOCUMENTS, forward=_fail)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.calls.item() == 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _fail(model, examples):
+    model.calls += 1
+    torch.rand(1)
+    raise RuntimeError("on purpose")
+
+
+def test_frozen_models(device):
+    model = Summing().to(device).requires_grad_(False)
+    report = check_packing(model, DOCUMENTS)
+    assert report.ok and report.checks["gradients"].value is None
+    assert report.checks["gradients of embeddings"].value is not None
+    model = Summing("backward").to(device)
+    model.tokens.requires_grad_(False)
+    assert_suspect(check_packing(model, DOCUMENTS), "backward")
+
+
+def test_in_inference_mode(device):
+    model = Summing().to(device)
+    with torch.inference_mode():
+        assert_fine(check_packing(model, DOCUMENTS))
+
+
+def test_documents_of_every_kind(device):
+    model = Summing().to(device)
+    ids = [torch.tensor(document, dtype=torch.int32) for document in DOCUMENTS]
+    reports = [
+        check_packing(model, examples)
+        for examples in (DOCUMENTS, ids, [{"input_ids": document} for document in ids])
+    ]
+    assert len({str(report) for report in reports}) == 1
+    many = make_documents([2, 3] * 10)
+    assert_fine(check_packing(model, many))
+
+
+def test_other_keys_of_the_examples_reach_both_runs(device):
+    class Typed(Summing):
+        def forward(self, input_ids, token_type_ids, **keywords):
+            output = super().forward(input_ids, **keywords)
+            output.logits = output.logits * (1 + token_type_ids[..., None])
+            return output
+
+    examples = [
+        {"input_ids": ids, "token_type_ids": [i % 2] * len(ids), "attention_mask": [1] * len(ids)}
+        for i, ids in enumerate(DOCUMENTS)
+    ]
+    report = check_packing(Typed().to(device), examples)
+    assert report.checks["logits"].ok and report.checks["leak forward"].ok
+
+
+def test_the_tolerance_is_half_of_the_digits_of_what_computes():
+    model, logits = nn.Linear(2, 2), torch.zeros(1)
+    assert _default_rtol(model.double(), logits.double()) == 2**-26
+    assert _default_rtol(model.double(), logits) == 2**-11.5
+    assert _default_rtol(model.half(), logits) == 2**-5
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _default_rtol(model.float(), logits) == 2**-3.5
+
+
+@pytest.mark.parametrize(
+    "examples, error, message",
+    [
+        ([[1, 2, 3]], ValueError, "at least two documents of two or more tokens, got lengths"),
+        ([[1, 2], [3], [4]], ValueError, r"got lengths \[2, 1, 1\]"),
+        ([[1, 2], [], [4, 5]], ValueError, r"examples\[1\] has no tokens"),
+        ([[1, 1], [1, 1]], ValueError, "two different tokens"),
+        ([[1, 2], [0.5, 1.5]], TypeError, r"float32 of shape \(2,\) in examples\[1\]"),
+        ([[1, 2], "ab"], TypeError, r"got str in examples\[1\]"),
+        ([{"ids": [1, 2]}], ValueError, r"got \['ids'\] in examples\[0\]"),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            ValueError,
+            r"examples\[0\] has 2 tokens and 1 labels",
+        ),
+        (
+            [
+                {"input_ids": [1, 2], "labels": [1, -100]},
+                {"input_ids": [3, 4], "labels": [3, -100]},
+            ],
+            ValueError,
+            "labels that count",
+        ),
+    ],
+)
+def test_examples_that_cannot_be_used(examples, error, message):
+    with pytest.raises(error, match=message):
+        check_packing(Summing(), examples)
+
+
+def test_arguments_that_cannot_be_used():
+    model = Summing()
+    with pytest.raises(ValueError, match="collator must be left out beside forward"):
+        check_packing(model, DOCUMENTS, collator=crossing_labels, forward=_fail)
+    with pytest.raises(ValueError, match="rtol must be above 0, got 0"):
+        check_packing(model, DOCUMENTS, rtol=0)
+    with pytest.raises(TypeError, match="tensor input_ids, got list"):
+        check_packing(model, DOCUMENTS, collator=lambda e: {"input_ids": [1, 2]})
+
+
+def test_the_report_as_json():
+    for model in (Summing(), Summing("nan"), Summing("cumulative")):
+        report = check_packing(model, DOCUMENTS)
+        read = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert read["ok"] == report.ok
+        assert read["checks"].keys() == report.checks.keys()
+        assert (read["suspect"] is None) == report.ok
+
+
+# ------------------------------------------------------------------------------ transformers
+
+_SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_WINDOWS = dict(head_dim=16, sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+_EXPERTS = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_GPT2 = dict(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+
+
+def make_config(kind: str):
+    transformers = pytest.importorskip("transformers")
+    if kind == "GPT2":
+        return transformers.GPT2Config(**_GPT2)
+    special = {"Gemma3Text": _WINDOWS, "Qwen3": dict(head_dim=16), "Qwen3Moe": _EXPERTS}
+    return getattr(transformers, f"{kind}Config")(**_SHAPE, **special.get(kind, {}))
+
+
+def make_model(kind: str, device, attention: str = "cuseq", **options):
+    transformers = pytest.importorskip("transformers")
+    import cuseq.integrations.transformers  # noqa: F401, registers it
+
+    config = make_config(kind)
+    for name, value in options.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    return model.to(device)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3Text", "GPT2", "Qwen3Moe"])
+def test_models_of_transformers_pass(kind, device):
+    model = make_model(kind, device)
+    report = check_packing(model, DOCUMENTS)
+    assert_fine(report)
+    assert report.checks["logits"].value < 1e-5
+    padded = check_packing(model, DOCUMENTS, collator=cuseq.PackingCollator(pad_to=48))
+    assert_fine(padded)
+    assert padded.checks["leak from padding"].limit == padded.checks["leak forward"].limit
+    exact = kind != "Qwen3Moe"
+    assert (report.checks["leak forward"].limit == 0) == exact
+
+
+def test_a_mixture_of_experts_that_leaks_is_still_found(device):
+    report = check_packing(make_model("Qwen3Moe", device, "sdpa"), DOCUMENTS)
+    assert_suspect(report, "attention", "self_attn (Qwen3MoeAttention)")
+    assert report.checks["leak forward"].limit == 0
+
+
+def test_the_trap_of_use_cache(device):
+    report = check_packing(make_model("Llama", device, "sdpa"), DOCUMENTS)
+    words = ("model.layers.0.self_attn (LlamaAttention)", "use_cache=False", '"cuseq"')
+    assert_suspect(report, "attention", *words)
+    assert {"leak forward", "leak backward", "logits", "gradients"} <= failed(report)
+    assert_fine(check_packing(make_model("Llama", device, "sdpa", use_cache=False), DOCUMENTS))
+
+
+def test_positions_that_do_not_restart(device):
+    """Without lengths attention leaks as well; with them, learned positions alone are wrong."""
+    model = make_model("Llama", device, "sdpa", use_cache=False)
+    report = check_packing(model, DOCUMENTS, collator=running_positions)
+    assert_suspect(report, "attention", "position_ids of document 1 start at 5")
+    report = check_packing(make_model("GPT2", device), DOCUMENTS, collator=running_positions)
+    assert_suspect(report, "positions", "position_ids of document 1 start at 5")
+
+
+def test_collators_of_other_packages(device):
+    transformers = pytest.importorskip("transformers")
+    model = make_model("Llama", device)
+    for options in ({}, dict(return_flash_attn_kwargs=True)):
+        collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+        assert_fine(check_packing(model, DOCUMENTS, collator=collator))
+
+    def padded(examples):
+        longest = max(len(example["input_ids"]) for example in examples)
+        batch = {}
+        for key, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+            rows = [torch.tensor(example["input_ids"]) for example in examples]
+            rows = [torch.ones_like(row) if key == "attention_mask" else row for row in rows]
+            padded = [F.pad(row, (0, longest - len(row)), value=fill) for row in rows]
+            batch[key] = torch.stack(padded)
+        return batch
+
+    # The second document is one token, which padding before it looks like.
+    assert_fine(check_packing(model, [[5, 6], [0], [7, 8, 9]], collator=padded))
+
+
+def test_bf16(cuda):
+    report = check_packing(make_model("Gemma3Text", cuda).bfloat16(), DOCUMENTS)
+    assert_fine(report)
+    assert report.checks["logits"].limit == pytest.approx(0.088, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------ command line
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the config.json of a Gemma 3 of real width, and no weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=12, num_attention_heads=36, head_dim=64, sliding_window=512
+    )
+    config.save_pretrained(tmp_path / "gemma3")
+    return tmp_path / "gemma3"
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "cuseq.check_packing"]
+        + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_command_finds_a_right_model_fine(folder, tmp_path):
+    done = command(folder, "--json", tmp_path / "report.json", "--tokens", 64)
+    assert done.returncode == 0, done.stderr
+    assert "Gemma3ForCausalLM, 6 documents of 1 to 25 tokens, float32, cpu" in done.stdout
+    assert "verdict: fine" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"] and report["checks"]["leak forward"]["value"] == 0
+
+
+def test_command_finds_a_wrong_model_wrong(tmp_path):
+    model = make_model("Llama", torch.device("cpu"))
+    model.save_pretrained(tmp_path / "llama")
+    done = command(tmp_path / "llama", "--attn", "sdpa", "--tokens", 48, "--documents", 4)
+    assert done.returncode == 1, done.stderr
+    assert "verdict: WRONG (attention)" in done.stdout
+
+
+def test_command_says_why_it_could_not_run(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from cuseq.check_packing.__main__ import main
+
+    make_config("Llama").save_pretrained(tmp_path)
+    for arguments, reason in (
+        (["--documents", "3"], "--documents must be at least 4, got 3"),
+        (["--tokens", "20"], "--tokens must be at least 4 for each of 6 documents, got 20"),
+        (["--attn", "no_such"], "no_such"),
+        (["--device", "no_such"], "no_such"),
+        (["--rtol", "-1"], "rtol must be above 0"),
+    ):
+        assert main([str(tmp_path), *arguments]) == 2
+        output = capsys.readouterr()
+        assert "could not be run: " in output.err and reason in output.err
+        assert output.out == ""
+    (tmp_path / "config.json").unlink()
+    done = command(tmp_path)
+    assert done.returncode == 2 and "could not be run: " in done.stderr
+    assert command(tmp_path, "--dtype", "int8").returncode == 2
+
+
+def test_command_without_cache(tmp_path):
+    pytest.importorskip("transformers")
+    from cuseq.check_packing.__main__ import main
+
+    make_config("Qwen3").save_pretrained(tmp_path)
+    arguments = [str(tmp_path), "--attn", "sdpa", "--tokens", "40"]
+    assert main(arguments) == 1
+    assert main([*arguments, "--no-cache"]) == 0
+
+
+@pytest.mark.parametrize(
+    "kind", ["Llama", "Gemma3Text", "Qwen3Moe", "DeepseekV3", "GPT2", "Qwen3Next", "Phimoe"]
+)
+def test_tiny_models_keep_their_family(kind):
+    transformers = pytest.importorskip("transformers")
+    from cuseq.check_packing._load import tiny_config
+
+    config = getattr(transformers, f"{kind}Config")()
+    tiny = tiny_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(tiny, dtype=torch.float32)
+    assert sum(p.numel() for p in model.parameters()) < 50e6
+    assert tiny.num_hidden_layers <= 6 and tiny.vocab_size <= 1024
+    assert set(getattr(tiny, "layer_types", None) or ()) == set(
+        getattr(config, "layer_types", None) or ()
+    )
+    if getattr(config, "sliding_window", None):
+        assert tiny.sliding_window == 16
+    grouped = config.num_attention_heads != (
+        getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    )
+    assert grouped == (
+        tiny.num_attention_heads
+        != (getattr(tiny, "num_key_value_heads", None) or tiny.num_attention_heads)
+    )
+    with torch.no_grad():
+        assert model(torch.arange(20)[None]).logits.isfinite().all()
+
+
+def test_no_framework_is_imported(run_python):
+    code = (
+        "import sys, cuseq; from cuseq.check_packing import check_packing; "
+        "assert callable(check_packing) and 'transformers' not in sys.modules"
+    )
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
