@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -46,19 +47,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.import_utils import is_tracing
 
 import cuseq
+from cuseq.integrations._enable import Enabled, disable, enable
+
+__all__ = ["DeferredMask", "Enabled", "cuseq_attention", "cuseq_mask", "disable", "enable"]
 
 NAME = "cuseq"
 
 # Keywords that models give their attention and that change its result.
 _UNSUPPORTED = (
     "softcap",
-    "s_aux",
     "position_bias",
     "head_mask",
     "indices",
     "block_indices",
     "output_attentions",
 )
+# They support no sdpa because of their sinks, which packed attention has.
+_MODELS_WITH_SINKS = ("gpt_oss",)
 # Layer types, as configs name them, that carry a state from token to token.
 _RECURRENT_LAYERS = {
     "linear_attention",
@@ -245,6 +250,7 @@ def cuseq_attention(
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers' `AttentionInterface`. The module's docstring says
@@ -265,6 +271,8 @@ def cuseq_attention(
         packed: Layout of batch * seqlen tokens.
         cu_seq_lens_q: int [n_seqs + 1], offsets of the sequences; `cu_seq_lens_k` must be equal.
         max_length_q: Longest sequence, in tokens, on the host; `max_length_k` must be equal.
+        s_aux: Sinks [query heads], a score of each head without a value; packed rows only, and
+            those need the layout.
 
     Returns:
         [batch, seqlen, query heads, value head_dim], contiguous, and None for the weights.
@@ -285,7 +293,7 @@ def cuseq_attention(
                 attention_mask = deferred.build_once(query.device)
     if not lengths_given and packed is None:
         return _dense_attention(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, s_aux, kwargs
         )
 
     _check_packable(query, key, attention_mask, dropout)
@@ -320,7 +328,11 @@ def cuseq_attention(
         if not compiling:  # else the op compares the sizes when it runs
             _check_total(packed, rows[0])
             packed = packed.to(query.device)
-        out = cuseq.varlen_attention(*rows, packed, causal=causal, window=window, scale=scaling)
+        out = cuseq.varlen_attention(
+            *rows, packed, causal=causal, window=window, scale=scaling, sinks=s_aux
+        )
+    elif s_aux is not None:
+        raise ValueError("a model with sinks needs the layout, packed=, not its bare offsets")
     else:
         cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
         bound = None
@@ -343,10 +355,14 @@ def _dense_attention(
     dropout: float,
     scaling: float | None,
     is_causal: bool | None,
+    s_aux: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, and a word about what it drops in silence."""
-    _refuse(kwargs, ("s_aux",), "sdpa, which attends where rows are not packed")
+    """transformers' sdpa, and a word about what it drops in silence; with sinks its eager code."""
+    if s_aux is not None:
+        return _dense_attention_with_sinks(
+            module, query, key, value, attention_mask, dropout, scaling, kwargs
+        )
     if kwargs.get("softcap") is not None and not is_tracing(query):
         _warn_once("softcap has no effect here: transformers' sdpa, which attends, ignores it")
     return sdpa_attention_forward(
@@ -360,6 +376,30 @@ def _dense_attention(
         is_causal=is_causal,
         **kwargs,
     )
+
+
+def _dense_attention_with_sinks(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """The model's own eager attention, which finds its sinks itself and wants an additive mask."""
+    if attention_mask is None and query.shape[2] > 1:
+        shape = query.shape[2], key.shape[2]
+        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        hidden = torch.finfo(query.dtype).min
+        attention_mask = torch.where(attention_mask, 0.0, hidden).to(query.dtype)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    out, _ = eager(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return out, None
 
 
 def _may_be_packed(position_ids: torch.Tensor | None, seqlen: int) -> bool:
@@ -488,7 +528,8 @@ def _refuse_where_sdpa_is_refused() -> None:
 
     @functools.wraps(choose)
     def checked(self, requested_attention, *args, **kwargs):
-        if requested_attention == NAME and not self._supports_sdpa:
+        known = self._supports_sdpa or self.config.model_type in _MODELS_WITH_SINKS
+        if requested_attention == NAME and not known:
             raise ValueError(
                 f'{type(self).__name__} cannot use attn_implementation="{NAME}": it does not '
                 "support sdpa either, so its attention is not one that can be replaced"

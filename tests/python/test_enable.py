@@ -1,0 +1,498 @@
+"""`enable` on live models of every family that shares the standard calls: packed rows against the
+documents one by one through transformers' own eager code, and everything else as it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cuseq
+
+transformers = pytest.importorskip("transformers")
+
+from cuseq.integrations import _enable
+from cuseq.integrations import transformers as integration
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+LENGTHS = [5, 1, 9, 3]
+VOCAB = 64
+BASE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+HEAD = BASE | {"head_dim": 16}
+MOE = HEAD | {"num_experts_per_tok": 2}
+# Small sections, so that each of the three planes turns something.
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+
+
+def models() -> dict:
+    """By family: the config, and the attention class whose norm goes into the rotation."""
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+    t = transformers
+    return {
+        "llama": (t.LlamaConfig(**HEAD), None),
+        "mistral": (t.MistralConfig(**HEAD, sliding_window=4), None),
+        "qwen2": (t.Qwen2Config(**BASE), None),
+        "qwen3": (t.Qwen3Config(**HEAD), "Qwen3Attention"),
+        "qwen3_moe": (
+            t.Qwen3MoeConfig(**MOE, num_experts=4, moe_intermediate_size=16),
+            "Qwen3MoeAttention",
+        ),
+        "gemma2": (
+            t.Gemma2Config(**HEAD, attn_logit_softcapping=None, sliding_window=4),
+            None,
+        ),
+        "gemma3": (t.Gemma3TextConfig(**HEAD, sliding_window=4), "Gemma3Attention"),
+        "gpt_oss": (t.GptOssConfig(**MOE, num_local_experts=4, sliding_window=4), None),
+        "phi3": (t.Phi3Config(**BASE, partial_rotary_factor=0.5), None),
+        "glm": (t.GlmConfig(**HEAD), None),
+        "glm4": (t.Glm4Config(**HEAD), None),
+        "cohere": (t.CohereConfig(**BASE), None),
+        "cohere2": (t.Cohere2Config(**BASE, sliding_window=4), None),
+        "granite": (t.GraniteConfig(**BASE), None),
+        "olmo2": (t.Olmo2Config(**BASE), None),
+        "qwen2_vl": (
+            Qwen2VLTextConfig(**BASE, rope_parameters=MROPE | {"mrope_section": [1, 2, 1]}),
+            None,
+        ),
+        "qwen3_vl": (Qwen3VLTextConfig(**HEAD, rope_parameters=MROPE), "Qwen3VLTextAttention"),
+    }  # fmt: skip
+
+
+class WithHead(nn.Module):
+    """A text model that has no causal-LM class of its own."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.lm_head = nn.Linear(BASE["hidden_size"], VOCAB)
+
+    def forward(self, input_ids, **kwargs):
+        labels = kwargs.pop("labels", None)
+        logits = self.lm_head(self.base(input_ids=input_ids, **kwargs).last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def make_model(name: str, device="cpu", implementation: str = "eager") -> nn.Module:
+    config = models()[name][0]
+    torch.manual_seed(0)
+    if name.endswith("_vl"):
+        code = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=["_"])
+        kind = getattr(code, type(config).__name__.replace("Config", "Model"))
+        model = WithHead(kind._from_config(config, attn_implementation=implementation))
+    else:
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation=implementation)
+    for parameter in model.parameters():  # far from where all models start, so that norms matter
+        offset = 1.0 if parameter.dim() == 1 else 0.0
+        nn.init.normal_(parameter, mean=offset, std=0.2)
+    return model.to(device)
+
+
+def documents(device, lengths=LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (1, n), generator=generator).to(device) for n in lengths]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def one_by_one(model: nn.Module, docs: list[Tensor], weight: Tensor):
+    logits = torch.cat([model(doc, use_cache=False).logits[0] for doc in docs])
+    (logits * weight).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def packed_run(model: nn.Module, docs: list[Tensor], weight: Tensor):
+    batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
+    batch = {name: value.to(docs[0].device) for name, value in batch.items() if name != "labels"}
+    logits = model(**batch, use_cache=False).logits[0]
+    (logits * weight).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def assert_same(found, expected) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        scale = grad.abs().max().item()
+        torch.testing.assert_close(
+            found[1][name], grad, rtol=1e-3, atol=1e-4 * max(scale, 1e-3), msg=name
+        )
+
+
+def weights(device) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(sum(LENGTHS), VOCAB, generator=generator).to(device)
+
+
+@pytest.mark.parametrize("name", models())
+def test_packed_rows_equal_the_documents(name, device):
+    model, docs, weight = make_model(name, device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = integration.enable(model)
+    norm = models()[name][1]
+    assert enabled.qk_norm == (() if norm is None else (norm,))
+    assert enabled.attention and enabled.rope
+    assert_same(packed_run(model, docs, weight), expected)
+    assert_same(one_by_one(model, docs, weight), expected)  # rows that are not packed
+    integration.disable(model)
+    again = one_by_one(model, docs, weight)
+    assert torch.equal(again[0], expected[0])
+
+
+def test_the_table_of_families_is_printed(capsys, device):
+    """What README's table says comes from here."""
+    rows = []
+    for name in models():
+        model = make_model(name, device)
+        enabled = integration.enable(model)
+        rows.append((name, bool(enabled.rope), bool(enabled.qk_norm), enabled.left_alone))
+        integration.disable(model)
+    with capsys.disabled():
+        for name, rope, norm, left in rows:
+            fused = "q/k norm fused" if norm else "; ".join(left)
+            print(f"\n{name:10} attention, {'rope' if rope else 'no rope'}, {fused}", end="")
+    assert len(rows) == 17
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+def test_the_loss_is_that_of_the_documents(name, device):
+    model, docs = make_model(name, device), documents(device)
+    targets = sum(doc.shape[1] - 1 for doc in docs)
+    losses = [
+        model(doc, labels=doc, use_cache=False).loss * (doc.shape[1] - 1)
+        for doc in docs
+        if doc.shape[1] > 1
+    ]
+    integration.enable(model)
+    batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
+    batch = {key: value.to(device) for key, value in batch.items()}
+    torch.testing.assert_close(model(**batch).loss, sum(losses) / targets, rtol=1e-5, atol=1e-5)
+    integration.disable(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss", "glm"])
+def test_generation_is_untouched(name, device):
+    model = make_model(name, device, "eager").eval()
+    ids = torch.randint(3, VOCAB, (2, 7), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # padded on the left
+    options = dict(max_new_tokens=6, do_sample=False, attention_mask=mask)
+    expected = model.generate(ids, **options)
+    integration.enable(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    integration.disable(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_checkpointing(name, reentrant, device):
+    model, docs, weight = make_model(name, device), documents(device), weights(device)
+    integration.enable(model)
+    expected = packed_run(model, docs, weight)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(packed_run(model, docs, weight), expected)
+    integration.disable(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
+def test_compiled_layers_share_one_graph(name, device):
+    torch._dynamo.reset()
+    model, weight = make_model(name, device), weights(device)
+    integration.enable(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    expected = {}
+    packs = [LENGTHS, [18], [2, 3, 4, 9]]
+    for lengths in packs:
+        expected[str(lengths)] = packed_run(model, documents(device, lengths), weight)
+    for layer in model.model.layers:
+        # Experts choose by data, which breaks graphs.
+        layer.self_attn.compile(backend=counter, fullgraph=True, dynamic=False)
+    for lengths in packs:
+        found = packed_run(model, documents(device, lengths), weight)
+        assert_same(found, expected[str(lengths)])
+    kinds = len({getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers})
+    assert counter.frame_count == kinds
+    integration.disable(model)
+    torch._dynamo.reset()
+
+
+def test_once_is_enough_and_disable_needs_no_enable(device):
+    model = make_model("qwen3", device)
+    integration.disable(model)
+    enabled = integration.enable(model)
+    assert integration.enable(model) is enabled
+    integration.disable(model)
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+    assert model.config._attn_implementation == "eager"
+
+
+def test_two_models_of_one_family(device):
+    first, second = make_model("llama", device), make_model("llama", device)
+    original = modeling_llama.apply_rotary_pos_emb
+    integration.enable(first)
+    integration.enable(second)
+    integration.disable(first)
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    integration.disable(second)
+    assert modeling_llama.apply_rotary_pos_emb is original
+
+
+def test_a_dropped_model_gives_its_family_back(device):
+    original = modeling_llama.apply_rotary_pos_emb
+    model = make_model("llama", device)
+    integration.enable(model)
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    del model
+    gc.collect()
+    assert modeling_llama.apply_rotary_pos_emb is original
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(when, device):
+    peft = pytest.importorskip("peft")
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    reference = copy.deepcopy(model)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    torch.manual_seed(3)
+    expected = one_by_one(peft.get_peft_model(reference, config), docs, weight)
+    if when == "before":
+        integration.enable(model)
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model, config)
+    if when == "after":
+        integration.enable(wrapped)
+    assert_same(packed_run(wrapped, docs, weight), expected)
+    assert any("lora" in name for name in expected[1])
+    integration.disable(wrapped)
+
+
+def test_a_copy_is_enabled_too(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    integration.enable(model)
+    expected = packed_run(model, docs, weight)
+    copied = copy.deepcopy(model)
+    assert copied.model.layers[0].self_attn.forward.__self__ is copied.model.layers[0].self_attn
+    nn.init.zeros_(model.model.layers[0].self_attn.q_norm.weight)
+    assert_same(packed_run(copied, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_only_attention(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = integration.enable(model, rope=False, qk_norm=False)
+    assert enabled.rope == enabled.qk_norm == ()
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
+    assert_same(packed_run(model, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_one_kernel_is_called_for_norm_and_rotation(device, monkeypatch):
+    calls = []
+    for name in ("apply_rope", "apply_qk_norm_rope"):
+        function = getattr(cuseq, name)
+
+        def counted(*args, function=function, name=name, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(cuseq, name, counted)
+    for family, expected in (("qwen3", "apply_qk_norm_rope"), ("llama", "apply_rope")):
+        model = make_model(family, device)
+        integration.enable(model)
+        calls.clear()
+        packed_run(model, documents(device), weights(device))
+        assert calls == [expected] * 2
+        integration.disable(model)
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert model.config._attn_implementation == "eager"
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    for code in (modeling_llama, modeling_qwen3, modeling_gemma3):
+        assert code.apply_rotary_pos_emb.__module__ == code.__name__
+
+
+def make_changed(config) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def test_what_is_not_exact_is_refused_whole():
+    softcapped = make_changed(transformers.Gemma2Config(**HEAD))
+    with pytest.raises(ValueError, match=r"Gemma2Attention 0 caps.*attn_logit_softcapping=50"):
+        integration.enable(softcapped)
+    dropping = make_changed(transformers.LlamaConfig(**HEAD, attention_dropout=0.1))
+    with pytest.raises(ValueError, match="LlamaAttention 0 drops.*attention_dropout=0.1"):
+        integration.enable(dropping)
+    for model in (softcapped, dropping):
+        assert_untouched(model)
+
+
+def test_another_signature_is_refused(monkeypatch):
+    def apply_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim=1):
+        raise AssertionError
+
+    model = make_model("qwen3")
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    with pytest.raises(ValueError, match=r"must take .*'sin', 'unsqueeze_dim'\], got .*position"):
+        integration.enable(model)
+    assert model.config._attn_implementation == "eager"
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+
+
+def test_another_rotation_is_refused(monkeypatch):
+    original = modeling_qwen3.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        return original(q, k, cos, -sin, unsqueeze_dim)
+
+    model = make_model("qwen3")
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+        with pytest.raises(ValueError, match="turns heads in a way.*rope=False"):
+            integration.enable(model)
+    assert_untouched(model)
+
+
+def test_another_norm_is_left_alone(monkeypatch, device):
+    """Its numbers tell: nobody looks at names."""
+    forward = modeling_qwen3.Qwen3RMSNorm.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3RMSNorm, "forward", lambda self, x: forward(self, x) * 1.5
+    )
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = integration.enable(model)
+    assert enabled.qk_norm == () and "other numbers" in enabled.left_alone[0]
+    assert_same(packed_run(model, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_a_norm_with_hooks_keeps_them(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    norm = model.model.layers[1].self_attn.q_norm
+    norm.register_forward_hook(lambda module, args, out: out * 2)
+    expected = one_by_one(model, docs, weight)
+    enabled = integration.enable(model)
+    assert "has hooks" in enabled.left_alone[0]
+    assert_same(packed_run(model, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_what_is_no_model_of_transformers():
+    for other in (nn.Linear(2, 2), "a name"):
+        with pytest.raises(TypeError, match="transformers model"):
+            integration.enable(other)
+    config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    with pytest.raises(ValueError, match="BertModel has no attention layer that cuseq knows"):
+        integration.enable(transformers.BertModel(config))
+
+
+def test_a_vision_model_keeps_its_own_attention(device):
+    """Of a vision-language model the text is enabled, the encoder stays as it is."""
+    text = dict(HEAD, rope_parameters=MROPE)
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
+                  deepstack_visual_indexes=[])  # fmt: skip
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    model = transformers.Qwen3VLForConditionalGeneration._from_config(
+        config, attn_implementation="sdpa"
+    ).to(device)
+    enabled = integration.enable(model)
+    assert enabled.attention == enabled.qk_norm == ("Qwen3VLTextAttention",)
+    assert model.config.text_config._attn_implementation == "cuseq"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    integration.disable(model)
+    assert model.config.text_config._attn_implementation == "sdpa"
+
+
+def test_the_replaced_rotation_hands_on_what_it_does_not_know(device):
+    model = make_model("llama", device)
+    original = modeling_llama.apply_rotary_pos_emb
+    integration.enable(model)
+    replaced = modeling_llama.apply_rotary_pos_emb
+    assert inspect.signature(replaced) == inspect.signature(original)
+    q = torch.randn(2, 7, 3, 16, device=device)
+    angles = torch.randn(2, 7, 8, device=device).repeat(1, 1, 2)
+    for x, axis in ((q, 2), (q.transpose(1, 2), 1)):
+        for found, expected in zip(
+            replaced(x, x, angles.cos(), angles.sin(), axis),
+            original(x, x, angles.cos(), angles.sin(), axis),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, expected)
+    wide = torch.randn(2, 3, 7, 5, 16, device=device)
+    table = torch.randn(2, 7, 5, 16, device=device)
+    assert torch.equal(replaced(wide, wide, table, table)[0], original(wide, wide, table, table)[0])
+    integration.disable(model)
+
+
+def test_sinks_are_refused_where_they_cannot_be_had(device):
+    model, docs = make_model("gpt_oss", device), documents(device)
+    integration.enable(model)
+    ids = torch.cat(docs, 1)
+    packed = cuseq.PackedLayout.from_lengths(LENGTHS, device=device)
+    offsets = packed.flash_kwargs()
+    offsets.pop("packed")
+    positions = packed.position_ids.long().unsqueeze(0)
+    with pytest.raises(ValueError, match="sinks needs the layout"):
+        model(ids, position_ids=positions, use_cache=False, **offsets)
+    padded = cuseq.PackedLayout.from_lengths([5, 8], segment_multiple=8, device=device)
+    rows = torch.randn(16, 2, 8, device=device)
+    with pytest.raises(ValueError, match="no padding between its sequences for sinks"):
+        cuseq.varlen_attention(rows, rows, rows, padded, sinks=torch.zeros(2, device=device))
+    flat = cuseq.PackedLayout.from_lengths([16], device=device)
+    for sinks in (torch.zeros(3, device=device), torch.zeros(2, device=device).long()):
+        with pytest.raises(ValueError, match=r"sinks must be floating point \[heads = 2\]"):
+            cuseq.varlen_attention(rows, rows, rows, flat, sinks=sinks)
+    integration.disable(model)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    for base in list(_enable._states):
+        integration.disable(base)
+    for code in (modeling_llama, modeling_qwen3, modeling_gemma3):
+        assert code.apply_rotary_pos_emb.__module__ == code.__name__
