@@ -28,7 +28,8 @@ void scan(const ScanLengthsArgs& args) {
                             ? static_cast<int64_t>(source[(i + 1) * stride]) - source[i * stride]
                             : static_cast<int64_t>(source[i * stride]);
     if (raw < 0) status |= kNegativeLength;
-    const int64_t length = segment_length(bounded_length(raw, args.limit), args.segment_multiple);
+    const int64_t bounded = std::min(bounded_length(raw, args.limit), args.longest);
+    const int64_t length = segment_length(bounded, args.segment_multiple);
     sum += length;
     padded += segment_length(length, args.fit_multiple);
     longest = std::max(longest, length);

@@ -62,7 +62,8 @@ __device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
                   : static_cast<int64_t>(source[i * stride]);
       }
       if (raw < 0) status |= kNegativeLength;
-      length[k] = segment_length(bounded_length(raw, limit), args.segment_multiple);
+      const int64_t bounded = min(bounded_length(raw, limit), args.longest);
+      length[k] = segment_length(bounded, args.segment_multiple);
       padded += segment_length(length[k], args.fit_multiple);
       longest = Max()(longest, length[k]);
       if (args.host_meta != nullptr) divisor = greatest_common_divisor(length[k], divisor);

@@ -26,6 +26,7 @@ struct ScanLengthsArgs {
   int64_t n_seqs = 0;
   const int32_t* n_seqs_on_device = nullptr;  // overrides n_seqs, which then bounds it
   int64_t limit = 0;                          // offsets stop here
+  int64_t longest = INT64_MAX;                // lengths stop here
   int64_t segment_multiple = 1;               // lengths are rounded up to multiples of it
   int64_t fit_multiple = 1;                   // and to this one they have to fit, says the status
   int64_t max_seqs = 0;                       // cu_seqlens has max_seqs + 1 entries

@@ -200,8 +200,8 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& 
 }
 
 #ifdef CUSEQ_WITH_CUDA
-// Offsets of the plan's sequences that stay inside the row. A layout's do; others may hold
-// anything, and the kernels of PyTorch would follow them out of their tensors.
+// Offsets of the plan's sequences that stay inside the row and under the caller's bound. A layout's
+// do; others may hold anything, and the kernels of PyTorch would follow them out of their tensors.
 Tensor offsets_inside(const Tensor& cu_seqlens, const AttentionPlan& plan, int64_t total_tokens) {
   const Tensor offsets = cu_seqlens.narrow(0, 0, plan.n_seqs + 1);
   if (plan.num_real_tokens.has_value()) return offsets;
@@ -212,6 +212,7 @@ Tensor offsets_inside(const Tensor& cu_seqlens, const AttentionPlan& plan, int64
   args.n_seqs = plan.n_seqs;
   args.max_seqs = plan.n_seqs;
   args.limit = total_tokens;
+  args.longest = plan.max_seqlen;
   args.cu_seqlens = inside.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(scan_lengths, offsets, args);
   return inside;

@@ -662,6 +662,8 @@ class PackedLayout:
         if total_tokens == self._total_tokens:
             return self
         self.wait()  # lengths that are wrong must not become right
+        if self._segments is not None:
+            self._segments.wait()
         with _outside_inference_mode():
             return self._in_longer_row(total_tokens)
 
