@@ -64,6 +64,7 @@ _UNSUPPORTED = (
 )
 # They support no sdpa because of their sinks, which packed attention has.
 _MODELS_WITH_SINKS = ("gpt_oss",)
+_TABLE = "_ATTENTION_CLASSES"  # how models name their own choice of attentions
 # Layer types, as configs name them, that carry a state from token to token.
 _RECURRENT_LAYERS = {
     "linear_attention",
@@ -522,18 +523,24 @@ def _recurrent_layers(config: transformers.PreTrainedConfig | None) -> list[str]
 def _refuse_where_sdpa_is_refused() -> None:
     """Models with attention of their own would ignore this implementation, and lengths with it.
 
-    They say so for sdpa, but transformers asks no such question for what it does not ship.
+    They say so for sdpa, but transformers asks no such question for what it does not ship; Falcon
+    supports sdpa and looks its attention up in a table of its own.
     """
     choose = transformers.PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(choose)
     def checked(self, requested_attention, *args, **kwargs):
-        known = self._supports_sdpa or self.config.model_type in _MODELS_WITH_SINKS
-        if requested_attention == NAME and not known:
-            raise ValueError(
-                f'{type(self).__name__} cannot use attn_implementation="{NAME}": it does not '
-                "support sdpa either, so its attention is not one that can be replaced"
-            )
+        if requested_attention == NAME:
+            known = self._supports_sdpa or self.config.model_type in _MODELS_WITH_SINKS
+            own = [
+                name for name in dir(sys.modules[type(self).__module__]) if name.endswith(_TABLE)
+            ]
+            if not known or own:
+                why = f"it chooses from {own[0]}" if own else "it does not support sdpa either"
+                raise ValueError(
+                    f'{type(self).__name__} cannot use attn_implementation="{NAME}": {why}, so its '
+                    "attention is not one that can be replaced"
+                )
         return choose(self, requested_attention, *args, **kwargs)
 
     transformers.PreTrainedModel.get_correct_attn_implementation = checked

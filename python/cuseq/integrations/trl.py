@@ -1,0 +1,336 @@
+"""Packed and padding-free SFT with TRL: `enable(trainer)`.
+
+    trainer = SFTTrainer(model, SFTConfig(packing=True, ...), train_dataset=...)
+    cuseq.integrations.trl.enable(trainer)
+    trainer.train()
+
+TRL's collator knows the documents of a row only by where their positions restart. Here the lengths,
+which TRL's packer leaves beside each row, become a `cuseq.PackedLayout` while they are still Python
+ints, and every layer is handed that one object: nothing is searched in tensors again, on whichever
+device. Losses are TRL's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import datasets
+import pyarrow.compute
+import torch
+from accelerate.utils import is_peft_model
+from trl import SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+import cuseq
+import cuseq.integrations.transformers as integration
+
+# What TRL's collator can be told; another field would ask for something that is not done here.
+_FIELDS = {
+    "pad_token_id",
+    "padding_free",
+    "return_position_ids",
+    "pad_to_multiple_of",
+    "return_tensors",
+}
+
+
+class PackedCollator(DataCollatorForLanguageModeling):
+    """TRL's padding-free collator, which also says where the sequences lie.
+
+    Called with a list of examples: `input_ids`, optionally `labels` (default the input ids), one
+    value per token, and optionally `seq_lengths`, the lengths of the documents that an example
+    holds (default one document). Documents of length zero leave no trace; other keys are ignored,
+    as by TRL.
+
+    Returns a dict of what TRL's has, all documents in one row: `input_ids`, `labels` (-100 on each
+    document's first token and on padding) and `position_ids`, int64 `[1, total_tokens]`;
+    `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[n_seqs + 1]`, `max_length_q` and `max_length_k`,
+    ints, and `seq_idx`, int32 `[1, total_tokens]`, for layers that carry a state; and `packed`, the
+    row's `PackedLayout`, which attention reads. The padding that `pad_to_multiple_of` asks for is
+    the layout's tail, and one sequence more for what knows only offsets. All on the host.
+
+    Raises:
+        ValueError: an example's `seq_lengths` or `labels` do not fit its tokens, or no example has
+            a token; the message names the example.
+    """
+
+    def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        lengths = [n for i, example in enumerate(examples) for n in _lengths(example, i) if n]
+        if not lengths:
+            raise ValueError(f"examples must hold at least one token, got {len(examples)} empty")
+        tokens, multiple = sum(lengths), self.pad_to_multiple_of or 1
+        total = -(-tokens // multiple) * multiple
+        packed = cuseq.PackedLayout.from_lengths(lengths, total)
+        labels = _row([_labels(example, i) for i, example in enumerate(examples)], total, -100)
+
+        segments = [*lengths, total - tokens] if total > tokens else lengths
+        offsets = torch.tensor([0, *accumulate(segments)], dtype=torch.int32)
+        return {
+            "input_ids": _row([e["input_ids"] for e in examples], total, self.pad_token_id),
+            "labels": cuseq.mask_boundary_labels(labels, packed),
+            "position_ids": packed.position_ids.long().unsqueeze(0),
+            "cu_seq_lens_q": offsets,
+            "cu_seq_lens_k": offsets,
+            "max_length_q": max(segments),
+            "max_length_k": max(segments),
+            "seq_idx": packed.seq_ids.unsqueeze(0),
+            "packed": packed,
+        }
+
+
+class PackedRows(torch.utils.data.Dataset):
+    """Rows of a plan, put together when they are asked for: `input_ids`, `labels`, `seq_lengths`.
+
+    Attributes:
+        plan: The `cuseq.PackingPlan`; its `fill` and `num_rows` say how good it is.
+    """
+
+    def __init__(self, dataset: datasets.Dataset, capacity: int, strategy: str, overlong: str):
+        """Packs the documents of `dataset`, whose rows may hold several, by `seq_lengths`."""
+        self._rows, self._starts, lengths = _documents(dataset)
+        self.plan = cuseq.bin_pack(lengths, capacity, strategy, overlong=overlong)
+        columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
+        self._dataset = dataset.select_columns(columns).with_format(None)
+
+    def __len__(self) -> int:
+        return self.plan.num_rows
+
+    def __getitem__(self, number: int) -> dict[str, list[int]]:
+        if not 0 <= number < len(self):
+            raise IndexError(f"number must lie in [0, {len(self)}), got {number}")
+        begin, end = self.plan.offsets[number : number + 2].tolist()
+        documents = self.plan.indices[begin:end]
+        starts = (self._starts[documents] + self.plan.starts[begin:end]).tolist()
+        lengths = self.plan.lengths[begin:end].tolist()
+        columns = self._dataset[self._rows[documents].tolist()]
+        row = {
+            name: [
+                token
+                for values, start, length in zip(rows, starts, lengths, strict=True)
+                for token in values[start : start + length]
+            ]
+            for name, rows in columns.items()
+        }
+        return row | {"seq_lengths": lengths}
+
+
+class _Replaced(NamedTuple):
+    """What `disable` puts back."""
+
+    collator: DataCollatorForLanguageModeling
+    train_dataset: Any
+    model: bool
+
+
+def enable(
+    trainer: SFTTrainer, *, bin_pack: bool | str = False, capacity: int | None = None
+) -> None:
+    """Lets a packed or padding-free `SFTTrainer` train with cuseq.
+
+    Call it after the trainer's construction and before `train()`. It replaces the data collator (by
+    `PackedCollator`) and, in the model, what `cuseq.integrations.transformers.enable` does; a model
+    whose attention is cuseq's already stays as it is. Everything is checked first, and what is
+    refused is left as it was.
+
+    Args:
+        trainer: with `packing=True` (any strategy) or `padding_free=True`, adapters or none.
+        bin_pack: True, or a strategy of `cuseq.bin_pack`, to pack the training dataset again, over
+            the whole of it instead of a thousand examples at a time; evaluation keeps its rows. The
+            rows of `packing=True` are taken apart for it. With `padding_free=True`, `packing=False`
+            and `max_length=None` TRL's packer never runs. Documents longer than `capacity` are cut
+            as `packing_strategy` says: split by "bfd_split", else truncated.
+        capacity: most tokens of such a row; default the trainer's `max_length`.
+
+    Raises:
+        TypeError: `trainer` is no SFTTrainer, or its collator or dataset is of a kind that cannot
+            be replaced.
+        ValueError: the trainer is enabled already, pads its batches, or has an option or a model
+            that packed rows do not go with.
+
+    Never synchronises, but for copying a few numbers of a rotary table from the GPU.
+
+    Example:
+        >>> config = SFTConfig(packing=True, max_length=4096)
+        >>> trainer = SFTTrainer(model, config, train_dataset=dataset)
+        >>> cuseq.integrations.trl.enable(trainer, bin_pack=True)
+        >>> trainer.train()
+    """
+    _check_trainer(trainer)
+    _check_collator(trainer.data_collator)
+    _check_model_and_parallelism(trainer)
+    rows = trainer.train_dataset
+    if bin_pack is not False:
+        rows = _packed_rows(trainer, "bfd" if bin_pack is True else bin_pack, capacity)
+    elif capacity is not None:
+        raise ValueError(f"capacity must be None without bin_pack, got {capacity}")
+
+    ours = trainer.model.config.get_text_config()._attn_implementation != integration.NAME
+    if ours:
+        integration.enable(trainer.model)
+    collator = trainer.data_collator
+    trainer._cuseq = _Replaced(collator, trainer.train_dataset, ours)
+    options = {name: getattr(collator, name) for name in _fields(collator)}
+    _put(trainer, PackedCollator(**options), rows)
+
+
+def disable(trainer: SFTTrainer) -> None:
+    """Puts back what `enable` replaced: the collator, the training dataset, the model's parts.
+
+    Raises:
+        ValueError: `trainer` is not enabled.
+    """
+    replaced = getattr(trainer, "_cuseq", None)
+    if replaced is None:
+        raise ValueError(f"trainer must be enabled, got a {type(trainer).__name__} that is not")
+    if replaced.model:
+        integration.disable(trainer.model)
+    _put(trainer, replaced.collator, replaced.train_dataset)
+    del trainer._cuseq
+
+
+def _put(trainer: SFTTrainer, collator: DataCollatorForLanguageModeling, rows: Any) -> None:
+    trainer.data_collator = collator
+    trainer.train_dataset = rows
+    # Persistent workers of an evaluation keep their loader, and with it the collator.
+    getattr(trainer, "_eval_dataloaders", {}).clear()
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def _check_trainer(trainer: SFTTrainer) -> None:
+    if not isinstance(trainer, SFTTrainer):
+        raise TypeError(
+            f"trainer must be an SFTTrainer, got {type(trainer).__name__}: the batches of other "
+            "trainers hold pairs or completions in columns that their losses take apart, and a "
+            "packed row has no columns"
+        )
+    if hasattr(trainer, "_cuseq"):
+        raise ValueError("trainer must not be enabled twice: disable it first")
+    args = trainer.args
+    if not (trainer.padding_free or args.packing):
+        raise ValueError(
+            "trainer must have packing=True or padding_free=True in its SFTConfig, got padded "
+            "batches: its dataset is prepared and its checks are made at construction"
+        )
+    if args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        if "seq_lengths" not in trainer._signature_columns:
+            raise ValueError(
+                "trainer must keep the column seq_lengths, which says where documents lie, got "
+                f"{trainer._signature_columns}: set remove_unused_columns=False"
+            )
+
+
+def _check_collator(collator: Any) -> None:
+    if type(collator) is not DataCollatorForLanguageModeling:
+        raise TypeError(
+            "trainer.data_collator must be TRL's DataCollatorForLanguageModeling, got "
+            f"{type(collator).__name__}: what another one does would be lost"
+        )
+    if _fields(collator) != _FIELDS:
+        raise TypeError(
+            f"trainer.data_collator must have the fields {sorted(_FIELDS)}, got "
+            f"{sorted(_fields(collator))}: cuseq does not know this release of TRL"
+        )
+    if collator.return_tensors != "pt":
+        raise ValueError(f'return_tensors must be "pt", got {collator.return_tensors!r}')
+
+
+def _check_model_and_parallelism(trainer: SFTTrainer) -> None:
+    parallelism = trainer.accelerator.parallelism_config
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        raise ValueError(
+            "trainer must not split sequences over ranks (cp_size and sp_size must be 1), got "
+            f"{parallelism}: a rank's part of a row does not hold whole documents"
+        )
+    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            "trainer.model must not put virtual tokens in front of its rows, got "
+            f"{type(trainer.model.active_peft_config).__name__}: only the first document would see "
+            "them"
+        )
+
+
+def _fields(collator: DataCollatorForLanguageModeling) -> set[str]:
+    return {field.name for field in dataclasses.fields(collator)}
+
+
+def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> PackedRows:
+    args, dataset = trainer.args, trainer.train_dataset
+    if args.packing and args.packing_strategy == "wrapped":
+        raise ValueError(
+            'bin_pack must be False with packing_strategy="wrapped", whose rows are cut without '
+            f"regard for documents, got {strategy!r}"
+        )
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        raise TypeError(
+            "bin_pack needs a datasets.Dataset without a transform, whose lengths are known before "
+            f"it is read, got {type(dataset).__name__}; cuseq.PackedStream packs streams"
+        )
+    capacity = args.max_length if capacity is None else capacity
+    if capacity is None:
+        raise ValueError("capacity must be given where the trainer has max_length=None")
+    overlong = "split" if args.packing_strategy == "bfd_split" else "truncate"
+    return PackedRows(dataset, capacity, strategy, overlong)
+
+
+# ------------------------------------------------------------------------- from examples to one row
+
+
+def _lengths(example: Mapping[str, Any], number: int) -> list[int]:
+    """Of the documents in an example."""
+    tokens = len(example["input_ids"])
+    if "seq_lengths" not in example:
+        return [tokens]
+    lengths = list(map(int, example["seq_lengths"]))
+    if sum(lengths) != tokens:
+        raise ValueError(
+            f"seq_lengths must sum to the tokens of their example, but those of examples[{number}] "
+            f"sum to {sum(lengths)} and it has {tokens}"
+        )
+    return lengths
+
+
+def _labels(example: Mapping[str, Any], number: int) -> Sequence[int]:
+    tokens, labels = example["input_ids"], example.get("labels", example["input_ids"])
+    if len(labels) != len(tokens):
+        raise ValueError(
+            f"labels must hold one value per token, but examples[{number}] has {len(tokens)} "
+            f"tokens and {len(labels)} labels"
+        )
+    return labels
+
+
+def _row(pieces: Sequence[Sequence[int]], total: int, fill: int) -> torch.Tensor:
+    """int64 `[1, total]`: the pieces one after the other, then `fill`."""
+    row = torch.full((1, total), fill, dtype=torch.int64)
+    tokens = torch.cat([torch.as_tensor(piece, dtype=torch.int64) for piece in pieces])
+    row[0, : len(tokens)] = tokens
+    return row
+
+
+def _documents(dataset: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row, first token in it, and length of each document: int64 `[n_documents]`, on the host."""
+    packed = "seq_lengths" in dataset.column_names
+    column = "seq_lengths" if packed else "input_ids"
+    sizes, flat = [], []  # of the lists in a column, and what they hold
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000):
+        sizes.append(_numbers(pyarrow.compute.list_value_length(table[column])))
+        if packed:
+            flat.append(_numbers(pyarrow.compute.list_flatten(table[column])))
+    sizes = torch.cat(sizes)
+    if not packed:
+        return torch.arange(len(sizes)), torch.zeros_like(sizes), sizes
+    lengths = torch.cat(flat)
+    rows = torch.repeat_interleave(sizes)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    first = offsets[sizes.cumsum(0) - sizes]  # token of each row
+    return rows, offsets[:-1] - first[rows], lengths
+
+
+def _numbers(column: Any) -> torch.Tensor:
+    return torch.tensor(column.to_numpy(), dtype=torch.int64)
