@@ -18,7 +18,7 @@ BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
 # megatron-core's rotation and TRL's packer are what ours are compared with; the former has no wheels
 # for Python 3.14 yet.
 EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis \
-  "trl==1.16.0" datasets torchdata \
+  "trl==1.16.0" datasets torchdata peft \
   "megatron-core==0.16.1; python_version < '3.14'" \
   "xformers==0.0.35; platform_machine == 'x86_64'"
 

@@ -15,13 +15,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import cuseq
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
-from cuseq.integrations import _enable
-from cuseq.integrations import transformers as integration
+import transformers
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
+
+from cuseq.integrations import _enable
+from cuseq.integrations import transformers as integration
 
 LENGTHS = [5, 1, 9, 3]
 VOCAB = 64

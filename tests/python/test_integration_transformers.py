@@ -15,10 +15,11 @@ import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma2PreTrainedModel,
     Gemma3TextConfig,
-    GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -580,9 +581,19 @@ def test_softcap_raises_packed_and_warns_dense(device):
     assert torch.equal(logits, models[1](ids).logits)
 
 
-def test_models_that_refuse_sdpa_refuse_cuseq():
-    config = GptOssConfig(**_SHAPE, head_dim=32, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises(ValueError, match="GptOssForCausalLM cannot use"):
+@pytest.mark.parametrize(
+    "config,why",
+    [
+        (BloomConfig(hidden_size=16, n_head=2, n_layer=1), "does not support sdpa"),
+        (
+            FalconConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1),
+            "FALCON_ATTENTION_CLASSES",
+        ),
+    ],
+    ids=["bloom", "falcon"],
+)
+def test_models_whose_attention_cannot_be_replaced(config, why):
+    with pytest.raises(ValueError, match=f"ForCausalLM cannot use .*{why}"):
         AutoModelForCausalLM.from_config(config, attn_implementation="cuseq")
     AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 

@@ -480,7 +480,8 @@ def test_calls_of_the_step():
     assert profile.steps == 3
     assert {work.name: work.count for work in profile.op_table}["aten::add"] == 3
     assert "mean of 3" in str(profile)
-    assert re.search(r"^ +1 .* aten::add$", str(profile), re.MULTILINE), "tables are a step's"
+    if not profile.gpu:  # with one its table is of kernels
+        assert re.search(r"^ +1 .* aten::add$", str(profile), re.MULTILINE), "tables are a step's"
     calls.clear()
     profile_step(lambda: calls.append(1), warmup=0)
     assert len(calls) == 2

@@ -89,7 +89,11 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
     ]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    # In eval mode cuDNN's recurrent layers have no backward, PyTorch's own do.
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    cudnn = torch.backends.cudnn
     with (
+        cudnn.flags(enabled=cudnn.enabled and not recurrent),
         torch.random.fork_rng(devices),
         torch.inference_mode(False),
         torch.enable_grad(),
