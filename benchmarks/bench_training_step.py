@@ -103,8 +103,8 @@ VARIANTS = {
         Variant("padded_sorted_liger", "sdpa", "sorted", liger=ALL_OF_LIGER),
         Variant("packed_flex", "flex_attention", "packed"),
         Variant("packed_flex_liger", "flex_attention", "packed", liger=ALL_OF_LIGER),
-        Variant("flash_path", "flash_path", "packed"),
-        Variant("flash_path_liger", "flash_path", "packed", liger=ALL_OF_LIGER),
+        Variant("flash_path", "varlen_path", "packed"),
+        Variant("flash_path_liger", "varlen_path", "packed", liger=ALL_OF_LIGER),
         Variant("cuseq", "cuseq", "packed", "host"),
         Variant("cuseq_device_lengths", "cuseq", "packed", "device"),
         Variant("cuseq_liger_rope", "cuseq", "packed", "host", liger=("rope",)),
@@ -232,8 +232,8 @@ def register_flash_path() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
-    AttentionInterface.register("flash_path", flash_path)
-    AttentionMaskInterface.register("flash_path", flash_attention_mask)
+    AttentionInterface.register("varlen_path", flash_path)
+    AttentionMaskInterface.register("varlen_path", flash_attention_mask)
 
 
 def apply_liger(parts: tuple[str, ...]) -> None:
@@ -437,7 +437,7 @@ def measure(
     import cuseq.integrations.transformers  # noqa: F401
 
     on_gpu = device.type == "cuda"
-    if variant.attention == "flash_path":
+    if variant.attention == "varlen_path":  # transformers looks for a package by names with flash
         register_flash_path()
     if variant.liger:
         apply_liger(variant.liger)

@@ -68,10 +68,12 @@ def rope_table(
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
     if inv_freq is not None and inv_freq.requires_grad and torch.is_grad_enabled():
         raise ValueError("inv_freq must not require grad, a table takes no gradient: detach it")
-    if device is None:
-        device = torch.get_default_device() if inv_freq is None else inv_freq.device
+    if device is None and inv_freq is not None:
+        device = inv_freq.device
     if torch.compiler.is_compiling():  # in a graph of its own making nothing may be kept
         return _make(length, rotary_dim, theta, inv_freq, attention_factor, dtype, device)
+    if device is None:
+        device = torch.get_default_device()
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())

@@ -136,6 +136,8 @@ def _enter(
         )
         torch.save(worker(rank, *arguments), f"{folder}/{rank}.result")
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # threads of gloo that are left abort an interpreter that ends in order
     except BaseException:
         Path(folder, f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         sys.exit(1)

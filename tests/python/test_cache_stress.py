@@ -37,6 +37,11 @@ class Key:
         self.tensor = torch.tensor(values, device=device)
 
 
+# Under a Python mode PyTorch 2.11 calls Python for each op, and one run in 20 died of that when
+# several threads did (in torch._library.simple_registry.find_torch_dispatch_rule): one at a time.
+python_modes = threading.Lock()
+
+
 class Worker:
     """One thread's share: it edits keys of its own only, and reads those that all share."""
 
@@ -158,7 +163,7 @@ class Worker:
 
     def act_watched(self):
         key = self.any_key()
-        with Watch() as watch:
+        with python_modes, Watch() as watch:
             value = cuseq.packed_cu_seqlens(key.tensor)
         assert torch.ops.cuseq.cu_seqlens.default in watch.seen
         value.fill_(-1)
@@ -196,8 +201,9 @@ class Worker:
         # PyTorch waits for its generator's mutex with the GIL in hand, and for the GIL with that
         # mutex: threads that keep the generator's state can lock each other out.
         way = self.random.choice(ways) | dict(preserve_rng_state=False)
-        out = checkpoint(segment, hidden, key.tensor, **way)
-        out.sum().backward()
+        with python_modes:
+            out = checkpoint(segment, hidden, key.tensor, **way)
+            out.sum().backward()
         positions = torch.tensor(reference.position_ids(values, 30), device=self.device)
         assert torch.equal(hidden.grad, hidden.detach().cos() * positions)
 

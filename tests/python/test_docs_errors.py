@@ -1,0 +1,102 @@
+"""Every message that docs/errors.md quotes is one that the sources can still give."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "errors.md"
+VARIES = "\0"  # what a message fills in when it is given
+
+# A literal, the end of a statement, or what is neither.
+CPP_PART = re.compile(r'//[^\n]*|"(?P<text>(?:[^"\\]|\\.)*)"|(?P<end>;)|(?P<code>[^"/;\s]+|/)')
+
+
+def python_messages(source: str) -> Iterator[str]:
+    """Strings that are no docstrings; the parser has put their adjacent parts together."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr):
+            docstrings.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else VARIES for p in node.values]
+            yield "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node not in docstrings:
+                yield node.value
+
+
+def cpp_messages(source: str) -> Iterator[str]:
+    """For each statement that checks or warns its literals, with what comes between them."""
+    text, code = "", ""
+    for part in CPP_PART.finditer(source):
+        if part["end"]:
+            if re.search(r"\bTORCH_(CHECK|WARN)", code):
+                yield text
+            text, code = "", ""
+        elif part["code"] and part["code"] != ",":  # which parts two literals and no more
+            text, code = text + VARIES, code + " " + part["code"]
+        elif part["text"] is not None:
+            text += re.sub(r"\\(.)", r"\1", part["text"])
+
+
+def cmake_messages(source: str) -> Iterator[str]:
+    for literals in re.findall(r'FATAL_ERROR((?:\s+"[^"]*")+)', source):
+        yield re.sub(r"\$\{\w+\}", VARIES, "".join(re.findall(r'"([^"]*)"', literals)))
+
+
+def messages() -> list[str]:
+    readers = [("python/cuseq", "*.py", python_messages), ("csrc", "*.[ch]*", cpp_messages)]
+    files = [(path, read) for top, end, read in readers for path in (ROOT / top).rglob(end)]
+    files += [(ROOT / "setup.py", python_messages), (ROOT / "CMakeLists.txt", cmake_messages)]
+    return [message for path, read in files for message in read(path.read_text())]
+
+
+MESSAGES = messages()
+ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+
+
+def occurs(quoted: str) -> bool:
+    """Whether one message has all that is quoted, in order; `...` stands for what varies."""
+    parts = [re.escape(part) for part in quoted.split("...") if part]
+    found = re.compile(f"(?:.|{VARIES})*?".join(parts), re.DOTALL)
+    return any(found.search(message) for message in MESSAGES)
+
+
+def test_every_row_of_the_tables_is_read():
+    lines = PAGE.read_text().splitlines()
+    headers = ["| message | cause | remedy |", "| --- | --- | --- |"]
+    assert [line for line in lines if line.startswith("|") and line not in headers] == ROWS
+    assert len(ROWS) >= 50
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_quoted_message_is_in_the_sources(row):
+    columns = re.fullmatch(r"\| `([^`]+)` \| ([^|]+) \| ([^|]+) \|", row)
+    assert columns, "three columns, the message alone in the first, in backticks"
+    quoted = columns[1]
+    assert len(quoted.replace("...", "")) >= 20, "too short to be one message"
+    assert occurs(quoted)
+
+
+def test_a_message_is_quoted_once():
+    quotes = [row.split("`")[1] for row in ROWS]
+    assert sorted(set(quotes)) == sorted(quotes)
+
+
+@pytest.mark.parametrize(
+    "invented",
+    [
+        "lengths must be a prime number, got ...",
+        "got ... lengths must not be negative",  # in another order
+        "lengths must not be negative ... window must be None or at least 1",  # of two messages
+        "Where the sequences of a packed row lie. It holds no token data.",  # a docstring
+    ],
+)
+def test_what_nobody_says_is_not_found(invented):
+    assert not occurs(invented)
