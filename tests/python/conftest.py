@@ -58,6 +58,14 @@ def cuda() -> torch.device:
     return _cuda()
 
 
+@pytest.fixture(autouse=True)
+def full_precision():
+    """Trainer's torch_compile turns TF32 on for the whole process."""
+    before = torch.backends.fp32_precision
+    yield
+    torch.backends.fp32_precision = before
+
+
 @pytest.fixture
 def second_gpu() -> torch.device:
     """A GPU that is not the current one."""
