@@ -253,6 +253,21 @@ def test_opcheck(device, lengths, tokens):
         )
 
 
+def test_opcheck_with_padding(device):
+    packed = PackedLayout.from_lengths([2, 3], 12, segment_multiple=4, device=device)
+    tensors = inputs(12, device=device)
+    arguments = (*tensors, packed.cu_seqlens_static, packed.host_meta)
+    padded = {"cu_seqlens_padded": packed._padded_static}
+    torch.library.opcheck(op, arguments, padded)
+    with torch.no_grad():
+        out, logsumexp = op(*arguments, **padded)
+        torch.library.opcheck(
+            torch.ops.cuseq.varlen_attention_backward,
+            (torch.randn_like(out), *(t.detach() for t in tensors), out, logsumexp, *arguments[3:]),
+            padded,
+        )
+
+
 def test_logsumexp(device):
     q, k, v = inputs(6, 2, 2, 8, device=device)
     packed = PackedLayout.from_lengths([2, 3], 6, device=device)

@@ -1,0 +1,120 @@
+"""Attention with sinks, against a softmax that has them as a column more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cuseq
+from cuseq import PackedLayout
+
+LENGTHS, TOTAL = [5, 0, 9, 1], 18
+
+
+def inputs(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """q, k, v and sinks; two query heads share a key head."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(TOTAL, 4, 8), (TOTAL, 2, 8), (TOTAL, 2, 8), (4,)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
+
+
+def by_loop(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None) -> Tensor:
+    rows, begin = [], 0
+    for length in LENGTHS:
+        own = slice(begin, begin + length)
+        queries, keys, values = (t[own].transpose(0, 1) for t in (q, k, v))
+        keys, values = (t.repeat_interleave(2, 0) for t in (keys, values))
+        scores = queries @ keys.mT * 8**-0.5
+        distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or TOTAL))
+        scores = scores.masked_fill(hidden.to(q.device), -torch.inf)
+        column = sinks.view(-1, 1, 1).expand(-1, length, 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+        rows.append((weights @ values).transpose(0, 1))
+        begin += length
+    return torch.cat([*rows, q.new_zeros(TOTAL - begin, 4, 8)])
+
+
+def exact(dtype: torch.dtype, device: torch.device, window: int | None, weight: Tensor):
+    """In float64, of the numbers that the inputs hold in their own dtype."""
+    tensors = [t.detach().double().requires_grad_() for t in inputs(dtype, device)]
+    out = by_loop(*tensors, window)
+    return out, torch.autograd.grad((out * weight).sum(), tensors)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_forward_and_backward(dtype, window, device):
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("products of bf16 are no test of a CPU")
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    weight = torch.randn(TOTAL, 4, 8, dtype=torch.float64, device=device)
+    tensors = inputs(dtype, device)
+    q, k, v, sinks = tensors
+    out = cuseq.varlen_attention(q, k, v, packed, window=window, sinks=sinks)
+    assert out.dtype == dtype and not out[sum(LENGTHS) :].any()
+    grads = torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)
+    expected = exact(dtype, device, window, weight.to(dtype).double())
+    error = 8 * torch.finfo(dtype).eps
+    for found, right in zip((out, *grads), (expected[0], *expected[1]), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(
+            found.double(), right, rtol=error, atol=error * right.abs().max().item()
+        )
+
+
+def test_a_sink_far_below_changes_nothing(device):
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    q, k, v, sinks = inputs(torch.float64, device)
+    without = cuseq.varlen_attention(q, k, v, packed)
+    far = torch.full_like(sinks, -1e4)
+    torch.testing.assert_close(cuseq.varlen_attention(q, k, v, packed, sinks=far), without)
+    near = cuseq.varlen_attention(q, k, v, packed, sinks=torch.full_like(sinks, 1e4))
+    assert near.abs().max() < 1e-12
+
+
+def test_compiled_in_one_graph(device):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v, packed, sinks: cuseq.varlen_attention(q, k, v, packed, sinks=sinks),
+        backend=counter,
+        fullgraph=True,
+        dynamic=False,
+    )
+    tensors = inputs(torch.float64, device)
+    q, k, v, sinks = tensors
+    for lengths in (LENGTHS, [18], [1] * 18):
+        packed = PackedLayout.from_lengths(lengths, TOTAL, device=device)
+        found = compiled(q, k, v, packed, sinks)
+        expected = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(found.square().sum(), tensors),
+            torch.autograd.grad(expected.square().sum(), tensors),
+        )
+    assert counter.frame_count == 1
+
+
+def test_autocast(device):
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    q, k, v, sinks = inputs(torch.float32, device)
+    if device.type == "cpu":
+        pytest.skip("products of bf16 are no test of a CPU")
+    with torch.autocast(device.type, torch.bfloat16):
+        out = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
+    assert out.dtype == torch.bfloat16
+    lower = [t.bfloat16() for t in (q, k, v)]
+    assert torch.equal(out, cuseq.varlen_attention(*lower, packed, sinks=sinks))
+
+
+def test_second_derivatives_raise(device):
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    q, k, v, sinks = inputs(torch.float64, device)
+    out = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
