@@ -62,8 +62,6 @@ _UNSUPPORTED = (
     "block_indices",
     "output_attentions",
 )
-# They support no sdpa because of their sinks, which packed attention has.
-_MODELS_WITH_SINKS = ("gpt_oss",)
 _TABLE = "_ATTENTION_CLASSES"  # how models name their own choice of attentions
 # Layer types, as configs name them, that carry a state from token to token.
 _RECURRENT_LAYERS = {
@@ -531,7 +529,10 @@ def _refuse_where_sdpa_is_refused() -> None:
     @functools.wraps(choose)
     def checked(self, requested_attention, *args, **kwargs):
         if requested_attention == NAME:
-            known = self._supports_sdpa or self.config.model_type in _MODELS_WITH_SINKS
+            # GPT-OSS supports no sdpa because of its sinks, which packed attention has; Gemma 2 of
+            # transformers 5.23 because of its soft caps, which may be off.
+            has_no_caps = getattr(self.config, "attn_logit_softcapping", 0) is None
+            known = self._supports_sdpa or self.config.model_type == "gpt_oss" or has_no_caps
             own = [
                 name for name in dir(sys.modules[type(self).__module__]) if name.endswith(_TABLE)
             ]
