@@ -10,6 +10,7 @@ from torch import Tensor
 from cuseq import _C
 from cuseq._lengths import as_int
 from cuseq.layout import LENGTH_DIVISOR, PackedLayout, _capturing, _outside_inference_mode
+from cuseq.pad import one_or_all
 
 _ops = torch.ops.cuseq
 
@@ -73,7 +74,7 @@ def cp_join(
     total = packed.total_tokens
     _check_rows(tensors, (cp_size, total // cp_size))
     joined = _ops.gather_rows(tensors, places, tokens, [total], 2, [0] * len(tensors))
-    return joined[0] if len(joined) == 1 else tuple(joined)
+    return one_or_all(joined)
 
 
 def _rank(cp_size: int, cp_rank: int) -> tuple[int, int]:

@@ -35,9 +35,9 @@ def pack(
         ValueError, TypeError: shapes, strides, devices or fills do not fit.
     """
     if packed is None:
-        return _one_or_all(tensors)
+        return one_or_all(tensors)
     names = [f"tensors[{number}]" for number in range(len(tensors))]
-    return _one_or_all(_packed(packed, names, tensors, _fills(fill, tensors)))
+    return one_or_all(_packed(packed, names, tensors, _fills(fill, tensors)))
 
 
 def _packed(
@@ -66,7 +66,7 @@ def unpack(
         `[batch, seqlen, ...]` each; otherwise as `pack`.
     """
     if packed is None:
-        return _one_or_all(tensors)
+        return one_or_all(tensors)
     slots, tokens = packed._batch_rows()
     for number, tensor in enumerate(tensors):
         if tensor.shape[:1] != slots.shape:
@@ -77,7 +77,7 @@ def unpack(
     padded = _ops.gather_rows(
         tensors, tokens.view(-1), slots, list(tokens.shape), 1, _fills(fill, tensors)
     )
-    return _one_or_all(padded)
+    return one_or_all(padded)
 
 
 def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]:
@@ -89,7 +89,7 @@ def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]
     return fills
 
 
-def _one_or_all(tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+def one_or_all(tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 

@@ -151,7 +151,7 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
     _refuse_what_is_not_exact(layers)
     rotaries = _rotaries_of(base, layers) if rope or qk_norm else {}
     normed, left_alone = _normed_layers(layers, rotaries) if qk_norm else ({}, [])
-    implementations = {name: "cuseq" for name in _text_configs(base, layers)}
+    configs = _text_configs(base, layers)
     state = _State(
         Enabled(
             attention=_names(type(layer) for layer in layers),
@@ -159,10 +159,10 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
             qk_norm=_names(type(layer) for layer in normed),
             left_alone=tuple(left_alone),
         ),
-        {name: config._attn_implementation for name, config in _text_configs(base, layers).items()},
+        {name: config._attn_implementation for name, config in configs.items()},
         list(normed),
     )
-    base.set_attn_implementation(implementations)
+    base.set_attn_implementation(dict.fromkeys(configs, "cuseq"))
     for layer, how in normed.items():
         layer._cuseq_rotary = how
         _set_forward(layer, types.MethodType(_normed_forward, layer))

@@ -150,7 +150,7 @@ def enable(
         ValueError: the trainer is enabled already, pads its batches, or has an option or a model
             that packed rows do not go with.
 
-    Never synchronises, but for copying a few numbers of a rotary table from the GPU.
+    Waits for the GPU where it enables the model, as `cuseq.integrations.transformers.enable` does.
 
     Example:
         >>> config = SFTConfig(packing=True, max_length=4096)
