@@ -1,10 +1,11 @@
 """A whole training step: padded, packed with transformers' own mask, packed with cuseq.
 
     python benchmarks/bench_training_step.py [--tokens 2048 8192 32768] [--variants NAME ...]
+        [--model 0.6b]
 
-On CUDA: Qwen3-0.6B's shape with random weights, transformers' real classes, bf16, full fine-tuning
-with fused AdamW. On a CPU: a model of 4 layers in fp32. Every variant gets the same documents
-(lognormal lengths, mean 350) in each step, T tokens of them:
+On CUDA: the shape of a known model with random weights, transformers' real classes, bf16, fused
+AdamW: Qwen3-0.6B's, or what `--model` names (see `MODELS`). On a CPU: a model of 4 layers in fp32.
+Every variant gets the same documents (lognormal lengths, mean 350) in each step, T tokens of them:
 
 - `padded`, `padded_sorted`: micro-batches of 8 documents, each padded to its longest, as they
   come or sorted by length; one optimiser step over all of them; sdpa;
@@ -26,10 +27,11 @@ tokens on the loss is computed in parts for every variant, since the logits of a
 would leave no memory for the mask of `packed_sdpa`.
 
 Each variant runs in a process of its own, so that no memory, compiled code or profiler is left from
-another. Its first step, on untouched weights, is compared with that of `packed_sdpa`, where the
-difference of `padded` is what bf16 does to the same documents, and up to 2,048 tokens also with
-that of `packed_sdpa` in fp32. From 32,768 tokens on only a few run unless named.
-Writes `training_step_T.json`, `.md` and `.png` for each T.
+another; the processes are forks of one that has imported everything and never touched a GPU. Its
+first step, on untouched weights, is compared with that of `packed_sdpa`, where the difference of
+`padded` is what bf16 does to the same documents, and up to 2,048 tokens also with that of
+`packed_sdpa` in fp32. From 32,768 tokens on only a few run unless named.
+Writes `training_step_T.json`, `.md` and `.png` for each T, with `MODEL_T` for other models.
 """
 
 from __future__ import annotations
@@ -37,13 +39,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import subprocess
+import multiprocessing
+import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -124,11 +128,79 @@ VARIANTS = {
 REFERENCE = "packed_sdpa"
 LONG_VARIANTS = [
     "packed_sdpa",
+    "padded_sorted",
     "flash_path_liger",
     "cuseq_enabled",
     "cuseq_enabled_liger",
     "cuseq_enabled_compiled",
 ]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape on CUDA, and how it is trained.
+
+    Attributes:
+        config: name of transformers' configuration class.
+        shape: its arguments.
+        describe: for the report.
+        lora: train adapters of all projections, with checkpointing of every layer.
+        liger: the function of Liger that patches it, None where it is not asked for.
+        steps: warm-up and timed steps, None for the usual ones.
+    """
+
+    config: str
+    shape: dict[str, Any]
+    describe: str
+    lora: bool = False
+    liger: str | None = None
+    steps: tuple[int, int] | None = None
+
+
+MODELS = {
+    "0.6b": Model(
+        "Qwen3Config",
+        dict(
+            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+            num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+            tie_word_embeddings=True, max_position_embeddings=40_960,
+        ),
+        "Qwen3-0.6B's shape, full fine-tuning",
+        liger="apply_liger_kernel_to_qwen3",
+    ),
+    "14b": Model(
+        "Qwen3Config",
+        dict(
+            vocab_size=151_936, hidden_size=5120, intermediate_size=17_408, num_hidden_layers=40,
+            num_attention_heads=40, num_key_value_heads=8, head_dim=128,
+            tie_word_embeddings=False, max_position_embeddings=40_960,
+        ),
+        "Qwen3-14B's shape, LoRA of rank 16, every layer checkpointed",
+        lora=True,
+        liger="apply_liger_kernel_to_qwen3",
+        steps=(1, 3),
+    ),
+    "moe": Model(
+        "Qwen3MoeConfig",
+        dict(
+            vocab_size=151_936, hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=8,
+            num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+            num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=True,
+            max_position_embeddings=40_960,
+        ),
+        "Qwen3-30B-A3B's shape with 8 of its 48 layers, full fine-tuning",
+    ),
+    "sliding": Model(
+        "Gemma3TextConfig",
+        dict(
+            vocab_size=262_144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+            num_attention_heads=4, num_key_value_heads=1, head_dim=256, sliding_window=512,
+            query_pre_attn_scalar=256, tie_word_embeddings=True, max_position_embeddings=32_768,
+        ),
+        "Gemma 3 1B's shape (windows of 512 tokens in five of six layers), full fine-tuning",
+    ),
+}  # fmt: skip
+OTHER_MODELS_VARIANTS = ["packed_sdpa", "flash_path_liger", "cuseq_enabled", "cuseq_enabled_liger"]
 
 
 @dataclass(frozen=True)
@@ -176,28 +248,43 @@ class StepClock:
         return start.elapsed_time(end)
 
 
-def build_model(variant: Variant, device: torch.device) -> torch.nn.Module:
+def build_model(variant: Variant, name: str, device: torch.device) -> torch.nn.Module:
     """The model with the same random weights for every variant."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    import transformers
 
-    if device.type == "cuda":
-        shape = dict(
-            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-            num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-        )  # fmt: skip
-    else:
-        shape = dict(
+    shape = MODELS[name]
+    config = getattr(transformers, shape.config)(**shape.shape)
+    if device.type != "cuda":
+        small = dict(
             vocab_size=4096, hidden_size=256, intermediate_size=768, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         )  # fmt: skip
-    config = Qwen3Config(**shape, tie_word_embeddings=True, max_position_embeddings=40_960)
+        config = transformers.Qwen3Config(**small, tie_word_embeddings=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=variant.attention
         )
+    if shape.lora:
+        model = add_adapters(model)
     return model.train()
+
+
+def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    """LoRA and checkpointing. Both matrices are random, so that both have gradients at once."""
+    import peft
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = peft.LoraConfig(
+        r=16, lora_alpha=16, target_modules="all-linear", init_lora_weights=False
+    )
+    return peft.get_peft_model(model, options, autocast_adapter_dtype=False)
+
+
+def decoder(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without its head, from under adapters."""
+    return getattr(model, "get_base_model", lambda: model)().model
 
 
 def flash_path(
@@ -236,13 +323,14 @@ def register_flash_path() -> None:
     AttentionMaskInterface.register("varlen_path", flash_attention_mask)
 
 
-def apply_liger(parts: tuple[str, ...]) -> None:
+def apply_liger(parts: tuple[str, ...], patch: str) -> None:
     """Before the model is built."""
     import_peer("liger_kernel")
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+    import liger_kernel.transformers
 
     chosen = {part: part in parts for part in ALL_OF_LIGER}
-    apply_liger_kernel_to_qwen3(cross_entropy=False, fused_linear_cross_entropy=False, **chosen)
+    apply = getattr(liger_kernel.transformers, patch)
+    apply(cross_entropy=False, fused_linear_cross_entropy=False, **chosen)
 
 
 def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
@@ -338,7 +426,7 @@ def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     if inputs["input_ids"].numel() < LONG_ROW:
         return model(**inputs, use_cache=False).loss
     labels = inputs.pop("labels")[:, 1:].flatten()
-    hidden = model.model(**inputs, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    hidden = decoder(model)(**inputs, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
     return LossInParts.apply(hidden, model.lm_head.weight, labels)
 
 
@@ -374,11 +462,15 @@ def train_step(
     return clock
 
 
+def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def compare_gradients(model: torch.nn.Module, reference: Path) -> float:
     """Relative L2 distance of all gradients from the saved ones."""
     saved = torch.load(reference, mmap=True, weights_only=True)
     apart = norm = 0.0
-    for parameter, expected in zip(model.parameters(), saved, strict=True):
+    for parameter, expected in zip(trained(model), saved, strict=True):
         expected = expected.to(parameter.device).float()
         apart += (parameter.grad.float() - expected).square().sum(dtype=torch.float64).item()
         norm += expected.square().sum(dtype=torch.float64).item()
@@ -387,7 +479,7 @@ def compare_gradients(model: torch.nn.Module, reference: Path) -> float:
 
 def save_gradients(model: torch.nn.Module, path: Path) -> None:
     """Leaves the gradients for the other variants' processes."""
-    torch.save([parameter.grad.cpu() for parameter in model.parameters()], path)
+    torch.save([parameter.grad.cpu() for parameter in trained(model)], path)
 
 
 def save_fp32_gradients(
@@ -418,7 +510,7 @@ def compare_first_step(
     tokens = sum(batch.inputs["input_ids"].numel() for batch in batches)
     if variant.name == REFERENCE:
         save_gradients(model, same)
-        if device.type == "cuda" and tokens <= FP32_TOKENS:
+        if device.type == "cuda" and tokens <= FP32_TOKENS and not hasattr(model, "peft_config"):
             save_fp32_gradients(model, batches, device, exact)
             torch.cuda.empty_cache()
     elif same.exists():
@@ -429,19 +521,25 @@ def compare_first_step(
 
 
 def measure(
-    variant: Variant, tokens: int, device: torch.device, warmup: int, steps: int, scratch: Path
+    variant: Variant,
+    name: str,
+    tokens: int,
+    device: torch.device,
+    plan: tuple[int, int],
+    scratch: Path,
 ) -> dict[str, Any]:
     """Everything about one variant: the row of the table."""
     from torch._dynamo.utils import counters
 
     import cuseq.integrations.transformers  # noqa: F401
 
+    warmup, steps = plan
     on_gpu = device.type == "cuda"
     if variant.attention == "varlen_path":  # transformers looks for a package by names with flash
         register_flash_path()
     if variant.liger:
-        apply_liger(variant.liger)
-    model = build_model(variant, device)
+        apply_liger(variant.liger, MODELS[name].liger)
+    model = build_model(variant, name, device)
     if variant.enabled:
         cuseq.integrations.transformers.enable(model)
     packs = 1 + warmup + steps + int(on_gpu)
@@ -451,7 +549,7 @@ def measure(
         [prepare(variant, tokens, seed, model.config.vocab_size, on_gpu) for seed in range(packs)]
     )
     if variant.compiled:
-        for layer in model.model.layers:
+        for layer in decoder(model).layers:
             layer.compile(fullgraph=True, dynamic=False)
 
     row: dict[str, Any] = {"variant": variant.name, "tokens": tokens}
@@ -459,7 +557,7 @@ def measure(
     compiled_at_first = counters["frames"]["ok"]
 
     model.zero_grad(set_to_none=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-5, fused=True)
     for _ in range(warmup):
         train_step(model, optimizer, next(prepared), device)
     timer.synchronize(device)
@@ -510,26 +608,24 @@ def count_waits(
     return counted
 
 
-def work(args: argparse.Namespace) -> None:
+def work(name: str, tokens: int, args: argparse.Namespace, scratch: Path) -> None:
     """The worker process: measures one variant and leaves its row as JSON."""
-    tokens = args.tokens[0]
-    warmup, steps = plan(tokens, args)
-    variant = VARIANTS[args.worker]
+    variant = VARIANTS[name]
     try:
         device = torch.device(args.device)
-        row = measure(variant, tokens, device, warmup, steps, args.scratch)
+        row = measure(variant, args.model, tokens, device, plan(tokens, args), scratch)
     except torch.OutOfMemoryError:
         row = {"variant": variant.name, "tokens": tokens, "failed": "out of memory"}
     except Exception as failure:
         traceback.print_exc()
         first_line = (str(failure).splitlines() or [type(failure).__name__])[0]
         row = {"variant": variant.name, "tokens": tokens, "failed": first_line}
-    (args.scratch / "row.json").write_text(json.dumps(row), encoding="utf-8")
+    (scratch / "row.json").write_text(json.dumps(row), encoding="utf-8")
 
 
 def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
     """Warm-up and timed steps: fewer where they are slow, or what the command line says."""
-    default = (3, 8)
+    default = MODELS[args.model].steps or (3, 8)
     if tokens >= LONG_ROW or args.device == "cpu":
         default = (2, 4)
     return (
@@ -538,22 +634,37 @@ def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
     )
 
 
-def run_worker(name: str, tokens: int, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def process_maker() -> Any:
+    """Makes processes that have imported everything. A fork works if nobody has asked CUDA yet."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    maker = multiprocessing.get_context("forkserver")
+    models = ["qwen3.modeling_qwen3", "qwen3_moe.modeling_qwen3_moe", "gemma3.modeling_gemma3"]
+    maker.set_forkserver_preload(
+        ["__main__", "peft", "cuseq.integrations.transformers"]
+        + [f"transformers.models.{model}" for model in models]
+    )
+    return maker
+
+
+def run_worker(
+    maker: Any, name: str, tokens: int, args: argparse.Namespace, scratch: Path
+) -> dict[str, Any]:
     """Measures one variant in a process of its own; a process that dies is a failed row."""
-    command = [sys.executable, __file__, "--worker", name, "--scratch", str(scratch)]
-    command += ["--tokens", str(tokens), "--device", args.device]
-    for option in ("warmup", "steps"):
-        if getattr(args, option) is not None:
-            command += [f"--{option}", str(getattr(args, option))]
     row_file = scratch / "row.json"
     row_file.unlink(missing_ok=True)
     begun = time.perf_counter()
+    process = maker.Process(target=work, args=(name, tokens, args, scratch))
+    process.start()
     failed = None
     try:
-        done = subprocess.run(command, timeout=WORKER_LIMIT_S)
-        failed = f"the process ended with {done.returncode}" if done.returncode else None
-    except subprocess.TimeoutExpired:
+        process.join(WORKER_LIMIT_S)
+    finally:
+        late = process.is_alive()
+        process.kill()
+    if late:
         failed = f"not done after {WORKER_LIMIT_S} s"
+    elif process.exitcode:
+        failed = f"the process ended with {process.exitcode}"
     row: dict[str, Any] = {"variant": name, "tokens": tokens, "failed": failed}
     if row_file.exists():
         row = json.loads(row_file.read_text(encoding="utf-8"))
@@ -575,7 +686,7 @@ def add_comparisons(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return by_name
 
 
-def targets(tokens: int, rows: dict[str, dict[str, Any]], on_gpu: bool) -> list[Target]:
+def targets(tokens: int, rows: dict[str, dict[str, Any]], model: str, on_gpu: bool) -> list[Target]:
     """The project's figures that a run at this size can answer."""
 
     def value(name: str, key: str) -> Any:
@@ -589,6 +700,9 @@ def targets(tokens: int, rows: dict[str, dict[str, Any]], on_gpu: bool) -> list[
         reached = value("cuseq", "speedup")
         return [Target("cuseq against packed_sdpa", reached, 1.0, at_least=True)]
     found = []
+    if model != "0.6b":
+        what = "cuseq_enabled against packed_sdpa"
+        return [Target(what, value("cuseq_enabled", "speedup"), 1.0, at_least=True)]
     asked = {2048: (1.2, 2.2), 8192: (2.2, 3.6), 32768: (6.0, 10.0)}.get(tokens, (None, None))
     for name, ratio in zip(("cuseq_enabled", "cuseq_enabled_compiled"), asked, strict=True):
         if ratio:
@@ -632,8 +746,11 @@ def report_size(tokens: int, rows: list[dict[str, Any]], args: argparse.Namespac
     """Writes the report of one row length."""
     on_gpu = args.device == "cuda"
     by_name = add_comparisons(rows)
-    report = Report(f"training_step_{tokens}", environment(args.device))
+    size = tokens if args.model == "0.6b" else f"{args.model}_{tokens}"
+    report = Report(f"training_step_{size}", environment(args.device))
     lengths = lognormal_lengths(tokens, MEAN_LENGTH, seed=0)
+    if on_gpu:
+        report.notes.append(f"{MODELS[args.model].describe}, bf16, random weights.")
     report.notes.append(
         f"{tokens:,} real tokens a step, about {len(lengths)} documents (first pack: longest "
         f"{max(lengths):,}); medians over {plan(tokens, args)[1]} steps."
@@ -675,7 +792,7 @@ def report_size(tokens: int, rows: list[dict[str, Any]], args: argparse.Namespac
     if sites:
         headings = {"variant": "variant", "phase": "phase", "site": "wait", "count": "count"}
         report.tables.append(Table("Where a step waits", headings, sites))
-    report.targets += targets(tokens, by_name, on_gpu)
+    report.targets += targets(tokens, by_name, args.model, on_gpu)
     report.write(args.out)
     shown = (*PHASES[1:], "step")
     draw_bars(
@@ -691,22 +808,22 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", help="default depends on the device")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--model", choices=MODELS, default="0.6b", help="the shape on CUDA")
     parser.add_argument("--warmup", type=int, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, help="timed steps")
-    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
-    parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        work(args)
-        return
     on_gpu = args.device == "cuda"
-    failed = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stopped, failed = False, []
     # Its kernels are Triton's, which a CPU does not run.
-    liger = on_gpu and import_peer("liger_kernel")
+    liger = on_gpu and MODELS[args.model].liger and import_peer("liger_kernel")
+    maker = process_maker()
     for tokens in args.tokens or ([2048, 8192, LONG_ROW] if on_gpu else [2048, 4096]):
         names = args.variants
         if names is None:
             names = LONG_VARIANTS if tokens >= LONG_ROW else list(VARIANTS)
+            if args.model != "0.6b":
+                names = OTHER_MODELS_VARIANTS
             if not on_gpu:
                 names = [name for name in names if not VARIANTS[name].compiled]
             if not liger:
@@ -714,11 +831,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             # The reference first, whatever the order on the command line.
             order = sorted(names, key=list(VARIANTS).index)
-            rows = [run_worker(name, tokens, args, Path(scratch)) for name in order]
+            rows = []
+            with suppress(KeyboardInterrupt):  # what is stopped reports what it had
+                for name in order:
+                    rows.append(run_worker(maker, name, tokens, args, Path(scratch)))
         report_size(tokens, rows, args)
+        stopped = len(rows) < len(order)
+        if stopped:
+            break
         failed += [row for row in rows if row.get("failed") not in (None, "out of memory")]
-    if failed:
-        sys.exit(f"{len(failed)} of the variants failed, see the tables")
+    if failed or stopped:
+        sys.exit("stopped early" if stopped else f"{len(failed)} variants failed, see the tables")
 
 
 if __name__ == "__main__":

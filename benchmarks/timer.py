@@ -12,22 +12,21 @@ Which function to use:
 
 from __future__ import annotations
 
-import bisect
 import gc
 import itertools
-import json
-import os
 import statistics
-import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+
+from cuseq._profile_trace import WINDOW, HostWait, Trace, check_gpu_profiler, record
+
+WHOLE = WINDOW
 
 # Longest that one measurement may take, in seconds: repetitions of slow calls are cut to fit.
 BUDGET_S = 0.4
@@ -185,19 +184,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Runtime calls that keep the host until the device got somewhere. The rest of the API returns at
-# once, apart from allocations, which are counted on their own.
-_WAITS = frozenset(
-    {
-        "cudaStreamSynchronize",
-        "cudaEventSynchronize",
-        "cudaDeviceSynchronize",
-        "cudaMemcpy",
-    }
-)
-_ALLOCATIONS = frozenset({"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"})
-
-
 @dataclass
 class Activity:
     """What a stretch of host code did to the device.
@@ -205,28 +191,29 @@ class Activity:
     Attributes:
         kernels: kernels launched.
         device_us: time of its kernels, copies and fills on the device.
-        waits: blocking runtime calls, by name.
+        waits: how often the host waited, by kind: "stream", "event", "device", "copy" (of memory
+            that is not pinned).
         copies: copies and fills, by kind ("Memcpy DtoH (Device -> Pinned)", "Memset (Device)").
         allocations: calls that take or give back memory of the driver, by name.
-        sites: the waits again, by name and the PyTorch ops around them, outermost first.
+        sites: the waits again, by kind and the PyTorch ops around them, outermost first.
     """
 
-    kernels: int = 0
-    device_us: float = 0.0
-    waits: Counter[str] = field(default_factory=Counter)
-    copies: Counter[str] = field(default_factory=Counter)
-    allocations: Counter[str] = field(default_factory=Counter)
-    sites: Counter[str] = field(default_factory=Counter)
+    kernels: int
+    device_us: float
+    waits: Counter[str]
+    copies: Counter[str]
+    allocations: Counter[str]
+    sites: Counter[str]
 
     @property
     def syncs(self) -> int:
-        """Waits that are not for one event: of a stream or of the whole device."""
+        """Waits that are not for one event: of a stream, a copy or the whole device."""
         return sum(self.waits.values()) - self.event_waits
 
     @property
     def event_waits(self) -> int:
         """Waits for one event."""
-        return self.waits["cudaEventSynchronize"]
+        return self.waits["event"]
 
     @property
     def dtoh_copies(self) -> int:
@@ -248,128 +235,43 @@ class Activity:
         }
 
 
-class Trace:
-    """Events of one profiled call; `within` sums those that a label's code caused."""
+@dataclass(frozen=True)
+class Profile:
+    """One profiled call; `within` sums what a label's code caused."""
 
-    def __init__(self, events: list[dict[str, Any]]) -> None:
-        complete = [event for event in events if event.get("ph") == "X"]
-        self._spans: dict[str, list[tuple[float, float]]] = {}
-        self._runtime: list[dict[str, Any]] = []
-        self._device: dict[int, list[dict[str, Any]]] = {}
-        ops: dict[Any, list[dict[str, Any]]] = {}
-        for event in complete:
-            category = event.get("cat")
-            if category == "user_annotation":
-                span = (event["ts"], event["ts"] + event["dur"])
-                self._spans.setdefault(event["name"], []).append(span)
-            elif category in ("cuda_runtime", "cuda_driver"):
-                self._runtime.append(event)
-            elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
-                self._device.setdefault(event["args"]["correlation"], []).append(event)
-            elif category == "cpu_op":
-                ops.setdefault(event["tid"], []).append(event)
-        self._ops = {tid: sorted(on, key=lambda op: op["ts"]) for tid, on in ops.items()}
-        self._op_starts = {tid: [op["ts"] for op in on] for tid, on in self._ops.items()}
+    trace: Trace
 
     def within(self, *labels: str) -> Activity:
         """Everything that host code inside these `record_function` labels caused, any thread."""
-        spans = [span for label in labels for span in self._spans.get(label, [])]
-        found = Activity()
-        # A set: a launch may show as a call of the runtime and as one of the driver.
-        caused: set[int | None] = set()
-        for call in self._runtime:
-            middle = call["ts"] + call["dur"] / 2
-            if not any(start <= middle <= end for start, end in spans):
-                continue
-            name = call["name"].split("_")[0]  # without "_v3020" or "_ptsz"
-            if name in _WAITS:
-                found.waits[name] += 1
-                found.sites[f"{name} in {self._site(call)}"] += 1
-            elif name in _ALLOCATIONS:
-                found.allocations[name] += 1
-            caused.add(call.get("args", {}).get("correlation"))
-        for work in itertools.chain.from_iterable(self._device.get(c, []) for c in caused):
-            found.device_us += work["dur"]
-            if work["cat"] == "kernel":
-                found.kernels += 1
-            else:
-                found.copies[work["name"]] += 1
-        return found
+        seen = self.trace.within(*labels)
+        kernels = [work for work in seen.work if work.category == "kernel"]
+        return Activity(
+            kernels=len(kernels),
+            device_us=sum(work.us for work in seen.work),
+            waits=Counter(wait.kind for wait in seen.waits),
+            copies=Counter(work.name for work in seen.work if work.category != "kernel"),
+            allocations=Counter(call.name for call in seen.allocations),
+            sites=Counter(f"{wait.kind} in {self._site(wait)}" for wait in seen.waits),
+        )
 
-    def _site(self, call: dict[str, Any]) -> str:
-        tid, when = call["tid"], call["ts"]
-        before = bisect.bisect_right(self._op_starts.get(tid, []), when)
-        around = [op for op in self._ops.get(tid, [])[:before] if op["ts"] + op["dur"] >= when]
-        return " > ".join(op["name"] for op in around) or "code outside PyTorch's ops"
+    def _site(self, wait: HostWait) -> str:
+        around = self.trace.ops_around(wait.call)
+        return " > ".join(op.name for op in around) or "code outside PyTorch's ops"
 
 
-WHOLE = "profiled call"
-
-
-def profile(fn: Callable[[], object], *, device: torch.device) -> Trace:
+def profile(fn: Callable[[], object], *, device: torch.device) -> Profile:
     """Runs `fn` once under torch.profiler; `within(WHOLE)` is everything it did.
 
     `fn` may mark its parts with `torch.profiler.record_function`. Warm it up before, and take
     times before too: a profiler that has once run may slow every later launch of the process.
     """
-    _start_profiler(device.type)
-    return _profile(fn, device)
+    check_profiler(device)  # the first profile of a process starts CUPTI and may miss events
+    return Profile(record(fn, gpu=device.type == "cuda"))
 
 
 def check_profiler(device: torch.device) -> str | None:
-    """Whether the profiler sees a copy, a stream's wait, an event's wait and a kernel.
-
-    A profiler that records nothing would report that nothing waits.
-
-    Returns:
-        None if it sees them all, else a sentence for the report.
-    """
-    if device.type != "cuda":
-        return None
-    value = torch.ones(1, device=device)
-
-    def known() -> None:
-        value.add_(1)
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()
-        value.item()
-
-    known()
-    seen = profile(known, device=device).within(WHOLE)
-    # add_, item: one kernel, one copy, one wait for the stream and one for the event.
-    if (seen.kernels, seen.dtoh_copies, seen.syncs, seen.event_waits) == (1, 1, 1, 1):
-        return None
-    return f"The profiler miscounts here, its counts prove nothing: saw {seen.as_dict()}"
-
-
-def _profile(fn: Callable[[], object], device: torch.device) -> Trace:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    synchronize(device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        with torch.profiler.profile(activities=activities) as recorded:
-            with torch.profiler.record_function(WHOLE):
-                fn()
-            synchronize(device)
-    handle, path = tempfile.mkstemp(suffix=".json")
-    os.close(handle)
-    try:
-        recorded.export_chrome_trace(path)
-        with open(path, encoding="utf-8", errors="replace") as file:
-            # Not strict: kernel names may hold control characters.
-            return Trace(json.loads(file.read(), strict=False)["traceEvents"])
-    finally:
-        os.unlink(path)
-
-
-@lru_cache
-def _start_profiler(kind: str) -> None:
-    # The first profile of a process starts CUPTI and may miss events.
-    device = torch.device(kind)
-    _profile(lambda: torch.ones(1, device=device).add_(1), device)
+    """What to say in a report where the profiler misses events, else None."""
+    return check_gpu_profiler() if device.type == "cuda" else None
 
 
 def _event() -> torch.cuda.Event:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -305,6 +306,35 @@ def record(
     trace = Trace(content["traceEvents"], base)
     trace.base_ns += _clock_error(trace, before, after)
     return trace
+
+
+@lru_cache
+def check_gpu_profiler() -> str | None:
+    """Records a kernel, a wait for an event and a read: the sentence to print if some are missed.
+
+    A profiler that sees nothing would report that nothing waits. The first profile of a process
+    also starts CUPTI and may miss events, so this one goes first.
+    """
+    value = torch.ones(1, device="cuda")
+
+    def known() -> None:
+        value.add_(1)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        value.item()
+
+    known()
+    record(known, gpu=True)
+    seen = record(known, gpu=True).within(WINDOW)
+    kernels = sum(work.category == "kernel" for work in seen.work)
+    kinds = sorted(wait.kind for wait in seen.waits)
+    if kernels == 1 and kinds in (["event", "stream"], ["copy", "event"]):
+        return None
+    return (
+        "The profiler miscounts on this machine, its counts prove nothing: of one kernel, a wait "
+        f"for an event and a read of a value it saw {kernels} kernels and the waits {kinds}."
+    )
 
 
 def _clock_error(trace: Trace, before: int, after: int) -> int:

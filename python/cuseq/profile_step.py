@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,16 @@ from torch import Tensor
 from cuseq import _profile_report as _report
 from cuseq._lengths import as_int
 from cuseq._profile_lines import LineLog
-from cuseq._profile_trace import WINDOW, HostWait, Span, Stretch, Trace, record, union
+from cuseq._profile_trace import (
+    WINDOW,
+    HostWait,
+    Span,
+    Stretch,
+    Trace,
+    check_gpu_profiler,
+    record,
+    union,
+)
 from cuseq.layout import PackedLayout
 
 KINDS = ("stream", "event", "device", "copy")
@@ -292,7 +300,7 @@ def profile_step(
         fn()
     wall_us = _wall_us(fn, steps)
     gpu = torch.cuda.is_initialized()
-    broken = _check_gpu_profiler() if gpu else None
+    broken = check_gpu_profiler() if gpu else None
 
     def all_steps() -> None:
         for _ in range(steps):
@@ -446,35 +454,6 @@ def _finish() -> None:
     # Not asked of a process that uses no GPU: it would get a context.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-@lru_cache
-def _check_gpu_profiler() -> str | None:
-    """Records a kernel, a wait for an event and a read: the sentence to print if some are missed.
-
-    A profiler that sees nothing would report that nothing waits. The first profile of a process
-    also starts CUPTI and may miss events, so this one goes first.
-    """
-    value = torch.ones(1, device="cuda")
-
-    def known() -> None:
-        value.add_(1)
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()
-        value.item()
-
-    known()
-    record(known, gpu=True)
-    seen = record(known, gpu=True).within(WINDOW)
-    kernels = sum(work.category == "kernel" for work in seen.work)
-    kinds = sorted(wait.kind for wait in seen.waits)
-    if kernels == 1 and kinds in (["event", "stream"], ["copy", "event"]):
-        return None
-    return (
-        "The profiler miscounts on this machine, its counts prove nothing: of one kernel, a wait "
-        f"for an event and a read of a value it saw {kernels} kernels and the waits {kinds}."
-    )
 
 
 def _notes(gpu: bool, log: LineLog, broken: str | None) -> tuple[str, ...]:
