@@ -90,9 +90,10 @@ def make_model(attention: str = "cuseq", dtype: torch.dtype = torch.float64):
         num_attention_heads=2,
         num_key_value_heads=1,
     )
-    return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=dtype
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float64
     )
+    return model.to(dtype)  # random numbers of another dtype would be other numbers
 
 
 def make_trainer(model, folder, dataset=None, collator=pack, callbacks=(), **options):

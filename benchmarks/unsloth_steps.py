@@ -1,0 +1,266 @@
+"""Training steps of the real unsloth, as installed and with cuseq, in one process.
+
+A process has one kind of attention and one model, which are decided at import and at loading. The
+rest is switched: `enable` and `disable`, and hooks that empty unsloth's caches.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import timer
+import torch
+from bench_training_step import PHASES, StepClock
+from unsloth_model import adapters, decoder_layers, packed_row
+from workload import lognormal_lengths
+
+Tensor = torch.Tensor
+
+MEAN_LENGTH = 350
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way through unsloth.
+
+    Attributes:
+        name: on the command line and in the tables.
+        attention: `installed`, or `xformers` where its library can be loaded.
+        emptied: unsloth's caches are emptied before each layer, in the backward's too.
+        cuseq: `enable` is called, and the batch has a layout.
+        blocks: with `compile_blocks`.
+    """
+
+    name: str
+    attention: str
+    emptied: bool = False
+    cuseq: bool = False
+    blocks: bool = False
+
+
+# In the order in which a process measures them: the first leaves the gradients to compare with,
+# and compiled blocks come last.
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("unsloth", "installed"),
+        Variant("unsloth_emptied", "installed", emptied=True),
+        Variant("cuseq", "installed", cuseq=True),
+        Variant("cuseq_blocks", "installed", cuseq=True, blocks=True),
+        Variant("xformers", "xformers"),
+        Variant("xformers_emptied", "xformers", emptied=True),
+        Variant("cuseq_xformers", "xformers", cuseq=True),
+    )
+}
+REFERENCE = "unsloth"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a process measures: `tokens` is the length of the row, `steps` are timed after `warmup`.
+
+    Attributes:
+        section: named in each row of results.
+        scratch: folder where the reference leaves its gradients for the other processes.
+    """
+
+    section: str
+    tokens: int
+    variants: list[Variant]
+    warmup: int
+    steps: int
+    scratch: Path
+
+
+def measure(model: torch.nn.Module, plan: Plan, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Emits a row of results for each variant, and again with what the profiler counted.
+
+    All times come first: a profiler that has run may slow the launches of what follows.
+    """
+    start = [weight.detach().clone() for weight in adapters(model)]
+    rows = []
+    for variant in plan.variants:
+        row = {"section": plan.section, "tokens": plan.tokens, "variant": variant.name}
+        with _failures(row), _switched(variant, model):
+            restore(model, start)
+            row |= measure_variant(variant, model, plan)
+        emit(row)
+        rows.append(row)
+    note = timer.check_profiler(DEVICE)
+    # Backwards: what the last variant compiled is still there.
+    for variant, row in reversed(list(zip(plan.variants, rows, strict=True))):
+        if "failed" in row:
+            continue
+        with _failures(row), _switched(variant, model):
+            restore(model, start)
+            row |= count_waits(variant, model, plan)
+        if note:
+            row["profiler"] = note
+        emit(row)
+
+
+def measure_variant(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
+    """The first step's loss and gradients, then times of the steps after the warm-up."""
+    # New ones for each variant: a layout remembers what was made of it.
+    packs = range(1 + plan.warmup + plan.steps)
+    batches = [make_batch(plan.tokens, model, seed) for seed in packs]
+    begun = time.perf_counter()
+    loss = forward_backward(variant, model, batches[0], StepClock(DEVICE)).item()
+    row: dict[str, Any] = {"loss": loss, "first_s": time.perf_counter() - begun}
+    row |= compare_gradients(variant, model, plan)
+    optimizer = _optimizer(model)
+    rest = iter(batches[1:])
+    for _ in range(plan.warmup):
+        train_step(variant, model, optimizer, next(rest))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    clocks = [train_step(variant, model, optimizer, batch) for batch in rest]
+    torch.cuda.synchronize()
+    row["wall_ms"] = (time.perf_counter() - begun) * 1e3 / len(clocks)
+    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    times = [clock.milliseconds() for clock in clocks]
+    for step in times:
+        step["batch"] = step["forward"] + step["backward"]
+    for phase in (*PHASES, "batch", "step"):
+        row[phase] = median(step[phase] for step in times)
+    row["step_low"] = min(step["step"] for step in times)
+    row["step_high"] = max(step["step"] for step in times)
+    row["tokens_per_s"] = plan.tokens / row["step"] * 1e3
+    return row
+
+
+def count_waits(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
+    """The profiler's counts of one step, after another that makes what a first step makes."""
+    optimizer = _optimizer(model)
+    first, second = (make_batch(plan.tokens, model, seed) for seed in (0, 1))
+    train_step(variant, model, optimizer, first)
+    trace = timer.profile(lambda: train_step(variant, model, optimizer, second), device=DEVICE)
+    both = trace.within("forward", "backward")
+    return {
+        "stream_waits": both.syncs,
+        "event_waits": both.event_waits,
+        "waits": both.syncs + both.event_waits,
+        "dtoh_copies": both.dtoh_copies,
+        "kernels": both.kernels,
+        "device_ms": both.device_us / 1e3,
+        "activity": {phase: trace.within(phase).as_dict() for phase in PHASES},
+    }
+
+
+def train_step(
+    variant: Variant,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: dict[str, Any],
+) -> StepClock:
+    """One whole step."""
+    clock = StepClock(DEVICE)
+    forward_backward(variant, model, batch, clock)
+    with clock.phase("optimizer"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return clock
+
+
+def forward_backward(
+    variant: Variant, model: torch.nn.Module, batch: dict[str, Any], clock: StepClock
+) -> Tensor:
+    """Moves the batch as Trainer does and leaves gradients; the loss stays on the device."""
+    with clock.phase("to device"):
+        moved = {
+            name: value.to(DEVICE, non_blocking=True)
+            for name, value in batch.items()
+            # The layout is what enable adds to unsloth's collator.
+            if variant.cuseq or name != "packed"
+        }
+    with clock.phase("forward"), torch.autocast("cuda", torch.bfloat16):
+        # Trainer's arguments for a packed row, by unsloth's own change of it.
+        loss = model(**moved, use_cache=False).loss
+    with clock.phase("backward"):
+        loss.backward()
+    return loss.detach()
+
+
+def make_batch(tokens: int, model: torch.nn.Module, seed: int) -> dict[str, Any]:
+    """A row in pinned memory, with its layout and the number of its targets."""
+    import cuseq
+
+    lengths = lognormal_lengths(tokens, MEAN_LENGTH, seed)
+    row = packed_row(lengths, model.config.vocab_size, seed)
+    row["num_items_in_batch"] = (row["labels"] != -100).sum()
+    pinned: dict[str, Any] = {name: value.pin_memory() for name, value in row.items()}
+    pinned["packed"] = cuseq.PackedLayout.from_lengths(lengths, tokens).pin_memory()
+    return pinned
+
+
+def compare_gradients(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
+    """Relative L2 distance from the reference's gradients, which it leaves itself; drops them."""
+    path = plan.scratch / f"gradients_{plan.section}_{plan.tokens}.pt"
+    gradients = [weight.grad for weight in adapters(model)]
+    model.zero_grad(set_to_none=True)
+    if variant.name == REFERENCE:
+        torch.save([gradient.cpu() for gradient in gradients], path)
+        return {}
+    if not path.exists():
+        return {}
+    expected = torch.load(path, map_location=DEVICE, weights_only=True)
+    apart = sum(
+        (ours.double() - theirs.double()).square().sum()
+        for ours, theirs in zip(gradients, expected, strict=True)
+    )
+    norm = sum(theirs.double().square().sum() for theirs in expected)
+    return {"gradient_error": (apart / norm).sqrt().item()}
+
+
+@torch.no_grad()
+def restore(model: torch.nn.Module, start: list[Tensor]) -> None:
+    """The weights before any step."""
+    model.zero_grad(set_to_none=True)
+    for weight, value in zip(adapters(model), start, strict=True):
+        weight.copy_(value)
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(adapters(model), lr=1e-4, fused=True)
+
+
+@contextmanager
+def _switched(variant: Variant, model: torch.nn.Module) -> Iterator[None]:
+    """unsloth as the variant wants it, and as it was afterwards."""
+    from unsloth.utils.packing import clear_packed_caches
+
+    with ExitStack() as undo:
+        clear_packed_caches()
+        if variant.emptied:
+            for layer in decoder_layers(model):
+                hook = layer.register_forward_pre_hook(lambda *_: clear_packed_caches())
+                undo.callback(hook.remove)
+        if variant.cuseq:
+            from cuseq.integrations.unsloth import disable, enable
+
+            enable(compile_blocks=variant.blocks)
+            undo.callback(disable)
+        yield
+
+
+@contextmanager
+def _failures(row: dict[str, Any]) -> Iterator[None]:
+    """A variant that raises is a failed row, and the others go on."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        row["failed"] = "out of memory"
+    except Exception as failure:
+        traceback.print_exc()
+        row["failed"] = (str(failure).splitlines() or [type(failure).__name__])[0]
+    if "failed" in row:
+        torch.cuda.empty_cache()

@@ -1,0 +1,1112 @@
+"""unsloth's names against its own packing.py, and the real package in a process of its own.
+
+scripts/fetch_unsloth.sh brings both; CUSEQ_UNSLOTH is the folder they are in, if not the default.
+Run as a script, this file is that other process: it writes down what each check in REAL came to.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import cuseq
+from cuseq.integrations import unsloth as integration
+
+VERSION = "2026.10.9"
+FOLDER = Path(
+    os.environ.get("CUSEQ_UNSLOTH")
+    or Path(__file__).parents[2] / "build" / "oracles" / f"unsloth-{VERSION}"
+)
+NAMES = [
+    "get_packed_info_from_kwargs",
+    "build_sdpa_packed_attention_mask",
+    "build_xformers_block_causal_mask",
+    "mask_packed_sequence_boundaries",
+    "mask_packed_boundary_labels",
+    "fast_rope_embedding",
+    "fast_qk_norm_rope",
+]
+LENGTHS = [5, 1, 9, 3]
+# None and what is not positive mean no window.
+WINDOWS = [None, 0, -1, 1, 3, 100]
+
+
+def fetched(path: str, option: str = "") -> Path:
+    if not (FOLDER / path).exists():
+        pytest.skip(f"unsloth's {path} is not in {FOLDER}: bash scripts/fetch_unsloth.sh{option}")
+    return FOLDER / path
+
+
+@pytest.fixture(scope="module")
+def oracle() -> ModuleType:
+    path = fetched("unsloth/utils/packing.py")
+    spec = importlib.util.spec_from_file_location("unsloth_packing_oracle", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def biases() -> ModuleType:
+    return pytest.importorskip("xformers.ops.fmha.attn_bias")
+
+
+@st.composite
+def packs(draw) -> list[int]:
+    """Lengths of 1 to 12 documents, the first of which is not empty."""
+    length = st.integers(1, 20)
+    return [draw(length), *draw(st.lists(length | st.just(0), max_size=11))]
+
+
+tails = st.sampled_from([None, 0, 1, 7])
+windows = st.sampled_from(WINDOWS)
+
+
+def int_lengths(lengths: list[int], device="cpu", dtype=torch.int32) -> Tensor:
+    return torch.tensor(lengths, dtype=dtype, device=device)
+
+
+def info_of(lengths: Tensor) -> tuple[Tensor, Tensor, int]:
+    return integration.get_packed_info_from_kwargs(
+        {"packed_seq_lengths": lengths, "use_cache": False}, lengths.device
+    )
+
+
+def total_of(lengths: list[int], tail: int | None) -> int | None:
+    return None if tail is None else sum(lengths) + tail
+
+
+def segments_of(lengths: list[int], tail: int | None) -> list[int]:
+    return [*lengths, tail] if tail else lengths
+
+
+def check_same_info(actual, expected) -> None:
+    assert type(actual) is tuple and len(actual) == 3
+    for ours, theirs in zip(actual[:2], expected[:2], strict=True):
+        assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
+        assert torch.equal(ours, theirs)
+    assert type(actual[2]) is int and actual[2] == expected[2]
+
+
+def check_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert (actual.dtype, actual.device) == (expected.dtype, expected.device)
+    assert torch.equal(actual, expected)
+
+
+# ------------------------------------------------------------------------------------ packed info
+
+
+def test_packed_info_of_the_literal_case(device):
+    lengths, cu_seqlens, longest = info_of(int_lengths([2, 3], device))
+    check_same_bits(lengths, int_lengths([2, 3], device))
+    check_same_bits(cu_seqlens, int_lengths([0, 2, 5], device))
+    assert longest == 3
+
+
+@given(
+    lengths=packs(),
+    dtype=st.sampled_from([torch.int16, torch.int32, torch.int64]),
+    on_host=st.booleans(),
+)
+def test_packed_info_is_theirs(lengths, dtype, on_host, oracle, device):
+    tensor = int_lengths(lengths, "cpu" if on_host else device, dtype)
+    kwargs = {"packed_seq_lengths": tensor, "position_ids": None}
+    actual = integration.get_packed_info_from_kwargs(kwargs, device)
+    check_same_info(actual, oracle.get_packed_info_from_kwargs(kwargs, device))
+
+
+@given(lengths=packs().filter(lambda pack: 0 not in pack), rows=st.sampled_from([1, 1, 2]))
+def test_packed_info_of_positions_is_theirs(lengths, rows, oracle, device):
+    positions = torch.tensor([reference.position_ids(lengths, sum(lengths))] * rows, device=device)
+    actual = integration.get_packed_info_from_kwargs({}, device, positions)
+    expected = oracle.get_packed_info_from_kwargs({}, device, positions)
+    if expected is None:
+        assert actual is None
+        assert rows > 1 or len(lengths) == 1
+    else:
+        check_same_info(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "positions",
+    [
+        None,
+        [[0, 1, 2, 3]],
+        [[0]],
+        [[3, 4, 0, 1]],  # the row does not begin with a document
+        [[0, 1, 0, 1], [0, 1, 2, 3]],
+        [0, 1, 0, 1],
+        [[[0, 1, 0, 1]]] * 3,  # MRoPE planes
+    ],
+    ids=str,
+)
+def test_positions_that_are_no_packing(positions, oracle, device):
+    positions = None if positions is None else torch.tensor(positions, device=device)
+    for kwargs in ({}, {"packed_seq_lengths": None}):
+        assert oracle.get_packed_info_from_kwargs(kwargs, device, positions) is None
+        assert integration.get_packed_info_from_kwargs(kwargs, device, positions) is None
+
+
+def test_lengths_win_over_positions_and_a_layout_over_both(device):
+    lengths = int_lengths([2, 4], device)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    kwargs = {"packed_seq_lengths": lengths}
+    info = integration.get_packed_info_from_kwargs(kwargs, device, positions)
+    assert info[1].tolist() == [0, 2, 6]
+
+    packed = cuseq.PackedLayout.from_lengths([1, 5], device=device)
+    kwargs["packed"] = packed
+    first = integration.get_packed_info_from_kwargs(kwargs, device, positions)
+    expected = (int_lengths([1, 5], device), int_lengths([0, 1, 6], device), 5)
+    check_same_info(first, expected)
+    again = integration.get_packed_info_from_kwargs({"packed": packed}, device)
+    assert again[0] is first[0] and again[1] is first[1]
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@given(lengths=packs(), tail=tails, window=windows, causal=st.booleans())
+def test_masks_are_theirs(dtype, lengths, tail, window, causal, oracle, device):
+    options = dict(
+        dtype=dtype,
+        device=device,
+        sliding_window=window,
+        total_tokens=total_of(lengths, tail),
+        is_causal=causal,
+    )
+    info = info_of(int_lengths(lengths, device))
+    mask = integration.build_sdpa_packed_attention_mask(info, **options)
+    check_same_bits(mask, oracle.build_sdpa_packed_attention_mask(info, **options))
+
+
+@given(lengths=packs(), tail=tails, window=windows, causal=st.booleans())
+def test_masks_show_a_token_what_it_may_see(lengths, tail, window, causal, device):
+    mask = integration.build_sdpa_packed_attention_mask(
+        info_of(int_lengths(lengths, device)),
+        dtype=torch.float32,
+        device=device,
+        sliding_window=window,
+        total_tokens=total_of(lengths, tail),
+        is_causal=causal,
+    )
+    segments = segments_of(lengths, tail)
+    segment = torch.tensor(reference.seq_ids(segments, sum(segments)))
+    back = torch.arange(sum(segments))[:, None] - torch.arange(sum(segments))[None]
+    visible = segment[:, None] == segment[None]
+    if causal:
+        visible &= back >= 0
+    if window is not None and window > 0:
+        visible &= back < window  # also where a token sees what comes after it
+    assert mask.shape == (1, 1, *visible.shape)
+    assert torch.equal((mask == 0)[0, 0].cpu(), visible)
+    assert torch.equal((mask == -torch.inf)[0, 0].cpu(), ~visible)
+
+
+def test_masks_of_information_that_unsloth_made(oracle, device):
+    info = oracle.get_packed_info_from_kwargs(
+        {"packed_seq_lengths": int_lengths(LENGTHS, device)}, device
+    )
+    options = dict(dtype=torch.float32, device=device, sliding_window=3, total_tokens=20)
+    mask = integration.build_sdpa_packed_attention_mask(info, **options)
+    check_same_bits(mask, oracle.build_sdpa_packed_attention_mask(info, **options))
+
+
+@given(lengths=packs(), tail=tails, window=windows, causal=st.booleans())
+def test_biases_are_theirs(lengths, tail, window, causal, oracle, biases, device):
+    options = dict(sliding_window=window, total_tokens=total_of(lengths, tail), is_causal=causal)
+    info = info_of(int_lengths(lengths, device))
+    actual = integration.build_xformers_block_causal_mask(info, **options)
+    expected = oracle.build_xformers_block_causal_mask(info, **options)
+    assert type(actual) is type(expected)
+    assert getattr(actual, "_window_size", None) == getattr(expected, "_window_size", None)
+    for side in ("q_seqinfo", "k_seqinfo"):
+        ours, theirs = getattr(actual, side), getattr(expected, side)
+        check_same_bits(ours.seqstart, theirs.seqstart)
+        for name in ("seqstart_py", "max_seqlen", "min_seqlen"):
+            assert (name, getattr(ours, name)) == (name, getattr(theirs, name))
+    square = (sum(segments_of(lengths, tail)),) * 2
+    assert torch.equal(actual.materialize(square), expected.materialize(square))
+
+
+@pytest.mark.parametrize("window", [None, 0, 2])
+def test_without_information_the_base_mask_stays(window, oracle, biases):
+    build = integration.build_xformers_block_causal_mask
+    base = biases.BlockDiagonalCausalMask.from_seqlens(LENGTHS)
+    actual = build(None, sliding_window=window, base_mask=base)
+    expected = oracle.build_xformers_block_causal_mask(None, sliding_window=window, base_mask=base)
+    assert (actual is base) == (expected is base)
+    assert type(actual) is type(expected)
+    assert torch.equal(actual.materialize((18, 18)), expected.materialize((18, 18)))
+    assert build(None, sliding_window=window) is None
+    nothing_local = object()
+    assert build(None, sliding_window=window, base_mask=nothing_local) is nothing_local
+
+
+def test_no_bias_for_no_documents(oracle, biases):
+    info = (int_lengths([]), int_lengths([0]), 0)
+    assert oracle.build_xformers_block_causal_mask(info) is None
+    assert integration.build_xformers_block_causal_mask(info) is None
+
+
+# ----------------------------------------------------------------------------------------- labels
+
+IGNORED = st.sampled_from([-100, -1, 7])
+FORMS: dict[str, Callable[[list[int], torch.device], Any]] = {
+    "list": lambda lengths, device: lengths,
+    "tuple": lambda lengths, device: tuple(lengths),
+    "int32": int_lengths,
+    "int64": lambda lengths, device: int_lengths(lengths, device, torch.int64),
+    "on host": lambda lengths, device: int_lengths(lengths),
+    "[1, n]": lambda lengths, device: int_lengths(lengths, device).unsqueeze(0),
+}
+
+
+@st.composite
+def labelled(draw) -> tuple[list[int], Tensor]:
+    """Lengths, and labels `[n]`, `[1, n]` or `[2, n]`, perhaps fewer or more than their tokens."""
+    lengths = draw(packs())
+    tokens = max(0, sum(lengths) + draw(st.sampled_from([0, 0, 0, -1, -4, 1, 5])))
+    labels = 10 + torch.arange(tokens)
+    rows = draw(st.sampled_from([0, 1, 2]))
+    return lengths, labels.view(rows, -1) if tokens and rows and tokens % rows == 0 else labels
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(drawn=labelled(), ignored=IGNORED)
+def test_boundaries_are_theirs(form, drawn, ignored, oracle, device):
+    lengths = FORMS[form](drawn[0], device)
+    ours, theirs = (drawn[1].to(device, copy=True) for _ in range(2))
+    marked = integration.mask_packed_sequence_boundaries(ours, lengths, ignore_index=ignored)
+    expected = oracle.mask_packed_sequence_boundaries(theirs, lengths, ignore_index=ignored)
+    assert marked is expected
+    check_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(drawn=labelled(), ignored=IGNORED)
+def test_raw_labels_are_theirs(form, drawn, ignored, oracle, device):
+    lengths, labels = FORMS[form](drawn[0], device), drawn[1].to(device, copy=True)
+    actual = integration.mask_packed_boundary_labels(labels, lengths, ignore_index=ignored)
+    expected = oracle.mask_packed_boundary_labels(labels, lengths, ignore_index=ignored)
+    check_same_bits(actual, expected)
+    check_same_bits(labels, drawn[1].to(device))  # the caller's are not written to
+
+
+@given(lengths=packs(), tail=st.sampled_from([0, 3]))
+def test_both_ways_of_masking_mark_the_same_targets(lengths, tail, device):
+    labels = 10 + torch.arange(sum(lengths) + tail, device=device).unsqueeze(0)
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    tensor = int_lengths(lengths, device)
+    assert integration.mask_packed_sequence_boundaries(shifted, tensor)
+    raw = integration.mask_packed_boundary_labels(labels, tensor)
+    assert torch.equal(raw[:, 1:], shifted[:, :-1])
+
+
+@pytest.mark.parametrize("lengths", [None, [], torch.tensor([], dtype=torch.int32)], ids=str)
+def test_without_lengths_labels_stay(lengths, oracle):
+    labels = torch.arange(4)
+    for module in (integration, oracle):
+        assert module.mask_packed_boundary_labels(labels, lengths) is labels
+        assert module.mask_packed_sequence_boundaries(labels, lengths) is False
+        assert module.mask_packed_boundary_labels(None, [2, 2]) is None
+    assert labels.tolist() == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------ remembering
+
+
+def mask_of(info, window: int | None = None, total: int | None = None) -> Tensor:
+    return integration.build_sdpa_packed_attention_mask(
+        info,
+        dtype=torch.float32,
+        device=info[0].device,
+        sliding_window=window,
+        total_tokens=total,
+    )
+
+
+def answers(lengths: Tensor) -> list:
+    """All that is remembered with a tensor of lengths."""
+    info = info_of(lengths)
+    return [*info[:2], mask_of(info), mask_of(info, 2), mask_of(info, None, 40)]
+
+
+def check_same_objects(actual: list, expected: list) -> None:
+    assert [id(x) for x in actual] == [id(x) for x in expected]
+
+
+def test_the_same_tensor_gives_the_same_objects(device):
+    lengths = int_lengths(LENGTHS, device)
+    first = answers(lengths)
+    check_same_objects(answers(lengths), first)
+    other = int_lengths(LENGTHS, device)
+    assert not {id(x) for x in answers(other)} & {id(x) for x in first}
+
+
+def test_many_tensors_keep_their_objects(device):
+    tensors = [int_lengths([n, 2, n + 1], device) for n in range(1, 9)]
+    first = [answers(lengths) for lengths in tensors]
+    for _ in range(2):
+        for lengths, expected in zip(tensors, first, strict=True):
+            check_same_objects(answers(lengths), expected)
+
+
+def test_biases_are_remembered(biases, device):
+    tensors = [int_lengths(LENGTHS, device), int_lengths([4, 4], device)]
+
+    def build() -> list:
+        return [
+            integration.build_xformers_block_causal_mask(info_of(lengths), sliding_window=window)
+            for lengths in tensors
+            for window in (None, 2)
+        ]
+
+    check_same_objects(build(), build())
+
+
+OPTIONS = [
+    {},
+    {"sliding_window": 2},
+    {"sliding_window": 3},
+    {"total_tokens": 20},
+    {"total_tokens": 21},
+    {"is_causal": False},
+]
+
+
+def test_what_is_remembered_is_so_for_its_options(oracle, device):
+    """One tensor of lengths, asked in many ways, twice."""
+    info = info_of(int_lengths(LENGTHS, device))
+    for _ in range(2):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            for options in OPTIONS:
+                options = options | {"dtype": dtype, "device": device}
+                mask = integration.build_sdpa_packed_attention_mask(info, **options)
+                check_same_bits(mask, oracle.build_sdpa_packed_attention_mask(info, **options))
+
+
+def test_biases_are_remembered_for_their_options(oracle, biases, device):
+    info = info_of(int_lengths(LENGTHS, device))
+    for _ in range(2):
+        for options in OPTIONS:
+            actual = integration.build_xformers_block_causal_mask(info, **options)
+            expected = oracle.build_xformers_block_causal_mask(info, **options)
+            square = (options.get("total_tokens", sum(LENGTHS)),) * 2
+            assert torch.equal(actual.materialize(square), expected.materialize(square))
+
+
+EDITS: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda lengths: lengths[0].add_(1),
+    "copy": lambda lengths: lengths.copy_(torch.tensor([1, 8, 1, 8])),
+    "item": lambda lengths: lengths.__setitem__(2, 0),
+    "view": lambda lengths: lengths.view(2, 2)[1].mul_(2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_in_place_gives_a_new_answer_where_theirs_is_stale(edit, dtype, oracle, device):
+    lengths = int_lengths(LENGTHS, device, dtype)
+    kwargs = {"packed_seq_lengths": lengths}
+    before = oracle.get_packed_info_from_kwargs(kwargs, device)
+    offsets = before[1].tolist()
+    info_of(lengths)
+    EDITS[edit](lengths)
+
+    right = reference.cu_seqlens(lengths.tolist())
+    assert right != offsets
+    stale = oracle.get_packed_info_from_kwargs(kwargs, device)
+    assert stale[1].tolist() == offsets  # the reason for the version counter
+    fresh = info_of(lengths)
+    assert fresh[0].tolist() == lengths.tolist()
+    assert fresh[1].tolist() == right
+    assert fresh[2] == max(lengths.tolist())
+    assert info_of(lengths)[1] is fresh[1]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_masks_follow_an_edit(edit, oracle, device):
+    lengths = int_lengths(LENGTHS, device)
+    # As the same tensor, and as what was made of it.
+    by_hand = (lengths, None, None)
+    mask_of(by_hand)
+    mask_of(info_of(lengths))
+    EDITS[edit](lengths)
+    expected = oracle.build_sdpa_packed_attention_mask(
+        (lengths.clone(), None, None), dtype=torch.float32, device=device
+    )
+    check_same_bits(mask_of(by_hand), expected)
+    check_same_bits(mask_of(info_of(lengths)), expected)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_biases_follow_an_edit(edit, biases, device):
+    lengths = int_lengths(LENGTHS, device)
+    by_hand = (lengths, None, None)
+    integration.build_xformers_block_causal_mask(by_hand)
+    EDITS[edit](lengths)
+    bias = integration.build_xformers_block_causal_mask(by_hand)
+    assert bias.q_seqinfo.seqstart_py == reference.cu_seqlens(lengths.tolist())
+
+
+def test_nothing_outlives_the_lengths(device):
+    lengths = int_lengths(LENGTHS, device)
+    packed = cuseq.PackedLayout.from_lengths(LENGTHS, device=device)
+    made = answers(lengths)
+    made += integration.get_packed_info_from_kwargs({"packed": packed}, device)[:2]
+    dead = [weakref.ref(x) for x in (lengths, packed, *made)]
+    del lengths, packed, made
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * len(dead)
+
+
+def test_what_inference_mode_made_can_be_trained_with(device):
+    lengths = int_lengths(LENGTHS, device)
+    with torch.inference_mode():
+        answers(lengths)
+    made = answers(lengths)
+    assert made[1].tolist() == [0, 5, 6, 15, 18]
+    assert not any(x.is_inference() for x in made)
+    weight = torch.ones((), device=device, requires_grad=True)
+    (weight * made[2]).sum().backward()  # saves the mask, which it refuses of inference mode
+
+
+def test_lengths_of_inference_mode(device):
+    """They have no version counter."""
+    with torch.inference_mode():
+        lengths = int_lengths(LENGTHS, device)
+        assert info_of(lengths)[1].tolist() == [0, 5, 6, 15, 18]
+        mask_of(info_of(lengths))
+        lengths[0] += 1
+        assert info_of(lengths)[1].tolist() == [0, 6, 7, 16, 19]
+        assert mask_of(info_of(lengths)).shape == (1, 1, 19, 19)
+    assert info_of(lengths)[1].tolist() == [0, 6, 7, 16, 19]
+
+
+# --------------------------------------------------------------------------------------- rotation
+
+BATCH, TOKENS, HEADS, KEY_HEADS, DIM, POSITIONS = 2, 12, 4, 2, 16, 32
+
+
+def positions_of(kind: str) -> Tensor | None:
+    """`[1, S]` for all rows, or `[B, S]`, packed: they restart."""
+    rows = torch.tensor(
+        [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5, 17, 18, 19, 3]]
+    )
+    return {"none": None, "[1, S]": rows[:1], "[B, S]": rows, "int32": rows.int()}[kind]
+
+
+def tables(dtype: torch.dtype, device, leading: bool = False) -> tuple[Tensor, Tensor]:
+    """`[positions, D]`, or with 1s in front."""
+    angles = torch.arange(POSITIONS)[:, None] * 0.3 ** torch.arange(DIM // 2, dtype=torch.float64)
+    angles = torch.cat([angles, angles], dim=1).to(device)
+    angles = angles[None, None] if leading else angles
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def heads(count: int, dtype: torch.dtype, device) -> Tensor:
+    """`[B, S, heads, D]`."""
+    generator = torch.Generator().manual_seed(count)
+    values = torch.randn(BATCH, TOKENS, count, DIM, generator=generator, dtype=torch.float64)
+    return values.to(device, dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    """`[B, H, S, D]`, by the formula: the second half turns with the first."""
+    cos, sin = cos.reshape(-1, DIM), sin.reshape(-1, DIM)
+    at = (
+        torch.arange(x.shape[2], device=x.device)[None]
+        if positions is None
+        else positions.to(x.device)
+    )
+    cos, sin = (table[at.long()][:, None] for table in (cos, sin))
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def check_with_gradients(run, plain, inputs: list[Tensor]) -> None:
+    """Values and gradients of `run` are those of `plain`, as near to float64 as plain's own."""
+
+    def results(function, dtype: torch.dtype) -> list[Tensor]:
+        wanted = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        outs = function(*wanted)
+        generator = torch.Generator().manual_seed(9)
+        grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in outs]
+        grads = [g.to(t) for g, t in zip(grads, outs, strict=True)]
+        return [t.detach() for t in (*outs, *torch.autograd.grad(outs, wanted, grads))]
+
+    dtype = inputs[0].dtype
+    actual, own, exact = results(run, dtype), results(plain, dtype), results(plain, torch.float64)
+    for ours, theirs, expected in zip(actual, own, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        size = float(expected.norm())
+        error, plain_error = (float((t - expected).norm()) / size for t in (ours, theirs))
+        assert error <= 2 * plain_error + 4 * torch.finfo(dtype).eps
+
+
+ROTATIONS = dict(argvalues=["none", "[1, S]", "[B, S]", "int32"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("leading", [False, True], ids=["[P, D]", "[1, 1, P, D]"])
+@pytest.mark.parametrize("kind", **ROTATIONS)
+def test_rope(kind, leading, dtype, device):
+    positions = positions_of(kind)
+    positions = None if positions is None else positions.to(device)
+
+    def run(q, k):  # views of [B, S, H, D], as models have them
+        return integration.fast_rope_embedding(
+            q.transpose(1, 2), k.transpose(1, 2), *tables(q.dtype, device, leading), positions
+        )
+
+    def plain(q, k):
+        return [
+            rotated(x.transpose(1, 2), *(t.to(x) for t in tables(dtype, device)), positions)
+            for x in (q, k)
+        ]
+
+    inputs = [heads(HEADS, dtype, device), heads(KEY_HEADS, dtype, device)]
+    check_with_gradients(run, plain, inputs)
+
+
+def test_rope_of_contiguous_heads_leaves_its_inputs(device):
+    q, k = (heads(n, torch.float64, device).transpose(1, 2).contiguous() for n in (4, 2))
+    kept = q.clone(), k.clone()
+    cos, sin = tables(torch.float64, device)
+    positions = positions_of("[B, S]").to(device)
+    for x, out in zip(
+        (q, k), integration.fast_rope_embedding(q, k, cos, sin, positions), strict=True
+    ):
+        assert_close(out, rotated(x, cos, sin, positions))
+    assert torch.equal(q, kept[0]) and torch.equal(k, kept[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", ["variance_epsilon", "eps"])
+@pytest.mark.parametrize("kind", **ROTATIONS)
+def test_qk_norm_rope(kind, name, trained, dtype, device):
+    eps = 0.05  # large enough to be missed
+    positions = positions_of(kind)
+    positions = None if positions is None else positions.to(device)
+    generator = torch.Generator().manual_seed(4)
+    weights = [1 + torch.randn(DIM, generator=generator, dtype=torch.float64) for _ in range(2)]
+    weights = [w.to(device, dtype) for w in weights]
+
+    def run(q, k, *trained_weights):
+        # SimpleNamespace: the norm is never called, and a Parameter would be a leaf of its own.
+        norms = [SimpleNamespace(weight=w, **{name: eps}) for w in trained_weights or weights]
+        return integration.fast_qk_norm_rope(*norms, q, k, *tables(q.dtype, device), positions)
+
+    def plain(q, k, *trained_weights):
+        return [
+            rotated(
+                normed(x, w.to(x), eps).transpose(1, 2),
+                *(t.to(x) for t in tables(dtype, device)),
+                positions,
+            )
+            for x, w in zip((q, k), trained_weights or weights, strict=True)
+        ]
+
+    inputs = [heads(HEADS, dtype, device), heads(KEY_HEADS, dtype, device)]
+    check_with_gradients(run, plain, inputs + (weights if trained else []))
+
+
+def test_norms_that_are_modules(device):
+    cos, sin = tables(torch.float64, device, leading=True)
+    q, k = heads(HEADS, torch.float64, device), heads(KEY_HEADS, torch.float64, device)
+    norms = [nn.RMSNorm(DIM, eps=0.05, dtype=q.dtype, device=device) for _ in range(2)]
+    norms[1].requires_grad_(False)
+    outs = integration.fast_qk_norm_rope(*norms, q, k, cos, sin)
+    for x, norm, out in zip((q, k), norms, outs, strict=True):
+        assert_close(out, rotated(norm(x).transpose(1, 2), cos, sin, None))
+    sum(out.square().sum() for out in outs).backward()
+    assert norms[0].weight.grad is not None and norms[1].weight.grad is None
+
+
+# ----------------------------------------------------------- the package, in a process of its own
+
+REAL: dict[str, Callable[[], None]] = {}
+
+
+def real(check: Callable[[], None]) -> Callable[[], None]:
+    """A check that runs where unsloth is imported."""
+    REAL[check.__name__] = check
+    return check
+
+
+@contextmanager
+def enabled(*args: Any, **options: Any) -> Iterator[None]:
+    integration.enable(*args, **options)
+    try:
+        yield
+    finally:
+        integration.disable()
+
+
+def bindings() -> dict[tuple[str, str], Any]:
+    """What every name in every loaded module of unsloth stands for."""
+    return {
+        (module, name): value
+        for module, loaded in list(sys.modules.items())
+        if module.split(".")[0] == "unsloth" and loaded is not None
+        for name, value in list(vars(loaded).items())
+    }
+
+
+def check_same_bindings(actual: dict, expected: dict) -> None:
+    changed = [key for key, value in expected.items() if actual.get(key) is not value]
+    assert changed == [] and actual.keys() == expected.keys()
+
+
+def own(name: str) -> Any:
+    """unsloth's function of that name, from the module that defines it."""
+    from unsloth.kernels import qk_norm_rope, rope_embedding
+    from unsloth.utils import attention_dispatch, packing
+
+    modules = {
+        "fast_rope_embedding": rope_embedding,
+        "fast_qk_norm_rope": qk_norm_rope,
+        "_run_attention": attention_dispatch,
+    }
+    return modules.get(name, packing), name
+
+
+@real
+def check_every_name_is_rebound_and_comes_back():
+    before = bindings()
+    originals = {name: getattr(*own(name)) for name in [*NAMES, "_run_attention"]}
+    with enabled():
+        during = bindings()
+    for name, original in originals.items():
+        holders = [key for key, value in before.items() if value is original]
+        assert own(name)[0].__name__ in {module for module, _ in holders}
+        replacements = {id(during[key]): during[key] for key in holders}
+        assert len(replacements) == 1, f"{name} has {len(replacements)} replacements"
+        (replacement,) = replacements.values()
+        assert replacement is not original
+        if name in NAMES:
+            assert replacement is getattr(integration, name), name
+        assert not [key for key, value in during.items() if value is original]
+    # These bind by value in a module for each family of models.
+    assert sum(value is originals["fast_rope_embedding"] for value in before.values()) > 5
+    check_same_bindings(bindings(), before)
+
+
+@real
+def check_modules_that_are_imported_meanwhile_come_back_too():
+    late = ModuleType("unsloth.models.late")
+    original = getattr(*own("fast_rope_embedding"))
+    try:
+        with enabled():
+            sys.modules[late.__name__] = late
+            exec("from unsloth.kernels import fast_rope_embedding", vars(late))
+            assert late.fast_rope_embedding is integration.fast_rope_embedding
+        assert late.fast_rope_embedding is original
+    finally:
+        del sys.modules[late.__name__]
+
+
+def check_raises(function: Callable[[], Any], *parts: str) -> None:
+    before = bindings()
+    with pytest.raises(ValueError) as caught:
+        function()
+    for part in parts:
+        assert part in str(caught.value)
+    check_same_bindings(bindings(), before)
+
+
+@real
+def check_twice_raises():
+    check_raises(integration.disable, "enable")
+    with enabled():
+        check_raises(integration.enable, "disable")
+    check_raises(integration.disable, "enable")
+    with enabled():  # and it can be had again
+        assert getattr(*own("fast_rope_embedding")) is integration.fast_rope_embedding
+
+
+@real
+def check_another_signature_is_refused_by_name():
+    for name in [*NAMES, "_run_attention"]:
+        module, _ = own(name)
+        original = getattr(module, name)
+        try:
+            setattr(module, name, lambda query, *, brand_new: None)
+            check_raises(integration.enable, name)
+            delattr(module, name)
+            check_raises(integration.enable, name)
+        finally:
+            setattr(module, name, original)
+    with enabled():
+        pass
+
+
+# The two ways to norm and rotate: Qwen3's in one call, Llama's in a call without norms.
+FAMILIES = ["qwen3", "llama"]
+
+
+def attention_of(family: str) -> nn.Module:
+    """A tiny random attention layer, as from_pretrained's patches make it."""
+    import transformers
+    import unsloth.models.llama
+    import unsloth.models.qwen3
+
+    # unsloth's tables of angles are made where the GPU is; the layer is given its own below.
+    unsloth.models.llama.get_current_device = lambda: "cpu"
+    unsloth.models.llama.DEVICE_TYPE_TORCH = "cpu"
+    fast, config = {
+        "qwen3": (unsloth.models.qwen3.FastQwen3Model, transformers.Qwen3Config),
+        "llama": (unsloth.models.llama.FastLlamaModel, transformers.LlamaConfig),
+    }[family]
+    fast.pre_patch()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config(
+            vocab_size=8,
+            hidden_size=32,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=DIM,
+        ),
+        dtype=torch.float64,
+    )
+    layer = model.model.layers[0].self_attn
+    assert layer.forward.__func__.__module__.startswith("unsloth.")
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.3)
+    return layer.train()
+
+
+def one_by_one(layer: nn.Module, hidden: Tensor, lengths: list[int]) -> Tensor:
+    """The layer's formula, over each document."""
+    cos, sin = tables(torch.float64, "cpu")
+    documents = []
+    for document in hidden[0].split(lengths):
+        q, k, v = (
+            projection(document).unflatten(-1, (-1, DIM))
+            for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        if hasattr(layer, "q_norm"):
+            eps = layer.config.rms_norm_eps
+            q, k = normed(q, layer.q_norm.weight, eps), normed(k, layer.k_norm.weight, eps)
+        q, k = (rotated(x.transpose(0, 1)[None], cos, sin, None)[0].transpose(0, 1) for x in (q, k))
+        seen = reference.mask([len(document)], len(document))
+        documents.append(layer.o_proj(reference.masked_attention(q, k, v, seen).flatten(1)))
+    return torch.cat(documents)[None]
+
+
+def check_layer(layer: nn.Module) -> None:
+    """A packed row through unsloth's own forward, against its documents one by one."""
+    tail = 4
+    hidden = torch.randn(1, sum(LENGTHS) + tail, 32, dtype=torch.float64, requires_grad=True)
+    expected = one_by_one(layer, hidden, [*LENGTHS, tail])
+    positions = torch.tensor([reference.position_ids(LENGTHS, hidden.shape[1])])
+    wanted = [hidden, *layer.parameters()]
+    gradient = torch.randn_like(expected)
+    exact = torch.autograd.grad(expected, wanted, gradient)
+    lengths = int_lengths(LENGTHS)
+    packed = cuseq.PackedLayout.from_lengths([*LENGTHS, tail])
+    for how in ({"packed_seq_lengths": lengths}, {"packed_seq_lengths": lengths, "packed": packed}):
+        out = layer(
+            hidden,
+            position_ids=positions,
+            position_embeddings=tables(torch.float64, "cpu"),
+            **how,
+        )[0]
+        assert_close(out, expected)
+        for actual, right in zip(torch.autograd.grad(out, wanted, gradient), exact, strict=True):
+            assert_close(actual, right)
+
+
+@real
+def check_layers_made_before_and_after():
+    early = {family: attention_of(family) for family in FAMILIES}
+    for layer in early.values():  # their kernels are Triton's, and need a GPU
+        with pytest.raises(RuntimeError, match="driver"):
+            check_layer(layer)
+    with enabled():
+        for family in FAMILIES:
+            check_layer(early[family])
+            check_layer(attention_of(family))
+    for layer in early.values():
+        with pytest.raises(RuntimeError, match="driver"):
+            check_layer(layer)
+
+
+def dispatch(
+    tensors: list[Tensor], lengths: list[int] | None, backend: str = "sdpa", **more: Any
+) -> Tensor:
+    """Through unsloth's run_attention: q, k, v `[B, H, T, D]` to `[B, T, H, D]`."""
+    from unsloth.utils import attention_dispatch
+
+    q, k, v = tensors
+    info = None
+    if lengths is not None:
+        tensor = int_lengths(lengths)
+        info = (tensor, int_lengths(reference.cu_seqlens(lengths)), max(lengths))
+    config = attention_dispatch.AttentionConfig(
+        backend=backend,
+        n_kv_heads=k.shape[1],
+        n_groups=q.shape[1] // k.shape[1],
+        sdpa_kwargs=more.pop("sdpa_kwargs", None),
+    )
+    context = attention_dispatch.AttentionContext(
+        bsz=q.shape[0],
+        q_len=q.shape[2],
+        kv_seq_len=k.shape[2],
+        n_heads=q.shape[1],
+        head_dim=q.shape[3],
+        requires_grad=q.requires_grad,
+        seq_info=info,
+        **{"attention_mask": None, "causal_mask": None} | more,
+    )
+    return attention_dispatch.run_attention(config=config, context=context, Q=q, K=k, V=v)
+
+
+def qkv(tokens: int, rows: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(
+            rows, n, tokens, DIM, generator=generator, dtype=torch.float64, requires_grad=True
+        )
+        for n in (HEADS, KEY_HEADS, KEY_HEADS)
+    ]
+
+
+@contextmanager
+def without(module: ModuleType, *names: str) -> Iterator[None]:
+    """Fails where one of its functions is called."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"none of {names} should be called")
+
+    kept = {name: getattr(module, name) for name in names}
+    vars(module).update(dict.fromkeys(names, refuse))
+    try:
+        yield
+    finally:
+        vars(module).update(kept)
+
+
+@real
+def check_packed_rows_go_to_cuseq():
+    from unsloth.utils import attention_dispatch
+
+    cases = [
+        dict(lengths=LENGTHS),
+        dict(lengths=LENGTHS, tail=5),
+        dict(lengths=[3, 0, 6, 6], sliding_window=3),
+        dict(lengths=[7], sliding_window=0),
+        dict(lengths=LENGTHS, tail=2, sdpa_kwargs={"scale": 0.7}),
+        dict(lengths=LENGTHS, is_causal=False),
+        dict(lengths=LENGTHS, training=True),
+    ]
+    for case in cases:
+        case = dict(case)
+        lengths = case.pop("lengths")
+        tensors = qkv(sum(lengths) + case.pop("tail", 0))
+        theirs = dispatch(tensors, lengths, **case)
+        gradient = torch.randn_like(theirs)
+        expected = torch.autograd.grad(theirs, tensors, gradient)
+        with (
+            enabled(),
+            without(
+                attention_dispatch,
+                "_sdpa_packed_segments",
+                "build_sdpa_packed_attention_mask",
+                "_training_sdpa",
+                "_inference_sdpa",
+            ),
+        ):
+            ours = dispatch(tensors, lengths, **case)
+            assert_close(ours, theirs)
+            actual = torch.autograd.grad(ours, tensors, gradient)
+        for mine, right in zip(actual, expected, strict=True):
+            assert_close(mine, right)
+
+
+@real
+def check_everything_else_goes_to_unsloth():
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[1, 6:] = False
+    cases = [
+        (qkv(9, rows=2), None, {}),
+        (qkv(9, rows=2), None, {"attention_mask": keep}),
+        (qkv(9), None, {"sliding_window": 3}),
+        # A mask and lengths: unsloth heeds the mask alone.
+        (qkv(9), [4, 5], {"attention_mask": torch.ones(1, 9, dtype=torch.bool)}),
+    ]
+    for tensors, lengths, more in cases:
+        theirs = dispatch(tensors, lengths, **more)
+        with enabled(), without(cuseq, "varlen_attention"):
+            assert torch.equal(dispatch(tensors, lengths, **more), theirs)
+
+
+def trainer_of(**options: Any) -> Any:
+    """A trainer as unsloth makes it, of documents of 3, 5, 7, 2, 9 and 4 tokens."""
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+    from unsloth.trainer import _patch_trl_trainer
+
+    _patch_trl_trainer()
+    datasets.disable_progress_bars()
+    words = tokenizers.models.WordLevel({"<eos>": 0, "<pad>": 1}, unk_token="<eos>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token="<eos>", pad_token="<pad>"
+    )
+    config = transformers.GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)
+    rows = [list(range(2, 2 + length)) for length in (3, 5, 7, 2, 9, 4)]
+    return trl.SFTTrainer(
+        transformers.AutoModelForCausalLM.from_config(config),
+        trl.SFTConfig(
+            "out",
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            dataloader_pin_memory=False,
+            **options,
+        ),
+        train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
+        processing_class=tokenizer,
+    )
+
+
+TRAINERS = {
+    "packing": (dict(packing=True, max_length=16), [9, 7, 5, 4, 3, 2], 0),
+    "multiple": (dict(packing=True, max_length=16, pad_to_multiple_of=8), [9, 7, 5, 4, 3, 2], 2),
+    "padding-free": (dict(padding_free=True, max_length=None), [3, 5], 0),
+}
+
+
+def batch_of(trainer: Any) -> dict[str, Any]:
+    return dict(trainer.data_collator([trainer.train_dataset[i] for i in range(2)]))
+
+
+def check_same_batch(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        same = (
+            torch.equal(actual[key], value) if isinstance(value, Tensor) else actual[key] == value
+        )
+        assert same, key
+
+
+def check_packed_batch(batch: dict[str, Any], plain: dict[str, Any], lengths, tail: int) -> None:
+    packed = batch.pop("packed")
+    assert type(packed) is cuseq.PackedLayout
+    assert packed.lengths.tolist() == [*lengths, tail] if tail else lengths
+    assert packed.total_tokens == batch["input_ids"].numel()
+    assert batch["packed_seq_lengths"].tolist() == lengths
+    check_same_batch(batch, plain)
+
+
+@real
+def check_batches_of_trainers_made_before_and_after():
+    for options, lengths, tail in TRAINERS.values():
+        early = trainer_of(**options)
+        plain = batch_of(early)
+        assert plain["packed_seq_lengths"].tolist() == lengths
+        with enabled(early):
+            check_packed_batch(batch_of(early), plain, lengths, tail)
+            late = trainer_of(**options)
+            check_packed_batch(batch_of(late), plain, lengths, tail)
+        for trainer in (early, late):
+            check_same_batch(batch_of(trainer), plain)
+        with enabled(early):  # again, once and not twice
+            check_packed_batch(batch_of(early), plain, lengths, tail)
+
+
+@real
+def check_padded_batches_stay():
+    trainer = trainer_of(packing=False, padding_free=False)
+    plain = batch_of(trainer)
+    assert "attention_mask" in plain
+    with enabled():
+        check_same_batch(batch_of(trainer), plain)
+        check_same_batch(batch_of(trainer_of(packing=False, padding_free=False)), plain)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict[str, str | None]:
+    """By check: None, or what went wrong."""
+    fetched("unsloth/__init__.py", " --whole")
+    fetched("unsloth_zoo/__init__.py", " --whole")
+    for package in ("transformers", "trl", "peft", "datasets"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("unsloth")
+    path = os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")])
+    environment = {
+        "PYTHONPATH": path.rstrip(os.pathsep),
+        "CUDA_VISIBLE_DEVICES": "",
+        "UNSLOTH_ALLOW_CPU": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_COMPILE_LOCATION": str(folder / "compiled"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, __file__, "report.json"],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    written = folder / "report.json"
+    if not written.exists():
+        pytest.fail(f"unsloth {VERSION} could not be imported:\n{result.stdout}{result.stderr}")
+    return json.loads(written.read_text())
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real(name, report):
+    assert report[name] is None, report[name]
+
+
+def main(path: str) -> None:
+    # Which of them it finds must not depend on the machine: without them it takes SDPA.
+    for package in ("xformers", "flash_attn"):
+        sys.modules[package] = None
+    import unsloth  # noqa: F401
+
+    outcomes: dict[str, str | None] = {}
+    for name, check in REAL.items():
+        try:
+            check()
+            outcomes[name] = None
+        except BaseException:  # pytest.fail's is no Exception
+            outcomes[name] = traceback.format_exc()
+    Path(path).write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
