@@ -6,16 +6,19 @@ Run as a script, this file is that other process: it writes down what each check
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -46,13 +49,14 @@ NAMES = [
     "fast_qk_norm_rope",
 ]
 LENGTHS = [5, 1, 9, 3]
+WRAPPED = ["_run_attention", "enable_sample_packing", "enable_padding_free_metadata"]
 # None and what is not positive mean no window.
 WINDOWS = [None, 0, -1, 1, 3, 100]
 
 
 def fetched(path: str, option: str = "") -> Path:
     if not (FOLDER / path).exists():
-        pytest.skip(f"unsloth's {path} is not in {FOLDER}: bash scripts/fetch_unsloth.sh{option}")
+        pytest.skip(f"{path} is not in {FOLDER}: bash scripts/fetch_unsloth.sh{option}")
     return FOLDER / path
 
 
@@ -77,7 +81,8 @@ def packs(draw) -> list[int]:
     return [draw(length), *draw(st.lists(length | st.just(0), max_size=11))]
 
 
-tails = st.sampled_from([None, 0, 1, 7])
+# Less than the lengths is no tail.
+tails = st.sampled_from([None, -1, 0, 1, 7])
 windows = st.sampled_from(WINDOWS)
 
 
@@ -96,11 +101,11 @@ def total_of(lengths: list[int], tail: int | None) -> int | None:
 
 
 def segments_of(lengths: list[int], tail: int | None) -> list[int]:
-    return [*lengths, tail] if tail else lengths
+    return [*lengths, tail] if tail and tail > 0 else lengths
 
 
 def check_same_info(actual, expected) -> None:
-    assert type(actual) is tuple and len(actual) == 3
+    assert isinstance(actual, tuple) and len(actual) == 3
     for ours, theirs in zip(actual[:2], expected[:2], strict=True):
         assert (ours.dtype, ours.device) == (theirs.dtype, theirs.device)
         assert torch.equal(ours, theirs)
@@ -153,6 +158,7 @@ def test_packed_info_of_positions_is_theirs(lengths, rows, oracle, device):
         [[0, 1, 2, 3]],
         [[0]],
         [[3, 4, 0, 1]],  # the row does not begin with a document
+        [[0, 1, 2, 7, 8]],  # a jump is no restart
         [[0, 1, 0, 1], [0, 1, 2, 3]],
         [0, 1, 0, 1],
         [[[0, 1, 0, 1]]] * 3,  # MRoPE planes
@@ -180,6 +186,25 @@ def test_lengths_win_over_positions_and_a_layout_over_both(device):
     check_same_info(first, expected)
     again = integration.get_packed_info_from_kwargs({"packed": packed}, device)
     assert again[0] is first[0] and again[1] is first[1]
+
+
+def test_a_layout_of_another_row_gives_way_to_lengths(device):
+    """unsloth's token budget splits a batch's rows, and what it does not know stays whole."""
+    packed = cuseq.PackedLayout.from_lengths([2, 3, 4], device=device)
+    kwargs = {"packed": packed, "packed_seq_lengths": int_lengths([3, 4], device)}
+    info = integration.get_packed_info_from_kwargs(kwargs, device)
+    assert info[1].tolist() == [0, 3, 7]
+
+
+def test_a_layout_must_be_one():
+    with pytest.raises(TypeError, match="packed must be a cuseq.PackedLayout, got dict"):
+        integration.get_packed_info_from_kwargs({"packed": {}}, torch.device("cpu"))
+
+
+def test_enable_without_unsloth():
+    assert "unsloth" not in sys.modules
+    with pytest.raises(ImportError, match="import unsloth"):
+        integration.enable()
 
 
 # ------------------------------------------------------------------------------------------ masks
@@ -323,6 +348,23 @@ def test_both_ways_of_masking_mark_the_same_targets(lengths, tail, device):
     assert torch.equal(raw[:, 1:], shifted[:, :-1])
 
 
+def test_a_first_document_without_tokens_marks_nothing(oracle):
+    labels, theirs = torch.arange(7), torch.arange(7)
+    assert integration.mask_packed_sequence_boundaries(labels, [0, 2, 3])
+    assert labels.tolist() == [0, -100, 2, 3, -100, 5, 6]
+    oracle.mask_packed_sequence_boundaries(theirs, [0, 2, 3])
+    assert theirs[-1] == -100  # its end at 0 is the token before the first: the row's last
+
+
+def test_labels_that_no_view_reaches():
+    labels = torch.arange(12)[::2]
+    assert integration.mask_packed_sequence_boundaries(labels, [2, 4])
+    assert labels.tolist() == [0, -100, 4, 6, 8, -100]
+    # reshape would write to a copy.
+    with pytest.raises(RuntimeError, match="view"):
+        integration.mask_packed_sequence_boundaries(torch.zeros(2, 3).t(), [2, 4])
+
+
 @pytest.mark.parametrize("lengths", [None, [], torch.tensor([], dtype=torch.int32)], ids=str)
 def test_without_lengths_labels_stay(lengths, oracle):
     labels = torch.arange(4)
@@ -443,6 +485,28 @@ def test_an_edit_in_place_gives_a_new_answer_where_theirs_is_stale(edit, dtype, 
     assert fresh[1].tolist() == right
     assert fresh[2] == max(lengths.tolist())
     assert info_of(lengths)[1] is fresh[1]
+
+
+def test_a_copy_does_not_bring_along_what_was_remembered(device):
+    """Its versions count from elsewhere, and come to where the first one's were."""
+    for duplicate in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))):
+        for edits in range(1, 5):
+            lengths = int_lengths(LENGTHS, device)
+            for _ in range(3):
+                lengths += 1
+            info_of(lengths)
+            other = duplicate(lengths)
+            for _ in range(edits):
+                other += 10
+            assert info_of(other)[0].tolist() == other.tolist()
+
+
+def test_other_data_of_the_same_tensor(device):
+    """Assigning them leaves the version as it is."""
+    lengths = int_lengths(LENGTHS, device)
+    info_of(lengths)
+    lengths.data = int_lengths([7, 7], device)
+    assert info_of(lengths)[1].tolist() == [0, 7, 14]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -700,7 +764,7 @@ def own(name: str) -> Any:
 @real
 def check_every_name_is_rebound_and_comes_back():
     before = bindings()
-    originals = {name: getattr(*own(name)) for name in [*NAMES, "_run_attention"]}
+    originals = {name: getattr(*own(name)) for name in [*NAMES, *WRAPPED]}
     with enabled():
         during = bindings()
     for name, original in originals.items():
@@ -753,7 +817,7 @@ def check_twice_raises():
 
 @real
 def check_another_signature_is_refused_by_name():
-    for name in [*NAMES, "_run_attention"]:
+    for name in [*NAMES, *WRAPPED]:
         module, _ = own(name)
         original = getattr(module, name)
         try:
@@ -765,6 +829,75 @@ def check_another_signature_is_refused_by_name():
             setattr(module, name, original)
     with enabled():
         pass
+
+
+@real
+def check_what_attention_is_told_is_looked_at():
+    from unsloth.utils import attention_dispatch
+
+    for name, field in (("AttentionConfig", "sdpa_kwargs"), ("AttentionContext", "seq_info")):
+        original = getattr(attention_dispatch, name)
+        fields = [f.name for f in dataclasses.fields(original) if f.name != field]
+        try:
+            setattr(attention_dispatch, name, dataclasses.make_dataclass(name, fields))
+            check_raises(integration.enable, name, field)
+        finally:
+            setattr(attention_dispatch, name, original)
+
+
+def compiled_block() -> type[nn.Module]:
+    """A decoder layer that unsloth made compile itself; it returns its keywords."""
+    from unsloth.models import _block_compile
+
+    class Block(nn.Module):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> dict[str, Any]:
+            return kwargs
+
+    _block_compile._wrap(Block, {})
+    return Block
+
+
+@real
+def check_compiled_blocks_get_layouts_and_no_lengths():
+    early = compiled_block()
+    forward = early.forward
+    hidden = torch.zeros(1, sum(LENGTHS) + 2, 4)
+    lengths = int_lengths(LENGTHS)
+    packed = cuseq.PackedLayout.from_lengths(LENGTHS, hidden.shape[1])
+    kwargs = {"packed_seq_lengths": lengths, "packed": packed}
+    with torch.compiler.set_stance("force_eager"):
+        with enabled():
+            assert early.forward is forward
+        with enabled(compile_blocks=True):
+            late = compiled_block()
+            for block in (early, late):
+                seen = block().train()(hidden, **kwargs)
+                assert seen["packed_seq_lengths"] is None
+                assert seen["packed"].lengths.tolist() == [*LENGTHS, 2]
+                assert block().train()(hidden, **kwargs)["packed"] is seen["packed"]
+                assert block().eval()(hidden, **kwargs)["packed_seq_lengths"] is lengths
+                assert block().train()(hidden) == {}
+        assert early.forward is forward
+        assert late().train()(hidden, **kwargs)["packed_seq_lengths"] is lengths
+
+
+@real
+def check_compiled_blocks_come_back():
+    from unsloth.models import _block_compile
+
+    before = bindings()
+    original = _block_compile._wrap
+    with enabled(compile_blocks=True):
+        assert _block_compile._wrap is not original
+        check_raises(lambda: integration.enable(compile_blocks=True), "disable")
+    check_same_bindings(bindings(), before)
+    try:
+        _block_compile._wrap = lambda brand_new: None
+        check_raises(lambda: integration.enable(compile_blocks=True), "_wrap")
+        with enabled():  # which does not need it
+            pass
+    finally:
+        _block_compile._wrap = original
 
 
 # The two ways to norm and rotate: Qwen3's in one call, Llama's in a call without norms.
@@ -833,7 +966,7 @@ def check_layer(layer: nn.Module) -> None:
     gradient = torch.randn_like(expected)
     exact = torch.autograd.grad(expected, wanted, gradient)
     lengths = int_lengths(LENGTHS)
-    packed = cuseq.PackedLayout.from_lengths([*LENGTHS, tail])
+    packed = cuseq.PackedLayout.from_lengths(LENGTHS, hidden.shape[1])
     for how in ({"packed_seq_lengths": lengths}, {"packed_seq_lengths": lengths, "packed": packed}):
         out = layer(
             hidden,
@@ -1024,8 +1157,8 @@ def check_same_batch(actual: dict[str, Any], expected: dict[str, Any]) -> None:
 def check_packed_batch(batch: dict[str, Any], plain: dict[str, Any], lengths, tail: int) -> None:
     packed = batch.pop("packed")
     assert type(packed) is cuseq.PackedLayout
-    assert packed.lengths.tolist() == [*lengths, tail] if tail else lengths
-    assert packed.total_tokens == batch["input_ids"].numel()
+    assert packed.lengths.tolist() == lengths
+    assert packed.total_tokens == batch["input_ids"].numel() == sum(lengths) + tail
     assert batch["packed_seq_lengths"].tolist() == lengths
     check_same_batch(batch, plain)
 
@@ -1047,10 +1180,24 @@ def check_batches_of_trainers_made_before_and_after():
 
 
 @real
+def check_a_collator_that_comes_again_is_replaced_once():
+    from unsloth.utils import packing
+
+    options, lengths, tail = TRAINERS["packing"]
+    trainer = trainer_of(**options)
+    plain = batch_of(trainer)
+    with enabled(trainer):
+        packing.enable_sample_packing(trainer.model, trainer)
+        check_packed_batch(batch_of(trainer), plain, lengths, tail)
+    check_same_batch(batch_of(trainer), plain)
+
+
+@real
 def check_padded_batches_stay():
     trainer = trainer_of(packing=False, padding_free=False)
     plain = batch_of(trainer)
     assert "attention_mask" in plain
+    check_raises(lambda: integration.enable(trainer), "trainer", "DataCollatorForLanguageModeling")
     with enabled():
         check_same_batch(batch_of(trainer), plain)
         check_same_batch(batch_of(trainer_of(packing=False, padding_free=False)), plain)
@@ -1105,6 +1252,8 @@ def main(path: str) -> None:
             outcomes[name] = None
         except BaseException:  # pytest.fail's is no Exception
             outcomes[name] = traceback.format_exc()
+        with suppress(ValueError):  # what failed may have left it enabled
+            integration.disable()
     Path(path).write_text(json.dumps(outcomes))
 
 

@@ -48,6 +48,7 @@ from transformers.utils.import_utils import is_tracing
 
 import cuseq
 from cuseq.integrations._enable import Enabled, disable, enable
+from cuseq.integrations._remember import remember
 
 __all__ = ["DeferredMask", "Enabled", "cuseq_attention", "cuseq_mask", "disable", "enable"]
 
@@ -419,17 +420,12 @@ def _layout_of(position_ids: torch.Tensor | None, batch: int) -> cuseq.PackedLay
     """
     if position_ids is None:
         return None
-    # An inference tensor has no version to notice edits by, so nothing is kept on it.
-    version = None if position_ids.is_inference() else position_ids._version
-    known = getattr(position_ids, "_cuseq_layout", None)
-    if known is not None and known[:2] == (version, batch):
-        return known[2]
+    return remember(position_ids, batch, lambda: _several_sequences(position_ids, batch))
+
+
+def _several_sequences(position_ids: torch.Tensor, batch: int) -> cuseq.PackedLayout | None:
     layout = cuseq.PackedLayout.from_position_ids(position_ids.expand(batch, -1))
-    if layout.num_sequences == batch:
-        layout = None
-    if version is not None:
-        position_ids._cuseq_layout = (version, batch, layout)
-    return layout
+    return None if layout.num_sequences == batch else layout
 
 
 def _check_packable(
