@@ -28,6 +28,7 @@ train: build
 	$(PY) examples/train.py $(ARGS)
 
 test: build
+	PYTHON="$(PY)" bash scripts/fetch_unsloth.sh --whole || echo "tests against unsloth are left out"
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(ARGS)
 
 tsan: environment

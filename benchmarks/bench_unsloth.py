@@ -33,6 +33,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,8 @@ def run_job(
         failed = f"the process ended with {done.returncode}" if done.returncode else None
     except subprocess.TimeoutExpired:
         failed = f"not done after {WORKER_LIMIT_S} s"
+    except KeyboardInterrupt:
+        failed = "stopped"
     print(f"=== {what}: {failed or 'done'} ({time.perf_counter() - begun:.0f} s)", flush=True)
     return f"{what}: {failed}" if failed else None
 
@@ -431,6 +434,7 @@ def main() -> None:
         sys.exit("unsloth's kernels need a GPU")
     if peers_folder() is None:
         sys.exit("unsloth is looked for in PEERS (default .peers), which is no folder")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is stopped reports what it had
     names = chosen(args)
     problems: list[str] = []
     with tempfile.TemporaryDirectory(dir=scratch_root()) as temporary:
@@ -443,6 +447,8 @@ def main() -> None:
             if problem := run_job(job, args, names, scratch, results):
                 problems.append(problem)
             write_reports(job.sections, read_rows(results), problems, args)
+            if problem and problem.endswith("stopped"):
+                break
     failed = [row for row in read_rows(results) if "failed" in row]
     if failed or problems:
         sys.exit(f"{len(failed)} variants and {len(problems)} processes failed, see the tables")

@@ -11,8 +11,9 @@
 #   PYTHON    the interpreter with torch (python3)
 #   OUT       a folder that takes at most a few files: gets results.tar.gz and summary.txt; without
 #             it, results go to benchmarks/results/DATE
-#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks thd training_step)
-#   PEERS     the folder with the peers' packages for rope, masks and training_step (.peers)
+#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks thd training_step);
+#             unsloth is another, of nearly 10 minutes
+#   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth (.peers)
 #   TOKENS    row lengths of the training step (the benchmark's own choice)
 #   CUSEQ_COMMIT  the commit to name in the results, where there is no .git
 set -uo pipefail
@@ -152,6 +153,7 @@ stage_bench() {
     limit=120
     [[ $name == rope ]] && limit=240
     [[ $name == masks ]] && limit=200
+    [[ $name == unsloth ]] && limit=560
     if [[ $name == training_step ]]; then
       limit=560
       [[ ${#tokens[@]} -eq 0 ]] || options+=(--tokens "${tokens[@]}")

@@ -66,6 +66,7 @@ PAGES = {
     "docs/thd.md": 7,
     "docs/trainer.md": 2,
     "docs/trl.md": 2,
+    "docs/unsloth.md": 1,
 }
 EXAMPLES = [(page, n) for page in PAGES for n in range(len(examples(page)))]
 
