@@ -75,19 +75,22 @@ def _even_out(grid: Tensor, costs: Tensor) -> None:
 def rows_to_take_apart(counts: Tensor, spare: int, missing: int) -> list[int]:
     """Which rows to make `missing` more rows of: the last ones, and others if these have too few.
 
+    Where all together have too few samples, so many are taken that none is repeated more often than
+    another has to be.
+
     Args:
         counts: samples of each row.
         spare: rows that are too many for the ranks.
         missing: rows that they lack for one more step.
     """
     rows = list(range(len(counts) - spare, len(counts)))
-    lacking = spare + missing - int(counts[rows].sum())
-    if lacking <= 0:
-        return rows
+    samples = int(counts[rows].sum())
+    lacking = spare + missing - samples
     for row in counts[: rows[0]].argsort(descending=True, stable=True).tolist():
-        if lacking <= 0 or counts[row] == 1:
+        if lacking <= 0 or (counts[row] == 1 and samples >= lacking):
             break
         rows.append(row)
+        samples += int(counts[row])
         lacking -= int(counts[row]) - 1
     return sorted(rows)
 

@@ -15,7 +15,7 @@ import distributed
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +79,11 @@ def cases(draw, **fixed):
     return lengths, capacity, draw(st.integers(1, 4)), options
 
 
+FEW = {"strategy": "bfd", "balance": None, "accumulation": 1, "shuffle": False, "seed": 0}
+
+
 @given(case=cases(drop_last=False), epoch=st.integers(0, 3))
+@example(case=([1] * 4, 1, 3, FEW | {"buffer": None, "drop_last": False}), epoch=0)
 def test_every_sample_once(case, epoch):
     lengths, capacity, world_size, options = case
     samplers = make_ranks(lengths, capacity, world_size, **options)

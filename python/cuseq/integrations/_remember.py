@@ -1,46 +1,48 @@
-"""What was made of a tensor, kept with the tensor until it is written to."""
+"""What was made of a tensor, kept until the tensor goes or is written to."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
 T = TypeVar("T")
 
 
-class _Made:
+class _Made(NamedTuple):
     """The tensor, what state it was in, and what was made of it then, by key."""
 
-    def __init__(self, tensor: Tensor, state: tuple[int, int]) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.state = state
-        self.values: dict[Hashable, Any] = {}
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # copies of a tensor, and pickles, bring attributes along
+    tensor: weakref.ref[Tensor]
+    state: tuple[int, int]
+    values: dict[Hashable, Any]
 
 
-def _nothing() -> None:
-    return None
+# By `id`, not as attributes: those go along with copies and into saved files.
+_made: dict[int, _Made] = {}
 
 
 def remember(tensor: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     """`make()`, or what it returned before for this key, if the tensor is as it was.
 
-    It is the same tensor, by identity, version counter and address. An inference tensor has no
-    version to notice edits by, so nothing is kept with it. The value must not refer to the tensor:
-    a cycle would keep memory of a GPU until the garbage collector runs.
+    It is the same tensor, by identity, version counter and address; writes past the version counter
+    (by numpy, by a raw kernel) are not seen. An inference tensor has no version, so nothing is kept
+    of it. The value must not refer to the tensor, or neither ever goes.
     """
     if tensor.is_inference():
         return make()
-    state = tensor._version, tensor.data_ptr()
-    made = getattr(tensor, "_cuseq_made", None)
+    number, state = id(tensor), (tensor._version, tensor.data_ptr())
+    made = _made.get(number)
     if made is None or made.state != state or made.tensor() is not tensor:
-        made = _Made(tensor, state)
-        tensor._cuseq_made = made
+        made = _Made(weakref.ref(tensor, lambda gone: _forget(number, gone)), state, {})
+        _made[number] = made
     if key not in made.values:
         made.values[key] = make()
     return made.values[key]
+
+
+def _forget(number: int, gone: weakref.ref[Tensor]) -> None:
+    made = _made.get(number)
+    if made is not None and made.tensor is gone:  # else another tensor has the number now
+        del _made[number]
