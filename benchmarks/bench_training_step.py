@@ -201,7 +201,13 @@ MODELS = {
         "Gemma 3 1B's shape (windows of 512 tokens in five of six layers), full fine-tuning",
     ),
 }  # fmt: skip
-OTHER_MODELS_VARIANTS = ["packed_sdpa", "flash_path_liger", "cuseq_enabled", "cuseq_enabled_liger"]
+OTHER_MODELS_VARIANTS = [
+    "packed_sdpa",
+    "flash_path",
+    "flash_path_liger",
+    "cuseq_enabled",
+    "cuseq_enabled_liger",
+]
 
 
 @dataclass(frozen=True)
@@ -297,6 +303,7 @@ def flash_path(
     *,
     scaling: float,
     position_ids: Tensor,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers' flash attention does of a packed row, over the kernel that is here.
@@ -312,7 +319,8 @@ def flash_path(
         raise ValueError("the row of this benchmark is packed")
     *rows, offsets, longest = flash._prepare_from_posids(*states, position_ids)
     longest = [int(length) for length in longest]
-    out = varlen_attn(*rows, *offsets, *longest, scale=scaling, window_size=(-1, 0))
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    out = varlen_attn(*rows, *offsets, *longest, scale=scaling, window_size=window)
     return out.unsqueeze(0), None
 
 

@@ -259,7 +259,7 @@ def report_steps(
     report.notes += notes(about + mine, problems)
     report.notes.append(
         f"Medians over {steps} steps after {warmup + 1}, in each another pack; the same packs for "
-        "all variants. Waits, copies and kernels are those of one forward and backward."
+        "all variants. Batch, waits, copies, kernels: of moving the row, forward and backward."
     )
     saved: list[Row] = []
     asked: list[Target] = []

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import pickle
@@ -159,6 +160,7 @@ def test_packed_info_of_positions_is_theirs(lengths, rows, oracle, device):
         [[0]],
         [[3, 4, 0, 1]],  # the row does not begin with a document
         [[0, 1, 2, 7, 8]],  # a jump is no restart
+        [[0, 1, 2, 1, 2, 3]],  # nor is a drop, such as pads and shared prefixes have
         [[0, 1, 0, 1], [0, 1, 2, 3]],
         [0, 1, 0, 1],
         [[[0, 1, 0, 1]]] * 3,  # MRoPE planes
@@ -302,6 +304,7 @@ FORMS: dict[str, Callable[[list[int], torch.device], Any]] = {
     "tuple": lambda lengths, device: tuple(lengths),
     "int32": int_lengths,
     "int64": lambda lengths, device: int_lengths(lengths, device, torch.int64),
+    "int16": lambda lengths, device: int_lengths(lengths, device, torch.int16),
     "on host": lambda lengths, device: int_lengths(lengths),
     "[1, n]": lambda lengths, device: int_lengths(lengths, device).unsqueeze(0),
 }
@@ -509,6 +512,16 @@ def test_other_data_of_the_same_tensor(device):
     assert info_of(lengths)[1].tolist() == [0, 7, 14]
 
 
+def test_what_was_asked_about_can_be_saved_and_copied(device, tmp_path):
+    lengths = int_lengths(LENGTHS, device)
+    info = info_of(lengths)
+    torch.save(lengths, tmp_path / "lengths.pt")
+    assert torch.equal(torch.load(tmp_path / "lengths.pt", weights_only=True), lengths)
+    assert b"cuseq" not in pickle.dumps(lengths)
+    for duplicate in (copy.copy, copy.deepcopy):
+        check_same_info(duplicate(info), info)
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_masks_follow_an_edit(edit, oracle, device):
     lengths = int_lengths(LENGTHS, device)
@@ -656,6 +669,26 @@ def test_rope(kind, leading, dtype, device):
 
     inputs = [heads(HEADS, dtype, device), heads(KEY_HEADS, dtype, device)]
     check_with_gradients(run, plain, inputs)
+
+
+def test_heads_of_different_dtypes(device):
+    """As adapters on some projections leave them; each is turned as by itself."""
+    q = torch.randn(1, 4, 5, 8, device=device)
+    k = torch.randn(1, 2, 5, 8, device=device, dtype=torch.float64)
+    angles = torch.randn(9, 4, device=device).repeat(1, 2)
+    positions = torch.tensor([[0, 1, 2, 0, 1]])  # on the host
+    arguments = (angles.cos(), angles.sin(), positions)
+    turned = integration.fast_rope_embedding(q, k, *arguments)
+    for heads, alone in zip(turned, (q, k), strict=True):
+        assert torch.equal(heads, integration.fast_rope_embedding(alone, alone, *arguments)[0])
+    norm = SimpleNamespace(weight=torch.ones(8, device=device), eps=1e-6)
+    normed = integration.fast_qk_norm_rope(
+        norm, norm, q.transpose(1, 2), k.transpose(1, 2), *arguments
+    )
+    for heads, alone in zip(normed, (q, k), strict=True):
+        rows = alone.transpose(1, 2)
+        expected = integration.fast_qk_norm_rope(norm, norm, rows, rows, *arguments)[0]
+        assert torch.equal(heads, expected)
 
 
 def test_rope_of_contiguous_heads_leaves_its_inputs(device):
@@ -823,6 +856,11 @@ def check_another_signature_is_refused_by_name():
         try:
             setattr(module, name, lambda query, *, brand_new: None)
             check_raises(integration.enable, name)
+            *most, last = inspect.signature(original).parameters.values()
+            changed = inspect.Signature([*most, last.replace(default="another")])
+            setattr(module, name, lambda *args, **kwargs: None)
+            getattr(module, name).__signature__ = changed
+            check_raises(integration.enable, name)
             delattr(module, name)
             check_raises(integration.enable, name)
         finally:
@@ -843,9 +881,18 @@ def check_what_attention_is_told_is_looked_at():
             check_raises(integration.enable, name, field)
         finally:
             setattr(attention_dispatch, name, original)
+        try:  # it could ask for what cuseq would not do
+            setattr(
+                attention_dispatch,
+                name,
+                dataclasses.make_dataclass(name, [*fields, field, "sinks"]),
+            )
+            check_raises(integration.enable, name, "sinks")
+        finally:
+            setattr(attention_dispatch, name, original)
 
 
-def compiled_block() -> type[nn.Module]:
+def compiled_block(module: str = "unsloth.models.test") -> type[nn.Module]:
     """A decoder layer that unsloth made compile itself; it returns its keywords."""
     from unsloth.models import _block_compile
 
@@ -853,6 +900,7 @@ def compiled_block() -> type[nn.Module]:
         def forward(self, hidden_states: Tensor, **kwargs: Any) -> dict[str, Any]:
             return kwargs
 
+    Block.forward.__module__ = module
     _block_compile._wrap(Block, {})
     return Block
 
@@ -877,8 +925,34 @@ def check_compiled_blocks_get_layouts_and_no_lengths():
                 assert block().train()(hidden, **kwargs)["packed"] is seen["packed"]
                 assert block().eval()(hidden, **kwargs)["packed_seq_lengths"] is lengths
                 assert block().train()(hidden) == {}
+                torch.use_deterministic_algorithms(True)  # which cuseq's attention does not serve
+                try:
+                    assert block().train()(hidden, **kwargs)["packed_seq_lengths"] is lengths
+                finally:
+                    torch.use_deterministic_algorithms(False)
+            # These take packed rows compiled already, and ask for their lengths.
+            other = compiled_block("transformers.models.test")
+            assert other().train()(hidden, **kwargs)["packed_seq_lengths"] is lengths
         assert early.forward is forward
         assert late().train()(hidden, **kwargs)["packed_seq_lengths"] is lengths
+
+
+@real
+def check_lengths_that_are_known_are_not_read_again():
+    """Paths that stay unsloth's ask for what the host knows."""
+    from unsloth.utils import packing
+
+    batch = {"packed_seq_lengths": int_lengths(LENGTHS)}
+    with enabled():
+        info = packing.get_packed_info_from_kwargs(batch, torch.device("cpu"))
+        kwargs = {"packed_seq_lengths": info[0]}  # as its models hand them on
+        packing.get_packed_info_from_kwargs(kwargs, torch.device("cpu"))
+        assert packing._cached_host_lengths(info[0], info[1]) == tuple(LENGTHS)
+        assert packing._cached_host_lengths(info[0], info[1].clone()) is None
+        assert packing._cached_host_lengths(int_lengths(LENGTHS)) is None
+        total = sum(LENGTHS) + 3
+        assert packing.packed_segment_lengths(info, total) == (*LENGTHS, 3)
+        assert packing.cover_padded_cu_seqlens(info, total)[0].tolist()[-2:] == [total - 3, total]
 
 
 @real
@@ -1096,6 +1170,8 @@ def check_everything_else_goes_to_unsloth():
         (qkv(9), None, {"sliding_window": 3}),
         # A mask and lengths: unsloth heeds the mask alone.
         (qkv(9), [4, 5], {"attention_mask": torch.ones(1, 9, dtype=torch.bool)}),
+        # As Granite says it.
+        (qkv(9, rows=2), None, {"sdpa_kwargs": {"attn_mask": keep[:, None, None, :]}}),
     ]
     for tensors, lengths, more in cases:
         theirs = dispatch(tensors, lengths, **more)
@@ -1190,6 +1266,33 @@ def check_a_collator_that_comes_again_is_replaced_once():
         packing.enable_sample_packing(trainer.model, trainer)
         check_packed_batch(batch_of(trainer), plain, lengths, tail)
     check_same_batch(batch_of(trainer), plain)
+
+
+@real
+def check_what_is_wrapped_meanwhile_stays_and_nothing_is_kept():
+    from unsloth.utils import packing
+
+    options, lengths, tail = TRAINERS["packing"]
+    trainer = trainer_of(**options)
+    collator = trainer.data_collator
+    plain = batch_of(trainer)
+    with enabled(trainer):
+        ours = collator.torch_call
+        collator.torch_call = lambda examples: {**ours(examples), "more": 1}
+        captured = packing.enable_sample_packing
+        batch = batch_of(trainer)
+        assert batch.pop("more") == 1
+        check_packed_batch(batch, plain, lengths, tail)
+    assert batch_of(trainer).pop("more") == 1 and "packed" not in batch_of(trainer)
+    captured(trainer.model, trainer)  # does what unsloth's does
+    assert "packed" not in batch_of(trainer)
+
+    with enabled():
+        late = trainer_of(**options)
+        gone = weakref.ref(late.data_collator)
+        del late
+        gc.collect()
+        assert gone() is None
 
 
 @real

@@ -35,14 +35,19 @@ def remember(tensor: Tensor, key: Hashable, make: Callable[[], T]) -> T:
     number, state = id(tensor), (tensor._version, tensor.data_ptr())
     made = _made.get(number)
     if made is None or made.state != state or made.tensor() is not tensor:
-        made = _Made(weakref.ref(tensor, lambda gone: _forget(number, gone)), state, {})
+        made = _Made(weakref.ref(tensor, _forgetter(number)), state, {})
         _made[number] = made
     if key not in made.values:
         made.values[key] = make()
     return made.values[key]
 
 
-def _forget(number: int, gone: weakref.ref[Tensor]) -> None:
-    made = _made.get(number)
-    if made is not None and made.tensor is gone:  # else another tensor has the number now
-        del _made[number]
+def _forgetter(number: int) -> Callable[[weakref.ref[Tensor]], None]:
+    every = _made  # a tensor may go when the interpreter's modules are gone
+
+    def forget(gone: weakref.ref[Tensor]) -> None:
+        made = every.get(number)
+        if made is not None and made.tensor is gone:  # else another tensor has the number now
+            del every[number]
+
+    return forget

@@ -415,8 +415,8 @@ def _may_be_packed(position_ids: torch.Tensor | None, seqlen: int) -> bool:
 def _layout_of(position_ids: torch.Tensor | None, batch: int) -> cuseq.PackedLayout | None:
     """The layout that position ids describe, None if each row is one sequence.
 
-    Waits for one event. The answer stays on the tensor itself, so that all layers share it and it
-    dies with the tensor, until the tensor is edited in place.
+    Waits for one event, once for a tensor until it is edited in place, since all layers share the
+    answer; positions made in inference mode have no version to share by, and wait in each layer.
     """
     if position_ids is None:
         return None

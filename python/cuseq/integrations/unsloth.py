@@ -8,10 +8,12 @@
     SFTTrainer(model, args=SFTConfig(packing=True, ...), ...).train()
 
 `enable` replaces the functions by which unsloth describes, masks and rotates packed rows, and the
-one through which all of its attention goes. The functions below have unsloth's names, arguments and
-results (2026.10.9) and work without unsloth too. What is known of a pack is kept with the tensor
-that says it, by its identity and its version, so that any number of packs are known at once and an
-edit in place is noticed; unsloth PR 4173 keeps one answer a device and returns it after an edit.
+one through which the attention of its own model classes goes (Llama, Mistral, Qwen, Granite, ...;
+what it runs through transformers' classes, vision and most mixtures of experts, attends as before).
+The functions below have unsloth's names, arguments and results (2026.10.9) and work without unsloth
+too. What is known of a pack is kept for the tensor that says it, by its identity and its version,
+so that any number of packs are known at once and an edit in place is noticed; unsloth PR 4173 keeps
+one answer a device and returns it after an edit.
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ class PackedInfo(tuple):
     def __new__(cls, packed: PackedLayout) -> PackedInfo:
         self = super().__new__(cls, (packed.lengths, packed.cu_seqlens, packed.max_seqlen))
         self.layout = weakref.ref(packed)
+        # unsloth hands the lengths on by themselves; weak, since the layout holds them.
+        remember(packed.lengths, "layout", lambda: self.layout)
         return self
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return tuple, (tuple(self),)
 
 
 # ------------------------------------------------------------------------------ unsloth's functions
@@ -63,9 +70,9 @@ def get_packed_info_from_kwargs(
     """What a forward's keywords say about its pack.
 
     Args:
-        kwargs: `packed`, a `PackedLayout`; else `packed_seq_lengths`, integers `[n_seqs]`. A layout
-            of another number of sequences than there are lengths is of another row (unsloth's token
-            budget splits rows), and the lengths count.
+        kwargs: `packed`, a `PackedLayout`, which counts; else `packed_seq_lengths`, integers
+            `[n_seqs]`. A layout of another number of sequences than there are lengths is of another
+            row (unsloth's token budget splits rows), and the lengths count.
         device: where the answer shall lie.
         position_ids: read where there is neither: `[1, tokens]`, restarting with each sequence.
 
@@ -121,9 +128,9 @@ def build_sdpa_packed_attention_mask(
         is_causal: whether a token sees only itself and what comes before it.
 
     Returns:
-        `[1, 1, total_tokens, total_tokens]`, 0 where visible, else -inf. Causal ones are kept as
-        long as the lengths live (`PackedLayout.dense_mask`). Waits as
-        `get_packed_info_from_kwargs`.
+        `[1, 1, total_tokens, total_tokens]`, 0 where visible, else -inf. It is kept as long as the
+        lengths live (`PackedLayout.dense_mask`), but for a window without causality, which is drawn
+        in every call. Waits as `get_packed_info_from_kwargs`.
     """
     packed, window = _row_of(seq_info, total_tokens).to(device), _window(sliding_window)
     if is_causal or window is None:
@@ -219,11 +226,28 @@ def mask_packed_boundary_labels(
     if not isinstance(labels, Tensor) or labels.numel() == 0 or _no_lengths(seq_lengths):
         return labels
     if isinstance(seq_lengths, Tensor) and seq_lengths.device == labels.device:
-        starts = torch.ops.cuseq.cu_seqlens(seq_lengths.reshape(-1))[1:].long()
+        offsets = torch.ops.cuseq.cu_seqlens(_integers(seq_lengths))
     else:
-        starts = _of_lengths(seq_lengths).to(labels.device).cu_seqlens[1:].long()
-    starts = torch.where(starts < labels.numel(), starts, 0)
-    return labels.reshape(-1).index_fill(0, starts, ignore_index).view(labels.shape)
+        offsets = _of_lengths(seq_lengths).to(labels.device).cu_seqlens
+    starts = offsets[1:].long()
+    starts *= starts < labels.numel()
+    masked = labels.clone(memory_format=torch.contiguous_format)
+    masked.view(-1).index_fill_(0, starts, ignore_index)
+    return masked
+
+
+def _cached_host_lengths(
+    seq_lengths: Tensor, cu_seqlens: Tensor | None = None
+) -> tuple[int, ...] | None:
+    """What the host knows of lengths already; for paths of unsloth's own, which would read them.
+
+    With offsets, only where they were made of the same layout.
+    """
+    known = remember(seq_lengths, "layout", lambda: None)
+    packed = None if known is None else known()
+    if packed is None or (cu_seqlens is not None and packed.cu_seqlens is not cu_seqlens):
+        return None
+    return tuple(packed._lengths_on_host().tolist())
 
 
 def fast_rope_embedding(
@@ -243,8 +267,13 @@ def fast_rope_embedding(
     Returns:
         Both turned, with their dimensions in memory as they were.
     """
-    positions = _positions(rope_embedding_indices, Q.shape[0], Q.shape[2])
-    return cuseq.apply_rope(Q, K, _table(cos), _table(sin), position_ids=positions, layout="bhsd")
+    tables = _table(cos), _table(sin)
+    positions = _positions(rope_embedding_indices, Q.shape[0], Q.shape[2], Q.device)
+    options: dict[str, Any] = {"position_ids": positions, "layout": "bhsd"}
+    if Q.dtype == K.dtype:
+        return cuseq.apply_rope(Q, K, *tables, **options)
+    # DoRA on some projections leaves them in float32.
+    return tuple(cuseq.apply_rope(heads, None, *tables, **options)[0] for heads in (Q, K))
 
 
 def fast_qk_norm_rope(
@@ -266,13 +295,13 @@ def fast_qk_norm_rope(
     Returns:
         Both, `[batch, heads, seqlen, head_dim]`.
     """
-    positions = _positions(position_ids, *Q.shape[:2])
-    options = {"position_ids": positions, "layout": "bshd"}
+    positions = _positions(position_ids, *Q.shape[:2], Q.device)
+    options: dict[str, Any] = {"position_ids": positions, "layout": "bshd"}
     tables = _table(cos), _table(sin)
     weights, eps = (q_norm.weight, k_norm.weight), (_eps(q_norm), _eps(k_norm))
-    if eps[0] == eps[1] and weights[0].dtype == weights[1].dtype:
+    if eps[0] == eps[1] and weights[0].dtype == weights[1].dtype and Q.dtype == K.dtype:
         Q, K = cuseq.apply_qk_norm_rope(Q, K, *weights, *tables, eps=eps[0], **options)
-    else:  # one kernel has one eps
+    else:  # one kernel has one of each
         Q, _ = cuseq.apply_qk_norm_rope(Q, None, weights[0], None, *tables, eps=eps[0], **options)
         K, _ = cuseq.apply_qk_norm_rope(K, None, weights[1], None, *tables, eps=eps[1], **options)
     return Q.transpose(1, 2), K.transpose(1, 2)
@@ -291,8 +320,8 @@ class _Enabled(NamedTuple):
     """What `disable` puts back."""
 
     functions: list[_Replaced]
-    collators: list[tuple[weakref.ref, Callable[..., Any]]]
-    forwards: list[tuple[type, Callable[..., Any]]]
+    collators: list[weakref.ref]
+    blocks: list[type]
 
 
 _state: _Enabled | None = None
@@ -304,19 +333,29 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], ...]] = {
         build_xformers_block_causal_mask,
         mask_packed_sequence_boundaries,
         mask_packed_boundary_labels,
+        _cached_host_lengths,
     ),
     "unsloth.kernels.rope_embedding": (fast_rope_embedding,),
     "unsloth.kernels.qk_norm_rope": (fast_qk_norm_rope,),
 }
-# Parameters of what is wrapped, and has no function of the same name here.
+# Signatures of what is wrapped, and has no function of the same name here.
 _WRAPPED = {
-    (_DISPATCH, "_run_attention"): ("config", "context", "Q", "K", "V"),
-    (_PACKING, "enable_sample_packing"): ("model", "trainer", "sequence_lengths_key"),
-    (_PACKING, "enable_padding_free_metadata"): ("model", "trainer"),
-    (_BLOCKS, "_wrap"): ("cls", "compile_options", "kinds"),
+    (_DISPATCH, "_run_attention"): "(*, config, context, Q, K, V)",
+    (_PACKING, "enable_sample_packing"): "(model, trainer, *, sequence_lengths_key='seq_lengths')",
+    (_PACKING, "enable_padding_free_metadata"): "(model, trainer)",
+    (_BLOCKS, "_wrap"): "(cls, compile_options, kinds=1)",
 }
-_CONFIG = {"backend", "sdpa_kwargs", "xformers_kwargs", "flash_varlen_kwargs"}
-_CONTEXT = {"seq_info", "attention_mask", "prefix_seg_info", "sliding_window", "is_causal"}
+# What attention is told. A field that is not known could ask for what cuseq does not do.
+_FIELDS = {
+    "AttentionConfig": (
+        "backend n_kv_heads n_groups flash_dense_kwargs flash_varlen_kwargs sdpa_kwargs "
+        "xformers_kwargs"
+    ),
+    "AttentionContext": (
+        "bsz q_len kv_seq_len n_heads head_dim requires_grad seq_info attention_mask causal_mask "
+        "sliding_window prefix_seg_info is_causal training"
+    ),
+}
 
 
 def enable(trainer: Any | None = None, *, compile_blocks: bool = False) -> None:
@@ -331,13 +370,16 @@ def enable(trainer: Any | None = None, *, compile_blocks: bool = False) -> None:
     Args:
         trainer: a packing or padding-free trainer that exists already; those made later need not be
             named.
-        compile_blocks: lets unsloth's compiled decoder blocks take packed rows, which it runs
-            uncompiled; cuseq reads lengths when the block runs, so one graph serves every pack.
+        compile_blocks: lets the compiled decoder blocks of unsloth's own classes take packed rows,
+            which they run uncompiled; cuseq reads lengths when the block runs, so one graph serves
+            every pack.
+
+    Names that modules of your own have imported from unsloth by value stay unsloth's.
 
     Raises:
         ImportError: unsloth was not imported yet.
-        ValueError: enabled already; or a function of this unsloth is missing or has other
-            parameters: its name is said, and nothing is replaced.
+        ValueError: enabled already; or a function of this unsloth is missing or has another
+            signature, or its attention is told more: the name is said, and nothing is replaced.
 
     Never waits for a GPU.
 
@@ -376,12 +418,14 @@ def disable() -> None:
     state, _state = _state, None
     for function in state.functions:
         _rebind(function.ours, function.original)
-    for reference, torch_call in state.collators:
+    # What somebody has wrapped meanwhile stays, and steps aside.
+    for reference in state.collators:
         collator = reference()
-        if collator is not None:
-            collator.torch_call = torch_call
-    for cls, forward in state.forwards:
-        cls.forward = forward
+        if hasattr(getattr(collator, "torch_call", None), _OURS):
+            collator.torch_call = collator.torch_call.__wrapped__
+    for cls in state.blocks:
+        if hasattr(cls.forward, _OURS):
+            cls.forward = cls.forward.__wrapped__
 
 
 def _checked(compile_blocks: bool) -> list[tuple[str, Callable[..., Any]]]:
@@ -389,25 +433,31 @@ def _checked(compile_blocks: bool) -> list[tuple[str, Callable[..., Any]]]:
     if "unsloth" not in sys.modules:
         raise ImportError("enable must come after `import unsloth`, which is not imported yet")
     asked = {
-        (module, ours.__name__): tuple(inspect.signature(ours).parameters)
+        (module, ours.__name__): _signature(ours)
         for module, functions in _FUNCTIONS.items()
         for ours in functions
-    } | {key: names for key, names in _WRAPPED.items() if compile_blocks or key[0] != _BLOCKS}
+    } | {key: text for key, text in _WRAPPED.items() if compile_blocks or key[0] != _BLOCKS}
     found = []
     for (module, name), expected in asked.items():
         original = getattr(sys.modules.get(module), name, None)
         if not callable(original):
             raise _unknown(f"{module}.{name}", "is missing")
-        parameters = tuple(inspect.signature(original).parameters)
-        if parameters != expected:
-            raise _unknown(f"{module}.{name}", f"takes {parameters}, not {expected}")
+        if _signature(original) != expected:
+            raise _unknown(f"{module}.{name}", f"takes {_signature(original)}, not {expected}")
         found.append((name, original))
-    for name, fields in (("AttentionConfig", _CONFIG), ("AttentionContext", _CONTEXT)):
+    for name, fields in _FIELDS.items():
         has = getattr(getattr(sys.modules[_DISPATCH], name, None), "__dataclass_fields__", {})
-        if not fields <= set(has):
-            missing = ", ".join(sorted(fields - set(has)))
-            raise _unknown(f"{_DISPATCH}.{name}", f"has no field {missing}")
+        for field in sorted(set(has) ^ set(fields.split())):
+            what = "has a field" if field in has else "has no field"
+            raise _unknown(f"{_DISPATCH}.{name}", f"{what} {field}")
     return found
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """Names, kinds and defaults."""
+    signature = inspect.signature(function)
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(plain))
 
 
 def _unknown(symbol: str, what: str) -> ValueError:
@@ -436,7 +486,7 @@ def _original(name: str) -> Callable[..., Any]:
 
 def _modules() -> Iterator[ModuleType]:
     for name, module in list(sys.modules.items()):
-        if name.startswith("unsloth") and isinstance(module, ModuleType):
+        if name.lower().startswith("unsloth") and isinstance(module, ModuleType):
             yield module
 
 
@@ -451,19 +501,18 @@ def _rebind(old: Any, new: Any) -> None:
 # -------------------------------------------------------------------------------------- attention
 
 
-# What unsloth hands to a backend.
+# The backends whose packed rows become cuseq's, and what unsloth hands to them.
 _OPTIONS = {"sdpa": "sdpa_kwargs", "xformers": "xformers_kwargs"}
-
-
-def _options(config: Any) -> dict[str, Any]:
-    return getattr(config, _OPTIONS.get(config.backend, ""), None) or {}
 
 
 def _run_attention(
     original: Callable[..., Tensor], *, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor
 ) -> Tensor:
     """unsloth's dispatch: `[1, heads, tokens, head_dim]` to `[1, tokens, heads, head_dim]`."""
-    if not _is_ours(config, context, Q, K, V):
+    if context.seq_info is None or not _is_ours(config, context, Q, K, V):
+        if context.seq_info is not None and isinstance(context.seq_info[0], PackedLayout):
+            # unsloth then runs the block uncompiled, where its own attention is told more.
+            raise ValueError("compiled blocks must attend without dropout, masks and soft caps")
         return original(config=config, context=context, Q=Q, K=K, V=V)
     if torch.compiler.is_compiling():
         packed = context.seq_info[0]
@@ -475,32 +524,35 @@ def _run_attention(
         packed,
         causal=context.is_causal,
         window=_window(context.sliding_window),
-        scale=_options(config).get("scale"),
+        scale=(getattr(config, _OPTIONS[config.backend]) or {}).get("scale"),
     )
     return out.unsqueeze(0)
 
 
 def _is_ours(config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> bool:
     """Whether it is one packed row, which sdpa or xformers would attend to as cuseq does."""
-    options = _options(config)
-    plain = all(name == "scale" or not value for name, value in options.items())
-    capped = (config.flash_varlen_kwargs or {}).get("softcap")
-    ours = (
-        config.backend in _OPTIONS
-        and context.seq_info is not None
-        and context.attention_mask is None
-        and context.prefix_seg_info is None
-        and (context.is_causal or _window(context.sliding_window) is None)
-        and plain
-        and not capped
-        and Q.shape[0] == 1
-        and Q.shape[2] == K.shape[2]
-        and Q.dtype == K.dtype == V.dtype
-    )
+    if (
+        config.backend not in _OPTIONS
+        or context.attention_mask is not None
+        or context.prefix_seg_info is not None
+        or not (context.is_causal or _window(context.sliding_window) is None)
+        or Q.shape[0] != 1
+        or Q.shape[2] != K.shape[2]
+        or not Q.dtype == K.dtype == V.dtype
+        or (config.flash_varlen_kwargs or {}).get("softcap")
+    ):
+        return False
+    options = getattr(config, _OPTIONS[config.backend]) or {}
+    if any(name != "scale" and not _is_off(value) for name, value in options.items()):
+        return False
     if torch.compiler.is_compiling():
-        return ours and isinstance(context.seq_info[0], PackedLayout)
+        return isinstance(context.seq_info[0], PackedLayout)
     # The backward of flash attention adds in any order.
-    return ours and not torch.are_deterministic_algorithms_enabled()
+    return not torch.are_deterministic_algorithms_enabled()
+
+
+def _is_off(option: Any) -> bool:
+    return option is None or (isinstance(option, int | float) and not option)
 
 
 # ------------------------------------------------------------------------------------- collators
@@ -522,27 +574,33 @@ def _then_hand_on_layout(original: Callable[..., None]) -> Callable[..., None]:
     def enable_packing(model: Any, trainer: Any, **options: Any) -> None:
         original(model, trainer, **options)
         collator = getattr(trainer, "data_collator", None)
-        if hasattr(collator, "torch_call"):
+        if _state is not None and hasattr(collator, "torch_call"):
             _hand_on_layout(collator)
 
     return enable_packing
 
 
+# Marks what is wrapped here.
+_OURS = "_cuseq_wrapped"
+
+
 def _hand_on_layout(collator: Any) -> None:
     """A collator's batches get `packed`, from lengths that are on the host."""
-    if any(reference() is collator for reference, _ in _state.collators):
-        return
     torch_call = collator.torch_call
+    if hasattr(torch_call, _OURS):
+        return
 
+    @functools.wraps(torch_call)
     def torch_call_with_layout(examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch = torch_call(examples)
         lengths, ids = batch.get(_LENGTHS), batch.get("input_ids")
-        if lengths is not None and ids is not None and len(ids) == 1:
+        if _state is not None and lengths is not None and ids is not None and len(ids) == 1:
             batch["packed"] = PackedLayout.from_lengths(lengths, ids.shape[1])
         return batch
 
-    _state.collators.append((weakref.ref(collator), torch_call))
+    setattr(torch_call_with_layout, _OURS, True)
     collator.torch_call = torch_call_with_layout
+    _state.collators.append(weakref.ref(collator))
 
 
 # --------------------------------------------------------------------------------- compiled blocks
@@ -552,7 +610,8 @@ def _then_let_packed_rows_in(original: Callable[..., None]) -> Callable[..., Non
     @functools.wraps(original)
     def wrap(cls: type, *arguments: Any, **options: Any) -> None:
         original(cls, *arguments, **options)
-        _let_packed_rows_in(cls)
+        if _state is not None:
+            _let_packed_rows_in(cls)
 
     return wrap
 
@@ -573,21 +632,33 @@ def _compiled_blocks() -> Iterator[type]:
 def _let_packed_rows_in(cls: type) -> None:
     """unsloth's blocks step aside for lengths, but not for a layout, which no graph depends on.
 
-    The layout covers the row whole, its tail as one more sequence, as unsloth attends.
+    The layout covers the row whole, its tail as one more sequence, as unsloth attends. Blocks of
+    transformers' classes take packed rows already, and look for their lengths.
     """
     forward = cls.forward
+    inner = getattr(forward, "_unsloth_block_original", None)
+    if hasattr(forward, _OURS) or not getattr(inner, "__module__", "").startswith("unsloth.models"):
+        return
 
     @functools.wraps(forward)
     def forward_with_layout(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any):
-        packed = kwargs.get("packed")
-        if packed is not None and self.training and not torch.compiler.is_compiling():
+        if kwargs.get("packed") is not None and self.training and _may_compile():
             info = get_packed_info_from_kwargs(kwargs, hidden_states.device)
             row = _row_of(info, hidden_states.shape[1]).to(hidden_states.device)
             kwargs = kwargs | {"packed": row, _LENGTHS: None}
         return forward(self, hidden_states, *args, **kwargs)
 
-    _state.forwards.append((cls, forward))
+    setattr(forward_with_layout, _OURS, True)
     cls.forward = forward_with_layout
+    _state.blocks.append(cls)
+
+
+def _may_compile() -> bool:
+    """Whether compiled attention would be cuseq's."""
+    if _state is None or torch.compiler.is_compiling():
+        return False
+    backend = sys.modules[_DISPATCH].select_attention_backend(True)
+    return backend in _OPTIONS and not torch.are_deterministic_algorithms_enabled()
 
 
 # ---------------------------------------------------------------------------------------- layouts
@@ -595,22 +666,28 @@ def _let_packed_rows_in(cls: type) -> None:
 
 def _of_lengths(lengths: Sequence[int] | Tensor) -> PackedLayout:
     if not isinstance(lengths, Tensor):
-        return PackedLayout.from_lengths(torch.as_tensor(lengths))
+        return PackedLayout.from_lengths(list(lengths))
+    known = remember(lengths, "layout", lambda: None)
+    packed = None if known is None else known()
+    if packed is not None:
+        return packed
+    return remember(lengths, "lengths", lambda: PackedLayout.from_lengths(_integers(lengths)))
 
-    def make() -> PackedLayout:
-        row = lengths.reshape(-1)
-        small = row.dtype in (torch.int8, torch.int16, torch.uint8)
-        return PackedLayout.from_lengths(row.int() if small else row)
 
-    return remember(lengths, "lengths", make)
+def _integers(lengths: Tensor) -> Tensor:
+    row = lengths.reshape(-1)
+    return row.int() if row.dtype in (torch.int8, torch.int16, torch.uint8) else row
 
 
 def _of_positions(position_ids: Tensor) -> PackedLayout:
-    """One sequence where the row does not start with one: then restarts mean something else."""
+    """Sequences start where positions are 0.
+
+    One sequence where the row does not start so: then positions mean something else.
+    """
     if _to_host(position_ids[0, :1]).tolist() != [0]:
         return PackedLayout.from_lengths([position_ids.numel()])
-    # As a plane: positions may skip numbers inside a sequence.
-    return PackedLayout.from_position_ids(position_ids.unsqueeze(0), plane=0)
+    # In a plane sequences start where numbers drop, or stay 0.
+    return PackedLayout.from_position_ids((position_ids != 0).int().unsqueeze(0), plane=0)
 
 
 # By layouts, and by the devices that were asked for.
@@ -642,6 +719,8 @@ def _row_of(seq_info: Sequence[Any], total_tokens: int | None) -> PackedLayout:
 
 
 def _no_lengths(seq_lengths: Sequence[int] | Tensor | None) -> bool:
+    if isinstance(seq_lengths, Tensor):
+        return seq_lengths.numel() == 0
     return seq_lengths is None or len(seq_lengths) == 0
 
 
@@ -655,11 +734,13 @@ def _with_window(bias: Any, window: int | None) -> Any:
     return bias.make_local_attention(window_size=window)
 
 
-def _positions(position_ids: Tensor | None, batch: int, seqlen: int) -> Tensor | None:
+def _positions(
+    position_ids: Tensor | None, batch: int, seqlen: int, device: torch.device
+) -> Tensor | None:
     if position_ids is None:
         return None
     rows = 1 if position_ids.numel() == seqlen else batch
-    return position_ids.reshape(rows, seqlen)
+    return position_ids.reshape(rows, seqlen).to(device)
 
 
 def _table(angles: Tensor) -> Tensor:
@@ -667,4 +748,7 @@ def _table(angles: Tensor) -> Tensor:
 
 
 def _eps(norm: nn.Module) -> float:
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    for name in ("variance_epsilon", "eps"):  # transformers' name, and torch's
+        if hasattr(norm, name):
+            return getattr(norm, name)
+    raise TypeError(f"a norm must have variance_epsilon or eps, got {type(norm).__name__}")
