@@ -1256,6 +1256,20 @@ def check_batches_of_trainers_made_before_and_after():
 
 
 @real
+def check_a_model_that_would_not_take_a_layout_gets_none():
+    options, _, _ = TRAINERS["packing"]
+    trainer = trainer_of(**options)
+    plain = batch_of(trainer)
+
+    def forward(input_ids, labels, position_ids, packed_seq_lengths, seq_idx=None):
+        raise AssertionError("only its keywords are looked at")
+
+    trainer.model.forward = forward
+    with enabled(trainer):
+        check_same_batch(batch_of(trainer), plain)
+
+
+@real
 def check_a_collator_that_comes_again_is_replaced_once():
     from unsloth.utils import packing
 

@@ -394,13 +394,14 @@ def enable(trainer: Any | None = None, *, compile_blocks: bool = False) -> None:
         _Replaced(name, original, _ours(name, original))
         for name, original in _checked(compile_blocks)
     ]
-    collator = None if trainer is None else _packing_collator(trainer)
+    if trainer is not None:
+        _check_packing_trainer(trainer)
 
     _state = _Enabled(functions, [], [])
     for function in functions:
         _rebind(function.original, function.ours)
-    if collator is not None:
-        _hand_on_layout(collator)
+    if trainer is not None:
+        _hand_on_layout(trainer)
     if compile_blocks:
         for cls in _compiled_blocks():
             _let_packed_rows_in(cls)
@@ -558,7 +559,7 @@ def _is_off(option: Any) -> bool:
 # ------------------------------------------------------------------------------------- collators
 
 
-def _packing_collator(trainer: Any) -> Any:
+def _check_packing_trainer(trainer: Any) -> None:
     collator = getattr(trainer, "data_collator", None)
     marks = ("_unsloth_packing_wrapped", "_unsloth_padding_free_lengths_wrapped")
     if not any(getattr(collator, mark, False) for mark in marks):
@@ -566,16 +567,14 @@ def _packing_collator(trainer: Any) -> Any:
             "trainer must be one that unsloth lets pack or run padding-free, got one with the data "
             f"collator {type(collator).__name__}"
         )
-    return collator
 
 
 def _then_hand_on_layout(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def enable_packing(model: Any, trainer: Any, **options: Any) -> None:
         original(model, trainer, **options)
-        collator = getattr(trainer, "data_collator", None)
-        if _state is not None and hasattr(collator, "torch_call"):
-            _hand_on_layout(collator)
+        if _state is not None:
+            _hand_on_layout(trainer)
 
     return enable_packing
 
@@ -584,10 +583,14 @@ def _then_hand_on_layout(original: Callable[..., None]) -> Callable[..., None]:
 _OURS = "_cuseq_wrapped"
 
 
-def _hand_on_layout(collator: Any) -> None:
-    """A collator's batches get `packed`, from lengths that are on the host."""
-    torch_call = collator.torch_call
-    if hasattr(torch_call, _OURS):
+def _hand_on_layout(trainer: Any) -> None:
+    """A collator's batches get `packed`, from lengths that are on the host.
+
+    Not for a model that takes no keyword of that name; there the lengths alone say it.
+    """
+    collator = getattr(trainer, "data_collator", None)
+    torch_call = getattr(collator, "torch_call", None)
+    if torch_call is None or hasattr(torch_call, _OURS) or not _takes_layout(trainer.model):
         return
 
     @functools.wraps(torch_call)
@@ -601,6 +604,12 @@ def _hand_on_layout(collator: Any) -> None:
     setattr(torch_call_with_layout, _OURS, True)
     collator.torch_call = torch_call_with_layout
     _state.collators.append(weakref.ref(collator))
+
+
+def _takes_layout(model: nn.Module) -> bool:
+    inner = getattr(model, "get_base_model", lambda: model)()  # peft's own takes everything
+    parameters = inspect.signature(inner.forward).parameters
+    return "packed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 # --------------------------------------------------------------------------------- compiled blocks
