@@ -205,7 +205,7 @@ def test_a_layout_must_be_one():
 
 def test_enable_without_unsloth():
     assert "unsloth" not in sys.modules
-    with pytest.raises(ImportError, match="import unsloth"):
+    with pytest.raises(ImportError, match="import of unsloth"):
         integration.enable()
 
 

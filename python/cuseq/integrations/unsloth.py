@@ -432,7 +432,7 @@ def disable() -> None:
 def _checked(compile_blocks: bool) -> list[tuple[str, Callable[..., Any]]]:
     """Names and functions of unsloth that are replaced, all of a known signature."""
     if "unsloth" not in sys.modules:
-        raise ImportError("enable must come after `import unsloth`, which is not imported yet")
+        raise ImportError("enable must come after the import of unsloth, which is not imported yet")
     asked = {
         (module, ours.__name__): _signature(ours)
         for module, functions in _FUNCTIONS.items()
