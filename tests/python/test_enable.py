@@ -71,6 +71,13 @@ def models() -> dict:
         "cohere": (t.CohereConfig(**BASE), None),
         "cohere2": (t.Cohere2Config(**BASE, sliding_window=4), None),
         "granite": (t.GraniteConfig(**BASE), None),
+        # Its layers rotate only where they have a window.
+        "exaone4": (
+            t.Exaone4Config(
+                **HEAD, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+            ),
+            "Exaone4Attention",
+        ),
         "olmo2": (t.Olmo2Config(**BASE), None),
         "qwen2_vl": (
             Qwen2VLTextConfig(**BASE, rope_parameters=MROPE | {"mrope_section": [1, 2, 1]}),
@@ -181,7 +188,7 @@ def test_the_table_of_families_is_printed(capsys, device):
         for name, rope, norm, left in rows:
             fused = "q/k norm fused" if norm else "; ".join(left)
             print(f"\n{name:10} attention, {'rope' if rope else 'no rope'}, {fused}", end="")
-    assert len(rows) == 17
+    assert len(rows) == 18
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
@@ -305,9 +312,87 @@ def test_a_copy_is_enabled_too(device):
     integration.enable(model)
     expected = packed_run(model, docs, weight)
     copied = copy.deepcopy(model)
-    assert copied.model.layers[0].self_attn.forward.__self__ is copied.model.layers[0].self_attn
+    assert copied.model.layers[0].self_attn.forward.args[0] is copied.model.layers[0].self_attn
     nn.init.zeros_(model.model.layers[0].self_attn.q_norm.weight)
     assert_same(packed_run(copied, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_a_copy_is_refused_by_name(device):
+    model = make_model("qwen3", device)
+    integration.enable(model)
+    copied = copy.deepcopy(model)
+    for call in (integration.disable, integration.enable):
+        with pytest.raises(ValueError, match="model must not be a copy of an enabled Qwen3"):
+            call(copied)
+    integration.disable(model)
+
+
+def test_an_enabled_model_can_be_saved_whole(device, tmp_path):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    integration.enable(model)
+    expected = packed_run(model, docs, weight)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert_same(packed_run(loaded, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_enable_again_after_another_attention_was_asked_for(device):
+    model, docs, weight = make_model("llama", device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = integration.enable(model)
+    model.set_attn_implementation("sdpa")
+    assert integration.enable(model) is enabled
+    assert model.config._attn_implementation == "cuseq"
+    assert_same(packed_run(model, docs, weight), expected)
+    integration.disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_what_comes_over_a_norm_later_is_heeded(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    integration.enable(model)
+    norm = model.model.layers[0].self_attn.k_norm
+    norm.register_forward_hook(lambda module, arguments, out: 2 * out)
+    found = packed_run(model, docs, weight)
+    integration.disable(model)
+    assert_same(found, one_by_one(model, docs, weight))
+
+
+def test_layers_that_mix_neighbours_are_named(device):
+    kinds = ["linear_attention", "full_attention"]
+    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=4)
+    config = transformers.Qwen3NextConfig(
+        **MOE | HEAD | sizes, linear_value_head_dim=4, layer_types=kinds, num_experts=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    enabled = integration.enable(model.to(device))
+    assert any("layers of type linear_attention" in reason for reason in enabled.left_alone)
+    integration.disable(model)
+
+
+def test_a_rotation_that_cannot_be_compared_is_refused(device):
+    config = transformers.StableLmConfig(**BASE, partial_rotary_factor=0.5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model, docs, weight = model.to(device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    with pytest.raises(ValueError, match="cannot be compared.*rope=False, qk_norm=False"):
+        integration.enable(model)
+    integration.enable(model, rope=False, qk_norm=False)
+    assert_same(packed_run(model, docs, weight), expected)
+    integration.disable(model)
+
+
+def test_generation_with_a_static_cache_and_a_window(device):
+    model = make_model("mistral", device)
+    model.config.sliding_window = 4
+    prompt = documents(device)[0][:, :1].expand(1, 11)
+    options = dict(max_new_tokens=3, do_sample=False, cache_implementation="static")
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(prompt, disable_compile=True, **options)
+    integration.enable(model)
+    assert torch.equal(model.generate(prompt, disable_compile=True, **options), expected)
     integration.disable(model)
 
 

@@ -7,6 +7,7 @@ give the numbers of what it replaces on a small input before anything is touched
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import types
@@ -35,6 +36,17 @@ _FORWARD_PARAMETERS = [
     "kwargs",
 ]
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_PLAIN = bool | int | float | str | None
+_WITHOUT = "enable the model with rope=False, qk_norm=False"
+# Layer types, as configs name them, that carry a state from token to token.
+_RECURRENT_LAYERS = {
+    "linear_attention",
+    "hybrid",
+    "hybrid_sliding",
+    "mamba",
+    "recurrent",
+    "conv",
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,7 @@ class NormedRotary:
     """What the one kernel for norm and rotation needs to know of a layer."""
 
     rotary: Rotary
+    norm: type
     eps: float
     weight_offset: float
     eager: Callable[..., tuple[Tensor, Tensor | None]]
@@ -126,7 +139,8 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
     Before or after peft wraps it, before its layers are compiled. Attention becomes
     `attn_implementation="cuseq"` in the text part of the model; the rotation is one kernel for
     query and key, which for layers with a norm of them holds that too. Batches that are not packed,
-    generation and evaluation give what they gave. Doing it twice changes nothing.
+    generation and evaluation give what they gave, but for attention weights
+    (`output_attentions=True`), which sdpa does not have either. Doing it twice changes nothing.
 
     Args:
         model: a transformers model, or a module that holds one.
@@ -146,12 +160,21 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
     """
     base = _pretrained(model)
     if base in _states:
+        # Somebody may have asked for another attention since.
+        base.set_attn_implementation(dict.fromkeys(_states[base].implementations, "cuseq"))
         return _states[base].enabled
+    _refuse_copies(base)
     layers = _attention_layers(base)
     _refuse_what_is_not_exact(layers)
     rotaries = _rotaries_of(base, layers) if rope or qk_norm else {}
     normed, left_alone = _normed_layers(layers, rotaries) if qk_norm else ({}, [])
     configs = _text_configs(base, layers)
+    recurrent = sorted({kind for config in configs.values() for kind in recurrent_layers(config)})
+    if recurrent:
+        left_alone.append(
+            f"layers of type {', '.join(recurrent)}: whether they keep the documents of a row "
+            "apart is up to the model, and cuseq.check_packing says it"
+        )
     state = _State(
         Enabled(
             attention=_names(type(layer) for layer in layers),
@@ -165,7 +188,8 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
     base.set_attn_implementation(dict.fromkeys(configs, "cuseq"))
     for layer, how in normed.items():
         layer._cuseq_rotary = how
-        _set_forward(layer, types.MethodType(_normed_forward, layer))
+        # A partial, unlike a bound method, can be pickled.
+        _set_forward(layer, functools.partial(_normed_forward, layer))
     if rope:
         for code, rotary in rotaries.items():
             _replace_rotation(code, rotary)
@@ -176,10 +200,15 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
 
 
 def disable(model: nn.Module) -> None:
-    """Puts back what `enable` replaced; a model that was not enabled stays as it is."""
+    """Puts back what `enable` replaced; a model that was not enabled stays as it is.
+
+    Raises:
+        ValueError: the model is a copy of an enabled one, which nobody knows how to put back.
+    """
     base = _pretrained(model)
     state = _states.pop(base, None)
     if state is None:
+        _refuse_copies(base)
         return
     base.set_attn_implementation(state.implementations)
     for layer in state.layers:
@@ -190,6 +219,14 @@ def disable(model: nn.Module) -> None:
             del layer.forward
     if state.release is not None:
         state.release()
+
+
+def _refuse_copies(base: PreTrainedModel) -> None:
+    if any(hasattr(module, "_cuseq_rotary") for module in base.modules()):
+        raise ValueError(
+            f"model must not be a copy of an enabled {type(base).__name__}: disable that one, copy "
+            "it, and enable both"
+        )
 
 
 # ------------------------------------------------------------------------------- finding the parts
@@ -233,6 +270,11 @@ def _refuse_what_is_not_exact(layers: list[nn.Module]) -> None:
                 f"{name} caps its scores (attn_logit_softcapping={softcap}), which no packed "
                 "attention kernel does; a config with attn_logit_softcapping=None can be enabled"
             )
+        if hasattr(layer, "indexer"):
+            raise ValueError(
+                f"{name} attends to the keys that its indexer chooses, which packed attention does "
+                "not"
+            )
         dropout = getattr(layer, "attention_dropout", 0.0)
         if dropout:
             raise ValueError(
@@ -256,6 +298,12 @@ def _text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, A
     return configs
 
 
+def recurrent_layers(config: Any) -> list[str]:
+    """Types of layers that carry a state along the row, or mix neighbours."""
+    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return sorted(_RECURRENT_LAYERS.intersection(types or ()))
+
+
 def _names(classes: Iterable[type]) -> tuple[str, ...]:
     return tuple(sorted({one.__name__ for one in classes}))
 
@@ -277,7 +325,13 @@ def _rotaries_of(base: PreTrainedModel, layers: list[nn.Module]) -> dict[types.M
                 "another release of transformers, or another package's (Liger: rope=False)?"
             )
         layer = next(layer for layer in layers if _code_of(layer) is code)
-        rotaries[code] = _rotary_of(rotate, layer.head_dim, *_angles(base, code))
+        try:
+            rotaries[code] = _rotary_of(rotate, layer.head_dim, *_angles(base, code))
+        except (AttributeError, KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"{code.__name__}.{_ROTATE} cannot be compared with cuseq.apply_rope "
+                f"({type(error).__name__}: {error}): {_WITHOUT}"
+            ) from error
     return rotaries
 
 
@@ -315,7 +369,7 @@ def _rotary_of(rotate: Rotate, head_dim: int, cos: Tensor, sin: Tensor) -> Rotar
             return rotary
     raise ValueError(
         f"{rotate.__module__}.{_ROTATE} turns heads in a way that cuseq.apply_rope does not: "
-        "enable the model with rope=False, qk_norm=False"
+        f"{_WITHOUT}"
     )
 
 
@@ -352,7 +406,8 @@ def _rotation(original: Rotate, rotary: Rotary) -> Rotate:
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
         known = q.device.type in ("cpu", "cuda") and q.dim() == 4 and cos.dim() == 3
-        if not known or unsqueeze_dim not in (1, 2) or q.dtype != k.dtype:
+        strided = q.stride(-1) != 1 or k.stride(-1) != 1
+        if not known or strided or unsqueeze_dim not in (1, 2) or q.dtype != k.dtype:
             return original(q, k, cos, sin, unsqueeze_dim)
         return _rotated(rotary, q, k, cos, sin, "bhsd" if unsqueeze_dim == 1 else "bshd")
 
@@ -374,7 +429,7 @@ def _normed_layers(
             continue
         obstacle = _obstacle(layer)
         if obstacle is None:
-            key = type(layer), layer.head_dim, _eps(layer.q_norm)
+            key = _kind_of(layer)
             if key not in known:
                 known[key] = _normed_rotary(layer, rotaries[_code_of(layer)])
             found = known[key]
@@ -384,6 +439,19 @@ def _normed_layers(
             obstacle = found
         reasons[f"the norm of queries and keys of {type(layer).__name__}: {obstacle}"] = None
     return normed, list(reasons)
+
+
+def _kind_of(layer: nn.Module) -> tuple:
+    """What two layers have in common that compute the same of their weights.
+
+    Layers of one class may rotate or not, by their place (EXAONE 4).
+    """
+    settings = (
+        (name, value)
+        for name, value in vars(layer).items()
+        if name not in ("layer_idx", "training") and isinstance(value, _PLAIN)
+    )
+    return type(layer), _eps(layer.q_norm), frozenset(layer._modules), frozenset(settings)
 
 
 def _eps(norm: nn.Module) -> float | None:
@@ -431,7 +499,8 @@ def _normed_rotary(layer: nn.Module, rotary: Rotary) -> NormedRotary | str:
         return f"its forward cannot be tried ({type(error).__name__}: {error})"
     for weight_offset in (0.0, 1.0):
         eager = _code_of(layer).eager_attention_forward
-        found = NormedRotary(rotary, _eps(layer.q_norm), weight_offset, eager)
+        norm = type(layer.q_norm)
+        found = NormedRotary(rotary, norm, _eps(layer.q_norm), weight_offset, eager)
         probe._cuseq_rotary = found
         if _agree([_normed_forward(probe, hidden, table, None)[0]], [expected]):
             return found
@@ -474,6 +543,13 @@ def _normed_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of an attention layer, its norms and rotation in one kernel."""
     how: NormedRotary = self._cuseq_rotary
+    if any(
+        type(norm) is not how.norm or norm._forward_hooks for norm in (self.q_norm, self.k_norm)
+    ):
+        # An adapter has come over a norm since, or a hook, which the kernel would go past.
+        return type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
     rows = hidden_states.shape[:-1]
     q = self.q_proj(hidden_states).view(*rows, -1, self.head_dim)
     k = self.k_proj(hidden_states).view(*rows, -1, self.head_dim)

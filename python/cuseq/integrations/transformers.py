@@ -47,7 +47,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.import_utils import is_tracing
 
 import cuseq
-from cuseq.integrations._enable import Enabled, disable, enable
+from cuseq.integrations._enable import Enabled, disable, enable, recurrent_layers
 from cuseq.integrations._remember import remember
 
 __all__ = ["DeferredMask", "Enabled", "cuseq_attention", "cuseq_mask", "disable", "enable"]
@@ -64,15 +64,6 @@ _UNSUPPORTED = (
     "output_attentions",
 )
 _TABLE = "_ATTENTION_CLASSES"  # how models name their own choice of attentions
-# Layer types, as configs name them, that carry a state from token to token.
-_RECURRENT_LAYERS = {
-    "linear_attention",
-    "hybrid",
-    "hybrid_sliding",
-    "mamba",
-    "recurrent",
-    "conv",
-}
 _DETECTOR_PARAMETERS = [
     "config",
     "inputs_embeds",
@@ -122,6 +113,10 @@ class DeferredMask:
             f"DeferredMask has no {name}: the mask of a layer is not made before its attention "
             f'runs. A model that edits its masks cannot use attn_implementation="{NAME}"'
         )
+
+    def contiguous(self) -> DeferredMask:
+        """Itself: `generate` of transformers 5.23 asks it of every mask that it made."""
+        return self
 
     def positions(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """The position ids that may describe packed rows.
@@ -211,7 +206,7 @@ def cuseq_mask(
         window,
         chunked,
         position_ids,
-        _recurrent_layers(config),
+        recurrent_layers(config),
         dict(
             kwargs,
             batch_size=batch_size,
@@ -359,6 +354,8 @@ def _dense_attention(
     kwargs: dict[str, Any],
 ) -> tuple[torch.Tensor, None]:
     """transformers' sdpa, and a word about what it drops in silence; with sinks its eager code."""
+    # Models with an index make a mask of it only for implementations that they name.
+    _refuse(kwargs, ("indices", "block_indices"), f'attn_implementation="{NAME}"')
     if s_aux is not None:
         return _dense_attention_with_sinks(
             module, query, key, value, attention_mask, dropout, scaling, kwargs
@@ -509,11 +506,6 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _recurrent_layers(config: transformers.PreTrainedConfig | None) -> list[str]:
-    types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return sorted(_RECURRENT_LAYERS.intersection(types or ()))
-
-
 def _refuse_where_sdpa_is_refused() -> None:
     """Models with attention of their own would ignore this implementation, and lengths with it.
 
@@ -570,6 +562,11 @@ def _withhold_position_ids() -> None:
         layer_idx,
         encoder_hidden_states=None,
     ):
+        if isinstance(attention_mask, DeferredMask):
+            # `generate` has made it already: it goes through as a mask of four dimensions does.
+            mask = torch.empty(1, 1, 1, 1)
+            found = detector(config, inputs_embeds, mask, past_key_values, None, layer_idx)
+            return found[0], attention_mask, *found[2:]
         if config._attn_implementation == NAME:
             _withheld.position_ids = position_ids if attention_mask is None else None
             position_ids = None
