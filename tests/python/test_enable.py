@@ -312,7 +312,7 @@ def test_a_copy_is_enabled_too(device):
     integration.enable(model)
     expected = packed_run(model, docs, weight)
     copied = copy.deepcopy(model)
-    assert copied.model.layers[0].self_attn.forward.args[0] is copied.model.layers[0].self_attn
+    assert copied.model.layers[0].self_attn.forward.__self__ is copied.model.layers[0].self_attn
     nn.init.zeros_(model.model.layers[0].self_attn.q_norm.weight)
     assert_same(packed_run(copied, docs, weight), expected)
     integration.disable(model)
@@ -325,16 +325,6 @@ def test_a_copy_is_refused_by_name(device):
     for call in (integration.disable, integration.enable):
         with pytest.raises(ValueError, match="model must not be a copy of an enabled Qwen3"):
             call(copied)
-    integration.disable(model)
-
-
-def test_an_enabled_model_can_be_saved_whole(device, tmp_path):
-    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
-    integration.enable(model)
-    expected = packed_run(model, docs, weight)
-    torch.save(model, tmp_path / "model.pt")
-    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
-    assert_same(packed_run(loaded, docs, weight), expected)
     integration.disable(model)
 
 

@@ -7,7 +7,6 @@ give the numbers of what it replaces on a small input before anything is touched
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
 import types
@@ -188,8 +187,8 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
     base.set_attn_implementation(dict.fromkeys(configs, "cuseq"))
     for layer, how in normed.items():
         layer._cuseq_rotary = how
-        # A partial, unlike a bound method, can be pickled.
-        _set_forward(layer, functools.partial(_normed_forward, layer))
+        # Not a partial: compiled layers would each have a graph of their own.
+        _set_forward(layer, types.MethodType(_normed_forward, layer))
     if rope:
         for code, rotary in rotaries.items():
             _replace_rotation(code, rotary)
