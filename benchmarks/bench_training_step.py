@@ -56,7 +56,7 @@ from typing import Any
 import timer
 import torch
 from report import Report, Table, Target, arguments, draw_bars, environment
-from workload import documents, import_peer, lognormal_lengths
+from workload import QWEN3, documents, import_peer, lognormal_lengths
 
 Tensor = torch.Tensor
 
@@ -161,21 +161,13 @@ class Model:
 MODELS = {
     "0.6b": Model(
         "Qwen3Config",
-        dict(
-            vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-            num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-            tie_word_embeddings=True, max_position_embeddings=40_960,
-        ),
+        QWEN3["0.6b"] | {"max_position_embeddings": 40_960},
         "Qwen3-0.6B's shape, full fine-tuning",
         liger="apply_liger_kernel_to_qwen3",
     ),
     "14b": Model(
         "Qwen3Config",
-        dict(
-            vocab_size=151_936, hidden_size=5120, intermediate_size=17_408, num_hidden_layers=40,
-            num_attention_heads=40, num_key_value_heads=8, head_dim=128,
-            tie_word_embeddings=False, max_position_embeddings=40_960,
-        ),
+        QWEN3["14b"] | {"max_position_embeddings": 40_960},
         "Qwen3-14B's shape, LoRA of rank 16, every layer checkpointed",
         lora=True,
         liger="apply_liger_kernel_to_qwen3",

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workload import QWEN3
+
 if TYPE_CHECKING:
     import torch
 
@@ -30,14 +32,7 @@ SHAPES = {
         vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
         num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False,
     ),
-    "0.6b": dict(
-        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-    ),
-    "14b": dict(
-        vocab_size=151_936, hidden_size=5120, intermediate_size=17_408, num_hidden_layers=40,
-        num_attention_heads=40, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
-    ),
+    **QWEN3,
 }  # fmt: skip
 
 

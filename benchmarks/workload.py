@@ -15,6 +15,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Fields of Qwen3's configuration, by the size of the published model.
+QWEN3 = {
+    "0.6b": dict(
+        vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    ),
+    "14b": dict(
+        vocab_size=151_936, hidden_size=5120, intermediate_size=17_408, num_hidden_layers=40,
+        num_attention_heads=40, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
 
 def lognormal_lengths(total_tokens: int, mean: float, seed: int, sigma: float = 0.8) -> list[int]:
     """Document lengths that add up to `total_tokens` exactly.

@@ -243,8 +243,7 @@ def _cached_host_lengths(
 
     With offsets, only where they were made of the same layout.
     """
-    known = remember(seq_lengths, "layout", lambda: None)
-    packed = None if known is None else known()
+    packed = _layout_behind(seq_lengths)
     if packed is None or (cu_seqlens is not None and packed.cu_seqlens is not cu_seqlens):
         return None
     return tuple(packed._lengths_on_host().tolist())
@@ -525,7 +524,7 @@ def _run_attention(
         packed,
         causal=context.is_causal,
         window=_window(context.sliding_window),
-        scale=(getattr(config, _OPTIONS[config.backend]) or {}).get("scale"),
+        scale=_options(config).get("scale"),
     )
     return out.unsqueeze(0)
 
@@ -543,13 +542,16 @@ def _is_ours(config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> bool
         or (config.flash_varlen_kwargs or {}).get("softcap")
     ):
         return False
-    options = getattr(config, _OPTIONS[config.backend]) or {}
-    if any(name != "scale" and not _is_off(value) for name, value in options.items()):
+    if any(name != "scale" and not _is_off(value) for name, value in _options(config).items()):
         return False
     if torch.compiler.is_compiling():
         return isinstance(context.seq_info[0], PackedLayout)
     # The backward of flash attention adds in any order.
     return not torch.are_deterministic_algorithms_enabled()
+
+
+def _options(config: Any) -> dict[str, Any]:
+    return getattr(config, _OPTIONS[config.backend]) or {}
 
 
 def _is_off(option: Any) -> bool:
@@ -673,11 +675,16 @@ def _may_compile() -> bool:
 # ---------------------------------------------------------------------------------------- layouts
 
 
+def _layout_behind(lengths: Tensor) -> PackedLayout | None:
+    """The layout whose lengths these are, where unsloth hands on those of a `PackedInfo`."""
+    known = remember(lengths, "layout", lambda: None)
+    return None if known is None else known()
+
+
 def _of_lengths(lengths: Sequence[int] | Tensor) -> PackedLayout:
     if not isinstance(lengths, Tensor):
         return PackedLayout.from_lengths(list(lengths))
-    known = remember(lengths, "layout", lambda: None)
-    packed = None if known is None else known()
+    packed = _layout_behind(lengths)
     if packed is not None:
         return packed
     return remember(lengths, "lengths", lambda: PackedLayout.from_lengths(_integers(lengths)))
