@@ -67,38 +67,72 @@ REFERENCE = "unsloth"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process measures: `tokens` is the length of the row, `steps` are timed after `warmup`.
+    """What a process measures of one model and length of row.
+
+    Each of `rounds` goes through the variants: what slows the host for a while slows all of them.
 
     Attributes:
         section: named in each row of results.
+        tokens: length of the row.
+        warmup: untimed steps whenever a variant's turn comes.
+        steps: timed steps of a variant in a round.
         scratch: folder where the reference leaves its gradients for the other processes.
     """
 
     section: str
     tokens: int
     variants: list[Variant]
+    rounds: int
     warmup: int
     steps: int
     scratch: Path
 
+    def turns(self) -> Iterator[tuple[Variant, range]]:
+        """The variants in their order, with the seeds of the packs that are timed.
+
+        Compiled blocks have one turn, the last: they would be compiled again in each.
+        """
+        first = 1 + self.warmup
+        for number in range(self.rounds):
+            begin = first + number * self.steps
+            for variant in self.variants:
+                if not variant.blocks:
+                    yield variant, range(begin, begin + self.steps)
+        for variant in self.variants:
+            if variant.blocks:
+                yield variant, range(first, first + self.rounds * self.steps)
+
 
 def measure(model: torch.nn.Module, plan: Plan, emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emits a row of results for each variant, and again with what the profiler counted.
+    """Emits each variant's row of results after each of its turns, and what the profiler counted.
 
     All times come first: a profiler that has run may slow the launches of what follows.
     """
     start = [weight.detach().clone() for weight in adapters(model)]
-    rows = []
-    for variant in plan.variants:
-        row = {"section": plan.section, "tokens": plan.tokens, "variant": variant.name}
+    rows: dict[str, dict[str, Any]] = {
+        variant.name: {"section": plan.section, "tokens": plan.tokens, "variant": variant.name}
+        for variant in plan.variants
+    }
+    clocks: dict[str, list[StepClock]] = {variant.name: [] for variant in plan.variants}
+    for variant, seeds in plan.turns():
+        row = rows[variant.name]
+        if "failed" in row:
+            continue
         with _failures(row), _switched(variant, model):
+            if not clocks[variant.name]:
+                restore(model, start)
+                row |= first_step(variant, model, plan)
             restore(model, start)
-            row |= measure_variant(variant, model, plan)
+            torch.cuda.reset_peak_memory_stats()
+            clocks[variant.name] += timed_steps(variant, model, plan, seeds)
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            row["peak_gib"] = max(peak, row.get("peak_gib", 0))
+            row |= summary(clocks[variant.name], plan)
         emit(row)
-        rows.append(row)
     note = timer.check_profiler(DEVICE)
     # Backwards: what the last variant compiled is still there.
-    for variant, row in reversed(list(zip(plan.variants, rows, strict=True))):
+    for variant in reversed(plan.variants):
+        row = rows[variant.name]
         if "failed" in row:
             continue
         with _failures(row), _switched(variant, model):
@@ -109,31 +143,37 @@ def measure(model: torch.nn.Module, plan: Plan, emit: Callable[[dict[str, Any]],
         emit(row)
 
 
-def measure_variant(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
-    """The first step's loss and gradients, then times of the steps after the warm-up."""
-    # New ones for each variant: a layout remembers what was made of it.
-    packs = range(1 + plan.warmup + plan.steps)
-    batches = [make_batch(plan.tokens, model, seed) for seed in packs]
+def first_step(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
+    """Its time, loss and gradients."""
+    batch = make_batch(plan.tokens, model, 0)
     begun = time.perf_counter()
-    loss = forward_backward(variant, model, batches[0], StepClock(DEVICE)).item()
-    row: dict[str, Any] = {"loss": loss, "first_s": time.perf_counter() - begun}
-    row |= compare_gradients(variant, model, plan)
+    loss = forward_backward(variant, model, batch, StepClock(DEVICE)).item()
+    row = {"loss": loss, "first_s": time.perf_counter() - begun}
+    return row | compare_gradients(variant, model, plan)
+
+
+def timed_steps(
+    variant: Variant, model: torch.nn.Module, plan: Plan, seeds: range
+) -> list[StepClock]:
+    """One for each seed, after the warm-up."""
+    # New batches for each variant: a layout remembers what was made of it.
+    batches = [
+        make_batch(plan.tokens, model, seed) for seed in (*range(1, 1 + plan.warmup), *seeds)
+    ]
     optimizer = _optimizer(model)
-    rest = iter(batches[1:])
-    for _ in range(plan.warmup):
-        train_step(variant, model, optimizer, next(rest))
+    clocks = [train_step(variant, model, optimizer, batch) for batch in batches]
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    begun = time.perf_counter()
-    clocks = [train_step(variant, model, optimizer, batch) for batch in rest]
-    torch.cuda.synchronize()
-    row["wall_ms"] = (time.perf_counter() - begun) * 1e3 / len(clocks)
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return clocks[plan.warmup :]
+
+
+def summary(clocks: list[StepClock], plan: Plan) -> dict[str, Any]:
+    """Medians of phases and steps, in ms."""
     times = [clock.milliseconds() for clock in clocks]
     for step in times:
         step["batch"] = sum(step[phase] for phase in BATCH)
-    for phase in (*PHASES, "batch", "step"):
-        row[phase] = median(step[phase] for step in times)
+    row: dict[str, Any] = {
+        phase: median(step[phase] for step in times) for phase in (*PHASES, "batch", "step")
+    }
     row["step_low"] = min(step["step"] for step in times)
     row["step_high"] = max(step["step"] for step in times)
     row["tokens_per_s"] = plan.tokens / row["step"] * 1e3

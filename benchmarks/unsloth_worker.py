@@ -109,7 +109,13 @@ def measure_model(job: dict[str, Any], section: str, rows: Path) -> None:
     variants = [unsloth_steps.VARIANTS[name] for name in job["variants"][section]]
     for tokens in job["rows"][section]:
         plan = unsloth_steps.Plan(
-            section, tokens, variants, job["warmup"][section], job["steps"][section], scratch
+            section,
+            tokens,
+            variants,
+            job["rounds"],
+            job["warmup"],
+            job["steps"][section],
+            scratch,
         )
         unsloth_steps.measure(model, plan, lambda row: emit(rows, row))
 
