@@ -88,7 +88,9 @@ def make_model(attention: str = "sdpa", **options):
 def make_trainer(tokenizer, tmp_path):
     datasets.disable_progress_bars()
 
-    def make(dataset=None, model=None, *, evaluated=None, peft_config=None, **options):
+    def make(
+        dataset=None, model=None, *, evaluated=None, peft_config=None, device="cpu", **options
+    ):
         options = {
             "packing": True,
             "max_length": CAPACITY,
@@ -104,11 +106,12 @@ def make_trainer(tokenizer, tmp_path):
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=True,
+            use_cpu=device == "cpu",
             bf16=False,
-            dataloader_pin_memory=False,
+            dataloader_pin_memory=device != "cpu",
             **options,
         )
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # several would be nn.DataParallel
         return trl.SFTTrainer(
             make_model() if model is None else model,
             arguments,
@@ -162,7 +165,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_losses_and_weights_are_those_of_trl(run, make_trainer):
+def test_losses_and_weights_are_those_of_trl(run, device, make_trainer):
     options = dict(RUNS[run])
     data = {name: options.pop(name) for name in ("kind", "longest") if name in options}
     lora = options.pop("peft_config", None)
@@ -176,6 +179,7 @@ def test_losses_and_weights_are_those_of_trl(run, make_trainer):
             eval_steps=2,
             per_device_eval_batch_size=3,
             peft_config=adapters,
+            device=device.type,
             **options,
         )
 
@@ -185,15 +189,17 @@ def test_losses_and_weights_are_those_of_trl(run, make_trainer):
     assert_equal_runs(theirs, ours)
 
 
-def test_streams(make_trainer):
-    theirs, ours = (make_trainer(texts(60).to_iterable_dataset()) for _ in range(2))
+def test_streams(device, make_trainer):
+    theirs, ours = (
+        make_trainer(texts(60).to_iterable_dataset(), device=device.type) for _ in range(2)
+    )
     enable(ours)
     theirs.train(), ours.train()
     assert_equal_runs(theirs, ours)
 
 
-def test_predictions(make_trainer):
-    theirs, ours = (make_trainer(evaluated=texts(13)) for _ in range(2))
+def test_predictions(device, make_trainer):
+    theirs, ours = (make_trainer(evaluated=texts(13), device=device.type) for _ in range(2))
     enable(ours)
     for expected, found in zip(
         theirs.get_eval_dataloader(), ours.get_eval_dataloader(), strict=True
@@ -212,7 +218,7 @@ def test_predictions(make_trainer):
 # ------------------------------------------------------------------------------------------ layouts
 
 
-def test_nothing_is_derived_again(make_trainer, monkeypatch):
+def test_nothing_is_derived_again(device, make_trainer, monkeypatch):
     """The layout is the collator's own, in every layer; nobody looks for documents in tensors."""
     calls, layouts = [], []
 
@@ -236,7 +242,7 @@ def test_nothing_is_derived_again(make_trainer, monkeypatch):
         return attend(q, k, v, packed, **options)
 
     monkeypatch.setattr(transformers_integration.cuseq, "varlen_attention", spy)
-    trainer = make_trainer(gradient_checkpointing=False, max_steps=2)
+    trainer = make_trainer(gradient_checkpointing=False, max_steps=2, device=device.type)
     made = []
     enable(trainer)
     collate = trainer.data_collator.torch_call
@@ -250,7 +256,12 @@ def test_nothing_is_derived_again(make_trainer, monkeypatch):
     trainer.train()
     assert calls == []
     assert len(layouts) == 2 * 2  # layers, steps
-    assert all(any(layout is one for one in made) for layout in layouts)
+    for layout in layouts:
+        assert layout.device == device
+        if device.type == "cpu":
+            assert any(layout is one for one in made)
+        else:  # pinned and moved; what the host knows is the same object
+            assert any(layout.host_meta is one.host_meta for one in made)
     assert layouts[0] is layouts[1] and layouts[2] is layouts[3] and layouts[1] is not layouts[2]
 
 
