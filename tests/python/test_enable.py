@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import io
 import warnings
 
 import pytest
@@ -326,6 +327,38 @@ def test_a_copy_is_refused_by_name(device):
         with pytest.raises(ValueError, match="model must not be a copy of an enabled Qwen3"):
             call(copied)
     integration.disable(model)
+
+
+def test_a_part_is_refused_by_name(device):
+    model = make_model("llama", device)
+    integration.enable(model)
+    with pytest.raises(
+        ValueError, match="what was enabled, a LlamaForCausalLM, got its LlamaModel"
+    ):
+        integration.disable(model.model)
+    assert model.config._attn_implementation == "cuseq"
+    integration.disable(model)
+    integration.disable(model.model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_saved_whole(kind, device):
+    """What is loaded attends by cuseq, its norms are the model's own, and it can be enabled."""
+    model, docs, weight = make_model(kind, device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = integration.enable(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    integration.disable(model)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    layer = loaded.model.layers[0].self_attn
+    assert layer.forward.__func__ is type(layer).forward
+    assert_same(packed_run(loaded, docs, weight), expected)
+    assert integration.enable(loaded) == enabled
+    assert_same(packed_run(loaded, docs, weight), expected)
+    integration.disable(loaded)
+    assert "forward" not in vars(layer) and not hasattr(layer, "_cuseq_rotary")
 
 
 def test_enable_again_after_another_attention_was_asked_for(device):

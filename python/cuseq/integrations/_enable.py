@@ -139,7 +139,8 @@ def enable(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enab
     `attn_implementation="cuseq"` in the text part of the model; the rotation is one kernel for
     query and key, which for layers with a norm of them holds that too. Batches that are not packed,
     generation and evaluation give what they gave, but for attention weights
-    (`output_attentions=True`), which sdpa does not have either. Doing it twice changes nothing.
+    (`output_attentions=True`), which sdpa does not have either. Doing it twice changes nothing. A
+    model saved whole by `torch.save` is loaded with its own norms and rotation, and can be enabled.
 
     Args:
         model: a transformers model, or a module that holds one.
@@ -202,11 +203,18 @@ def disable(model: nn.Module) -> None:
     """Puts back what `enable` replaced; a model that was not enabled stays as it is.
 
     Raises:
-        ValueError: the model is a copy of an enabled one, which nobody knows how to put back.
+        ValueError: the model is a part of the enabled one, or a copy, which nobody knows how to put
+            back.
     """
     base = _pretrained(model)
     state = _states.pop(base, None)
     if state is None:
+        for enabled in _states:
+            if any(module is base for module in enabled.modules()):
+                raise ValueError(
+                    f"model must be what was enabled, a {type(enabled).__name__}, got its "
+                    f"{type(base).__name__}"
+                )
         _refuse_copies(base)
         return
     base.set_attn_implementation(state.implementations)
@@ -221,7 +229,11 @@ def disable(model: nn.Module) -> None:
 
 
 def _refuse_copies(base: PreTrainedModel) -> None:
-    if any(hasattr(module, "_cuseq_rotary") for module in base.modules()):
+    if any(
+        getattr(method, "__func__", None) is _normed_forward
+        for module in base.modules()
+        for method in (module.__dict__.get("forward"), module.__dict__.get("_old_forward"))
+    ):
         raise ValueError(
             f"model must not be a copy of an enabled {type(base).__name__}: disable that one, copy "
             "it, and enable both"
@@ -464,7 +476,11 @@ def _obstacle(layer: nn.Module) -> str | None:
         return f"its forward takes {parameters}"
     if not all(hasattr(layer, name) for name in (*_PROJECTIONS, "k_norm", "scaling", "head_dim")):
         return "it has other projections"
-    if "forward" in layer.__dict__ and "_old_forward" not in layer.__dict__:
+    own = layer.__dict__.get("forward", type(layer).forward)
+    # What was saved whole while it was enabled has its class's own there.
+    if getattr(own, "__func__", own) is not type(layer).forward and (
+        "_old_forward" not in layer.__dict__
+    ):
         return "its forward was replaced by somebody else"
     for norm in (layer.q_norm, layer.k_norm):
         if list(getattr(norm, "weight", torch.empty(0)).shape) != [layer.head_dim]:
@@ -582,6 +598,11 @@ def _normed_forward(
         **kwargs,
     )
     return self.o_proj(out.reshape(*rows, -1)), weights
+
+
+# Bound methods are saved by name: a model that is saved whole while it is enabled finds its class's
+# own forward when it is loaded, which computes the same.
+_normed_forward.__name__ = "forward"
 
 
 def _set_forward(layer: nn.Module, forward: Callable) -> None:
