@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuseq._lengths import as_int
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
 
 IGNORE_INDEX = -100
+# Converted to int64 they would become other numbers.
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
 def mask_boundary_labels(
@@ -99,11 +102,9 @@ class PackingCollator:
         total_multiple: int = 1,
         pad_token_id: int = 0,
     ):
-        for name, value in (("capacity", capacity), ("pad_to", pad_to)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if total_multiple < 1:
-            raise ValueError(f"total_multiple must be at least 1, got {total_multiple}")
+        capacity = None if capacity is None else as_int(capacity, "capacity", 1)
+        pad_to = None if pad_to is None else as_int(pad_to, "pad_to", 1)
+        total_multiple = as_int(total_multiple, "total_multiple", 1)
         if pad_to is not None and pad_to % total_multiple != 0:
             raise ValueError(
                 f"pad_to must be a multiple of total_multiple = {total_multiple}, got {pad_to}"
@@ -113,7 +114,7 @@ class PackingCollator:
         self.capacity = pad_to if capacity is None else capacity
         self.pad_to = pad_to
         self.total_multiple = total_multiple
-        self.pad_token_id = pad_token_id
+        self.pad_token_id = as_int(pad_token_id, "pad_token_id")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len(examples) == 0:
@@ -206,7 +207,7 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
                 f"examples[{i}]; drop the keys that are not per token first"
             )
         if key in PackingCollator._KNOWN:
-            if values.is_floating_point() and values.numel() > 0:
+            if values.dtype not in _INTEGERS and values.numel() > 0:
                 raise TypeError(f"{key} must hold integers, got {values.dtype} in examples[{i}]")
             values = values.long()
         column.append(values)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C, masks
+from cuseq._lengths import as_int
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -655,6 +656,7 @@ class PackedLayout:
 
         Waits for the layout's host values where lengths came from a GPU.
         """
+        total_tokens = as_int(total_tokens, "total_tokens")
         if total_tokens < self._total_tokens:
             raise ValueError(
                 f"total_tokens must be at least the row's {self._total_tokens}, got {total_tokens}"
@@ -688,13 +690,17 @@ class PackedLayout:
 
     # ----------------------------------------------------------------------------- moved about
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = True) -> PackedLayout:
+    def to(
+        self, device: torch.device | str | int | None, non_blocking: bool = True
+    ) -> PackedLayout:
         """This layout on another device: itself where it lies there, else one memoised layout.
+
+        As with a tensor, None is no device: it stays where it is.
 
         From the CPU to a GPU the copy goes through pinned memory and never waits, whatever
         `non_blocking` says; the other way it waits for the data.
         """
-        target = _with_index(torch.device(device))
+        target = self.device if device is None else _with_index(torch.device(device))
         if target == self.device:
             return self
         if target not in self._moved:

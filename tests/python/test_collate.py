@@ -249,3 +249,15 @@ def test_ignore_index_must_fit():
     labels = torch.zeros(5, dtype=torch.int32)
     with pytest.raises(ValueError, match="ignore_index must fit"):
         mask_boundary_labels(labels, [2, 3], ignore_index=-(2**40))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.uint32, torch.complex64, torch.float16])
+def test_tokens_that_int64_may_not_hold_are_refused(dtype):
+    with pytest.raises(TypeError, match=rf"input_ids must hold integers, got {dtype}"):
+        PackingCollator()([{"input_ids": torch.ones(2).to(dtype)}])
+
+
+@pytest.mark.parametrize("name", ["capacity", "pad_to", "total_multiple", "pad_token_id"])
+def test_options_are_whole(name):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got 1.5"):
+        PackingCollator(**{name: 1.5})

@@ -373,14 +373,67 @@ def test_enable_again_after_another_attention_was_asked_for(device):
     assert model.config._attn_implementation == "eager"
 
 
-def test_what_comes_over_a_norm_later_is_heeded(device):
+HOOKS = {
+    "forward": lambda norm: norm.register_forward_hook(lambda module, given, out: 2 * out),
+    "before": lambda norm: norm.register_forward_pre_hook(lambda module, given: (given[0] + 1,)),
+    "backward": lambda norm: norm.register_full_backward_hook(lambda m, came, went: (2 * came[0],)),
+    "before backward": lambda norm: norm.register_full_backward_pre_hook(lambda m, g: (2 * g[0],)),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_comes_over_a_norm_later_is_heeded(hook, device):
     model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    plain = one_by_one(model, docs, weight)
     integration.enable(model)
-    norm = model.model.layers[0].self_attn.k_norm
-    norm.register_forward_hook(lambda module, arguments, out: 2 * out)
+    HOOKS[hook](model.model.layers[0].self_attn.k_norm)
     found = packed_run(model, docs, weight)
     integration.disable(model)
     assert_same(found, one_by_one(model, docs, weight))
+    with pytest.raises(AssertionError):
+        assert_same(found, plain)
+
+
+def test_weights_that_accelerate_takes_away_later(device):
+    accelerate = pytest.importorskip("accelerate")
+    model, docs = make_model("qwen3", device).eval(), documents(device)
+    with torch.no_grad():
+        expected = [model(doc, use_cache=False).logits for doc in docs]
+        integration.enable(model)
+        accelerate.cpu_offload(model, execution_device=device)
+        for doc, logits in zip(docs, expected, strict=True):
+            torch.testing.assert_close(
+                model(doc, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4
+            )
+        batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
+        packed = model(**batch, use_cache=False).logits.to(device)
+    torch.testing.assert_close(packed, torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_stays_as_it_is_but_for_what_is_replaced(device):
+    """Gates beside the projections stay trainable, and random numbers those of the user."""
+    config = transformers.AfmoeConfig(**MOE, num_experts=2, moe_intermediate_size=16)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    trainable = [parameter.requires_grad for parameter in model.to(device).parameters()]
+    enabled = integration.enable(model)
+    assert any("weights of its own beside: gate_proj" in why for why in enabled.left_alone)
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    integration.disable(model)
+
+    fused = make_model("qwen3", device)
+    seeds = torch.get_rng_state()
+    assert integration.enable(fused).qk_norm
+    assert torch.equal(torch.get_rng_state(), seeds)
+    assert all(parameter.requires_grad for parameter in fused.parameters())
+    integration.disable(fused)
+
+
+def test_a_mask_of_values_is_refused(device):
+    config = transformers.DogeConfig(**BASE | HEAD)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(ValueError, match="DogeAttention 0 draws a mask of its own from its values"):
+        integration.enable(model.to(device))
+    assert model.config._attn_implementation == "eager"
 
 
 def test_layers_that_mix_neighbours_are_named(device):

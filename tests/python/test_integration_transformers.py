@@ -15,6 +15,7 @@ import torch._inductor.config
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     BloomConfig,
     FalconConfig,
     Gemma2Config,
@@ -27,6 +28,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3NextConfig,
+    RobertaConfig,
     masking_utils,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -581,6 +583,19 @@ def test_softcap_raises_packed_and_warns_dense(device):
     assert torch.equal(logits, models[1](ids).logits)
 
 
+def test_a_layer_that_calls_itself_bidirectional_under_a_causal_mask(device):
+    """PaliGemma's: without images its text is causal."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**_SHAPE)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="cuseq").to(device)
+    batch = cuseq.PackingCollator()([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 4, 3]}])
+    batch = {name: value.to(device) for name, value in batch.items()}
+    expected = model(**batch, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    assert torch.equal(model(**batch, use_cache=False).logits, expected)
+
+
 @pytest.mark.parametrize(
     "config,why",
     [
@@ -589,10 +604,20 @@ def test_softcap_raises_packed_and_warns_dense(device):
             FalconConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1),
             "FALCON_ATTENTION_CLASSES",
         ),
+        (
+            BartConfig(d_model=16, decoder_attention_heads=2, decoder_layers=1),
+            "counts positions along the row",
+        ),
+        (
+            RobertaConfig(
+                hidden_size=16, num_attention_heads=2, num_hidden_layers=1, is_decoder=True
+            ),
+            "counts positions from behind its padding token",
+        ),
     ],
-    ids=["bloom", "falcon"],
+    ids=["bloom", "falcon", "bart", "roberta"],
 )
-def test_models_whose_attention_cannot_be_replaced(config, why):
+def test_models_that_cannot_use_it(config, why):
     with pytest.raises(ValueError, match=f"ForCausalLM cannot use .*{why}"):
         AutoModelForCausalLM.from_config(config, attn_implementation="cuseq")
     AutoModelForCausalLM.from_config(config, attn_implementation="eager")

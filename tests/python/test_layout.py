@@ -386,3 +386,20 @@ def test_copies_nobody_waited_for(cuda):
         if i % 10 == 0:
             kept.append(layout)
     assert [layout.max_seqlen for layout in kept] == list(range(4, 104, 10))
+
+
+def test_no_device_is_where_it_is(device):
+    """What moves batches for accelerate says None where nothing has to be moved."""
+    packed = PackedLayout.from_lengths([2, 3], device=device)
+    assert packed.to(None) is packed
+
+
+def test_a_longer_row_has_whole_tokens(device):
+    packed = PackedLayout.from_lengths([2, 3], device=device)
+    for tokens, kind, message in (
+        (5.5, TypeError, "total_tokens must be an int, got 5.5"),
+        (4, ValueError, "total_tokens must be at least the row's 5, got 4"),
+        (2**70, ValueError, "total_tokens must fit in int64"),
+    ):
+        with pytest.raises(kind, match=message):
+            packed.with_total_tokens(tokens)

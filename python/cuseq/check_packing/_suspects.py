@@ -149,7 +149,8 @@ def logits(documents: Sequence[int]) -> Suspect:
         "logits",
         f"documents {', '.join(map(str, documents[:8]))} differ from themselves alone, and "
         "nothing leaks",
-        "compare scale, window, causality and padding of the packed path with those of the other",
+        "compare scale, window, causality, padding and positions (RoPE that depends on the longest "
+        "sequence) of the packed path with those of the other",
     )
 
 

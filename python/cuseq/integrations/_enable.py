@@ -281,6 +281,10 @@ def _refuse_what_is_not_exact(layers: list[nn.Module]) -> None:
                 f"{name} caps its scores (attn_logit_softcapping={softcap}), which no packed "
                 "attention kernel does; a config with attn_logit_softcapping=None can be enabled"
             )
+        if hasattr(layer, "prepare_dynamic_mask"):
+            raise ValueError(
+                f"{name} draws a mask of its own from its values, which packed attention does not"
+            )
         if hasattr(layer, "indexer"):
             raise ValueError(
                 f"{name} attends to the keys that its indexer chooses, which packed attention does "
@@ -337,7 +341,7 @@ def _rotaries_of(base: PreTrainedModel, layers: list[nn.Module]) -> dict[types.M
             )
         layer = next(layer for layer in layers if _code_of(layer) is code)
         try:
-            rotaries[code] = _rotary_of(rotate, layer.head_dim, *_angles(base, code))
+            rotaries[code] = _rotary_of(rotate, layer.head_dim, *_angles(base, layer))
         except (AttributeError, KeyError, RuntimeError) as error:
             raise ValueError(
                 f"{code.__name__}.{_ROTATE} cannot be compared with cuseq.apply_rope "
@@ -346,8 +350,9 @@ def _rotaries_of(base: PreTrainedModel, layers: list[nn.Module]) -> dict[types.M
     return rotaries
 
 
-def _angles(base: PreTrainedModel, code: types.ModuleType) -> tuple[Tensor, Tensor]:
-    """A few rows of the model's own table, on the CPU."""
+def _angles(base: PreTrainedModel, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """A few rows of the model's own table for a layer, on the CPU."""
+    code = _code_of(layer)
     for module in base.modules():
         kind = type(module)
         if kind.__module__ != code.__name__ or not kind.__name__.endswith("RotaryEmbedding"):
@@ -358,12 +363,15 @@ def _angles(base: PreTrainedModel, code: types.ModuleType) -> tuple[Tensor, Tens
         rotary.__dict__.pop("forward", None)  # accelerate's, which moves to the GPU
         options = {}
         if "layer_type" in inspect.signature(kind.forward).parameters:
-            options["layer_type"] = base.config.get_text_config().layer_types[0]
+            kinds = base.config.get_text_config().layer_types
+            options["layer_type"] = kinds[layer.layer_idx]
         positions = torch.arange(7).unsqueeze(0)
         if hasattr(rotary, "mrope_section"):
             positions = positions.expand(3, 1, -1)
         return kind.forward(rotary, torch.zeros(1, 7, 1), positions, **options)
-    raise ValueError(f"{code.__name__} has no rotary embedding among the model's modules")
+    raise ValueError(
+        f"{code.__name__} has no rotary embedding among the model's modules: {_WITHOUT}"
+    )
 
 
 def _rotary_of(rotate: Rotate, head_dim: int, cos: Tensor, sin: Tensor) -> Rotary:
@@ -476,6 +484,10 @@ def _obstacle(layer: nn.Module) -> str | None:
         return f"its forward takes {parameters}"
     if not all(hasattr(layer, name) for name in (*_PROJECTIONS, "k_norm", "scaling", "head_dim")):
         return "it has other projections"
+    weights = [*layer._parameters, *(n for n, m in layer._modules.items() if [*m.parameters()])]
+    others = sorted(set(weights) - {*_PROJECTIONS, "q_norm", "k_norm"})
+    if others:
+        return f"it has weights of its own beside: {', '.join(others)}"
     own = layer.__dict__.get("forward", type(layer).forward)
     # What was saved whole while it was enabled has its class's own there.
     if getattr(own, "__func__", own) is not type(layer).forward and (
@@ -487,13 +499,22 @@ def _obstacle(layer: nn.Module) -> str | None:
             return "it is not over each head"
         if _eps(norm) is None or len(list(norm.parameters())) != 1:
             return f"{type(norm).__name__} is another norm"
-        if norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks:
+        if _is_hooked(norm):
             return "it has hooks"
         if getattr(getattr(norm, "_hf_hook", None), "offload", False):
             return "its weights are offloaded"
     if _eps(layer.q_norm) != _eps(layer.k_norm):
         return "queries and keys have different eps"
     return None
+
+
+def _is_hooked(norm: nn.Module) -> bool:
+    return bool(
+        norm._forward_hooks
+        or norm._forward_pre_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+    )
 
 
 def _normed_rotary(layer: nn.Module, rotary: Rotary) -> NormedRotary | str:
@@ -534,16 +555,23 @@ def _probe(layer: nn.Module) -> nn.Module:
     probe.training = False
     probe.config = copy.copy(layer.config)
     probe.config._attn_implementation_internal = "eager"
+    draw = torch.Generator().manual_seed(0)  # the global one is the user's
+
+    def linear(inputs: int, outputs: int) -> nn.Linear:
+        module = nn.utils.skip_init(nn.Linear, inputs, outputs)
+        module.weight.data = torch.randn(outputs, inputs, generator=draw) / inputs**0.5
+        module.bias.data = torch.randn(outputs, generator=draw)
+        return module
+
     heads = layer.num_key_value_groups
     for name in _PROJECTIONS[:3]:
-        projection = nn.Linear(8, layer.head_dim * (heads if name == "q_proj" else 1))
-        probe._modules[name] = projection
-    probe._modules["o_proj"] = nn.Linear(layer.head_dim * heads, 8)
+        probe._modules[name] = linear(8, layer.head_dim * (heads if name == "q_proj" else 1))
+    probe._modules["o_proj"] = linear(layer.head_dim * heads, 8)
     for name in ("q_norm", "k_norm"):
         norm = copy.deepcopy(layer._modules[name]).float()
         if hasattr(norm, "_hf_hook"):
             norm.__dict__.pop("forward", None)
-        norm.weight = nn.Parameter(_random(layer.head_dim))
+        norm.weight = nn.Parameter(torch.randn(layer.head_dim, generator=draw))
         probe._modules[name] = norm
     return probe.requires_grad_(False)
 
@@ -559,9 +587,11 @@ def _normed_forward(
     """The forward of an attention layer, its norms and rotation in one kernel."""
     how: NormedRotary = self._cuseq_rotary
     if any(
-        type(norm) is not how.norm or norm._forward_hooks for norm in (self.q_norm, self.k_norm)
+        type(norm) is not how.norm or _is_hooked(norm) or norm.weight.is_meta
+        for norm in (self.q_norm, self.k_norm)
     ):
-        # An adapter has come over a norm since, or a hook, which the kernel would go past.
+        # An adapter has come over a norm since, or a hook, or accelerate has taken its weight away
+        # until it is called: the kernel would go past them.
         return type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )

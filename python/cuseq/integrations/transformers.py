@@ -14,14 +14,16 @@ What a call may say about its sequences, the strongest first:
   read the ints, since it would compile again with every pack, and takes bounds, which cost time.
 - Packed `position_ids` alone: the same in eager code, after one event a forward. Compiled code
   cannot read them and attends through sdpa with a dense mask drawn from them: exact, but slow, and
-  so for batches that are not packed. Give it lengths.
+  so for batches that are not packed. Give it lengths. A model that makes a 2-D mask of ones itself
+  (OPT) says by it that a row is one sequence: position ids alone do not speak against that.
 - A 2-D mask, a 4-D mask or nothing: what sdpa does. Where there is no mask, eager code has to look
   at the position ids, which is the one event above.
 
 Lengths win over a 2-D mask, which nothing looks at then, with a warning. Lengths together with a
 4-D mask or with a model that draws a pattern of its own (blocks of image tokens, chunks) raise,
 since they cannot be combined, and so does what would change the result and has no packed form:
-dropout in attention, soft caps, sinks, position biases. Give `position_ids`
+dropout in attention, soft caps, position biases. Models whose positions do not follow
+`position_ids` are refused when they are made. Give `position_ids`
 (`layout.position_ids[None]`) along with the lengths: attention does not need them, RoPE and learned
 positions do.
 
@@ -86,6 +88,7 @@ class DeferredMask:
     before it attends fails loudly.
 
     Attributes:
+        causal: Whether queries see no later keys.
         window: Keys that a query sees, itself included, or None.
         chunked: Whether the size in `window` is a chunk's.
         position_ids: int [batch or 1, seqlen], or None where the model does not say them.
@@ -101,6 +104,7 @@ class DeferredMask:
         recurrent: list[str],
         arguments: dict[str, Any],
     ) -> None:
+        self.causal = arguments["allow_is_causal_skip"]
         self.window = window
         self.chunked = chunked
         self.position_ids = position_ids
@@ -293,8 +297,12 @@ def cuseq_attention(
 
     _check_packable(query, key, attention_mask, dropout)
     _refuse(kwargs, _UNSUPPORTED, "packed attention")
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    window = sliding_window if deferred is None else deferred.window
+    # A layer may call itself bidirectional under a causal mask (PaliGemma): the mask counts.
+    if deferred is not None:
+        causal, window = deferred.causal, deferred.window
+    else:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        window = sliding_window
     if window is not None and window < 1:
         window = None
     if window is not None and not causal:
@@ -530,9 +538,28 @@ def _refuse_where_sdpa_is_refused() -> None:
                     f'{type(self).__name__} cannot use attn_implementation="{NAME}": {why}, so its '
                     "attention is not one that can be replaced"
                 )
+            counted = _counts_positions_itself(self)
+            if counted is not None:
+                raise ValueError(
+                    f'{type(self).__name__} cannot use attn_implementation="{NAME}": {counted}, so '
+                    "the positions of a packed row would be wrong"
+                )
         return choose(self, requested_attention, *args, **kwargs)
 
     transformers.PreTrainedModel.get_correct_attn_implementation = checked
+
+
+def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
+    """Why a model's positions are not those that a packed batch says, None if they may be."""
+    is_told = "position_ids" in inspect.signature(type(model).forward).parameters
+    for one in vars(sys.modules[type(model).__module__]).values():
+        if hasattr(one, "create_position_ids_from_input_ids"):
+            return "it counts positions from behind its padding token's id"
+        if isinstance(one, type) and one.__name__.endswith("PositionalEmbedding"):
+            counts = "past_key_values_length" in inspect.signature(one.forward).parameters
+            if counts and not is_told:
+                return "it counts positions along the row, whatever position_ids say"
+    return None
 
 
 def _withhold_position_ids() -> None:
