@@ -484,8 +484,8 @@ def _obstacle(layer: nn.Module) -> str | None:
         return f"its forward takes {parameters}"
     if not all(hasattr(layer, name) for name in (*_PROJECTIONS, "k_norm", "scaling", "head_dim")):
         return "it has other projections"
-    weights = [*layer._parameters, *(n for n, m in layer._modules.items() if [*m.parameters()])]
-    others = sorted(set(weights) - {*_PROJECTIONS, "q_norm", "k_norm"})
+    parts = {name.split(".")[0] for name, _ in layer.named_parameters()}
+    others = sorted(parts - {*_PROJECTIONS, "q_norm", "k_norm"})
     if others:
         return f"it has weights of its own beside: {', '.join(others)}"
     own = layer.__dict__.get("forward", type(layer).forward)

@@ -552,12 +552,13 @@ def _refuse_where_sdpa_is_refused() -> None:
 def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
     """Why a model's positions are not those that a packed batch says, None if they may be."""
     is_told = "position_ids" in inspect.signature(type(model).forward).parameters
+    is_decoder = model.can_generate()  # an encoder's rows of sound or pixels count as they like
     for one in vars(sys.modules[type(model).__module__]).values():
         if hasattr(one, "create_position_ids_from_input_ids"):
             return "it counts positions from behind its padding token's id"
         if isinstance(one, type) and one.__name__.endswith("PositionalEmbedding"):
             counts = "past_key_values_length" in inspect.signature(one.forward).parameters
-            if counts and not is_told:
+            if counts and is_decoder and not is_told:
                 return "it counts positions along the row, whatever position_ids say"
     return None
 
