@@ -61,7 +61,7 @@ CHECKPOINT_BYTES = 12e9
 PHASES = ("forward", "backward", "batch")
 # Percent of each time that pull request 4173 reports as saved by keeping metadata.
 PUBLISHED = {"forward": 43.3, "backward": 5.8, "batch": 14.3}
-# The last two are of one process, the others of one GPU.
+# The second compares two processes, which the host may not serve alike.
 SPEEDUPS_AT_SMALL = [
     ("cuseq", "unsloth", 1.5),
     ("cuseq", "xformers", 1.05),

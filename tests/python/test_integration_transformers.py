@@ -594,6 +594,8 @@ def test_a_layer_that_calls_itself_bidirectional_under_a_causal_mask(device):
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     assert torch.equal(model(**batch, use_cache=False).logits, expected)
+    asked = model(**batch, use_cache=False, is_causal=False).logits
+    assert not torch.equal(asked, expected), "what the call says is stronger"
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,8 @@ def cuseq_attention(
     which keyword does what, and what waits for the device.
 
     Args:
-        module: The attention layer; its `is_causal` counts where the keyword is not given.
+        module: The attention layer; its `is_causal` counts where neither the keyword nor the mask
+            function says it.
         query: [batch, query heads, seqlen, head_dim]. The rows of the batch, one after the other,
             are the packed row.
         key: [batch, key heads, seqlen, head_dim].
@@ -298,11 +299,11 @@ def cuseq_attention(
     _check_packable(query, key, attention_mask, dropout)
     _refuse(kwargs, _UNSUPPORTED, "packed attention")
     # A layer may call itself bidirectional under a causal mask (PaliGemma): the mask counts.
+    causal, window = getattr(module, "is_causal", True), sliding_window
     if deferred is not None:
         causal, window = deferred.causal, deferred.window
-    else:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        window = sliding_window
+    if is_causal is not None:
+        causal = is_causal
     if window is not None and window < 1:
         window = None
     if window is not None and not causal:
