@@ -165,7 +165,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def draw_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], series: dict[str, list[float | None]]
 ) -> None:
-    """Draws grouped bars as a PNG: one group a case, one bar a series; says so without matplotlib.
+    """Draws grouped bars as a PNG: one group a case, one bar a series; or says why it does not.
 
     Args:
         path: the PNG to write.
@@ -178,6 +178,9 @@ def draw_bars(
         import matplotlib
     except ImportError:
         print(f"{path.name}: not drawn, matplotlib is not installed", flush=True)
+        return
+    if not any(value for values in series.values() for value in values):
+        print(f"{path.name}: not drawn, nothing was measured", flush=True)
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "cuseq/cache.h"
@@ -75,6 +76,7 @@ void check_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
   check_heads(value, "value", query);
   TORCH_CHECK_VALUE(key.size(1) == value.size(1), "key and value must have as many heads, got ",
                     key.size(1), " and ", value.size(1));
+  TORCH_CHECK_VALUE(query.size(1) > 0, "query must have at least one head, got ", query.sizes());
   TORCH_CHECK_VALUE(key.size(1) > 0 && query.size(1) % key.size(1) == 0,
                     "query heads must be a multiple of key heads, got ", query.size(1), " and ",
                     key.size(1));
@@ -87,6 +89,25 @@ void check_inputs(const Tensor& query, const Tensor& key, const Tensor& value,
                     "cu_seqlens must lie on query's device, ", query.device(), ", got ",
                     cu_seqlens.device(), ": move the layout with packed.to(device)");
   check_offset_values(cu_seqlens, query.size(0));
+}
+
+// What the forward returned and its gradient, as whoever calls the backward by hand gives them.
+void check_outputs(const Tensor& grad_out, const Tensor& out, const Tensor& logsumexp,
+                   const Tensor& query, const Tensor& value) {
+  const std::array<int64_t, 3> shape = {query.size(0), query.size(1), value.size(2)};
+  const auto check = [&](const Tensor& tensor, const char* name, at::IntArrayRef sizes,
+                         at::ScalarType dtype) {
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, " must have shape ", sizes, ", got ",
+                      tensor.sizes());
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be of dtype ", dtype, ", got ",
+                     tensor.scalar_type());
+    TORCH_CHECK_VALUE(tensor.device() == query.device(), name, " must lie on query's device, ",
+                      query.device(), ", got ", tensor.device());
+  };
+  check(grad_out, "grad_out", shape, query.scalar_type());
+  check(out, "out", shape, query.scalar_type());
+  check(logsumexp, "logsumexp", {query.size(1), query.size(0)},
+        query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
 }
 
 void use_host_meta(const Tensor& host_meta, const Tensor& cu_seqlens, int64_t total_tokens,
@@ -191,6 +212,7 @@ AttentionGradients attention_backward_cpu(const Tensor& grad_out, const Tensor& 
                                           const OptionalTensor& padded) {
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
                                             window, scale, max_seqlen_bound, spans, padded);
+  check_outputs(grad_out, out, logsumexp, query, value);
   return attend_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens, padded, plan,
                          [&](const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
                              const Tensor& o, const Tensor& lse, const AttentionPlan& p) {
@@ -241,6 +263,7 @@ AttentionGradients attention_backward_cuda(
   const c10::cuda::CUDAGuard guard(query.device());
   const AttentionPlan plan = plan_attention(query, key, value, cu_seqlens, host_meta, causal,
                                             window, scale, max_seqlen_bound, spans, padded);
+  check_outputs(grad_out, out, logsumexp, query, value);
   const Tensor offsets = offsets_inside(cu_seqlens, plan, query.size(0));
   return attend_backward(grad_out, query, key, value, out, logsumexp, cu_seqlens, padded, plan,
                          [&](const Tensor& g, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -376,6 +399,8 @@ AttentionPlan plan_attention(const Tensor& query, const Tensor& key, const Tenso
   TORCH_CHECK_VALUE(!max_seqlen_bound.has_value() || *max_seqlen_bound >= 1,
                     "max_seqlen_bound must be at least the longest length, and 1, got ",
                     max_seqlen_bound.value_or(0));
+  TORCH_CHECK_VALUE(!scale.has_value() || (std::isfinite(*scale) && *scale > 0),
+                    "scale must be a finite number above 0, got ", scale.value_or(0));
   const int64_t total_tokens = query.size(0);
   AttentionPlan plan;
   plan.causal = causal;

@@ -1,15 +1,47 @@
 """Shapes of every op's outputs, for torch.compile, export and the meta device.
 
-They check nothing: the op itself does when it runs.
+They check nothing that the op itself checks when it runs. A tensor on meta keeps it from running,
+whatever device the others are on, so that one thing is checked here.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.library import register_fake
+from torch.library import register_fake as _register_fake
+from torch.utils._pytree import tree_leaves
 
 _HOST_META_SIZE = 6
+
+
+def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`torch.library.register_fake`, where outputs that nobody would fill raise ValueError."""
+
+    def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
+        @_register_fake(op)
+        @functools.wraps(shapes)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            outputs = shapes(*args, **kwargs)
+            # Ops without outputs write to their first argument.
+            written = _devices(args[0] if outputs is None else outputs)
+            given = _devices((args, kwargs))
+            if "meta" in given and written != {"meta"}:
+                raise ValueError(
+                    f"{op}: tensors must lie on one device, got {', '.join(sorted(given))}"
+                )
+            return outputs
+
+        return fake
+
+    return register
+
+
+def _devices(values: Any) -> set[str]:
+    return {leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
 
 def _int32(like: Tensor, *shape: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -391,7 +393,12 @@ def test_autocast_takes_the_dtype_of_the_region(device):
         (dict(q=torch.zeros(6, 4, 8)), "query and key must have one head_dim"),
         (dict(v=torch.zeros(6, 2, 16).double()), "value must be floating point and of query's"),
         (dict(q=torch.zeros(6, 16, 4).transpose(1, 2)), "query must be contiguous in its last"),
+        (dict(q=torch.zeros(6, 0, 16)), r"query must have at least one head, got \[6, 0, 16\]"),
         (dict(window=0), "window must be None or at least 1"),
+        *(
+            (dict(scale=scale), f"scale must be a finite number above 0, got {scale}")
+            for scale in (0, -1, math.inf, math.nan)
+        ),
         (dict(packed=PackedLayout.from_lengths([2], 5)), "total_tokens = 5 tokens, got 6"),
     ],
 )
@@ -400,6 +407,28 @@ def test_errors_name_argument_rule_and_value(change, message):
     call.update(change)
     with pytest.raises((ValueError, TypeError), match=message):
         cuseq.varlen_attention(**call)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (dict(grad_out=torch.zeros(5, 4, 16)), r"grad_out must have shape \[6, 4, 16\], got \[5"),
+        (dict(grad_out=torch.zeros(6, 4, 16).double()), "grad_out must be of dtype Float, got Dou"),
+        (dict(out=torch.zeros(6, 4, 8)), r"out must have shape \[6, 4, 16\], got \[6, 4, 8\]"),
+        (dict(logsumexp=torch.zeros(6, 4)), r"logsumexp must have shape \[4, 6\], got \[6, 4\]"),
+    ],
+)
+def test_backward_called_by_hand_checks_what_the_forward_gave(change, message):
+    packed = PackedLayout.from_lengths([2, 3], 6)
+    call = dict(zip(("query", "key", "value"), inputs(6), strict=True))
+    call |= {"cu_seqlens": packed.cu_seqlens_static, "host_meta": packed.host_meta}
+    with torch.no_grad():
+        out, logsumexp = op(**call)
+        backward = torch.ops.cuseq.varlen_attention_backward
+        call |= {"grad_out": torch.ones_like(out), "out": out, "logsumexp": logsumexp}
+        assert [grad.shape for grad in backward(**call)] == [x.shape for x in inputs(6)]
+        with pytest.raises((ValueError, TypeError), match=message):
+            backward(**call | change)
 
 
 def test_wrong_device_names_the_remedy(cuda):

@@ -184,6 +184,25 @@ def test_opcheck_on_the_host(name):
         opcheck(getattr(ops, name), case)
 
 
+def test_meta_beside_other_devices_is_refused():
+    """An op does not run when one tensor is on meta: nobody would fill what lies elsewhere."""
+    real, shape = torch.randn(6, 2, 8), torch.empty(6, 2, 8, device="meta")
+    packed = cuseq.PackedLayout.from_lengths([2, 3], 6)
+    index = torch.arange(6, dtype=torch.int32)
+    attention = (packed.cu_seqlens_static, packed.host_meta)
+    calls = [
+        lambda: ops.varlen_attention(real, shape, real, *attention),
+        lambda: ops.gather_rows([shape, real], index, index, [6], 1, [0, 0]),
+        lambda: ops.token_metadata(packed.cu_seqlens, 6, shape.int()),
+        lambda: ops.apply_rope_([real, shape], torch.ones(6, 4), torch.ones(6, 4)),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="tensors must lie on one device, got cpu, meta"):
+            call()
+    out, _ = ops.varlen_attention(shape, shape, shape, *attention)
+    assert out.is_meta and out.shape == shape.shape
+
+
 def test_pure_ops_are_tagged_for_compilers():
     for name in [*CASES, *HOST_CASES, *ELSEWHERE]:
         assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
