@@ -10,19 +10,21 @@ namespace {
 // Rows of a warp, rows on their way at a time, and registers of a thread: measured on an H200 for
 // 16 bits in wide vectors, elsewhere as many as do not spill. The backward keeps its warps to the
 // end, so few rows each share the work out evenly.
-constexpr int kForwardRows = 5;
+constexpr int kForwardRows = 5;  // at most
 constexpr int kForwardStages = 3;
-template <typename T, int V>
-inline constexpr int kForwardRegisters = sizeof(T) == 8 ? 168 : (V >= 4 ? 80 : 128);
+template <typename T, int V, Path kPath>
+inline constexpr int kForwardRegisters =
+    sizeof(T) == 8 ? 168 : (V < 4 ? 128 : (kPath == Path::kPlain ? 64 : 80));
 
 constexpr int kBackwardRows = 2;
 constexpr int kBackwardStages = 2;
 template <typename T, int V>
 inline constexpr int kBackwardRegisters =
     sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
-// Warps that a multiprocessor has registers for: each of its four quarters has 512 a lane.
-template <typename T, int V>
-inline constexpr int kBackwardWarps = 4 * (512 / kBackwardRegisters<T, V>);
+
+// Of frozen weights, where is_plain() holds: one row, since nothing is gained by staying.
+constexpr int kFrozenWarps = 2;  // of a block
+constexpr int kFrozenRegisters = 64;
 
 // Rows on their way into shared memory, kStages of them, each from kSources tensors. A lane waits
 // for nothing but what it asked for itself. Registers could hold no more than one row.
@@ -175,6 +177,31 @@ __device__ __forceinline__ void load_weight(const QkNormRopeArgs& args, const vo
   }
 }
 
+// The weights under an item that exists, as they come from memory, of type T: to be looked at once
+// everything else has been asked for.
+template <typename T, int V>
+struct AskedWeight {
+  Packed<T, V> first;
+  Packed<T, V> second;
+
+  __device__ __forceinline__ static AskedWeight of(const void* weight, const Item<V>& item) {
+    const T* all = static_cast<const T*>(weight);
+    return {*reinterpret_cast<const Packed<T, V>*>(all + item.first),
+            *reinterpret_cast<const Packed<T, V>*>(all + item.second)};
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void get(A offset, A (&weight)[2][V]) const {
+    first.get(weight[0]);
+    second.get(weight[1]);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      weight[0][j] += offset;
+      weight[1][j] += offset;
+    }
+  }
+};
+
 // Weights and angles of one item in one: y = x * own + partner * cross, where the partner is the
 // other element of the pair.
 template <int V, bool kInterleaved, typename A>
@@ -232,24 +259,25 @@ using ForwardPipeline = RowPipeline<T, V, 1, kForwardStages>;
 template <typename T, int V>
 using BackwardPipeline = RowPipeline<T, V, 2, kBackwardStages>;
 
-template <typename T, int V, bool kInterleaved, bool kDirect>
-__global__ void __maxnreg__((kForwardRegisters<T, V>))
+template <typename T, int V, bool kInterleaved, Path kPath>
+__global__ void __maxnreg__((kForwardRegisters<T, V, kPath>))
     qk_norm_rope_kernel(const __grid_constant__ QkNormRopeArgs args,
                         const __grid_constant__ RopeGeometry geometry) {
   using A = Arithmetic<T>;
   constexpr int kItems = kItemsPerLane<V>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const RopeArgs& rope = args.rope;
-  const Lane lane = Lane::of(rope, geometry, blockIdx.x);
+  const Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
   if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
+  const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
 
   Item<V> items[kItems];
-  find_items(lane.lane_of_group, rope, geometry, items);
+  find_items<kPath>(lane.lane_of_group, rope, geometry, items);
   const TensorPlan& tensor = geometry.tensors[lane.tensor];
-  const Rows inputs = Rows::of(tensor.in, lane);
-  const Rows outputs = Rows::of(tensor.out, lane);
+  const Rows inputs = Rows::of<kPath>(tensor.in, lane);
+  const Rows outputs = Rows::of<kPath>(tensor.out, lane);
   A* shared_angles = reinterpret_cast<A*>(shared_memory);
-  ForwardPipeline<T, V> rows(shared_memory + angle_elements<A, kDirect>(rope, geometry) * sizeof(A),
+  ForwardPipeline<T, V> rows(shared_memory + angle_elements<A, kPath>(rope, geometry) * sizeof(A),
                              lane);
   const auto fetch = [&](int row) {
     if (row < lane.rows) {
@@ -262,13 +290,23 @@ __global__ void __maxnreg__((kForwardRegisters<T, V>))
   for (int row = 0; row < kForwardStages; ++row) fetch(row);
   WeightedAngles<V, kInterleaved, A> weighted[kItems];
   {
+    const void* weights = args.norms[lane.tensor].weight;
+    A weight[kItems][2][V];
     Angles<T, V, kInterleaved> angles[kItems];
-    load_angles<kDirect>(rope, lane, items, rope.conjugate, shared_angles, angles);
+    if constexpr (kPath == Path::kPlain) {
+      const auto asked_weight = AskedWeight<T, V>::of(weights, items[0]);
+      load_angles<kPath>(rope, lane, asked, items, rope.conjugate, shared_angles, angles);
+      asked_weight.get(static_cast<A>(args.weight_offset), weight[0]);
+    } else {
+      load_angles<kPath>(rope, lane, asked, items, rope.conjugate, shared_angles, angles);
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        load_weight<kPath == Path::kDirect, T>(args, weights, items[i], weight[i][0], weight[i][1]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      A weight[2][V];
-      load_weight<kDirect, T>(args, args.norms[lane.tensor].weight, items[i], weight[0], weight[1]);
-      weighted[i] = WeightedAngles<V, kInterleaved, A>::of(angles[i], items[i], weight);
+      weighted[i] = WeightedAngles<V, kInterleaved, A>::of(angles[i], items[i], weight[i]);
     }
   }
   A* rstds = static_cast<A*>(args.norms[lane.tensor].rstd);
@@ -308,7 +346,7 @@ __global__ void __maxnreg__((kForwardRegisters<T, V>))
 //   dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens and heads of turn back(dy) * n.
 // A fixed grid walks the tokens, and each block writes its part of dw: sums have one order,
 // whatever runs first. Without kWeightGrads there is no dw, as where weights are frozen.
-template <typename T, int V, bool kInterleaved, bool kDirect, bool kWeightGrads>
+template <typename T, int V, bool kInterleaved, Path kPath, bool kWeightGrads>
 __global__ void __maxnreg__((kBackwardRegisters<T, V>))
     qk_norm_rope_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
                                  const __grid_constant__ RopeGeometry geometry,
@@ -318,9 +356,9 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const RopeArgs& rope = args.rope;
   const int head_dim = static_cast<int>(rope.head_dim);
-  Lane lane = Lane::of(rope, geometry, blockIdx.x);
+  Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
   A* shared_angles = reinterpret_cast<A*>(shared_memory);
-  A* shared_weights = shared_angles + angle_elements<A, kDirect>(rope, geometry);
+  A* shared_weights = shared_angles + angle_elements<A, kPath>(rope, geometry);
   const A* weights = shared_weights + lane.tensor * head_dim;
   BackwardPipeline<T, V> rows(
       reinterpret_cast<unsigned char*>(shared_weights + padded<A>(2 * head_dim)), lane);
@@ -328,7 +366,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   const A* rstds = static_cast<const A*>(args.norms[lane.tensor].rstd);
 
   Item<V> items[kItems];
-  find_items(lane.lane_of_group, rope, geometry, items);
+  find_items<kPath>(lane.lane_of_group, rope, geometry, items);
   A sums[kItems][2][V] = {};
   Angles<T, V, kInterleaved> angles[kItems];
 
@@ -342,13 +380,15 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   const auto fetch = [&] {
     if (exists(ahead, block_ahead)) {
       const bool served = ahead.head(row_ahead) < tensor.heads;
-      rows.fetch(0, Rows::of(tensor.in, ahead).template head<const T>(row_ahead), items, served);
-      rows.fetch(1, Rows::of(head_inputs.of[ahead.tensor], ahead).template head<const T>(row_ahead),
-                 items, served);
+      rows.fetch(0, Rows::of<kPath>(tensor.in, ahead).template head<const T>(row_ahead), items,
+                 served);
+      rows.fetch(
+          1, Rows::of<kPath>(head_inputs.of[ahead.tensor], ahead).template head<const T>(row_ahead),
+          items, served);
       if (++row_ahead == ahead.rows) {
         row_ahead = 0;
         block_ahead += gridDim.x;
-        ahead.move_to(rope, geometry, block_ahead);
+        ahead.move_to<kPath>(rope, geometry, block_ahead);
       }
     }
     rows.commit();
@@ -364,7 +404,8 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
     const A rstd =
         served ? rstds[static_cast<int64_t>(lane.token) * tensor.heads + lane.head(row)] : A{};
     if (row == 0) {
-      load_angles<kDirect>(rope, lane, items, !rope.conjugate, shared_angles, angles);
+      const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
+      load_angles<kPath>(rope, lane, asked, items, !rope.conjugate, shared_angles, angles);
     }
     A g[kItems][2][V];
     A n[kItems][2][V];
@@ -394,7 +435,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
       }
     }
     mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
-    T* input_grads = Rows::of(tensor.out, lane).template head<T>(row);
+    T* input_grads = Rows::of<kPath>(tensor.out, lane).template head<T>(row);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
 #pragma unroll
@@ -411,7 +452,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
     if (++row == lane.rows) {
       row = 0;
       block += gridDim.x;
-      lane.move_to(rope, geometry, block);
+      lane.move_to<kPath>(rope, geometry, block);
     }
   }
   if (!kWeightGrads || args.partials == nullptr) return;
@@ -450,6 +491,65 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
     }
     partial[i] = sum;
   }
+}
+
+// dx of the same, of frozen weights: no sums, so a warp has one row and is done.
+template <typename T, int V>
+__global__ void __maxnreg__(kFrozenRegisters)
+    qk_norm_rope_frozen_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
+                                        const __grid_constant__ RopeGeometry geometry,
+                                        const __grid_constant__ HeadInputs head_inputs) {
+  using A = Arithmetic<T>;
+  constexpr Path kPath = Path::kPlain;
+  const RopeArgs& rope = args.rope;
+  const Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
+  const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
+
+  Item<V> items[1];
+  find_items<kPath>(lane.lane_of_group, rope, geometry, items);
+  const Item<V>& item = items[0];
+  const TensorPlan& tensor = geometry.tensors[lane.tensor];
+  const HeadNorm& norm = args.norms[lane.tensor];
+  const int head = lane.head(0);
+  const bool served = head < tensor.heads;
+  Pair<T, V> gradient;
+  Pair<T, V> input;
+  gradient.load(Rows::of<kPath>(tensor.in, lane).template head<const T>(0), item, served);
+  input.load(Rows::of<kPath>(head_inputs.of[lane.tensor], lane).template head<const T>(0), item,
+             served);
+  const int64_t first_head = static_cast<int64_t>(lane.token) * tensor.heads;
+  const A rstd = served ? static_cast<const A*>(norm.rstd)[first_head + head] : A{};
+  const auto asked_weight = AskedWeight<T, V>::of(norm.weight, item);
+  Angles<T, V, false> angles[1];
+  load_angles<kPath>(rope, lane, asked, items, !rope.conjugate, static_cast<A*>(nullptr), angles);
+  A weight[2][V];
+  asked_weight.get(static_cast<A>(args.weight_offset), weight);
+
+  A g[2][V];
+  A n[2][V];
+  gradient.get(g[0], g[1]);
+  input.get(n[0], n[1]);
+  angles[0].turn(g[0], g[1]);
+  A mean = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      n[half][j] *= rstd;
+      g[half][j] *= weight[half][j];
+    }
+    mean += dot(g[half], n[half]);
+  }
+  mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) g[half][j] = rstd * (g[half][j] - n[half][j] * mean);
+  }
+  Pair<T, V> done;
+  done.set(g[0], g[1]);
+  done.store(Rows::of<kPath>(tensor.out, lane).template head<T>(0), item, served);
 }
 
 template <typename A>
@@ -506,55 +606,95 @@ bool inputs_fit(const QkNormRopeArgs& args, int64_t elements) {
   return fit;
 }
 
-// Warps of a block whose rows fit into the shared memory of any GPU, with their angles and with
-// both weights beside them.
-template <typename Pipeline, typename A, bool kDirect>
-int warps_that_fit(const RopeArgs& rope) {
-  const auto head_dim = static_cast<int>(rope.head_dim);
-  const int64_t room = 48 * 1024 - padded<A>(2 * head_dim) * sizeof(A);
-  const int64_t of_warp = Pipeline::kWarpBytes +
-                          (kDirect ? 0 : padded<A>(static_cast<int>(rope.rotary_dim)) * sizeof(A));
-  return static_cast<int>(std::clamp<int64_t>(room / of_warp, 1, kMaxWarps));
-}
-
-template <typename T, int V, bool kDirect>
-RopeGeometry backward_geometry(const RopeArgs& rope) {
-  using Pipeline = BackwardPipeline<T, V>;
-  return rope_geometry(rope, V, kBackwardRows, /*copies=*/true,
-                       warps_that_fit<Pipeline, Arithmetic<T>, kDirect>(rope));
-}
-
-template <typename T, int V, bool kInterleaved, bool kDirect>
-void launch_backward(const QkNormRopeArgs& args, Stream stream) {
-  using A = Arithmetic<T>;
-  const RopeArgs& rope = args.rope;
-  const RopeGeometry geometry = backward_geometry<T, V, kDirect>(rope);
-  HeadInputs inputs;
-  for (int i = 0; i < rope.n_tensors; ++i) {
-    inputs.of[i] = head_memory(args.norms[i].input, args.norms[i].input_strides, sizeof(T));
-  }
-  const int head_dim = static_cast<int>(rope.head_dim);
-  const size_t rows =
-      (angle_elements<A, kDirect>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
-      warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
-  const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
-  // Where speed has been given up anyway, one kernel serves both.
-  const auto kernel = args.partials == nullptr
-                          ? qk_norm_rope_backward_kernel<T, V, kInterleaved, kDirect, !kDirect>
-                          : qk_norm_rope_backward_kernel<T, V, kInterleaved, kDirect, true>;
-  const dim3 grid(static_cast<unsigned>(args.n_partials / geometry.warp_blocks),
-                  geometry.warp_blocks);
-  kernel<<<grid, threads_of(geometry), std::max(rows, sums), stream>>>(args, geometry, inputs);
-  if (args.partials == nullptr) return;
-  const auto blocks = static_cast<unsigned>(ceil_div(2 * rope.head_dim, kWarpSize));
-  sum_partials_kernel<A><<<blocks, 1024, 0, stream>>>(args);
-}
-
 // Whether lanes can read weights in vectors of so many.
 bool weights_fit(const QkNormRopeArgs& args, int elements) {
   const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
   return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
          multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
+}
+
+bool inputs_are_flat(const QkNormRopeArgs& args) {
+  bool flat = true;
+  for (int i = 0; i < args.rope.n_tensors; ++i) {
+    flat = flat && is_flat(args.norms[i].input_strides, size_of(args.rope.dtype), args.rope);
+  }
+  return flat;
+}
+
+// Warps of a block whose rows fit into the shared memory of any GPU, with their angles and with
+// both weights beside them.
+template <typename Pipeline, typename A, Path kPath>
+int warps_that_fit(const RopeArgs& rope) {
+  const auto head_dim = static_cast<int>(rope.head_dim);
+  const int64_t room = 48 * 1024 - padded<A>(2 * head_dim) * sizeof(A);
+  const int64_t of_warp =
+      Pipeline::kWarpBytes +
+      (kPath != Path::kStaged ? 0 : padded<A>(static_cast<int>(rope.rotary_dim)) * sizeof(A));
+  return static_cast<int>(std::clamp<int64_t>(room / of_warp, 1, kMaxWarps));
+}
+
+template <typename T, int V, Path kPath>
+RopeGeometry backward_geometry(const RopeArgs& rope) {
+  using Pipeline = BackwardPipeline<T, V>;
+  return rope_geometry(rope, V, kBackwardRows, /*copies=*/true,
+                       warps_that_fit<Pipeline, Arithmetic<T>, kPath>(rope));
+}
+
+template <typename T>
+HeadInputs head_inputs_of(const QkNormRopeArgs& args) {
+  HeadInputs inputs;
+  for (int i = 0; i < args.rope.n_tensors; ++i) {
+    inputs.of[i] = head_memory(args.norms[i].input, args.norms[i].input_strides, sizeof(T));
+  }
+  return inputs;
+}
+
+template <typename T, int V>
+void launch_frozen_backward(const QkNormRopeArgs& args, Stream stream) {
+  const RopeGeometry geometry =
+      rope_geometry(args.rope, V, /*rows=*/1, /*copies=*/false, kFrozenWarps);
+  qk_norm_rope_frozen_backward_kernel<T, V>
+      <<<blocks_of(geometry), threads_of(geometry), 0, stream>>>(args, geometry,
+                                                                 head_inputs_of<T>(args));
+}
+
+template <typename T, int V, bool kInterleaved, Path kPath>
+void launch_backward(const QkNormRopeArgs& args, Stream stream) {
+  using A = Arithmetic<T>;
+  const RopeArgs& rope = args.rope;
+  const bool frozen = args.partials == nullptr;
+  if constexpr (kPath == Path::kPlain) {
+    if (frozen && args.weight_dtype == rope.dtype && weights_fit(args, V)) {
+      return launch_frozen_backward<T, V>(args, stream);
+    }
+  }
+  const RopeGeometry geometry = backward_geometry<T, V, kPath>(rope);
+  const int head_dim = static_cast<int>(rope.head_dim);
+  const size_t rows =
+      (angle_elements<A, kPath>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
+      warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
+  const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
+  // Where speed has been given up anyway, or seldom gets here, one kernel serves both.
+  constexpr bool kBoth = kPath != Path::kDirect;
+  const auto kernel = frozen ? qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, kBoth>
+                             : qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, true>;
+  const dim3 grid(static_cast<unsigned>(args.n_partials / geometry.warp_blocks),
+                  geometry.warp_blocks);
+  kernel<<<grid, threads_of(geometry), std::max(rows, sums), stream>>>(args, geometry,
+                                                                       head_inputs_of<T>(args));
+  if (frozen) return;
+  const auto blocks = static_cast<unsigned>(ceil_div(2 * rope.head_dim, kWarpSize));
+  sum_partials_kernel<A><<<blocks, 1024, 0, stream>>>(args);
+}
+
+// As few rows as let all warps run at a time; where that takes too many, as many as make the warps
+// of the query alike.
+int forward_rows(const RopeArgs& rope, int elements, int registers) {
+  const int items = items_of_head(rope, elements, /*copies=*/true);
+  const int rows = rows_of_one_wave(rope, items, warps_of_registers(registers), kForwardRows);
+  if (rows > 0) return rows;
+  const int64_t all = ceil_div(rope.tensors[0].heads, kWarpSize >> log_group_of(items));
+  return static_cast<int>(ceil_div(all, ceil_div(all, kForwardRows)));
 }
 
 }  // namespace
@@ -563,27 +703,31 @@ void apply_qk_norm_rope(const QkNormRopeArgs& args, Stream stream) {
   const RopeArgs& rope = args.rope;
   if (has_no_work(rope)) return;
   const auto fits = [&](int elements) { return weights_fit(args, elements); };
-  dispatch_rope(rope, fits, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+  const auto plain = [&](int) { return args.weight_dtype == rope.dtype; };
+  dispatch_rope(rope, fits, plain, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
     using A = Arithmetic<T>;
     using Pipeline = ForwardPipeline<T, V>;
-    const RopeGeometry geometry = rope_geometry(rope, V, kForwardRows, /*copies=*/true,
-                                                warps_that_fit<Pipeline, A, kDirect>(rope));
-    const size_t shared = angle_elements<A, kDirect>(rope, geometry) * sizeof(A) +
+    const int rows = forward_rows(rope, V, kForwardRegisters<T, V, kPath>);
+    const RopeGeometry geometry =
+        rope_geometry(rope, V, rows, /*copies=*/true, warps_that_fit<Pipeline, A, kPath>(rope));
+    const size_t shared = angle_elements<A, kPath>(rope, geometry) * sizeof(A) +
                           warps_of(geometry) * Pipeline::kWarpBytes;
-    qk_norm_rope_kernel<T, V, kInterleaved, kDirect>
+    qk_norm_rope_kernel<T, V, kInterleaved, kPath>
         <<<blocks_of(geometry), threads_of(geometry), shared, stream>>>(args, geometry);
   });
 }
 
-// Calls run.template operator()<T, V, kInterleaved, kDirect>() with vectors that fit the inputs
+// Calls run.template operator()<T, V, kInterleaved, kPath>() with vectors that fit the inputs
 // too.
 template <typename Run>
 void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
-  dispatch_rope(args.rope, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
+  const auto fits = [](int) { return true; };
+  const auto plain = [&](int) { return inputs_are_flat(args); };
+  dispatch_rope(args.rope, fits, plain, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
     if (inputs_fit(args, V)) {
-      run.template operator()<T, V, kInterleaved, kDirect>();
+      run.template operator()<T, V, kInterleaved, kPath>();
     } else {
-      run.template operator()<T, 1, false, false>();
+      run.template operator()<T, 1, false, Path::kStaged>();
     }
   });
 }
@@ -591,22 +735,19 @@ void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
 // Blocks that run at a time, for each of the blocks that share a token: the same for one shape on
 // one kind of GPU, so that sums have one order.
 int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
-  int device = 0;
-  int processors = 1;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   int64_t blocks = 1;
-  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
-    const RopeGeometry geometry = backward_geometry<T, V, kDirect>(args.rope);
-    const int64_t at_a_time = processors * std::max(1, kBackwardWarps<T, V> / warps_of(geometry));
+  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
+    const RopeGeometry geometry = backward_geometry<T, V, kPath>(args.rope);
+    const int warps = warps_of_registers(kBackwardRegisters<T, V>);
+    const int64_t at_a_time = multiprocessors() * std::max(1, warps / warps_of(geometry));
     blocks = std::clamp<int64_t>(geometry.token_blocks, 1, at_a_time) * geometry.warp_blocks;
   });
   return blocks;
 }
 
 void apply_qk_norm_rope_backward(const QkNormRopeArgs& args, Stream stream) {
-  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, bool kDirect>() {
-    launch_backward<T, V, kInterleaved, kDirect>(args, stream);
+  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
+    launch_backward<T, V, kInterleaved, kPath>(args, stream);
   });
 }
 

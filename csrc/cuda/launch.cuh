@@ -1,10 +1,21 @@
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 #include "cuseq/seqlens.h"
 
 namespace cuseq::cuda {
+
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0;
+  int count = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
 
 // The segments of a block's tokens lie between those of its first and its last token, so two
 // searches over all offsets serve the whole block and each thread searches the few in between.

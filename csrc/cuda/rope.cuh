@@ -23,6 +23,14 @@
 // time. Tables that do not allow it go through shared memory, which each warp fills for its token.
 namespace cuseq::cuda {
 
+// What a kernel takes for granted. Each is a kernel of its own: code that is not run costs time
+// too, it lies between and takes registers.
+enum class Path {
+  kStaged,  // nothing; angles go through shared memory
+  kDirect,  // lanes read angles, and what else the kernel reads, in vectors of their own
+  kPlain,   // and as is_plain() says
+};
+
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
@@ -183,9 +191,10 @@ __host__ __device__ int padded(int elements) {
 }
 
 // Elements of shared memory for the angles of a block's warps, at its beginning.
-template <typename A, bool kDirect>
+template <typename A, Path kPath>
 __host__ __device__ int angle_elements(const RopeArgs& args, const RopeGeometry& geometry) {
-  return kDirect ? 0 : padded<A>(warps_of(geometry) * static_cast<int>(args.rotary_dim));
+  return kPath != Path::kStaged ? 0
+                                : padded<A>(warps_of(geometry) * static_cast<int>(args.rotary_dim));
 }
 
 // Where the two vectors of an item lie in the head.
@@ -222,12 +231,19 @@ struct Item {
 template <int V>
 inline constexpr int kItemsPerLane = 8 / V;
 
-template <int V, int kItems>
+template <Path kPath, int V, int kItems>
 __device__ __forceinline__ void find_items(int lane_of_group, const RopeArgs& args,
                                            const RopeGeometry& geometry, Item<V> (&items)[kItems]) {
+  if constexpr (kPath == Path::kPlain) {
+    static_assert(kItems == 1);
+    const int first = lane_of_group * V;
+    items[0] = {lane_of_group, first, first + static_cast<int>(args.head_dim) / 2,
+                true,          true,  true};
+  } else {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    items[i] = Item<V>::of(lane_of_group + (i << geometry.log_group), args, geometry);
+    for (int i = 0; i < kItems; ++i) {
+      items[i] = Item<V>::of(lane_of_group + (i << geometry.log_group), args, geometry);
+    }
   }
 }
 
@@ -246,6 +262,7 @@ struct Lane {
   uint32_t batch;
   uint32_t token_in_batch;
 
+  template <Path kPath>
   __device__ __forceinline__ static Lane of(const RopeArgs& args, const RopeGeometry& geometry,
                                             uint32_t block) {
     Lane mine;
@@ -264,26 +281,40 @@ struct Lane {
     const int heads = geometry.tensors[mine.tensor].heads - first_of_warp;
     mine.rows = min(geometry.rows, (heads + mine.heads_per_row - 1) >> (5 - geometry.log_group));
     mine.first_head = first_of_warp + mine.group;
-    mine.move_to(args, geometry, block);
+    mine.move_to<kPath>(args, geometry, block);
     return mine;
   }
 
+  template <Path kPath>
   __device__ __forceinline__ void move_to(const RopeArgs& args, const RopeGeometry& geometry,
                                           uint32_t block) {
     token = block * geometry.tokens_per_block + token_in_block;
-    batch = args.batch == 1 ? 0 : token / static_cast<uint32_t>(args.tokens);
+    const bool one_batch = kPath == Path::kPlain || args.batch == 1;
+    batch = one_batch ? 0 : token / static_cast<uint32_t>(args.tokens);
     token_in_batch = token - batch * static_cast<uint32_t>(args.tokens);
   }
 
   __device__ __forceinline__ int head(int row) const { return first_head + row * heads_per_row; }
 };
 
+// a * b in one instruction, of factors that are known to be 32 bits long.
+__device__ __forceinline__ uint64_t wide_product(uint32_t a, uint32_t b) {
+  return static_cast<uint64_t>(a) * b;
+}
+
 // Where one lane's vectors lie, row after row.
 struct Rows {
   unsigned char* first;
   int64_t step;
 
+  template <Path kPath>
   __device__ __forceinline__ static Rows of(const HeadMemory& memory, const Lane& lane) {
+    if constexpr (kPath == Path::kPlain) {
+      const auto head = static_cast<uint32_t>(memory.head);
+      return {memory.data + wide_product(lane.token, static_cast<uint32_t>(memory.token)) +
+                  wide_product(lane.first_head, head),
+              static_cast<uint32_t>(lane.heads_per_row) * head};
+    }
     unsigned char* first = memory.data + lane.token_in_batch * memory.token +
                            static_cast<uint32_t>(lane.first_head) * memory.head;
     if (lane.batch > 0) first += lane.batch * memory.batch;
@@ -312,13 +343,46 @@ __device__ __forceinline__ int segment_of_warp(const SeqLens& seqlens, int token
   }
 }
 
+// The id of a token as it comes from memory. Angles are waited for twice, for a token's position
+// and for the table's row, so a kernel asks for the first before anything else, and looks at it
+// once it has asked for everything else.
+struct AskedPosition {
+  int32_t low = 0;
+  int32_t high = 0;
+
+  template <Path kPath>
+  __device__ __forceinline__ static AskedPosition of(const RopePositions& positions,
+                                                     const Lane& lane) {
+    AskedPosition asked;
+    if (kPath != Path::kPlain || positions.source != PositionSource::kIds) return asked;
+    const auto* words = static_cast<const int32_t*>(positions.ids);
+    const uint64_t i = wide_product(lane.token, static_cast<uint32_t>(positions.id_strides[2]));
+    if (positions.ids_are_int64) {
+      asked.low = words[2 * i];
+      asked.high = words[2 * i + 1];
+    } else {
+      asked.low = words[i];
+    }
+    return asked;
+  }
+
+  __device__ __forceinline__ int64_t get(const RopePositions& positions) const {
+    if (!positions.ids_are_int64) return low;
+    return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(high)) << 32 |
+                                static_cast<uint32_t>(low));
+  }
+};
+
 // Where the table's row of a token starts, in one plane.
 struct TableRow {
   int64_t cos;
   int64_t sin;
   bool exists;  // the table holds the position
 
-  __device__ __forceinline__ static TableRow of(const RopeArgs& args, const Lane& lane, int plane) {
+  template <Path kPath>
+  __device__ __forceinline__ static TableRow of(const RopeArgs& args, const Lane& lane,
+                                                const AskedPosition& asked, int plane) {
+    if constexpr (kPath == Path::kPlain) return of_plain(args, lane, asked);
     const RopePositions& positions = args.positions;
     const RopeTable& table = args.table;
     int64_t position = lane.token_in_batch;
@@ -343,6 +407,30 @@ struct TableRow {
       found.sin += plane * table.sin_strides[0] + lane.batch * table.sin_strides[1];
     }
     return found;
+  }
+
+  // The same where is_plain() holds.
+  __device__ __forceinline__ static TableRow of_plain(const RopeArgs& args, const Lane& lane,
+                                                      const AskedPosition& asked) {
+    const RopePositions& positions = args.positions;
+    const RopeTable& table = args.table;
+    int64_t position = lane.token;
+    if (positions.source == PositionSource::kIds) {
+      position = asked.get(positions);
+    } else if (positions.source == PositionSource::kSegments) {
+      const SeqLens& seqlens = positions.seqlens;
+      const int token = static_cast<int>(lane.token);
+      position = token - seqlens.begin(segment_of_warp(seqlens, token, lane.lane));
+    } else if (positions.source == PositionSource::kDense) {
+      position += positions.first;
+    }
+    const bool exists = positions.source == PositionSource::kToken ||
+                        static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows);
+    const auto row = static_cast<uint32_t>(exists ? position : 0);
+    const auto offset = [&](int64_t stride) {
+      return static_cast<int64_t>(wide_product(row, static_cast<uint32_t>(stride)));
+    };
+    return {offset(table.cos_strides[2]), offset(table.sin_strides[2]), exists};
   }
 
   __device__ __forceinline__ TableRow of_lane(int lane) const {
@@ -460,18 +548,20 @@ struct Angles {
 
 // `shared` has room for the angles of the block's warps where they go through it. The whole warp
 // calls.
-template <bool kDirect, typename T, int V, bool kInterleaved, int kItems>
+template <Path kPath, typename T, int V, bool kInterleaved, int kItems>
 __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& lane,
+                                            const AskedPosition& asked,
                                             const Item<V> (&items)[kItems], bool back,
                                             Arithmetic<T>* shared,
                                             Angles<T, V, kInterleaved> (&angles)[kItems]) {
-  const bool one_plane = args.planes.kind == Planes::kOne;
-  if constexpr (kDirect) {
+  const bool one_plane = kPath == Path::kPlain || args.planes.kind == Planes::kOne;
+  if constexpr (kPath != Path::kStaged) {
     TableRow row{};
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (i == 0 || !one_plane) {
-        row = TableRow::of(args, lane, args.planes.plane_of(items[i].index * V));
+        const int plane = one_plane ? 0 : args.planes.plane_of(items[i].index * V);
+        row = TableRow::of<kPath>(args, lane, asked, plane);
       }
       if (items[i].turns) angles[i].load_row(row, items[i], back, args);
     }
@@ -480,7 +570,7 @@ __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& la
     Arithmetic<T>* cosines = shared + lane.warp * rotary_dim;
     Arithmetic<T>* sines = cosines + rotary_dim / 2;
     // Lane 0 looks for time, lane 1 for height, the others for width.
-    const TableRow row = TableRow::of(args, lane, one_plane ? 0 : min(lane.lane, 2));
+    const TableRow row = TableRow::of<kPath>(args, lane, asked, one_plane ? 0 : min(lane.lane, 2));
     stage_angles(args, lane, row, back, cosines, sines);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -581,17 +671,54 @@ inline HeadMemory head_memory(const void* data, const int64_t (&strides)[3], int
           strides[1] * size, strides[2] * size};
 }
 
+// Vectors of what lies behind the rotated part of a head.
+inline int copy_vectors_of(const RopeArgs& args, int elements) {
+  return static_cast<int>((args.head_dim - args.rotary_dim) / elements);
+}
+
+// Items of a head, with what lies behind the rotated part or without.
+inline int items_of_head(const RopeArgs& args, int elements, bool copies) {
+  return static_cast<int>(args.rotary_dim / 2 / elements) +
+         (copies ? (copy_vectors_of(args, elements) + 1) / 2 : 0);
+}
+
+// Lanes of a head: the least power of two.
+inline int log_group_of(int items) {
+  int log_group = 0;
+  while (log_group < 5 && (1 << log_group) < items) ++log_group;
+  return log_group;
+}
+
+// Warps of a multiprocessor whose lanes have so many registers: each of its quarters has 512 a
+// lane.
+constexpr int warps_of_registers(int registers) { return 4 * (512 / registers); }
+
+// The fewest rows of a warp with which all warps that heads of so many items need run at a time, so
+// that none waits for a whole other one; 0 where `most` are too few. A multiprocessor has registers
+// for `warps_at_a_time`.
+inline int rows_of_one_wave(const RopeArgs& args, int items, int warps_at_a_time, int most) {
+  const int64_t room = static_cast<int64_t>(multiprocessors()) * warps_at_a_time;
+  const int heads_per_row = kWarpSize >> log_group_of(items);
+  for (int rows = 1; rows <= most; ++rows) {
+    int64_t warps = 0;
+    for (int i = 0; i < args.n_tensors; ++i) {
+      warps += ceil_div(args.tensors[i].heads, rows * heads_per_row);
+    }
+    if (warps * args.batch * args.tokens <= room) return rows;
+  }
+  return 0;
+}
+
 // `copies` says whether what lies behind the rotated part is moved; `rows` how many a warp serves.
 inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, bool copies,
                                   int max_warps = kMaxWarps) {
   RopeGeometry geometry;
   geometry.rotary_items = static_cast<int>(args.rotary_dim / 2 / elements);
   if (copies) {
-    geometry.copy_vectors = static_cast<int>((args.head_dim - args.rotary_dim) / elements);
+    geometry.copy_vectors = copy_vectors_of(args, elements);
     geometry.copy_items = (geometry.copy_vectors + 1) / 2;
   }
-  const int items = geometry.rotary_items + geometry.copy_items;
-  while (geometry.log_group < 5 && (1 << geometry.log_group) < items) ++geometry.log_group;
+  geometry.log_group = log_group_of(items_of_head(args, elements, copies));
   const int heads_per_warp = rows * (kWarpSize >> geometry.log_group);
   const int64_t size = size_of(args.dtype);
   geometry.rows = rows;
@@ -625,49 +752,98 @@ inline dim3 blocks_of(const RopeGeometry& geometry) {
   return dim3(geometry.token_blocks, geometry.warp_blocks);
 }
 
-// Calls run.template operator()<T, V, kInterleaved, kDirect>() for the dtype and the widest vectors
-// that fit: 16 bytes, two elements or one. One element holds no pair, so there it is read at run
-// time. With kDirect lanes read angles, and whatever else `fits` speaks of, in vectors of their
-// own; it is worth a kernel of its own, because code that is not run costs time too: it lies
-// between.
-template <typename T, int V, bool kDirect, typename Run>
-void with_pairing(const RopeArgs& args, const Run& run) {
-  if (args.interleaved) return run.template operator()<T, V, true, kDirect>();
-  run.template operator()<T, V, false, kDirect>();
+// Whether tokens of all batch rows are as far apart as those of one, and neither they nor the heads
+// of a warp further apart than 32 bits can say in bytes.
+inline bool is_flat(const int64_t (&strides)[3], int64_t size, const RopeArgs& args) {
+  constexpr int64_t kLimit = int64_t{1} << 32;
+  return (args.batch == 1 || strides[0] == args.tokens * strides[1]) &&
+         strides[1] * size < kLimit && strides[2] * size * kWarpSize < kLimit;
 }
 
-template <typename T, typename Fits, typename Run>
-void with_vectors(const RopeArgs& args, const Fits& fits, const Run& run) {
+// Whole heads turn, by one plane, with lanes for each of their vectors and for no more; tokens are
+// flat, and so is what has their positions, none of them of context parallelism.
+inline bool is_plain(const RopeArgs& args, int elements) {
+  const int64_t vectors = args.head_dim / elements;
+  const RopePositions& positions = args.positions;
+  bool plain = args.rotary_dim == args.head_dim && (vectors & (vectors - 1)) == 0 &&
+               args.planes.kind == Planes::kOne && positions.cp_size == 1;
+  for (int i = 0; i < args.n_tensors; ++i) {
+    const RopeTensor& tensor = args.tensors[i];
+    plain = plain && is_flat(tensor.in_strides, size_of(args.dtype), args) &&
+            is_flat(tensor.out_strides, size_of(args.dtype), args);
+  }
+  // A row of the table, and the ids of a token, as [batch, token] that no head has a part in.
+  const auto flat_rows = [&](const int64_t(&strides)[3]) {
+    const int64_t rows[3] = {strides[1], strides[2], 0};
+    return is_flat(rows, sizeof(int64_t), args);
+  };
+  const auto short_rows = [](int64_t stride) { return stride < int64_t{1} << 31; };
+  switch (positions.source) {
+    case PositionSource::kIds:
+      plain = plain && flat_rows(positions.id_strides);
+      break;
+    case PositionSource::kToken:
+      plain = plain && flat_rows(args.table.cos_strides) && flat_rows(args.table.sin_strides);
+      break;
+    case PositionSource::kDense:
+      plain = plain && args.batch == 1;
+      break;
+    case PositionSource::kSegments:
+      break;
+  }
+  return plain && short_rows(args.table.cos_strides[2]) && short_rows(args.table.sin_strides[2]);
+}
+
+// Calls run.template operator()<T, V, kInterleaved, kPath>() for the dtype, the widest vectors that
+// fit, 16 bytes, two elements or one, and the path; `fits` and `plain` say for how wide vectors the
+// kernel's other arguments allow kDirect and kPlain. One element holds no pair, so there it is read
+// at run time.
+template <typename T, int V, Path kPath, typename Run>
+void with_pairing(const RopeArgs& args, const Run& run) {
+  if (args.interleaved) return run.template operator()<T, V, true, kPath>();
+  run.template operator()<T, V, false, kPath>();
+}
+
+template <typename T, typename Fits, typename Plain, typename Run>
+void with_vectors(const RopeArgs& args, const Fits& fits, const Plain& plain, const Run& run) {
   constexpr int kWide = 16 / sizeof(T);
   if (vectors_fit(args, kWide)) {
     if constexpr (sizeof(T) <= 4) {
-      if (angles_fit(args, kWide) && fits(kWide)) return with_pairing<T, kWide, true>(args, run);
+      if (angles_fit(args, kWide) && fits(kWide)) {
+        if constexpr (sizeof(T) == 2) {
+          if (!args.interleaved && is_plain(args, kWide) && plain(kWide)) {
+            return run.template operator()<T, kWide, false, Path::kPlain>();
+          }
+        }
+        return with_pairing<T, kWide, Path::kDirect>(args, run);
+      }
     }
-    return with_pairing<T, kWide, false>(args, run);
+    return with_pairing<T, kWide, Path::kStaged>(args, run);
   }
   if constexpr (kWide > 4) {
-    if (vectors_fit(args, 2)) return with_pairing<T, 2, false>(args, run);
+    if (vectors_fit(args, 2)) return with_pairing<T, 2, Path::kStaged>(args, run);
   }
-  run.template operator()<T, 1, false, false>();
+  run.template operator()<T, 1, false, Path::kStaged>();
 }
 
-template <typename Fits, typename Run>
-void dispatch_rope(const RopeArgs& args, const Fits& fits, const Run& run) {
+template <typename Fits, typename Plain, typename Run>
+void dispatch_rope(const RopeArgs& args, const Fits& fits, const Plain& plain, const Run& run) {
   switch (args.dtype) {
     case FloatType::kFloat32:
-      return with_vectors<float>(args, fits, run);
+      return with_vectors<float>(args, fits, plain, run);
     case FloatType::kFloat64:
-      return with_vectors<double>(args, fits, run);
+      return with_vectors<double>(args, fits, plain, run);
     case FloatType::kBFloat16:
-      return with_vectors<__nv_bfloat16>(args, fits, run);
+      return with_vectors<__nv_bfloat16>(args, fits, plain, run);
     case FloatType::kFloat16:
-      return with_vectors<__half>(args, fits, run);
+      return with_vectors<__half>(args, fits, plain, run);
   }
 }
 
 template <typename Run>
 void dispatch_rope(const RopeArgs& args, const Run& run) {
-  dispatch_rope(args, [](int) { return true; }, run);
+  const auto always = [](int) { return true; };
+  dispatch_rope(args, always, always, run);
 }
 
 }  // namespace cuseq::cuda

@@ -16,6 +16,7 @@ from test_rope_autograd import (
     CASES,
     COMPILERS,
     STRIDES,
+    WHOLE_HEADS,
     Call,
     Case,
     check_no_worse,
@@ -166,6 +167,38 @@ def test_no_worse_in_other_layouts(case, dtype, device):
     compare_with_unfused(case, dtype, 0.0, device)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("table_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", WHOLE_HEADS)
+def test_no_worse_of_whole_heads(name, trained, table_dtype, dtype, device):
+    call = WHOLE_HEADS[name].build(device, dtype, table_dtype)
+    weights = [w.detach().requires_grad_(trained) for w in weights_of(call)]
+    check_against_unfused(call, call.tensors, weights)
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (9, 1)], ids=str)
+def test_a_token_is_treated_alike_in_calls_of_any_size(heads, cuda):
+    """How many heads a warp serves depends on the number of tokens, what it computes does not."""
+    case = Case((6000,), "ids", heads=heads, dim=128, rotary=128)
+    call = case.build(cuda, torch.bfloat16)
+    weights = [w.detach() for w in weights_of(call)]
+    ids = call.options["position_ids"]
+
+    def run(tokens: slice) -> list[Tensor]:
+        tensors = [t[tokens] for t in call.tensors]
+        outs = fused(call, tensors, weights, position_ids=ids[tokens])
+        grads = [out.detach().flip(-1) for out in outs]
+        return [*outs, *torch.autograd.grad(outs, tensors, grads)]
+
+    small = [run(slice(i, i + 60)) for i in range(0, 6000, 60)]
+    expected = [torch.cat(parts) for parts in zip(*small, strict=True)]
+    for tokens in (300, 700, 1100, 2100, 3000, 6000):
+        for out, wanted in zip(run(slice(tokens)), expected, strict=True):
+            assert torch.equal(out, wanted[:tokens]), tokens
+
+
 def compare_with_unfused(
     case: Case,
     dtype: torch.dtype,
@@ -181,7 +214,7 @@ def check_against_unfused(
     call: Call, tensors: list[Tensor], weights: list[Tensor], offset: float = 0.0
 ) -> None:
     """Results and gradients."""
-    wanted = [*tensors, *weights]
+    wanted = [t for t in (*tensors, *weights) if t.requires_grad]
     ours = fused(call, tensors, weights, offset)
     theirs = unfused(call, tensors, weights, offset)
     for results in zip(ours, theirs, exact(call, tensors, weights, offset), strict=True):
@@ -190,7 +223,7 @@ def check_against_unfused(
     gradients = zip(
         torch.autograd.grad(ours, wanted, grads),
         torch.autograd.grad(theirs, wanted, grads),
-        exact_gradients(call, tensors, weights, grads, offset),
+        exact_gradients(call, tensors, weights, grads, offset)[: len(wanted)],
         strict=True,
     )
     for i, (actual, plain, true) in enumerate(gradients):

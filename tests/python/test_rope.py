@@ -659,18 +659,19 @@ def ints(device, values, dtype=torch.int64) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+@pytest.mark.parametrize("dim", [8, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
-def test_elements_past_2_to_the_31_in_strides(dtype, device, tmp_path, monkeypatch):
+def test_elements_past_2_to_the_31_in_strides(dtype, dim, device, tmp_path, monkeypatch):
     """Each stride of 2^31 in turn; on the CPU the memory is a file of holes."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     far = 2**31 + 16
     if device.type == "cuda":
-        storage = torch.empty(far + 64, dtype=dtype, device=device)
+        storage = torch.empty(far + dim, dtype=dtype, device=device)
     else:
-        storage = torch.from_file(str(tmp_path / "holes"), shared=True, size=far + 64, dtype=dtype)
-    cos, sin = tables(3, 4, device=device)
-    for shape in ((2, 1, 1, 8), (1, 2, 1, 8), (1, 1, 2, 8)):
-        stride = [far if n == 2 else 16 for n in shape[:3]] + [1]
+        storage = torch.from_file(str(tmp_path / "holes"), shared=True, size=far + dim, dtype=dtype)
+    cos, sin = tables(3, dim // 2, device=device)
+    for shape in ((2, 1, 1, dim), (1, 2, 1, dim), (1, 1, 2, dim)):
+        stride = [far if n == 2 else dim for n in shape[:3]] + [1]
         q = storage.as_strided(shape, stride)
         q.copy_(random(*shape, dtype=dtype))
         positions = [1, 2] if shape[1] == 2 else [1] * shape[0]
@@ -715,21 +716,23 @@ FAR = [3, -1, 2**31 - 1, -(2**31), 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("position", FAR)
-def test_position_ids_beyond_the_table(position, device):
-    q, k = random(4, 2, 8, device=device), random(4, 1, 8, device=device, seed=5)
-    cos, sin = tables(3, 2, device=device)
-    ids = ints(device, [2, position, 0, 1])
-    options = dict(position_ids=ids, rotary_dim=4)
+@pytest.mark.parametrize("dtype,dim,turned", [(torch.float32, 8, 4), (torch.bfloat16, 128, 128)])
+def test_position_ids_beyond_the_table(dtype, dim, turned, position, device):
+    q = random(4, 2, dim, dtype=dtype, device=device)
+    k = random(4, 1, dim, dtype=dtype, device=device, seed=5)
+    cos, sin = tables(3, turned // 2, device=device)
+    ids, inside = ints(device, [2, position, 0, 1]), ints(device, [2, 0, 0, 1])
+    options = dict(position_ids=ids, rotary_dim=turned)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=rf"position_ids.*{position}"):
             cuseq.apply_rope(q, k, cos, sin, **options)
         return
-    good = cuseq.apply_rope(q, k, cos, sin, position_ids=ints(device, [2, 0, 0, 1]), rotary_dim=4)
+    good = cuseq.apply_rope(q, k, cos, sin, **options | dict(position_ids=inside))
     for inplace in (False, True):
         results = cuseq.apply_rope(q.clone(), k.clone(), cos, sin, **options, inplace=inplace)
         for x, out, wanted in zip((q, k), results, good, strict=True):
-            assert out[1, :, :4].isnan().all()
-            assert torch.equal(out[1, :, 4:], x[1, :, 4:])
+            assert out[1, :, :turned].isnan().all()
+            assert torch.equal(out[1, :, turned:], x[1, :, turned:])
             assert torch.equal(out[[0, 2, 3]], wanted[[0, 2, 3]])
 
 
@@ -812,9 +815,11 @@ def test_bare_offsets_without_host_values(device):
 
 
 @pytest.mark.kernels
-def test_offsets_that_lie_stay_inside_the_table(cuda):
+@pytest.mark.parametrize("dtype,dim", [(torch.float32, 16), (torch.bfloat16, 128)])
+def test_offsets_that_lie_stay_inside_the_table(dtype, dim, cuda):
     """Whatever offsets without a layout hold, no kernel leaves its tensors (sanitizer)."""
-    q, (cos, sin) = random(64, 2, 16, device=cuda), tables(9, 8, device=cuda)
+    q = random(64, 2, dim, dtype=dtype, device=cuda)
+    cos, sin = tables(9, dim // 2, device=cuda)
     for lie in ([0, -5, 70], [0, 10**9, 3], [5, 64, 65], [-(2**31), 2**31 - 1, 7]):
         for cp in (dict(), dict(cp_size=4, cp_rank=3)):
             (out,) = op([q], cos, sin, ints(cuda, lie, torch.int32), **cp)

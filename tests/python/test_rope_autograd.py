@@ -194,6 +194,30 @@ LARGE = {
     "2x256": Case((9,), "token", heads=(2, 1), dim=256, rotary=64),
 }
 ALL_CASES = CASES | LARGE
+# Whole heads of wide vectors and every way to tell a token's position: in 16 bits most of them take
+# the shortest path of the kernels, and the others look as if they could.
+WHOLE_HEADS = {
+    "packed": Case((70,), lengths=(30, 1, 33), heads=(5, 3), dim=128, rotary=128),
+    "packed, bshd": Case(
+        (2, 35), layout="bshd", lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64
+    ),
+    "packed, bhsd": Case(
+        (2, 35), layout="bhsd", lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64
+    ),
+    "ids": Case((70,), "ids", heads=(3,), dim=256, rotary=256, full_width=True),
+    "ids, bshd": Case((2, 33), "ids", layout="bshd", heads=(5, 1), dim=128, rotary=128),
+    "ids, bhsd": Case((1, 33), "ids", layout="bhsd", heads=(5, 1), dim=128, rotary=128),
+    "ids, bshd, shared": Case(
+        (2, 33), "ids", layout="bshd", shared=True, heads=(2, 2), dim=128, rotary=128
+    ),
+    "dense": Case((60,), "dense", heads=(9, 2), dim=128, rotary=128, options=dict(offset=3)),
+    "dense, bshd": Case((2, 30), "dense", layout="bshd", heads=(2, 2), dim=512, rotary=512),
+    "token": Case((33,), "token", heads=(2, 2), dim=512, rotary=512),
+    "token, bshd": Case((3, 11), "token", layout="bshd", heads=(2, 1), dim=64, rotary=64),
+    "token, bshd, shared": Case(
+        (3, 11), "token", layout="bshd", shared=True, heads=(2, 1), dim=64, rotary=64
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -265,15 +289,72 @@ def test_gradients(name, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("table_dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", LARGE)
-def test_gradients_in_low_precision(name, dtype, table_dtype, device):
-    call = LARGE[name].build(device, dtype, table_dtype)
+@pytest.mark.parametrize("name", LARGE | WHOLE_HEADS)
+def test_values_and_gradients_in_low_precision(name, dtype, table_dtype, device):
+    call = (LARGE | WHOLE_HEADS)[name].build(device, dtype, table_dtype)
     outs = rope(call, call.tensors)
+    plain = [call.plain(t) for t in call.tensors]
+    exact = [call.plain(t.detach().double()) for t in call.tensors]
     grads = incoming(outs)
-    actual = torch.autograd.grad(outs, call.tensors, grads)
-    plain = torch.autograd.grad([call.plain(t) for t in call.tensors], call.tensors, grads)
-    for ours, theirs, exact in zip(actual, plain, plain_gradients(call, grads), strict=True):
-        check_no_worse(ours, theirs, exact, mean=0.75)  # one rounding instead of three
+    results = [
+        *zip(outs, plain, exact, strict=True),
+        *zip(
+            torch.autograd.grad(outs, call.tensors, grads),
+            torch.autograd.grad(plain, call.tensors, grads),
+            plain_gradients(call, grads),
+            strict=True,
+        ),
+    ]
+    for one in results:
+        check_no_worse(*(t.detach() for t in one), mean=0.75)  # one rounding instead of three
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_every_way_to_say_a_position_gives_the_same_bits(layout, device):
+    """Tokens of one row, found by offsets, by ids of either width or in a table of tokens."""
+    lengths = [30, 1, 33]
+    rows = (70,) if layout == "thd" else (1, 70)
+    case = Case(rows, "packed", tuple(lengths), layout, heads=(5, 3), dim=128, rotary=128)
+    call = case.build(device, torch.bfloat16)
+    packed = call.options["packed"]
+    ids = packed.position_ids.view(rows)
+    ways = [
+        {"position_ids": ids.int()},
+        {"position_ids": ids.long()},
+        {"position_ids": ids.long().repeat_interleave(3, -1)[..., ::3]},
+    ]
+    expected = rope(call, call.tensors)
+    for way in ways:
+        given = Call(call.tensors, call.cos, call.sin, {"layout": layout, **way}, call.plain)
+        assert all(map(torch.equal, rope(given, call.tensors), expected)), way
+    cos, sin = (table[ids.long()] for table in (call.cos, call.sin))
+    given = Call(call.tensors, cos, sin, {"layout": layout, "table": "token"}, call.plain)
+    assert all(map(torch.equal, rope(given, call.tensors), expected))
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (9, 1)], ids=str)
+def test_a_token_is_turned_alike_in_calls_of_any_size(heads, cuda):
+    """How many heads a warp serves depends on the number of tokens, what it computes does not."""
+    case = Case((6000,), "ids", heads=heads, dim=128, rotary=128)
+    call = case.build(cuda, torch.bfloat16)
+    ids = call.options["position_ids"]
+
+    def run(tokens: slice) -> list[Tensor]:
+        part = Call(
+            [t[tokens] for t in call.tensors],
+            call.cos,
+            call.sin,
+            call.options | {"position_ids": ids[tokens]},
+            call.plain,
+        )
+        return rope(part, part.tensors)
+
+    small = [run(slice(i, i + 60)) for i in range(0, 6000, 60)]
+    expected = [torch.cat(parts) for parts in zip(*small, strict=True)]
+    for tokens in (300, 700, 1100, 2100, 3000, 6000):
+        for out, wanted in zip(run(slice(tokens)), expected, strict=True):
+            assert torch.equal(out, wanted[:tokens]), tokens
 
 
 @pytest.mark.parametrize("inplace", [False, True])
