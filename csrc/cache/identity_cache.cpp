@@ -7,8 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -29,11 +27,6 @@ constexpr DispatchKeySet kWatchingModes = DispatchKeySet(
 constexpr DispatchKeySet kNotPlainData = DispatchKeySet(
     {DispatchKey::Python, DispatchKey::Fake, DispatchKey::Functionalize,
      DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::ZeroTensor});
-
-bool read_enabled() {
-  const char* value = std::getenv("CUSEQ_CACHE");
-  return value == nullptr || std::strcmp(value, "0") != 0;
-}
 
 // Innermost open scope last. Entries made outside any scope have number 0.
 thread_local std::vector<uint64_t> open_scopes;
@@ -182,8 +175,8 @@ IdentityCache& IdentityCache::instance() {
 }
 
 IdentityCache::IdentityCache()
-    : enabled_(read_enabled()),
-      max_entries_(limit_from_environment("CUSEQ_CACHE_MAX_ENTRIES", 64)),
+    : enabled_(switch_from_environment("CUSEQ_CACHE", true)),
+      max_entries_(limit_from_environment("CUSEQ_CACHE_MAX_ENTRIES", 64, /*least=*/1)),
       max_bytes_(limit_from_environment("CUSEQ_CACHE_MAX_BYTES")) {
   constexpr auto lock = [] { instance().lock_all(); };
   constexpr auto unlock = [] { instance().unlock_all(); };

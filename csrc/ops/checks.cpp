@@ -17,10 +17,7 @@ namespace {
 constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
 bool device_checks_enabled() {
-  static const bool enabled = [] {
-    const char* value = std::getenv("CUSEQ_CHECK");
-    return value != nullptr && std::strcmp(value, "1") == 0;
-  }();
+  static const bool enabled = switch_from_environment("CUSEQ_CHECK", false);
   return enabled;
 }
 
@@ -173,13 +170,21 @@ bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
   return false;
 }
 
-int64_t limit_from_environment(const char* name, int64_t fallback) {
+bool switch_from_environment(const char* name, bool fallback) {
+  const char* value = std::getenv(name);
+  if (value == nullptr || *value == '\0') return fallback;
+  const bool on = std::strcmp(value, "1") == 0;
+  TORCH_CHECK_VALUE(on || std::strcmp(value, "0") == 0, name, " must be 0 or 1, got '", value, "'");
+  return on;
+}
+
+int64_t limit_from_environment(const char* name, int64_t fallback, int64_t least) {
   const char* value = std::getenv(name);
   if (value == nullptr || *value == '\0') return fallback;
   char* end = nullptr;
   const int64_t limit = std::strtoll(value, &end, 10);
-  TORCH_CHECK_VALUE(*end == '\0' && limit >= 0, name, " must be a number of at least 0, got '",
-                    value, "'");
+  TORCH_CHECK_VALUE(*end == '\0' && limit >= least, name, " must be a number of at least ", least,
+                    ", got '", value, "'");
   return limit;
 }
 

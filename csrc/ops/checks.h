@@ -42,9 +42,13 @@ const int32_t* read_host_meta(const at::Tensor& host_meta);
 // True while the current stream of the tensor's device is being captured into a CUDA graph.
 bool is_capturing(const at::Tensor& tensor);
 
+// An environment variable that is 0 or 1.
+bool switch_from_environment(const char* name, bool fallback);
+
 // The number of an environment variable, such as a limit in bytes; without one there is no limit.
 int64_t limit_from_environment(const char* name,
-                               int64_t fallback = std::numeric_limits<int64_t>::max());
+                               int64_t fallback = std::numeric_limits<int64_t>::max(),
+                               int64_t least = 0);
 
 at::TensorOptions int32_on(const at::Tensor& like);
 

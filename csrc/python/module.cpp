@@ -303,5 +303,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("exit_scope", [](uint64_t scope) { cuseq::IdentityCache::instance().exit_scope(scope); });
   m.def("build_info", &build_info);
 
-  cuseq::IdentityCache::instance().set_watcher({&watch, &unwatch});
+  try {
+    cuseq::IdentityCache::instance().set_watcher({&watch, &unwatch});
+  } catch (const c10::Error&) {  // of an environment variable; the import raises it as it is
+    torch::translate_exception_to_python(std::current_exception());
+    throw py::error_already_set();
+  }
 }

@@ -30,6 +30,8 @@ _check_torch(_build_config.TORCH_VERSION, torch.__version__)
 try:
     from cuseq import _C
 except ImportError as error:
+    if isinstance(error.__cause__, ValueError):  # of an environment variable
+        raise error.__cause__ from None
     raise ImportError(
         f"cuseq, built with torch {_build_config.TORCH_VERSION} (CUDA {_build_config.TORCH_CUDA}), "
         f"does not load into torch {torch.__version__} (CUDA {torch.version.cuda}): {error}; "

@@ -309,6 +309,22 @@ def test_the_least_recently_used_goes_first(limit, hits, run_python):
     assert result.stdout.strip() == f"{hits} 3 1", result.stderr
 
 
+@pytest.mark.parametrize(
+    "name,value,rule",
+    [
+        ("CUSEQ_CACHE", "no", "0 or 1"),
+        ("CUSEQ_CACHE_MAX_ENTRIES", "0", "a number of at least 1"),
+        ("CUSEQ_CACHE_MAX_BYTES", "1G", "a number of at least 0"),
+        ("CUSEQ_CACHE_MAX_BYTES", "-1", "a number of at least 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(name, value, rule, run_python):
+    """By the import, with no word about reinstalling."""
+    result = run_python("import cuseq", **{name: value})
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == f"ValueError: {name} must be {rule}, got '{value}'"
+
+
 @pytest.mark.slow
 def test_a_value_larger_than_the_limit_drives_nothing_out(run_python):
     result = run_python(LEAST_RECENTLY_USED + LARGER_THAN_THE_LIMIT, CUSEQ_CACHE_MAX_BYTES="1000")
