@@ -125,14 +125,40 @@ class _WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_out):
-        q, k, v, sinks, out, total = ctx.saved_tensors
-        grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *ctx.arguments)
+        inputs = ctx.saved_tensors[:4]
+        create_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        with torch.no_grad():
+            grads = _WithSinks.gradients(grad_out, *ctx.saved_tensors, ctx.arguments)
+        if create_graph:
+            grads = _Once.apply(grad_out, *inputs, *grads)
+        return *grads, *[None] * len(ctx.arguments)
+
+    @staticmethod
+    def gradients(grad_out, q, k, v, sinks, out, total, arguments) -> tuple[Tensor, ...]:
+        grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *arguments)
         share = (sinks.to(total.dtype).unsqueeze(1) - total).exp()
         taken = (grad_out.to(total.dtype) * out).sum(-1)  # [tokens, heads], zero on the tail
         grad_sinks = -torch.einsum("ht,th->h", share, taken.to(total.dtype))
-        return *grads, grad_sinks.to(sinks.dtype), *[None] * len(ctx.arguments)
+        return *grads, grad_sinks.to(sinks.dtype)
+
+
+class _Once(torch.autograd.Function):
+    """Hands on gradients of what comes before them, and raises where they are differentiated.
+
+    PyTorch's `once_differentiable` does so only if the incoming gradient has a graph.
+    """
+
+    @staticmethod
+    def forward(ctx, grad_out, q, k, v, sinks, *grads):
+        return grads
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "cuseq::varlen_attention cannot be differentiated twice: its kernels have no second "
+            "derivative; use eager attention where you need create_graph=True"
+        )
 
 
 def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) -> int:

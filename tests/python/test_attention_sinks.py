@@ -115,6 +115,11 @@ def test_second_derivatives_raise(device):
     packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
     q, k, v, sinks = inputs(torch.float64, device)
     out = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
-    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    for loss in (out.sum(), out.square().sum()):  # whose gradient is a constant, and is not
+        wanted = [q, k, v, sinks]
+        grads = torch.autograd.grad(loss, wanted, create_graph=True)
+        plain = torch.autograd.grad(loss, wanted, retain_graph=True)
+        assert all(map(torch.equal, grads, plain))
+        for grad in grads:
+            with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+                torch.autograd.grad(grad.sum(), wanted, retain_graph=True, allow_unused=True)
