@@ -22,9 +22,11 @@ template <typename T, int V>
 inline constexpr int kBackwardRegisters =
     sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
 
-// Of frozen weights, where is_plain() holds: one row, since nothing is gained by staying.
-constexpr int kFrozenWarps = 2;  // of a block
+// Of frozen weights, where is_plain() holds: one row a warp, in blocks of so many warps, as long as
+// so many waves of them do. Warps that stay until the end read memory in a better order.
+constexpr int kFrozenWarps = 2;
 constexpr int kFrozenRegisters = 64;
+constexpr int kFrozenWaves = 20;
 
 // Rows on their way into shared memory, kStages of them, each from kSources tensors. A lane waits
 // for nothing but what it asked for itself. Registers could hold no more than one row.
@@ -649,6 +651,16 @@ HeadInputs head_inputs_of(const QkNormRopeArgs& args) {
   return inputs;
 }
 
+// Whether a kernel without sums is the faster one.
+bool is_short_and_frozen(const QkNormRopeArgs& args, int elements) {
+  const RopeArgs& rope = args.rope;
+  const int64_t room =
+      static_cast<int64_t>(multiprocessors()) * warps_of_registers(kFrozenRegisters);
+  const int items = items_of_head(rope, elements, /*copies=*/false);
+  return args.partials == nullptr && args.weight_dtype == rope.dtype &&
+         weights_fit(args, elements) && warps_needed(rope, items, 1) <= kFrozenWaves * room;
+}
+
 template <typename T, int V>
 void launch_frozen_backward(const QkNormRopeArgs& args, Stream stream) {
   const RopeGeometry geometry =
@@ -664,9 +676,7 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   const RopeArgs& rope = args.rope;
   const bool frozen = args.partials == nullptr;
   if constexpr (kPath == Path::kPlain) {
-    if (frozen && args.weight_dtype == rope.dtype && weights_fit(args, V)) {
-      return launch_frozen_backward<T, V>(args, stream);
-    }
+    if (is_short_and_frozen(args, V)) return launch_frozen_backward<T, V>(args, stream);
   }
   const RopeGeometry geometry = backward_geometry<T, V, kPath>(rope);
   const int head_dim = static_cast<int>(rope.head_dim);
@@ -674,7 +684,7 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
       (angle_elements<A, kPath>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
       warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
   const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
-  // Where speed has been given up anyway, or seldom gets here, one kernel serves both.
+  // One kernel serves both, but where partial heads and planes take its registers.
   constexpr bool kBoth = kPath != Path::kDirect;
   const auto kernel = frozen ? qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, kBoth>
                              : qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, true>;
@@ -688,12 +698,13 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
 }
 
 // As few rows as let all warps run at a time; where that takes too many, as many as make the warps
-// of the query alike.
+// of the tensor with more heads alike.
 int forward_rows(const RopeArgs& rope, int elements, int registers) {
   const int items = items_of_head(rope, elements, /*copies=*/true);
   const int rows = rows_of_one_wave(rope, items, warps_of_registers(registers), kForwardRows);
   if (rows > 0) return rows;
-  const int64_t all = ceil_div(rope.tensors[0].heads, kWarpSize >> log_group_of(items));
+  const int64_t heads = std::max(rope.tensors[0].heads, rope.tensors[1].heads);
+  const int64_t all = ceil_div(heads, kWarpSize >> log_group_of(items));
   return static_cast<int>(ceil_div(all, ceil_div(all, kForwardRows)));
 }
 

@@ -693,18 +693,20 @@ inline int log_group_of(int items) {
 // lane.
 constexpr int warps_of_registers(int registers) { return 4 * (512 / registers); }
 
-// The fewest rows of a warp with which all warps that heads of so many items need run at a time, so
-// that none waits for a whole other one; 0 where `most` are too few. A multiprocessor has registers
-// for `warps_at_a_time`.
+// Warps that all heads need, of so many items each, with so many rows a warp.
+inline int64_t warps_needed(const RopeArgs& args, int items, int rows) {
+  const int heads_per_warp = rows * (kWarpSize >> log_group_of(items));
+  int64_t warps = 0;
+  for (int i = 0; i < args.n_tensors; ++i) warps += ceil_div(args.tensors[i].heads, heads_per_warp);
+  return warps * args.batch * args.tokens;
+}
+
+// The fewest rows of a warp with which all warps run at a time, so that none waits for a whole
+// other one; 0 where `most` are too few. A multiprocessor has registers for `warps_at_a_time`.
 inline int rows_of_one_wave(const RopeArgs& args, int items, int warps_at_a_time, int most) {
   const int64_t room = static_cast<int64_t>(multiprocessors()) * warps_at_a_time;
-  const int heads_per_row = kWarpSize >> log_group_of(items);
   for (int rows = 1; rows <= most; ++rows) {
-    int64_t warps = 0;
-    for (int i = 0; i < args.n_tensors; ++i) {
-      warps += ceil_div(args.tensors[i].heads, rows * heads_per_row);
-    }
-    if (warps * args.batch * args.tokens <= room) return rows;
+    if (warps_needed(args, items, rows) <= room) return rows;
   }
   return 0;
 }

@@ -178,7 +178,7 @@ def test_no_worse_of_whole_heads(name, trained, table_dtype, dtype, device):
     check_against_unfused(call, call.tensors, weights)
 
 
-@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (9, 1)], ids=str)
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (9, 1), (0, 40)], ids=str)
 def test_a_token_is_treated_alike_in_calls_of_any_size(heads, cuda):
     """How many heads a warp serves depends on the number of tokens, what it computes does not."""
     case = Case((6000,), "ids", heads=heads, dim=128, rotary=128)
@@ -197,6 +197,21 @@ def test_a_token_is_treated_alike_in_calls_of_any_size(heads, cuda):
     for tokens in (300, 700, 1100, 2100, 3000, 6000):
         for out, wanted in zip(run(slice(tokens)), expected, strict=True):
             assert torch.equal(out, wanted[:tokens]), tokens
+
+
+@pytest.mark.parametrize("heads", [(16, 8), (5, 1)], ids=str)
+def test_frozen_weights_in_a_long_row(heads, cuda):
+    """Which has another kernel than short ones."""
+    case = Case((50_000,), "ids", heads=heads, dim=128, rotary=128)
+    call = case.build(cuda, torch.bfloat16)
+    weights = [w.detach() for w in weights_of(call)]
+    outs = fused(call, call.tensors, weights)
+    grads = incoming(outs)
+    actual = torch.autograd.grad(outs, call.tensors, grads)
+    expected = exact_gradients(call, call.tensors, weights, grads)[: len(outs)]
+    for one, other in zip(actual, expected, strict=True):
+        rounding = torch.finfo(one.dtype).eps / 2 * other.abs()
+        assert ((one.double() - other).abs() <= rounding + 1e-4).all()
 
 
 def compare_with_unfused(
