@@ -126,12 +126,12 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        inputs = ctx.saved_tensors[:4]
+        saved = ctx.saved_tensors  # a checkpoint hands them out once
         create_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         with torch.no_grad():
-            grads = _WithSinks.gradients(grad_out, *ctx.saved_tensors, ctx.arguments)
+            grads = _WithSinks.gradients(grad_out, *saved, ctx.arguments)
         if create_graph:
-            grads = _Once.apply(grad_out, *inputs, *grads)
+            grads = _Once.apply(grad_out, *saved[:4], *grads)
         return *grads, *[None] * len(ctx.arguments)
 
     @staticmethod
