@@ -663,6 +663,7 @@ bool is_short_and_frozen(const QkNormRopeArgs& args, int elements) {
 
 template <typename T, int V>
 void launch_frozen_backward(const QkNormRopeArgs& args, Stream stream) {
+  if (has_no_work(args.rope)) return;
   const RopeGeometry geometry =
       rope_geometry(args.rope, V, /*rows=*/1, /*copies=*/false, kFrozenWarps);
   qk_norm_rope_frozen_backward_kernel<T, V>

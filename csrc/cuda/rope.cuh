@@ -701,8 +701,9 @@ inline int64_t warps_needed(const RopeArgs& args, int items, int rows) {
   return warps * args.batch * args.tokens;
 }
 
-// The fewest rows of a warp with which all warps run at a time, so that none waits for a whole
-// other one; 0 where `most` are too few. A multiprocessor has registers for `warps_at_a_time`.
+// The fewest rows of a warp with which a GPU has registers for all warps at a time, so that hardly
+// one waits for a whole other one; 0 where `most` are too few. A multiprocessor has registers for
+// `warps_at_a_time`, less what whole blocks leave unused.
 inline int rows_of_one_wave(const RopeArgs& args, int items, int warps_at_a_time, int most) {
   const int64_t room = static_cast<int64_t>(multiprocessors()) * warps_at_a_time;
   for (int rows = 1; rows <= most; ++rows) {
@@ -757,9 +758,9 @@ inline dim3 blocks_of(const RopeGeometry& geometry) {
 // Whether tokens of all batch rows are as far apart as those of one, and neither they nor the heads
 // of a warp further apart than 32 bits can say in bytes.
 inline bool is_flat(const int64_t (&strides)[3], int64_t size, const RopeArgs& args) {
-  constexpr int64_t kLimit = int64_t{1} << 32;
-  return (args.batch == 1 || strides[0] == args.tokens * strides[1]) &&
-         strides[1] * size < kLimit && strides[2] * size * kWarpSize < kLimit;
+  const int64_t limit = (int64_t{1} << 32) / size;
+  return (args.batch == 1 || strides[0] == args.tokens * strides[1]) && strides[1] < limit &&
+         strides[2] < limit / kWarpSize;
 }
 
 // Whole heads turn, by one plane, with lanes for each of their vectors and for no more; tokens are

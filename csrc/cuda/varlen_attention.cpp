@@ -189,11 +189,12 @@ AttentionGradients flash_backward(const Tensor& grad_out, const Tensor& query, c
   const Tensor v = flash_rows(value, head_dim);
   const Tensor o = flash_rows(out, head_dim);
   const Tensor grad_o = flash_rows(grad_out.contiguous(), head_dim);
+  const Tensor lse = logsumexp.contiguous();
   const int64_t heads_per_call = heads_per_backward(q, plan.n_seqs);
   auto [grad_query, grad_key, grad_value] =
       heads_per_call >= q.size(1)
-          ? flash_backward_once(grad_o, q, k, v, o, logsumexp, offsets, plan)
-          : flash_backward_by_heads(grad_o, q, k, v, o, logsumexp, offsets, plan, heads_per_call);
+          ? flash_backward_once(grad_o, q, k, v, o, lse, offsets, plan)
+          : flash_backward_by_heads(grad_o, q, k, v, o, lse, offsets, plan, heads_per_call);
   grad_query = unpad_last_dim(grad_query, query.size(2));
   grad_key = unpad_last_dim(grad_key, key.size(2));
   grad_value = unpad_last_dim(grad_value, value.size(2));

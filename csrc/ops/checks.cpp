@@ -16,16 +16,16 @@ namespace {
 
 constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
-bool device_checks_enabled() {
-  static const bool enabled = switch_from_environment("CUSEQ_CHECK", false);
-  return enabled;
-}
-
 at::Tensor as_host_int64(const at::Tensor& tensor) {
   return tensor.to(at::TensorOptions().dtype(at::kLong).device(at::kCPU)).contiguous();
 }
 
 }  // namespace
+
+bool device_checks_enabled() {
+  static const bool enabled = switch_from_environment("CUSEQ_CHECK", false);
+  return enabled;
+}
 
 bool values_can_be_read(const at::Tensor& tensor) {
   return tensor.is_cpu() || (device_checks_enabled() && !is_capturing(tensor));

@@ -304,6 +304,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
 
   try {
+    cuseq::device_checks_enabled();
     cuseq::IdentityCache::instance().set_watcher({&watch, &unwatch});
   } catch (const c10::Error&) {  // of an environment variable; the import raises it as it is
     torch::translate_exception_to_python(std::current_exception());

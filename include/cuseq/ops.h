@@ -104,6 +104,10 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& fi
 // stream. At once for any other tensor.
 CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
 
+// Whether values on a device are checked, which waits for them: CUSEQ_CHECK=1. ValueError for what
+// is neither 0 nor 1.
+CUSEQ_API bool device_checks_enabled();
+
 // One number of a host_meta (a HostMetaSlot of cuseq/seqlens.h), waited for and checked.
 CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);
 

@@ -151,7 +151,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, grad_out, q, k, v, sinks, *grads):
-        return grads
+        return tuple(grad.clone() for grad in grads)  # views could not be edited in place
 
     @staticmethod
     def backward(ctx, *grads):

@@ -66,7 +66,8 @@ def apply_rope(
             height and width (Qwen2-VL). `position_ids`, or the table of "token", then have a first
             dimension of 3.
         mrope_interleaved: planes alternate, `t h w t h w ... t`, instead of `t.. h.. w..`
-            (Qwen3-VL).
+            (Qwen3-VL). Height and width have every third pair at most: where a count asks for more,
+            the rest turns by time, as in transformers.
         cp_size: ranks of context parallelism; `packed` is then the layout of the whole row, of
             which this rank holds its two parts of each sequence in order, and each length is a
             multiple of `2 * cp_size`. Without `packed`, of each row.

@@ -418,9 +418,9 @@ def test_errors_name_argument_rule_and_value(change, message):
         (dict(logsumexp=torch.zeros(6, 4)), r"logsumexp must have shape \[4, 6\], got \[6, 4\]"),
     ],
 )
-def test_backward_called_by_hand_checks_what_the_forward_gave(change, message):
-    packed = PackedLayout.from_lengths([2, 3], 6)
-    call = dict(zip(("query", "key", "value"), inputs(6), strict=True))
+def test_backward_called_by_hand_checks_what_the_forward_gave(change, message, device):
+    packed = PackedLayout.from_lengths([2, 3], 6, device=device)
+    call = dict(zip(("query", "key", "value"), inputs(6, device=device), strict=True))
     call |= {"cu_seqlens": packed.cu_seqlens_static, "host_meta": packed.host_meta}
     with torch.no_grad():
         out, logsumexp = op(**call)
@@ -428,7 +428,24 @@ def test_backward_called_by_hand_checks_what_the_forward_gave(change, message):
         call |= {"grad_out": torch.ones_like(out), "out": out, "logsumexp": logsumexp}
         assert [grad.shape for grad in backward(**call)] == [x.shape for x in inputs(6)]
         with pytest.raises((ValueError, TypeError), match=message):
-            backward(**call | change)
+            backward(**call | {name: given.to(device) for name, given in change.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_called_by_hand_takes_any_strides(dtype, device):
+    packed = PackedLayout.from_lengths([2, 3], 6, device=device)
+    given = {"cu_seqlens": packed.cu_seqlens_static, "host_meta": packed.host_meta}
+    given |= dict(
+        zip(("query", "key", "value"), inputs(6, device=device, dtype=dtype), strict=True)
+    )
+    with torch.no_grad():
+        out, logsumexp = op(**given)
+        grad_out = torch.randn_like(out)
+        backward = torch.ops.cuseq.varlen_attention_backward
+        plain = dict(grad_out=grad_out, out=out, logsumexp=logsumexp)
+        turned = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in plain.items()}
+        for one, other in zip(backward(**given, **plain), backward(**given, **turned), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_wrong_device_names_the_remedy(cuda):

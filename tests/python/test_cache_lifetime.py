@@ -313,6 +313,7 @@ def test_the_least_recently_used_goes_first(limit, hits, run_python):
     "name,value,rule",
     [
         ("CUSEQ_CACHE", "no", "0 or 1"),
+        ("CUSEQ_CHECK", "yes", "0 or 1"),
         ("CUSEQ_CACHE_MAX_ENTRIES", "0", "a number of at least 1"),
         ("CUSEQ_CACHE_MAX_BYTES", "1G", "a number of at least 0"),
         ("CUSEQ_CACHE_MAX_BYTES", "-1", "a number of at least 0"),

@@ -201,6 +201,7 @@ def test_meta_beside_other_devices_is_refused():
             call()
     out, _ = ops.varlen_attention(shape, shape, shape, *attention)
     assert out.is_meta and out.shape == shape.shape
+    assert ops.gather_rows([], index.to("meta"), index.to("meta"), [6], 1, []) == []
 
 
 def test_pure_ops_are_tagged_for_compilers():

@@ -34,6 +34,11 @@ import cuseq
 EPS = 1e-6
 LOW = [torch.float32, torch.bfloat16, torch.float16]
 OFFSETS = [pytest.param(0.0, id="Qwen"), pytest.param(1.0, id="Gemma")]
+SMALL_AND_WHOLE = [
+    pytest.param(torch.float64, 8, id="small"),
+    pytest.param(torch.bfloat16, 128, id="whole heads"),
+]
+TRAINED_OR_FROZEN = pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 
 
 @pytest.fixture(autouse=True)
@@ -169,11 +174,11 @@ def test_no_worse_in_other_layouts(case, dtype, device):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("table_dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("own_table", [True, False], ids=["own table", "fp32 table"])
+@TRAINED_OR_FROZEN
 @pytest.mark.parametrize("name", WHOLE_HEADS)
-def test_no_worse_of_whole_heads(name, trained, table_dtype, dtype, device):
-    call = WHOLE_HEADS[name].build(device, dtype, table_dtype)
+def test_no_worse_of_whole_heads(name, trained, own_table, dtype, device):
+    call = WHOLE_HEADS[name].build(device, dtype, dtype if own_table else None)
     weights = [w.detach().requires_grad_(trained) for w in weights_of(call)]
     check_against_unfused(call, call.tensors, weights)
 
@@ -309,25 +314,31 @@ def test_eps(eps, device):
 
 
 @pytest.mark.kernels
+@TRAINED_OR_FROZEN
+@pytest.mark.parametrize("dtype,dim", SMALL_AND_WHOLE)
 @pytest.mark.parametrize("heads", [(2, 1), (2,)], ids=str)
-def test_no_tokens(heads, device):
-    call = Case((0,), lengths=(), heads=heads).build(device)
-    weights = weights_of(call)
+def test_no_tokens(heads, dtype, dim, trained, device):
+    call = Case((0,), lengths=(), heads=heads, dim=dim, rotary=dim).build(device, dtype)
+    weights = [w.detach().requires_grad_(trained) for w in weights_of(call)]
     outs = fused(call, call.tensors, weights)
     assert [out.shape for out in outs] == [t.shape for t in call.tensors]
-    grads = torch.autograd.grad(outs, [*call.tensors, *weights], outs)
+    wanted = [*call.tensors, *(weights if trained else [])]
+    grads = torch.autograd.grad(outs, wanted, outs)
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads)
-    assert [g.shape for g in grads] == [t.shape for t in (*call.tensors, *weights)]
+    assert [g.shape for g in grads] == [t.shape for t in wanted]
 
 
 @pytest.mark.kernels
+@TRAINED_OR_FROZEN
+@pytest.mark.parametrize("dtype,dim", SMALL_AND_WHOLE)
 @pytest.mark.parametrize("heads", [(0,), (0, 2), (2, 0)], ids=str)
-def test_no_heads(heads, device):
-    call = Case((5,), lengths=(2, 3), heads=heads).build(device)
-    weights = weights_of(call)
+def test_no_heads(heads, dtype, dim, trained, device):
+    case = Case((5,), lengths=(2, 3), heads=heads, dim=dim, rotary=dim)
+    call = case.build(device, dtype)
+    weights = [w.detach().requires_grad_(trained) for w in weights_of(call)]
     outs = fused(call, call.tensors, weights)
-    grads = torch.autograd.grad(outs, [*call.tensors, *weights], outs)
-    for weight, n in zip(grads[len(outs) :], heads, strict=True):
+    grads = torch.autograd.grad(outs, [*call.tensors, *(weights if trained else [])], outs)
+    for weight, n in zip(grads[len(outs) :], heads, strict=False):
         assert n > 0 or torch.equal(weight, torch.zeros_like(weight))
 
 

@@ -288,7 +288,7 @@ def test_gradients(name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("table_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("table_dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", LARGE | WHOLE_HEADS)
 def test_values_and_gradients_in_low_precision(name, dtype, table_dtype, device):
     call = (LARGE | WHOLE_HEADS)[name].build(device, dtype, table_dtype)
