@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuseq.layout import PackedLayout, Spans
+from cuseq.layout import PackedLayout, Spans, check_layout
 
 _ops = torch.ops.cuseq
 
@@ -68,6 +68,7 @@ def varlen_attention(
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3], device=q.device)
         >>> out = cuseq.varlen_attention(q, k, v, packed)
     """
+    check_layout(packed)
     if spans is not None:
         spans = packed._checked_spans(spans)
     one_by_one = (

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from cuseq import _C
 from cuseq._lengths import as_int
-from cuseq.layout import LENGTH_DIVISOR, PackedLayout, _capturing, _outside_inference_mode
+from cuseq.layout import (
+    LENGTH_DIVISOR,
+    PackedLayout,
+    _capturing,
+    _outside_inference_mode,
+    check_layout,
+)
 from cuseq.pad import one_or_all
 
 _ops = torch.ops.cuseq
@@ -95,6 +101,7 @@ def _check_rows(tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
 
 def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor]:
     """Which tokens ranks have, one rank after the other, and where each token is among them."""
+    check_layout(packed)
     if (cp_size, zigzag) in packed._deals:
         return packed._deals[cp_size, zigzag]
     packed._check_whole()

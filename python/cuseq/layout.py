@@ -790,6 +790,12 @@ class PackedLayout:
         )
 
 
+def check_layout(packed: object) -> None:
+    """What is given as `packed` is easily lengths or offsets."""
+    if not isinstance(packed, PackedLayout):
+        raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
+
+
 def _moved(first: Tensor, second: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     if first.device.type == "cpu" and device.type == "cuda" and not first.is_pinned():
         numbers, others = _C.copy_to_device(first.view(-1), second.view(-1), device)

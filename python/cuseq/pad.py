@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq.collate import IGNORE_INDEX, mask_boundary_labels
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 
@@ -43,6 +43,7 @@ def pack(
 def _packed(
     packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
 ) -> Sequence[Tensor]:
+    check_layout(packed)
     slots, tokens = packed._batch_rows()
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.shape[:2] != tokens.shape:
@@ -67,6 +68,7 @@ def unpack(
     """
     if packed is None:
         return one_or_all(tensors)
+    check_layout(packed)
     slots, tokens = packed._batch_rows()
     for number, tensor in enumerate(tensors):
         if tensor.shape[:1] != slots.shape:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from cuseq import _C
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 
@@ -200,8 +200,7 @@ def _positions_of(
     """Offsets and host_meta of the segments in which positions restart, or positions."""
     if packed is None:
         return None, None, position_ids
-    if not isinstance(packed, PackedLayout):
-        raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
+    check_layout(packed)
     if packed._positions is None:
         segments = packed._physical
         return segments.cu_seqlens_static, segments.host_meta, position_ids

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuseq._lengths import as_int
 from cuseq.collate import IGNORE_INDEX
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, check_layout
 
 
 def split_by_tokens(
@@ -75,8 +75,7 @@ def _checked_layout(batch: Mapping[str, Any]) -> PackedLayout:
         if key not in batch:
             raise ValueError(f"batch must have {key}, as PackingCollator makes it")
     packed = batch["packed"]
-    if not isinstance(packed, PackedLayout):
-        raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
+    check_layout(packed)
     for key, value in batch.items():
         if key == "packed":
             continue

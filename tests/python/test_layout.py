@@ -403,3 +403,24 @@ def test_a_longer_row_has_whole_tokens(device):
     ):
         with pytest.raises(kind, match=message):
             packed.with_total_tokens(tokens)
+
+
+@pytest.mark.parametrize("given", [torch.tensor([0, 2, 5], dtype=torch.int32), [2, 3]])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda packed, x: cuseq.varlen_attention(x, x, x, packed),
+        lambda packed, x: cuseq.apply_rope(x, x, x[:, 0, :4], x[:, 0, :4], packed=packed),
+        lambda packed, x: cuseq.pack(packed, x),
+        lambda packed, x: cuseq.unpack(packed, x),
+        lambda packed, x: cuseq.cp_partition(packed, 2, 0, x),
+        lambda packed, x: cuseq.cp_join(packed, 2, x),
+    ],
+    ids=["attention", "rope", "pack", "unpack", "cp_partition", "cp_join"],
+)
+def test_what_is_no_layout_is_refused_by_name(call, given):
+    """Offsets are what flash-attention takes there."""
+    with pytest.raises(
+        TypeError, match=rf"packed must be a PackedLayout, got {type(given).__name__}"
+    ):
+        call(given, torch.randn(5, 2, 8))
