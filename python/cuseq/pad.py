@@ -36,6 +36,7 @@ def pack(
     """
     if packed is None:
         return one_or_all(tensors)
+    check_layout(packed)
     names = [f"tensors[{number}]" for number in range(len(tensors))]
     return one_or_all(_packed(packed, names, tensors, _fills(fill, tensors)))
 
@@ -43,7 +44,6 @@ def pack(
 def _packed(
     packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
 ) -> Sequence[Tensor]:
-    check_layout(packed)
     slots, tokens = packed._batch_rows()
     for name, tensor in zip(names, tensors, strict=True):
         if tensor.shape[:2] != tokens.shape:

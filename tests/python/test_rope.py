@@ -711,20 +711,22 @@ def test_more_than_2_to_the_31_elements(layout, cuda, monkeypatch):
 
 # Positions that the table does not have.
 
-FAR = [3, -1, 2**31 - 1, -(2**31), 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
+FAR = [
+    (dtype, position)
+    for dtype, most in ((torch.int32, 2**31 - 1), (torch.int64, 2**63 - 1))
+    for position in (3, -1, 2**31 - 1, -(2**31), 2**32, 2**32 + 1, 2**63 - 1, -(2**63))
+    if -most - 1 <= position <= most
+]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("position", FAR)
-@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("ids_dtype,position", FAR)
 @pytest.mark.parametrize("dtype,dim,turned", [(torch.float32, 8, 4), (torch.bfloat16, 128, 128)])
 def test_position_ids_beyond_the_table(dtype, dim, turned, ids_dtype, position, device):
     q = random(4, 2, dim, dtype=dtype, device=device)
     k = random(4, 1, dim, dtype=dtype, device=device, seed=5)
     cos, sin = tables(3, turned // 2, device=device)
-    ids, inside = ints(device, [2, position, 0, 1]), ints(device, [2, 0, 0, 1])
-    if -(2**31) <= position < 2**31:
-        ids = ids.to(ids_dtype)
+    ids, inside = (ints(device, [2, p, 0, 1], ids_dtype) for p in (position, 0))
     options = dict(position_ids=ids, rotary_dim=turned)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=rf"position_ids.*{position}"):
