@@ -2,6 +2,7 @@
 
 Environment:
     CUSEQ_REQUIRE_CUDA=1: a missing GPU, or a build without CUDA kernels, fails instead of skipping.
+    CUSEQ_TEST_SEED: other random numbers in every test than those of seed 0.
     CI: hypothesis draws the same examples in every run.
 """
 
@@ -14,6 +15,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
@@ -56,6 +58,13 @@ def device(request) -> torch.device:
 def cuda() -> torch.device:
     """For what only a GPU can show."""
     return _cuda()
+
+
+@pytest.fixture(autouse=True)
+def own_numbers(request):
+    """What a test draws depends on its name alone, not on the run or on the tests before it."""
+    seed = int(os.environ.get("CUSEQ_TEST_SEED", "0"))
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + seed)
 
 
 @pytest.fixture(autouse=True)
