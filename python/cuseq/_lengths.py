@@ -6,7 +6,6 @@ import sys
 import warnings
 from array import array
 from collections.abc import Iterable
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,27 +42,6 @@ def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
     if values.dtype == torch.uint64 and bool((converted < 0).any()):
         raise ValueError("lengths must fit in int64, but some of these uint64 do not")
     return converted
-
-
-def as_int(value: Any, name: str, least: int | None = None) -> int:
-    """An int of 64 bits, or what stands for one exactly."""
-    try:
-        value = index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {value!r}") from error
-    if least is not None and value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name} must fit in int64, got {value}")
-    return value
-
-
-def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:
-    """One of the names that an argument may have."""
-    if value not in choices:
-        *others, last = (f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
-    return value
 
 
 def _is_array(lengths: Any) -> bool:

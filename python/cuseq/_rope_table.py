@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from cuseq._arguments import as_int
+
 _KEPT = 8
 _FIRST_ROWS = 1024
 
@@ -55,6 +57,8 @@ def rope_table(
     Example:
         >>> cos, sin = cuseq.rope_table(4096, 128, theta=1e6, device="cuda")
     """
+    if not torch.compiler.is_compiling():  # where they may be symbols
+        length, rotary_dim = as_int(length, "length"), as_int(rotary_dim, "rotary_dim")
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     if rotary_dim <= 0 or rotary_dim % 2 != 0:

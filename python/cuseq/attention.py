@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from cuseq._arguments import check_tensor
 from cuseq.layout import PackedLayout, Spans, check_layout
 
 _ops = torch.ops.cuseq
@@ -68,6 +69,8 @@ def varlen_attention(
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3], device=q.device)
         >>> out = cuseq.varlen_attention(q, k, v, packed)
     """
+    for value, name in ((q, "q"), (k, "k"), (v, "v")):
+        check_tensor(value, name)
     check_layout(packed)
     if spans is not None:
         spans = packed._checked_spans(spans)
@@ -95,7 +98,9 @@ def varlen_attention(
 def _attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, arguments: tuple[Any, ...]
 ) -> Tensor:
-    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+    check_tensor(sinks, "sinks")
+    fits = sinks.shape == q.shape[1:2] and sinks.is_floating_point() and sinks.device == q.device
+    if not fits and q.dim() == 3:  # another q is what the op refuses
         raise ValueError(
             f"sinks must be floating point [heads = {q.shape[1]}] on {q.device}, got "
             f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._lengths import as_int
+from cuseq._arguments import as_int, check_tensor
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
@@ -44,6 +44,7 @@ def mask_boundary_labels(
         >>> cuseq.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])
         tensor([-100,    6, -100,    8,    9, -100])
     """
+    check_tensor(labels, "labels")
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
         if packed.total_tokens != labels.numel():
@@ -52,9 +53,7 @@ def mask_boundary_labels(
                 f"got {labels.numel()}"
             )
     else:
-        # Sequences of length zero may outnumber the tokens.
-        max_seqs = max(len(lengths_or_layout), labels.numel())
-        packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel(), max_seqs=max_seqs)
+        packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel())
     packed = packed.to(labels.device)
     return _ops.mask_boundary_labels(
         labels, packed.cu_seqlens_static, shifted, ignore_index, packed._padded_static

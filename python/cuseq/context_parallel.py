@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._lengths import as_int
+from cuseq._arguments import as_int
 from cuseq.layout import (
     LENGTH_DIVISOR,
     PackedLayout,

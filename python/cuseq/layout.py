@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C, masks
-from cuseq._lengths import as_int
+from cuseq._arguments import as_int
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -284,6 +284,9 @@ class PackedLayout:
         from_cu_seqlens: bool,
         num_seqs: Tensor | None = None,
     ) -> PackedLayout:
+        if not torch.compiler.is_compiling():  # where they may be symbols
+            total_tokens = None if total_tokens is None else as_int(total_tokens, "total_tokens")
+            max_seqs = None if max_seqs is None else as_int(max_seqs, "max_seqs")
         if total_tokens is None:
             if source.device.type != "cpu":
                 # Values are needed now: with them on the host nothing has to wait again.
@@ -907,6 +910,8 @@ def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
             raise ValueError(f"{name} must fit in int64, got {values!r}") from error
     if values.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
+    if values.device.type == "meta":
+        raise ValueError(f"{name} must have values, got a tensor on meta")
     return values
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cuseq._lengths import as_int, host_lengths, one_of
+from cuseq._arguments import as_int, one_of
+from cuseq._lengths import host_lengths
 
 if TYPE_CHECKING:
     import numpy

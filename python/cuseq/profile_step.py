@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _profile_report as _report
-from cuseq._lengths import as_int
+from cuseq._arguments import as_int
 from cuseq._profile_lines import LineLog
 from cuseq._profile_trace import (
     WINDOW,

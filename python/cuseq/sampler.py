@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from cuseq._arguments import as_int, one_of
 from cuseq._deal import deal, order_of, rows_to_take_apart, seed_of, shuffle_groups, take_apart
-from cuseq._lengths import as_int, host_lengths, one_of
+from cuseq._lengths import host_lengths
 from cuseq._state import refuse_other
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._lengths import as_int
+from cuseq._arguments import as_int
 from cuseq.collate import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 

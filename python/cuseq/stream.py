@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from cuseq._arguments import as_int, one_of
 from cuseq._deal import rows_to_take_apart, seed_of, take_apart
-from cuseq._lengths import as_int, one_of
 from cuseq._state import refuse_other
 
 _ops = torch.ops.cuseq

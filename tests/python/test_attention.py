@@ -400,6 +400,11 @@ def test_autocast_takes_the_dtype_of_the_region(device):
             for scale in (0, -1, math.inf, math.nan)
         ),
         (dict(packed=PackedLayout.from_lengths([2], 5)), "total_tokens = 5 tokens, got 6"),
+        (dict(q=[1.0]), "q must be a tensor, got list"),
+        (dict(k=None), "k must be a tensor, got NoneType"),
+        (dict(v="v"), "v must be a tensor, got str"),
+        (dict(sinks=[0.0] * 4), "sinks must be a tensor, got list"),
+        (dict(q=torch.zeros(64), sinks=torch.zeros(4)), "query must have shape"),
     ],
 )
 def test_errors_name_argument_rule_and_value(change, message):

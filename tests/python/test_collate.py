@@ -90,6 +90,10 @@ def test_wrong_labels_are_refused(device):
     labels = torch.arange(6, device=device)
     with pytest.raises(TypeError, match="labels must be int32 or int64, got Float"):
         mask_boundary_labels(labels.float(), [2, 3])
+    with pytest.raises(TypeError, match="labels must be a tensor, got list"):
+        mask_boundary_labels(labels.tolist(), [2, 3])
+    with pytest.raises(TypeError, match="lengths must be ints or an integer tensor, got None"):
+        mask_boundary_labels(labels, None)
     with pytest.raises(ValueError, match="total_tokens = 7.*6"):
         mask_boundary_labels(labels, PackedLayout.from_lengths([2, 3], 7))
     with pytest.raises(ValueError, match="lengths must sum to at most total_tokens = 6, got 7"):

@@ -1282,6 +1282,8 @@ def test_what_the_tables_do_not_depend_on(device):
         (dict(rotary_dim=15), ValueError, "rotary_dim must .*15"),
         (dict(rotary_dim=0), ValueError, "rotary_dim must .*0"),
         (dict(rotary_dim=-2), ValueError, "rotary_dim must .*-2"),
+        (dict(length="8"), TypeError, "length must be an int, got '8'"),
+        (dict(rotary_dim=16.0), TypeError, "rotary_dim must be an int, got 16.0"),
         (dict(inv_freq=torch.ones(7)), ValueError, "inv_freq must .*7"),
         (dict(inv_freq=torch.ones(1, 8)), ValueError, "inv_freq must"),
         (dict(dtype=torch.int32), TypeError, "dtype must"),
