@@ -24,8 +24,8 @@ Host time of cuseq is of the op (or the function), which looks nothing up; of a 
 each layout new; and of a hit, the same layout again. "Same" says whether a peer's mask hides what
 cuseq's hides, real tokens only: on the tail they differ by intention.
 
-The peers' packages come from the folder in PEERS (default .peers, as made by assemble.sh); what is
-not there is said, and left out. No step is begun that may end after LIMIT_S (CPU_LIMIT_S).
+The peers' packages come from the folder in PEERS (default .peers; peers.txt says how to fill it);
+what is not there is said, and left out. No step is begun that may end after LIMIT_S (CPU_LIMIT_S).
 
 Targets are the project's, for the H200; on a CPU that against transformers.
 """

@@ -23,8 +23,8 @@ beside cuseq: dense and varlen, 256 to 8,192 tokens, microseconds, and by how mu
 differ at most and in the mean.
 
 unsloth patches transformers and torch when it is imported, so a process of its own measures it and
-the sweep. The peers' packages come from the folder in PEERS (default .peers, as made by
-assemble.sh); what is not there is said, and left out.
+the sweep. The peers' packages come from the folder in PEERS (default .peers; peers.txt
+says how to fill it); what is not there is said, and left out.
 
 Targets are the project's, for the H200.
 """

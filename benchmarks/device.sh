@@ -13,7 +13,8 @@
 #             it, results go to benchmarks/results/DATE
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks thd training_step);
 #             unsloth is another, of nearly 10 minutes
-#   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth (.peers)
+#   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth (.peers):
+#             benchmarks/peers.txt says how to fill it
 #   TOKENS    row lengths of the training step (the benchmark's own choice)
 #   CUSEQ_COMMIT  the commit to name in the results, where there is no .git
 set -uo pipefail

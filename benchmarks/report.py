@@ -194,13 +194,14 @@ def draw_bars(
             [value for _, value in drawn],
             width,
             label=name,
+            color=pyplot.get_cmap("tab20")(index % 20),
         )
         axes.bar_label(bars, fmt="{:.3g}", fontsize=6)
     axes.set_yscale("log")
     axes.set_ylabel(unit)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_title(title)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -48,7 +48,7 @@ def import_unsloth(peers: Path, xformers: bool) -> None:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     if xformers:
-        ctypes.CDLL(str(peers / "_cudart12" / "libcudart.so.12"))
+        ctypes.CDLL(str(next((peers / "_cudart12").rglob("libcudart.so.12"))))
     import unsloth  # noqa: F401
 
 

@@ -59,6 +59,6 @@ def invalidate(lengths: Tensor) -> None:
     """Drops what was computed from a tensor (lengths, offsets, spans), and all references to it.
 
     Needed after a write that PyTorch's version counter cannot see (`lengths.data.copy_(...)`, a raw
-    kernel, another process), and before `torch.utils.swap_tensors` on it.
+    kernel, another process), and before `torch.utils.swap_tensors` on it. Never synchronises.
     """
     _C.invalidate(lengths)

@@ -38,7 +38,13 @@ def mask_boundary_labels(
         ignore_index: what the loss ignores.
 
     Returns:
-        A new tensor like `labels`. Never synchronises.
+        A new tensor like `labels`.
+
+    Raises:
+        ValueError, TypeError: labels of another size or dtype, or not contiguous; lengths as for
+            `PackedLayout.from_lengths`.
+
+    Never synchronises, unless the lengths lie on a GPU and the labels on the host.
 
     Example:
         >>> cuseq.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])

@@ -74,6 +74,11 @@ def cp_join(
 
     Returns:
         `[total_tokens, ...]` of each, one for one, a tuple for several. Differentiable.
+
+    Raises:
+        ValueError, TypeError: as `cp_partition`; a tensor has other leading dimensions.
+
+    Never synchronises where lengths are known on the host; else it waits for their copy once.
     """
     cp_size, _ = _rank(cp_size, 0)
     tokens, places = _deal(packed, cp_size, zigzag)

@@ -151,7 +151,7 @@ class PackedLayout:
     ) -> PackedLayout:
         """From offsets, int32 or int64 `[n_seqs + 1]` that start at 0 and do not descend.
 
-        Arguments and errors otherwise as for `from_lengths`.
+        Arguments, errors and waiting otherwise as for `from_lengths`.
         """
         source = _as_tensor(cu_seqlens, "cu_seqlens")
         return cls._build(source, total_tokens, max_seqs, device, from_cu_seqlens=True)
@@ -218,6 +218,14 @@ class PackedLayout:
             plane: which plane of three-dimensional positions to read.
             max_seqs: capacity of `cu_seqlens_static`, default the number of tokens.
             device: where the layout shall lie, default where the positions lie.
+
+        Raises:
+            ValueError, TypeError: as `cu_seqlens_from_position_ids`; or there are more sequences
+                than `max_seqs`, of positions on a GPU at the first use of a host value.
+
+        Never synchronises. How many sequences there are a GPU knows first: `lengths`, `cu_seqlens`,
+        `position_ids` and `seq_ids` are cut by it, so the first use of one of them waits for the
+        small copy as well.
         """
         offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
         tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
@@ -433,7 +441,14 @@ class PackedLayout:
         """Keywords of transformers' flash attention: offsets as tensors, longest lengths as ints.
 
         `packed`, the layout itself, goes with them, since the four names alone make compiled code
-        fall back to bounds.
+        fall back to bounds. Of a layout from lengths on a GPU the first call waits for their copy.
+
+        Returns:
+            `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[n_seqs + 1]`; `max_length_q` and
+            `max_length_k`, tokens; `packed`.
+
+        Raises:
+            ValueError: there is padding between sequences, or the layout is a rank's part.
         """
         self._check_whole()
         if self._segments is not None:
@@ -539,6 +554,9 @@ class PackedLayout:
 
         Returns:
             torch's `BlockMask` of `[rows, 1, row_length, row_length]`.
+
+        Raises:
+            ValueError, TypeError: what is wrong with an argument.
         """
         if spans is not None or row_length is not None:
             spans = self._checked_spans(spans, row_length)

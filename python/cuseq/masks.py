@@ -135,6 +135,9 @@ def block_mask(
         torch's `BlockMask` of `[rows, 1, row_length, row_length]`, key side and query side, whole
         blocks apart from those seen in part. Its `mask_mod` reads where a query's keys begin, and
         where they end if causality does not say it.
+
+    Raises:
+        ValueError, TypeError: as `mask_ranges`; a block without tokens.
     """
     ranges = mask_ranges(
         lengths,

@@ -25,7 +25,9 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
         int32 `[n_seqs + 1]` on the device of `lengths`.
 
     Raises:
-        ValueError: a length on the host is negative, or they sum to more than 2^31 - 1.
+        ValueError: a length on the host is negative, or they sum to more than 2^31 - 1; `lengths`
+            has another number of dimensions.
+        TypeError: `lengths` is of another dtype.
 
     Example:
         >>> cuseq.cu_seqlens(torch.tensor([2, 3]))
@@ -42,12 +44,26 @@ def max_seqlen(lengths: Tensor) -> Tensor:
 
     Returns:
         int32 `[]` on the device of `lengths`; 0 when there is no sequence.
+
+    Raises:
+        ValueError, TypeError: as `cu_seqlens`.
     """
     return _ops.max_seqlen(lengths)
 
 
 def max_seqlen_sync(lengths: Tensor) -> int:
-    """The longest length as a Python int. Synchronises when `lengths` lies on a GPU."""
+    """The longest length as a Python int. Synchronises when `lengths` lies on a GPU.
+
+    Args:
+        lengths: int32 or int64 `[n_seqs]`, tokens.
+
+    Returns:
+        Tokens; 0 when there is no sequence.
+
+    Raises:
+        ValueError, TypeError: as `cu_seqlens`.
+        RuntimeError: a CUDA graph is being captured, which cannot wait.
+    """
     return _ops.max_seqlen_sync(lengths)
 
 
@@ -59,6 +75,9 @@ def last_token_indices(lengths: Tensor) -> Tensor:
 
     Returns:
         int32 `[n_seqs]`; -1 for a sequence of length zero, which has no token.
+
+    Raises:
+        ValueError, TypeError: as `cu_seqlens`.
     """
     return _ops.last_token_indices(lengths)
 
@@ -74,6 +93,10 @@ def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
 
     Returns:
         int32 `[total_tokens]`.
+
+    Raises:
+        ValueError, TypeError: as `cu_seqlens`; or lengths on the host sum to more than
+            `total_tokens`.
 
     Example:
         >>> cuseq.position_ids(torch.tensor([2, 3]), 6)
@@ -92,6 +115,9 @@ def seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
     Returns:
         int32 `[total_tokens]`, ascending.
 
+    Raises:
+        ValueError, TypeError: as `position_ids`.
+
     Example:
         >>> cuseq.seq_ids(torch.tensor([2, 3]), 6)
         tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
@@ -109,6 +135,9 @@ def lengths_from_padding_mask(mask: Tensor) -> Tensor:
 
     Returns:
         int32 `[batch]`.
+
+    Raises:
+        ValueError, TypeError: `mask` has another number of dimensions, or is floating point.
     """
     return _ops.lengths_from_padding_mask(mask)
 
@@ -136,6 +165,10 @@ def cu_seqlens_from_position_ids(
         `cu_seqlens`, int32 `[max_seqs + 1]` with the last offset repeated, and the number of
         sequences, int32 `[1]`, which is above `max_seqs` where they did not all fit.
 
+    Raises:
+        ValueError, TypeError: `position_ids` of another shape or dtype, `max_seqs` below 0, or
+            `plane` missing, refused or out of range. What positions say is not checked.
+
     Example:
         >>> cuseq.cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 1, 2]), max_seqs=3)
         (tensor([0, 2, 5, 5], dtype=torch.int32), tensor([2], dtype=torch.int32))
@@ -148,7 +181,16 @@ def packed_cu_seqlens(lengths: Tensor) -> Tensor:
 
     Editing `lengths` in place, by anything that PyTorch's version counter sees, computes it anew.
     Inside torch.compile, under a dispatch mode or while a CUDA graph is captured the cache is left
-    alone and the pure op runs.
+    alone and the pure op runs. Never synchronises.
+
+    Args:
+        lengths: int32 or int64 `[n_seqs]`, tokens of each sequence, any device.
+
+    Returns:
+        int32 `[n_seqs + 1]`, shared by all who ask for these lengths: do not edit it.
+
+    Raises:
+        ValueError, TypeError: as `cu_seqlens`.
     """
     if torch.compiler.is_compiling():
         return _ops.packed_cu_seqlens(lengths)
@@ -156,14 +198,36 @@ def packed_cu_seqlens(lengths: Tensor) -> Tensor:
 
 
 def packed_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`position_ids` through the identity cache, as `packed_cu_seqlens`."""
+    """`position_ids` through the identity cache, as `packed_cu_seqlens`.
+
+    Args:
+        lengths: int32 or int64 `[n_seqs]`, tokens.
+        total_tokens: length of the row in memory, tail included; another one is another entry.
+
+    Returns:
+        int32 `[total_tokens]`, shared: do not edit it.
+
+    Raises:
+        ValueError, TypeError: as `position_ids`.
+    """
     if torch.compiler.is_compiling():
         return _ops.packed_position_ids(lengths, total_tokens)
     return _C.packed_position_ids(lengths, total_tokens)
 
 
 def packed_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`seq_ids` through the identity cache, as `packed_cu_seqlens`."""
+    """`seq_ids` through the identity cache, as `packed_cu_seqlens`.
+
+    Args:
+        lengths: int32 or int64 `[n_seqs]`, tokens.
+        total_tokens: length of the row in memory, tail included; another one is another entry.
+
+    Returns:
+        int32 `[total_tokens]`, shared: do not edit it.
+
+    Raises:
+        ValueError, TypeError: as `position_ids`.
+    """
     if torch.compiler.is_compiling():
         return _ops.packed_seq_ids(lengths, total_tokens)
     return _C.packed_seq_ids(lengths, total_tokens)

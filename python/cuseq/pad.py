@@ -197,7 +197,8 @@ def equalize_tokens(
     Args:
         packed: this rank's layout; None is handed through, without a word to the others.
         group: whose ranks, default all. Over NCCL the number goes by the current GPU and comes
-            back by a synchronisation; over gloo nothing touches a GPU.
+            back by a synchronisation; over gloo nothing touches a GPU. A row that gets longer waits
+            for the layout's host values where lengths came from a GPU.
 
     Returns:
         The layout with a longer tail; the same one where it is as long already.

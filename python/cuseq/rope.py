@@ -159,6 +159,8 @@ def apply_qk_norm_rope(
     Raises:
         ValueError, TypeError: as `apply_rope`; and where `k` and `k_weight` are not both given.
 
+    Waits as `apply_rope` does.
+
     Example:
         >>> q, k = cuseq.apply_qk_norm_rope(
         ...     q, k, norm_q.weight, norm_k.weight, cos, sin, eps=1e-6, packed=packed

@@ -551,7 +551,7 @@ def test_what_packed_attention_cannot_do_raises(device):
     ids, layout = make_ids(device), make_layout(device)
     with pytest.raises(ValueError, match="dropout=0.1"):
         make_model("qwen3", device, attention_dropout=0.1).train()(ids, packed=layout)
-    with pytest.raises(ValueError, match="must be a cuseq.PackedLayout, got list"):
+    with pytest.raises(TypeError, match="packed must be a PackedLayout, got list"):
         make_model("qwen3", device)(ids, packed=LENGTHS)
 
     model = make_model("qwen3", device)

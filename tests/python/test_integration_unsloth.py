@@ -199,7 +199,7 @@ def test_a_layout_of_another_row_gives_way_to_lengths(device):
 
 
 def test_a_layout_must_be_one():
-    with pytest.raises(TypeError, match="packed must be a cuseq.PackedLayout, got dict"):
+    with pytest.raises(TypeError, match="packed must be a PackedLayout, got dict"):
         integration.get_packed_info_from_kwargs({"packed": {}}, torch.device("cpu"))
 
 

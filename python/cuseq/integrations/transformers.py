@@ -51,6 +51,7 @@ from transformers.utils.import_utils import is_tracing
 import cuseq
 from cuseq.integrations._enable import Enabled, disable, enable, recurrent_layers
 from cuseq.integrations._remember import remember
+from cuseq.layout import check_layout
 
 __all__ = ["DeferredMask", "Enabled", "cuseq_attention", "cuseq_mask", "disable", "enable"]
 
@@ -327,8 +328,7 @@ def cuseq_attention(
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim], a view of what models pass.
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     if packed is not None:
-        if not isinstance(packed, cuseq.PackedLayout):
-            raise ValueError(f"packed must be a cuseq.PackedLayout, got {type(packed).__name__}")
+        check_layout(packed)
         if not compiling:  # else the op compares the sizes when it runs
             _check_total(packed, rows[0])
             packed = packed.to(query.device)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import cuseq
 from cuseq.integrations._remember import remember
-from cuseq.layout import PackedLayout, _to_host
+from cuseq.layout import PackedLayout, _to_host, check_layout
 
 _PACKING = "unsloth.utils.packing"
 _DISPATCH = "unsloth.utils.attention_dispatch"
@@ -90,8 +90,7 @@ def get_packed_info_from_kwargs(
             return _original("get_packed_info_from_kwargs")(kwargs, device, position_ids)
         return packed, None, None
     if packed is not None:
-        if not isinstance(packed, PackedLayout):
-            raise TypeError(f"packed must be a cuseq.PackedLayout, got {type(packed).__name__}")
+        check_layout(packed)
         if lengths is None or packed.num_sequences == lengths.numel():
             infos = _infos.setdefault(packed, {})
             if device not in infos:
