@@ -108,7 +108,7 @@ def take_apart(
         rows: sample numbers.
         num_rows: how many rows to make, at least as many as there are. With fewer samples than
             that, the first ones are repeated.
-        lengths, costs: of each sample.
+        lengths, costs: of each sample; what is longer costs as much at least.
         capacity: most tokens of a row.
     """
     samples = [sample for row in rows for sample in row]
@@ -125,22 +125,29 @@ def _spread(
     costs: Mapping[int, float],
     capacity: int,
 ) -> list[list[int]] | None:
-    """From the costliest sample on, each into the cheapest row; None if one fits nowhere."""
+    """From the costliest sample on, each into the cheapest row; None if one fits nowhere.
+
+    What costs more is as long at least, so lengths descend: a row without room for a sample is out
+    of the way until one comes that it has room for.
+    """
     made: list[list[int]] = [[] for _ in range(num_rows)]
     room = [capacity] * num_rows
     # Cost, samples, number: an empty row comes first, so that none stays empty.
     cheapest = [(0.0, 0, number) for number in range(num_rows)]
+    roomiest: list[tuple[int, tuple[float, int, int]]] = []  # of those out of the way
     for sample in sorted(samples, key=lambda sample: (-costs[sample], -lengths[sample])):
-        full = []
-        while cheapest and room[cheapest[0][2]] < lengths[sample]:
-            full.append(heappop(cheapest))
+        length = lengths[sample]
+        while roomiest and -roomiest[0][0] >= length:
+            heappush(cheapest, heappop(roomiest)[1])
+        while cheapest and room[cheapest[0][2]] < length:
+            entry = heappop(cheapest)
+            heappush(roomiest, (-room[entry[2]], entry))
         if not cheapest:
             return None
         cost, count, number = heappop(cheapest)
         made[number].append(sample)
-        room[number] -= lengths[sample]
-        for entry in (*full, (cost + costs[sample], count + 1, number)):
-            heappush(cheapest, entry)
+        room[number] -= length
+        heappush(cheapest, (cost + costs[sample], count + 1, number))
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,11 +102,13 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Guarantees: every sample goes to one rank, once; no row holds more than `capacity` tokens; every
     rank has the same number of steps. Where rows are no multiple of `world_size * accumulation`,
-    some are taken apart, so that nothing is repeated; only where too few rows hold more than one
-    sample are some repeated, counted in `repeated` (`drop_last` leaves such rows out instead).
+    some are taken apart, so that nothing is repeated; only where too few rows (with `buffer` of the
+    last window) hold more than one sample are some repeated, counted in `repeated` (`drop_last`
+    leaves such rows out instead).
 
     An epoch is a function of the arguments and the epoch's number. Iterating again without
-    `set_epoch` repeats it, as torch's `DistributedSampler` does.
+    `set_epoch` repeats it, as torch's `DistributedSampler` does. Of several iterations at a time
+    the state is that of the one that went on last.
 
     Attributes:
         epoch: number of the epoch, set with `set_epoch`.
@@ -212,19 +215,35 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._forget_plan()
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._step, self._start = self._start, 0
+        # Told at once, but used up by the first batch only: torchdata's StatefulDataLoader loads a
+        # state into what it has called iter() of, and drops iterators that it never starts.
+        self._step = self._start
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[list[int]]:
+        start, self._start = self._start, 0
+        step = self._step = start
         passed = 0
         for window in self._windows():
             steps = window.num_rows // self.world_size
-            skip = max(0, self._step - passed)
+            skip = max(0, step - passed)
             if skip < steps:
                 for batch in self._batches(window, skip):
-                    self._step += 1
+                    step += 1
+                    self._step = step
                     yield batch
             passed += steps
             del window  # the next one is made meanwhile
-        if self._step > passed:
-            raise ValueError(f"step must be at most the {passed} of the epoch, got {self._step}")
+        if step > passed:
+            raise ValueError(f"step must be at most the {passed} of the epoch, got {step}")
+        if start == passed > 0:
+            # With workers StatefulDataLoader starts an iterator that it drops, then another one.
+            self._start = start
+            warnings.warn(
+                f"the state that was loaded is of the end of epoch {self.epoch}, of which nothing "
+                "is left: set_epoch chooses another one",
+                stacklevel=2,
+            )
 
     def __len__(self) -> int:
         """Batches of the epoch, the same on every rank.
@@ -272,8 +291,9 @@ class PackedBatchSampler(Sampler[list[int]]):
                 iterated, so call `set_epoch` for another epoch after that.
 
         Returns:
-            A dict of plain values, the same on every rank. At the end of an epoch it says so: the
-            next iteration yields nothing, unless `set_epoch` chooses another epoch first.
+            A dict of plain values, the same on every rank. At the end of an epoch it says so: once
+            it is loaded, iterations yield nothing, with a warning, until `set_epoch` chooses
+            another epoch.
 
         Raises:
             ValueError: `steps` is beyond the epoch.
@@ -293,8 +313,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: the state is of other lengths or arguments; the message says which differ.
                 During the iteration: its step is beyond the epoch.
+            TypeError: it is no state.
         """
-        refuse_other(state, self._settings())
+        refuse_other(state, self._settings(), ("epoch", "step"))
         self.set_epoch(state["epoch"])
         self._start = self._step = as_int(state["step"], "step", least=0)
 
@@ -447,6 +468,8 @@ def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:
     if balance is None or (isinstance(balance, str) and balance in ("tokens", "attention")):
         return balance
     try:
+        if isinstance(balance, str):
+            raise ValueError("no such name")
         quadratic, linear, constant = (float(value) for value in balance)
     except (TypeError, ValueError):
         coefficients = None

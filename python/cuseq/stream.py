@@ -39,6 +39,19 @@ class _Held(NamedTuple):
     sample: Any
 
 
+class _Pass:
+    """Where one pass stands: what a state says of its window, and how far it has read."""
+
+    def __init__(self, position: dict[str, Any]):
+        self.position = position
+        self.consumed = position["consumed"]
+        self.skipped = position["skipped"]
+
+    @property
+    def window(self) -> int:
+        return self.position["window_number"]
+
+
 class PackedStream(IterableDataset[list[Any]]):
     """Rows, lists of samples, from an iterable of samples that need not know its length.
 
@@ -75,7 +88,7 @@ class PackedStream(IterableDataset[list[Any]]):
     of these rows hold more than one sample are some repeated (`drop_last` leaves them out instead).
 
     Attributes:
-        skipped: how many samples of this pass were longer than `capacity`.
+        skipped: how many samples of the pass that went on last were longer than `capacity`.
 
     Raises:
         ValueError: an argument is out of range, or, during the pass, a length is negative or above
@@ -116,14 +129,25 @@ class PackedStream(IterableDataset[list[Any]]):
         self.strategy = one_of(strategy, "strategy", _STRATEGIES)
         self.length = _tokens if length is None else length
         self.shuffle = bool(shuffle)
-        self.seed = as_int(seed, "seed")
+        self.seed = seed
         self.overlong = one_of(overlong, "overlong", _OVERLONG)
         self.drop_last = bool(drop_last)
-        self.skipped = 0
-        self._consumed = 0
-        self._position = _START
-        self._resumes = False
-        self._source_start: Any = None  # of a source that was put in the middle, to start anew
+        self._pass = _Pass(_START)  # the one that went on last
+        self._loaded: _Pass | None = None  # the next one
+        self._source_start: Any = None  # state of a source that has one, before its first pass
+        self._source_moved = False  # whether another state was loaded into it since
+
+    @property
+    def seed(self) -> int:
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = as_int(seed, "seed")
+
+    @property
+    def skipped(self) -> int:
+        return self._pass.skipped
 
     # ----------------------------------------------------------------------------- the pass
 
@@ -134,81 +158,104 @@ class PackedStream(IterableDataset[list[Any]]):
                 "PackedStream would be read by each worker of a DataLoader, and repeated: "
                 f"num_workers must be 0 or 1, got {worker.num_workers}"
             )
-        resumes, self._resumes = self._resumes, False
-        if not resumes:
-            self._consumed = self.skipped = 0
-            # Without a state of the source, which starts anew with iter(), unless it was resumed:
-            # some go on from a loaded state in every later pass.
-            self._position = copy.deepcopy(_START)
-            if self._source_start is not None:
-                self.iterable.load_state_dict(self._source_start)
-                self._source_start = None
-        samples, held = self._resumed() if resumes else (iter(self.iterable), [])
+        # Told at once, but a loaded state is used up by the first row only: torchdata's
+        # StatefulDataLoader drops iterators that it never starts.
+        self._pass = self._loaded or _Pass(copy.deepcopy(_START))
+        return self._rows()
+
+    def _rows(self) -> Iterator[list[Any]]:
+        loaded, self._loaded = self._loaded, None
+        at = self._pass = loaded or _Pass(copy.deepcopy(_START))
+        samples, held = self._resumed(at) if loaded else (self._from_the_start(), [])
         while True:
-            ended = self._refill(held, samples)
-            rows, held = self._packed(held, ended)
+            ended = self._refill(at, held, samples)
+            rows, held = self._packed(at, held, ended)
+            done = at.position["done"]
+            if done > len(rows):
+                raise ValueError(
+                    f"done must be at most the {len(rows)} rows of the state's window, got {done}"
+                )
             # From the end, so that none is held once it is yielded.
-            rows = rows[self._position["done"] :][::-1]
+            rows = rows[done:][::-1]
             while rows:
-                self._position["done"] += 1
+                at.position["done"] += 1
+                self._pass = at
                 yield rows.pop()
             if ended:
                 return
-            self._position = self._window_start(self._position["window_number"] + 1, held)
+            at.position = self._window_start(at, held)
 
-    def _window_start(self, number: int, held: list[_Held]) -> dict[str, Any]:
+    def _window_start(self, at: _Pass, held: list[_Held]) -> dict[str, Any]:
         """What a state says of the window that begins now."""
-        methods = ("state_dict", "load_state_dict")
-        stateful = all(hasattr(self.iterable, method) for method in methods)
+        stateful = self._is_stateful()
         return {
-            "window_number": number,
+            "window_number": at.window + 1,
             "done": 0,
-            "consumed": self._consumed,
-            "skipped": self.skipped,
-            "held": [[e.number, e.since, e.sample if stateful else None] for e in held],
+            "consumed": at.consumed,
+            "skipped": at.skipped,
+            # Copies: who gets a sample may change it.
+            "held": [
+                [e.number, e.since, copy.deepcopy(e.sample) if stateful else None] for e in held
+            ],
             "source": copy.deepcopy(self.iterable.state_dict()) if stateful else None,
         }
 
-    def _resumed(self) -> tuple[Iterator[Any], list[_Held]]:
-        """The samples from the window's start on, and those held over into it."""
-        source, held = self._position["source"], self._position["held"]
-        self._consumed, self.skipped = self._position["consumed"], self._position["skipped"]
-        if source is not None:
+    def _is_stateful(self) -> bool:
+        methods = ("state_dict", "load_state_dict")
+        return all(hasattr(self.iterable, method) for method in methods)
+
+    def _from_the_start(self) -> Iterator[Any]:
+        """All samples. Some sources go on from a loaded state in every later pass."""
+        self._note_start()
+        if self._source_moved:
+            self.iterable.load_state_dict(copy.deepcopy(self._source_start))
+            self._source_moved = False
+        return iter(self.iterable)
+
+    def _note_start(self) -> None:
+        if self._source_start is None and self._is_stateful():
             self._source_start = copy.deepcopy(self.iterable.state_dict())
+
+    def _resumed(self, at: _Pass) -> tuple[Iterator[Any], list[_Held]]:
+        """The samples from the window's start on, and those held over into it."""
+        source, held = at.position["source"], at.position["held"]
+        if source is not None:
+            self._note_start()
             self.iterable.load_state_dict(copy.deepcopy(source))
-            return iter(self.iterable), [self._measured(*entry) for entry in held]
-        samples = iter(self.iterable)
+            self._source_moved = True
+            return iter(self.iterable), [self._measured(*copy.deepcopy(entry)) for entry in held]
+        samples = self._from_the_start()
         wanted = {number for number, _, _ in held}
         found = {}
-        for number in range(self._consumed):
+        for number in range(at.consumed):
             sample = next(samples, _END)
             if sample is _END:
                 raise ValueError(
-                    f"the iterable must be that of the state, which had read {self._consumed} "
+                    f"the iterable must be that of the state, which had read {at.consumed} "
                     f"samples of it, but it ended after {number}"
                 )
             if number in wanted:
                 found[number] = sample
         return samples, [self._measured(n, since, found[n]) for n, since, _ in held]
 
-    def _refill(self, held: list[_Held], samples: Iterator[Any]) -> bool:
+    def _refill(self, at: _Pass, held: list[_Held], samples: Iterator[Any]) -> bool:
         """Reads until the window is full, or says that the stream has ended."""
         while len(held) < self.window:
             sample = next(samples, _END)
             if sample is _END:
                 return True
-            entry = self._measured(self._consumed, self._position["window_number"], sample)
+            entry = self._measured(at.consumed, at.window, sample)
             if entry.length <= self.capacity:
                 held.append(entry)
             elif self.overlong == "skip":
-                self.skipped += 1
+                at.skipped += 1
             else:
                 raise ValueError(
                     f"samples must have at most capacity = {self.capacity} tokens, but number "
                     f'{entry.number} of the stream has {entry.length}: overlong="skip" leaves such '
                     "ones out"
                 )
-            self._consumed += 1
+            at.consumed += 1
         return False
 
     def _measured(self, number: int, since: int, sample: Any) -> _Held:
@@ -222,29 +269,31 @@ class PackedStream(IterableDataset[list[Any]]):
 
     # ----------------------------------------------------------------------------- one window
 
-    def _packed(self, held: list[_Held], ended: bool) -> tuple[list[list[Any]], list[_Held]]:
+    def _packed(
+        self, at: _Pass, held: list[_Held], ended: bool
+    ) -> tuple[list[list[Any]], list[_Held]]:
         """This rank's rows of the window, and what stays in it."""
-        held = [held[i] for i in self._order(len(held), "samples")]
+        held = [held[i] for i in self._order(at, len(held), "samples")]
         lengths = [entry.length for entry in held]
         values = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         indices, offsets, _, _ = _ops.bin_pack(values, self.capacity, self.strategy)
         numbers, ends = indices.tolist(), offsets.tolist()
         rows = [numbers[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
-        rows, staying = self._chosen(rows, held, ended)
-        mine = [rows[i] for i in self._order(len(rows), "rows")][self.rank :: self.world_size]
+        rows, staying = self._chosen(at, rows, held, ended)
+        mine = [rows[i] for i in self._order(at, len(rows), "rows")][self.rank :: self.world_size]
         return (
             [[held[i].sample for i in row] for row in mine],
             [held[i] for row in staying for i in row],
         )
 
-    def _order(self, count: int, purpose: str) -> list[int]:
+    def _order(self, at: _Pass, count: int, purpose: str) -> list[int]:
         if not self.shuffle:
             return list(range(count))
-        seed = seed_of(self.seed, purpose, self._position["window_number"])
+        seed = seed_of(self.seed, purpose, at.window)
         return _ops.permutation(count, seed, 0, count).tolist()
 
     def _chosen(
-        self, rows: list[list[int]], held: list[_Held], ended: bool
+        self, at: _Pass, rows: list[list[int]], held: list[_Held], ended: bool
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Rows that go out, a multiple of the ranks, and rows that stay."""
         spare = len(rows) % self.world_size
@@ -254,7 +303,7 @@ class PackedStream(IterableDataset[list[Any]]):
         if not ended:
             # At least one stays, in whose place the next window finds better company.
             spare = spare or self.world_size
-            oldest = self._position["window_number"] - _MOST_WINDOWS
+            oldest = at.window - _MOST_WINDOWS
             numbers = [n for n in numbers if all(held[i].since > oldest for i in rows[n])]
             if spare > len(numbers) or spare == len(rows):
                 return self._evened(rows, held), []
@@ -284,13 +333,11 @@ class PackedStream(IterableDataset[list[Any]]):
 
         It says where the window began and how many of its rows were yielded. If the iterable has
         `state_dict` and `load_state_dict`, its own state there goes in, with the samples held over;
-        otherwise resuming reads the iterable from its start up to there again.
+        otherwise resuming reads the iterable from its start up to there again. At the end of a
+        pass it says so: the pass that resumes it yields nothing, the one after it is whole. (With a
+        worker torchdata's StatefulDataLoader begins that one at once.)
         """
-        position = self._position | {
-            "held": list(self._position["held"]),
-            "source": copy.deepcopy(self._position["source"]),
-        }
-        return position | self._settings()
+        return copy.deepcopy(self._pass.position) | self._settings()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next pass go on where `state` was taken.
@@ -298,10 +345,13 @@ class PackedStream(IterableDataset[list[Any]]):
         Raises:
             ValueError: the state is of other arguments; the message says which differ. During the
                 pass: the iterable is shorter than what the state had read.
+            TypeError: it is no state.
         """
-        refuse_other(state, self._settings())
-        self._position = {key: copy.copy(state[key]) for key in _START}
-        self._resumes = True
+        refuse_other(state, self._settings(), _START)
+        position = {key: copy.deepcopy(state[key]) for key in _START}
+        for key in ("window_number", "done", "consumed", "skipped"):
+            position[key] = as_int(position[key], key, least=0)
+        self._pass = self._loaded = _Pass(position)
 
     def _settings(self) -> dict[str, Any]:
         return {

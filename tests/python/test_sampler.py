@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 import cuseq
+from cuseq import _deal
 
 Row = list[int]
 
@@ -626,6 +627,7 @@ def test_too_long_and_negative_ones_are_named(buffer):
         ({"overlong": "truncate"}, "overlong.*truncate"),
         ({"balance": "flops"}, "balance.*flops"),
         ({"balance": (1, 2)}, r"balance.*\(1, 2\)"),
+        ({"balance": "123"}, "balance.*'123'"),
     ],
 )
 def test_wrong_options_are_named(options, message):
@@ -636,6 +638,51 @@ def test_wrong_options_are_named(options, message):
 def test_options_are_keywords():
     with pytest.raises(TypeError):
         cuseq.PackedBatchSampler([3, 4], 8, 0)
+
+
+class Spy:
+    """Counts calls."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        return self.function(*arguments)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=40),
+    rows=st.integers(1, 12),
+    quadratic=st.booleans(),
+)
+def test_samples_are_spread_over_the_cheapest_rows_with_room(lengths, rows, quadratic):
+    costs = {i: float(n * n if quadratic else n) for i, n in enumerate(lengths)}
+    rows, capacity = min(rows, len(lengths)), 30
+    expected = [[] for _ in range(rows)]
+    for sample in sorted(costs, key=lambda i: -lengths[i]):
+        fitting = [
+            (sum(costs[i] for i in row), len(row), number)
+            for number, row in enumerate(expected)
+            if sum(lengths[i] for i in row) + lengths[sample] <= capacity
+        ]
+        if not fitting:
+            expected = None
+            break
+        expected[min(fitting)[2]].append(sample)
+    found = _deal._spread(list(costs), rows, dict(enumerate(lengths)), costs, capacity)
+    assert found == expected
+
+
+def test_rows_without_room_are_not_looked_at_for_every_sample(monkeypatch):
+    """Cheap in attention, but full: once each of hundreds of rows was, for each of thousands."""
+    push = Spy(_deal.heappush)
+    monkeypatch.setattr(_deal, "heappush", push)
+    lengths = dict(enumerate(make_lengths(20_000, 1024).tolist()))
+    rows = -(-sum(lengths.values()) // 1024) + 20
+    costs = {sample: float(n * n) for sample, n in lengths.items()}
+    assert _deal._spread(list(lengths), rows, lengths, costs, 1024) is not None
+    assert push.calls <= 3 * len(lengths)
 
 
 # Resuming.
@@ -679,7 +726,11 @@ def test_resume_at_every_step(options):
         resumed = make()
         resumed.load_state_dict(through_a_checkpoint(state))
         assert list(resumed) == expected[done:]
-        assert list(resumed) == expected, "the whole epoch again, as without resuming"
+        if done < len(expected):
+            assert list(resumed) == expected, "the whole epoch again, as without resuming"
+        else:
+            with pytest.warns(UserWarning, match="the end of epoch 2, of which nothing is left"):
+                assert list(resumed) == [], "until set_epoch chooses another"
         resumed.set_epoch(3)
         assert list(resumed) == epochs[3]
         counted = make()
@@ -726,6 +777,45 @@ def test_interrupted_at_random(case, stops):
                 sampler.load_state_dict(state)
             rows += sampler
             assert rows == [step[rank] for step in expected[epoch]]
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=str)
+def test_iterations_at_a_time_are_whole(options):
+    """A look at the whole set in mid-epoch, as an evaluation may take, costs no batch."""
+    sampler = cuseq.PackedBatchSampler(make_lengths(150, 64), 64, **options)
+    expected = list(sampler)
+    rows = []
+    for number, row in enumerate(sampler):
+        rows.append(row)
+        if number == 3:
+            assert list(sampler) == expected
+            assert sampler.state_dict()["step"] == len(expected)
+        else:
+            assert sampler.state_dict()["step"] == number + 1, "of what went on last"
+    assert rows == expected
+    assert [a for a, b in zip(sampler, sampler, strict=True) if a == b] == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_state_of_an_iteration_that_has_not_begun(workers):
+    """It is at the start, though the sampler stood at the end of the iteration before."""
+    sampler = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+    expected = list(sampler)
+    rows = iter(sampler)
+    state = sampler.state_dict()
+    assert state["step"] == 0 and list(rows) == expected
+    sampler.load_state_dict(state)
+    assert list(sampler) == expected
+
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = make_loader(sampler, workers, stateful)
+    assert [rows_of(batch) for batch in loader] == expected
+    batches = iter(loader)
+    state = loader.state_dict()
+    del batches
+    resumed = make_loader(cuseq.PackedBatchSampler(sampler_lengths(), 64), workers, stateful)
+    resumed.load_state_dict(state)
+    assert [rows_of(batch) for batch in resumed] == expected
 
 
 def test_set_epoch_after_resuming():
@@ -810,6 +900,21 @@ def test_state_of_another_set_is_refused(change):
     other = cuseq.PackedBatchSampler(change(values), 64)
     with pytest.raises(ValueError, match="lengths"):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda state: None, TypeError, "what state_dict returned, got NoneType"),
+        (lambda state: {}, ValueError, "what state_dict returned, but it has no 'version'"),
+        (lambda state: {k: v for k, v in state.items() if k != "step"}, ValueError, "no 'step'"),
+        (lambda state: state | {"step": "3"}, TypeError, "step must be an int, got '3'"),
+    ],
+)
+def test_what_is_no_state_is_refused(change, error, message):
+    sampler = cuseq.PackedBatchSampler([3, 4, 5], 8)
+    with pytest.raises(error, match=message):
+        sampler.load_state_dict(change(sampler.state_dict()))
 
 
 def test_steps_beyond_the_epoch_are_refused():
@@ -909,15 +1014,17 @@ def test_stateful_loader_of_torchdata(workers):
     assert rows == expected
 
 
-def test_stateful_loader_at_the_end_of_an_epoch():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_loader_at_the_end_of_an_epoch(workers):
     """Nothing of it comes again, and the next one is whole."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    loader = make_loader(make_epoch(1), cls=stateful)
+    loader = make_loader(make_epoch(1), workers, stateful)
     assert len(list(loader)) == len(make_epoch(1))
     sampler = make_epoch(0)
-    resumed = make_loader(sampler, cls=stateful)
+    resumed = make_loader(sampler, workers, stateful)
     resumed.load_state_dict(loader.state_dict())
-    assert list(resumed) == [] and sampler.epoch == 1, "nothing is left of it"
+    with pytest.warns(UserWarning, match="the end of epoch 1"):
+        assert list(resumed) == [] and sampler.epoch == 1, "nothing is left of it"
     sampler.set_epoch(2)
     assert [rows_of(batch) for batch in resumed] == list(make_epoch(2))
 

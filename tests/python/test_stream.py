@@ -458,6 +458,114 @@ def test_the_pass_after_a_resumed_one_is_whole():
     assert make_rows(resumed) == expected
 
 
+def shards_of_hugging_face(lengths):
+    datasets = pytest.importorskip("datasets")
+    samples = {"input_ids": [[i + 1] * n for i, n in enumerate(lengths)], "number": [*range(100)]}
+    return datasets.Dataset.from_dict(samples).to_iterable_dataset(num_shards=4)
+
+
+@pytest.mark.parametrize(
+    "source", [*SOURCES.values(), Sticky, shards_of_hugging_face], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("rolled_back", ["in the pass", "at its end", "after a second try"])
+def test_passes_after_a_rollback_are_whole(rolled_back, source):
+    """A state may be loaded while the source stands anywhere, and more than once."""
+    if source is as_generator:
+        pytest.skip("there is one pass over a generator")
+    lengths = make_lengths(100, 40)
+    expected = make_rows(cuseq.PackedStream(source(lengths), 40, window=25))
+    stream = cuseq.PackedStream(source(lengths), 40, window=25)
+    rows = iter(stream)
+    begun = [numbers(next(rows)) for _ in range(5)]
+    state = stream.state_dict()
+    if rolled_back == "in the pass":
+        next(rows)
+    elif rolled_back == "at its end":
+        list(rows)
+    else:
+        stream = cuseq.PackedStream(source(lengths), 40, window=25)
+        stream.load_state_dict(state)
+        list(itertools.islice(stream, 2))
+    stream.load_state_dict(state)
+    assert begun + make_rows(stream) == expected
+    for _ in range(2):
+        assert make_rows(stream) == expected
+
+
+@pytest.mark.parametrize("source", [Resumable, Source, as_list])
+def test_the_state_of_a_pass_that_has_not_begun(source):
+    """It is at the start, though the stream stood at the end of the pass before."""
+    lengths = make_lengths(120, 40)
+    stream = cuseq.PackedStream(source(lengths), 40, window=25)
+    expected = make_rows(stream)
+    rows = iter(stream)
+    resumed = cuseq.PackedStream(source(lengths), 40, window=25)
+    resumed.load_state_dict(stream.state_dict())
+    assert make_rows(resumed) == expected == make_rows(rows)
+
+
+def test_passes_at_a_time_are_whole():
+    stream = cuseq.PackedStream(as_list(make_lengths(120, 40)), 40, window=25)
+    expected = make_rows(stream)
+    rows = []
+    for row in stream:
+        rows.append(numbers(row))
+        if len(rows) == 3:
+            assert make_rows(stream) == expected
+    assert rows == expected
+
+
+def test_samples_that_are_changed_do_not_change_the_state():
+    """A collate function may rename a sample's keys, and write into its values."""
+    lengths = make_lengths(120, 40)
+    expected = make_rows(cuseq.PackedStream(Resumable(lengths), 40, window=25))
+
+    def changed(row) -> list[int]:
+        for sample in row:
+            sample["input_ids"].append(0)
+            sample["labels"] = sample.pop("input_ids")
+        return numbers(row)
+
+    stream = cuseq.PackedStream(Resumable(lengths), 40, window=25)
+    state = stream.state_dict()
+    for done, row in enumerate(stream, 1):
+        changed(row)
+        state = stream.state_dict()
+        for _ in range(2):  # what it was resumed from has not changed either
+            resumed = cuseq.PackedStream(Resumable(lengths), 40, window=25)
+            resumed.load_state_dict(state)
+            assert [changed(row) for row in resumed] == expected[done:]
+
+
+def test_the_seed_is_an_int_however_it_is_set():
+    def stream(**options):
+        source = as_list(make_lengths(120, 40))
+        return cuseq.PackedStream(source, 40, window=25, shuffle=True, **options)
+
+    one, other = stream(seed=3), stream()
+    other.seed = np.int64(3)
+    assert make_rows(one) == make_rows(other)
+    assert type(through_a_checkpoint(other.state_dict())["seed"]) is int
+    with pytest.raises(TypeError, match="seed must be an int, got 1.5"):
+        other.seed = 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda state: None, TypeError, "what state_dict returned, got NoneType"),
+        (lambda state: {k: v for k, v in state.items() if k != "done"}, ValueError, "no 'done'"),
+        (lambda state: state | {"done": -1}, ValueError, "done must be at least 0, got -1"),
+        (lambda state: state | {"done": 99}, ValueError, "done must be at most the .*, got 99"),
+    ],
+)
+def test_what_is_no_state_is_refused(change, error, message):
+    stream = cuseq.PackedStream(Source(make_lengths(120, 40)), 40, window=25)
+    with pytest.raises(error, match=message):
+        stream.load_state_dict(change(stream.state_dict()))
+        list(stream)
+
+
 def test_a_negative_length_names_its_sample():
     stream = cuseq.PackedStream([1, 2, -3], 8, length=lambda sample: sample)
     with pytest.raises(ValueError, match="number 2 of the stream has -3"):
