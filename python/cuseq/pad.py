@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -131,6 +131,7 @@ def run_packed(
     Raises:
         ValueError: an argument does not fit; or an output that would be unpacked has not as many
             tokens as the row (`logits_to_keep`).
+        TypeError: the model returns something else.
     """
     if attention_mask is None:
         return model(input_ids=input_ids, **more)
@@ -151,12 +152,18 @@ def run_packed(
     more |= {name: row.unsqueeze(0) for name, row in zip(tensors, rows, strict=True)}
     if isinstance(more.get("labels"), Tensor):
         more["labels"] = mask_boundary_labels(more["labels"], packed)
-    more.setdefault("position_ids", packed.position_ids.long().unsqueeze(0))
+    if more.get("position_ids") is None:
+        more["position_ids"] = packed.position_ids.long().unsqueeze(0)
     out = model(packed=packed, **more)
     if isinstance(out, Tensor):
         return _unpacked(packed, "the output", out)
     if isinstance(out, (tuple, list)):
         return _unpacked_items(packed, out)
+    if not isinstance(out, MutableMapping):
+        raise TypeError(
+            "the model must return a tensor, a tuple, a list or a mapping of outputs, got "
+            f"{type(out).__name__}"
+        )
     for name in ("logits", "last_hidden_state"):
         if out.get(name) is not None:
             out[name] = _unpacked(packed, name, out[name])

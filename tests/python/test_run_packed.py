@@ -147,6 +147,24 @@ def test_a_device_mask_with_a_total_waits_for_nothing(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_position_ids_that_are_none_are_made(device):
+    """A wrapper hands an optional argument on; the model would count along the whole row."""
+    ids, mask = make_batch("left", device)
+    packed = cuseq.PackedLayout.from_padding_mask(mask)
+    given = 7 * positions_of(mask)
+    for positions, expected in ((None, packed.position_ids), (given, cuseq.pack(packed, given))):
+        found = cuseq.run_packed(
+            lambda position_ids, **_: position_ids, ids, mask, position_ids=positions
+        )
+        assert torch.equal(cuseq.pack(packed, found), expected)
+
+
+def test_an_output_that_cannot_be_unpacked_is_refused(device):
+    ids, mask = make_batch("left", device)
+    with pytest.raises(TypeError, match="must return a tensor, .* got NoneType"):
+        cuseq.run_packed(lambda **_: None, ids, mask)
+
+
 def test_wrong_tensors_are_named(device):
     ids, mask = make_batch("left", device)
     with pytest.raises(ValueError, match=r"weights must be \[batch, seqlen"):
