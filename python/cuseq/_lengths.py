@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
     """Lengths as an int32 or int64 tensor; what has that type already is shared, not copied."""
     if isinstance(lengths, Tensor):
         values = lengths
-    elif _is_array(lengths):
+    elif is_array(lengths):
         values = _from_array(lengths)
     else:
         values = _from_ints(lengths)
@@ -40,24 +40,32 @@ def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
         return values.detach()
     converted = values.to(torch.int32 if values.dtype in _NARROW else torch.int64)
     if values.dtype == torch.uint64 and bool((converted < 0).any()):
-        raise ValueError("lengths must fit in int64, but some of these uint64 do not")
+        first = int((converted < 0).int().argmax())
+        raise ValueError(f"lengths must fit in int64, got lengths[{first}] = {values[first]}")
     return converted
 
 
-def _is_array(lengths: Any) -> bool:
+def is_array(values: Any) -> bool:
+    """Whether it is one of NumPy's, which need not be installed."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(lengths, numpy.ndarray)
+    return numpy is not None and isinstance(values, numpy.ndarray)
 
 
 def _from_array(lengths: numpy.ndarray) -> Tensor:
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"lengths must be integers, got an array of {lengths.dtype}")
-    if not lengths.flags.c_contiguous or not lengths.dtype.isnative:
-        lengths = lengths.astype(lengths.dtype.newbyteorder("="), order="C")
-    with warnings.catch_warnings():
-        # A tensor cannot say that it must not be written to; these are only read.
+    return array_as_tensor(lengths)
+
+
+def array_as_tensor(values: numpy.ndarray) -> Tensor:
+    """A tensor that is only read: over the array's memory where a tensor can be."""
+    if not values.flags.c_contiguous or not values.dtype.isnative:
+        values = values.astype(values.dtype.newbyteorder("="), order="C")
+    if values.flags.writeable:
+        return torch.from_numpy(values)
+    with warnings.catch_warnings():  # a tensor cannot say that it must not be written to
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(lengths)
+        return torch.from_numpy(values)
 
 
 def _from_ints(lengths: Iterable[int]) -> Tensor:
@@ -66,13 +74,24 @@ def _from_ints(lengths: Iterable[int]) -> Tensor:
             raise TypeError(f"a {type(lengths).__name__} is no list of lengths")
         values = array("q", lengths)  # refuses what int() would cut off
     except OverflowError as error:
-        raise ValueError("lengths must fit in int64, but some of these ints do not") from error
+        raise ValueError(f"lengths must fit in int64, got {_first_wrong(lengths)}") from error
     except TypeError as error:
-        got = repr(lengths)
-        got = got if len(got) <= 80 else f"{got[:80]}..."
         raise TypeError(
-            f"lengths must be ints, an integer array or an integer tensor, got {got}"
+            "lengths must be ints, an integer array or an integer tensor, got "
+            f"{_first_wrong(lengths)}"
         ) from error
     if len(values) == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(values, dtype=torch.int64)
+
+
+def _first_wrong(lengths: Any) -> str:
+    """The first that is no int of 64 bits, where it can be looked for; else what was given."""
+    if isinstance(lengths, Sequence) and not isinstance(lengths, (str, bytes, bytearray)):
+        for number, length in enumerate(lengths):
+            try:
+                array("q", [length])
+            except (TypeError, OverflowError):
+                return f"lengths[{number}] = {length!r}"
+    got = repr(lengths)
+    return got if len(got) <= 80 else f"{got[:80]}..."

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
+from cuseq._lengths import array_as_tensor, is_array
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
 
 IGNORE_INDEX = -100
-# Converted to int64 they would become other numbers.
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+# Converted to int64 others may become other numbers.
+_INTEGERS = (
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
+    *(torch.int32, torch.int64),
+)
 
 
 def mask_boundary_labels(
@@ -51,6 +55,7 @@ def mask_boundary_labels(
         tensor([-100,    6, -100,    8,    9, -100])
     """
     check_tensor(labels, "labels")
+    ignore_index = as_int(ignore_index, "ignore_index")
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
         if packed.total_tokens != labels.numel():
@@ -86,8 +91,9 @@ class PackingCollator:
 
     Raises:
         ValueError: an example is empty or longer than `capacity`, all together are longer, or an
-            example lacks a key that others have; the message names the example.
-        TypeError: a key is not one value per token.
+            example lacks a key that others have, or values are of other shapes; the message names
+            the example.
+        TypeError: examples are no mappings, or a key is not one value per token.
 
     Example:
         >>> collate = cuseq.PackingCollator(pad_to=6)
@@ -122,8 +128,16 @@ class PackingCollator:
         self.pad_token_id = as_int(pad_token_id, "pad_token_id")
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if isinstance(examples, Mapping):
+            raise TypeError("examples must be a list of mappings, got one mapping")
         if len(examples) == 0:
             raise ValueError("examples must not be empty, got none")
+        for i, example in enumerate(examples):
+            if not isinstance(example, Mapping):
+                raise TypeError(
+                    f"examples must be a list of mappings, got {type(example).__name__} as "
+                    f"examples[{i}]"
+                )
         keys = [key for key in examples[0] if key not in self._MADE_HERE]
         columns = {key: _column(examples, key) for key in keys}
         if "input_ids" not in columns:
@@ -171,7 +185,7 @@ class PackingCollator:
                         f"tokens and {len(column[i])} values"
                     )
             positions = example.get("position_ids")
-            if positions is not None and list(positions) != list(range(length)):
+            if positions is not None and not _counts(positions, length):
                 raise ValueError(
                     f"position_ids must count from 0, but those of examples[{i}] do not: leave "
                     "them out, they are made here"
@@ -200,8 +214,10 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
         if key not in example:
             raise ValueError(f"examples must have the same keys, but examples[{i}] lacks {key!r}")
         try:
-            values = torch.as_tensor(example[key], device="cpu")
+            values = _tensor(example[key])
         except (TypeError, ValueError, RuntimeError) as error:
+            if "Overflow" in str(error):
+                raise ValueError(f"{key} must fit in int64, but examples[{i}] does not") from error
             raise TypeError(
                 f"{key} must hold one number per token, got {type(example[key]).__name__} in "
                 f"examples[{i}]; drop the keys that are not per token first"
@@ -215,8 +231,30 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
             if values.dtype not in _INTEGERS and values.numel() > 0:
                 raise TypeError(f"{key} must hold integers, got {values.dtype} in examples[{i}]")
             values = values.long()
+        if column and values.shape[1:] != column[0].shape[1:]:
+            raise ValueError(
+                f"{key} must have one shape behind the tokens, got {list(values.shape[1:])} in "
+                f"examples[{i}] and {list(column[0].shape[1:])} in examples[0]"
+            )
         column.append(values)
     return column
+
+
+def _tensor(values: Any) -> Tensor:
+    if is_array(values):
+        return array_as_tensor(values)
+    return torch.as_tensor(values, device="cpu")
+
+
+def _counts(positions: Any, length: int) -> bool:
+    try:
+        values = _tensor(positions)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    if values.dtype in _INTEGERS:
+        values = values.long()  # PyTorch compares uint16 with its own kind only
+    counted = torch.arange(length, device="cpu")
+    return values.shape == counted.shape and bool((values == counted).all())
 
 
 def _pack(pieces: list[Tensor], total: int, fill: int) -> Tensor:

@@ -76,7 +76,7 @@ class PackingPlan(tuple):
     def fill(self) -> float:
         if self.num_rows == 0:
             return 1.0
-        return int(self.row_lengths.sum()) / (self.num_rows * self.capacity)
+        return self.row_lengths.sum(dtype=torch.float64).item() / (self.num_rows * self.capacity)
 
     def row(self, number: int) -> list[int]:
         """The samples of one row, as ints.

@@ -448,6 +448,31 @@ def test_lengths_beyond_int64_are_refused(strategy, overlong):
             cuseq.bin_pack(lengths, 10, strategy, overlong=overlong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (None, TypeError, r"lengths must be ints.*got lengths\[400\] = None"),
+        (2.5, TypeError, r"lengths must be ints.*got lengths\[400\] = 2.5"),
+        (2**70, ValueError, rf"lengths must fit in int64, got lengths\[400\] = {2**70}"),
+    ],
+)
+def test_the_wrong_one_of_many_lengths_is_named(wrong, error, message):
+    lengths = [3] * 1000
+    lengths[400] = lengths[600] = wrong
+    with pytest.raises(error, match=message):
+        cuseq.bin_pack(lengths, 10)
+
+
+def test_a_large_uint64_is_named():
+    lengths = np.array([1, 2**63 + 1, 2**63 + 2], np.uint64)
+    with pytest.raises(ValueError, match=rf"fit in int64, got lengths\[1\] = {2**63 + 1}"):
+        cuseq.bin_pack(lengths, 10)
+
+
+def test_fill_of_rows_beyond_int64_together():
+    assert cuseq.bin_pack([2**62] * 3, 2**62).fill == 1.0
+
+
 def test_lengths_elsewhere_are_refused():
     with pytest.raises((TypeError, ValueError), match="lengths must.*meta"):
         cuseq.bin_pack(torch.ones(3, dtype=torch.int64, device="meta"), 10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import reference
@@ -253,6 +255,52 @@ def test_ignore_index_must_fit():
     labels = torch.zeros(5, dtype=torch.int32)
     with pytest.raises(ValueError, match="ignore_index must fit"):
         mask_boundary_labels(labels, [2, 3], ignore_index=-(2**40))
+    with pytest.raises(TypeError, match="ignore_index must be an int, got 1.5"):
+        mask_boundary_labels(labels, [2, 3], ignore_index=1.5)
+
+
+@pytest.mark.parametrize("kind", ["uint16", "big-endian", "reversed", "read-only"])
+def test_tokens_in_arrays_of_any_kind(kind):
+    tokens = {
+        "uint16": np.arange(40_000, 40_005, dtype=np.uint16),
+        "big-endian": np.arange(40_000, 40_005, dtype=">i4"),
+        "reversed": np.arange(40_004, 39_999, -1)[::-1],
+        "read-only": np.frombuffer(np.arange(40_000, 40_005).tobytes(), np.int64),
+    }[kind]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        batch = PackingCollator()([{"input_ids": tokens, "position_ids": np.arange(5)}])
+    assert batch["input_ids"].tolist() == [[40_000, 40_001, 40_002, 40_003, 40_004]]
+    assert batch["input_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, lambda p: torch.tensor(p).float()])
+def test_positions_that_count_and_those_that_do_not(make):
+    for positions in ([0, 1, 2], [0.0, 1.0, 2.0]):
+        PackingCollator()([{"input_ids": [5, 6, 7], "position_ids": make(positions)}])
+    for positions in ([0, 1], [0, 1, 1], [1, 2, 3], [0, 1, 2.5], [[0, 1, 2]], [0, 1, 2, 3]):
+        with pytest.raises(ValueError, match=r"position_ids must count from 0, .*examples\[1\]"):
+            examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6, 7]}]
+            examples[0]["position_ids"] = make([0, 1, 2])
+            PackingCollator()([examples[0], examples[1] | {"position_ids": make(positions)}])
+
+
+@pytest.mark.parametrize(
+    ("examples", "error", "message"),
+    [
+        ({"input_ids": [5]}, TypeError, "examples must be a list of mappings, got one mapping"),
+        ([{"input_ids": [5]}, None], TypeError, r"got NoneType as examples\[1\]"),
+        ([{"input_ids": [2**63]}], ValueError, r"input_ids must fit in int64.*examples\[0\]"),
+        (
+            [{"input_ids": [5], "x": torch.ones(1, n)} for n in (2, 3)],
+            ValueError,
+            r"x must have one shape behind the tokens, got \[3\] in examples\[1\] and \[2\]",
+        ),
+    ],
+)
+def test_what_is_no_batch_is_refused(examples, error, message):
+    with pytest.raises(error, match=message):
+        PackingCollator()(examples)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint64, torch.uint32, torch.complex64, torch.float16])
