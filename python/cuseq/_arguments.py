@@ -33,3 +33,9 @@ def check_tensor(value: Any, name: str) -> None:
     """What has no dtype, shape or device fails later, with a word about that only."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_flag(value: Any, name: str) -> None:
+    """None would be taken for False."""
+    if value is None:
+        raise TypeError(f"{name} must be True or False, got None")

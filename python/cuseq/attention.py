@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cuseq._arguments import check_tensor
+from cuseq._arguments import check_flag, check_tensor
 from cuseq.layout import PackedLayout, Spans, check_layout
 
 _ops = torch.ops.cuseq
@@ -72,6 +72,7 @@ def varlen_attention(
     for value, name in ((q, "q"), (k, "k"), (v, "v")):
         check_tensor(value, name)
     check_layout(packed)
+    check_flag(causal, "causal")
     if spans is not None:
         spans = packed._checked_spans(spans)
     one_by_one = (
@@ -110,7 +111,10 @@ def _attention_with_sinks(
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        q, k, v = (rows.to(dtype) for rows in (q, k, v))
+        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    if torch.compiler.is_compiling():
+        # Dynamo of torch 2.11 hands a tensor that is given twice in once, and loses a gradient.
+        q, k, v = (rows.view_as(rows) for rows in (q, k, v))
     return _WithSinks.apply(q, k, v, sinks, *arguments)
 
 
@@ -144,7 +148,8 @@ class _WithSinks(torch.autograd.Function):
     def gradients(grad_out, q, k, v, sinks, out, total, arguments) -> tuple[Tensor, ...]:
         grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *arguments)
         share = (sinks.to(total.dtype).unsqueeze(1) - total).exp()
-        taken = (grad_out.to(total.dtype) * out).sum(-1)  # [tokens, heads], zero on the tail
+        # Where `out` is zero, on the tail, `grad_out` may be anything, NaN too.
+        taken = torch.where(out != 0, grad_out.to(total.dtype) * out, 0).sum(-1)  # [tokens, heads]
         grad_sinks = -torch.einsum("ht,th->h", share, taken.to(total.dtype))
         return *grads, grad_sinks.to(sinks.dtype)
 

@@ -404,6 +404,7 @@ def test_autocast_takes_the_dtype_of_the_region(device):
         (dict(k=None), "k must be a tensor, got NoneType"),
         (dict(v="v"), "v must be a tensor, got str"),
         (dict(sinks=[0.0] * 4), "sinks must be a tensor, got list"),
+        (dict(causal=None), "causal must be True or False, got None"),
         (dict(q=torch.zeros(64), sinks=torch.zeros(4)), "query must have shape"),
     ],
 )

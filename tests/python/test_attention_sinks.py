@@ -100,6 +100,47 @@ def test_compiled_in_one_graph(device):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("same", ["k is v", "q is k is v"])
+def test_compiled_with_a_tensor_that_is_given_twice(same, device):
+    """Dynamo hands it in once: a Function in Python would lose one of its gradients."""
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    q, k, _, sinks = inputs(torch.float64, device)
+
+    def attend(q, k, sinks):
+        queries, keys = q.sin(), k.sin()
+        if same == "k is v":
+            return cuseq.varlen_attention(queries, keys, keys, packed, sinks=sinks)
+        return cuseq.varlen_attention(keys, keys, keys, packed, sinks=sinks[:2])
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    wanted = [t for t in (q, k, sinks) if t is not q or same == "k is v"]
+    found, expected = compiled(q, k, sinks), attend(q, k, sinks)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.square().sum(), wanted),
+        torch.autograd.grad(expected.square().sum(), wanted),
+    )
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_comes_back_to_the_tail_does_not_count(value, device):
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    tensors = inputs(torch.float64, device)
+    out = cuseq.varlen_attention(*tensors[:3], packed, sinks=tensors[3])
+    grad = torch.randn_like(out)
+    expected = torch.autograd.grad(out, tensors, grad, retain_graph=True)
+    grad[sum(LENGTHS) :] = value
+    torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), expected)
+
+
+def test_autocast_leaves_float64_alone(device):
+    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
+    q, k, v, sinks = inputs(torch.float64, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
+    assert torch.equal(out, cuseq.varlen_attention(q, k, v, packed, sinks=sinks))
+
+
 def test_autocast(device):
     packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
     q, k, v, sinks = inputs(torch.float32, device)
