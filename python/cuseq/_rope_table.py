@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from cuseq._arguments import as_int
+from cuseq._arguments import as_int, check_tensor
 
 _KEPT = 8
 _FIRST_ROWS = 1024
@@ -34,7 +34,8 @@ def rope_table(
     `inv_freq` and `attention_factor`, which transformers' `ROPE_INIT_FUNCTIONS` return.
 
     The last few tables are kept and shared, with more rows than were asked for (the next power of
-    two, at least 1,024): do not edit them. `cache_stats()` counts them, `clear_cache()` frees them.
+    two, at least 1,024): do not edit them. `cache_stats()` counts them. `clear_cache()` frees them,
+    as is needed after a write to `inv_freq` that the version counter cannot see (`.data.copy_`).
 
     Args:
         length: positions.
@@ -49,8 +50,8 @@ def rope_table(
         `(cos, sin)`, each `[length, rotary_dim / 2]`.
 
     Raises:
-        ValueError, TypeError: a size is negative or odd, `inv_freq` has another shape or requires
-            grad, or `dtype` is another.
+        ValueError, TypeError: a size is negative or odd, `theta` is not above 0, `inv_freq` has
+            another shape or requires grad, or `dtype` is another.
 
     Never synchronises, unless `inv_freq` has to come to another device.
 
@@ -63,11 +64,15 @@ def rope_table(
         raise ValueError(f"length must not be negative, got {length}")
     if rotary_dim <= 0 or rotary_dim % 2 != 0:
         raise ValueError(f"rotary_dim must be positive and even, got {rotary_dim}")
+    if inv_freq is not None:
+        check_tensor(inv_freq, "inv_freq")
     if inv_freq is not None and inv_freq.shape != (rotary_dim // 2,):
         raise ValueError(
             f"inv_freq must have shape [rotary_dim / 2 = {rotary_dim // 2}], "
             f"got {list(inv_freq.shape)}"
         )
+    if inv_freq is None and not 0 < theta < float("inf"):
+        raise ValueError(f"theta must be a finite number above 0, got {theta}")
     if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
     if inv_freq is not None and inv_freq.requires_grad and torch.is_grad_enabled():
@@ -140,12 +145,17 @@ def _may_keep(device: torch.device, inv_freq: Tensor | None) -> bool:
     )
 
 
+def _identity(inv_freq: Tensor) -> tuple[Any, ...]:
+    """Besides the object: edits in place, and `.data = other`, which has a version of its own."""
+    return inv_freq._version, inv_freq.data_ptr(), inv_freq.dtype, inv_freq.device
+
+
 class _Table:
     def __init__(self, cos: Tensor, sin: Tensor, inv_freq: Tensor | None):
         self.cos, self.sin = cos, sin
         self._versions = (cos._version, sin._version)
         self._inv_freq = None if inv_freq is None else weakref.ref(inv_freq)
-        self._inv_freq_version = None if inv_freq is None else inv_freq._version
+        self._inv_freq_is = None if inv_freq is None else _identity(inv_freq)
         self._made_on: Any = None
         self._made: Any = None
         if cos.is_cuda:
@@ -158,7 +168,7 @@ class _Table:
 
     def serves(self, length: int, inv_freq: Tensor | None) -> bool:
         same = inv_freq is None or (
-            self._inv_freq() is inv_freq and self._inv_freq_version == inv_freq._version
+            self._inv_freq() is inv_freq and self._inv_freq_is == _identity(inv_freq)
         )
         unedited = self._versions == (self.cos._version, self.sin._version)
         return same and unedited and length <= self.cos.shape[0]

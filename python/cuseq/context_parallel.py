@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int
+from cuseq._arguments import as_int, check_tensor
 from cuseq.layout import (
     LENGTH_DIVISOR,
     PackedLayout,
     _capturing,
+    _may_keep,
     _outside_inference_mode,
     check_layout,
 )
@@ -35,7 +36,7 @@ def cp_partition(
             (`segment_multiple`), or of `cp_size` if not zigzag, and so must the tail.
         cp_size: number of ranks.
         cp_rank: which of them.
-        tensors: `[total_tokens, ...]` each.
+        tensors: `[total_tokens, ...]` each, contiguous in the last dimension.
         zigzag: False gives each rank one part of each segment, in order.
 
     Returns:
@@ -97,6 +98,7 @@ def _rank(cp_size: int, cp_rank: int) -> tuple[int, int]:
 
 def _check_rows(tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
     for number, tensor in enumerate(tensors):
+        check_tensor(tensor, f"tensors[{number}]")
         if tensor.shape[: len(leading)] != leading:
             raise ValueError(
                 f"tensors[{number}] must have the leading dimensions {list(leading)}, got shape "
@@ -125,7 +127,7 @@ def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Ten
             )
     with _outside_inference_mode():
         deal = _ops.cp_rows(segments.cu_seqlens_static, packed.total_tokens, cp_size, zigzag)
-    if not _capturing(packed.device):
+    if _may_keep(*deal) and not _capturing(packed.device):
         packed._deals[cp_size, zigzag] = deal
     return deal
 

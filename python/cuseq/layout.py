@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C, masks
-from cuseq._arguments import as_int
+from cuseq._arguments import as_int, check_flag, check_tensor
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -227,6 +227,10 @@ class PackedLayout:
         `position_ids` and `seq_ids` are cut by it, so the first use of one of them waits for the
         small copy as well.
         """
+        check_tensor(position_ids, "position_ids")
+        _check_not_meta(position_ids, "position_ids")
+        if max_seqs is not None and not torch.compiler.is_compiling():
+            max_seqs = as_int(max_seqs, "max_seqs")
         offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
         tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
         return cls._build(
@@ -249,13 +253,15 @@ class PackedLayout:
             lengths = lengths if lengths.device.type == "cpu" else _to_host(lengths)
             segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
             pad_to = -(-segments * segment_multiple // total_multiple) * total_multiple
-        elif index(pad_to) % total_multiple != 0:
+        elif as_int(pad_to, "pad_to (total_tokens)") % total_multiple != 0:
             raise ValueError(
                 f"pad_to (total_tokens) must be a multiple of {total_multiple}, which "
                 f"segment_multiple and total_multiple give together, got {pad_to}"
             )
         if max_seqs is None:
             max_seqs = max(pad_to, lengths.shape[0])
+        if not torch.compiler.is_compiling():  # where it may be a symbol
+            max_seqs = as_int(max_seqs, "max_seqs")
         if segment_multiple == 1:
             return cls._build(lengths, pad_to, max_seqs, None, from_cu_seqlens=False)
         with _outside_inference_mode():
@@ -354,15 +360,21 @@ class PackedLayout:
 
     @property
     def lengths(self) -> Tensor:
-        if self._lengths is None:
-            self._lengths = self._all_lengths[: self.num_sequences]
-        return self._lengths
+        if self._lengths is not None:
+            return self._lengths
+        lengths = self._all_lengths[: self.num_sequences]
+        if _may_keep(lengths):
+            self._lengths = lengths
+        return lengths
 
     @property
     def cu_seqlens(self) -> Tensor:
-        if self._cu_seqlens is None:
-            self._cu_seqlens = self.cu_seqlens_static[: self.num_sequences + 1]
-        return self._cu_seqlens
+        if self._cu_seqlens is not None:
+            return self._cu_seqlens
+        offsets = self.cu_seqlens_static[: self.num_sequences + 1]
+        if _may_keep(offsets):
+            self._cu_seqlens = offsets
+        return offsets
 
     @property
     def _physical(self) -> PackedLayout:
@@ -387,14 +399,14 @@ class PackedLayout:
         As causal-conv1d and Mamba-2 take it, for whom negative is padding.
         """
         self._check_whole()
-        if self._seq_idx is None:
-            with _outside_inference_mode():
-                _, sequences, is_pad = self._token_metadata()
-                seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
-            if _capturing(self.device):
-                return seq_idx
+        if self._seq_idx is not None:
+            return self._seq_idx
+        with _outside_inference_mode():
+            _, sequences, is_pad = self._token_metadata()
+            seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
+        if _may_keep(seq_idx) and not _capturing(self.device):
             self._seq_idx = seq_idx
-        return self._seq_idx
+        return seq_idx
 
     @property
     def moe_padding_mask(self) -> Tensor:
@@ -433,7 +445,7 @@ class PackedLayout:
         with _outside_inference_mode():
             tokens = _ops.token_metadata(self.cu_seqlens, self._total_tokens, padded)
         # What a graph's capture makes holds nothing before its replay, and later graphs reuse it.
-        if not _capturing(self.device):
+        if _may_keep(*tokens) and not _capturing(self.device):
             self._tokens = tokens
         return tokens
 
@@ -479,7 +491,7 @@ class PackedLayout:
             slots, tokens, *of_tokens = _ops.mask_rows(
                 mask, self._physical.cu_seqlens_static, self._total_tokens, kind
             )
-        if not _capturing(self.device):
+        if _may_keep(slots) and not _capturing(self.device):
             self._batch = slots, tokens
             self._tokens = tuple(of_tokens)
         return slots, tokens
@@ -524,6 +536,7 @@ class PackedLayout:
             ValueError, TypeError: what is wrong with an argument; or the mask would take more than
                 `CUSEQ_DENSE_MASK_MAX_BYTES`.
         """
+        check_flag(causal, "causal")
         if spans is not None or row_length is not None:
             spans = self._checked_spans(spans, row_length)
         offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
@@ -558,6 +571,7 @@ class PackedLayout:
         Raises:
             ValueError, TypeError: what is wrong with an argument.
         """
+        check_flag(causal, "causal")
         if spans is not None or row_length is not None:
             spans = self._checked_spans(spans, row_length)
         sizes = masks.block_sizes(block_size)
@@ -682,6 +696,8 @@ class PackedLayout:
             raise ValueError(
                 f"total_tokens must be at least the row's {self._total_tokens}, got {total_tokens}"
             )
+        if total_tokens >= 2**31:
+            raise ValueError(f"total_tokens must be at most 2^31 - 1, got {total_tokens}")
         if total_tokens == self._total_tokens:
             return self
         self.wait()  # lengths that are wrong must not become right
@@ -693,8 +709,10 @@ class PackedLayout:
     def _in_longer_row(self, total_tokens: int) -> PackedLayout:
         meta = self.host_meta.clone()
         meta[_TOTAL_TOKENS] = total_tokens
+        # A tensor of its own: the cache knows xformers' bias, which has the tail, by the lengths.
+        lengths = self._all_lengths.view_as(self._all_lengths)
         packed = PackedLayout(
-            self._all_lengths, self.cu_seqlens_static, meta, total_tokens, self._num_sequences
+            lengths, self.cu_seqlens_static, meta, total_tokens, self._num_sequences
         )
         packed._host_lengths = self._host_lengths
         packed._copied_lengths = self._copied_lengths
@@ -868,6 +886,7 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
             f"mask must be a tensor, got {type(mask).__name__}: without one give lengths, by "
             "PackedLayout.from_lengths"
         )
+    _check_not_meta(mask, "mask")
     if mask.dim() == 4:
         if mask.shape[-1] != mask.shape[-2] or mask.shape[1] < 1:
             raise ValueError(
@@ -897,10 +916,7 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
 
 def _common_multiple(multiple: int | Sequence[int], name: str) -> int:
     multiples = multiple if isinstance(multiple, Sequence) else (multiple,)
-    for one in multiples:
-        if index(one) < 1:
-            raise ValueError(f"{name} must be at least 1, got {multiple!r}")
-    return lcm(*map(index, multiples))
+    return as_int(lcm(*(as_int(one, name, least=1) for one in multiples)), name)
 
 
 def _sorted_pairs(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -928,9 +944,13 @@ def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
             raise ValueError(f"{name} must fit in int64, got {values!r}") from error
     if values.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
+    _check_not_meta(values, name)
+    return values
+
+
+def _check_not_meta(values: Tensor, name: str) -> None:
     if values.device.type == "meta":
         raise ValueError(f"{name} must have values, got a tensor on meta")
-    return values
 
 
 def _outside_inference_mode() -> AbstractContextManager:
@@ -938,6 +958,11 @@ def _outside_inference_mode() -> AbstractContextManager:
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)
+
+
+def _may_keep(*tensors: Tensor) -> bool:
+    """Not what FakeTensorMode or a tracer makes, which means nothing outside of it."""
+    return all(type(tensor) is Tensor for tensor in tensors)
 
 
 def _capturing(device: torch.device) -> bool:

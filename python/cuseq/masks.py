@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from cuseq._arguments import check_flag
+
 _ops = torch.ops.cuseq
 
 
@@ -57,6 +59,7 @@ def mask_ranges(
         tensor([[0, 0, 2, 2, 2, 5],
                 [1, 2, 3, 4, 5, 6]], dtype=torch.int32)
     """
+    check_flag(causal, "causal")
     return _ops.mask_ranges(lengths, total_tokens, False, causal, window, spans, cu_seqlens_padded)
 
 
@@ -99,6 +102,7 @@ def dense_mask(
                 [1, 1, 0],
                 [0, 0, 1]], dtype=torch.int32)
     """
+    check_flag(causal, "causal")
     return _ops.dense_mask(
         lengths,
         total_tokens,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuseq._arguments import as_int, check_tensor
 from cuseq.collate import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout
 
@@ -46,6 +47,7 @@ def _packed(
 ) -> Sequence[Tensor]:
     slots, tokens = packed._batch_rows()
     for name, tensor in zip(names, tensors, strict=True):
+        check_tensor(tensor, name)
         if tensor.shape[:2] != tokens.shape:
             raise ValueError(
                 f"{name} must be [batch, seqlen, ...] with batch and seqlen as in the layout's "
@@ -71,6 +73,7 @@ def unpack(
     check_layout(packed)
     slots, tokens = packed._batch_rows()
     for number, tensor in enumerate(tensors):
+        check_tensor(tensor, f"tensors[{number}]")
         if tensor.shape[:1] != slots.shape:
             raise ValueError(
                 f"tensors[{number}] must be [total_tokens = {packed.total_tokens}, ...], got shape "
@@ -88,7 +91,15 @@ def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]
         raise ValueError(
             f"fill must be one number or one for each of {len(tensors)} tensors, got {fill}"
         )
-    return fills
+    return [_number(value) for value in fills]
+
+
+def _number(value: Any) -> Fill:
+    """One of Python's own: NumPy's scalars and tensors of one element stand for one."""
+    number = value.item() if hasattr(value, "item") else value
+    if not isinstance(number, (bool, int, float, complex)):
+        raise TypeError(f"fill must be numbers, got {value!r}")
+    return as_int(number, "fill") if type(number) is int else number
 
 
 def one_or_all(tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:

@@ -90,7 +90,7 @@ def apply_rope(
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 128, device=q.device)
         >>> q, k = cuseq.apply_rope(q, k, cos, sin, packed=packed)
     """
-    offsets, meta, position_ids = _positions_of(packed, position_ids, layout, cp_size)
+    offsets, meta, position_ids = _positions_of(packed, position_ids, q, layout, cp_size)
     call = _apply_rope_op if _ops_are_watched(q, k) else _C.apply_rope
     return call(
         q,
@@ -169,7 +169,7 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
-    offsets, meta, position_ids = _positions_of(packed, position_ids, layout, cp_size)
+    offsets, meta, position_ids = _positions_of(packed, position_ids, q, layout, cp_size)
     call = _apply_qk_norm_rope_op if _ops_are_watched(q, k) else _C.apply_qk_norm_rope
     return call(
         q,
@@ -197,7 +197,11 @@ def apply_qk_norm_rope(
 
 
 def _positions_of(
-    packed: PackedLayout | None, position_ids: Tensor | None, layout: str, cp_size: int
+    packed: PackedLayout | None,
+    position_ids: Tensor | None,
+    q: Tensor,
+    layout: str,
+    cp_size: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Offsets and host_meta of the segments in which positions restart, or positions."""
     if packed is None:
@@ -212,7 +216,15 @@ def _positions_of(
             f"position_ids None, got cp_size = {cp_size}"
         )
     positions = packed._positions
-    return None, None, positions if layout == "thd" else positions.unsqueeze(0)
+    if layout == "thd" or q.dim() != 4:  # another q is what the op refuses
+        return None, None, positions
+    batch, seqlen = q.shape[0], q.shape[2 if layout == "bhsd" else 1]
+    if batch * seqlen != packed.total_tokens:
+        raise ValueError(
+            f"packed must have as many tokens as q, batch * seqlen = {batch * seqlen}, got a "
+            f"layout of total_tokens = {packed.total_tokens}"
+        )
+    return None, None, positions.view(batch, seqlen)
 
 
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:

@@ -14,6 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import DTYPES, make_lengths, packings
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
@@ -166,6 +169,56 @@ def test_limits():
         (lambda: PackedLayout.from_lengths([2], 2**70), ValueError, f"total_tokens .*{2**70}"),
         (lambda: PackedLayout.from_lengths([2], max_seqs=1.5), TypeError, "max_seqs must .*1.5"),
         (lambda: PackedLayout.from_lengths(torch.ones(2, device="meta")), ValueError, "on meta"),
+        (
+            lambda: PackedLayout.from_lengths([2], segment_multiple=2.0),
+            TypeError,
+            "segment_multiple must be an int, got 2.0",
+        ),
+        (
+            lambda: PackedLayout.from_lengths([2], 4.0, segment_multiple=2),
+            TypeError,
+            "total_tokens.* must be an int, got 4.0",
+        ),
+        (
+            lambda: PackedLayout.from_lengths([2], 4, segment_multiple=2, max_seqs=2.5),
+            TypeError,
+            "max_seqs must be an int, got 2.5",
+        ),
+        (
+            lambda: PackedLayout.from_lengths([2]).with_total_tokens(2**31),
+            ValueError,
+            rf"total_tokens must be at most 2\^31 - 1, got {2**31}",
+        ),
+        (
+            lambda: PackedLayout.from_position_ids([0, 1]),
+            TypeError,
+            "position_ids must be a tensor",
+        ),
+        (
+            lambda: PackedLayout.from_position_ids(torch.tensor([0, 1]), max_seqs=1.5),
+            TypeError,
+            "max_seqs must be an int, got 1.5",
+        ),
+        (
+            lambda: PackedLayout.from_position_ids(torch.ones(2, device="meta").long()),
+            ValueError,
+            "position_ids must have values, got a tensor on meta",
+        ),
+        (
+            lambda: PackedLayout.from_padding_mask(torch.ones(2, 2, device="meta").bool()),
+            ValueError,
+            "mask must have values, got a tensor on meta",
+        ),
+        (
+            lambda: PackedLayout.from_lengths([2]).dense_mask(causal=None),
+            TypeError,
+            "causal must be True or False, got None",
+        ),
+        (
+            lambda: PackedLayout.from_lengths([2]).block_mask(causal=None),
+            TypeError,
+            "causal must be True or False, got None",
+        ),
         (lambda: PackedLayout.from_lengths([2.0, 3.0]), TypeError, "lengths.*2.0"),
         (lambda: PackedLayout.from_lengths(torch.ones(2)), TypeError, "lengths.*Float"),
         (lambda: PackedLayout.from_lengths(np.ones(2)), TypeError, "lengths"),
@@ -189,6 +242,36 @@ def test_wrong_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message) as raised:
         make()
     assert "frame #" not in str(raised.value)  # a C++ stack is no message
+
+
+@pytest.mark.parametrize("how", ["fake mode", "make_fx", "export"])
+def test_what_a_dry_run_makes_is_not_kept(how):
+    """A FakeTensor means nothing outside of its mode."""
+    packed = PackedLayout.from_lengths([3, 1], 12, segment_multiple=4)
+    expected = PackedLayout.from_lengths([3, 1], 12, segment_multiple=4)
+    rows, padded = torch.randn(12, 2), torch.randn(2, 3, 2)
+
+    def run(rows):
+        facts = packed.position_ids + packed.seq_idx[0] + packed.cu_seqlens[-1] + packed.lengths[0]
+        shared = cuseq.cp_join(packed, 2, rows.view(2, 6, 2))
+        batch = cuseq.unpack(packed, rows)
+        return rows * facts.unsqueeze(1) + shared + cuseq.pack(packed, batch)
+
+    if how == "fake mode":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            run(rows)
+    elif how == "make_fx":
+        make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(rows)
+    else:
+        module = nn.Module()
+        module.forward = run
+        torch.export.export(module, (rows,), strict=False)
+    for name in ("position_ids", "seq_ids", "seq_idx", "moe_padding_mask", "lengths", "cu_seqlens"):
+        assert getattr(packed, name).tolist() == getattr(expected, name).tolist(), name
+    assert torch.equal(cuseq.pack(packed, padded), cuseq.pack(expected, padded))
+    split = rows.view(2, 6, 2)
+    assert torch.equal(cuseq.cp_join(packed, 2, split), cuseq.cp_join(expected, 2, split))
+    assert torch.equal(run(rows), run(rows))
 
 
 def test_flash_kwargs(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -487,6 +488,31 @@ def test_fills_are_checked(function, device):
     refused(ids, ids.bool(), fill=-100, message=r"fill\[1\].*Bool.*-100")
     refused(ids.byte(), fill=-100, message=r"fill\[0\].*Byte.*-100")
     refused(ids.half(), fill=1e6, message=r"fill\[0\].*Half")
+
+
+@pytest.mark.parametrize("function", [cuseq.pack, cuseq.unpack])
+def test_fills_that_stand_for_numbers(function, device):
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], device=device)
+    packed = PackedLayout.from_padding_mask(mask, segment_multiple=4)
+    given = mask if function is cuseq.pack else torch.ones(packed.total_tokens, device=device)
+    expected = function(packed, given, fill=7)
+    for fill in (np.int64(7), torch.tensor(7), [np.int8(7)]):
+        assert torch.equal(function(packed, given, fill=fill), expected)
+    for fill, error in ((None, TypeError), ("7", TypeError), (2**70, ValueError)):
+        with pytest.raises(error, match=f"fill must .*{fill}"):
+            function(packed, given, fill=fill)
+
+
+def test_what_is_no_tensor_is_named(device):
+    packed = PackedLayout.from_lengths([2, 2], device=device)
+    for call in (
+        lambda: cuseq.pack(packed, [[1, 2], [3, 4]]),
+        lambda: cuseq.unpack(packed, [1, 2, 3, 4]),
+        lambda: cuseq.cp_join(packed, 1, [[1, 2, 3, 4]]),
+        lambda: cuseq.cp_partition(packed, 1, 0, [1, 2, 3, 4]),
+    ):
+        with pytest.raises(TypeError, match=r"tensors\[0\] must be a tensor, got list"):
+            call()
 
 
 def test_one_device(cuda):

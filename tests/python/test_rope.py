@@ -1216,6 +1216,33 @@ def test_edited_frequencies_make_a_new_table(device):
         inv_freq.mul_(0.5)
 
 
+def test_frequencies_given_another_storage_make_a_new_table(device):
+    inv_freq = inverse_frequencies(16, 1e4).to(device)
+    for _ in range(3):
+        results = cuseq.rope_table(10, 16, inv_freq=inv_freq, device=device)
+        assert_table_of(torch.arange(10.0)[:, None] * inv_freq.float().cpu(), results)
+        inv_freq.data = (inv_freq * 0.5).bfloat16()
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("cp_rank", [0, 1])
+def test_a_ranks_part_in_batch_rows(cp_rank, layout, device):
+    """Batch row after batch row, as of any layout."""
+    packed = cuseq.PackedLayout.from_lengths([7, 1, 4], segment_multiple=4, device=device)
+    (local,) = cuseq.cp_partition(packed, 2, cp_rank)
+    cos, sin = cuseq.rope_table(16, 8, device=device)
+    q = torch.randn(local.total_tokens, 3, 8, device=device)
+    expected, _ = cuseq.apply_rope(q, None, cos, sin, packed=local)
+    batch = q.view(2, -1, 3, 8)
+    batch = batch if layout == "bshd" else batch.transpose(1, 2)
+    found, _ = cuseq.apply_rope(batch, None, cos, sin, packed=local, layout=layout)
+    found = found if layout == "bshd" else found.transpose(1, 2)
+    assert torch.equal(found.reshape(-1, 3, 8), expected)
+    with pytest.raises(ValueError, match="packed must have as many tokens as q, .* = 6, got"):
+        shape = (2, 3, 3, 8)  # of 6 tokens in either layout
+        cuseq.apply_rope(q[:6].view(shape), None, cos, sin, packed=local, layout=layout)
+
+
 def test_other_frequencies_at_the_same_address(device):
     """A model's goes and the next one's comes: it may well get the same memory and the same id."""
     for scale in range(1, 30):
@@ -1283,6 +1310,11 @@ def test_what_the_tables_do_not_depend_on(device):
         (dict(rotary_dim=0), ValueError, "rotary_dim must .*0"),
         (dict(rotary_dim=-2), ValueError, "rotary_dim must .*-2"),
         (dict(length="8"), TypeError, "length must be an int, got '8'"),
+        *(
+            (dict(theta=theta), ValueError, f"theta must be a finite number above 0, got {theta}")
+            for theta in (0, -1.0, float("inf"), float("nan"))
+        ),
+        (dict(inv_freq=[1.0] * 8), TypeError, "inv_freq must be a tensor, got list"),
         (dict(rotary_dim=16.0), TypeError, "rotary_dim must be an int, got 16.0"),
         (dict(inv_freq=torch.ones(7)), ValueError, "inv_freq must .*7"),
         (dict(inv_freq=torch.ones(1, 8)), ValueError, "inv_freq must"),

@@ -119,6 +119,17 @@ def test_padded_to_a_multiple(row, spare, multiple):
         assert float(sum(weight for _, weight in parts)) == pytest.approx(1, rel=1e-6)
 
 
+def test_positions_of_several_planes_are_padded():
+    packed = cuseq.PackedLayout.from_lengths([3, 2])
+    positions = torch.arange(15).view(1, 5, 3)
+    batch = {"packed": packed, "labels": torch.ones(1, 5).long(), "position_ids": positions}
+    first, second = (part for part, _ in cuseq.split_by_tokens(batch, 4, total_multiple=4))
+    assert torch.equal(first["position_ids"][:, :3], positions[:, :3])
+    assert first["position_ids"][0, 3].tolist() == [0, 0, 0]
+    assert torch.equal(second["position_ids"][:, :2], positions[:, 3:])
+    assert second["position_ids"][0, 2:].tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
 def test_one_pass_where_the_budget_holds_all():
     batch = make_batch([3, 4, 5], tail=4)
     ((part, weight),) = parts_of(batch, 12)

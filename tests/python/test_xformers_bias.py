@@ -46,6 +46,18 @@ def theirs(biases, lengths: list[int], total_tokens: int, device, window: int | 
     return bias.make_causal() if window is None else bias.make_local_attention(window)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("first", ["shorter", "longer"])
+def test_a_longer_row_has_a_bias_of_its_own(first, window, biases, device):
+    rows = {"shorter": PackedLayout.from_lengths([2, 3], 5, device=device)}
+    rows["longer"] = rows["shorter"].with_total_tokens(9)
+    for name in sorted(rows, key=lambda name: name != first):
+        total = rows[name].total_tokens
+        bias = rows[name].xformers_bias(window=window)
+        check_bias(bias, biases, [2, 3], total, device, window)
+        assert rows[name].xformers_bias(window=window) is bias
+
+
 def check_bias(bias, biases, lengths, total_tokens, device, window) -> None:
     expected = theirs(biases, lengths, total_tokens, device, window)
     assert type(bias) is type(expected)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cuseq.layout import check_layout
+
 if TYPE_CHECKING:
     from cuseq.layout import PackedLayout
 
@@ -35,6 +37,7 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
         raise ImportError(
             "packed_seq_params needs megatron-core: pip install megatron-core"
         ) from error
+    check_layout(packed)
     packed._check_whole()
     offsets, padded, longest = packed.cu_seqlens, packed.cu_seqlens_padded, packed.max_seqlen_padded
     tail = packed.total_tokens - packed._physical.num_real_tokens
