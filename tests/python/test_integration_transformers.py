@@ -363,6 +363,7 @@ def test_compiled_layers_do_not_read_the_longest_length(device):
 @torch._functorch.config.patch(enable_autograd_cache=False)
 def test_compiled_with_inductor(device):
     model, eager = make_model("qwen3", device), make_model("qwen3", device)
+    exact = copy.deepcopy(eager).double()
     counter = CompileCounterWithBackend("inductor")
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = torch.compile(layer, backend=counter, fullgraph=True)
@@ -372,12 +373,14 @@ def test_compiled_with_inductor(device):
         keywords = dict(position_ids=layout.position_ids[None], packed=layout, use_cache=False)
         compiled, plain = model(ids, **keywords).logits, eager(ids, **keywords).logits
         assert_near(compiled, plain)
-        compiled.square().sum().backward()
-        plain.square().sum().backward()
+        for logits in (compiled, plain, exact(ids, **keywords).logits):
+            logits.square().sum().backward()
     assert counter.frame_count == 1
-    compiled_grads = [p.grad for p in model.parameters()]
-    for compiled_grad, p in zip(compiled_grads, eager.parameters(), strict=True):
-        assert_near(compiled_grad, p.grad)
+    of_all = ([p.grad for p in of.parameters()] for of in (model, eager, exact))
+    for compiled_grad, plain_grad, right in zip(*of_all, strict=True):
+        # Elements of a gradient are sums that cancel: its rounding is of the size of the whole.
+        far, plain_far = ((grad - right).norm() for grad in (compiled_grad, plain_grad))
+        assert far <= 2 * plain_far + 1e-6 * right.norm()
 
 
 @pytest.mark.parametrize(
