@@ -33,10 +33,10 @@ def failed(report: PackingReport) -> set[str]:
     return {check.name for check in report.checks.values() if not check.ok}
 
 
-def assert_fine(report: PackingReport) -> None:
+def assert_fine(report: PackingReport, unseen: set[str] = frozenset()) -> None:
     assert report.ok and report.suspect is None, str(report)
     assert "verdict: fine" in str(report)
-    assert all(check.value is not None for check in report.checks.values())
+    assert {check.name for check in report.checks.values() if check.value is None} == unseen
 
 
 def assert_suspect(report: PackingReport, name: str, *words: str) -> None:
@@ -154,6 +154,102 @@ def test_a_leak_into_one_document_is_traced_to_both(source, token, device):
     assert failed(report) == {"leak forward", "leak backward"}, "nothing else could see so little"
 
 
+class NaNBackward(torch.autograd.Function):
+    """Gradients of document 0 alone turn those of document 2 into NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if gradient[:5].any() and not gradient[5:].any():
+            gradient[7] = math.nan
+        return gradient
+
+
+def test_nan_stays_the_worst_leak(device):
+    class NaNForward(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            output = super().forward(input_ids, labels, position_ids, packed)
+            if packed is not None and int(input_ids[0, 0]) != DOCUMENTS[0][0]:
+                output.logits[0, 7] = math.nan
+            return output
+
+    class Backward(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            x = self.tokens(input_ids.flatten())
+            return SimpleNamespace(logits=self.head(x if packed is None else NaNBackward.apply(x)))
+
+    report = check_packing(NaNForward().to(device), DOCUMENTS)
+    assert_suspect(report, "mixing", "document 2 hears of document 0")
+    assert math.isnan(report.checks["leak forward"].value)
+    report = check_packing(Backward().to(device), DOCUMENTS)
+    assert_suspect(report, "backward", "document 0 hears of document 2")
+    assert math.isnan(report.checks["leak backward"].value)
+
+
+@pytest.mark.parametrize("count, source, target", [(20, 2, 1), (17, 15, 14), (33, 1, 30)])
+def test_a_leak_between_two_of_many_documents_is_found(count, source, target, device):
+    class Copying(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            output = super().forward(input_ids, labels, position_ids, packed)
+            if packed is not None:
+                starts = packed.cu_seqlens.tolist()
+                heard = self.tokens(input_ids.flatten())[starts[source], 0]
+                output.logits[0, starts[target], 0] += 1e-12 * heard
+            return output
+
+    documents = make_documents([2, 3, 1, 2] * (count // 4) + [2] * (count % 4))
+    report = check_packing(Copying().to(device), documents)
+    assert_suspect(report, "mixing", f"document {target} hears of document {source}")
+    where = report.checks["leak forward"].where, report.checks["leak backward"].where
+    assert where == (f"document {target} hears of document {source}",) * 2
+    assert failed(report) == {"leak forward", "leak backward"}
+
+
+def test_a_leak_that_takes_several_documents(device):
+    """The largest of all embeddings, which two documents hold: neither alone can lower it."""
+
+    class Largest(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            output = super().forward(input_ids, labels, position_ids, packed)
+            if packed is not None:
+                output.logits = output.logits + (input_ids == 60).any().detach()
+            return output
+
+    documents = make_documents([2] * 12)
+    documents = [[min(token, 59) for token in document] for document in documents]
+    documents[1][0] = documents[3][0] = 60
+    report = check_packing(Largest().to(device), documents, rtol=10)
+    assert_suspect(report, "mixing", "hears of one of documents 1, 3, 5, 7, 9, 11")
+
+
+@pytest.mark.parametrize("ends", [(), (0,)])
+def test_boundaries_in_the_tokens_stay(ends, device):
+    """A model that tells documents apart by the token that each begins or ends with."""
+
+    class Cutting(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            flat = input_ids.flatten().tolist()
+            cuts = [i + len(ends) for i, token in enumerate(flat) if token == 0]
+            cuts = sorted({0, *cuts, len(flat)})
+            lengths = [end - start for start, end in zip(cuts, cuts[1:], strict=False)]
+            packed = cuseq.PackedLayout.from_lengths(lengths).to(input_ids.device)
+            return super().forward(input_ids, labels, packed.position_ids.long(), packed)
+
+    documents = [[*(() if ends else (0,)), *document, *ends] for document in DOCUMENTS]
+    assert_fine(check_packing(Cutting().to(device), documents))
+    assert_fine(check_packing(Cutting().to(device), [*documents, [0]] * 3))
+    # Another leak is still found, by the tokens beside the boundaries.
+    report = check_packing(Summing("cumulative").to(device), documents)
+    assert {"leak forward", "leak backward"} <= failed(report)
+    # Where all tokens are boundaries they are changed all the same.
+    report = check_packing(Summing("cumulative").to(device), [[1, 2], [1, 2]])
+    assert {"leak forward", "leak backward"} <= failed(report)
+
+
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
@@ -170,6 +266,71 @@ def test_a_state_that_leaks_is_named(device):
     report = check_packing(Recurrent().to(device), DOCUMENTS)
     assert_suspect(report, "state", "layers.memory (GRU)", "seq_ids")
     assert report.checks["leak backward"].value > 0
+
+
+class Attending(nn.Module):
+    """An attention of any class, without masks."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.inner = type(kind, (Averaging,), {})()
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids, **ignored):
+        x = self.embed(input_ids)
+        return SimpleNamespace(logits=self.head(x + self.inner(x)))
+
+
+class Averaging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x):
+        seen = torch.ones(x.shape[1], x.shape[1], device=x.device).tril()
+        return self.out(seen / seen.sum(-1, keepdim=True) @ x)
+
+
+@pytest.mark.parametrize(
+    "kind, suspect",
+    [
+        ("CrossMultiheadAttention", "attention"),
+        ("SSM", "state"),
+        ("GatedSsmBlock", "state"),
+        ("My_ssm", "state"),
+        ("LinearAttn", "state"),
+        ("Block", "mixing"),
+    ],
+)
+def test_what_a_class_is_called_tells_its_kind(kind, suspect, device):
+    report = check_packing(Attending(kind).to(device), DOCUMENTS)
+    assert_suspect(report, suspect, f"inner ({kind})")
+
+
+def test_a_leak_in_front_of_weights_of_zero_is_named(device):
+    """Projections that are initialised with zeros let nothing through, but take a gradient."""
+    model = Attending("Attention").to(device)
+    nn.init.zeros_(model.inner.out.weight)
+    report = check_packing(model, DOCUMENTS)
+    assert failed(report) == {"gradients"}
+    assert_suspect(report, "attention", "gradients do not", "inner (Attention)")
+
+
+def test_padding_behind_the_tokens_of_a_forward(device):
+    model = Recurrent().to(device)
+
+    def padded(model, examples):
+        ids = sum((example["input_ids"] for example in examples), [])
+        return model(torch.tensor([[*ids, 0, 0, 0]], device=device)).logits
+
+    def cut(model, examples):
+        return padded(model, examples)[:, :-3]
+
+    for forward in (padded, cut):
+        report = check_packing(model, DOCUMENTS, forward=forward)
+        assert_suspect(report, "state", "layers.memory (GRU)")
 
 
 def test_any_loop_through_forward(device):
@@ -200,14 +361,19 @@ def test_what_forward_may_return(device):
         layouts[len(examples)] = batch["packed"]
         return model(**{k: v.to(device) for k, v in batch.items()})
 
-    for wrap in (
-        lambda output: output,
-        lambda output: output.logits,
-        lambda output: output.logits[0],
-        lambda output: (output.loss, output.logits),
-        lambda output: vars(output),
+    for wrap, unseen in (
+        (lambda output: output, set()),
+        (lambda output: output.logits, {"loss"}),
+        (lambda output: output.logits[0], {"loss"}),
+        (lambda output: (output.loss, output.logits), set()),
+        (lambda output: (output.loss[None], output.logits), set()),
+        (lambda output: (output.logits, output.loss[None, None]), set()),
+        (lambda output: (output.loss[None, None], output.logits), set()),
+        (lambda output: {"logits": output.logits, "loss": output.loss.expand(3)}, {"loss"}),
+        (lambda output: vars(output), set()),
     ):
-        assert_fine(check_packing(model, DOCUMENTS, forward=lambda m, e: wrap(run(m, e))))
+        report = check_packing(model, DOCUMENTS, forward=lambda m, e: wrap(run(m, e)))
+        assert_fine(report, unseen)
     assert layouts.keys() == {1, len(DOCUMENTS)}
     with pytest.raises(ValueError, match="logits must have a row for each of the 29 tokens"):
         check_packing(model, DOCUMENTS, forward=lambda m, e: run(m, e).logits[:, :3])
@@ -268,6 +434,41 @@ def test_labels_that_cross_are_seen_in_any_dtype(device):
     assert_suspect(report, "labels")
 
 
+def shifted_labels(examples):
+    batch = cuseq.PackingCollator(total_multiple=8)(examples)
+    return batch | {"labels": F.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
+
+
+def without_labels(examples):
+    batch = cuseq.PackingCollator()(examples)
+    return {key: value for key, value in batch.items() if key != "labels"}
+
+
+def own_labels(examples):
+    return cuseq.PackingCollator()([{"input_ids": example["input_ids"]} for example in examples])
+
+
+def test_labels_of_a_model_without_a_loss(device):
+    class WithoutLoss(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            return super().forward(input_ids, None, position_ids, packed)
+
+    model = WithoutLoss().to(device)
+    for right in (None, cuseq.PackingCollator(pad_to=48), shifted_labels, without_labels):
+        report = check_packing(model, DOCUMENTS, collator=right)
+        assert_fine(report, {"loss"})
+        assert "the model gives none" in str(report)
+    answers = [{"input_ids": ids, "labels": [-100] * 4 + ids[4:]} for ids in DOCUMENTS[::2]]
+    for examples, wrong, words in (
+        (DOCUMENTS, crossing_labels, "the first label of document 1 is"),
+        (DOCUMENTS, padding_labels, "labels of padding are not -100"),
+        (answers, own_labels, "labels of document 0 are not those of its example"),
+    ):
+        report = check_packing(model, examples, collator=wrong)
+        assert_suspect(report, "labels", "the model gives no loss", words)
+        assert failed(report) == {"labels"}
+
+
 @pytest.mark.parametrize("collator", [None, cuseq.PackingCollator(pad_to=48)])
 def test_right_collators_and_labels(collator, device):
     examples = [
@@ -305,7 +506,7 @@ def test_documents_are_found_between_padding(device):
     # The same without a layout: a model that needs none, and documents that have to be found.
     model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).to(device)
     wrapped = Wrapped(model)
-    assert_fine(check_packing(wrapped, DOCUMENTS, collator=unsaid))
+    assert_fine(check_packing(wrapped, DOCUMENTS, collator=unsaid), {"loss"})
 
 
 class Wrapped(nn.Module):
@@ -342,6 +543,67 @@ def test_nothing_is_left_behind(device):
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert grads.keys() == {"head.bias"} and bool((grads["head.bias"] == 7).all())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+class Merging(nn.Linear):
+    """Merges its correction into its weight in eval mode, as LoRA layers do."""
+
+    def __init__(self):
+        super().__init__(16, VOCAB, dtype=torch.float64)
+        self.correction = nn.Parameter(torch.ones(VOCAB, 16, dtype=torch.float64))
+        self.merged = False
+
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.weight.data += -self.correction if mode else self.correction
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x):
+        return F.linear(x, self.weight if self.merged else self.weight + self.correction, self.bias)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("head_training", [True, False])
+def test_modes_are_put_back_by_train(training, head_training, device):
+    model = Summing().to(device)
+    model.head = Merging().to(device)
+    model.train(training)
+    model.head.train(head_training)
+    weight = model.head.weight.detach().clone()
+    assert_fine(check_packing(model, DOCUMENTS))
+    assert model.training == model.norm.training == training
+    assert model.head.training == head_training and model.head.merged != head_training
+    torch.testing.assert_close(model.head.weight.detach(), weight)
+
+
+def test_attributes_and_new_buffers_are_put_back(device):
+    class Keeping(Summing):
+        def __init__(self):
+            super().__init__()
+            self.longest, self.last, self.table = 0, None, torch.zeros(4)
+
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            self.longest = max(self.longest, input_ids.shape[-1])
+            self.last = input_ids
+            self.seen = True
+            table = self.table
+            table += 1
+            self.table = table.clone()
+            if not hasattr(self, "mask"):
+                self.register_buffer("mask", torch.ones(1), persistent=False)
+                self.register_buffer("scale", torch.ones(1))
+            return super().forward(input_ids, labels, position_ids, packed)
+
+    model = Keeping().to(device)
+    table = model.table
+    attributes, names = vars(model).keys() - {"seen"}, model.state_dict().keys()
+    assert_fine(check_packing(model, DOCUMENTS))
+    assert (model.longest, model.last, model.kept) == (0, None, 0.0)
+    assert model.table is table and not table.any()
+    assert vars(model).keys() == attributes and model.state_dict().keys() == names
+    assert not hasattr(model, "mask") and not model._non_persistent_buffers_set
+    model(torch.tensor([[1, 2]], device=device))  # which registers them again
 
 
 def test_everything_is_put_back_after_an_error(device):
@@ -404,13 +666,100 @@ def test_other_keys_of_the_examples_reach_both_runs(device):
     assert report.checks["logits"].ok and report.checks["leak forward"].ok
 
 
+def test_keys_that_the_collator_takes_stay_from_the_model(device):
+    """Alone, too, the model gets no key that the packed batch has not."""
+
+    def typed(examples):
+        batch = cuseq.PackingCollator()([{"input_ids": e["input_ids"]} for e in examples])
+        types = torch.cat([torch.as_tensor(example["token_type_ids"]) for example in examples])
+        return batch | {"token_type_ids": types[None]}
+
+    class Typed(Summing):
+        def forward(self, input_ids, token_type_ids, labels=None, position_ids=None, packed=None):
+            output = super().forward(input_ids, None, position_ids, packed)
+            output.logits = output.logits * (1 + token_type_ids[..., None])
+            return output
+
+    numpy = pytest.importorskip("numpy")
+    examples = [
+        {
+            "input_ids": numpy.array(ids),
+            "token_type_ids": numpy.full(len(ids), i % 2),
+            "completion_mask": [1] * len(ids),
+            "messages": [{"role": "user"}] * len(ids),
+            "name": "a",
+        }
+        for i, ids in enumerate(DOCUMENTS)
+    ]
+    assert_fine(check_packing(Typed().to(device), examples, collator=typed), {"loss"})
+    # Nor does a key that no model could take break it where the collator lets it through.
+    texts = [example | {"token_type_ids": list(example["messages"])} for example in examples]
+
+    def untyped(examples):
+        batch = cuseq.PackingCollator()([{"input_ids": e["input_ids"]} for e in examples])
+        return batch | {"token_type_ids": [example["messages"] for example in examples]}
+
+    class Untyped(Summing):
+        def forward(self, input_ids, token_type_ids=None, **keywords):
+            return super().forward(input_ids, **keywords)
+
+    assert_fine(check_packing(Untyped().to(device), texts, collator=untyped))
+
+
 def test_the_tolerance_is_half_of_the_digits_of_what_computes():
     model, logits = nn.Linear(2, 2), torch.zeros(1)
     assert _default_rtol(model.double(), logits.double()) == 2**-26
     assert _default_rtol(model.double(), logits) == 2**-11.5
     assert _default_rtol(model.half(), logits) == 2**-5
+    assert _default_rtol(model.double(), logits.double(), {torch.float32}) == 2**-11.5
     with torch.autocast("cpu", torch.bfloat16):
         assert _default_rtol(model.float(), logits) == 2**-3.5
+
+
+@pytest.mark.parametrize(
+    "params, inside, rtol",
+    [(torch.float64, torch.float32, 2**-11.5), (torch.float32, torch.bfloat16, 2**-3.5)],
+)
+def test_the_tolerance_of_a_model_that_casts_inside(params, inside, rtol, device):
+    class Casting(Summing):
+        def forward(self, input_ids, labels=None, position_ids=None, packed=None):
+            output = super().forward(input_ids, None, position_ids, packed)
+            logits = output.logits.to(inside).to(params)
+            if packed is not None:  # as other kernels round
+                logits = logits * (1 + torch.finfo(inside).eps)
+            return SimpleNamespace(logits=logits)
+
+    model = Casting().to(device, params)
+    report = check_packing(model, DOCUMENTS)
+    assert_fine(report, {"loss"})
+    assert report.checks["logits"].limit == rtol
+    assert report.checks["logits"].value > torch.finfo(params).eps ** 0.5
+
+
+def test_a_model_that_autocasts_inside(device):
+    class Autocasting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embed, self.head = nn.Embedding(VOCAB, 64), nn.Linear(64, VOCAB)
+
+        def forward(self, input_ids, **ignored):
+            with torch.autocast(input_ids.device.type, torch.bfloat16):
+                return SimpleNamespace(logits=self.head(self.embed(input_ids)).float())
+
+    report = check_packing(Autocasting().to(device), DOCUMENTS)
+    assert report.checks["logits"].limit == 2**-3.5
+    assert_fine(report, {"loss"})
+
+
+def test_logits_of_zero(device):
+    """A head that is initialised with zeros, as some are."""
+    model = Summing().to(device)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    report = check_packing(model, DOCUMENTS)
+    assert_fine(report)
+    assert report.checks["logits"].value == 0
 
 
 @pytest.mark.parametrize(
@@ -454,8 +803,13 @@ def test_arguments_that_cannot_be_used():
 
 
 def test_the_report_as_json():
-    for model in (Summing(), Summing("nan"), Summing("cumulative")):
-        report = check_packing(model, DOCUMENTS)
+    for model, rtol in (
+        (Summing(), None),
+        (Summing("nan"), None),
+        (Summing("cumulative"), None),
+        (Summing(), math.inf),
+    ):
+        report = check_packing(model, DOCUMENTS, rtol=rtol)
         read = json.loads(json.dumps(report.to_dict(), allow_nan=False))
         assert read["ok"] == report.ok
         assert read["checks"].keys() == report.checks.keys()
@@ -516,6 +870,25 @@ def test_models_of_transformers_pass(kind, device):
     assert (report.checks["leak forward"].limit == 0) == exact
 
 
+def test_a_model_of_transformers_in_float64_passes(device):
+    """Its loss and norms are computed in fp32."""
+    report = check_packing(make_model("Qwen3", device).double(), DOCUMENTS)
+    assert_fine(report)
+    assert report.checks["loss"].limit == 2**-11.5
+
+
+def test_a_rope_that_grows_is_put_back(device):
+    model = make_model(
+        "Llama", device, rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
+    )
+    rope = model.model.rotary_emb
+    model.config.max_position_embeddings = rope.max_seq_len_cached = rope.original_max_seq_len = 8
+    rope.original_inv_freq = rope.inv_freq
+    before = rope.inv_freq.clone()
+    check_packing(model, DOCUMENTS)
+    assert rope.max_seq_len_cached == 8 and torch.equal(rope.inv_freq, before)
+
+
 def test_a_mixture_of_experts_that_leaks_is_still_found(device):
     report = check_packing(make_model("Qwen3Moe", device, "sdpa"), DOCUMENTS)
     assert_suspect(report, "attention", "self_attn (Qwen3MoeAttention)")
@@ -537,6 +910,21 @@ def test_positions_that_do_not_restart(device):
     assert_suspect(report, "attention", "position_ids of document 1 start at 5")
     report = check_packing(make_model("GPT2", device), DOCUMENTS, collator=running_positions)
     assert_suspect(report, "positions", "position_ids of document 1 start at 5")
+
+
+@pytest.mark.parametrize("attention", ["cuseq", "sdpa"])
+def test_layers_compiled_for_one_shape(attention, device):
+    """The documents alone have other shapes, and hooks of inner modules see no compiled code."""
+    torch._dynamo.reset()
+    model = make_model("Llama", device, attention)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    documents = make_documents(range(2, 14))  # more shapes than torch compiles anew
+    report = check_packing(model, documents, collator=cuseq.PackingCollator(pad_to=96))
+    if attention == "cuseq":
+        assert_fine(report)
+    else:
+        assert_suspect(report, "attention", "model.layers.0.self_attn (LlamaAttention)")
 
 
 def test_collators_of_other_packages(device):
@@ -627,6 +1015,30 @@ def test_command_says_why_it_could_not_run(tmp_path, capsys):
     done = command(tmp_path)
     assert done.returncode == 2 and "could not be run: " in done.stderr
     assert command(tmp_path, "--dtype", "int8").returncode == 2
+
+
+def test_command_shows_a_verdict_that_it_cannot_write(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    from cuseq.check_packing.__main__ import main
+
+    make_config("Llama").save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "missing" / "report.json"):
+        assert main([str(tmp_path), "--tokens", "24", "--json", str(path)]) == 2
+        output = capsys.readouterr()
+        assert "verdict: fine" in output.out
+        assert "could not be written: " in output.err and str(path) in output.err
+
+
+def test_lengths_of_the_command():
+    pytest.importorskip("transformers")
+    from cuseq.check_packing._load import _lengths
+
+    for documents in (4, 5, 6, 7, 25, 64, 300):
+        for tokens in (4 * documents, 4 * documents + 1, 6 * documents, 10000):
+            lengths = _lengths(tokens, documents)
+            assert len(lengths) == documents and sum(lengths) == tokens
+            assert min(lengths) == lengths[1] == 1 and lengths[3] == 2
+            assert lengths[2] == max(lengths)
 
 
 def test_command_without_cache(tmp_path):

@@ -30,18 +30,23 @@ def check_packing(
 
     Compared are logits, the loss, the gradients of it in all parameters and in the embeddings of
     the tokens. Leaks are looked for exactly: another first or last token in one document must
-    change no bit of another's logits, and another's embeddings must have a gradient of zero. Where
-    something is wrong, the report says what most likely is.
+    change no bit of another's logits, and another's embeddings must have a gradient of zero; of
+    more than 8 documents whole groups are changed as well, so that any two are told apart. Tokens
+    that all documents begin or end with stay, as a model may cut there: those beside them are
+    changed. Where something is wrong, the report says what most likely is.
 
     Packed the model is called as training loops do, `model(**batch)`, with what the collator made
     and nothing else, so that a keyword that was forgotten (`use_cache=False`, say) is found;
-    alone as `model(input_ids=[1, n], labels=[1, n])`. It runs in eval mode. Afterwards its modes,
-    buffers and gradients, and torch's random numbers, are what they were; state that a model keeps
-    elsewhere is not.
+    alone as `model(input_ids=[1, n], labels=[1, n])`, uncompiled, with those of the example's other
+    keys that hold a number for each token and are in the packed batch too. It runs in eval mode.
+    Afterwards its modes, buffers and gradients, its modules' attributes that are numbers, strings
+    or tensors, and torch's random numbers are what they were; state that a model keeps elsewhere is
+    not.
 
     Args:
         model: causal language model, any `torch.nn.Module`: its loss, if it gives one, is the mean
-            over unshifted labels.
+            over unshifted labels. If it gives none, the labels of the packed batch must be those of
+            the examples, unshifted or shifted.
         examples: documents, mappings with `input_ids` (and `labels`) or the ids alone, lists or
             int `[n]`; at least two of them with two tokens or more. Several lengths, and one
             token, show most.
@@ -52,8 +57,9 @@ def check_packing(
             padding behind them, or an object, dict or tuple with these and a `loss`. One by one it
             is called with one example.
         rtol: largest relative difference of logits (L2, of each token), loss and gradients (L2, of
-            each parameter). Default the square root of the widest machine epsilon at work, half
-            of its digits: 3.5e-4 in fp32, 0.031 in fp16 and with TF32, 0.088 in bf16.
+            each parameter). Default the square root of the widest machine epsilon at work, inside
+            of the model too, half of its digits: 3.5e-4 in fp32, 0.031 in fp16 and with TF32, 0.088
+            in bf16.
 
     Returns:
         A `PackingReport`: `ok`, the numbers by name, the suspect, and a table as `str`.
@@ -81,12 +87,11 @@ def check_packing(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode and gradients on; afterwards modes, buffers and random numbers as before."""
+    """Eval mode and gradients on; afterwards modes, buffers, plain attributes and random numbers as
+    before."""
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
+    kept = [
+        _Kept(values) for module in model.modules() for values in (vars(module), module._buffers)
     ]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
     # In eval mode cuDNN's recurrent layers have no backward, PyTorch's own do.
@@ -103,9 +108,35 @@ def _untouched(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for module, training in modes:
-                module.training = training
+                if module.training != training:
+                    module.train(training)  # which may do more, as LoRA layers that merge
             with torch.no_grad():
-                for module, name, buffer, value in buffers:
-                    if buffer is not None and not torch.equal(buffer, value):
-                        buffer.copy_(value)
-                    module._buffers[name] = buffer
+                for values in kept:
+                    values.put_back()
+            for module, _ in modes:
+                module._non_persistent_buffers_set.intersection_update(module._buffers)
+
+
+class _Kept:
+    """The plain values of a module's attributes or buffers, `training` among them."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+        self.before = self._plain()
+        self.copies = {
+            name: value.detach().clone()
+            for name, value in self.before.items()
+            if isinstance(value, Tensor)
+        }
+
+    def put_back(self) -> None:
+        for name in self._plain().keys() - self.before.keys():
+            del self.values[name]
+        self.values.update(self.before)
+        for name, copy in self.copies.items():
+            if not torch.equal(self.before[name], copy):
+                self.before[name].copy_(copy)
+
+    def _plain(self) -> dict[str, Any]:
+        kinds = (type(None), bool, int, float, str, Tensor)
+        return {name: value for name, value in self.values.items() if isinstance(value, kinds)}

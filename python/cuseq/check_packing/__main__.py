@@ -2,7 +2,7 @@
 
     python -m cuseq.check_packing MODEL [--attn cuseq] [--tiny] [--json FILE]
 
-Exit code: 0 they are, 1 they are not, 2 it could not be run.
+Exit code: 0 they are, 1 they are not, 2 it could not be run, or the JSON not be written.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         report = _run(options)
-        if options.json is not None:
-            options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
     except Exception as error:  # whatever it is, the caller must be able to tell it from a verdict
         print(f"could not be run: {type(error).__name__}: {error}", file=sys.stderr)
         return NOT_RUN
-    print(report)
+    print(report, flush=True)
+    if options.json is not None:
+        try:
+            options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        except OSError as error:
+            print(f"could not be written: {type(error).__name__}: {error}", file=sys.stderr)
+            return NOT_RUN
     return FINE if report.ok else WRONG
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from cuseq.check_packing import _suspects
 from cuseq.check_packing._documents import Document
 from cuseq.check_packing._leaks import (
+    Changes,
     Leak,
     backward_leak,
+    changes_of,
     forward_leak,
+    groups_of,
     padding_leak,
-    with_another_token,
+    with_other_tokens,
 )
 from cuseq.check_packing._numbers import (
     Totals,
@@ -58,7 +61,8 @@ class Comparison:
         with torch.no_grad():
             still = self.runs.find_embeddings(self.documents).logits
             if self.rtol is None:
-                self.rtol = _default_rtol(self.runs.model, still)
+                at_work = self.runs.dtypes_at_work(self.documents, row)
+                self.rtol = _default_rtol(self.runs.model, still, at_work)
             if not bool(still.isfinite().all()):
                 self._add("logits", math.inf, self.rtol, "not finite")
                 return self._finished(_suspects.not_finite("the packed run"))
@@ -72,7 +76,7 @@ class Comparison:
         self._judge_leaks(forward, backward, padding, scale)
         together = packed_totals(self.runs, self.documents, packed)
         del packed  # and its graph
-        alone = alone_totals(self.runs, self.documents)
+        alone = alone_totals(self.runs, self.documents, row.batch or ())
         errors = token_errors(together.logits, alone.logits)
         self._judge_numbers(row, errors, together, alone)
         suspect = (
@@ -114,9 +118,15 @@ class Comparison:
         size = float((packed.logits - alone.logits).abs().max())
         where = f"document {document}, token {place}; absolute {size:.2g}"
         self._add("logits", float(errors[token]), self.rtol, where)
-        error = relative(abs(packed.loss - alone.loss), abs(alone.loss))
-        where = f"{packed.loss:.6g} packed, {alone.loss:.6g} alone"
-        self._add("loss", error, self.rtol, where)
+        if packed.own_loss:
+            error = relative(abs(packed.loss - alone.loss), abs(alone.loss))
+            where = f"{packed.loss:.6g} packed, {alone.loss:.6g} alone"
+            self._add("loss", error, self.rtol, where)
+        else:
+            self._add("loss", None, self.rtol, "the model gives none")
+            wrong = _suspects.wrong_label(row, self.documents, may_be_shifted=True)
+            if wrong:
+                self._add("labels", math.inf, 0.0, wrong)
         pairs = {
             "gradients": (packed.gradients, alone.gradients),
             "gradients of embeddings": (packed.embeddings, alone.embeddings),
@@ -133,14 +143,18 @@ class Comparison:
         if not self._passed("leak from padding"):
             return _suspects.padding(self.checks["leak from padding"].value)
         if not self._passed("leak forward"):
-            changed = with_another_token(self.documents, forward.source, forward.index)
-            others = row.document != forward.source
-            with torch.no_grad():
-                found = self.runs.first_mixing_module(self.documents, changed, others)
-            return _suspects.mixing(self.runs.model, row, forward, found)
+            found = self._mixing_module(row, forward.changes)
+            return _suspects.mixing(self.runs.model, row, str(forward), found)
         if not self._passed("leak backward"):
             return _suspects.backward(backward)
         return None
+
+    def _mixing_module(self, row: Row, changes: Changes) -> tuple[str, nn.Module] | None:
+        """The first module that lets changed tokens through to other documents."""
+        changed = with_other_tokens(self.documents, changes)
+        others = ~row.belongs_to([i for i, _ in changes])
+        with torch.no_grad():
+            return self.runs.first_mixing_module(self.documents, changed, others)
 
     def _suspect_of_logits(self, row: Row, errors: Tensor) -> Suspect | None:
         if self._passed("logits"):
@@ -164,12 +178,26 @@ class Comparison:
         gap = crossing_gap(packed, self.documents)
         if abs(surplus - gap) < 0.1 * abs(gap):
             return _suspects.crossing_labels(row, self.documents)
+        if not self._passed("labels"):
+            return _suspects.unused_labels(self.checks["labels"].where)
         if not self._passed("loss"):
             return _suspects.loss(row, self.documents)
         for name in ("gradients", "gradients of embeddings"):
             if not self._passed(name):
-                return _suspects.gradients(self.checks[name].where)
+                return self._suspect_of_gradients(row, self.checks[name].where)
         return None
+
+    def _suspect_of_gradients(self, row: Row, where: str) -> Suspect:
+        # What a module mixes is not heard where a weight of zero follows, which has a gradient.
+        if not _suspects.has_experts(self.runs.model):
+            for group in groups_of(len(self.documents)):
+                for changes in changes_of(self.documents, group):
+                    found = self._mixing_module(row, changes)
+                    if found is not None:
+                        return _suspects.mixing(
+                            self.runs.model, row, _suspects.gradients(where).finding, found
+                        )
+        return _suspects.gradients(where)
 
     def _passed(self, name: str) -> bool:
         return name not in self.checks or self.checks[name].ok
@@ -184,10 +212,11 @@ class Comparison:
         return PackingReport(subject, self.checks, packed, alone, suspect, tuple(self.notes))
 
 
-def _default_rtol(model: nn.Module, logits: Tensor) -> float:
-    """The square root of the widest machine epsilon at work."""
+def _default_rtol(model: nn.Module, logits: Tensor, at_work: Collection[torch.dtype] = ()) -> float:
+    """The square root of the widest machine epsilon of parameters, logits and what ops return."""
     tensors = [*model.parameters(), logits]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    dtypes.update(at_work)
     kind = logits.device.type
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))

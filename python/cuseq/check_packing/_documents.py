@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,15 +44,19 @@ class Document:
             example["labels"] = self.labels.tolist()
         return example
 
-    def per_token(self) -> dict[str, Tensor]:
-        """The other keys that hold a number for each token; packing makes mask and positions."""
-        made = ("attention_mask", "position_ids")
-        values = {
-            key: value if isinstance(value, Tensor) else torch.tensor(value)
-            for key, value in self.others.items()
-            if key not in made and isinstance(value, (list, tuple, Tensor))
-        }
-        return {key: value for key, value in values.items() if value.shape[:1] == self.ids.shape}
+    def per_token(self, keys: Collection[str]) -> dict[str, Tensor]:
+        """Those of the other keys that hold a number for each token; packing makes mask and
+        positions."""
+        made = {"attention_mask", "position_ids"}
+        values = {}
+        for key in self.others.keys() & set(keys) - made:
+            try:
+                value = torch.as_tensor(self.others[key])
+            except (TypeError, ValueError, RuntimeError):  # no numbers
+                continue
+            if value.shape[:1] == self.ids.shape:
+                values[key] = value
+        return values
 
     def with_token(self, index: int, token: int) -> Document:
         ids = self.ids.clone()
@@ -85,10 +89,24 @@ def read_documents(
     return documents
 
 
-def other_token(documents: Sequence[Document], token: int) -> int:
-    """A token that the model knows, since it occurs, and that is not this one."""
-    known = torch.cat([document.ids for document in documents])
-    return int(known[known != token][0])
+def boundaries(documents: Sequence[Document]) -> set[int]:
+    """Tokens that all documents begin or end with, by which a model may tell them apart; none
+    where that leaves fewer than two other tokens."""
+    firsts, lasts = ({int(document.ids[end]) for document in documents} for end in (0, -1))
+    alike = set().union(*(ends for ends in (firsts, lasts) if len(ends) == 1))
+    return alike if len(_known(documents).keys() - alike) >= 2 else set()
+
+
+def two_tokens(documents: Sequence[Document]) -> tuple[int, int]:
+    """Two that the model knows, since they occur, and that are no boundaries: any token can be
+    changed into one of them."""
+    edges = boundaries(documents)
+    first, second, *_ = (token for token in _known(documents) if token not in edges)
+    return first, second
+
+
+def _known(documents: Sequence[Document]) -> dict[int, None]:
+    return dict.fromkeys(torch.cat([document.ids for document in documents]).tolist())
 
 
 def _document(example: Mapping[str, Any] | Sequence[int] | Tensor, i: int) -> Document:

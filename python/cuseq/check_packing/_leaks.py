@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cuseq.check_packing._documents import Document, other_token
+from cuseq.check_packing._documents import Document, boundaries, two_tokens
 from cuseq.check_packing._runs import Outcome, Row, Runs
 
-# Documents that are changed to see who hears of it; each costs two forwards and a backward.
-_MAX_PROBES = 8
+# Documents that are probed one by one; each costs two forwards and a backward.
+_MAX_ALONE = 8
+
+# The numbers of documents and the places in them whose tokens are changed.
+Changes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -22,17 +25,20 @@ class Leak:
 
     Attributes:
         size: absolute; 0 where there is none, NaN where it is no number.
-        source, target: numbers of the document that is heard and of the one that hears.
-        index: the changed token's place in the source.
+        sources, targets: numbers of the document that is heard and of the one that hears; several
+            where it is one of these.
+        changes: the changed tokens of the sources; empty backward.
     """
 
     size: float = 0.0
-    source: int = 0
-    target: int = 0
-    index: int = 0
+    sources: tuple[int, ...] = (0,)
+    targets: tuple[int, ...] = (0,)
+    changes: Changes = ()
 
     def __str__(self) -> str:
-        return "" if self.size == 0 else f"document {self.target} hears of document {self.source}"
+        if self.size == 0:
+            return ""
+        return f"{_one_of(self.targets)} hears of {_one_of(self.sources)}"
 
 
 def forward_leak(
@@ -43,14 +49,18 @@ def forward_leak(
     Args:
         noise: what counts as no change.
     """
-    worst = Leak()
-    for i in _probes(len(documents)):
-        for index in sorted({0, documents[i].length - 1}):
-            changed = runs.packed(with_another_token(documents, i, index)).logits
-            size, target = _largest_elsewhere(changed - logits, row, i)
-            if not size <= max(worst.size, noise):
-                worst = Leak(size, i, target, index)
-    return worst
+
+    def largest(groups: Iterable[Collection[int]]) -> Leak:
+        worst = Leak()
+        for group in groups:
+            for changes in changes_of(documents, group):
+                changed = runs.packed(with_other_tokens(documents, changes)).logits
+                size, target = _largest_elsewhere(changed - logits, row, group)
+                if _exceeds(size, max(worst.size, noise)):
+                    worst = Leak(size, tuple(group), (target,), changes)
+        return worst
+
+    return _of_one(largest, len(documents))
 
 
 def backward_leak(packed: Outcome, row: Row) -> Leak | None:
@@ -58,20 +68,24 @@ def backward_leak(packed: Outcome, row: Row) -> Leak | None:
     weights; None where no module was seen to look the tokens up. Keeps the graph."""
     if not packed.embeddings or not packed.logits.requires_grad:
         return None
-    worst = Leak()
-    for i in _probes(int(row.document[-1]) + 1):
-        mine = row.document == i
-        weights = torch.zeros_like(packed.logits)
-        generator = torch.Generator().manual_seed(i)
-        weights[mine] = torch.randn(packed.logits[mine].shape, generator=generator).to(weights)
-        gradients = torch.autograd.grad(
-            packed.logits, packed.embeddings, weights, retain_graph=True, allow_unused=True
-        )
-        for rows in packed.of_tokens(gradients).values():
-            size, source = _largest_elsewhere(rows, row, i)
-            if not size <= worst.size:
-                worst = Leak(size, source, i)
-    return worst
+
+    def largest(groups: Iterable[Collection[int]]) -> Leak:
+        worst = Leak()
+        for group in groups:
+            mine = row.belongs_to(group)
+            weights = torch.zeros_like(packed.logits)
+            generator = torch.Generator().manual_seed(min(group))
+            weights[mine] = torch.randn(packed.logits[mine].shape, generator=generator).to(weights)
+            gradients = torch.autograd.grad(
+                packed.logits, packed.embeddings, weights, retain_graph=True, allow_unused=True
+            )
+            for rows in packed.of_tokens(gradients).values():
+                size, source = _largest_elsewhere(rows, row, group)
+                if _exceeds(size, worst.size):
+                    worst = Leak(size, (source,), tuple(group))
+        return worst
+
+    return _of_one(largest, int(row.document[-1]) + 1)
 
 
 def padding_leak(
@@ -83,27 +97,70 @@ def padding_leak(
         return None
     ids = row.batch["input_ids"].clone()
     flat = ids.view(-1)
-    for slot in pads.tolist():
-        flat[slot] = other_token(documents, int(flat[slot]))
+    one, other = two_tokens(documents)
+    flat[pads] = torch.where(flat[pads] == one, other, one).to(flat)
     padded_otherwise = replace(row, batch={**row.batch, "input_ids": ids})
     return float((runs.packed(documents, padded_otherwise).logits - logits).abs().max())
 
 
-def with_another_token(documents: Sequence[Document], i: int, index: int) -> list[Document]:
-    changed = list(documents)
-    token = other_token(documents, int(documents[i].ids[index]))
-    changed[i] = documents[i].with_token(index, token)
+def with_other_tokens(documents: Sequence[Document], changes: Changes) -> list[Document]:
+    changed, (one, other) = list(documents), two_tokens(documents)
+    for i, place in changes:
+        token = other if int(documents[i].ids[place]) == one else one
+        changed[i] = documents[i].with_token(place, token)
     return changed
 
 
-def _probes(count: int) -> list[int]:
-    """Documents to change: all, or some from the first to the last."""
-    probes = min(count, _MAX_PROBES)
-    return sorted({round(i * (count - 1) / (probes - 1)) for i in range(probes)})
+def changes_of(documents: Sequence[Document], group: Iterable[int]) -> list[Changes]:
+    """First the first token of each document of a group, then the last ones. Boundaries stay: the
+    token beside them is changed, and none in a document of nothing else."""
+    edges = boundaries(documents)
+    first: Changes = ()
+    last: Changes = ()
+    for i in group:
+        ids = documents[i].ids.tolist()
+        places = [place for place, token in enumerate(ids) if token not in edges]
+        first += tuple((i, place) for place in places[:1])
+        last += tuple((i, place) for place in places[-1:])
+    return [changes for changes in dict.fromkeys((first, last)) if changes]
 
 
-def _largest_elsewhere(rows: Tensor, row: Row, i: int) -> tuple[float, int]:
-    """The largest absolute value outside document i, of `[tokens, ...]`, and its document."""
-    sizes = rows.detach().abs().amax(-1).masked_fill(row.document == i, 0)
+def groups_of(count: int) -> list[list[int]]:
+    """Documents to probe together: each alone; or where they are many, some alone, and halves, so
+    that for any two documents one holds the first and not the second."""
+    alone = min(count, _MAX_ALONE)
+    groups = [[i] for i in sorted({round(i * (count - 1) / (alone - 1)) for i in range(alone)})]
+    if count > alone:
+        for bit in range((count - 1).bit_length()):
+            for value in (0, 1):
+                groups.append([i for i in range(count) if i >> bit & 1 == value])
+    return groups
+
+
+def _of_one(largest: Callable[[Iterable[Collection[int]]], Leak], count: int) -> Leak:
+    """The largest leak, of one document to one other wherever a single one shows it."""
+    leak = largest(groups_of(count))
+    group = max(leak.sources, leak.targets, key=len)
+    if len(group) == 1:
+        return leak
+    alone = largest([i] for i in group)
+    return leak if alone.size == 0 else alone
+
+
+def _largest_elsewhere(rows: Tensor, row: Row, group: Collection[int]) -> tuple[float, int]:
+    """The largest absolute value outside a group, of `[tokens, ...]`, and its document."""
+    sizes = rows.detach().abs().amax(-1).masked_fill(row.belongs_to(group), 0)
     token = int(sizes.nan_to_num(nan=math.inf).argmax())
     return float(sizes[token]), int(row.document[token])
+
+
+def _exceeds(size: float, limit: float) -> bool:
+    """NaN exceeds every number, and nothing exceeds NaN."""
+    return not (math.isnan(limit) or size <= limit)
+
+
+def _one_of(documents: Sequence[int]) -> str:
+    if len(documents) == 1:
+        return f"document {documents[0]}"
+    more = ", ..." if len(documents) > 8 else ""
+    return f"one of documents {', '.join(map(str, documents[:8]))}{more}"

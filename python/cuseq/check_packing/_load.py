@@ -125,7 +125,7 @@ def _lengths(tokens: int, documents: int) -> list[int]:
         )
     count, left = documents - 2, tokens - 3
     parts = count * (count + 1) // 2
-    rest = [left * (i + 1) // parts for i in range(count)]
+    rest = [1 + (left - count) * (i + 1) // parts for i in range(count)]
     rest[-1] += left - sum(rest)
     # The short ones between others, the longest neither first nor last.
     return [rest[0], 1, rest[-1], 2, *rest[1:-1]]

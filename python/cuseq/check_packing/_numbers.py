@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ class Totals:
     Attributes:
         logits: `[tokens, vocabulary]`.
         loss: mean over all targets, the model's own where it gives one.
+        own_loss: whether it gives one.
         cross_entropy: the same, from the logits.
         gradients: of the loss in each parameter that takes one, by name; None means zero.
         embeddings: of the loss in each document's looked-up embeddings, by document; empty where
@@ -34,6 +35,7 @@ class Totals:
 
     logits: Tensor
     loss: float = 0.0
+    own_loss: bool = False
     cross_entropy: float = 0.0
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     embeddings: dict[str, Tensor] = field(default_factory=dict)
@@ -45,7 +47,8 @@ def packed_totals(runs: Runs, documents: Sequence[Document], packed: Outcome) ->
     plain = _cross_entropy(packed.logits, documents)
     loss = plain if packed.loss is None else packed.loss
     gradients = _gradients(loss, [*parameters, *packed.embeddings])
-    totals = Totals(packed.logits.detach(), float(loss.detach()), float(plain.detach()))
+    totals = Totals(packed.logits.detach(), float(loss.detach()), packed.loss is not None)
+    totals.cross_entropy = float(plain.detach())
     totals.gradients = dict(zip(names, gradients[: len(names)], strict=True))
     lengths = [document.length for document in documents]
     for number, rows in packed.of_tokens(gradients[len(names) :]).items():
@@ -54,14 +57,19 @@ def packed_totals(runs: Runs, documents: Sequence[Document], packed: Outcome) ->
     return totals
 
 
-def alone_totals(runs: Runs, documents: Sequence[Document]) -> Totals:
-    """Of the documents one by one, each weighted with its targets."""
+def alone_totals(runs: Runs, documents: Sequence[Document], keys: Collection[str]) -> Totals:
+    """Of the documents one by one, each weighted with its targets.
+
+    Args:
+        runs, documents: what to run.
+        keys: what the packed batch had.
+    """
     names, parameters = _parameters(runs.model)
     totals = Totals(torch.empty(0), gradients=dict.fromkeys(names))
     targets = sum(document.num_targets for document in documents)
     logits = []
     for i, document in enumerate(documents):
-        alone = runs.alone(document)
+        alone = runs.alone(document, keys)
         logits.append(alone.logits.detach())
         gradients: list[Tensor | None] = [None] * (len(names) + len(alone.embeddings))
         if document.num_targets > 0:
@@ -90,7 +98,8 @@ def crossing_gap(totals: Totals, documents: Sequence[Document]) -> float:
 def token_errors(packed: Tensor, alone: Tensor) -> Tensor:
     """Relative L2 error of each row of two `[tokens, vocabulary]`; infinity for NaN.
 
-    Rows smaller than they are on average are measured against that.
+    Rows smaller than they are on average are measured against that; equal ones have no error, be
+    they zero.
     """
     if packed.shape != alone.shape:
         raise ValueError(
@@ -99,7 +108,8 @@ def token_errors(packed: Tensor, alone: Tensor) -> Tensor:
         )
     packed, alone = wide(packed), wide(alone)
     norms = alone.norm(dim=-1)
-    errors = (packed - alone).norm(dim=-1) / norms.clamp(min=float(norms.mean()))
+    errors = (packed - alone).norm(dim=-1)
+    errors = torch.where(errors == 0, 0, errors / norms.clamp(min=float(norms.mean())))
     return errors.nan_to_num(nan=math.inf, posinf=math.inf)
 
 

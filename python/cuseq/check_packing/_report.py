@@ -50,8 +50,10 @@ class PackingReport:
     Attributes:
         subject: what was checked, one line.
         checks: the comparisons that were made, by name: tokens, repeat, leak forward, leak
-            backward, leak from padding, logits, loss, gradients, gradients of embeddings.
-        loss_packed, loss_alone: mean over all targets, packed and one by one.
+            backward, leak from padding, logits, loss, labels (where the model gives no loss and
+            they are wrong), gradients, gradients of embeddings.
+        loss_packed, loss_alone: mean over all targets, packed and one by one; from the logits where
+            the model gives none.
         suspect: what is most likely wrong, None where nothing is.
         notes: what the reader should know all the same.
         ok: whether packed equals one by one and no document hears of another.
@@ -76,7 +78,7 @@ class PackingReport:
             "checks": {
                 check.name: {
                     "value": _plain(check.value),
-                    "limit": check.limit,
+                    "limit": _plain(check.limit),
                     "where": check.where,
                     "ok": check.ok,
                 }

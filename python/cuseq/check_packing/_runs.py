@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cuseq.check_packing._documents import Document
+from cuseq.check_packing._dtypes import DtypesAtWork
 from cuseq.collate import IGNORE_INDEX
 from cuseq.layout import PackedLayout
 
@@ -37,6 +38,10 @@ class Row:
     ids: Tensor
     document: Tensor
 
+    def belongs_to(self, documents: Collection[int]) -> Tensor:
+        """bool `[tokens]`: the tokens of these documents."""
+        return torch.isin(self.document, torch.tensor(list(documents)).to(self.document))
+
     def pads(self) -> Tensor:
         """int64: slots of the row that belong to no document."""
         if self.batch is None:
@@ -54,7 +59,7 @@ class Outcome:
 
     Attributes:
         logits: `[tokens, vocabulary]`.
-        loss: the model's own, if it gave one.
+        loss: the model's own, a scalar, if it gave one.
         slots: where the documents' tokens lie in the flat embeddings.
         embeddings: the looked-up embeddings, as the modules returned them, call by call.
         lookups: the number of the module behind each of `embeddings`.
@@ -128,17 +133,23 @@ class Runs:
                 output = self.model(**row.batch)
         return Outcome(*_logits_and_loss(output, row.slots), row.slots, embeddings, lookups)
 
-    def alone(self, document: Document) -> Outcome:
-        """One document, without any packing."""
+    def alone(self, document: Document, keys: Collection[str]) -> Outcome:
+        """One document, without any packing. Not compiled: what was compiled for the packed row's
+        shape would be compiled again for each length, or fail.
+
+        Args:
+            document: the document.
+            keys: what the model is given beside its tokens in the packed run.
+        """
         ids = document.ids.to(self.device)
         slots = torch.arange(len(ids), device=self.device)
-        with self._captured(slots, ids) as (embeddings, lookups):
+        with _eager(), self._captured(slots, ids) as (embeddings, lookups):
             if self.forward is not None:
                 output = self.forward(self.model, [document.example()])
             else:
                 labels = document.labels.clone()
                 labels[0] = IGNORE_INDEX
-                others = {k: v.to(self.device)[None] for k, v in document.per_token().items()}
+                others = {k: v.to(self.device)[None] for k, v in document.per_token(keys).items()}
                 labels = labels.to(self.device)
                 output = self.model(input_ids=ids[None], labels=labels[None], **others)
         return Outcome(*_logits_and_loss(output, slots), slots, embeddings, lookups)
@@ -157,6 +168,13 @@ class Runs:
             outcome = self.packed(documents, row)
         self.embedding_modules = found
         return outcome
+
+    def dtypes_at_work(self, documents: Sequence[Document], row: Row) -> set[torch.dtype]:
+        """The floating dtypes that a packed run computes in. A run of its own, since to be watched
+        it must be eager, and may then round otherwise."""
+        with _eager(), DtypesAtWork(len(row.slots)) as at_work:
+            self.packed(documents, row)
+        return at_work.found
 
     @contextmanager
     def _captured(self, slots: Tensor, ids: Tensor) -> Iterator[tuple[list[Tensor], list[int]]]:
@@ -181,10 +199,10 @@ class Runs:
         self, documents: Sequence[Document], changed: Sequence[Document], others: Tensor
     ) -> tuple[str, nn.Module] | None:
         """The first module whose inputs are the same for the other documents and whose outputs are
-        not.
+        not; or, where a weight of zero hides that, whose child has other inputs.
 
         Args:
-            documents, changed: the same but for a token.
+            documents, changed: the same but for some tokens.
             others: bool `[tokens]`, the tokens of the documents that were not changed.
         """
         before, after = self._trace(documents, others), self._trace(changed, others)
@@ -192,12 +210,16 @@ class Runs:
             if call in after and _same(inputs, after[call][0]):
                 if not _same(outputs, after[call][1]):
                     return call[0], self.model.get_submodule(call[0])
+        for call, (inputs, _) in before.items():
+            if call in after and not _same(inputs, after[call][0]):
+                parent = call[0].rpartition(".")[0]
+                return parent, self.model.get_submodule(parent)
         return None
 
     def _trace(self, documents: Sequence[Document], others: Tensor) -> dict[tuple[str, int], tuple]:
         """Inputs and outputs of each module's calls in a packed run, the innermost first."""
         row = self.row(documents)
-        total = len(row.slots) if row.batch is None else row.batch["input_ids"].numel()
+        total = self._width(documents, row)
         kept = row.slots[others]
         names = {module: name for name, module in self.model.named_modules()}
         calls: dict[tuple[str, int], tuple] = {}
@@ -211,9 +233,21 @@ class Runs:
             )
             counts[name] += 1
 
-        with _hooked(names, keep):
+        with _eager(), _hooked(names, keep):  # compiled code calls no hooks of what it is made of
             self.packed(documents, row)
         return calls
+
+    def _width(self, documents: Sequence[Document], row: Row) -> int:
+        """Tokens of the packed row, padding among them."""
+        if row.batch is not None:
+            return row.batch["input_ids"].numel()
+        embeddings = self.packed(documents, row).embeddings
+        return embeddings[0].shape[:-1].numel() if embeddings else len(row.slots)
+
+
+def _eager() -> AbstractContextManager[None]:
+    """Runs as if nothing were compiled."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _find_slots(batch: Mapping[str, Any], documents: Sequence[Document]) -> Tensor:
@@ -278,8 +312,8 @@ def _logits_and_loss(output: Any, slots: Tensor) -> tuple[Tensor, Tensor | None]
         logits, loss = output.get("logits"), output.get("loss")
     else:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        logits = next((tensor for tensor in tensors if tensor.dim() >= 2), None)
-        loss = next((tensor for tensor in tensors if tensor.dim() == 0), None)
+        loss = next((tensor for tensor in tensors if tensor.numel() == 1), None)
+        logits = next((t for t in tensors if t.dim() >= 2 and t is not loss), None)
     if not isinstance(logits, Tensor) or logits.dim() < 2:
         raise TypeError(
             "the model or forward must return logits [tokens, vocabulary], or an object with "
@@ -291,7 +325,8 @@ def _logits_and_loss(output: Any, slots: Tensor) -> tuple[Tensor, Tensor | None]
             f"logits must have a row for each of the {len(slots)} tokens, got shape "
             f"{tuple(logits.shape)}"
         )
-    return flat[slots], loss
+    is_loss = isinstance(loss, Tensor) and loss.numel() == 1
+    return flat[slots], loss.reshape(()) if is_loss else None
 
 
 def _looks_up(args: tuple, kwargs: dict, output: Any, slots: Tensor, ids: Tensor) -> bool:

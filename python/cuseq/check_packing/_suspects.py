@@ -15,8 +15,11 @@ from cuseq.check_packing._report import Suspect
 from cuseq.check_packing._runs import Row
 from cuseq.collate import IGNORE_INDEX
 
+# "ssm" is a word of its own, not a part of CrossMultiheadAttention.
 _STATEFUL = re.compile(
-    r"rnn|gru|lstm|mamba|ssm|mixer|conv|delta|recurrent|rwkv|retention|linear_?attn", re.IGNORECASE
+    r"rnn|gru|lstm|mamba|(?-i:SSM|Ssm|(?<![a-z])ssm)|mixer|conv|delta|recurrent|rwkv|retention"
+    r"|linear_?attn",
+    re.IGNORECASE,
 )
 _ATTENTION = re.compile(r"att", re.IGNORECASE)
 _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
@@ -27,9 +30,12 @@ def has_experts(model: nn.Module) -> bool:
     return any(_EXPERTS.search(type(module).__name__) for module in model.modules())
 
 
-def mixing(model: nn.Module, row: Row, leak: Leak, found: tuple[str, nn.Module] | None) -> Suspect:
-    """Names what lets a changed token through, by the first module that does."""
-    heard = str(leak)
+def mixing(model: nn.Module, row: Row, heard: str, found: tuple[str, nn.Module] | None) -> Suspect:
+    """Names what lets a changed token through, by the first module that does.
+
+    Args:
+        heard: what showed it.
+    """
     if found is None:
         return Suspect(
             "mixing",
@@ -102,7 +108,7 @@ def repeat(size: float) -> Suspect:
 
 
 def crossing_labels(row: Row, documents: Sequence[Document]) -> Suspect:
-    wrong = _wrong_label(row, documents)
+    wrong = wrong_label(row, documents)
     return Suspect(
         "labels",
         "the loss is that of documents whose last tokens predict the next one's first"
@@ -112,8 +118,17 @@ def crossing_labels(row: Row, documents: Sequence[Document]) -> Suspect:
     )
 
 
+def unused_labels(wrong: str) -> Suspect:
+    return Suspect(
+        "labels",
+        f"the model gives no loss, and the labels for another are wrong: {wrong}",
+        "let the collator keep the examples' labels, and give -100 to padding and to each "
+        "document's first token (cuseq.PackingCollator does)",
+    )
+
+
 def loss(row: Row, documents: Sequence[Document]) -> Suspect:
-    wrong = _wrong_label(row, documents)
+    wrong = wrong_label(row, documents)
     if wrong:
         remedy = "let the collator keep the examples' labels and give padding -100"
         return Suspect("labels", f"the logits agree and the loss does not: {wrong}", remedy)
@@ -193,7 +208,9 @@ def _wrong_position(row: Row) -> str | None:
     return None
 
 
-def _wrong_label(row: Row, documents: Sequence[Document]) -> str | None:
+def wrong_label(
+    row: Row, documents: Sequence[Document], *, may_be_shifted: bool = False
+) -> str | None:
     """What is wrong with the batch's labels, None if nothing is or there are none."""
     given = (row.batch or {}).get("labels")
     if not isinstance(given, Tensor) or given.numel() != row.batch["input_ids"].numel():
@@ -203,9 +220,16 @@ def _wrong_label(row: Row, documents: Sequence[Document]) -> str | None:
     if bool((flat[pads] != IGNORE_INDEX).any()):
         return "labels of padding are not -100"
     own = flat[row.slots].cpu().split([document.length for document in documents])
+    if may_be_shifted and all(map(_is_shifted, own, documents)):
+        return None
     for i, (part, document) in enumerate(zip(own, documents, strict=True)):
         if i > 0 and part[0] != IGNORE_INDEX:
             return f"the first label of document {i} is {int(part[0])}"
         if not torch.equal(part[1:], document.labels[1:]):
             return f"labels of document {i} are not those of its example"
     return None
+
+
+def _is_shifted(labels: Tensor, document: Document) -> bool:
+    """Whether each label is the next token's."""
+    return torch.equal(labels[:-1], document.labels[1:]) and int(labels[-1]) == IGNORE_INDEX
