@@ -435,6 +435,24 @@ def test_figures(clock, workers, tmp_path):
     assert last == pytest.approx(figures_of(LENGTHS[6:8], steps=1, seconds=2))
 
 
+class Predicts(transformers.TrainerCallback):
+    """Behind PackingCallback: samples of what the model says after each step."""
+
+    def on_step_end(self, *args, **kwargs) -> None:
+        self.trainer.predict(self.trainer.eval_dataset)
+
+
+def test_predicting_is_left_out(clock, tmp_path):
+    predicts = Predicts()
+    options = dict(train_sampling_strategy="sequential", max_steps=2, logging_steps=1)
+    callbacks = [clock, PackingCallback(), predicts]
+    predicts.trainer = make_trainer(make_model(), tmp_path, callbacks=callbacks, **options)
+    predicts.trainer.train()
+    assert clock.now > 1000 + 200 + 2 + 2 * 300
+    steps = [figures_of(LENGTHS[i : i + 1], steps=1, seconds=1) for i in (0, 1)]
+    assert logged(predicts.trainer, *FIGURES) == [pytest.approx(step) for step in steps]
+
+
 class Fails(transformers.TrainerCallback):
     def on_substep_end(self, *args, **kwargs) -> None:
         raise RuntimeError("in the middle of a step")

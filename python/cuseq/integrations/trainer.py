@@ -30,8 +30,8 @@ class PackingCallback(TrainerCallback):
 
     - `fill`: real tokens of the rows over their tokens in memory, at most 1.
     - `real_tokens_per_second`: of all processes together, by the clock on the wall. Waiting for
-      data counts, evaluating and saving do not. The first log says nothing of the time before the
-      first step, such as skipping what a resumed run has seen.
+      data counts, evaluating, predicting and saving do not. The first log says nothing of the time
+      before the first step, such as skipping what a resumed run has seen.
     - `sequences_per_step`: sequences in one step of the optimizer, of all processes together.
 
     What counts is every `packed=PackedLayout` that the model is called with to train, with
@@ -130,6 +130,9 @@ class PackingCallback(TrainerCallback):
         self._worked_until = perf_counter()
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._leave_out()
+
+    def on_predict(self, *args: Any, **kwargs: Any) -> None:
         self._leave_out()
 
     def on_save(self, *args: Any, **kwargs: Any) -> None:
