@@ -216,17 +216,10 @@ def packed_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
 
 
 def packed_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`seq_ids` through the identity cache, as `packed_cu_seqlens`.
-
-    Args:
-        lengths: int32 or int64 `[n_seqs]`, tokens.
-        total_tokens: length of the row in memory, tail included; another one is another entry.
+    """`seq_ids` through the identity cache; arguments and errors as for `packed_position_ids`.
 
     Returns:
         int32 `[total_tokens]`, shared: do not edit it.
-
-    Raises:
-        ValueError, TypeError: as `position_ids`.
     """
     if torch.compiler.is_compiling():
         return _ops.packed_seq_ids(lengths, total_tokens)
