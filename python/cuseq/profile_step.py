@@ -265,7 +265,8 @@ def profile_step(
 
     Lines are those of the thread that calls. Work of autograd's threads has the line of its forward
     op, another thread's the names of PyTorch's ops. Where a debugger or a coverage tool traces
-    already, there are ops' names only.
+    already, there are ops' names only. From Python 3.13 on Dynamo gives a branch on a tensor, in
+    code that it compiled, the first line of the function.
 
     Waits for the GPU itself, before and after the steps. A process whose profiler ran once may
     launch kernels more slowly from then on.
