@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +20,11 @@ def as_int(value: Any, name: str, least: int | None = None) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit in int64, got {value}")
     return value
+
+
+def as_size(value: Any, name: str) -> Any:
+    """An int, except in compiled code, where it may be a symbol; None stays."""
+    return value if value is None or torch.compiler.is_compiling() else as_int(value, name)
 
 
 def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:

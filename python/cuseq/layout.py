@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C, masks
-from cuseq._arguments import as_int, check_flag, check_tensor
+from cuseq._arguments import as_int, as_size, check_flag, check_tensor
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -229,8 +229,7 @@ class PackedLayout:
         """
         check_tensor(position_ids, "position_ids")
         _check_not_meta(position_ids, "position_ids")
-        if max_seqs is not None and not torch.compiler.is_compiling():
-            max_seqs = as_int(max_seqs, "max_seqs")
+        max_seqs = as_size(max_seqs, "max_seqs")
         offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
         tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
         return cls._build(
@@ -260,8 +259,7 @@ class PackedLayout:
             )
         if max_seqs is None:
             max_seqs = max(pad_to, lengths.shape[0])
-        if not torch.compiler.is_compiling():  # where it may be a symbol
-            max_seqs = as_int(max_seqs, "max_seqs")
+        max_seqs = as_size(max_seqs, "max_seqs")
         if segment_multiple == 1:
             return cls._build(lengths, pad_to, max_seqs, None, from_cu_seqlens=False)
         with _outside_inference_mode():
@@ -298,9 +296,8 @@ class PackedLayout:
         from_cu_seqlens: bool,
         num_seqs: Tensor | None = None,
     ) -> PackedLayout:
-        if not torch.compiler.is_compiling():  # where they may be symbols
-            total_tokens = None if total_tokens is None else as_int(total_tokens, "total_tokens")
-            max_seqs = None if max_seqs is None else as_int(max_seqs, "max_seqs")
+        total_tokens = as_size(total_tokens, "total_tokens")
+        max_seqs = as_size(max_seqs, "max_seqs")
         if total_tokens is None:
             if source.device.type != "cpu":
                 # Values are needed now: with them on the host nothing has to wait again.
