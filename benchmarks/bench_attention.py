@@ -5,7 +5,9 @@
 On CUDA in bf16, on a CPU in fp32; 16 query and 8 key-value heads of 128 unless told otherwise.
 "PyTorch's kernels" are `aten::_flash_attention_forward` and `_backward` called one after the other
 with the exact longest length, the least that any wrapper can cost; "bound" gives them the row's
-length instead. The error column compares output and gradients with the first line of its case.
+length instead. Where flash-attn-4 is installed the last line has cuseq over its kernels, by
+`torch.nn.attention.activate_flash_attention_impl`. The error column compares output and gradients
+with the first line of its case.
 
 Host time is taken twice: of one call with a backward of its own, which pays for starting autograd's
 engine and waking its thread, and per call of a stack of LAYERS under one backward, as in a model.
@@ -19,14 +21,15 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import timer
 import torch
 from report import Report, Table, Target, arguments, draw_bars, environment
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
-from workload import lognormal_lengths
+from workload import has_flash_attention_4, lognormal_lengths
 
 import cuseq
 
@@ -58,13 +61,15 @@ class Case:
 @dataclass(frozen=True)
 class Contender:
     """A forward on plain tensors, the same with its backward (output, dq, dk, dv), and LAYERS
-    forwards, each of the output before it, with one backward through all.
+    forwards, each of the output before it, with one backward through all. `flash` is what stands in
+    the place of PyTorch's flash attention meanwhile.
     """
 
     name: str
     forward: Callable[[], Tensor]
     both: Callable[[], tuple[Tensor, Gradients]]
     stacked: Callable[[], object]
+    flash: str | None = None
 
 
 def make_case(tokens: int, mean: int, heads: tuple[int, int, int], device: torch.device) -> Case:
@@ -178,6 +183,9 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
     masked = with_autograd("SDPA, dense mask", case, dense)
     if device.type != "cuda":
         return [masked, *own]
+    over_fa4 = []
+    if has_flash_attention_4():
+        over_fa4.append(replace(own[0], name=f"{CUSEQ}, FA4", flash="FA4"))
     return [
         kernels_alone(KERNELS, case, offsets, longest),
         kernels_alone("PyTorch's kernels, bound", case, offsets, total),
@@ -185,6 +193,7 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
         with_autograd("torch.nn.attention.varlen, exact", case, by_varlen_attn),
         *own,
         masked,
+        *over_fa4,
     ]
 
 
@@ -204,6 +213,8 @@ def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]
             "longest": max(case.lengths), "name": contender.name,
         }  # fmt: skip
         rows.append(row)
+        if contender.flash:
+            activate_flash_attention_impl(contender.flash)
         try:
             result = contender.both()
             expected = expected or result
@@ -222,6 +233,9 @@ def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]
                 row["stacked_host_us"] = host.median / LAYERS
         except RuntimeError as failure:
             row["note"] = str(failure).splitlines()[0]
+        finally:
+            if contender.flash:
+                restore_flash_attention_impl()
     alone = rows[0].get("stacked_host_us")
     for row in rows:
         if alone is not None and "stacked_host_us" in row:

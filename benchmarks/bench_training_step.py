@@ -17,10 +17,13 @@ Every variant gets the same documents (lognormal lengths, mean 350) in each step
 - `cuseq_device_lengths`: the layout is made in the step, of lengths that are on the GPU;
 - `cuseq_enabled`: `cuseq.integrations.transformers.enable`, which also puts q/k norm and rotation
   into one kernel;
-- `..._compiled`: each decoder layer compiled, run over 20 different packs;
+- `..._compiled`: each decoder layer compiled, run over 20 different packs; `..._compiled_model`:
+  the whole model with its loss;
 - `..._liger`: with Liger's norm and SwiGLU, and its rotation where cuseq's is not enabled;
   `cuseq_liger_rope` has its rotation alone. Liger is taken where there is a GPU and the package is
-  installed or in the folder that PEERS names (default .peers).
+  installed or in the folder that PEERS names (default .peers);
+- `..._fa4`: attention over FlashAttention 4, where the package flash-attn-4 is installed, which
+  cuseq takes by `torch.nn.attention.activate_flash_attention_impl`.
 
 A step is: batch to the device, forward with the model's own loss, backward, optimiser. From 32,768
 tokens on the loss is computed in parts for every variant, since the logits of a whole row in fp32
@@ -56,7 +59,8 @@ from typing import Any
 import timer
 import torch
 from report import Report, Table, Target, arguments, draw_bars, environment
-from workload import QWEN3, documents, import_peer, lognormal_lengths
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from workload import QWEN3, documents, has_flash_attention_4, import_peer, lognormal_lengths
 
 Tensor = torch.Tensor
 
@@ -84,7 +88,8 @@ class Variant:
         lengths: where the layout's lengths come from, `host` or `device`; None for no layout.
         enabled: by `enable`: rotation and q/k norm are cuseq's.
         liger: which parts are Liger's.
-        compiled: compile each decoder layer.
+        compiled: what is compiled, `layers` or `model`; None for nothing.
+        flash: what stands in the place of PyTorch's flash attention; None for nothing.
     """
 
     name: str
@@ -93,7 +98,8 @@ class Variant:
     lengths: str | None = None
     enabled: bool = False
     liger: tuple[str, ...] = ()
-    compiled: bool = False
+    compiled: str | None = None
+    flash: str | None = None
 
 
 ALL_OF_LIGER = ("rope", "rms_norm", "swiglu")
@@ -123,8 +129,34 @@ VARIANTS = {
             enabled=True,
             liger=("rms_norm", "swiglu"),
         ),
-        Variant("cuseq_compiled", "cuseq", "packed", "host", compiled=True),
-        Variant("cuseq_enabled_compiled", "sdpa", "packed", "host", enabled=True, compiled=True),
+        Variant("packed_sdpa_compiled", "sdpa", "packed", compiled="layers"),
+        Variant("packed_flex_compiled", "flex_attention", "packed", compiled="layers"),
+        Variant("cuseq_compiled", "cuseq", "packed", "host", compiled="layers"),
+        Variant(
+            "cuseq_enabled_compiled", "sdpa", "packed", "host", enabled=True, compiled="layers"
+        ),
+        Variant(
+            "cuseq_enabled_compiled_model", "sdpa", "packed", "host", enabled=True, compiled="model"
+        ),
+        Variant("flash_path_liger_fa4", "varlen_path", "packed", liger=ALL_OF_LIGER, flash="FA4"),
+        Variant(
+            "cuseq_enabled_compiled_fa4",
+            "sdpa",
+            "packed",
+            "host",
+            enabled=True,
+            compiled="layers",
+            flash="FA4",
+        ),
+        Variant(
+            "cuseq_enabled_compiled_model_fa4",
+            "sdpa",
+            "packed",
+            "host",
+            enabled=True,
+            compiled="model",
+            flash="FA4",
+        ),
     )
 }
 REFERENCE = "packed_sdpa"
@@ -302,7 +334,8 @@ def flash_path(
     """What transformers' flash attention does of a packed row, over the kernel that is here.
 
     It looks whether the row is packed, derives lengths, and its kernel wants the longest as an int:
-    three waits in every layer.
+    three waits in every layer. Over FlashAttention 4 it calls that package's function, since
+    PyTorch's has no backward there.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import modeling_flash_attention_utils as flash
@@ -312,6 +345,13 @@ def flash_path(
         raise ValueError("the row of this benchmark is packed")
     *rows, offsets, longest = flash._prepare_from_posids(*states, position_ids)
     longest = [int(length) for length in longest]
+    if current_flash_attention_impl() == "FA4":
+        from flash_attn.cute import flash_attn_varlen_func
+
+        out, _ = flash_attn_varlen_func(
+            *rows, *offsets, None, None, *longest, softmax_scale=scaling, causal=True
+        )
+        return out.unsqueeze(0), None
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     out = varlen_attn(*rows, *offsets, *longest, scale=scaling, window_size=window)
     return out.unsqueeze(0), None
@@ -333,6 +373,15 @@ def apply_liger(parts: tuple[str, ...], patch: str) -> None:
     chosen = {part: part in parts for part in ALL_OF_LIGER}
     apply = getattr(liger_kernel.transformers, patch)
     apply(cross_entropy=False, fused_linear_cross_entropy=False, **chosen)
+
+
+def compile_parts(model: torch.nn.Module, what: str, tokens: int) -> None:
+    """Long rows call the decoder, since their loss is computed in parts."""
+    parts = [model if tokens < LONG_ROW else decoder(model)]
+    if what == "layers":
+        parts = list(decoder(model).layers)
+    for part in parts:
+        part.compile(fullgraph=True, dynamic=False)
 
 
 def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
@@ -551,8 +600,7 @@ def measure(
         [prepare(variant, tokens, seed, model.config.vocab_size, on_gpu) for seed in range(packs)]
     )
     if variant.compiled:
-        for layer in decoder(model).layers:
-            layer.compile(fullgraph=True, dynamic=False)
+        compile_parts(model, variant.compiled, tokens)
 
     row: dict[str, Any] = {"variant": variant.name, "tokens": tokens}
     row |= compare_first_step(variant, model, next(prepared), device, scratch)
@@ -615,6 +663,8 @@ def work(name: str, tokens: int, args: argparse.Namespace, scratch: Path) -> Non
     variant = VARIANTS[name]
     try:
         device = torch.device(args.device)
+        if variant.flash:
+            activate_flash_attention_impl(variant.flash)
         row = measure(variant, args.model, tokens, device, plan(tokens, args), scratch)
     except torch.OutOfMemoryError:
         row = {"variant": variant.name, "tokens": tokens, "failed": "out of memory"}
@@ -834,6 +884,8 @@ def main() -> None:
                 names = [name for name in names if not VARIANTS[name].compiled]
             if not liger:
                 names = [name for name in names if not VARIANTS[name].liger]
+            if not (on_gpu and has_flash_attention_4()):
+                names = [name for name in names if not VARIANTS[name].flash]
         with tempfile.TemporaryDirectory() as scratch:
             # The reference first, whatever the order on the command line.
             order = sorted(names, key=list(VARIANTS).index)

@@ -96,3 +96,10 @@ def import_peer(package: str) -> bool:
         finally:
             sys.path.remove(str(folder))
     return importlib.util.find_spec(package) is not None
+
+
+def has_flash_attention_4() -> bool:
+    """Whether flash-attn-4 is installed. It shares its folder with flash-attn."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    return importlib.util.find_spec("flash_attn.cute") is not None

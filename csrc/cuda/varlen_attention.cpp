@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 
 #include "cuseq/cache.h"
 #include "cuseq/seqlens.h"
@@ -21,7 +22,8 @@
 
 // Attention over PyTorch's own varlen kernels: flash where it takes the inputs, else the
 // memory-efficient kernel, else dense kernels segment by segment. All exact, and only the last
-// needs offsets on the host.
+// needs offsets on the host. flash is called through the dispatcher, where FA3 or FA4 stand in its
+// place once torch.nn.attention.activate_flash_attention_impl was called.
 namespace cuseq {
 namespace {
 
@@ -88,13 +90,17 @@ Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
   return (tensor.size(-1) == size ? tensor : tensor.narrow(-1, 0, size)).contiguous();
 }
 
+// flash counts the keys beside the query, we count the query too. Without a window both are absent:
+// FA4 behind PyTorch's operator takes a bound of any value for a window, and has no backward for it.
 struct FlashWindow {
-  int64_t left;
-  int64_t right;
+  std::optional<int64_t> left;
+  std::optional<int64_t> right;
 
-  // flash counts the keys beside the query, we count the query too; -1 is no bound.
-  explicit FlashWindow(const AttentionPlan& plan)
-      : left(plan.window.has_value() ? *plan.window - 1 : -1), right(plan.causal ? 0 : left) {}
+  explicit FlashWindow(const AttentionPlan& plan) {
+    if (!plan.window.has_value()) return;
+    left = *plan.window - 1;
+    right = plan.causal ? 0 : *left;
+  }
 };
 
 // A longest length of 1 makes flash take a decoding path that assumes a row without a tail.

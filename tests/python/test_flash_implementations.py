@@ -1,0 +1,179 @@
+"""varlen_attention over what `torch.nn.attention.activate_flash_attention_impl` puts behind flash.
+
+FA3 and FA4 are packages of their own; where they are installed they run here. A stand-in shows
+everywhere what any of them is told and that ours does not rely on more than flash promises.
+
+They load whole tiles, and multiply what lies behind a sequence by zero: the tail has to be finite.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from reference import attention as reference_attention
+from test_attention import PACKS, check_against_reference, inputs
+from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+
+import cuseq
+from cuseq import PackedLayout
+
+MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+
+
+class StandIn:
+    """Exact attention behind PyTorch's flash operators. It leaves the tail full of NaN, as kernels
+    may, and remembers the windows that it was told."""
+
+    def __init__(self) -> None:
+        self.windows: list[tuple[str, int | None, int | None]] = []
+        self._library: torch.library.Library | None = None
+
+    def register(self) -> StandIn:
+        self._library = torch.library.Library("aten", "IMPL", "CUDA")
+        self._library.impl("_flash_attention_forward", self._forward)
+        self._library.impl("_flash_attention_backward", self._backward)
+        return self
+
+    def remove(self) -> None:
+        self._library = None
+
+    def _forward(self, q, k, v, offsets, _offsets, max_q, _max_k, dropout, causal, debug, **rest):
+        left, right = rest.get("window_size_left"), rest.get("window_size_right")
+        self.windows.append(("forward", left, right))
+        lengths = offsets.diff().tolist()
+        assert max_q >= max(lengths, default=0) and dropout == 0 and not debug
+        out = exact(q, k, v, lengths, causal, left, rest["scale"])
+        out[sum(lengths) :] = float("nan")
+        logsumexp = q.new_full((q.shape[1], q.shape[0]), float("nan"), dtype=torch.float32)
+        state = q.new_zeros(2, dtype=torch.int64)
+        return out.to(q.dtype), logsumexp, state, state[0], q.new_empty(0)
+
+    def _backward(
+        self, grad, q, k, v, out, lse, offsets, _, max_q, max_k, drop, causal, *_s, **rest
+    ):
+        left, right = rest.get("window_size_left"), rest.get("window_size_right")
+        self.windows.append(("backward", left, right))
+        lengths = offsets.diff().tolist()
+        # This thread dispatches below autograd, as in every backward; another does not.
+        with ThreadPoolExecutor(1) as pool:
+            options = (lengths, causal, left, rest["scale"])
+            grads = pool.submit(gradients, (q, k, v), grad, options).result()
+        for tensor in grads:
+            tensor[sum(lengths) :] = float("nan")
+        return grads
+
+
+def exact(q, k, v, lengths, causal, left, scale) -> Tensor:
+    window = None if left is None else left + 1
+    rows = [t.float() for t in (q, k, v)]
+    return reference_attention(*rows, lengths, causal=causal, window=window, scale=scale)
+
+
+def gradients(rows, grad, options) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in rows]
+    out, real = exact(*leaves, *options), sum(options[0])
+    if not real:  # depends on nothing
+        return tuple(torch.zeros_like(t) for t in leaves)
+    return torch.autograd.grad(out[:real], leaves, grad[:real].to(out))
+
+
+@pytest.fixture
+def stand_in(cuda):
+    implementation = StandIn()
+    register_flash_attention_impl("stand-in", register_fn=implementation.register)
+    activate_flash_attention_impl("stand-in")
+    yield implementation
+    restore_flash_attention_impl()
+
+
+@pytest.fixture(params=sorted(MODULES))
+def implementation(request, cuda) -> str:
+    """Each that is installed, active until the test is over."""
+    package, _, name = MODULES[request.param].rpartition(".")
+    missing = importlib.util.find_spec(package or name) is None
+    if missing or importlib.util.find_spec(MODULES[request.param]) is None:
+        pytest.skip(f"{request.param} is not installed")
+    activate_flash_attention_impl(request.param)
+    yield request.param
+    restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("lengths,tokens", PACKS)
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 3}], ids=str)
+def test_what_is_in_flash_place_runs(stand_in, lengths, tokens, options):
+    tensors = inputs(tokens, dim=64, device="cuda", dtype=torch.bfloat16)
+    packed = PackedLayout.from_lengths(lengths, tokens, device="cuda")
+    check_against_reference(tensors, lengths, packed, bound=6e-3, **options)
+    # What no window says is absent: FA4 has no backward for bounds of any value.
+    window = (options["window"] - 1, 0) if "window" in options else (None, None)
+    calls = [("forward", *window), ("backward", *window)] if any(lengths) else []
+    assert stand_in.windows == calls
+
+
+def test_flash_is_back_after_it(cuda):
+    tensors = inputs(9, dim=64, device="cuda", dtype=torch.bfloat16)
+    packed = PackedLayout.from_lengths([4, 5], device="cuda")
+    before = cuseq.varlen_attention(*tensors, packed)
+    implementation = StandIn()
+    register_flash_attention_impl("stand-in", register_fn=implementation.register)
+    activate_flash_attention_impl("stand-in")
+    cuseq.varlen_attention(*tensors, packed)
+    restore_flash_attention_impl()
+    after = cuseq.varlen_attention(*tensors, packed)
+    assert len(implementation.windows) == 1 and torch.equal(before, after)
+
+
+@pytest.mark.parametrize("lengths,tokens", PACKS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_installed_ones_match_the_reference(implementation, lengths, tokens, causal):
+    tensors = inputs(tokens, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
+    packed = PackedLayout.from_lengths(lengths, tokens, device="cuda")
+    check_against_reference(tensors, lengths, packed, bound=6e-3, tail=1e3, causal=causal)
+
+
+@pytest.mark.parametrize("lengths", [[700, 1, 90, 300, 0, 900], [64] * 32], ids=str)
+def test_installed_ones_at_the_size_of_a_model(implementation, lengths):
+    tokens = sum(lengths) + 57
+    tensors = inputs(tokens, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    packed = PackedLayout.from_lengths(lengths, tokens, device="cuda")
+    check_against_reference(tensors, lengths, packed, bound=6e-3, tail=1e3)
+
+
+def test_installed_ones_with_sinks(implementation):
+    """Their backward is given another output and logsumexp than their forward gave."""
+    tensors = inputs(40, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    packed = PackedLayout.from_lengths([20, 0, 17], 40, device="cuda")
+    found = with_sinks(tensors, sinks, packed)
+    restore_flash_attention_impl()
+    for actual, expected in zip(found, with_sinks(tensors, sinks, packed), strict=True):
+        apart = (actual.float() - expected.float()).norm() / expected.float().norm()
+        assert apart < 1e-2
+
+
+def with_sinks(tensors, sinks, packed) -> list[Tensor]:
+    out = cuseq.varlen_attention(*tensors, packed, sinks=sinks)
+    weight = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
+    return [out, *torch.autograd.grad((out.float() * weight).sum(), (*tensors, sinks))]
+
+
+def test_installed_ones_in_compiled_code(implementation):
+    tensors = inputs(300, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(cuseq.varlen_attention, fullgraph=True, dynamic=False)
+    for lengths in ([100, 200], [300], [10] * 20):
+        packed = PackedLayout.from_lengths(lengths, 300, device="cuda")
+        out = compiled(*tensors, packed)
+        grads = torch.autograd.grad(out.sum(), tensors)
+        expected = cuseq.varlen_attention(*tensors, packed)
+        torch.testing.assert_close(out, expected)
+        wanted = torch.autograd.grad(expected.sum(), tensors)
+        for actual, right in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(actual, right, rtol=1e-2, atol=1e-2)
