@@ -349,7 +349,7 @@ def flash_path(
         from flash_attn.cute import flash_attn_varlen_func
 
         out, _ = flash_attn_varlen_func(
-            *rows, *offsets, None, None, *longest, softmax_scale=scaling, causal=True
+            *rows, *offsets, *longest, softmax_scale=scaling, causal=True
         )
         return out.unsqueeze(0), None
     window = (-1 if sliding_window is None else sliding_window - 1, 0)

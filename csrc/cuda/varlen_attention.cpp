@@ -91,7 +91,7 @@ Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
 }
 
 // flash counts the keys beside the query, we count the query too. Without a window both are absent:
-// FA4 behind PyTorch's operator takes a bound of any value for a window, and has no backward for it.
+// FA4 behind PyTorch's operator takes any bound for a window, and has no backward for windows.
 struct FlashWindow {
   std::optional<int64_t> left;
   std::optional<int64_t> right;

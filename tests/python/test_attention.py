@@ -486,7 +486,7 @@ def test_compiled_code_waits_for_lengths_from_the_device(cuda):
     compiled(*tensors, PackedLayout.from_lengths([64], 64, device="cuda"))
     for lengths in ([20, 30], [1, 2, 3], [64]):
         on_device = torch.tensor(lengths, device="cuda")
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         packed = PackedLayout.from_lengths(on_device, 64)
         assert not torch.cuda.current_stream().query(), "building the layout must not wait"
         out = compiled(*tensors, packed)
