@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, check_tensor
+from cuseq._arguments import as_int, check_flag, check_tensor
 from cuseq.layout import (
     LENGTH_DIVISOR,
     PackedLayout,
@@ -109,6 +109,7 @@ def _check_rows(tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
 def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor]:
     """Which tokens ranks have, one rank after the other, and where each token is among them."""
     check_layout(packed)
+    check_flag(zigzag, "zigzag")
     if (cp_size, zigzag) in packed._deals:
         return packed._deals[cp_size, zigzag]
     packed._check_whole()

@@ -133,7 +133,7 @@ class PackedLayout:
                 host value.
         """
         source = _as_tensor(lengths, "lengths")
-        if segment_multiple == 1 and total_multiple == 1:
+        if all(type(one) is int and one == 1 for one in (segment_multiple, total_multiple)):
             return cls._build(source, total_tokens, max_seqs, device, from_cu_seqlens=False)
         layout = cls._build_segments(
             source, total_tokens, segment_multiple, total_multiple, max_seqs
@@ -245,11 +245,12 @@ class PackedLayout:
         total_multiple: int | Sequence[int],
         max_seqs: int | None,
     ) -> PackedLayout:
-        segment_multiple = _common_multiple(segment_multiple, "segment_multiple")
-        total_multiple = _common_multiple(total_multiple, "total_multiple")
+        segment_multiple = common_multiple(segment_multiple, "segment_multiple")
+        total_multiple = common_multiple(total_multiple, "total_multiple")
         total_multiple = lcm(segment_multiple, total_multiple)
         if pad_to is None:
             lengths = lengths if lengths.device.type == "cpu" else _to_host(lengths)
+            _C.tokens_of(lengths, False)  # raises what is wrong with them, not with their sum
             segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
             pad_to = -(-segments * segment_multiple // total_multiple) * total_multiple
         elif as_int(pad_to, "pad_to (total_tokens)") % total_multiple != 0:
@@ -776,19 +777,20 @@ class PackedLayout:
         """This layout in pinned memory, as DataLoader asks for it. Itself where it is on a GPU."""
         if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
             return self
-        pinned = PackedLayout(
-            self._all_lengths.pin_memory(),
-            self.cu_seqlens_static.pin_memory(),
-            self.host_meta,
-            self._total_tokens,
-            self._num_sequences,
-        )
-        if self._segments is not None:
-            pinned._segments = self._segments.pin_memory()
-        if self._batch is not None:
-            pinned._batch = tuple(tensor.pin_memory() for tensor in self._batch)
-        if self._positions is not None:
-            pinned._positions = self._positions.pin_memory()
+        with _outside_inference_mode():
+            pinned = PackedLayout(
+                self._all_lengths.pin_memory(),
+                self.cu_seqlens_static.pin_memory(),
+                self.host_meta,
+                self._total_tokens,
+                self._num_sequences,
+            )
+            if self._segments is not None:
+                pinned._segments = self._segments.pin_memory()
+            if self._batch is not None:
+                pinned._batch = tuple(tensor.pin_memory() for tensor in self._batch)
+            if self._positions is not None:
+                pinned._positions = self._positions.pin_memory()
         return pinned
 
     def __reduce__(self):
@@ -865,15 +867,16 @@ def _restore(
     def layout_of(numbers: bytes) -> PackedLayout:
         return PackedLayout.from_lengths(_from_bytes(numbers), total_tokens, max_seqs=max_seqs)
 
-    packed = layout_of(lengths)
-    if segments is not None:
-        packed._segments = layout_of(segments)
-    if batch is not None:
-        slots, tokens, shape = batch
-        packed._batch = _from_bytes(slots), _from_bytes(tokens).view(shape)
-    if positions is not None:
-        packed._positions = _from_bytes(positions)
-    return packed.to(device)
+    with _outside_inference_mode():
+        packed = layout_of(lengths)
+        if segments is not None:
+            packed._segments = layout_of(segments)
+        if batch is not None:
+            slots, tokens, shape = batch
+            packed._batch = _from_bytes(slots), _from_bytes(tokens).view(shape)
+        if positions is not None:
+            packed._positions = _from_bytes(positions)
+        return packed.to(device)
 
 
 def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
@@ -884,6 +887,7 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
             "PackedLayout.from_lengths"
         )
     _check_not_meta(mask, "mask")
+    check_flag(true_is_pad, "true_is_pad")
     if mask.dim() == 4:
         if mask.shape[-1] != mask.shape[-2] or mask.shape[1] < 1:
             raise ValueError(
@@ -902,8 +906,8 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
                     "mask.bool()"
                 )
             return mask, "additive"
-        is_signed = mask.dtype != torch.bool and not mask.is_complex() and mask.device.type == "cpu"
-        if is_signed and bool((mask < 0).any()):
+        is_signed = mask.dtype.is_signed and not mask.is_complex()
+        if is_signed and mask.device.type == "cpu" and bool((mask < 0).any()):
             raise ValueError(
                 f"a 4-D integer mask must have no negative element, got {mask.min().item()}: an "
                 "additive one has to be floating point"
@@ -911,7 +915,7 @@ def _real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
     return mask, "zero" if true_is_pad else "nonzero"
 
 
-def _common_multiple(multiple: int | Sequence[int], name: str) -> int:
+def common_multiple(multiple: int | Sequence[int], name: str) -> int:
     multiples = multiple if isinstance(multiple, Sequence) else (multiple,)
     return as_int(lcm(*(as_int(one, name, least=1) for one in multiples)), name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from math import lcm
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
 from cuseq.collate import IGNORE_INDEX, mask_boundary_labels
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, common_multiple
 
 _ops = torch.ops.cuseq
 
@@ -96,7 +97,10 @@ def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]
 
 def _number(value: Any) -> Fill:
     """One of Python's own: NumPy's scalars and tensors of one element stand for one."""
-    number = value.item() if hasattr(value, "item") else value
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError) as error:  # more elements than one
+        raise TypeError(f"fill must be numbers, got {value!r}") from error
     if not isinstance(number, (bool, int, float, complex)):
         raise TypeError(f"fill must be numbers, got {value!r}")
     return as_int(number, "fill") if type(number) is int else number
@@ -140,12 +144,15 @@ def run_packed(
         transformers' output are `[batch, seqlen, ...]`.
 
     Raises:
-        ValueError: an argument does not fit; or an output that would be unpacked has not as many
+        ValueError: an argument does not fit; a model of transformers has another attention, which
+            would let documents see each other; or an output that would be unpacked has not as many
             tokens as the row (`logits_to_keep`).
         TypeError: the model returns something else.
     """
+    check_tensor(input_ids, "input_ids")
     if attention_mask is None:
         return model(input_ids=input_ids, **more)
+    _check_takes_rows(model, more)
     packed = PackedLayout.from_padding_mask(
         attention_mask,
         segment_multiple,
@@ -155,7 +162,8 @@ def run_packed(
         device=input_ids.device,
     )
     if packed.total_tokens == 0:  # models want a token
-        packed = packed.with_total_tokens(1)
+        multiples = (segment_multiple, "segment_multiple"), (total_multiple, "total_multiple")
+        packed = packed.with_total_tokens(lcm(*(common_multiple(*one) for one in multiples)))
     tensors = {"input_ids": input_ids}
     tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
     fills = [IGNORE_INDEX if name.endswith("labels") else 0 for name in tensors]
@@ -181,6 +189,23 @@ def run_packed(
     if out.get("hidden_states") is not None:
         out["hidden_states"] = _unpacked_items(packed, out["hidden_states"])
     return out
+
+
+def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
+    """Models of transformers take any keyword, `packed` too, and not all look at it."""
+    config = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):  # vision towers attend by themselves
+        config = config.get_text_config()
+    attention = getattr(config, "_attn_implementation", None)
+    if attention is None or attention == "cuseq":
+        return
+    use_cache = more.get("use_cache")
+    if getattr(config, "use_cache", False) if use_cache is None else use_cache:
+        raise ValueError(
+            "model must take packed rows, by cuseq.integrations.transformers.enable(model) or "
+            f'attn_implementation="cuseq", got attn_implementation={attention!r}, which tells '
+            "documents apart only without a cache: use_cache=False"
+        )
 
 
 def _unpacked(packed: PackedLayout, name: str, rows: Tensor) -> Tensor:
@@ -223,6 +248,7 @@ def equalize_tokens(
     """
     if packed is None:
         return None
+    check_layout(packed)
     backend = torch.distributed.get_backend(group)
     device = "cuda" if backend == "nccl" else "cpu"
     total = torch.tensor(packed.total_tokens, device=device)

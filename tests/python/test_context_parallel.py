@@ -235,3 +235,18 @@ def test_what_needs_neighbours_refuses_a_part(device):
     ):
         with pytest.raises(ValueError, match="whole row"):
             call()
+
+
+def test_how_to_deal_is_no_none():
+    packed = PackedLayout.from_lengths([4])
+    for call in (
+        lambda: cp_partition(packed, 2, 0, zigzag=None),
+        lambda: cuseq.cp_join(packed, 2, torch.zeros(2, 2), zigzag=None),
+    ):
+        with pytest.raises(TypeError, match="zigzag must be True or False, got None"):
+            call()
+
+
+def test_a_layout_to_equalize_is_one():
+    with pytest.raises(TypeError, match="packed must be a PackedLayout, got list"):
+        cuseq.equalize_tokens([1, 2])

@@ -58,6 +58,8 @@ def messages() -> list[str]:
 
 
 MESSAGES = messages()
+THD = (ROOT / "docs" / "thd.md").read_text().partition("## Errors")[2]
+THD_ROWS = [line for line in THD.splitlines() if line.startswith("| `")]
 ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
 
 
@@ -73,6 +75,7 @@ def test_every_row_of_the_tables_is_read():
     headers = ["| message | cause | remedy |", "| --- | --- | --- |"]
     assert [line for line in lines if line.startswith("|") and line not in headers] == ROWS
     assert len(ROWS) >= 50
+    assert len(THD_ROWS) >= 10
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -82,6 +85,11 @@ def test_a_quoted_message_is_in_the_sources(row):
     quoted = columns[1]
     assert len(quoted.replace("...", "")) >= 20, "too short to be one message"
     assert occurs(quoted)
+
+
+@pytest.mark.parametrize("row", THD_ROWS)
+def test_so_is_what_the_page_of_padded_batches_quotes(row):
+    assert occurs(row.split("`")[1])
 
 
 def test_a_message_is_quoted_once():

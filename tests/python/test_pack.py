@@ -501,6 +501,9 @@ def test_fills_that_stand_for_numbers(function, device):
     for fill, error in ((None, TypeError), ("7", TypeError), (2**70, ValueError)):
         with pytest.raises(error, match=f"fill must .*{fill}"):
             function(packed, given, fill=fill)
+    for several in (torch.tensor([0, 7]), np.array([0, 7])):
+        with pytest.raises(TypeError, match=r"fill must be numbers, got .*\[0, 7\]"):
+            function(packed, given, fill=several)
 
 
 def test_what_is_no_tensor_is_named(device):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import reference
 import torch
@@ -919,3 +920,52 @@ def test_the_ops_replay_with_another_mask(kind, cuda):
         assert sum(tokens, []) == back
         is_pad = [slot is None for slot in expected.slots]
         assert of_tokens == [expected.position_ids, expected.seq_ids, is_pad]
+
+
+@pytest.mark.parametrize("options", [{}, {"segment_multiple": 4}], ids=str)
+def test_a_layout_that_arrives_in_inference_mode_trains(options):
+    """In an evaluation of a DataLoader's batches, whose workers pickle them."""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    sent = pickle.dumps(PackedLayout.from_padding_mask(mask, **options))
+    with torch.inference_mode():
+        packed = pickle.loads(sent)
+    batch = torch.randn(2, 3, 4, requires_grad=True)
+    cuseq.pack(packed, batch).sum().backward()
+    assert torch.equal(batch.grad[..., 0], mask.float())
+    part, _ = cuseq.cp_partition(PackedLayout.from_lengths([4, 8]), 2, 0, torch.zeros(12))
+    with torch.inference_mode():
+        part = pickle.loads(pickle.dumps(part))
+    q = torch.randn(6, 2, 8, requires_grad=True)
+    cuseq.apply_rope(q, q, *cuseq.rope_table(8, 8), packed=part)[0].sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int8], ids=str)
+def test_a_4d_mask_of_any_integers(dtype):
+    mask = torch.ones(1, 1, 3, 3).tril().to(dtype)
+    mask[0, 0, 2, 2] = 0
+    assert PackedLayout.from_padding_mask(mask).lengths.tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"segment_multiple": 4}, {"total_multiple": 4}, {"total_tokens": 8}], ids=str
+)
+def test_a_wrong_length_is_named_whatever_it_is_filled_up_to(options):
+    with pytest.raises(ValueError, match=r"lengths must not be negative, got lengths\[1\] = -5"):
+        PackedLayout.from_lengths([1, -5], **options)
+    with pytest.raises(
+        ValueError, match=r"lengths must sum to at most .*lengths\[0\] = 2147483648"
+    ):
+        PackedLayout.from_lengths([2**31], **options)
+
+
+@pytest.mark.parametrize("multiple", [1.0, None, "4", np.array([2, 4])], ids=str)
+def test_multiples_that_are_none_are_named(multiple):
+    for name in ("segment_multiple", "total_multiple"):
+        with pytest.raises(TypeError, match=f"{name} must be an int, got"):
+            PackedLayout.from_lengths([3], **{name: multiple})
+
+
+def test_a_polarity_of_none_is_refused():
+    with pytest.raises(TypeError, match="true_is_pad must be True or False, got None"):
+        PackedLayout.from_padding_mask(torch.ones(1, 2), true_is_pad=None)

@@ -172,3 +172,40 @@ def test_wrong_tensors_are_named(device):
     packed = cuseq.PackedLayout.from_padding_mask(mask)
     with pytest.raises(ValueError, match=r"tensors\[0\] must be \[total_tokens = 15"):
         cuseq.unpack(packed, torch.zeros(14, 2, device=device))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_that_would_mix_documents_is_refused(attention, device):
+    ids, mask = make_batch("left", device)
+    model = make_model(device, attention)
+    with pytest.raises(ValueError, match=f"model must take packed rows.*'{attention}'.*use_cache"):
+        cuseq.run_packed(model, ids, mask, use_cache=True)
+    expected = cuseq.run_packed(make_model(device), ids, mask).logits
+    # Without a cache transformers looks at the positions.
+    for options in ({"use_cache": False}, {"use_cache": None}, {}):
+        found = cuseq.run_packed(model, ids, mask, **options).logits
+        torch.testing.assert_close(found, expected)
+    model.config.use_cache = True
+    with pytest.raises(ValueError, match="model must take packed rows"):
+        cuseq.run_packed(model, ids, mask)
+    cuseq.integrations.transformers.enable(model)
+    torch.testing.assert_close(cuseq.run_packed(model, ids, mask).logits, expected)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_batch_without_tokens_has_a_row_of_the_multiples(batch, device):
+    ids = torch.ones(batch, 4, dtype=torch.int64, device=device)
+    seen = []
+    cuseq.run_packed(
+        lambda input_ids, **_: seen.append(input_ids.shape) or input_ids,
+        ids,
+        torch.zeros_like(ids),
+        segment_multiple=4,
+        total_multiple=(16, 6),
+    )
+    assert seen == [(1, 48)]
+
+
+def test_a_batch_that_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="input_ids must be a tensor, got list"):
+        cuseq.run_packed(Plain(), [[1, 2]], torch.ones(1, 2))

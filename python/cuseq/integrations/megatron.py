@@ -20,7 +20,8 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
 
     Args:
         packed: the layout. Attention reads the real lengths from `cu_seqlens_q` and `_kv`, where
-            segments lie from `cu_seqlens_q_padded` and `_kv_padded`, None without padding.
+            segments lie from `cu_seqlens_q_padded` and `_kv_padded`; these are None where the
+            layout was made without `segment_multiple` and there is no tail.
             A tail is one more sequence of length zero in a segment of its own, since Megatron and
             TransformerEngine take the last offset for the end of the row.
         more: further fields, such as `cp_group`.

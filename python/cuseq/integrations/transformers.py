@@ -12,17 +12,18 @@ What a call may say about its sequences, the strongest first:
   packs. Never waits for the device (a layout made from lengths on a GPU: for one event).
 - `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`: the same. Compiled code does not
   read the ints, since it would compile again with every pack, and takes bounds, which cost time.
-- Packed `position_ids` alone: the same in eager code, after one event a forward. Compiled code
-  cannot read them and attends through sdpa with a dense mask drawn from them: exact, but slow, and
-  so for batches that are not packed. Give it lengths. A model that makes a 2-D mask of ones itself
-  (OPT) says by it that a row is one sequence: position ids alone do not speak against that.
+- Packed `position_ids` alone: the same in eager code, after one event a forward, where the model
+  hands them on as they are (Qwen2-VL makes three planes of them). Compiled code cannot read them
+  and attends through sdpa with a dense mask drawn from them: exact, but slow, and so for batches
+  that are not packed. Give it lengths. A model that makes a 2-D mask of ones itself (OPT) says by
+  it that a row is one sequence: position ids alone do not speak against that.
 - A 2-D mask, a 4-D mask or nothing: what sdpa does. Where there is no mask, eager code has to look
   at the position ids, which is the one event above.
 
-Lengths win over a 2-D mask, which nothing looks at then, with a warning. Lengths together with a
-4-D mask or with a model that draws a pattern of its own (blocks of image tokens, chunks) raise,
-since they cannot be combined, and so does what would change the result and has no packed form:
-dropout in attention, soft caps, position biases. Models whose positions do not follow
+Lengths win over a 2-D mask, which nothing looks at then, with a warning in eager code. Lengths
+together with a 4-D mask or with a model that draws a pattern of its own (blocks of image tokens,
+chunks) raise, since they cannot be combined, and so does what would change the result and has no
+packed form: dropout in attention, soft caps, position biases. Models whose positions do not follow
 `position_ids` are refused when they are made. Give `position_ids`
 (`layout.position_ids[None]`) along with the lengths: attention does not need them, RoPE and learned
 positions do.
