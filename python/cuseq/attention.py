@@ -29,14 +29,14 @@ def varlen_attention(
 ) -> Tensor:
     """Exact softmax attention of each sequence of a packed row with itself alone.
 
-    On CUDA it runs PyTorch's own varlen flash kernels, or FlashAttention 3 or 4 once
-    `torch.nn.attention.activate_flash_attention_impl` has put it in their place (those load whole
-    tiles: what lies behind the last sequence has to be finite). On the CPU, and for what flash
-    refuses (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is said once.
-    With `spans` sequences run one by one, those with a span under a mask of a few queries at a
-    time; where many layers use spans, `flex_attention` with `packed.block_mask(spans=...)` is
-    faster. Grouped-query attention needs no repeated keys. Nothing of size tokens x tokens is ever
-    made.
+    On CUDA it runs PyTorch's own varlen flash kernels, or what
+    `torch.nn.attention.activate_flash_attention_impl` has put in their place (FlashAttention 4
+    loads whole tiles: what lies behind the last sequence has to be finite). On the CPU, and for
+    what flash refuses (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is
+    said once. With `spans` sequences run one by one, those with a span under a mask of a few
+    queries at a time; where many layers use spans, `flex_attention` with
+    `packed.block_mask(spans=...)` is faster. Grouped-query attention needs no repeated keys.
+    Nothing of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
