@@ -9,6 +9,8 @@ They load whole tiles, and multiply what lies behind a sequence by zero: the tai
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -100,13 +102,21 @@ def gradients(q, k, v, grad, lengths, causal, left, scale) -> tuple[Tensor, ...]
     return tuple(t.to(q.dtype) for t in found)
 
 
-@pytest.fixture
-def stand_in(cuda):
+@contextmanager
+def standing_in() -> Iterator[StandIn]:
     implementation = StandIn()
     register_flash_attention_impl("stand-in", register_fn=implementation.register)
     activate_flash_attention_impl("stand-in")
-    yield implementation
-    restore_flash_attention_impl()
+    try:
+        yield implementation
+    finally:
+        restore_flash_attention_impl()
+
+
+@pytest.fixture
+def stand_in(cuda):
+    with standing_in() as implementation:
+        yield implementation
 
 
 @pytest.fixture(params=sorted(MODULES))
@@ -138,11 +148,8 @@ def test_flash_is_back_after_it(cuda):
     tensors = inputs(9, dim=64, device="cuda", dtype=torch.bfloat16)
     packed = PackedLayout.from_lengths([4, 5], device="cuda")
     before = cuseq.varlen_attention(*tensors, packed)
-    implementation = StandIn()
-    register_flash_attention_impl("stand-in", register_fn=implementation.register)
-    activate_flash_attention_impl("stand-in")
-    cuseq.varlen_attention(*tensors, packed)
-    restore_flash_attention_impl()
+    with standing_in() as implementation:
+        cuseq.varlen_attention(*tensors, packed)
     after = cuseq.varlen_attention(*tensors, packed)
     assert len(implementation.windows) == 1 and torch.equal(before, after)
 
