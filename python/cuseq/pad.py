@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
+from cuseq._models import text_config
 from cuseq.collate import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout, common_multiple
 
@@ -162,8 +163,9 @@ def run_packed(
         device=input_ids.device,
     )
     if packed.total_tokens == 0:  # models want a token
-        multiples = (segment_multiple, "segment_multiple"), (total_multiple, "total_multiple")
-        packed = packed.with_total_tokens(lcm(*(common_multiple(*one) for one in multiples)))
+        segment = common_multiple(segment_multiple, "segment_multiple")
+        total = common_multiple(total_multiple, "total_multiple")
+        packed = packed.with_total_tokens(lcm(segment, total))
     tensors = {"input_ids": input_ids}
     tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
     fills = [IGNORE_INDEX if name.endswith("labels") else 0 for name in tensors]
@@ -193,9 +195,7 @@ def run_packed(
 
 def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
     """Models of transformers take any keyword, `packed` too, and not all look at it."""
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):  # vision towers attend by themselves
-        config = config.get_text_config()
+    config = text_config(model)
     attention = getattr(config, "_attn_implementation", None)
     if attention is None or attention == "cuseq":
         return

@@ -209,3 +209,36 @@ def test_a_batch_without_tokens_has_a_row_of_the_multiples(batch, device):
 def test_a_batch_that_is_no_tensor_is_named():
     with pytest.raises(TypeError, match="input_ids must be a tensor, got list"):
         cuseq.run_packed(Plain(), [[1, 2]], torch.ones(1, 2))
+
+
+def test_the_attention_that_counts_is_that_to_text(device):
+    """An enabled model with a vision tower keeps the tower's attention in its own config."""
+    from cuseq.check_packing._runs import Row
+    from cuseq.check_packing._suspects import _attention_remedy
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config=dict(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, rope_parameters=rope,
+        ),
+        vision_config=dict(
+            depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32,
+            deepstack_visual_indexes=[0],
+        ),
+    )  # fmt: skip
+    model = transformers.Qwen3VLForConditionalGeneration(config).to(device)
+    ids, mask = make_batch("left", device)
+    with pytest.raises(ValueError, match="model must take packed rows"):
+        cuseq.run_packed(model, ids, mask)
+    row = Row(None, *torch.zeros(3, 1, dtype=torch.int64))
+    assert 'attn_implementation="cuseq"' in _attention_remedy(model, row)
+    cuseq.integrations.transformers.enable(model)
+    logits = cuseq.run_packed(model, ids, mask).logits
+    torch.testing.assert_close(logits[1], model(ids[1:2], use_cache=False).logits[0])
+    assert "`packed`, from cuseq.PackingCollator" in _attention_remedy(model, row)

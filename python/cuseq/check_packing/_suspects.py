@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuseq._models import text_config
 from cuseq.check_packing._documents import Document
 from cuseq.check_packing._leaks import Leak
 from cuseq.check_packing._report import Suspect
@@ -180,7 +181,7 @@ def gradients(name: str) -> Suspect:
 def _attention_remedy(model: nn.Module, row: Row) -> str:
     batch: dict[str, Any] = row.batch or {}
     wrong = _wrong_position(row)
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    implementation = getattr(text_config(model), "_attn_implementation", None)
     if implementation is not None and implementation != "cuseq":
         remedy = (
             'load the model with attn_implementation="cuseq", which reads `packed`; '

@@ -26,6 +26,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import cuseq
 import cuseq.integrations.transformers as integration
+from cuseq._models import text_config
 
 # What TRL's collator can be told; another field would ask for something that is not done here.
 _FIELDS = {
@@ -167,7 +168,7 @@ def enable(
     elif capacity is not None:
         raise ValueError(f"capacity must be None without bin_pack, got {capacity}")
 
-    ours = trainer.model.config.get_text_config()._attn_implementation != integration.NAME
+    ours = text_config(trainer.model)._attn_implementation != integration.NAME
     if ours:
         integration.enable(trainer.model)
     collator = trainer.data_collator
