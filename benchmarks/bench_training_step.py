@@ -51,7 +51,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,6 +103,7 @@ class Variant:
 
 
 ALL_OF_LIGER = ("rope", "rms_norm", "swiglu")
+ENABLED = Variant("cuseq_enabled", "sdpa", "packed", "host", enabled=True)
 # The reference comes first: the others compare their gradients with its.
 VARIANTS = {
     variant.name: variant
@@ -120,43 +121,16 @@ VARIANTS = {
         Variant("cuseq", "cuseq", "packed", "host"),
         Variant("cuseq_device_lengths", "cuseq", "packed", "device"),
         Variant("cuseq_liger_rope", "cuseq", "packed", "host", liger=("rope",)),
-        Variant("cuseq_enabled", "sdpa", "packed", "host", enabled=True),
-        Variant(
-            "cuseq_enabled_liger",
-            "sdpa",
-            "packed",
-            "host",
-            enabled=True,
-            liger=("rms_norm", "swiglu"),
-        ),
+        ENABLED,
+        replace(ENABLED, name="cuseq_enabled_liger", liger=("rms_norm", "swiglu")),
         Variant("packed_sdpa_compiled", "sdpa", "packed", compiled="layers"),
         Variant("packed_flex_compiled", "flex_attention", "packed", compiled="layers"),
         Variant("cuseq_compiled", "cuseq", "packed", "host", compiled="layers"),
-        Variant(
-            "cuseq_enabled_compiled", "sdpa", "packed", "host", enabled=True, compiled="layers"
-        ),
-        Variant(
-            "cuseq_enabled_compiled_model", "sdpa", "packed", "host", enabled=True, compiled="model"
-        ),
+        replace(ENABLED, name="cuseq_enabled_compiled", compiled="layers"),
+        replace(ENABLED, name="cuseq_enabled_compiled_model", compiled="model"),
         Variant("flash_path_liger_fa4", "varlen_path", "packed", liger=ALL_OF_LIGER, flash="FA4"),
-        Variant(
-            "cuseq_enabled_compiled_fa4",
-            "sdpa",
-            "packed",
-            "host",
-            enabled=True,
-            compiled="layers",
-            flash="FA4",
-        ),
-        Variant(
-            "cuseq_enabled_compiled_model_fa4",
-            "sdpa",
-            "packed",
-            "host",
-            enabled=True,
-            compiled="model",
-            flash="FA4",
-        ),
+        replace(ENABLED, name="cuseq_enabled_compiled_fa4", compiled="layers", flash="FA4"),
+        replace(ENABLED, name="cuseq_enabled_compiled_model_fa4", compiled="model", flash="FA4"),
     )
 }
 REFERENCE = "packed_sdpa"

@@ -8,7 +8,6 @@ They load whole tiles, and multiply what lies behind a sequence by zero: the tai
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -122,10 +121,7 @@ def stand_in(cuda):
 @pytest.fixture(params=sorted(MODULES))
 def implementation(request, cuda) -> str:
     """Each that is installed, active until the test is over."""
-    package, _, name = MODULES[request.param].rpartition(".")
-    missing = importlib.util.find_spec(package or name) is None
-    if missing or importlib.util.find_spec(MODULES[request.param]) is None:
-        pytest.skip(f"{request.param} is not installed")
+    pytest.importorskip(MODULES[request.param])
     activate_flash_attention_impl(request.param)
     yield request.param
     restore_flash_attention_impl()
