@@ -35,13 +35,13 @@ def measure_hit(
 ) -> timer.Timing:
     """Host time of a hit, with `others` more entries in the cache; fails if it was no hit."""
     fillers = [key[0].clone() for _ in range(others)]
-    cuseq.clear_cache()
+    cuseq.cache.clear()
     call(*key)
     for filler in fillers:
-        cuseq.packed_cu_seqlens(filler)
-    before = cuseq.cache_stats()
+        cuseq.ops.cached_cu_seqlens(filler)
+    before = cuseq.cache.stats()
     timing = timer.host_time(call, *key, device=device, calls=2000)
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     if after["misses"] != before["misses"] or after["hits"] == before["hits"]:
         raise RuntimeError(f"these calls were not all hits: {before} before, {after} after")
     return timing
@@ -53,16 +53,16 @@ def measure_miss(
     """Host time of a miss with its insertion; fails if one was a hit."""
     lengths, *rest = key
     keys = itertools.cycle([lengths.clone() for _ in range(KEYS)])
-    cuseq.clear_cache()
-    before = cuseq.cache_stats()
+    cuseq.cache.clear()
+    before = cuseq.cache.stats()
     timing = timer.host_time(
         lambda: call(next(keys), *rest),
         device=device,
         calls=KEYS,
         warmup=KEYS,
-        setup=cuseq.clear_cache,
+        setup=cuseq.cache.clear,
     )
-    hits = cuseq.cache_stats()["hits"] - before["hits"]
+    hits = cuseq.cache.stats()["hits"] - before["hits"]
     if hits > 0:
         raise RuntimeError(f"{hits} of these calls were hits, not misses")
     return timing
@@ -121,8 +121,8 @@ def cpp_throughput(device: torch.device) -> dict[tuple[int, str], float]:
 def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
     """Hits a second over all threads; every thread has a key of its own, or all share one."""
     calls = {
-        "Python, cuseq.packed_cu_seqlens": cuseq.packed_cu_seqlens,
-        "Python, torch.ops.cuseq.packed_cu_seqlens": torch.ops.cuseq.packed_cu_seqlens,
+        "Python, cuseq.ops.cached_cu_seqlens": cuseq.ops.cached_cu_seqlens,
+        "Python, torch.ops.cuseq.cached_cu_seqlens": torch.ops.cuseq.cached_cu_seqlens,
         "Python, torch.ops.aten.alias (no cache)": torch.ops.aten.alias.default,
     }
     rows = []
@@ -132,12 +132,12 @@ def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[st
             for threads in (1, 8):
                 own = [lengths.clone() for _ in range(threads)]
                 keys = own if kind == "own" else own[:1] * threads
-                cuseq.clear_cache()
+                cuseq.cache.clear()
                 line[f"m{threads}"] = python_throughput(call, keys)
             rows.append(line)
     cpp = cpp_throughput(device)
     for kind in ("own", "shared") if cpp else ():
-        line = {"what": "C++, cuseq::packed_cu_seqlens", "keys": kind}
+        line = {"what": "C++, cuseq::cached_cu_seqlens", "keys": kind}
         rows.append(line | {f"m{threads}": cpp[threads, kind] for threads in (1, 8)})
     return [line | {"ratio": line["m8"] / line["m1"]} for line in rows]
 
@@ -150,10 +150,10 @@ def measure_drop(lengths: torch.Tensor, device: torch.device) -> list[dict[str, 
 
     rows = []
     for others in (0, KEYS):
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         keys = [lengths.clone() for _ in range(others)]
         for key in keys:
-            cuseq.packed_cu_seqlens(key)
+            cuseq.ops.cached_cu_seqlens(key)
         timing = timer.host_time(make_and_drop, device=device, calls=500)
         rows.append(row(f"clone and drop, {others} keys in the cache", timing))
     return rows
@@ -188,29 +188,29 @@ def main() -> None:
         return offsets
 
     hits = {
-        "hit, cuseq.packed_cu_seqlens": (cuseq.packed_cu_seqlens, key),
-        "hit, torch.ops.cuseq.packed_cu_seqlens": (ops.packed_cu_seqlens, key),
-        "hit, torch.ops.cuseq.packed_cu_seqlens.default": (ops.packed_cu_seqlens.default, key),
-        "hit, cuseq.packed_position_ids": (cuseq.packed_position_ids, key_and_total),
-        "hit, torch.ops.cuseq.packed_position_ids": (ops.packed_position_ids, key_and_total),
+        "hit, cuseq.ops.cached_cu_seqlens": (cuseq.ops.cached_cu_seqlens, key),
+        "hit, torch.ops.cuseq.cached_cu_seqlens": (ops.cached_cu_seqlens, key),
+        "hit, torch.ops.cuseq.cached_cu_seqlens.default": (ops.cached_cu_seqlens.default, key),
+        "hit, cuseq.ops.cached_position_ids": (cuseq.ops.cached_position_ids, key_and_total),
+        "hit, torch.ops.cuseq.cached_position_ids": (ops.cached_position_ids, key_and_total),
     }
     dropped = measure_drop(lengths, device)
     rows = [row(name, measure_hit(call, on, device)) for name, (call, on) in hits.items()]
     rows.append(
         row(
-            f"hit, cuseq.packed_cu_seqlens, {KEYS} newer entries",
-            measure_hit(cuseq.packed_cu_seqlens, key, device, others=KEYS),
+            f"hit, cuseq.ops.cached_cu_seqlens, {KEYS} newer entries",
+            measure_hit(cuseq.ops.cached_cu_seqlens, key, device, others=KEYS),
         )
     )
     misses = {
-        "miss, cuseq.packed_cu_seqlens": (cuseq.packed_cu_seqlens, key),
-        "miss, torch.ops.cuseq.packed_cu_seqlens": (ops.packed_cu_seqlens, key),
-        "miss, cuseq.packed_position_ids": (cuseq.packed_position_ids, key_and_total),
-        "miss, cuseq.packed_seq_ids": (cuseq.packed_seq_ids, key_and_total),
+        "miss, cuseq.ops.cached_cu_seqlens": (cuseq.ops.cached_cu_seqlens, key),
+        "miss, torch.ops.cuseq.cached_cu_seqlens": (ops.cached_cu_seqlens, key),
+        "miss, cuseq.ops.cached_position_ids": (cuseq.ops.cached_position_ids, key_and_total),
+        "miss, cuseq.ops.cached_seq_ids": (cuseq.ops.cached_seq_ids, key_and_total),
     }
     missed = {name: measure_miss(call, on, device) for name, (call, on) in misses.items()}
     plain: dict[str, Callable[[], object]] = {
-        "pure op, cuseq.cu_seqlens": lambda: cuseq.cu_seqlens(lengths),
+        "pure op, cuseq.ops.cu_seqlens": lambda: cuseq.ops.cu_seqlens(lengths),
         "pure op, torch.ops.cuseq.cu_seqlens": lambda: ops.cu_seqlens(lengths),
         "the same in PyTorch: zeros, cumsum": plain_cumsum,
     }
@@ -232,7 +232,7 @@ def main() -> None:
     def seen(call: Callable[..., object], on: tuple[Any, ...]) -> timer.Activity | None:
         if device.type != "cuda":
             return None
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         return timer.profile(lambda: call(*on), device=device).within(timer.WHOLE)
 
     miss_activity = {name: seen(call, on) for name, (call, on) in misses.items()}
@@ -262,10 +262,10 @@ def main() -> None:
     )
     host = {line["what"]: line["host_us"] for line in rows}
     ratios = {(line["what"], line["keys"]): line["ratio"] for line in threads}
-    miss = "miss, cuseq.packed_cu_seqlens"
+    miss = "miss, cuseq.ops.cached_cu_seqlens"
     report.targets += [
-        Target("hit through pybind11, us", host["hit, cuseq.packed_cu_seqlens"], 0.6),
-        Target("hit through torch.ops, us", host["hit, torch.ops.cuseq.packed_cu_seqlens"], 2.5),
+        Target("hit through pybind11, us", host["hit, cuseq.ops.cached_cu_seqlens"], 0.6),
+        Target("hit through torch.ops, us", host["hit, torch.ops.cuseq.cached_cu_seqlens"], 2.5),
         Target("miss, host us", host[miss], 25),
     ]
     report.targets += [

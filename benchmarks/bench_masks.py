@@ -395,7 +395,7 @@ def measure_own_block(pack: Pack, row: Row) -> None:
     device, lengths, layout = pack.device, pack.device_lengths(), pack.layout()
 
     def make() -> BlockMask:
-        return cuseq.block_mask(lengths, pack.tokens)
+        return cuseq.ops.block_mask(lengths, pack.tokens)
 
     row["alone_us"] = timer.device_time(make, device=device).median
     if device.type == "cuda":
@@ -563,7 +563,7 @@ def count_rows(tokens: int, device: torch.device) -> list[Row]:
             offsets, tokens, True, dtype=dtype
         ),
         "layout.dense_mask, first": lambda: first(lambda new: new.dense_mask(dtype)),
-        "cuseq.block_mask": lambda: lambda: cuseq.block_mask(lengths, tokens),
+        "cuseq.ops.block_mask": lambda: lambda: cuseq.ops.block_mask(lengths, tokens),
         "layout.block_mask, first": lambda: first(lambda new: new.block_mask()),
         "layout.xformers_bias, first": lambda: first(bias),
         "layout.xformers_bias, first, device lengths": lambda: first(bias, from_device),
@@ -610,7 +610,7 @@ def targets(
     own_blocks = [row for row in blocks if row["name"] == CUSEQ]
     for key, what, limit in (
         ("graph_us", "device us in a graph", 30),
-        ("host_us", "host us of cuseq.block_mask", 60),
+        ("host_us", "host us of cuseq.ops.block_mask", 60),
         ("first_us", "host us of layout.block_mask, first call", 60),
     ):
         taken = [row.get(key) for row in own_blocks]

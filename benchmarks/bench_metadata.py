@@ -25,6 +25,7 @@ from report import Report, Table, Target, arguments, environment
 from workload import lognormal_lengths
 
 import cuseq
+from cuseq.ops import cu_seqlens_from_position_ids
 
 TOTAL_TOKENS = 8192
 MEAN_LENGTH = 350
@@ -115,12 +116,12 @@ def ways(lengths: list[int], device: torch.device) -> list[Way]:
 
     def scope(_: Any) -> ExitStack:
         stack = ExitStack()
-        stack.enter_context(cuseq.forward_scope())
+        stack.enter_context(cuseq.cache.forward_scope())
         return stack
 
     def cached_position_ids(_: Any) -> tuple[Tensor, Tensor]:
-        offsets = cuseq.packed_cu_seqlens(on_device)
-        return offsets, cuseq.packed_position_ids(on_device, total)
+        offsets = cuseq.ops.cached_cu_seqlens(on_device)
+        return offsets, cuseq.ops.cached_position_ids(on_device, total)
 
     return [
         Way(
@@ -166,14 +167,14 @@ def ways(lengths: list[int], device: torch.device) -> list[Way]:
             what_kernels_read,
         ),
         Way(
-            "cuseq, packed_cu_seqlens in every layer",
+            "cuseq, cached_cu_seqlens in every layer",
             nothing,
             scope,
-            lambda _: cuseq.packed_cu_seqlens(on_device),
+            lambda _: cuseq.ops.cached_cu_seqlens(on_device),
             lambda stack: stack.close(),
         ),
         Way(
-            "cuseq, packed_cu_seqlens and packed_position_ids in every layer",
+            "cuseq, cached_cu_seqlens and cached_position_ids in every layer",
             nothing,
             scope,
             cached_position_ids,
@@ -248,23 +249,23 @@ def op_pairs(lengths: list[int], device: torch.device) -> dict[str, Callable[[],
     width = max(lengths)
     mask = torch.arange(width, device=device)[None] < on_device[:, None]
     return {
-        "cuseq.cu_seqlens": lambda: cuseq.cu_seqlens(on_device),
+        "cuseq.ops.cu_seqlens": lambda: cuseq.ops.cu_seqlens(on_device),
         "PyTorch: cumsum behind a zero": lambda: torch.nn.functional.pad(
             on_device.cumsum(0, dtype=torch.int32), (1, 0)
         ),
-        "cuseq.max_seqlen": lambda: cuseq.max_seqlen(on_device),
-        "cuseq.max_seqlen_sync": lambda: cuseq.max_seqlen_sync(on_device),
+        "cuseq.ops.max_seqlen": lambda: cuseq.ops.max_seqlen(on_device),
+        "cuseq.ops.max_seqlen_sync": lambda: cuseq.ops.max_seqlen_sync(on_device),
         "PyTorch: max().item()": lambda: on_device.max().item(),
-        "cuseq.last_token_indices": lambda: cuseq.last_token_indices(on_device),
-        "cuseq.position_ids": lambda: cuseq.position_ids(on_device, total),
+        "cuseq.ops.last_token_indices": lambda: cuseq.ops.last_token_indices(on_device),
+        "cuseq.ops.position_ids": lambda: cuseq.ops.position_ids(on_device, total),
         "PyTorch: arange minus repeated starts": lambda: position_ids_by_repeat(on_device, total),
-        "cuseq.seq_ids": lambda: cuseq.seq_ids(on_device, total),
+        "cuseq.ops.seq_ids": lambda: cuseq.ops.seq_ids(on_device, total),
         "PyTorch: repeat_interleave": lambda: seq_ids_by_repeat(on_device, total),
-        "cuseq.cu_seqlens_from_position_ids": lambda: cuseq.cu_seqlens_from_position_ids(
+        "cuseq.ops.cu_seqlens_from_position_ids": lambda: cu_seqlens_from_position_ids(
             position_ids
         ),
         "PyTorch: nonzero, diff, max().item()": lambda: offsets_from_position_ids(position_ids),
-        "cuseq.lengths_from_padding_mask": lambda: cuseq.lengths_from_padding_mask(mask),
+        "cuseq.ops.lengths_from_padding_mask": lambda: cuseq.ops.lengths_from_padding_mask(mask),
         "PyTorch: mask.sum": lambda: mask.sum(-1, dtype=torch.int32),
     }
 
@@ -276,15 +277,15 @@ def bandwidth_rows(device: torch.device, sizes: list[int]) -> list[dict[str, Any
         lengths = torch.tensor(
             lognormal_lengths(total, MEAN_LENGTH, seed=1), dtype=torch.int32, device=device
         )
-        position_ids = cuseq.position_ids(lengths, total)[None]
+        position_ids = cuseq.ops.position_ids(lengths, total)[None]
         # Read and written, a copy of half the tokens moves the bytes of one int32 per token.
         source = torch.randint(1000, (total // 2,), dtype=torch.int32, device=device)
         target = torch.empty_like(source)
         calls: dict[str, Callable[[], object]] = {
             "copy of the same bytes": lambda: target.copy_(source),
-            "cuseq.position_ids": lambda: cuseq.position_ids(lengths, total),
-            "cuseq.seq_ids": lambda: cuseq.seq_ids(lengths, total),
-            "cuseq.cu_seqlens_from_position_ids": lambda: cuseq.cu_seqlens_from_position_ids(
+            "cuseq.ops.position_ids": lambda: cuseq.ops.position_ids(lengths, total),
+            "cuseq.ops.seq_ids": lambda: cuseq.ops.seq_ids(lengths, total),
+            "cuseq.ops.cu_seqlens_from_position_ids": lambda: cu_seqlens_from_position_ids(
                 position_ids, max_seqs=lengths.numel()
             ),
         }
@@ -373,10 +374,10 @@ def targets(forwards: list[dict[str, Any]], singles: list[dict[str, Any]]) -> li
     most = max(line["layers"] for line in forwards)
     host = [f for f in forwards if f["layers"] == most and "host lengths" in f["way"]]
     ondevice = [f for f in forwards if f["layers"] == most and "device lengths" in f["way"]]
-    miss = next(line for line in singles if line["op"] == "cuseq.cu_seqlens")
+    miss = next(line for line in singles if line["op"] == "cuseq.ops.cu_seqlens")
     return [
-        Target("cuseq.cu_seqlens, host us", miss["host_us"], 25),
-        Target("cuseq.cu_seqlens, kernels", miss["kernels"], 2),
+        Target("cuseq.ops.cu_seqlens, host us", miss["host_us"], 25),
+        Target("cuseq.ops.cu_seqlens, kernels", miss["kernels"], 2),
         Target(
             f"waits with host lengths, {most} layers",
             max(f["syncs"] + f["event_waits"] for f in host),

@@ -67,14 +67,14 @@ def strategy_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
     as_list = lengths.tolist()
     rows = []
     for strategy in STRATEGIES:
-        plan = cuseq.bin_pack(lengths, CAPACITY, strategy)
+        plan = cuseq.data.bin_pack(lengths, CAPACITY, strategy)
         rows.append(
             {
                 "packer": f"cuseq, {strategy}",
                 "rows": plan.num_rows,
                 "fill": percent(plan.fill),
-                "seconds": seconds_of(lambda: cuseq.bin_pack(lengths, CAPACITY, strategy)),
-                "list_s": seconds_of(lambda: cuseq.bin_pack(as_list, CAPACITY, strategy)),
+                "seconds": seconds_of(lambda: cuseq.data.bin_pack(lengths, CAPACITY, strategy)),
+                "list_s": seconds_of(lambda: cuseq.data.bin_pack(as_list, CAPACITY, strategy)),
             }
         )
     for name, num_rows, seconds in trl_packings(lengths):
@@ -115,8 +115,8 @@ def sampler_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
     for balance in BALANCES:
         for accumulation in (1, 4):
 
-            def first_batch() -> cuseq.PackedBatchSampler:
-                sampler = cuseq.PackedBatchSampler(
+            def first_batch() -> cuseq.data.PackedBatchSampler:
+                sampler = cuseq.data.PackedBatchSampler(
                     lengths,
                     CAPACITY,
                     world_size=RANKS,
@@ -148,7 +148,7 @@ def stream_rows(lengths: list[int]) -> list[dict[str, Any]]:
     rows = []
     for window in (64, 256, 1024, 4096):
         for ranks in (1, RANKS):
-            stream = cuseq.PackedStream(
+            stream = cuseq.data.PackedStream(
                 lengths, CAPACITY, window=window, length=int, world_size=ranks
             )
             begin = time.perf_counter()
@@ -179,7 +179,7 @@ def run_large(count: int) -> dict[str, Any]:
     lengths = make_lengths(count, np.int32)
     with_lengths = memory_mib("VmHWM")
     begin = time.perf_counter()
-    sampler = cuseq.PackedBatchSampler(
+    sampler = cuseq.data.PackedBatchSampler(
         lengths, CAPACITY, world_size=RANKS, balance="attention", buffer=count // 10
     )
     made = time.perf_counter()

@@ -321,7 +321,9 @@ def with_cuseq(case: Case) -> Iterator[Contender]:
     yield contender(", position_ids", job, position_ids=ids)
     # What replaces transformers' own call, with what that is given.
     given = token_table(job, q.dtype)
-    by_token = contender(", token table, BHSD", job, tokens, given, table="token", layout="bhsd")
+    by_token = contender(
+        ", token table, BHSD", job, tokens, given, table="token", qkv_format="bhsd"
+    )
     inputs, grads = case.as_in_transformers
     yield replace(by_token, inputs=inputs, grads=grads)
     if q.dtype != torch.float32:

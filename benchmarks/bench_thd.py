@@ -117,16 +117,16 @@ def measure_small(size: Size, device: torch.device) -> list[dict]:
     shape = (size.batch, size.seqlen)
     ids = [torch.randint(0, 1000, shape, device=device) for _ in range(8)]
     total = -(-size.real_tokens // 128) * 128 + 16 * size.batch
-    packed = cuseq.PackedLayout.from_padding_mask(mask, 16, pad_to=total)
+    packed = cuseq.PackedLayout.from_padding_mask(mask, 16, total_tokens=total)
 
     def layout() -> tuple[object, ...]:
-        made = cuseq.PackedLayout.from_padding_mask(mask, 16, pad_to=total)
+        made = cuseq.PackedLayout.from_padding_mask(mask, 16, total_tokens=total)
         return made, made.position_ids, made.seq_ids, made.moe_padding_mask, made.cu_seqlens_padded
 
     found = []
     for name, call in (
         ("cuseq.pack of 8 token-sized tensors", lambda: cuseq.pack(packed, *ids)),
-        ("PackedLayout.from_padding_mask with all it holds, pad_to given", layout),
+        ("PackedLayout.from_padding_mask with all it holds, total_tokens given", layout),
     ):
         row = {
             "what": name,

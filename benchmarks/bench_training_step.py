@@ -362,7 +362,7 @@ def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[M
     """One row of all documents; they fill it exactly."""
     import cuseq
 
-    row = cuseq.PackingCollator(pad_to=tokens)([{"input_ids": doc} for doc in docs])
+    row = cuseq.PackingCollator(total_tokens=tokens)([{"input_ids": doc} for doc in docs])
     if variant.lengths != "host":
         del row["packed"]
     if variant.lengths == "device":

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from cuseq._profile_trace import WINDOW, HostWait, Trace, check_gpu_profiler, record
+from cuseq.debug.profile.trace import WINDOW, HostWait, Trace, check_gpu_profiler, record
 
 WHOLE = WINDOW
 

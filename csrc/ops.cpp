@@ -108,7 +108,7 @@ TORCH_LIBRARY(cuseq, m) {
     const std::string options =
         "Tensor cos, Tensor sin, Tensor? cu_seqlens=None, Tensor? host_meta=None, "
         "Tensor? position_ids=None, SymInt offset=0, str table=\"position\", "
-        "str layout=\"thd\", bool interleaved=False, int? rotary_dim=None, "
+        "str qkv_format=\"thd\", bool interleaved=False, int? rotary_dim=None, "
         "int[]? mrope_section=None, bool mrope_interleaved=False, int cp_size=1, int cp_rank=0, "
         "bool conjugate=False";
     m.def((name_and_arguments + ", " + options + ") -> " + returns).c_str(), reads_host);
@@ -125,11 +125,11 @@ TORCH_LIBRARY(cuseq, m) {
       "Tensor[] rstd, float weight_offset, bool weight_grads",
       "(Tensor[] grad_tensors, Tensor[] grad_weights)");
 
-  // csrc/cache/packed_ops.cpp
-  m.def("packed_cu_seqlens(Tensor lengths) -> Tensor", pure);
-  m.def("packed_position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
-  m.def("packed_seq_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
-  m.def(("packed_mask_ranges(" + rule + ") -> Tensor").c_str(), pure);
-  m.def(("packed_dense_mask(" + dense).c_str(), pure);
-  m.def(("packed_block_mask(" + rule + blocks).c_str(), pure);
+  // csrc/cache/cached_ops.cpp
+  m.def("cached_cu_seqlens(Tensor lengths) -> Tensor", pure);
+  m.def("cached_position_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+  m.def("cached_seq_ids(Tensor lengths, SymInt total_tokens) -> Tensor", pure);
+  m.def(("cached_mask_ranges(" + rule + ") -> Tensor").c_str(), pure);
+  m.def(("cached_dense_mask(" + dense).c_str(), pure);
+  m.def(("cached_block_mask(" + rule + blocks).c_str(), pure);
 }

@@ -38,7 +38,7 @@ class Mode:
         """What the model is given in the step that trains on `row`."""
         if not self.packed:
             return padded_batches(row, batch_size)
-        batch = packed_batch(row, pad_to=row_length if self.compiled else None)
+        batch = packed_batch(row, total_tokens=row_length if self.compiled else None)
         if self.attention != "cuseq":
             # transformers then finds the documents where position_ids restart.
             del batch["packed"]
@@ -56,9 +56,9 @@ MODES = {
 }
 
 
-def packed_batch(row: Row, pad_to: int | None) -> Batch:
-    """The row's documents end to end, followed by a tail of pads up to `pad_to` tokens."""
-    collate = cuseq.PackingCollator(pad_to=pad_to)
+def packed_batch(row: Row, total_tokens: int | None) -> Batch:
+    """The row's documents end to end, followed by a tail of pads up to `total_tokens` tokens."""
+    collate = cuseq.PackingCollator(total_tokens=total_tokens)
     return collate([{"input_ids": sequence} for sequence in row])
 
 

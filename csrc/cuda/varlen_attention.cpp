@@ -296,7 +296,7 @@ Tensor offsets_on_host(const Tensor& cu_seqlens, const Tensor& offsets, const At
   TORCH_CHECK(!is_capturing(offsets),
               "varlen_attention with these inputs runs sequence by sequence and needs offsets on "
               "the host, which a CUDA graph capture cannot copy: use fp16 or bf16, without spans");
-  const Tensor host = plan.num_real_tokens.has_value() ? packed_on_host(cu_seqlens) : offsets.cpu();
+  const Tensor host = plan.num_real_tokens.has_value() ? cached_on_host(cu_seqlens) : offsets.cpu();
   TORCH_CHECK_VALUE(host.size(0) > plan.n_seqs,
                     "host_meta must be of the layout of cu_seqlens: it "
                     "says n_seqs = ",

@@ -137,7 +137,7 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
                       tensors[i].strides());
     norm.input = tensors[i].const_data_ptr();
     norm.rstd = const_cast<void*>(rstds[i].const_data_ptr());  // only the forward writes it
-    read_strides(tensors[i], options.layout, norm.input_strides);
+    read_strides(tensors[i], options.qkv_format, norm.input_strides);
     grad_tensors.push_back(empty_output(tensors[i]));
     write_to(grad_tensors[i], options, tensor);
     if (!weight_grads) continue;

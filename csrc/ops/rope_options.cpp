@@ -27,7 +27,7 @@ constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxHeads = 65536;  // so that a grid holds them in whatever way they are cut up
 
 enum Layout : int64_t { kThd, kBshd, kBhsd };
-constexpr std::array<std::string_view, 3> kLayouts = {"thd", "bshd", "bhsd"};
+constexpr std::array<std::string_view, 3> kFormats = {"thd", "bshd", "bhsd"};
 constexpr std::array<std::string_view, 2> kTables = {"position", "token"};
 
 template <size_t N>
@@ -39,12 +39,12 @@ int64_t choice(std::string_view value, const std::array<std::string_view, N>& ch
   return found - choices.begin();
 }
 
-void check_tensor(const Tensor& tensor, const char* name, const Tensor& query, int64_t layout) {
-  const int64_t dims = layout == kThd ? 3 : 4;
+void check_tensor(const Tensor& tensor, const char* name, const Tensor& query, int64_t format) {
+  const int64_t dims = format == kThd ? 3 : 4;
   TORCH_CHECK_VALUE(tensor.dim() == dims, name, " must have ",
-                    layout == kThd    ? "shape [tokens, heads, head_dim] in layout thd"
-                    : layout == kBshd ? "shape [batch, seqlen, heads, head_dim] in layout bshd"
-                                      : "shape [batch, heads, seqlen, head_dim] in layout bhsd",
+                    format == kThd    ? "shape [tokens, heads, head_dim] for qkv_format thd"
+                    : format == kBshd ? "shape [batch, seqlen, heads, head_dim] for qkv_format bshd"
+                                      : "shape [batch, heads, seqlen, head_dim] for qkv_format bhsd",
                     ", got ", tensor.sizes());
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, " must be of q's dtype, ",
                    query.scalar_type(), ", got ", tensor.scalar_type());
@@ -72,8 +72,8 @@ struct Sizes {
   int64_t heads;
 };
 
-Sizes sizes_of(const Tensor& tensor, int64_t layout) {
-  switch (layout) {
+Sizes sizes_of(const Tensor& tensor, int64_t format) {
+  switch (format) {
     case kThd:
       return {1, tensor.size(0), tensor.size(1)};
     case kBshd:
@@ -383,9 +383,9 @@ FloatType float_type(const Tensor& tensor, const char* name) {
   }
 }
 
-void read_strides(const Tensor& tensor, std::string_view layout, int64_t (&strides)[3]) {
-  const bool has_batch = layout != kLayouts[kThd];
-  const bool heads_first = layout == kLayouts[kBhsd];
+void read_strides(const Tensor& tensor, std::string_view qkv_format, int64_t (&strides)[3]) {
+  const bool has_batch = qkv_format != kFormats[kThd];
+  const bool heads_first = qkv_format == kFormats[kBhsd];
   strides[0] = has_batch ? tensor.stride(0) : 0;
   strides[1] = tensor.stride(heads_first ? 2 : has_batch ? 1 : 0);
   strides[2] = tensor.stride(heads_first || !has_batch ? 1 : 2);
@@ -393,19 +393,19 @@ void read_strides(const Tensor& tensor, std::string_view layout, int64_t (&strid
 
 void write_to(const Tensor& output, const RopeOptions& options, RopeTensor& tensor) {
   tensor.out = output.mutable_data_ptr();
-  read_strides(output, options.layout, tensor.out_strides);
+  read_strides(output, options.qkv_format, tensor.out_strides);
 }
 
 RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
   TORCH_CHECK_VALUE(tensors.size() == 1 || tensors.size() == 2,
                     "tensors must be the query, or the query and the key, got ", tensors.size());
-  const int64_t layout = choice(options.layout, kLayouts, "layout");
+  const int64_t format = choice(options.qkv_format, kFormats, "qkv_format");
   const bool per_token = choice(options.table, kTables, "table") == 1;
   const Tensor& query = tensors[0];
   RopeArgs args;
   args.dtype = float_type(query, "q");
-  check_tensor(query, "q", query, layout);
-  const Sizes sizes = sizes_of(query, layout);
+  check_tensor(query, "q", query, format);
+  const Sizes sizes = sizes_of(query, format);
   args.batch = sizes.batch;
   args.tokens = sizes.tokens;
   args.head_dim = query.size(-1);
@@ -414,8 +414,8 @@ RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
   check_tokens(sizes.batch * sizes.tokens);
   args.n_tensors = static_cast<int>(tensors.size());
   for (int i = 0; i < args.n_tensors; ++i) {
-    if (i == 1) check_tensor(tensors[1], "k", query, layout);
-    const Sizes own = sizes_of(tensors[i], layout);
+    if (i == 1) check_tensor(tensors[1], "k", query, format);
+    const Sizes own = sizes_of(tensors[i], format);
     TORCH_CHECK_VALUE(own.batch == sizes.batch && own.tokens == sizes.tokens,
                       "k must have q's tokens, [", sizes.batch, ", ", sizes.tokens, "], got [",
                       own.batch, ", ", own.tokens, "]");
@@ -424,7 +424,7 @@ RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
     check_heads_apart(tensors[i], i == 0 ? "q" : "k");
     args.tensors[i].heads = own.heads;
     args.tensors[i].in = tensors[i].const_data_ptr();
-    read_strides(tensors[i], options.layout, args.tensors[i].in_strides);
+    read_strides(tensors[i], options.qkv_format, args.tensors[i].in_strides);
   }
   args.interleaved = options.interleaved;
   args.conjugate = options.conjugate;
@@ -438,7 +438,7 @@ namespace {
 
 enum SavedNumber : size_t {
   kTable,
-  kLayout,
+  kQkvFormat,
   kInterleaved,
   kHasRotaryDim,
   kRotaryDim,
@@ -457,7 +457,7 @@ void SavedRopeOptions::save(torch::autograd::AutogradContext* ctx, const RopeOpt
                              or_undefined(options.host_meta), or_undefined(options.position_ids)});
   ctx->save_for_backward(std::move(saved));
   std::vector<int64_t> numbers = {choice(options.table, kTables, "table"),
-                                  choice(options.layout, kLayouts, "layout"),
+                                  choice(options.qkv_format, kFormats, "qkv_format"),
                                   options.interleaved,
                                   options.rotary_dim.has_value(),
                                   options.rotary_dim.value_or(0),
@@ -482,7 +482,7 @@ SavedRopeOptions::SavedRopeOptions(torch::autograd::AutogradContext* ctx,
   options.position_ids = or_nullopt(saved[first + 4]);
   options.offset = ctx->saved_data["offset"].toSymInt();
   options.table = kTables[numbers_[kTable]];
-  options.layout = kLayouts[numbers_[kLayout]];
+  options.qkv_format = kFormats[numbers_[kQkvFormat]];
   options.interleaved = numbers_[kInterleaved] != 0;
   if (numbers_[kHasRotaryDim] != 0) options.rotary_dim = numbers_[kRotaryDim];
   options.mrope_interleaved = numbers_[kMropeInterleaved] != 0;

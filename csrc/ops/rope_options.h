@@ -17,7 +17,7 @@ namespace cuseq {
 RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options);
 
 // The tensor as [batch, tokens, heads], in elements.
-void read_strides(const at::Tensor& tensor, std::string_view layout, int64_t (&strides)[3]);
+void read_strides(const at::Tensor& tensor, std::string_view qkv_format, int64_t (&strides)[3]);
 
 // Makes `output` what the kernel writes; it may be the input.
 void write_to(const at::Tensor& output, const RopeOptions& options, RopeTensor& tensor);
@@ -49,11 +49,11 @@ struct RopeKernel<function> {
                      const std::optional<at::Tensor>& cu_seqlens,
                      const std::optional<at::Tensor>& host_meta,
                      const std::optional<at::Tensor>& position_ids, c10::SymInt offset,
-                     std::string_view table, std::string_view layout, bool interleaved,
+                     std::string_view table, std::string_view qkv_format, bool interleaved,
                      std::optional<int64_t> rotary_dim, at::OptionalIntArrayRef mrope_section,
                      bool mrope_interleaved, int64_t cp_size, int64_t cp_rank, bool conjugate) {
     return function(
-        {cos, sin, cu_seqlens, host_meta, position_ids, std::move(offset), table, layout,
+        {cos, sin, cu_seqlens, host_meta, position_ids, std::move(offset), table, qkv_format,
          interleaved, rotary_dim, mrope_section, mrope_interleaved, cp_size, cp_rank, conjugate},
         front...);
   }
@@ -69,7 +69,7 @@ auto rope_op(const char* name) {
 template <typename Op, typename... Front>
 decltype(auto) call_rope(const Op& op, const RopeOptions& options, const Front&... front) {
   return op.call(front..., options.cos, options.sin, options.cu_seqlens, options.host_meta,
-                 options.position_ids, options.offset, options.table, options.layout,
+                 options.position_ids, options.offset, options.table, options.qkv_format,
                  options.interleaved, options.rotary_dim, options.mrope_section,
                  options.mrope_interleaved, options.cp_size, options.cp_rank, options.conjugate);
 }

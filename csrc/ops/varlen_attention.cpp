@@ -137,7 +137,7 @@ struct RealRows {
 
   RealRows(const Tensor& cu_seqlens, const Tensor& padded, int64_t tokens, AttentionPlan& plan)
       : total_tokens(tokens) {
-    const auto rows = packed_segment_rows(cu_seqlens, padded, tokens);
+    const auto rows = cached_segment_rows(cu_seqlens, padded, tokens);
     const int64_t real = plan.num_real_tokens.value_or(tokens);
     places = std::get<0>(rows).narrow(0, 0, real);
     ranks = std::get<1>(rows);

@@ -67,7 +67,7 @@ cuseq::CachedValuePtr find_at_once(const cuseq::CacheQuery& query) {
   return cache.usable_for(query) ? cache.find_at_once(query) : nullptr;
 }
 
-at::Tensor packed_tensor(const cuseq::CacheQuery& query) {
+at::Tensor cached_tensor(const cuseq::CacheQuery& query) {
   if (const auto hit = find_at_once(query)) return hit->tensors[0];
   const py::gil_scoped_release released;
   return cuseq::packed(query)->tensors[0];
@@ -81,12 +81,12 @@ cuseq::MaskOptions mask_options(const at::Tensor& cu_seqlens, int64_t total_toke
   return {cu_seqlens, total_tokens, /*from_cu_seqlens=*/true, causal, window, spans, padded};
 }
 
-at::Tensor packed_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
+at::Tensor cached_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
                              const OptionalTensor& padded, std::optional<int64_t> row_length,
                              at::ScalarType dtype, bool finite) {
   const auto options = mask_options(cu_seqlens, total_tokens, causal, window, spans, padded);
-  return packed_tensor(cuseq::dense_mask_query(options, row_length, dtype, finite));
+  return cached_tensor(cuseq::dense_mask_query(options, row_length, dtype, finite));
 }
 
 // A Python object that the cache keeps, released under the GIL by whoever drops it.
@@ -120,7 +120,7 @@ py::object object_of(const cuseq::CachedValue& value) {
 }
 
 // build(ranges, tensors, row_length, block_size, reads_end) makes torch's BlockMask of them.
-py::object packed_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
+py::object cached_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
                              const OptionalTensor& padded, std::optional<int64_t> row_length,
                              int64_t query_block, int64_t key_block, const py::function& build) {
@@ -144,7 +144,7 @@ py::object packed_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
 
 // build() makes xformers' bias of a layout, whose lengths are the key, and lists the tensors that
 // it made for it.
-py::object packed_xformers_bias(const at::Tensor& lengths, std::optional<int64_t> window,
+py::object cached_xformers_bias(const at::Tensor& lengths, std::optional<int64_t> window,
                                 const py::function& build) {
   cuseq::check_window(window);
   cuseq::CacheQuery query{lengths, CachedOp::kXformersBias, lengths.device()};
@@ -184,12 +184,12 @@ struct RopeBinding {
   static auto call(Front... front, const at::Tensor& cos, const at::Tensor& sin,
                    const OptionalTensor& cu_seqlens, const OptionalTensor& host_meta,
                    const OptionalTensor& position_ids, c10::SymInt offset, const std::string& table,
-                   const std::string& layout, bool interleaved, std::optional<int64_t> rotary_dim,
+                   const std::string& qkv_format, bool interleaved, std::optional<int64_t> rotary_dim,
                    const std::optional<std::vector<int64_t>>& mrope_section, bool mrope_interleaved,
                    int64_t cp_size, int64_t cp_rank, bool inplace) {
     cuseq::RopeOptions options{
         cos,     sin,     cu_seqlens,  host_meta,  position_ids, std::move(offset),
-        table,   layout,  interleaved, rotary_dim, std::nullopt, mrope_interleaved,
+        table,   qkv_format, interleaved, rotary_dim, std::nullopt, mrope_interleaved,
         cp_size, cp_rank, false};
     if (mrope_section.has_value()) options.mrope_section = at::IntArrayRef(*mrope_section);
     return function(front..., options, inplace);
@@ -260,18 +260,18 @@ PYBIND11_MODULE(_C, m) {
   });
 
   using Released = py::call_guard<py::gil_scoped_release>;
-  m.def("packed_cu_seqlens", [](const at::Tensor& lengths) {
-    return packed_tensor({lengths, CachedOp::kCuSeqlens, lengths.device()});
+  m.def("cached_cu_seqlens", [](const at::Tensor& lengths) {
+    return cached_tensor({lengths, CachedOp::kCuSeqlens, lengths.device()});
   });
-  m.def("packed_position_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
-    return packed_tensor({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}});
+  m.def("cached_position_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
+    return cached_tensor({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}});
   });
-  m.def("packed_seq_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
-    return packed_tensor({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}});
+  m.def("cached_seq_ids", [](const at::Tensor& lengths, int64_t total_tokens) {
+    return cached_tensor({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}});
   });
-  m.def("packed_dense_mask", &packed_dense_mask);
-  m.def("packed_block_mask", &packed_block_mask);
-  m.def("packed_xformers_bias", &packed_xformers_bias);
+  m.def("cached_dense_mask", &cached_dense_mask);
+  m.def("cached_block_mask", &cached_block_mask);
+  m.def("cached_xformers_bias", &cached_xformers_bias);
   m.def("remember_on_host", &cuseq::remember_on_host);
   m.def("check_spans_and_rows", &cuseq::check_spans_and_rows);
   m.def("tokens_of", &cuseq::tokens_of, Released());
@@ -283,7 +283,7 @@ PYBIND11_MODULE(_C, m) {
   using Rope = RopeBinding<const at::Tensor&, const OptionalTensor&>;
   m.def("apply_rope", &Rope::call<&apply_rope>, Released(), py::arg("q"), py::arg("k"),
         py::arg("cos"), py::arg("sin"), py::arg("cu_seqlens"), py::arg("host_meta"),
-        py::arg("position_ids"), py::arg("offset"), py::arg("table"), py::arg("layout"),
+        py::arg("position_ids"), py::arg("offset"), py::arg("table"), py::arg("qkv_format"),
         py::arg("interleaved"), py::arg("rotary_dim"), py::arg("mrope_section"),
         py::arg("mrope_interleaved"), py::arg("cp_size"), py::arg("cp_rank"), py::arg("inplace"));
   using NormRope = RopeBinding<const at::Tensor&, const OptionalTensor&, const at::Tensor&,
@@ -292,7 +292,7 @@ PYBIND11_MODULE(_C, m) {
         py::arg("k"), py::arg("q_weight"), py::arg("k_weight"), py::arg("eps"),
         py::arg("weight_offset"), py::arg("cos"), py::arg("sin"), py::arg("cu_seqlens"),
         py::arg("host_meta"), py::arg("position_ids"), py::arg("offset"), py::arg("table"),
-        py::arg("layout"), py::arg("interleaved"), py::arg("rotary_dim"), py::arg("mrope_section"),
+        py::arg("qkv_format"), py::arg("interleaved"), py::arg("rotary_dim"), py::arg("mrope_section"),
         py::arg("mrope_interleaved"), py::arg("cp_size"), py::arg("cp_rank"), py::arg("inplace"));
 
   m.def("cache_stats", &cache_stats);

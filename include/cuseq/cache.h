@@ -224,12 +224,12 @@ CUSEQ_API CacheQuery block_mask_query(const MaskOptions& options, std::optional<
 
 // Places and ranks of the real tokens of a row whose segments have padding
 // (torch.ops.cuseq.segment_rows).
-CUSEQ_API std::tuple<at::Tensor, at::Tensor> packed_segment_rows(
+CUSEQ_API std::tuple<at::Tensor, at::Tensor> cached_segment_rows(
     const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_padded, int64_t total_tokens);
 
 // Small tensors of a device, such as offsets and spans, on the host for as long as they live:
 // copied, which waits, unless somebody who has them there said so.
-CUSEQ_API at::Tensor packed_on_host(const at::Tensor& on_device);
+CUSEQ_API at::Tensor cached_on_host(const at::Tensor& on_device);
 CUSEQ_API std::optional<at::Tensor> remembered_on_host(const at::Tensor& on_device);
 CUSEQ_API void remember_on_host(const at::Tensor& on_device, const at::Tensor& on_host);
 

@@ -21,9 +21,9 @@ CUSEQ_API at::Tensor position_ids(const at::Tensor& lengths, int64_t total_token
 CUSEQ_API at::Tensor seq_ids(const at::Tensor& lengths, int64_t total_tokens);
 
 // The same through the identity cache.
-CUSEQ_API at::Tensor packed_cu_seqlens(const at::Tensor& lengths);
-CUSEQ_API at::Tensor packed_position_ids(const at::Tensor& lengths, int64_t total_tokens);
-CUSEQ_API at::Tensor packed_seq_ids(const at::Tensor& lengths, int64_t total_tokens);
+CUSEQ_API at::Tensor cached_cu_seqlens(const at::Tensor& lengths);
+CUSEQ_API at::Tensor cached_position_ids(const at::Tensor& lengths, int64_t total_tokens);
+CUSEQ_API at::Tensor cached_seq_ids(const at::Tensor& lengths, int64_t total_tokens);
 
 // Rows of many tensors by an index, in one launch (csrc/ops/gather_rows.cpp).
 CUSEQ_API std::vector<at::Tensor> gather_rows(at::TensorList tensors, const at::Tensor& index,
@@ -69,12 +69,12 @@ CUSEQ_API void check_spans_and_rows(const at::Tensor& cu_seqlens,
                                     std::optional<int64_t> row_length);
 
 // Masks through the identity cache. Lengths and offsets are keys of their own.
-CUSEQ_API at::Tensor packed_mask_ranges(const MaskOptions& options);
-CUSEQ_API at::Tensor packed_dense_mask(const MaskOptions& options,
+CUSEQ_API at::Tensor cached_mask_ranges(const MaskOptions& options);
+CUSEQ_API at::Tensor cached_dense_mask(const MaskOptions& options,
                                        const std::optional<c10::SymInt>& row_length = std::nullopt,
                                        std::optional<at::ScalarType> dtype = std::nullopt,
                                        bool finite = false);
-CUSEQ_API std::vector<at::Tensor> packed_block_mask(
+CUSEQ_API std::vector<at::Tensor> cached_block_mask(
     const MaskOptions& options, const std::optional<c10::SymInt>& row_length = std::nullopt,
     int64_t query_block = 128, int64_t key_block = 128);
 

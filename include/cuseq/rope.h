@@ -24,7 +24,7 @@ struct RopeOptions {
   std::optional<at::Tensor> position_ids;
   c10::SymInt offset = 0;
   std::string_view table = "position";
-  std::string_view layout = "thd";
+  std::string_view qkv_format = "thd";
   bool interleaved = false;
   std::optional<int64_t> rotary_dim;
   at::OptionalIntArrayRef mrope_section;

@@ -208,17 +208,17 @@ def _(tensors, *options, **named_options):
 
 
 @register_fake("cuseq::apply_qk_norm_rope")
-def _(tensors, *options, layout="thd", **named_options):
-    position = 3 + 7  # of layout among the options
-    layout = options[position] if len(options) > position else layout
+def _(tensors, *options, qkv_format="thd", **named_options):
+    position = 3 + 7  # of qkv_format among the options
+    qkv_format = options[position] if len(options) > position else qkv_format
     outputs = [torch.empty_like(tensor) for tensor in tensors]
-    return outputs, [_rstd(tensor, layout) for tensor in tensors]
+    return outputs, [_rstd(tensor, qkv_format) for tensor in tensors]
 
 
-def _rstd(tensor: Tensor, layout: str) -> Tensor:
-    if layout == "thd":
+def _rstd(tensor: Tensor, qkv_format: str) -> Tensor:
+    if qkv_format == "thd":
         shape = (1, *tensor.shape[:2])
-    elif layout == "bshd":
+    elif qkv_format == "bshd":
         shape = tensor.shape[:3]
     else:
         shape = (tensor.shape[0], tensor.shape[2], tensor.shape[1])

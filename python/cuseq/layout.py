@@ -164,14 +164,14 @@ class PackedLayout:
         total_multiple: int | Sequence[int] = 1,
         *,
         true_is_pad: bool = False,
-        pad_to: int | None = None,
+        total_tokens: int | None = None,
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
         """From the mask of a padded batch: row i is sequence i, as long as it has real tokens.
 
         `cuseq.pack` and `cuseq.unpack` move tensors of the batch by such a layout. A mask on a GPU
-        costs three kernels and, with `pad_to`, no wait.
+        costs three kernels and, with `total_tokens`, no wait.
 
         Args:
             mask: bool or integer `[batch, seqlen]`, non-zero where a token is real; padding may be
@@ -184,17 +184,20 @@ class PackedLayout:
             total_multiple: the row is filled up to a multiple of it, and of `segment_multiple`: 16
                 or 32 for FP8, the tensor-parallel size, times cp_size.
             true_is_pad: turns a bool or integer mask round (Megatron's, `key_padding_mask`).
-            pad_to: tokens of the row in memory, a fixed size. Default what the multiples give,
-                which for a mask on a GPU waits for the lengths.
+            total_tokens: tokens of the row in memory, a fixed size. Default what the multiples
+                give, which for a mask on a GPU waits for the lengths.
             max_seqs: capacity of `cu_seqlens_static`, default the larger of batch and row.
             device: where the layout shall lie, default where the mask lies.
 
         Raises:
-            ValueError, TypeError: what is wrong with an argument; segments do not fit in `pad_to`.
+            ValueError, TypeError: what is wrong with an argument; segments do not fit in
+                `total_tokens`.
         """
         real, kind = _real_tokens(mask, true_is_pad)
         lengths = _ops.lengths_from_padding_mask(real, kind)
-        layout = cls._build_segments(lengths, pad_to, segment_multiple, total_multiple, max_seqs)
+        layout = cls._build_segments(
+            lengths, total_tokens, segment_multiple, total_multiple, max_seqs
+        )
         layout = layout.to(mask.device)  # from the host, where lengths had to be waited for
         layout._take_mask(real, kind)
         return layout if device is None else layout.to(device)
@@ -240,7 +243,7 @@ class PackedLayout:
     def _build_segments(
         cls,
         lengths: Tensor,
-        pad_to: int | None,
+        total_tokens: int | None,
         segment_multiple: int | Sequence[int],
         total_multiple: int | Sequence[int],
         max_seqs: int | None,
@@ -248,25 +251,25 @@ class PackedLayout:
         segment_multiple = common_multiple(segment_multiple, "segment_multiple")
         total_multiple = common_multiple(total_multiple, "total_multiple")
         total_multiple = lcm(segment_multiple, total_multiple)
-        if pad_to is None:
+        if total_tokens is None:
             lengths = lengths if lengths.device.type == "cpu" else _to_host(lengths)
             _C.tokens_of(lengths, False)  # raises what is wrong with them, not with their sum
             segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
-            pad_to = -(-segments * segment_multiple // total_multiple) * total_multiple
-        elif as_int(pad_to, "pad_to (total_tokens)") % total_multiple != 0:
+            total_tokens = -(-segments * segment_multiple // total_multiple) * total_multiple
+        elif as_int(total_tokens, "total_tokens") % total_multiple != 0:
             raise ValueError(
-                f"pad_to (total_tokens) must be a multiple of {total_multiple}, which "
-                f"segment_multiple and total_multiple give together, got {pad_to}"
+                f"total_tokens must be a multiple of {total_multiple}, which "
+                f"segment_multiple and total_multiple give together, got {total_tokens}"
             )
         if max_seqs is None:
-            max_seqs = max(pad_to, lengths.shape[0])
+            max_seqs = max(total_tokens, lengths.shape[0])
         max_seqs = as_size(max_seqs, "max_seqs")
         if segment_multiple == 1:
-            return cls._build(lengths, pad_to, max_seqs, None, from_cu_seqlens=False)
+            return cls._build(lengths, total_tokens, max_seqs, None, from_cu_seqlens=False)
         with _outside_inference_mode():
-            made = _ops.segment_metadata(lengths, pad_to, max_seqs, segment_multiple)
-            layout = cls._started(*made[:3], pad_to, lengths.shape[0])
-            layout._segments = cls._started(*made[3:], pad_to, lengths.shape[0])
+            made = _ops.segment_metadata(lengths, total_tokens, max_seqs, segment_multiple)
+            layout = cls._started(*made[:3], total_tokens, lengths.shape[0])
+            layout._segments = cls._started(*made[3:], total_tokens, lengths.shape[0])
         if lengths.device.type == "cpu":
             layout._segments.wait()
         return layout
@@ -539,10 +542,10 @@ class PackedLayout:
             spans = self._checked_spans(spans, row_length)
         offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
         if torch.compiler.is_compiling():
-            return _ops.packed_dense_mask(
+            return _ops.cached_dense_mask(
                 offsets, tokens, True, causal, window, spans, padded, row_length, dtype, finite
             )
-        return _C.packed_dense_mask(
+        return _C.cached_dense_mask(
             offsets, tokens, causal, window, spans, padded, row_length, dtype, finite
         )
 
@@ -575,11 +578,11 @@ class PackedLayout:
         sizes = masks.block_sizes(block_size)
         offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
         if torch.compiler.is_compiling():
-            ranges = _ops.packed_mask_ranges(offsets, tokens, True, causal, window, spans, padded)
+            ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, window, spans, padded)
             parts = _ops.block_mask(ranges, row_length, *sizes)
             reads_end = not causal or spans is not None
             return masks.build_block_mask(ranges, parts, row_length, sizes, reads_end)
-        return _C.packed_block_mask(
+        return _C.cached_block_mask(
             offsets,
             tokens,
             causal,
@@ -608,7 +611,7 @@ class PackedLayout:
         self._check_whole()
         from cuseq.integrations import xformers
 
-        return _C.packed_xformers_bias(
+        return _C.cached_xformers_bias(
             self._all_lengths, window, lambda: xformers.causal_bias(self, window)
         )
 

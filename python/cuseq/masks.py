@@ -55,7 +55,7 @@ def mask_ranges(
             host also lengths and spans that do not.
 
     Example:
-        >>> cuseq.mask_ranges(torch.tensor([2, 3]), 6)
+        >>> cuseq.ops.mask_ranges(torch.tensor([2, 3]), 6)
         tensor([[0, 0, 2, 2, 2, 5],
                 [1, 2, 3, 4, 5, 6]], dtype=torch.int32)
     """
@@ -96,7 +96,7 @@ def dense_mask(
             environment variable `CUSEQ_DENSE_MASK_MAX_BYTES` allows.
 
     Example:
-        >>> mask = cuseq.dense_mask(torch.tensor([2, 1]), 3)
+        >>> mask = cuseq.ops.dense_mask(torch.tensor([2, 1]), 3)
         >>> mask[0, 0].int()
         tensor([[1, 0, 0],
                 [1, 1, 0],

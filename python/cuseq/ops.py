@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
+from cuseq.masks import block_mask as block_mask
+from cuseq.masks import dense_mask as dense_mask
+from cuseq.masks import mask_ranges as mask_ranges
 
 _ops = torch.ops.cuseq
 
@@ -30,7 +33,7 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
         TypeError: `lengths` is of another dtype.
 
     Example:
-        >>> cuseq.cu_seqlens(torch.tensor([2, 3]))
+        >>> cuseq.ops.cu_seqlens(torch.tensor([2, 3]))
         tensor([0, 2, 5], dtype=torch.int32)
     """
     return _ops.cu_seqlens(lengths)
@@ -99,7 +102,7 @@ def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
             `total_tokens`.
 
     Example:
-        >>> cuseq.position_ids(torch.tensor([2, 3]), 6)
+        >>> cuseq.ops.position_ids(torch.tensor([2, 3]), 6)
         tensor([0, 1, 0, 1, 2, 0], dtype=torch.int32)
     """
     return _ops.position_ids(lengths, total_tokens)
@@ -119,7 +122,7 @@ def seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         ValueError, TypeError: as `position_ids`.
 
     Example:
-        >>> cuseq.seq_ids(torch.tensor([2, 3]), 6)
+        >>> cuseq.ops.seq_ids(torch.tensor([2, 3]), 6)
         tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
     """
     return _ops.seq_ids(lengths, total_tokens)
@@ -170,13 +173,13 @@ def cu_seqlens_from_position_ids(
             `plane` missing, refused or out of range. What positions say is not checked.
 
     Example:
-        >>> cuseq.cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 1, 2]), max_seqs=3)
+        >>> cuseq.ops.cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 1, 2]), max_seqs=3)
         (tensor([0, 2, 5, 5], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
     return _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
 
 
-def packed_cu_seqlens(lengths: Tensor) -> Tensor:
+def cached_cu_seqlens(lengths: Tensor) -> Tensor:
     """`cu_seqlens` through the identity cache: computed once for as long as `lengths` lives.
 
     Editing `lengths` in place, by anything that PyTorch's version counter sees, computes it anew.
@@ -193,12 +196,12 @@ def packed_cu_seqlens(lengths: Tensor) -> Tensor:
         ValueError, TypeError: as `cu_seqlens`.
     """
     if torch.compiler.is_compiling():
-        return _ops.packed_cu_seqlens(lengths)
-    return _C.packed_cu_seqlens(lengths)
+        return _ops.cached_cu_seqlens(lengths)
+    return _C.cached_cu_seqlens(lengths)
 
 
-def packed_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`position_ids` through the identity cache, as `packed_cu_seqlens`.
+def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
+    """`position_ids` through the identity cache, as `cached_cu_seqlens`.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -211,16 +214,16 @@ def packed_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         ValueError, TypeError: as `position_ids`.
     """
     if torch.compiler.is_compiling():
-        return _ops.packed_position_ids(lengths, total_tokens)
-    return _C.packed_position_ids(lengths, total_tokens)
+        return _ops.cached_position_ids(lengths, total_tokens)
+    return _C.cached_position_ids(lengths, total_tokens)
 
 
-def packed_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`seq_ids` through the identity cache; arguments and errors as for `packed_position_ids`.
+def cached_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
+    """`seq_ids` through the identity cache; arguments and errors as for `cached_position_ids`.
 
     Returns:
         int32 `[total_tokens]`, shared: do not edit it.
     """
     if torch.compiler.is_compiling():
-        return _ops.packed_seq_ids(lengths, total_tokens)
-    return _C.packed_seq_ids(lengths, total_tokens)
+        return _ops.cached_seq_ids(lengths, total_tokens)
+    return _C.cached_seq_ids(lengths, total_tokens)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
 from cuseq._models import text_config
-from cuseq.collate import IGNORE_INDEX, mask_boundary_labels
+from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout, common_multiple
 
 _ops = torch.ops.cuseq
@@ -119,7 +119,7 @@ def run_packed(
     segment_multiple: int | Sequence[int] = 1,
     total_multiple: int | Sequence[int] = 1,
     true_is_pad: bool = False,
-    pad_to: int | None = None,
+    total_tokens: int | None = None,
     **more: Any,
 ) -> Any:
     """Runs a model that takes packed rows on a padded batch, and gives back a padded batch.
@@ -131,9 +131,9 @@ def run_packed(
         model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and `more`, as
             transformers' models with `attn_implementation="cuseq"` are.
         input_ids: `[batch, seqlen]`.
-        attention_mask, segment_multiple, total_multiple, true_is_pad, pad_to: as for
-            `PackedLayout.from_padding_mask`. Without `pad_to` a mask on a GPU makes it wait for
-            the lengths. Without a mask the model is called with the batch as it is.
+        attention_mask, segment_multiple, total_multiple, true_is_pad, total_tokens: as for
+            `PackedLayout.from_padding_mask`. Without `total_tokens` a mask on a GPU makes it wait
+            for the lengths. Without a mask the model is called with the batch as it is.
         more: more of the model's arguments. Tensors must be `[batch, seqlen, ...]` and are packed,
             `position_ids` too; names that end in "labels" get -100 on pads. `labels` themselves
             get it on the first token of each sequence too, which no other one predicts (a batch
@@ -159,7 +159,7 @@ def run_packed(
         segment_multiple,
         total_multiple,
         true_is_pad=true_is_pad,
-        pad_to=pad_to,
+        total_tokens=total_tokens,
         device=input_ids.device,
     )
     if packed.total_tokens == 0:  # models want a token
@@ -228,29 +228,3 @@ def _unpacked_items(packed: PackedLayout, items: Sequence[Any]) -> Sequence[Any]
         unpacked.append(item)
     is_named = hasattr(items, "_fields")
     return type(items)(*unpacked) if is_named else type(items)(unpacked)
-
-
-def equalize_tokens(
-    packed: PackedLayout | None, group: torch.distributed.ProcessGroup | None = None
-) -> PackedLayout | None:
-    """The layout in a row as long as the longest of all ranks, which HybridEP and others need.
-
-    One all-reduce of one integer. Where rows have a fixed total (`pad_to`), none is needed.
-
-    Args:
-        packed: this rank's layout; None is handed through, without a word to the others.
-        group: whose ranks, default all. Over NCCL the number goes by the current GPU and comes
-            back by a synchronisation; over gloo nothing touches a GPU. A row that gets longer waits
-            for the layout's host values where lengths came from a GPU.
-
-    Returns:
-        The layout with a longer tail; the same one where it is as long already.
-    """
-    if packed is None:
-        return None
-    check_layout(packed)
-    backend = torch.distributed.get_backend(group)
-    device = "cuda" if backend == "nccl" else "cpu"
-    total = torch.tensor(packed.total_tokens, device=device)
-    torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group)
-    return packed.with_total_tokens(int(total.item()))

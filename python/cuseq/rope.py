@@ -1,4 +1,4 @@
-"""Rotary position embedding for every layout, with or without the norm of queries and keys."""
+"""Rotary position embedding, alone or fused with the RMS norm of queries and keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply_rope(
     position_ids: Tensor | None = None,
     offset: int = 0,
     table: str = "position",
-    layout: str = "thd",
+    qkv_format: str = "thd",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     mrope_section: Sequence[int] | None = None,
@@ -40,7 +40,7 @@ def apply_rope(
     arXiv:2104.09864). Arithmetic is in float32, or float64 for float64 inputs, rounded once.
 
     Args:
-        q: `[tokens, heads, head_dim]` in layout "thd", `[batch, seqlen, heads, head_dim]` in
+        q: `[tokens, heads, head_dim]` with qkv_format "thd", `[batch, seqlen, heads, head_dim]` in
             "bshd", `[batch, heads, seqlen, head_dim]` in "bhsd"; float32, float64, bfloat16 or
             float16; head_dim up to 512. Any strides with a contiguous last dimension.
         k: as `q`, with any number of heads; or None.
@@ -56,7 +56,7 @@ def apply_rope(
             then positions count up in each batch row, which a decode step continues.
         table: "position", or "token" where `cos` and `sin` have a row for each token,
             `[tokens, width]`, `[batch, seqlen, width]` or `[1, seqlen, width]`.
-        layout: "thd", "bshd" or "bhsd".
+        qkv_format: "thd", "bshd" or "bhsd".
         interleaved: pairs are neighbours, `(0, 1), (2, 3), ...` (GPT-J), instead of the two halves,
             `(0, rotary_dim / 2), ...` (GPT-NeoX, Llama).
         rotary_dim: how many elements of each head turn, the first ones; the others are copied.
@@ -90,7 +90,7 @@ def apply_rope(
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 128, device=q.device)
         >>> q, k = cuseq.apply_rope(q, k, cos, sin, packed=packed)
     """
-    offsets, meta, position_ids = _positions_of(packed, position_ids, q, layout, cp_size)
+    offsets, meta, position_ids = _positions_of(packed, position_ids, q, qkv_format, cp_size)
     call = _apply_rope_op if _ops_are_watched(q, k) else _C.apply_rope
     return call(
         q,
@@ -102,7 +102,7 @@ def apply_rope(
         position_ids,
         offset,
         table,
-        layout,
+        qkv_format,
         interleaved,
         rotary_dim,
         mrope_section,
@@ -127,7 +127,7 @@ def apply_qk_norm_rope(
     position_ids: Tensor | None = None,
     offset: int = 0,
     table: str = "position",
-    layout: str = "thd",
+    qkv_format: str = "thd",
     interleaved: bool = False,
     rotary_dim: int | None = None,
     mrope_section: Sequence[int] | None = None,
@@ -169,7 +169,7 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
-    offsets, meta, position_ids = _positions_of(packed, position_ids, q, layout, cp_size)
+    offsets, meta, position_ids = _positions_of(packed, position_ids, q, qkv_format, cp_size)
     call = _apply_qk_norm_rope_op if _ops_are_watched(q, k) else _C.apply_qk_norm_rope
     return call(
         q,
@@ -185,7 +185,7 @@ def apply_qk_norm_rope(
         position_ids,
         offset,
         table,
-        layout,
+        qkv_format,
         interleaved,
         rotary_dim,
         mrope_section,
@@ -200,7 +200,7 @@ def _positions_of(
     packed: PackedLayout | None,
     position_ids: Tensor | None,
     q: Tensor,
-    layout: str,
+    qkv_format: str,
     cp_size: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Offsets and host_meta of the segments in which positions restart, or positions."""
@@ -216,9 +216,9 @@ def _positions_of(
             f"position_ids None, got cp_size = {cp_size}"
         )
     positions = packed._positions
-    if layout == "thd" or q.dim() != 4:  # another q is what the op refuses
+    if qkv_format == "thd" or q.dim() != 4:  # another q is what the op refuses
         return None, None, positions
-    batch, seqlen = q.shape[0], q.shape[2 if layout == "bhsd" else 1]
+    batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]
     if batch * seqlen != packed.total_tokens:
         raise ValueError(
             f"packed must have as many tokens as q, batch * seqlen = {batch * seqlen}, got a "

@@ -58,14 +58,14 @@ class Cache : public testing::Test {
 
 TEST_F(Cache, AHitIsTheSameTensor) {
   const at::Tensor lengths = ints({2, 3});
-  const at::Tensor offsets = cuseq::packed_cu_seqlens(lengths);
-  const at::Tensor positions = cuseq::packed_position_ids(lengths, 6);
-  const at::Tensor longer = cuseq::packed_position_ids(lengths, 7);
-  const at::Tensor segments = cuseq::packed_seq_ids(lengths, 6);
-  EXPECT_TRUE(cuseq::packed_cu_seqlens(lengths).is_same(offsets));
-  EXPECT_TRUE(cuseq::packed_position_ids(lengths, 6).is_same(positions));
-  EXPECT_TRUE(cuseq::packed_position_ids(lengths, 7).is_same(longer));
-  EXPECT_TRUE(cuseq::packed_seq_ids(lengths, 6).is_same(segments));
+  const at::Tensor offsets = cuseq::cached_cu_seqlens(lengths);
+  const at::Tensor positions = cuseq::cached_position_ids(lengths, 6);
+  const at::Tensor longer = cuseq::cached_position_ids(lengths, 7);
+  const at::Tensor segments = cuseq::cached_seq_ids(lengths, 6);
+  EXPECT_TRUE(cuseq::cached_cu_seqlens(lengths).is_same(offsets));
+  EXPECT_TRUE(cuseq::cached_position_ids(lengths, 6).is_same(positions));
+  EXPECT_TRUE(cuseq::cached_position_ids(lengths, 7).is_same(longer));
+  EXPECT_TRUE(cuseq::cached_seq_ids(lengths, 6).is_same(segments));
   EXPECT_EQ(values_of(positions), (Values{0, 1, 0, 1, 2, 0}));
   EXPECT_EQ(values_of(segments), (Values{0, 0, 1, 1, 1, 2}));
   const cuseq::CacheStats change = changes();
@@ -77,14 +77,14 @@ TEST_F(Cache, AHitIsTheSameTensor) {
 
 TEST_F(Cache, EditsAreMisses) {
   const at::Tensor lengths = ints({2, 3});
-  cuseq::packed_cu_seqlens(lengths);
+  cuseq::cached_cu_seqlens(lengths);
   lengths.fill_(1);
-  at::Tensor value = cuseq::packed_cu_seqlens(lengths);
+  at::Tensor value = cuseq::cached_cu_seqlens(lengths);
   EXPECT_EQ(values_of(value), (Values{0, 1, 2}));
   value.fill_(9);
-  EXPECT_EQ(values_of(cuseq::packed_cu_seqlens(lengths)), (Values{0, 1, 2}));
+  EXPECT_EQ(values_of(cuseq::cached_cu_seqlens(lengths)), (Values{0, 1, 2}));
   lengths.set_data(ints({4, 5}));
-  EXPECT_EQ(values_of(cuseq::packed_cu_seqlens(lengths)), (Values{0, 4, 9}));
+  EXPECT_EQ(values_of(cuseq::cached_cu_seqlens(lengths)), (Values{0, 4, 9}));
   const cuseq::CacheStats change = changes();
   EXPECT_EQ(change.hits, 0);
   EXPECT_EQ(change.misses, 4);
@@ -93,7 +93,7 @@ TEST_F(Cache, EditsAreMisses) {
 
 TEST_F(Cache, NothingIsPinned) {
   at::Tensor lengths = ints({2, 3});
-  at::Tensor value = cuseq::packed_cu_seqlens(lengths);
+  at::Tensor value = cuseq::cached_cu_seqlens(lengths);
   const c10::weak_intrusive_ptr<c10::TensorImpl> watched(value.getIntrusivePtr());
   value.reset();
   EXPECT_FALSE(watched.expired());
@@ -105,14 +105,14 @@ TEST_F(Cache, NothingIsPinned) {
 
 TEST_F(Cache, ADeadKeyGoesWithTheNextCall) {
   at::Tensor lengths = ints({2, 3});
-  at::Tensor value = cuseq::packed_cu_seqlens(lengths);
+  at::Tensor value = cuseq::cached_cu_seqlens(lengths);
   const c10::weak_intrusive_ptr<c10::TensorImpl> watched(value.getIntrusivePtr());
   value.reset();
   const at::Tensor other = ints({1});
-  cuseq::packed_cu_seqlens(other);
+  cuseq::cached_cu_seqlens(other);
   lengths.reset();
   EXPECT_FALSE(watched.expired()) << "without a Python wrapper nobody hears of it";
-  cuseq::packed_cu_seqlens(other);
+  cuseq::cached_cu_seqlens(other);
   EXPECT_EQ(changes().hits, 1);
   EXPECT_TRUE(watched.expired());
 }
@@ -121,20 +121,20 @@ TEST_F(Cache, ScopesInvalidateAndClear) {
   IdentityCache& cache = IdentityCache::instance();
   const at::Tensor outside = ints({2, 3});
   const at::Tensor inside = ints({2, 3});
-  const at::Tensor kept = cuseq::packed_cu_seqlens(outside);
+  const at::Tensor kept = cuseq::cached_cu_seqlens(outside);
   const uint64_t outer = cache.enter_scope();
-  cuseq::packed_cu_seqlens(inside);
+  cuseq::cached_cu_seqlens(inside);
   const uint64_t inner = cache.enter_scope();
-  cuseq::packed_seq_ids(inside, 6);
+  cuseq::cached_seq_ids(inside, 6);
   EXPECT_EQ(changes().entries, 3);
   cache.exit_scope(inner);
   EXPECT_EQ(changes().entries, 2);
   cache.exit_scope(outer);
   EXPECT_EQ(changes().entries, 1);
-  EXPECT_TRUE(cuseq::packed_cu_seqlens(outside).is_same(kept));
+  EXPECT_TRUE(cuseq::cached_cu_seqlens(outside).is_same(kept));
   cache.invalidate(outside);
   EXPECT_EQ(changes().entries, 0);
-  cuseq::packed_cu_seqlens(outside);
+  cuseq::cached_cu_seqlens(outside);
   cache.clear();
   const cuseq::CacheStats end = changes();
   EXPECT_EQ(end.entries, 0);
@@ -146,23 +146,23 @@ TEST_F(Cache, InferenceMode) {
   const at::Tensor lengths = ints({2, 3});
   {
     const c10::InferenceMode guard;
-    cuseq::packed_cu_seqlens(lengths);
-    cuseq::packed_cu_seqlens(ints({2, 3}));  // an inference tensor as the key
+    cuseq::cached_cu_seqlens(lengths);
+    cuseq::cached_cu_seqlens(ints({2, 3}));  // an inference tensor as the key
   }
   const cuseq::CacheStats change = changes();
   EXPECT_EQ(change.entries, 0);
   EXPECT_EQ(change.misses, 1);
   EXPECT_EQ(change.bypasses, 1);
-  const at::Tensor value = cuseq::packed_cu_seqlens(lengths);
+  const at::Tensor value = cuseq::cached_cu_seqlens(lengths);
   EXPECT_FALSE(value.is_inference());
   const c10::InferenceMode guard;
-  EXPECT_TRUE(cuseq::packed_cu_seqlens(lengths).is_same(value));
+  EXPECT_TRUE(cuseq::cached_cu_seqlens(lengths).is_same(value));
 }
 
 TEST_F(Cache, IsBoundedInNumber) {
   std::vector<at::Tensor> keys;
   for (int64_t i = 0; i < 100; ++i) keys.push_back(ints({i, 1}));
-  for (const at::Tensor& key : keys) cuseq::packed_cu_seqlens(key);
+  for (const at::Tensor& key : keys) cuseq::cached_cu_seqlens(key);
   const cuseq::CacheStats change = changes();
   EXPECT_EQ(change.entries, 64);
   EXPECT_EQ(change.evictions, 36);
@@ -254,7 +254,7 @@ TEST_F(Cache, TheWatcherIsCalledWithoutLocks) {
                        IdentityCache::instance().drop_key(key);
                      }});
   const at::Tensor key = ints({2, 3});
-  expect_return([&] { cuseq::packed_cu_seqlens(key); });
+  expect_return([&] { cuseq::cached_cu_seqlens(key); });
   expect_return([&] { cache.invalidate(key); });
   cache.set_watcher({nullptr, nullptr});
   EXPECT_EQ(watched, 1);
@@ -296,8 +296,8 @@ TEST_F(Cache, ThreadsInsertHitClearInvalidateAndDrop) {
           first = slot.first;
         }
         const uint64_t scope = random() % 4 == 0 ? cache.enter_scope() : 0;
-        wrong += values_of(cuseq::packed_cu_seqlens(key)) != Values{0, first, first + 1};
-        wrong += cuseq::packed_position_ids(key, 6).size(0) != 6;
+        wrong += values_of(cuseq::cached_cu_seqlens(key)) != Values{0, first, first + 1};
+        wrong += cuseq::cached_position_ids(key, 6).size(0) != 6;
         if (scope != 0) cache.exit_scope(scope);
         switch (random() % 64) {
           case 0:
@@ -330,7 +330,7 @@ TEST_F(Cache, ThreadsBeyondItsSize) {
       // More than the cache holds, so that a thread that runs alone drives some out too.
       for (int64_t i = 0; i < 80; ++i) keys.push_back(ints({seed, i}));
       for (int round = 0; round < 20; ++round) {
-        for (const at::Tensor& key : keys) cuseq::packed_cu_seqlens(key);
+        for (const at::Tensor& key : keys) cuseq::cached_cu_seqlens(key);
       }
     });
   });

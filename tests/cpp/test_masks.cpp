@@ -167,18 +167,18 @@ TEST(Masks, AreMadeOnceThroughTheCache) {
   const at::Tensor lengths = ints({2, 3});
   const at::Tensor spans = ints({0, 2}, at::kInt).view({1, 2});
   cuseq::MaskOptions options{lengths, 6};
-  const at::Tensor causal = cuseq::packed_dense_mask(options);
-  EXPECT_TRUE(cuseq::packed_dense_mask(options, 6).is_same(causal)) << "one row is the default";
+  const at::Tensor causal = cuseq::cached_dense_mask(options);
+  EXPECT_TRUE(cuseq::cached_dense_mask(options, 6).is_same(causal)) << "one row is the default";
   options.window = 6;
-  EXPECT_TRUE(cuseq::packed_dense_mask(options).is_same(causal)) << "a window that hides nothing";
+  EXPECT_TRUE(cuseq::cached_dense_mask(options).is_same(causal)) << "a window that hides nothing";
   options.window = 2;
-  EXPECT_FALSE(cuseq::packed_dense_mask(options).is_same(causal));
+  EXPECT_FALSE(cuseq::cached_dense_mask(options).is_same(causal));
   options.window = std::nullopt;
   options.spans = spans;
-  const at::Tensor spanned = cuseq::packed_dense_mask(options);
-  EXPECT_TRUE(cuseq::packed_dense_mask(options).is_same(spanned));
+  const at::Tensor spanned = cuseq::cached_dense_mask(options);
+  EXPECT_TRUE(cuseq::cached_dense_mask(options).is_same(spanned));
   spans.fill_(0).select(1, 1).fill_(1);
-  EXPECT_FALSE(cuseq::packed_dense_mask(options).is_same(spanned)) << "spans were edited";
+  EXPECT_FALSE(cuseq::cached_dense_mask(options).is_same(spanned)) << "spans were edited";
   cache.clear();
 }
 

@@ -67,8 +67,8 @@ TEST(Ops, TheDispatcherKnowsThem) {
        {"cuseq::cu_seqlens", "cuseq::max_seqlen", "cuseq::max_seqlen_sync",
         "cuseq::last_token_indices", "cuseq::position_ids", "cuseq::seq_ids",
         "cuseq::lengths_from_padding_mask", "cuseq::cu_seqlens_from_position_ids",
-        "cuseq::mask_boundary_labels", "cuseq::varlen_attention", "cuseq::packed_cu_seqlens",
-        "cuseq::packed_position_ids", "cuseq::packed_seq_ids"}) {
+        "cuseq::mask_boundary_labels", "cuseq::varlen_attention", "cuseq::cached_cu_seqlens",
+        "cuseq::cached_position_ids", "cuseq::cached_seq_ids"}) {
     EXPECT_TRUE(c10::Dispatcher::singleton().findSchema({name, ""}).has_value()) << name;
   }
 }

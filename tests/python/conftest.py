@@ -98,9 +98,9 @@ def poisoned_memory(monkeypatch):
 @pytest.fixture
 def fresh_cache():
     """The identity cache, empty before and after."""
-    cuseq.clear_cache()
+    cuseq.cache.clear()
     yield
-    cuseq.clear_cache()
+    cuseq.cache.clear()
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class Block(nn.Module):
         tokens = hidden.flatten(0, -2)
         q, k, v = self.qkv(tokens).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
         out = cuseq.varlen_attention(q, k, v, packed).flatten(1)
-        positions = cuseq.packed_position_ids(packed.lengths, packed.total_tokens)
+        positions = cuseq.ops.cached_position_ids(packed.lengths, packed.total_tokens)
         return hidden + (out * positions.to(out.dtype).cos().unsqueeze(1)).view_as(hidden)
 
 

@@ -451,12 +451,12 @@ def test_a_backward_after_its_scope_does_not_wait(cuda, fresh_cache):
     packed = PackedLayout.from_lengths([30, 20], 64).to(cuda)
 
     def body():
-        with cuseq.forward_scope():
+        with cuseq.cache.forward_scope():
             loss = cuseq.varlen_attention(*tensors, packed, spans=[(2, 9)]).sum()
         loss.backward()
 
     body()
-    cuseq.clear_cache()
+    cuseq.cache.clear()
     assert waits(body) == Counter()
 
 
@@ -468,7 +468,7 @@ def test_a_window_to_both_sides_does_not_wait(cuda, fresh_cache):
         cuseq.varlen_attention(*tensors, packed, window=4, causal=False).sum().backward()
 
     body()
-    cuseq.clear_cache()
+    cuseq.cache.clear()
     assert waits(body) == Counter()
 
 

@@ -129,7 +129,7 @@ def packings(draw, longest: int = 1) -> tuple[list[int], int]:
     ],
 )
 def test_literal_case(strategy, rows):
-    plan = cuseq.bin_pack([7, 5, 1, 3, 3], 9, strategy)
+    plan = cuseq.data.bin_pack([7, 5, 1, 3, 3], 9, strategy)
     indices, offsets = plan
     assert [plan.row(b) for b in range(plan.num_rows)] == rows
     assert indices.tolist() == [sample for row in rows for sample in row]
@@ -137,7 +137,7 @@ def test_literal_case(strategy, rows):
 
 
 def test_literal_case_of_wrapped():
-    plan = cuseq.bin_pack([6, 5, 0, 9], 8, "wrapped")
+    plan = cuseq.data.bin_pack([6, 5, 0, 9], 8, "wrapped")
     indices, offsets = plan
     assert indices.tolist() == [0, 1, 1, 2, 3, 3]
     assert offsets.tolist() == [0, 2, 5, 6]
@@ -147,8 +147,8 @@ def test_literal_case_of_wrapped():
 
 
 def test_what_a_plan_says():
-    plan = cuseq.bin_pack([2, 8, 5, 3], 8)
-    assert isinstance(plan, cuseq.PackingPlan) and isinstance(plan, tuple) and len(plan) == 2
+    plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
+    assert isinstance(plan, cuseq.data.PackingPlan) and isinstance(plan, tuple) and len(plan) == 2
     for values in (*plan, plan.starts, plan.lengths, plan.row_lengths):
         assert (values.dtype, values.device.type, values.dim()) == (torch.int64, "cpu", 1)
     assert [plan.row(b) for b in range(3)] == [[1], [2, 3], [0]]
@@ -162,7 +162,7 @@ def test_what_a_plan_says():
 
 def test_a_plan_can_be_copied():
     # A DataLoader's worker processes get it pickled.
-    plan = cuseq.bin_pack([2, 8, 5, 3], 8)
+    plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
     for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert type(copied) is type(plan)
         assert rows_of(copied) == rows_of(plan)
@@ -170,7 +170,7 @@ def test_a_plan_can_be_copied():
 
 
 def test_a_row_that_is_not_there_is_refused():
-    plan = cuseq.bin_pack([2, 8, 5, 3], 8)
+    plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
     with pytest.raises(IndexError, match="3"):
         plan.row(3)
 
@@ -179,7 +179,7 @@ def test_a_row_that_is_not_there_is_refused():
 @given(packing=packings())
 def test_equal_to_the_loops(strategy, packing):
     lengths, capacity = packing
-    plan = cuseq.bin_pack(lengths, capacity, strategy)
+    plan = cuseq.data.bin_pack(lengths, capacity, strategy)
     rows = rows_of(plan)
     check_guarantees(lengths, capacity, rows)
     assert rows == naive_pack(lengths, capacity, strategy)
@@ -195,7 +195,7 @@ def test_equal_to_the_loops(strategy, packing):
 @given(packing=packings(longest=3))
 def test_too_long_ones_equal_to_the_loops(strategy, overlong, packing):
     lengths, capacity = packing
-    rows = rows_of(cuseq.bin_pack(lengths, capacity, strategy, overlong=overlong))
+    rows = rows_of(cuseq.data.bin_pack(lengths, capacity, strategy, overlong=overlong))
     kept = lengths if overlong == "split" else [min(n, capacity) for n in lengths]
     check_guarantees(kept, capacity, rows)
     assert rows == naive_pack(lengths, capacity, strategy, overlong)
@@ -205,7 +205,7 @@ def test_too_long_ones_equal_to_the_loops(strategy, overlong, packing):
 @given(packing=packings(longest=3))
 def test_wrapped_takes_any_length(overlong, packing):
     lengths, capacity = packing
-    rows = rows_of(cuseq.bin_pack(lengths, capacity, "wrapped", overlong=overlong))
+    rows = rows_of(cuseq.data.bin_pack(lengths, capacity, "wrapped", overlong=overlong))
     check_guarantees(lengths, capacity, rows)
     assert rows == naive_wrapped(lengths, capacity)
     tokens = [sum(tokens for _, _, tokens in row) for row in rows]
@@ -233,7 +233,7 @@ def distributions(count: int, capacity: int) -> dict[str, list[int]]:
 def test_larger_sets_equal_to_the_loops(count, capacity, strategy):
     """Long enough for every level of whatever finds the row."""
     for name, lengths in distributions(count, capacity).items():
-        rows = rows_of(cuseq.bin_pack(lengths, capacity, strategy))
+        rows = rows_of(cuseq.data.bin_pack(lengths, capacity, strategy))
         assert rows == naive_pack(lengths, capacity, strategy), name
 
 
@@ -242,7 +242,7 @@ def test_a_million_lengths_reach_the_bound():
     lengths = np.clip(random.lognormal(5.4, 0.95, 1_000_000), 1, 4096).astype(np.int64)
     bound = -(-int(lengths.sum()) // 4096)
     for strategy in ("bfd", "ffd"):
-        plan = cuseq.bin_pack(lengths, 4096, strategy)
+        plan = cuseq.data.bin_pack(lengths, 4096, strategy)
         indices, offsets = plan
         assert torch.equal(indices.sort().values, torch.arange(len(lengths)))
         assert np.array_equal(plan.lengths.numpy(), lengths[indices.numpy()])
@@ -262,7 +262,7 @@ def test_a_million_lengths_reach_the_bound():
 def test_stable_among_equals(strategy, copies, shuffle):
     lengths = [length for length, count in copies for _ in range(count)]
     shuffle.shuffle(lengths)
-    rows = rows_of(cuseq.bin_pack(lengths, 12, strategy))
+    rows = rows_of(cuseq.data.bin_pack(lengths, 12, strategy))
     placed: dict[int, list[int]] = {}
     for row in rows:
         tokens = [n for _, _, n in row]
@@ -278,17 +278,17 @@ def test_stable_among_equals(strategy, copies, shuffle):
 
 def test_among_rows_of_equal_room_the_one_opened_first():
     # Row 1 came to a room of 1 before row 0 did; row 2 to a room of 2 last.
-    plan = cuseq.bin_pack([18, 13, 8, 3, 1], 22)
+    plan = cuseq.data.bin_pack([18, 13, 8, 3, 1], 22)
     assert [plan.row(b) for b in range(plan.num_rows)] == [[0, 3, 4], [1, 2]]
-    plan = cuseq.bin_pack([8, 8, 8, 5, 2], 10)
+    plan = cuseq.data.bin_pack([8, 8, 8, 5, 2], 10)
     assert [plan.row(b) for b in range(plan.num_rows)] == [[0, 4], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_zero_lengths(strategy):
-    assert [cuseq.bin_pack([0, 0, 0], 5, strategy).row(0)] == [[0, 1, 2]]
-    assert cuseq.bin_pack([0, 0, 0], 5, strategy).num_rows == 1
-    plan = cuseq.bin_pack([0, 5, 0, 5, 0], 5, strategy)
+    assert [cuseq.data.bin_pack([0, 0, 0], 5, strategy).row(0)] == [[0, 1, 2]]
+    assert cuseq.data.bin_pack([0, 0, 0], 5, strategy).num_rows == 1
+    plan = cuseq.data.bin_pack([0, 5, 0, 5, 0], 5, strategy)
     assert plan.num_rows == 2, "they fit where nothing else does"
     assert sorted(plan[0].tolist()) == [0, 1, 2, 3, 4]
 
@@ -296,7 +296,7 @@ def test_zero_lengths(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_lengths(strategy):
     for empty in ([], np.zeros(0, np.int32), torch.zeros(0, dtype=torch.int32)):
-        indices, offsets = plan = cuseq.bin_pack(empty, 5, strategy)
+        indices, offsets = plan = cuseq.data.bin_pack(empty, 5, strategy)
         assert (indices.tolist(), offsets.tolist()) == ([], [0])
         assert (indices.dtype, offsets.dtype) == (torch.int64, torch.int64)
         assert plan.starts.tolist() == plan.lengths.tolist() == plan.row_lengths.tolist() == []
@@ -306,18 +306,18 @@ def test_no_lengths(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_equal_to_the_capacity(strategy):
-    plan = cuseq.bin_pack([7, 7, 7], 7, strategy)
+    plan = cuseq.data.bin_pack([7, 7, 7], 7, strategy)
     assert [plan.row(b) for b in range(plan.num_rows)] == [[0], [1], [2]]
     assert plan.fill == 1
-    assert cuseq.bin_pack([1, 1], 1, strategy).num_rows == 2
+    assert cuseq.data.bin_pack([1, 1], 1, strategy).num_rows == 2
 
 
 @pytest.mark.parametrize("strategy", WHOLE)
 def test_split_at_multiples_of_the_capacity(strategy):
-    plan = cuseq.bin_pack([8, 4, 9], 4, strategy, overlong="split")
+    plan = cuseq.data.bin_pack([8, 4, 9], 4, strategy, overlong="split")
     pieces = sorted(piece for row in rows_of(plan) for piece in row)
     assert pieces == [(0, 0, 4), (0, 4, 4), (1, 0, 4), (2, 0, 4), (2, 4, 4), (2, 8, 1)]
-    truncated = cuseq.bin_pack([8, 4, 9], 4, strategy, overlong="truncate")
+    truncated = cuseq.data.bin_pack([8, 4, 9], 4, strategy, overlong="truncate")
     assert sorted(p for row in rows_of(truncated) for p in row) == [(i, 0, 4) for i in range(3)]
 
 
@@ -326,10 +326,10 @@ def test_split_at_multiples_of_the_capacity(strategy):
 def test_capacities_beyond_int32(strategy, capacity):
     lengths = [capacity - 5, 5, capacity, 6, capacity - 7, 1, 0]
     for given_as in (lengths, np.array(lengths), torch.tensor(lengths)):
-        rows = rows_of(cuseq.bin_pack(given_as, capacity, strategy))
+        rows = rows_of(cuseq.data.bin_pack(given_as, capacity, strategy))
         assert rows == naive_pack(lengths, capacity, strategy)
     with pytest.raises(ValueError, match=rf"{capacity}\D.*lengths\[0\] = {capacity + 1}"):
-        cuseq.bin_pack([capacity + 1], capacity, "bfd")
+        cuseq.data.bin_pack([capacity + 1], capacity, "bfd")
 
 
 VALUES = [5, 0, 9, 3, 3, 12, 1]
@@ -360,19 +360,19 @@ def given_as_kinds(tmp_path) -> dict[str, object]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_input_kinds(strategy, tmp_path):
-    expected = rows_of(cuseq.bin_pack(VALUES, 12, strategy))
+    expected = rows_of(cuseq.data.bin_pack(VALUES, 12, strategy))
     assert expected == naive_pack(VALUES, 12, strategy)
     for name, lengths in given_as_kinds(tmp_path).items():
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch.from_numpy warns of what is read-only
-            assert rows_of(cuseq.bin_pack(lengths, 12, strategy)) == expected, name
+            assert rows_of(cuseq.data.bin_pack(lengths, 12, strategy)) == expected, name
         assert [int(n) for n in lengths] == VALUES, "left as it was"
 
 
 def test_the_plan_is_its_own():
     """Neither shares memory with the lengths, nor changes when they do."""
     lengths = torch.tensor([5, 3])
-    plan = cuseq.bin_pack(lengths, 8, "sequential")
+    plan = cuseq.data.bin_pack(lengths, 8, "sequential")
     lengths.zero_()
     assert plan.lengths.tolist() == [5, 3]
     plan.lengths.fill_(7)
@@ -381,7 +381,7 @@ def test_the_plan_is_its_own():
 
 def test_default_device_does_not_move_a_plan():
     with torch.device("meta"):
-        plan = cuseq.bin_pack([5, 5, 3, 3], 8)
+        plan = cuseq.data.bin_pack([5, 5, 3, 3], 8)
     assert plan[0].tolist() == [0, 2, 1, 3]
     assert plan.row_lengths.tolist() == [8, 8]
 
@@ -390,7 +390,7 @@ def test_plans_are_the_same_every_time():
     random = np.random.default_rng(1)
     lengths = random.integers(0, 30, 3000)
     for strategy in STRATEGIES:
-        plans = [rows_of(cuseq.bin_pack(lengths, 100, strategy)) for _ in range(2)]
+        plans = [rows_of(cuseq.data.bin_pack(lengths, 100, strategy)) for _ in range(2)]
         assert plans[0] == plans[1]
 
 
@@ -398,7 +398,7 @@ def test_plans_are_the_same_every_time():
 def test_the_first_too_long_one_is_named(strategy):
     for lengths in ([3, 11, 12], torch.tensor([3, 11, 12]), np.array([3, 11, 12], np.int16)):
         with pytest.raises(ValueError, match=r"capacity = 10.*lengths\[1\] = 11"):
-            cuseq.bin_pack(lengths, 10, strategy)
+            cuseq.data.bin_pack(lengths, 10, strategy)
 
 
 @pytest.mark.parametrize("overlong", OVERLONG)
@@ -406,7 +406,7 @@ def test_the_first_too_long_one_is_named(strategy):
 def test_negative_ones_are_named(strategy, overlong):
     for lengths in ([3, 0, -2, -9], torch.tensor([3, 0, -2, -9]), np.array([3, 0, -2, -9], "i1")):
         with pytest.raises(ValueError, match=r"lengths\[2\] = -2"):
-            cuseq.bin_pack(lengths, 10, strategy, overlong=overlong)
+            cuseq.data.bin_pack(lengths, 10, strategy, overlong=overlong)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_negative_ones_are_named(strategy, overlong):
 )
 def test_lengths_that_are_not_integers_are_refused(lengths):
     with pytest.raises(TypeError, match="lengths must"):
-        cuseq.bin_pack(lengths, 10)
+        cuseq.data.bin_pack(lengths, 10)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_lengths_that_are_not_integers_are_refused(lengths):
 )
 def test_lengths_of_other_dimensions_are_refused(lengths):
     with pytest.raises((TypeError, ValueError), match="lengths must"):
-        cuseq.bin_pack(lengths, 10)
+        cuseq.data.bin_pack(lengths, 10)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -445,7 +445,7 @@ def test_lengths_beyond_int64_are_refused(strategy, overlong):
     # Wrapped around they would be negative, or small.
     for lengths in ([2**63], [2**64 + 1], np.array([2**63 + 1], np.uint64)):
         with pytest.raises(ValueError, match="lengths"):
-            cuseq.bin_pack(lengths, 10, strategy, overlong=overlong)
+            cuseq.data.bin_pack(lengths, 10, strategy, overlong=overlong)
 
 
 @pytest.mark.parametrize(
@@ -460,27 +460,27 @@ def test_the_wrong_one_of_many_lengths_is_named(wrong, error, message):
     lengths = [3] * 1000
     lengths[400] = lengths[600] = wrong
     with pytest.raises(error, match=message):
-        cuseq.bin_pack(lengths, 10)
+        cuseq.data.bin_pack(lengths, 10)
 
 
 def test_a_large_uint64_is_named():
     lengths = np.array([1, 2**63 + 1, 2**63 + 2], np.uint64)
     with pytest.raises(ValueError, match=rf"fit in int64, got lengths\[1\] = {2**63 + 1}"):
-        cuseq.bin_pack(lengths, 10)
+        cuseq.data.bin_pack(lengths, 10)
 
 
 def test_fill_of_rows_beyond_int64_together():
-    assert cuseq.bin_pack([2**62] * 3, 2**62).fill == 1.0
+    assert cuseq.data.bin_pack([2**62] * 3, 2**62).fill == 1.0
 
 
 def test_lengths_elsewhere_are_refused():
     with pytest.raises((TypeError, ValueError), match="lengths must.*meta"):
-        cuseq.bin_pack(torch.ones(3, dtype=torch.int64, device="meta"), 10)
+        cuseq.data.bin_pack(torch.ones(3, dtype=torch.int64, device="meta"), 10)
 
 
 def test_lengths_on_a_gpu_are_refused(cuda):
     with pytest.raises((TypeError, ValueError), match="lengths must.*cuda"):
-        cuseq.bin_pack(torch.ones(3, dtype=torch.int64, device=cuda), 10)
+        cuseq.data.bin_pack(torch.ones(3, dtype=torch.int64, device=cuda), 10)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +500,7 @@ def test_lengths_on_a_gpu_are_refused(cuda):
 def test_wrong_options_are_named(arguments, options, error, message):
     for lengths in ([3, 4], []):
         with pytest.raises(error, match=message):
-            cuseq.bin_pack(lengths, *arguments, **options)
+            cuseq.data.bin_pack(lengths, *arguments, **options)
 
 
 @pytest.mark.parametrize("count", [50, 3000])
@@ -514,7 +514,7 @@ def test_as_full_as_the_packer_of_trl(count):
     for theirs, ours in (("bfd", "bfd"), ("wrapped", "wrapped")):
         # Its default packs each thousand by itself.
         rows = trl.pack_dataset(samples, 256, theirs, map_kwargs={"batch_size": count})[:]
-        plan = cuseq.bin_pack(lengths, 256, ours)
+        plan = cuseq.data.bin_pack(lengths, 256, ours)
         packed = [len(row) for row in rows["input_ids"]]
         assert plan.num_rows == len(packed)
         # Which of several rows with equal room is taken differs, not what is left in them.
@@ -527,16 +527,16 @@ def test_as_full_as_the_packer_of_trl(count):
 
 
 def test_what_is_truncated_makes_one_piece():
-    plan = cuseq.bin_pack([2**40], 1, overlong="truncate")
+    plan = cuseq.data.bin_pack([2**40], 1, overlong="truncate")
     assert plan.lengths.tolist() == [1]
 
 
 def test_the_error_of_a_generator_is_kept():
     with pytest.raises(TypeError, match="lengths must be ints") as error:
-        cuseq.bin_pack((len(x) for x in [[1], None]), 8)
+        cuseq.data.bin_pack((len(x) for x in [[1], None]), 8)
     assert "NoneType" in str(error.value.__cause__)
 
 
 def test_a_capacity_fits_in_64_bits():
     with pytest.raises(ValueError, match="capacity must fit in int64"):
-        cuseq.bin_pack([1], 2**63)
+        cuseq.data.bin_pack([1], 2**63)

@@ -191,17 +191,17 @@ def test_any_pack(pack, causal, window, block_size, device, poisoned_memory):
     block = make_layout(pack, device).block_mask(spans=pack.spans, **more, **sees)
     check_block_mask(block, seen, device, **more)
     check_mask_mod(block, seen, device, pack.row_length)
-    block = cuseq.block_mask(lengths, total, spans=spans, **more, **sees)
+    block = cuseq.ops.block_mask(lengths, total, spans=spans, **more, **sees)
     check_block_mask(block, seen, device, **more)
     check_mask_mod(block, seen, device, pack.row_length)
 
     # The ops return the tables in the order of BlockMask's arguments.
     query, key = pair(block_size)
-    ranges = cuseq.mask_ranges(lengths, total, spans=spans, **sees)
-    offsets = cuseq.cu_seqlens(lengths)
+    ranges = cuseq.ops.mask_ranges(lengths, total, spans=spans, **sees)
+    offsets = cuseq.ops.cu_seqlens(lengths)
     for tables in (
         ops.block_mask(ranges, pack.row_length, query, key),
-        ops.packed_block_mask(
+        ops.cached_block_mask(
             offsets, total, True, causal, window, spans, None, pack.row_length, query, key
         ),
     ):
@@ -224,7 +224,7 @@ def test_any_padding(segments, tail, causal, window, block_size, device, poisone
     total = starts[-1] + tail
     sees = {"causal": causal, "window": window}
     seen = reference.mask(lengths, total, starts=starts, **sees)
-    block = cuseq.block_mask(
+    block = cuseq.ops.block_mask(
         torch.tensor(lengths, dtype=torch.int32, device=device),
         total,
         cu_seqlens_padded=torch.tensor(starts, dtype=torch.int32, device=device),
@@ -255,15 +255,15 @@ def test_a_long_row(device):
 def test_blocks_have_a_size(block_size, device):
     lengths = torch.tensor([2, 3], device=device)
     packed = PackedLayout.from_lengths([2, 3], 6, device=device)
-    ranges = cuseq.mask_ranges(lengths, 6)
+    ranges = cuseq.ops.mask_ranges(lengths, 6)
     with pytest.raises(ValueError, match="block"):
         packed.block_mask(block_size=block_size)
     with pytest.raises(ValueError, match="block"):
-        cuseq.block_mask(lengths, 6, block_size=block_size)
+        cuseq.ops.block_mask(lengths, 6, block_size=block_size)
     with pytest.raises(ValueError, match="block"):
         ops.block_mask(ranges, None, *pair(block_size))
     with pytest.raises(ValueError, match="block"):
-        ops.packed_block_mask(
+        ops.cached_block_mask(
             lengths, 6, query_block=pair(block_size)[0], key_block=pair(block_size)[1]
         )
 
@@ -275,7 +275,7 @@ def test_a_block_size_is_an_int_or_two(block_size):
 
 
 def test_wrong_ranges_are_refused(device):
-    good = cuseq.mask_ranges(torch.tensor([3, 2], device=device), 6)
+    good = cuseq.ops.mask_ranges(torch.tensor([3, 2], device=device), 6)
     ops.block_mask(good, 3)
     for ranges in (good.long(), good.float(), good[:1], good[0], torch.stack([good, good])):
         with pytest.raises((TypeError, ValueError), match="ranges"):
@@ -397,7 +397,7 @@ def test_one_compile_for_all_packs(cuda, fresh_compiler):
 def test_made_inside_a_compiled_region(made, device, fresh_compiler, fresh_cache):
     def layer(q, k, v, lengths, packed):
         if made == "of lengths":
-            block = cuseq.block_mask(lengths, 200, window=9)
+            block = cuseq.ops.block_mask(lengths, 200, window=9)
         else:
             block = packed.block_mask(window=9)
         return flex_attention(q * 1, k, v, block_mask=block)
@@ -419,13 +419,13 @@ def test_made_inside_a_compiled_region(made, device, fresh_compiler, fresh_cache
 
 def test_tables_compiled(device, fresh_compiler):
     def tables(lengths):
-        block = cuseq.block_mask(lengths, 40, block_size=16)
+        block = cuseq.ops.block_mask(lengths, 40, block_size=16)
         return [getattr(block, name) * 2 for name in TABLES]
 
     compiled = torch.compile(tables, backend="aot_eager", fullgraph=True, dynamic=True)
     for values in ([12, 20], [30, 10], [5, 0]):
         lengths = torch.tensor(values, device=device)
-        block = cuseq.block_mask(lengths, 40, block_size=16)
+        block = cuseq.ops.block_mask(lengths, 40, block_size=16)
         doubled = dict(zip(TABLES, compiled(lengths), strict=True))
         for side in SIDES:
             counts = getattr(block, f"{side}_num_blocks")
@@ -438,23 +438,23 @@ def test_tables_compiled(device, fresh_compiler):
 @pytest.mark.parametrize("rows", [None, 6])
 def test_opcheck(rows, device, poisoned_memory):
     lengths = torch.tensor([2, 4, 3], device=device)
-    ranges = cuseq.mask_ranges(lengths, 12)
+    ranges = cuseq.ops.mask_ranges(lengths, 12)
     opcheck(ops.block_mask, (ranges, rows))
     opcheck(ops.block_mask, (ranges, rows, 4, 2))
-    opcheck(ops.packed_block_mask, (lengths, 12), {"row_length": rows, "query_block": 4})
-    offsets = cuseq.cu_seqlens(lengths)
+    opcheck(ops.cached_block_mask, (lengths, 12), {"row_length": rows, "query_block": 4})
+    offsets = cuseq.ops.cu_seqlens(lengths)
     spans = spans_tensor([(2, 5)], device)
-    opcheck(ops.packed_block_mask, (offsets, 12, True, False, 3, spans, None, rows))
+    opcheck(ops.cached_block_mask, (offsets, 12, True, False, 3, spans, None, rows))
 
 
 def test_the_function_leaves_the_cache_alone(device, fresh_cache):
     lengths = torch.tensor([2, 3], device=device)
-    before = cuseq.cache_stats()
-    first, second = cuseq.block_mask(lengths, 6), cuseq.block_mask(lengths, 6)
+    before = cuseq.cache.stats()
+    first, second = cuseq.ops.block_mask(lengths, 6), cuseq.ops.block_mask(lengths, 6)
     for name in TABLES:
         getattr(first, name).zero_()
     check_block_mask(second, reference.mask([2, 3], 6), device)
-    assert cuseq.cache_stats() == before
+    assert cuseq.cache.stats() == before
 
 
 def test_a_block_mask_moves_like_torchs(cuda):
@@ -470,9 +470,9 @@ def test_block_masks_do_not_wait(cuda, fresh_cache):
     spans = spans_tensor([(2, 5)], cuda)
 
     def body():
-        cuseq.clear_cache()
-        cuseq.block_mask(lengths, 6, window=2, spans=spans)
-        cuseq.block_mask(lengths, 12, row_length=6, block_size=(4, 2))
+        cuseq.cache.clear()
+        cuseq.ops.block_mask(lengths, 6, window=2, spans=spans)
+        cuseq.ops.block_mask(lengths, 12, row_length=6, block_size=(4, 2))
         packed = PackedLayout.from_lengths([2, 4], 6).to(cuda)
         packed.block_mask()
         packed.block_mask(spans=[(0, 2), (3, 5)], block_size=64)
@@ -488,7 +488,7 @@ def test_no_memory_of_tokens_times_tokens(cuda, fresh_cache):
     packed = PackedLayout.from_lengths([500] * 254, total, device=cuda)
     # Four tables of 1024 x 1024 int32 are 16 MiB; one bit for each pair of tokens would be 2 GiB.
     for make in (
-        lambda: cuseq.block_mask(lengths, total),
+        lambda: cuseq.ops.block_mask(lengths, total),
         lambda: packed.block_mask(),
         lambda: packed.block_mask(window=4096, causal=False, spans=[(0, 400), (7000, 7300)]),
     ):
@@ -507,19 +507,19 @@ def test_graphs_replay_with_new_lengths(cuda, fresh_cache):
     packed = PackedLayout.from_lengths([200, 50], 300, device=cuda)
 
     def make():
-        return cuseq.block_mask(lengths, 300, spans=spans, window=150, block_size=64)
+        return cuseq.ops.block_mask(lengths, 300, spans=spans, window=150, block_size=64)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         make(), packed.block_mask()
     torch.cuda.current_stream().wait_stream(side)
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = make()
         of_layout = packed.block_mask()
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     for count in ("hits", "misses", "entries", "bytes"):
         assert (count, after[count]) == (count, before[count])
     for values, new_spans in (([200, 50], (20, 120)), ([1, 299], (1, 200)), ([300, 0], (250, 290))):

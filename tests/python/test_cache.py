@@ -22,9 +22,9 @@ ops = torch.ops.cuseq
 
 # Each cached op by its typed function and through the dispatcher: they share their entries.
 PACKED = {
-    "cu_seqlens": (cuseq.packed_cu_seqlens, ops.packed_cu_seqlens, ()),
-    "position_ids": (cuseq.packed_position_ids, ops.packed_position_ids, (6,)),
-    "seq_ids": (cuseq.packed_seq_ids, ops.packed_seq_ids, (6,)),
+    "cu_seqlens": (cuseq.ops.cached_cu_seqlens, ops.cached_cu_seqlens, ()),
+    "position_ids": (cuseq.ops.cached_position_ids, ops.cached_position_ids, (6,)),
+    "seq_ids": (cuseq.ops.cached_seq_ids, ops.cached_seq_ids, (6,)),
 }
 ALL = pytest.mark.parametrize("name", PACKED)
 
@@ -38,9 +38,9 @@ def expected(name: str, lengths: list[int], *rest: int) -> list[int]:
 @contextmanager
 def counted(**changes: int):
     """Checks by how much the body moves counts; those not named must not move, but for bytes."""
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     yield
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     moved = {key: after[key] - before[key] for key in after if key != "bytes"}
     assert moved == {**dict.fromkeys(moved, 0), **changes}
 
@@ -66,14 +66,14 @@ def test_a_hit_is_the_same_object(name, device):
 
 def test_stats():
     lengths = make()
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     assert set(before) == {"hits", "misses", "bypasses", "evictions", "bytes", "entries"}
     assert (before["entries"], before["bytes"]) == (0, 0)
-    cuseq.packed_cu_seqlens(lengths), cuseq.packed_position_ids(lengths, 6)
-    assert cuseq.cache_stats()["bytes"] >= 4 * (3 + 6)
+    cuseq.ops.cached_cu_seqlens(lengths), cuseq.ops.cached_position_ids(lengths, 6)
+    assert cuseq.cache.stats()["bytes"] >= 4 * (3 + 6)
     with counted(entries=-2):
-        cuseq.clear_cache()
-    assert cuseq.cache_stats()["bytes"] == 0
+        cuseq.cache.clear()
+    assert cuseq.cache.stats()["bytes"] == 0
 
 
 # Invariant 1: the key is the tensor's identity, the device, the op and its parameters.
@@ -83,24 +83,28 @@ def test_parameters_are_part_of_the_key():
     lengths = make()
     with counted(misses=4, entries=4, hits=4):
         for _ in range(2):
-            assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 2, 5]
+            assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 5]
             for total in (6, 7):
-                positions = cuseq.packed_position_ids(lengths, total)
+                positions = cuseq.ops.cached_position_ids(lengths, total)
                 assert positions.tolist() == reference.position_ids([2, 3], total)
-            assert cuseq.packed_seq_ids(lengths, 6).tolist() == [0, 0, 1, 1, 1, 2]
+            assert cuseq.ops.cached_seq_ids(lengths, 6).tolist() == [0, 0, 1, 1, 1, 2]
 
 
 def test_equal_tensors_are_different_keys():
     one, other = make(), make()
     view = one[:]
     with counted(misses=3, entries=3):
-        values = [cuseq.packed_cu_seqlens(key) for key in (one, other, view)]
+        values = [cuseq.ops.cached_cu_seqlens(key) for key in (one, other, view)]
     assert len({id(value) for value in values}) == 3
 
 
 def test_recycled_addresses_are_no_hits():
     for first in range(2000):
-        assert cuseq.packed_cu_seqlens(torch.tensor([first, 1])).tolist() == [0, first, first + 1]
+        assert cuseq.ops.cached_cu_seqlens(torch.tensor([first, 1])).tolist() == [
+            0,
+            first,
+            first + 1,
+        ]
 
 
 # Invariant 2: an edited key or an edited value is a miss.
@@ -122,11 +126,11 @@ EDITS = {
 def test_an_edited_key_is_a_miss(name):
     edit, lengths = EDITS[name]
     key = make()
-    cuseq.packed_cu_seqlens(key)
+    cuseq.ops.cached_cu_seqlens(key)
     edit(key)
     with counted(misses=1, hits=1):
-        value = cuseq.packed_cu_seqlens(key)
-        assert cuseq.packed_cu_seqlens(key) is value
+        value = cuseq.ops.cached_cu_seqlens(key)
+        assert cuseq.ops.cached_cu_seqlens(key) is value
     assert value.tolist() == reference.cu_seqlens(lengths)
 
 
@@ -142,31 +146,31 @@ def test_an_edited_value_is_a_miss(name, device):
 
 def test_invalidate_after_a_write_that_no_counter_sees():
     lengths = make()
-    cuseq.packed_cu_seqlens(lengths), cuseq.packed_seq_ids(lengths, 6)
+    cuseq.ops.cached_cu_seqlens(lengths), cuseq.ops.cached_seq_ids(lengths, 6)
     other = make()
-    kept = cuseq.packed_cu_seqlens(other)
+    kept = cuseq.ops.cached_cu_seqlens(other)
     lengths.data.fill_(1)
     with counted(entries=-2):
-        cuseq.invalidate(lengths)
-    assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 1, 2]
-    assert cuseq.packed_cu_seqlens(other) is kept
-    cuseq.invalidate(make())  # nothing is known of it: nothing to do
+        cuseq.cache.invalidate(lengths)
+    assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 1, 2]
+    assert cuseq.ops.cached_cu_seqlens(other) is kept
+    cuseq.cache.invalidate(make())  # nothing is known of it: nothing to do
 
 
 def test_invalidate_before_swap_tensors():
     one, other = make(), torch.tensor([1, 1])
-    cuseq.packed_cu_seqlens(one), cuseq.packed_cu_seqlens(other)
-    cuseq.invalidate(one), cuseq.invalidate(other)
+    cuseq.ops.cached_cu_seqlens(one), cuseq.ops.cached_cu_seqlens(other)
+    cuseq.cache.invalidate(one), cuseq.cache.invalidate(other)
     torch.utils.swap_tensors(one, other)
-    assert cuseq.packed_cu_seqlens(one).tolist() == [0, 1, 2]
-    assert cuseq.packed_cu_seqlens(other).tolist() == [0, 2, 5]
+    assert cuseq.ops.cached_cu_seqlens(one).tolist() == [0, 1, 2]
+    assert cuseq.ops.cached_cu_seqlens(other).tolist() == [0, 2, 5]
     with counted(entries=-2):
         del one, other
 
 
 def test_an_error_leaves_nothing_behind():
     wrong = torch.tensor([2, -3])
-    for call in (cuseq.packed_cu_seqlens, ops.packed_cu_seqlens):
+    for call in (cuseq.ops.cached_cu_seqlens, ops.cached_cu_seqlens):
         with counted(misses=1), pytest.raises(ValueError, match=r"lengths\[1\] = -3"):
             call(wrong)
 
@@ -177,36 +181,36 @@ def test_an_error_leaves_nothing_behind():
 def test_inference_mode_leaves_a_miss_for_training():
     lengths = make()
     with torch.inference_mode(), counted(misses=1):
-        assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 2, 5]
-    value = cuseq.packed_cu_seqlens(lengths)
+        assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 5]
+    value = cuseq.ops.cached_cu_seqlens(lengths)
     assert not value.is_inference()
     weight = torch.ones(6, requires_grad=True)
     weight.index_select(0, value).sum().backward()  # saves the value for backward
     with torch.inference_mode(), counted(hits=1):
-        assert cuseq.packed_cu_seqlens(lengths) is value
+        assert cuseq.ops.cached_cu_seqlens(lengths) is value
 
 
 def test_inference_tensors_are_no_keys():
     with torch.inference_mode():
         lengths = make()
         with counted(bypasses=1):
-            assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 2, 5]
+            assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 5]
     with counted(bypasses=1):
-        cuseq.packed_cu_seqlens(lengths)
+        cuseq.ops.cached_cu_seqlens(lengths)
 
 
 def test_selective_checkpointing_sees_the_same_ops_again():
     lengths = make()
 
     def segment(hidden):
-        return hidden.sin() * cuseq.packed_position_ids(lengths, 6)
+        return hidden.sin() * cuseq.ops.cached_position_ids(lengths, 6)
 
     def contexts():
         return create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
 
     hidden = torch.ones(6, requires_grad=True)
     out = checkpoint(segment, hidden, use_reentrant=False, context_fn=contexts)
-    cuseq.packed_position_ids(lengths, 6)  # what a layer outside the segment does meanwhile
+    cuseq.ops.cached_position_ids(lengths, 6)  # what a layer outside the segment does meanwhile
     out.sum().backward()
     assert torch.equal(hidden.grad, hidden.cos() * torch.tensor([0, 1, 0, 1, 2, 0]))
 
@@ -222,7 +226,7 @@ def test_recompute_on_another_thread_hits(reentrant, device):
 
     def segment(hidden):
         threads.append(threading.get_ident())
-        return hidden.sin() * cuseq.packed_position_ids(lengths, 6)
+        return hidden.sin() * cuseq.ops.cached_position_ids(lengths, 6)
 
     with counted(misses=1, hits=1, entries=1):
         loss = checkpoint(segment, hidden, use_reentrant=reentrant).sum()
@@ -251,18 +255,18 @@ def test_threads_at_once():
             lengths = shared[(seed + step) % 6]
             own = torch.tensor([seed, step])
             for key, values in ((lengths, [(seed + step) % 6, 3]), (own, [seed, step])):
-                if cuseq.packed_cu_seqlens(key).tolist() != reference.cu_seqlens(values):
+                if cuseq.ops.cached_cu_seqlens(key).tolist() != reference.cu_seqlens(values):
                     wrong.append((seed, step))
-            with cuseq.forward_scope():
-                cuseq.packed_seq_ids(own, 400)
+            with cuseq.cache.forward_scope():
+                cuseq.ops.cached_seq_ids(own, 400)
             if step % 50 == 0:
-                cuseq.clear_cache()
+                cuseq.cache.clear()
             elif step % 20 == 0:
-                cuseq.invalidate(lengths)
+                cuseq.cache.invalidate(lengths)
 
     on_threads(work, 6)
     assert wrong == []
-    assert cuseq.cache_stats()["entries"] <= len(shared)
+    assert cuseq.cache.stats()["entries"] <= len(shared)
 
 
 # Invariant 5: many entries, bounded in number and bytes.
@@ -273,14 +277,14 @@ def test_many_are_kept_and_the_oldest_goes():
     with counted(misses=64, hits=64, entries=64):
         for _ in range(2):
             for key in keys:
-                cuseq.packed_cu_seqlens(key)
+                cuseq.ops.cached_cu_seqlens(key)
     newest = make()
     with counted(misses=1, evictions=1, hits=1):
-        cuseq.packed_cu_seqlens(keys[0])  # used again: keys[1] is the oldest now
-        cuseq.packed_cu_seqlens(newest)
+        cuseq.ops.cached_cu_seqlens(keys[0])  # used again: keys[1] is the oldest now
+        cuseq.ops.cached_cu_seqlens(newest)
     with counted(hits=2, misses=1, evictions=1):
-        cuseq.packed_cu_seqlens(keys[0]), cuseq.packed_cu_seqlens(keys[2])
-        cuseq.packed_cu_seqlens(keys[1])
+        cuseq.ops.cached_cu_seqlens(keys[0]), cuseq.ops.cached_cu_seqlens(keys[2])
+        cuseq.ops.cached_cu_seqlens(keys[1])
 
 
 LIMITED = """
@@ -288,11 +292,11 @@ import torch, cuseq
 keys = [torch.tensor([i, 3]) for i in range(5)]
 for _ in range(2):
     for i, key in enumerate(keys):
-        assert cuseq.packed_position_ids(key, 100).tolist()[i:] == [0, 1, 2, *range(97 - i)]
-stats = cuseq.cache_stats()
-again = cuseq.packed_position_ids(keys[-1], 100)
+        assert cuseq.ops.cached_position_ids(key, 100).tolist()[i:] == [0, 1, 2, *range(97 - i)]
+stats = cuseq.cache.stats()
+again = cuseq.ops.cached_position_ids(keys[-1], 100)
 print(stats["entries"], stats["evictions"] > 0, stats["bytes"], stats["hits"],
-      cuseq.packed_position_ids(keys[-1], 100) is again)
+      cuseq.ops.cached_position_ids(keys[-1], 100) is again)
 """
 
 
@@ -328,12 +332,12 @@ def test_entries_go_with_their_key(name, device):
     # At once: no other call of cuseq came between.
     assert key() is None
     assert wrapper() is None and storage.expired()
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 def test_a_held_value_outlives_its_key():
     lengths = make()
-    value = cuseq.packed_cu_seqlens(lengths)
+    value = cuseq.ops.cached_cu_seqlens(lengths)
     del lengths
     assert value.tolist() == [0, 2, 5]
 
@@ -341,53 +345,53 @@ def test_a_held_value_outlives_its_key():
 def test_entries_stay_while_autograd_holds_their_key():
     lengths = make()
     out = torch.ones(6, requires_grad=True).index_select(0, lengths)
-    value = cuseq.packed_cu_seqlens(lengths)
+    value = cuseq.ops.cached_cu_seqlens(lengths)
     del lengths  # the wrapper's last reference, not the tensor's
     with counted(hits=1):
-        assert cuseq.packed_cu_seqlens(out.grad_fn._saved_index) is value
+        assert cuseq.ops.cached_cu_seqlens(out.grad_fn._saved_index) is value
 
 
 def test_forward_scopes_nest():
     before, outer, inner = make(), make(), make()
-    cuseq.packed_cu_seqlens(before)
-    with counted(hits=1, misses=3), cuseq.forward_scope():
-        cuseq.packed_cu_seqlens(outer)
-        with counted(misses=1), cuseq.forward_scope():
-            value = cuseq.packed_cu_seqlens(inner)
+    cuseq.ops.cached_cu_seqlens(before)
+    with counted(hits=1, misses=3), cuseq.cache.forward_scope():
+        cuseq.ops.cached_cu_seqlens(outer)
+        with counted(misses=1), cuseq.cache.forward_scope():
+            value = cuseq.ops.cached_cu_seqlens(inner)
             storage = StorageWeakRef(value.untyped_storage())
             del value
-            assert cuseq.cache_stats()["entries"] == 3
+            assert cuseq.cache.stats()["entries"] == 3
         assert storage.expired()
-        cuseq.packed_cu_seqlens(before)  # made outside: stays
-        cuseq.packed_seq_ids(before, 6)
-        assert cuseq.cache_stats()["entries"] == 3
+        cuseq.ops.cached_cu_seqlens(before)  # made outside: stays
+        cuseq.ops.cached_seq_ids(before, 6)
+        assert cuseq.cache.stats()["entries"] == 3
     with counted(hits=1):
-        cuseq.packed_cu_seqlens(before)
+        cuseq.ops.cached_cu_seqlens(before)
 
 
 def test_forward_scope_ends_with_an_exception():
     lengths, after = make(), make()
-    with pytest.raises(KeyError), counted(misses=1), cuseq.forward_scope():
-        cuseq.packed_cu_seqlens(lengths)
+    with pytest.raises(KeyError), counted(misses=1), cuseq.cache.forward_scope():
+        cuseq.ops.cached_cu_seqlens(lengths)
         raise KeyError
     with counted(misses=1, entries=1):  # no scope is left open
-        cuseq.packed_cu_seqlens(after)
+        cuseq.ops.cached_cu_seqlens(after)
 
 
 def test_forward_scope_is_the_threads_own():
     mine, theirs = make(), make()
-    opened = cuseq.forward_scope()
+    opened = cuseq.cache.forward_scope()
 
     def open_and_stay():
         opened.__enter__()
-        return cuseq.packed_cu_seqlens(theirs)
+        return cuseq.ops.cached_cu_seqlens(theirs)
 
     with ThreadPoolExecutor(1) as pool:
-        with cuseq.forward_scope():
-            cuseq.packed_cu_seqlens(mine)
+        with cuseq.cache.forward_scope():
+            cuseq.ops.cached_cu_seqlens(mine)
             value = pool.submit(open_and_stay).result()
         with counted(hits=1, misses=1, entries=1):
-            assert cuseq.packed_cu_seqlens(theirs) is value
-            cuseq.packed_cu_seqlens(mine)
+            assert cuseq.ops.cached_cu_seqlens(theirs) is value
+            cuseq.ops.cached_cu_seqlens(mine)
         with counted(entries=-1):
             pool.submit(opened.__exit__, None, None, None).result()

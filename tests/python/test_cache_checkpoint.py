@@ -44,8 +44,8 @@ def hidden(device) -> Tensor:
 
 def segment(x: Tensor, lengths: Tensor) -> Tensor:
     """Saves cached tensors for backward, one from the function and one from the op."""
-    x = x.sin() * cuseq.packed_position_ids(lengths, TOTAL)
-    return x.cos() * ops.packed_seq_ids(lengths, TOTAL)
+    x = x.sin() * cuseq.ops.cached_position_ids(lengths, TOTAL)
+    return x.cos() * ops.cached_seq_ids(lengths, TOTAL)
 
 
 def segment_grad(x: Tensor, positions=POSITIONS, ids=IDS) -> Tensor:
@@ -57,9 +57,9 @@ def segment_grad(x: Tensor, positions=POSITIONS, ids=IDS) -> Tensor:
 @contextlib.contextmanager
 def counted(**changes: int):
     """Checks by how much the body moves hits, misses and entries."""
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     yield
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     moved = {key: after[key] - before[key] for key in ("hits", "misses", "entries")}
     assert moved == {**dict.fromkeys(moved, 0), **changes}
 
@@ -74,9 +74,9 @@ def on_another_thread(function, *args):
 WARM = pytest.mark.parametrize("warm", [True, False], ids=["forward hits", "forward misses"])
 BETWEEN = {
     "recompute hits": lambda lengths: None,
-    "cleared": lambda lengths: cuseq.clear_cache(),
-    "invalidated": lambda lengths: cuseq.invalidate(lengths),
-    "value edited": lambda lengths: cuseq.packed_position_ids(lengths, TOTAL).fill_(7),
+    "cleared": lambda lengths: cuseq.cache.clear(),
+    "invalidated": lambda lengths: cuseq.cache.invalidate(lengths),
+    "value edited": lambda lengths: cuseq.ops.cached_position_ids(lengths, TOTAL).fill_(7),
 }
 
 
@@ -92,13 +92,13 @@ def test_whatever_hits(reentrant, warm, between, device):
         out = checkpoint(lambda x: segment(x, lengths), x, use_reentrant=reentrant)
     # A reentrant segment saved nothing in its forward; the other's saved tensors are recomputed.
     BETWEEN[between](lengths)
-    entries = cuseq.cache_stats()["entries"]
+    entries = cuseq.cache.stats()["entries"]
     misses = 1 if between == "value edited" else 2 - entries
     with counted(hits=2 - misses, misses=misses, entries=2 - entries):
         out.sum().backward()
     torch.testing.assert_close(x.grad, segment_grad(x))
     lengths = None  # a closure has it too
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 @REENTRANT
@@ -120,17 +120,20 @@ def test_lengths_as_an_argument(reentrant, threaded, device):
     with counted(misses=2, hits=2 * 4 - 2, entries=2):
         xs = [hidden(device) for _ in range(4)]
         outs = [checkpoint(segment, x, lengths, use_reentrant=reentrant) for x in xs]
-    values = [cuseq.packed_position_ids(lengths, TOTAL), cuseq.packed_seq_ids(lengths, TOTAL)]
+    values = [
+        cuseq.ops.cached_position_ids(lengths, TOTAL),
+        cuseq.ops.cached_seq_ids(lengths, TOTAL),
+    ]
     for x, out in zip(xs, outs, strict=True):
         backward = out.sum().backward
         on_another_thread(backward) if threaded else backward()
         torch.testing.assert_close(x.grad, segment_grad(x))
-    assert cuseq.cache_stats()["entries"] == 2, "only the lengths that are still here"
+    assert cuseq.cache.stats()["entries"] == 2, "only the lengths that are still here"
     with counted(hits=2):
-        assert cuseq.packed_position_ids(lengths, TOTAL) is values[0]
-        assert cuseq.packed_seq_ids(lengths, TOTAL) is values[1]
+        assert cuseq.ops.cached_position_ids(lengths, TOTAL) is values[0]
+        assert cuseq.ops.cached_seq_ids(lengths, TOTAL) is values[1]
     del lengths, outs, out, backward
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 def test_recompute_on_the_threads_of_autograd_at_once(device):
@@ -216,17 +219,17 @@ def test_nested(outer, inner, between, device):
     lengths, x = make(device), hidden(device)
 
     def around(x):
-        x = x * cuseq.packed_seq_ids(lengths, TOTAL)
+        x = x * cuseq.ops.cached_seq_ids(lengths, TOTAL)
         x = checkpoint(lambda x: segment(x, lengths), x, use_reentrant=inner)
-        return x * cuseq.packed_position_ids(lengths, TOTAL)
+        return x * cuseq.ops.cached_position_ids(lengths, TOTAL)
 
     out = checkpoint(around, x, use_reentrant=outer)
-    assert cuseq.cache_stats()["entries"] == 2
+    assert cuseq.cache.stats()["entries"] == 2
     BETWEEN[between](lengths)
-    before = cuseq.cache_stats()["misses"]
+    before = cuseq.cache.stats()["misses"]
     out.sum().backward()
     # Each of the two is built again once, if at all, for both levels of recompute.
-    assert cuseq.cache_stats()["misses"] - before == (2 if between == "cleared" else 0)
+    assert cuseq.cache.stats()["misses"] - before == (2 if between == "cleared" else 0)
     scaled = x.detach() * torch.tensor(IDS, device=device)
     outer_factor = torch.tensor([a * b for a, b in zip(IDS, POSITIONS, strict=True)], device=device)
     torch.testing.assert_close(x.grad, segment_grad(scaled) * outer_factor)
@@ -264,7 +267,7 @@ def test_random_numbers_are_restored(reentrant, device):
     layer = Layer(lengths, dropout=0.5)
     grads = []
     for run in (layer, partial(checkpoint, layer, use_reentrant=reentrant)):
-        cuseq.clear_cache()  # a miss in forward, then a hit in the recompute
+        cuseq.cache.clear()  # a miss in forward, then a hit in the recompute
         torch.manual_seed(0)
         x = hidden(device)
         out = run(x)
@@ -283,9 +286,9 @@ def test_early_stop_inside_a_scope(stop, device):
 
     def scoped(x):
         runs.append("start")
-        with cuseq.forward_scope():
+        with cuseq.cache.forward_scope():
             out = segment(x, lengths)
-            cuseq.packed_cu_seqlens(lengths)  # behind the last saved tensor
+            cuseq.ops.cached_cu_seqlens(lengths)  # behind the last saved tensor
             runs.append("end")
         return out
 
@@ -296,30 +299,30 @@ def test_early_stop_inside_a_scope(stop, device):
     assert runs == ["start", "end", "start"] + ["end"] * (not stop)
     torch.testing.assert_close(x.grad, segment_grad(x))
     with counted(misses=1, entries=1):  # no scope is left open to take this with it
-        value = cuseq.packed_cu_seqlens(lengths)
-    with cuseq.forward_scope():
-        assert cuseq.packed_cu_seqlens(lengths) is value
+        value = cuseq.ops.cached_cu_seqlens(lengths)
+    with cuseq.cache.forward_scope():
+        assert cuseq.ops.cached_cu_seqlens(lengths) is value
 
 
 @REENTRANT
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after"])
 def test_checkpoint_in_a_scope(reentrant, inside, device):
     lengths, x = make(device), hidden(device)
-    with cuseq.forward_scope():
+    with cuseq.cache.forward_scope():
         out = checkpoint(lambda x: segment(x, lengths), x, use_reentrant=reentrant)
         if inside:
             with counted(hits=2):
                 out.sum().backward()
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
     if not inside:
         # No scope is open: what the recompute makes stays for as long as the lengths do.
         with counted(misses=2, entries=2):
             out.sum().backward()
         with counted(hits=1):
-            cuseq.packed_position_ids(lengths, TOTAL)
+            cuseq.ops.cached_position_ids(lengths, TOTAL)
     torch.testing.assert_close(x.grad, segment_grad(x))
     lengths = None  # a closure has it too
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 # Saved tensors that are kept elsewhere.
@@ -339,12 +342,15 @@ def test_offloaded_tensors_pin_nothing(name, device):
     lengths, x = make(device), hidden(device)
     with OFFLOADS[name](device):
         out = segment(x, lengths)
-    values = [cuseq.packed_position_ids(lengths, TOTAL), cuseq.packed_seq_ids(lengths, TOTAL)]
+    values = [
+        cuseq.ops.cached_position_ids(lengths, TOTAL),
+        cuseq.ops.cached_seq_ids(lengths, TOTAL),
+    ]
     assert [value.tolist() for value in values] == [POSITIONS, IDS]
     storages = [StorageWeakRef(value.untyped_storage()) for value in values]
     assert all(value.device.type == device.type for value in values)
     del lengths, values
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
     if device.type == "cuda" or name == "no tensor":  # else what is saved is the cached tensor
         assert all(storage.expired() for storage in storages)
     out.sum().backward()
@@ -358,15 +364,15 @@ def test_offloaded_and_checkpointed(name, reentrant, device):
     lengths, x = make(device), hidden(device)
     with OFFLOADS[name](device):
         out = checkpoint(segment, x, lengths, use_reentrant=reentrant)
-        out = out * cuseq.packed_seq_ids(lengths, TOTAL)
-        entries = cuseq.cache_stats()["entries"]
+        out = out * cuseq.ops.cached_seq_ids(lengths, TOTAL)
+        entries = cuseq.cache.stats()["entries"]
         out.sum().backward()
-    assert cuseq.cache_stats()["entries"] == entries == 2
+    assert cuseq.cache.stats()["entries"] == entries == 2
     wanted = segment_grad(x) * torch.tensor(IDS, device=device)
     torch.testing.assert_close(x.grad, wanted)
     with counted(hits=2):
-        assert cuseq.packed_position_ids(lengths, TOTAL).tolist() == POSITIONS
-        assert cuseq.packed_seq_ids(lengths, TOTAL).tolist() == IDS
+        assert cuseq.ops.cached_position_ids(lengths, TOTAL).tolist() == POSITIONS
+        assert cuseq.ops.cached_seq_ids(lengths, TOTAL).tolist() == IDS
 
 
 # Under torch.compile.
@@ -378,7 +384,10 @@ def test_offloaded_and_checkpointed(name, reentrant, device):
 def test_checkpoint_and_compile(where, selective, backend, device):
     torch.compiler.reset()
     lengths, x = make(device), hidden(device)
-    values = [cuseq.packed_position_ids(lengths, TOTAL), cuseq.packed_seq_ids(lengths, TOTAL)]
+    values = [
+        cuseq.ops.cached_position_ids(lengths, TOTAL),
+        cuseq.ops.cached_seq_ids(lengths, TOTAL),
+    ]
     options = {}
     if selective:
         saved = [torch.ops.aten.sin.default, ops.seq_ids.default]
@@ -398,6 +407,6 @@ def test_checkpoint_and_compile(where, selective, backend, device):
             run(x, lengths).sum().backward()
         torch.testing.assert_close(x.grad, segment_grad(x))
     with counted(hits=2):
-        assert cuseq.packed_position_ids(lengths, TOTAL) is values[0]
-        assert cuseq.packed_seq_ids(lengths, TOTAL) is values[1]
+        assert cuseq.ops.cached_position_ids(lengths, TOTAL) is values[0]
+        assert cuseq.ops.cached_seq_ids(lengths, TOTAL) is values[1]
     assert [value.tolist() for value in values] == [POSITIONS, IDS]

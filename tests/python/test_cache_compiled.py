@@ -53,9 +53,9 @@ def hidden(device, total=TOTAL, seed=0) -> Tensor:
 
 def look_up(lengths: Tensor, total: int) -> list[Tensor]:
     return [
-        cuseq.packed_cu_seqlens(lengths),
-        cuseq.packed_position_ids(lengths, total),
-        cuseq.packed_seq_ids(lengths, total),
+        cuseq.ops.cached_cu_seqlens(lengths),
+        cuseq.ops.cached_position_ids(lengths, total),
+        cuseq.ops.cached_seq_ids(lengths, total),
     ]
 
 
@@ -86,7 +86,7 @@ def reuse_memory(warm: Warm) -> None:
 
 def moved(before: dict[str, int]) -> dict[str, int]:
     """By how much the counts of look-ups moved."""
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     return {key: after[key] - before[key] for key in ("hits", "misses", "entries")}
 
 
@@ -108,9 +108,9 @@ class Saves(torch.autograd.Function):
 def work(x: Tensor, lengths: Tensor) -> Tensor:
     """Last uses of what packed_* returns, followed by work of the same sizes and dtypes."""
     total = x.shape[0]
-    positions = cuseq.packed_position_ids(lengths, total)
-    ids = ops.packed_seq_ids(lengths, total)
-    offsets = ops.packed_cu_seqlens(lengths)
+    positions = cuseq.ops.cached_position_ids(lengths, total)
+    ids = ops.cached_seq_ids(lengths, total)
+    offsets = ops.cached_cu_seqlens(lengths)
     scaled = torch.sort(positions * 3 + 1).values
     ends = torch.sort(offsets * 2 + 1, descending=True).values
     return Saves.apply(x.sin(), ids) * scaled + x * ends.sum()
@@ -172,7 +172,7 @@ def test_eager_calls_between_compiled_regions(backend, device):
         x = second(x * 1e-3, warm.lengths)
         reuse_memory(warm)
         warm.check()
-        return x * cuseq.packed_position_ids(warm.lengths, TOTAL)  # saved by eager autograd
+        return x * cuseq.ops.cached_position_ids(warm.lengths, TOTAL)  # saved by eager autograd
 
     for step in range(2):
         x = hidden(device, seed=step)
@@ -189,16 +189,16 @@ def test_graph_breaks(backend, device):
 
     @torch.compiler.disable
     def eagerly(lengths, total):
-        seen.append(cuseq.packed_position_ids(lengths, total))
+        seen.append(cuseq.ops.cached_position_ids(lengths, total))
         return seen[-1]
 
     def model(x, lengths):
-        x = Saves.apply(x, cuseq.packed_position_ids(lengths, x.shape[0])) * 1e-3
+        x = Saves.apply(x, cuseq.ops.cached_position_ids(lengths, x.shape[0])) * 1e-3
         positions = eagerly(lengths, x.shape[0])
         scaled = torch.sort(positions * 3 + 1).values
         x = Saves.apply(x.sin(), positions) * scaled
         torch._dynamo.graph_break()
-        return x * torch.sort(ops.packed_position_ids(lengths, x.shape[0]) * 2).values * positions
+        return x * torch.sort(ops.cached_position_ids(lengths, x.shape[0]) * 2).values * positions
 
     compiled = torch.compile(model, backend=backend, dynamic=False)
     for step in range(2):
@@ -217,12 +217,12 @@ def test_an_edit_by_compiled_code_is_a_miss(backend, context, device):
         return x.sin()
 
     lengths = make(device, [2, 3])
-    edited = cuseq.packed_cu_seqlens(lengths)
+    edited = cuseq.ops.cached_cu_seqlens(lengths)
     with context():
         edit(edited, hidden(device))
-        assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 2, 5]
+        assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 5]
         edit(lengths, hidden(device))
-    assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 3, 7]
+    assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 3, 7]
 
 
 def test_graphs_hold_pure_ops_alone(device):
@@ -233,12 +233,12 @@ def test_graphs_hold_pure_ops_alone(device):
         return make_boxed_func(graph.forward)
 
     def function(x, lengths):
-        own = cuseq.packed_cu_seqlens(lengths), ops.packed_seq_ids(lengths, TOTAL)
+        own = cuseq.ops.cached_cu_seqlens(lengths), ops.cached_seq_ids(lengths, TOTAL)
         return work(x, lengths), own
 
     warm = Warm(make(device))
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     out, own = torch.compile(function, backend=backend, fullgraph=True)(
         hidden(device), warm.lengths
     )
@@ -275,12 +275,12 @@ class EditsOutputs(TorchDispatchMode):
 def edits(x: Tensor, lengths: Tensor) -> list[Tensor]:
     total = x.shape[0]
     return [
-        cuseq.packed_cu_seqlens(lengths).add_(1),
-        ops.packed_cu_seqlens(lengths).add_(1),
-        cuseq.packed_position_ids(lengths, total).add_(1),
-        ops.packed_position_ids(lengths, total).add_(1),
-        cuseq.packed_seq_ids(lengths, total).add_(1),
-        ops.packed_seq_ids(lengths, total).add_(1),
+        cuseq.ops.cached_cu_seqlens(lengths).add_(1),
+        ops.cached_cu_seqlens(lengths).add_(1),
+        cuseq.ops.cached_position_ids(lengths, total).add_(1),
+        ops.cached_position_ids(lengths, total).add_(1),
+        cuseq.ops.cached_seq_ids(lengths, total).add_(1),
+        ops.cached_seq_ids(lengths, total).add_(1),
     ]
 
 
@@ -364,7 +364,7 @@ WATCHED = {
 def test_edits_under_a_mode_stay_there(name, device):
     warm, x = Warm(make(device)), hidden(device).detach()
     expected = [value + 1 for value in warm.bits for _ in range(2)]
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     function = WATCHED[name](x, warm.lengths)
     traced = moved(before)
     # Traces before dispatch keep the cached ops themselves: run as they are, they are eager code.
@@ -381,7 +381,7 @@ def test_edits_under_a_mode_stay_there(name, device):
 def test_a_mode_that_edits_every_output(device):
     warm = Warm(make(device))
     with EditsOutputs():
-        values = [*warm.look_up(), ops.packed_cu_seqlens(warm.lengths)]
+        values = [*warm.look_up(), ops.cached_cu_seqlens(warm.lengths)]
     assert not any(value.any() for value in values)
     warm.check()
 
@@ -392,7 +392,7 @@ def test_fakes_beside_a_live_hit(real, device):
     warm = Warm(make(device))
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         lengths = warm.lengths if real else mode.from_tensor(warm.lengths)
-        fakes = [*look_up(lengths, TOTAL), ops.packed_cu_seqlens(lengths)]
+        fakes = [*look_up(lengths, TOTAL), ops.cached_cu_seqlens(lengths)]
     assert all(isinstance(fake, FakeTensor) for fake in fakes)
     warm.check()
 
@@ -437,7 +437,7 @@ def test_transforms(name, compiled, device):
 
     def function(x, lengths):
         offsets, positions, _ = look_up(lengths, 6)
-        return scores(x, offsets, positions, ops.packed_seq_ids(lengths, 6))
+        return scores(x, offsets, positions, ops.cached_seq_ids(lengths, 6))
 
     cold = warm.lengths.clone()
     x = hidden(device, 6).detach()
@@ -455,8 +455,8 @@ def test_transforms(name, compiled, device):
 
 def test_vmap_over_lengths(device):
     rows = torch.tensor([[2, 3], [1, 4]], device=device)
-    for call in (cuseq.packed_position_ids, ops.packed_position_ids):
-        before = cuseq.cache_stats()
+    for call in (cuseq.ops.cached_position_ids, ops.cached_position_ids):
+        before = cuseq.cache.stats()
         value = torch.vmap(lambda row, call=call: call(row, 6))(rows)
         assert value.tolist() == [reference.position_ids(row, 6) for row in rows.tolist()]
         assert moved(before) == {"hits": 0, "misses": 0, "entries": 0}
@@ -474,9 +474,9 @@ def test_function_modes_leave_the_cache_on(mode, device):
     lengths = make(device)
     with mode():
         warm = Warm(lengths)
-        before = cuseq.cache_stats()
+        before = cuseq.cache.stats()
         warm.check()
-        assert ops.packed_cu_seqlens(lengths) is warm.values[0]
+        assert ops.cached_cu_seqlens(lengths) is warm.values[0]
         assert moved(before) == {"hits": 4, "misses": 0, "entries": 0}
     warm.check()
 
@@ -490,8 +490,8 @@ def test_what_the_cache_holds_is_no_part_of_a_graph(dynamic, device):
     compiled = torch.compile(work, backend=counter, fullgraph=True, dynamic=dynamic)
     states = [
         lambda warm: None,
-        lambda warm: cuseq.clear_cache(),
-        lambda warm: cuseq.invalidate(warm.lengths),
+        lambda warm: cuseq.cache.clear(),
+        lambda warm: cuseq.cache.invalidate(warm.lengths),
         lambda warm: warm.values[1].add_(1),
         lambda warm: warm.lengths.sub_(1),
     ]
@@ -502,12 +502,12 @@ def test_what_the_cache_holds_is_no_part_of_a_graph(dynamic, device):
             warm = Warm(make(device, values), total)
             state(warm)
             x = hidden(device, total, step)
-            with cuseq.forward_scope():
-                before = cuseq.cache_stats()
+            with cuseq.cache.forward_scope():
+                before = cuseq.cache.stats()
                 out = compiled(x, warm.lengths)
                 assert moved(before) == {"hits": 0, "misses": 0, "entries": 0}
             out.sum().backward()
-            cuseq.clear_cache()
+            cuseq.cache.clear()
             torch.testing.assert_close(out, work(x, warm.lengths))
     assert counter.frame_count == 1
 
@@ -524,7 +524,7 @@ class LooksUpInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (lengths,) = ctx.saved_tensors
-        positions = cuseq.packed_position_ids(lengths, grad.shape[0])
+        positions = cuseq.ops.cached_position_ids(lengths, grad.shape[0])
         return grad * torch.sort(positions * 3 + 1).values, None
 
 
@@ -533,21 +533,21 @@ def test_compiled_autograd(backend, device):
     warm = Warm(make(device))
 
     def hook(grad):
-        ids = ops.packed_seq_ids(warm.lengths, grad.shape[0])
+        ids = ops.cached_seq_ids(warm.lengths, grad.shape[0])
         return grad * torch.sort(ids * 2 + 1).values
 
     def grad_of(x):
-        y = Saves.apply(x.sin(), cuseq.packed_seq_ids(warm.lengths, TOTAL))
+        y = Saves.apply(x.sin(), cuseq.ops.cached_seq_ids(warm.lengths, TOTAL))
         y = LooksUpInBackward.apply(y, warm.lengths)
         y.register_hook(hook)
         return torch.autograd.grad(y.sum(), x)
 
     for step in range(2):
         x = hidden(device, seed=step)
-        before = cuseq.cache_stats()
+        before = cuseq.cache.stats()
         expected = grad_of(x)
         assert moved(before) == {"hits": 3, "misses": 0, "entries": 0}
-        before = cuseq.cache_stats()
+        before = cuseq.cache.stats()
         compiler = torch.compile(backend=backend, fullgraph=True, dynamic=False)
         with compiled_autograd._enable(compiler, dynamic=False):
             grad = grad_of(x)
@@ -574,8 +574,8 @@ def test_lengths_from_a_replayed_graph(cuda):
         lengths = compiled(mask)
         assert lengths.tolist() == values
         for _ in range(2):
-            assert cuseq.packed_cu_seqlens(lengths).tolist() == reference.cu_seqlens(values)
-            assert cuseq.packed_seq_ids(lengths, 16).tolist() == reference.seq_ids(values, 16)
+            assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == reference.cu_seqlens(values)
+            assert cuseq.ops.cached_seq_ids(lengths, 16).tolist() == reference.seq_ids(values, 16)
         del lengths
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 def check(key: torch.Tensor) -> torch.Tensor:
     """The cached value of a key, which must be right for what the key holds now."""
-    value = cuseq.packed_cu_seqlens(key)
+    value = cuseq.ops.cached_cu_seqlens(key)
     assert value.tolist() == reference.cu_seqlens(key.tolist())
     return value
 
@@ -162,7 +162,7 @@ def test_invalidate_after_unseen_writes(name, device):
     version = key._version
     UNSEEN[name](key)
     assert key._version == version and key.tolist() == [1, 1]
-    cuseq.invalidate(key)
+    cuseq.cache.invalidate(key)
     with counted(misses=1, hits=1, entries=1):
         check(key)
         assert check(other) is kept
@@ -173,7 +173,7 @@ def test_a_numpy_array_as_lengths():
     key = torch.from_numpy(array)
     check(key)
     array[0] = 7
-    cuseq.invalidate(key)
+    cuseq.cache.invalidate(key)
     assert check(key).tolist() == [0, 7, 10]
 
 
@@ -205,7 +205,7 @@ def test_swap_tensors(keys, device):
         contents.reverse()
     assert [tensor.tolist() for tensor in tensors] == contents
     check(tensors[0]), check(tensors[1])
-    cuseq.invalidate(tensors[0]), cuseq.invalidate(tensors[1])
+    cuseq.cache.invalidate(tensors[0]), cuseq.cache.invalidate(tensors[1])
     torch.utils.swap_tensors(*tensors)
     assert [tensor.tolist() for tensor in tensors] == contents[::-1]
     check(tensors[0]), check(tensors[1])
@@ -228,7 +228,7 @@ def test_lengths_that_reentrant_checkpoint_detaches(device):
 
     def segment(hidden, lengths):
         keys.append(lengths)
-        return hidden.sin() * cuseq.packed_position_ids(lengths, 6)
+        return hidden.sin() * cuseq.ops.cached_position_ids(lengths, 6)
 
     hidden = torch.ones(6, device=device, requires_grad=True)
     with counted(misses=2, entries=2):
@@ -237,7 +237,7 @@ def test_lengths_that_reentrant_checkpoint_detaches(device):
     assert torch.equal(hidden.grad, hidden.cos() * scale)
     lengths.fill_(1)  # the detached one shares the counter
     for key in keys:
-        assert cuseq.packed_position_ids(key, 6).tolist() == reference.position_ids([1, 1], 6)
+        assert cuseq.ops.cached_position_ids(key, 6).tolist() == reference.position_ids([1, 1], 6)
 
 
 # A caller that edits what it was given.
@@ -282,7 +282,7 @@ def test_invalidate_after_unseen_writes_to_a_value(name, device):
     version = value._version
     VALUE_UNSEEN[name](value)
     assert value._version == version
-    cuseq.invalidate(key)
+    cuseq.cache.invalidate(key)
     check(key)
 
 
@@ -290,13 +290,13 @@ def test_invalidate_after_unseen_writes_to_a_value(name, device):
 def test_training_saves_what_evaluation_asked_for(mode, device):
     key = make(device)
     with mode():
-        check(key), cuseq.packed_position_ids(key, 6)
+        check(key), cuseq.ops.cached_position_ids(key, 6)
     weight = torch.ones(6, device=device, requires_grad=True)
-    for value in (check(key), cuseq.packed_position_ids(key, 6)):
+    for value in (check(key), cuseq.ops.cached_position_ids(key, 6)):
         assert not value.is_inference()
         weight.index_select(0, value).sum().backward()
     with mode(), counted(hits=2):
-        views = [cuseq.packed_cu_seqlens(key)[1:], cuseq.packed_position_ids(key, 6)[1:]]
+        views = [cuseq.ops.cached_cu_seqlens(key)[1:], cuseq.ops.cached_position_ids(key, 6)[1:]]
     for view in views:
         weight.index_select(0, view).sum().backward()
     assert weight.grad.sum() == 3 + 6 + 2 + 5
@@ -345,14 +345,14 @@ def test_micro_batches_of_one_tensor(device):
             for part in again:
                 check(part)
         del lengths, parts, part, again
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 TOTAL = 96
 CALLS = {
-    "cu_seqlens": cuseq.packed_cu_seqlens,
-    "position_ids": lambda key: cuseq.packed_position_ids(key, TOTAL),
-    "seq_ids": lambda key: cuseq.packed_seq_ids(key, TOTAL),
+    "cu_seqlens": cuseq.ops.cached_cu_seqlens,
+    "position_ids": lambda key: cuseq.ops.cached_position_ids(key, TOTAL),
+    "seq_ids": lambda key: cuseq.ops.cached_seq_ids(key, TOTAL),
 }
 WHICH = st.integers(0, 99)
 NUMBER = st.integers(0, 6)
@@ -374,7 +374,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @initialize(always=st.booleans())
     def start_empty(self, always):
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         self.ask_always = always
 
     @precondition(lambda self: len(self.keys) < 6)
@@ -435,17 +435,17 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule(which=WHICH)
     def invalidate(self, which):
-        cuseq.invalidate(self.key(which))
+        cuseq.cache.invalidate(self.key(which))
 
     @rule()
     def clear(self):
-        cuseq.clear_cache()
-        assert cuseq.cache_stats()["entries"] == cuseq.cache_stats()["bytes"] == 0
+        cuseq.cache.clear()
+        assert cuseq.cache.stats()["entries"] == cuseq.cache.stats()["bytes"] == 0
 
     @precondition(lambda self: len(self.scopes) < 3)
     @rule()
     def open_scope(self):
-        self.scopes.append(cuseq.forward_scope())
+        self.scopes.append(cuseq.cache.forward_scope())
         self.scopes[-1].__enter__()
 
     @precondition(lambda self: self.scopes)
@@ -465,13 +465,13 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def nothing_but_live_keys(self):
         live = {id(t) for key in self.keys for t in (key, key._base) if t is not None}
-        assert cuseq.cache_stats()["entries"] <= len(live) * len(CALLS)
+        assert cuseq.cache.stats()["entries"] <= len(live) * len(CALLS)
 
     def teardown(self):
         while self.scopes:
             self.close_scope()
         self.keys.clear()
-        assert cuseq.cache_stats()["entries"] == cuseq.cache_stats()["bytes"] == 0
+        assert cuseq.cache.stats()["entries"] == cuseq.cache.stats()["bytes"] == 0
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_entries_go_with_the_last_reference(hold, drop, device):
     let_go()
     # At once: no other call of cuseq came between.
     assert value.expired()
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 def test_a_key_that_only_autograd_holds(device):
@@ -142,7 +142,7 @@ def test_edited_and_rebound_keys_leave_nothing(device):
         with counted(misses=1):
             new = value_of(key)
         assert old.expired() and not new.expired()
-    cuseq.invalidate(key)
+    cuseq.cache.invalidate(key)
     value = value_of(key)
     del key
     assert new.expired() and value.expired()
@@ -153,9 +153,9 @@ def test_edited_and_rebound_keys_leave_nothing(device):
 
 def test_an_inner_scope_leaves_the_outer_one_open():
     keys = [make() for _ in range(3)]
-    with cuseq.forward_scope():
+    with cuseq.cache.forward_scope():
         for key in keys[:2]:
-            with cuseq.forward_scope():
+            with cuseq.cache.forward_scope():
                 value = value_of(key)
             assert value.expired()
         values = [value_of(key) for key in keys]
@@ -166,7 +166,7 @@ def test_an_inner_scope_leaves_the_outer_one_open():
 def test_scopes_closed_out_of_order():
     before, keys = make(), [make() for _ in range(3)]
     kept = check(before)
-    outer, inner = cuseq.forward_scope(), cuseq.forward_scope()
+    outer, inner = cuseq.cache.forward_scope(), cuseq.cache.forward_scope()
     outer.__enter__()
     values = [value_of(keys[0])]
     inner.__enter__()
@@ -187,7 +187,7 @@ def test_scopes_of_interleaved_generators():
     values = []
 
     def steps():
-        with cuseq.forward_scope():
+        with cuseq.cache.forward_scope():
             for _ in range(2):
                 key = make()
                 keys.append(key)
@@ -211,7 +211,7 @@ def test_scopes_of_interleaved_tasks():
     keys, values = [], []
 
     async def forward():
-        with cuseq.forward_scope():
+        with cuseq.cache.forward_scope():
             for _ in range(3):
                 keys.append(make())
                 values.append(value_of(keys[-1]))
@@ -229,7 +229,7 @@ def test_scopes_of_interleaved_tasks():
 
 def test_a_scope_closed_by_another_thread():
     mine, later, theirs = make(), make(), make()
-    scope = cuseq.forward_scope()
+    scope = cuseq.cache.forward_scope()
     scope.__enter__()
     value = value_of(mine)
 
@@ -251,16 +251,16 @@ def test_what_autograds_threads_put_in_outlives_the_scope(device):
     keys = [make(device)]
 
     def segment(hidden):
-        return hidden.sin() * cuseq.packed_position_ids(keys[0], 6)
+        return hidden.sin() * cuseq.ops.cached_position_ids(keys[0], 6)
 
     hidden = torch.ones(6, device=device, requires_grad=True)
-    with cuseq.forward_scope():
+    with cuseq.cache.forward_scope():
         loss = checkpoint(segment, hidden, use_reentrant=False).sum()
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         with counted(misses=1, entries=1):
             on_a_thread(loss.backward)
     with counted(hits=1):
-        value = StorageWeakRef(cuseq.packed_position_ids(keys[0], 6).untyped_storage())
+        value = StorageWeakRef(cuseq.ops.cached_position_ids(keys[0], 6).untyped_storage())
     keys.clear()
     assert value.expired()
 
@@ -273,24 +273,24 @@ keys = {name: torch.tensor([i]) for i, name in enumerate("abcde")}
 tokens = {"a": 100, "b": 50, "c": 75, "d": 50, "e": 1000}
 
 def ask(name):
-    before = cuseq.cache_stats()["hits"]
-    value = cuseq.packed_seq_ids(keys[name], tokens[name])
+    before = cuseq.cache.stats()["hits"]
+    value = cuseq.ops.cached_seq_ids(keys[name], tokens[name])
     first = "abcde".index(name)
     assert value.tolist() == [0] * first + [1] * (tokens[name] - first)
-    return cuseq.cache_stats()["hits"] - before
+    return cuseq.cache.stats()["hits"] - before
 
 for name in "abcad":
     ask(name)
-stats = cuseq.cache_stats()
+stats = cuseq.cache.stats()
 print([ask(name) for name in "acdb"], stats["entries"], stats["evictions"])
 """
 
 LARGER_THAN_THE_LIMIT = """
 for name in "bcd":
     ask(name)
-before = cuseq.cache_stats()
+before = cuseq.cache.stats()
 assert ask("e") == ask("e") == 0
-print([ask(name) for name in "bcd"], cuseq.cache_stats()["evictions"] - before["evictions"])
+print([ask(name) for name in "bcd"], cuseq.cache.stats()["evictions"] - before["evictions"])
 """
 
 
@@ -343,23 +343,23 @@ def run(batches):
     most = 0
     for i in range(batches):
         lengths = torch.tensor([i % 7, 3])
-        cuseq.packed_cu_seqlens(lengths)
-        with cuseq.forward_scope():
-            cuseq.packed_position_ids(lengths, 16)
+        cuseq.ops.cached_cu_seqlens(lengths)
+        with cuseq.cache.forward_scope():
+            cuseq.ops.cached_position_ids(lengths, 16)
         if i % 3 == 0:
             lengths.add_(1)
         if i % 5 == 0:
-            cuseq.invalidate(lengths)
-        value = cuseq.packed_seq_ids(lengths, 16)
+            cuseq.cache.invalidate(lengths)
+        value = cuseq.ops.cached_seq_ids(lengths, 16)
         if i % 100 == 0:
             assert value.tolist()[-1] == 2
-            most = max(most, cuseq.cache_stats()["entries"])
+            most = max(most, cuseq.cache.stats()["entries"])
     return most
 
 run(10_000)
 before = resident()
 most = run(100_000)
-print(most, resident() - before, cuseq.cache_stats()["entries"])
+print(most, resident() - before, cuseq.cache.stats()["entries"])
 """
 
 
@@ -381,11 +381,11 @@ def step(weight):
     hidden = weight
     for _ in range(3):
         for lengths in batches:
-            hidden = (hidden + cuseq.packed_position_ids(lengths, 1000)).sin()
-            hidden = hidden + cuseq.packed_seq_ids(lengths, 1000)
+            hidden = (hidden + cuseq.ops.cached_position_ids(lengths, 1000)).sin()
+            hidden = hidden + cuseq.ops.cached_seq_ids(lengths, 1000)
     hidden.sum().backward()
     large = torch.ones(1_000_000, device="cuda")  # the peak: no value is alive but in the cache
-    return cuseq.cache_stats()
+    return cuseq.cache.stats()
 
 weight = torch.ones(1000, device="cuda", requires_grad=True)
 step(weight)
@@ -393,7 +393,7 @@ torch.cuda.reset_peak_memory_stats()
 stats = step(weight)
 memory = torch.cuda.memory_stats()
 print(memory["requested_bytes.all.peak"], memory["requested_bytes.all.current"], stats["bytes"],
-      stats["entries"], cuseq.cache_stats()["entries"])
+      stats["entries"], cuseq.cache.stats()["entries"])
 """
 
 
@@ -415,7 +415,7 @@ device = sys.argv[1] if len(sys.argv) > 1 else "{device}"
 
 def check(lengths=None):
     lengths = torch.tensor([2, 3], device=device) if lengths is None else lengths
-    assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 2, 5]
+    assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 5]
     return lengths
 
 """
@@ -425,9 +425,9 @@ kept = [check() for _ in range(70)]
 torch.held = check()
 cycle = [check()]
 cycle.append(cycle)
-value = cuseq.packed_seq_ids(cycle[0], 6)
+value = cuseq.ops.cached_seq_ids(cycle[0], 6)
 graph = torch.ones(6, device=device, requires_grad=True).index_select(0, check())
-scope = cuseq.forward_scope()
+scope = cuseq.cache.forward_scope()
 scope.__enter__()
 check(kept[0])
 """,
@@ -439,7 +439,7 @@ weakref.finalize(key, print, "finalised")
 
 class Late:
     def __init__(self):
-        self.key, self.invalidate, self.clear = check(), cuseq.invalidate, cuseq.clear_cache
+        self.key, self.invalidate, self.clear = check(), cuseq.cache.invalidate, cuseq.cache.clear
     def __del__(self):
         self.invalidate(self.key)
         self.clear()
@@ -494,19 +494,19 @@ class Forked(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, i):
-        before = cuseq.cache_stats()["hits"]
+        before = cuseq.cache.stats()["hits"]
         hit = check(self.shared).data_ptr() == self.address if i < 2 else True
         own = torch.tensor([i, 1])
         value = value_of(own)
         assert check(own).tolist() == [0, i, i + 1]
-        hits = cuseq.cache_stats()["hits"] - before
-        with cuseq.forward_scope():
+        hits = cuseq.cache.stats()["hits"] - before
+        with cuseq.cache.forward_scope():
             check(make())
         del own
         assert value.expired()
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         check(self.shared)
-        cuseq.invalidate(self.shared)
+        cuseq.cache.invalidate(self.shared)
         return torch.tensor([hit, hits, os.getpid() != self.parent])
 
 
@@ -524,12 +524,12 @@ def test_forked_workers_use_the_cache():
 FORKED_WHILE_OTHERS_HIT = """
 import os, signal, threading, torch, cuseq
 key = torch.tensor([2, 3])
-cuseq.packed_cu_seqlens(key)
+cuseq.ops.cached_cu_seqlens(key)
 done = []
 
 def hit():
     while not done:
-        torch.ops.cuseq.packed_cu_seqlens(key)  # without the GIL
+        torch.ops.cuseq.cached_cu_seqlens(key)  # without the GIL
 
 threads = [threading.Thread(target=hit) for _ in range(2)]
 for thread in threads:
@@ -539,7 +539,7 @@ for _ in range(100):
     child = os.fork()
     if child == 0:
         signal.alarm(5)  # ends a child that waits for a lock of a thread that it has not got
-        cuseq.packed_cu_seqlens(key)
+        cuseq.ops.cached_cu_seqlens(key)
         os._exit(0)
     hung += os.waitpid(child, 0)[1] != 0
     if hung:

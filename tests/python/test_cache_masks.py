@@ -34,9 +34,9 @@ def layout(device, lengths=(2, 3), total: int = 6) -> PackedLayout:
 
 @contextmanager
 def only_hits(at_least: int):
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     yield
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     for count in ("misses", "entries", "evictions", "bytes"):
         assert (count, after[count]) == (count, before[count])
     assert after["hits"] - before["hits"] >= at_least
@@ -44,9 +44,9 @@ def only_hits(at_least: int):
 
 @contextmanager
 def some_misses():
-    before = cuseq.cache_stats()["misses"]
+    before = cuseq.cache.stats()["misses"]
     yield
-    assert cuseq.cache_stats()["misses"] > before
+    assert cuseq.cache.stats()["misses"] > before
 
 
 def storage(value: Tensor) -> StorageWeakRef:
@@ -139,20 +139,20 @@ def test_the_cached_ops_hit(device):
     lengths = torch.tensor([2, 3], device=device)
     spans = spans_tensor([(2, 5)], device)
     calls = {
-        "ranges": lambda: ops.packed_mask_ranges(lengths, 6),
-        "windowed": lambda: ops.packed_mask_ranges(lengths, 6, window=2),
-        "dense": lambda: ops.packed_dense_mask(lengths, 6),
-        "additive": lambda: ops.packed_dense_mask(lengths, 6, dtype=torch.float32),
-        "spans": lambda: ops.packed_dense_mask(lengths, 6, spans=spans),
-        "blocks": lambda: ops.packed_block_mask(lengths, 6)[0],
+        "ranges": lambda: ops.cached_mask_ranges(lengths, 6),
+        "windowed": lambda: ops.cached_mask_ranges(lengths, 6, window=2),
+        "dense": lambda: ops.cached_dense_mask(lengths, 6),
+        "additive": lambda: ops.cached_dense_mask(lengths, 6, dtype=torch.float32),
+        "spans": lambda: ops.cached_dense_mask(lengths, 6, spans=spans),
+        "blocks": lambda: ops.cached_block_mask(lengths, 6)[0],
     }
     values = {name: call() for name, call in calls.items()}
     with only_hits(at_least=len(calls)):
         for name, call in calls.items():
             assert call() is values[name]
-    expected = cuseq.dense_mask(lengths, 6, spans=spans)
+    expected = cuseq.ops.dense_mask(lengths, 6, spans=spans)
     assert torch.equal(values["spans"], expected)
-    assert torch.equal(values["windowed"], cuseq.mask_ranges(lengths, 6, window=2))
+    assert torch.equal(values["windowed"], cuseq.ops.mask_ranges(lengths, 6, window=2))
 
 
 # Spans are part of the key: a list by what it holds, a tensor by its identity.
@@ -208,13 +208,13 @@ def test_equal_span_tensors_are_different_keys(device):
 def test_masks_die_with_their_spans(device):
     packed = layout(device)
     kept = packed.dense_mask()
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     spans = spans_tensor([(2, 4)], device)
     mask, block = packed.dense_mask(spans=spans), packed.block_mask(spans=spans)
     gone = [storage(mask), *storages(block), weakref.ref(block)]
     del mask, block, spans
     assert all(ref.expired() for ref in gone[:-1]) and gone[-1]() is None
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     assert (after["entries"], after["bytes"]) == (before["entries"], before["bytes"])
     assert packed.dense_mask() is kept
 
@@ -231,22 +231,22 @@ def test_a_new_span_tensor_is_never_an_old_one(device):
 
 def test_bytes_are_counted(device):
     packed = layout(device, [500, 500], 1001)
-    assert cuseq.cache_stats()["bytes"] == 0
+    assert cuseq.cache.stats()["bytes"] == 0
     sizes = {torch.bool: 1, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
     for dtype, size in sizes.items():
-        before = cuseq.cache_stats()["bytes"]
+        before = cuseq.cache.stats()["bytes"]
         mask = packed.dense_mask(dtype)
-        grown = cuseq.cache_stats()["bytes"] - before
+        grown = cuseq.cache.stats()["bytes"] - before
         assert mask.untyped_storage().nbytes() >= 1001 * 1001 * size
         # Beside it, ranges and offsets: a few numbers for each token.
         assert 0 <= grown - mask.untyped_storage().nbytes() <= 64 * 1001
-    before = cuseq.cache_stats()["bytes"]
+    before = cuseq.cache.stats()["bytes"]
     block = packed.block_mask(block_size=16)
     tables = {getattr(block, name).untyped_storage() for name in TABLES}
     size = sum({table.data_ptr(): table.nbytes() for table in tables}.values())
-    assert 0 <= cuseq.cache_stats()["bytes"] - before - size <= 64 * 1001
+    assert 0 <= cuseq.cache.stats()["bytes"] - before - size <= 64 * 1001
     del mask, block, packed, tables
-    assert (cuseq.cache_stats()["bytes"], cuseq.cache_stats()["entries"]) == (0, 0)
+    assert (cuseq.cache.stats()["bytes"], cuseq.cache.stats()["entries"]) == (0, 0)
 
 
 def test_one_build_for_each_mask(device):
@@ -274,13 +274,13 @@ def test_one_build_for_each_mask(device):
     entries = None
     for is_forward, index in schedule(len(packs), in_flight):
         if is_forward:
-            before = cuseq.cache_stats()
+            before = cuseq.cache.stats()
             packed = PackedLayout.from_lengths(packs[index], 16, device=device)
             alive[index] = packed, forward(packed)
-            made = cuseq.cache_stats()["misses"] - before["misses"]
+            made = cuseq.cache.stats()["misses"] - before["misses"]
             # Each micro-batch costs the same, whatever others are alive: no entry pushed one out.
-            assert cuseq.cache_stats()["evictions"] == before["evictions"]
-            assert cuseq.cache_stats()["entries"] - before["entries"] == made
+            assert cuseq.cache.stats()["evictions"] == before["evictions"]
+            assert cuseq.cache.stats()["entries"] - before["entries"] == made
             entries = made if entries is None else entries
             assert made == entries
             assert 6 <= made <= 10  # the masks, and the facts that they are made of
@@ -291,7 +291,7 @@ def test_one_build_for_each_mask(device):
                     mask, block = layer(packed, again)
                     assert mask is first[again % 4][0] and block is first[again % 4][1]
             del packed, first, mask, block
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 def test_micro_batches_in_turn(device):
@@ -327,8 +327,8 @@ def test_a_mask_dies_with_its_layout(name, device):
         assert wrapper() is None and all(ref.expired() for ref in gone)
     finally:
         gc.enable()
-    assert cuseq.cache_stats()["entries"] == 0
-    assert cuseq.cache_stats()["bytes"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
+    assert cuseq.cache.stats()["bytes"] == 0
 
 
 def test_a_mask_does_not_hold_its_layout(device):
@@ -341,7 +341,7 @@ def test_a_mask_does_not_hold_its_layout(device):
         assert gone() is None
     finally:
         gc.enable()
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
     seen = reference.mask([2, 3], 6)
     check_dense(mask, seen, device)
     check_block_mask(block, seen, device, block_size=2)
@@ -354,7 +354,7 @@ def test_a_mask_does_not_hold_its_layout(device):
 def test_masks_die_with_their_scope(device):
     packed = layout(device)
     kept = packed.dense_mask(window=2)
-    with cuseq.forward_scope():
+    with cuseq.cache.forward_scope():
         mask, block = packed.dense_mask(), packed.block_mask()
         assert packed.dense_mask() is mask and packed.block_mask() is block
         gone = [storage(mask), *storages(block)]
@@ -368,7 +368,7 @@ def test_masks_die_with_their_scope(device):
 
 def test_a_block_mask_of_a_scope_is_made_again(device):
     packed = layout(device)
-    with cuseq.forward_scope():
+    with cuseq.cache.forward_scope():
         block = packed.block_mask(block_size=2)
     again = packed.block_mask(block_size=2)
     assert again is not block
@@ -378,8 +378,8 @@ def test_a_block_mask_of_a_scope_is_made_again(device):
 def test_cleared_masks_are_made_again(device):
     packed = layout(device)
     before = {name: make(packed) for name, make in KINDS.items()}
-    cuseq.clear_cache()
-    assert cuseq.cache_stats()["entries"] == 0
+    cuseq.cache.clear()
+    assert cuseq.cache.stats()["entries"] == 0
     for name, make in KINDS.items():
         assert make(packed) is not before[name]
 
@@ -421,7 +421,7 @@ def test_errors_leave_nothing_behind(device):
     ):
         with pytest.raises(ValueError):
             wrong()
-    assert cuseq.cache_stats()["bytes"] <= 64 * 6  # a fact that the check asked for, at most
+    assert cuseq.cache.stats()["bytes"] <= 64 * 6  # a fact that the check asked for, at most
     check_dense(packed.dense_mask(), reference.mask([2, 3], 6), device)
 
 
@@ -445,11 +445,11 @@ def expected_gradients(tensors, **options) -> tuple[Tensor, ...]:
 
 EVICTIONS = {
     "the layout dies": lambda packed: packed.clear(),
-    "cleared": lambda packed: cuseq.clear_cache(),
+    "cleared": lambda packed: cuseq.cache.clear(),
     "many others": lambda packed: [
         layout(packed[0].device, [i, 1], 100 + i).dense_mask() for i in range(80)
     ],
-    "on a thread": lambda packed: on_a_thread(cuseq.clear_cache),
+    "on a thread": lambda packed: on_a_thread(cuseq.cache.clear),
 }
 
 
@@ -500,13 +500,13 @@ def alive(value):
 def pass_time(calls):
     small = torch.tensor([1, 2], device=device)
     for _ in range(calls):
-        cuseq.packed_cu_seqlens(small)
+        cuseq.ops.cached_cu_seqlens(small)
 
 def stays(*values):
     return [not value.expired() for value in values]
 
 def within(bound):
-    stats = cuseq.cache_stats()
+    stats = cuseq.cache.stats()
     assert 0 <= stats["bytes"] <= bound, stats
     return True
 """
@@ -516,8 +516,8 @@ BOUNDS = {
     "masks go before the facts of tokens, however old and large those are": (
         2.5,
         """
-offsets = alive(cuseq.packed_cu_seqlens(lengths))
-facts = alive(cuseq.packed_position_ids(lengths, 250_000))  # a million bytes
+offsets = alive(cuseq.ops.cached_cu_seqlens(lengths))
+facts = alive(cuseq.ops.cached_position_ids(lengths, 250_000))  # a million bytes
 pass_time(1000)
 first = alive(packed.dense_mask())
 assert stays(offsets, facts, first) == [True] * 3
@@ -529,8 +529,8 @@ print(stays(offsets, facts, first, second))
     "block masks are masks": (
         2.5,
         """
-offsets = alive(cuseq.packed_cu_seqlens(lengths))
-facts = alive(cuseq.packed_position_ids(lengths, 250_000))
+offsets = alive(cuseq.ops.cached_cu_seqlens(lengths))
+facts = alive(cuseq.ops.cached_position_ids(lengths, 250_000))
 pass_time(1000)
 first = alive(packed.block_mask(block_size=4).kv_indices)  # 4 x 256 x 256 x 4 bytes
 second = alive(packed.dense_mask(window=3))
@@ -542,10 +542,10 @@ print(stays(offsets, facts, first, second))
         1.5,
         """
 many = torch.ones(100_000, dtype=torch.int32, device=device)
-offsets = alive(cuseq.packed_cu_seqlens(many))  # 400,004 bytes
+offsets = alive(cuseq.ops.cached_cu_seqlens(many))  # 400,004 bytes
 pass_time(1000)
-positions = alive(cuseq.packed_position_ids(many, 150_000))
-ids = alive(cuseq.packed_seq_ids(many, 150_000))
+positions = alive(cuseq.ops.cached_position_ids(many, 150_000))
+ids = alive(cuseq.ops.cached_seq_ids(many, 150_000))
 print(stays(offsets, positions, ids))
 """,
         [True, False, True],
@@ -554,10 +554,10 @@ print(stays(offsets, positions, ids))
         1.5,
         """
 many = torch.ones(100_000, dtype=torch.int32, device=device)
-offsets = alive(cuseq.packed_cu_seqlens(many))
+offsets = alive(cuseq.ops.cached_cu_seqlens(many))
 pass_time(1000)
-ranges = alive(torch.ops.cuseq.packed_mask_ranges(many, 100_000))  # 800,000 bytes
-again = alive(torch.ops.cuseq.packed_mask_ranges(many, 100_000, window=2))
+ranges = alive(torch.ops.cuseq.cached_mask_ranges(many, 100_000))  # 800,000 bytes
+again = alive(torch.ops.cuseq.cached_mask_ranges(many, 100_000, window=2))
 print(stays(offsets, ranges, again))
 """,
         [True, False, True],
@@ -612,14 +612,14 @@ print(stays(small, large, third))
     "one that can never fit is not kept": (
         2.5,
         """
-offsets = alive(cuseq.packed_cu_seqlens(lengths))
+offsets = alive(cuseq.ops.cached_cu_seqlens(lengths))
 kept = [alive(packed.dense_mask()), alive(packed.dense_mask(window=3))]
-before = cuseq.cache_stats()
+before = cuseq.cache.stats()
 mask = packed.dense_mask(torch.float32)
 assert mask.shape == (1, 1, 1024, 1024) and mask[0, 0, 523, 501:].isinf().any()
 assert torch.equal(mask[0, 0] == 0, packed.dense_mask()[0, 0])
 assert packed.dense_mask(torch.float32) is not mask
-after = cuseq.cache_stats()
+after = cuseq.cache.stats()
 assert after["evictions"] == before["evictions"], (before, after)
 gone = alive(mask)
 del mask
@@ -666,7 +666,7 @@ def test_the_bound(name, device, run_python):
     bound, code, expected = BOUNDS[name]
     bound = int(bound * 2**20)
     start = BOUNDED.replace("{device!r}", repr(str(device)))
-    end = f"assert within({bound}) and cuseq.cache_stats()['entries'] > 0\n"
+    end = f"assert within({bound}) and cuseq.cache.stats()['entries'] > 0\n"
     result = run_python(start + code + end, CUSEQ_CACHE_MAX_BYTES=str(bound))
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(expected)
@@ -719,7 +719,7 @@ def gradients(evict):
     if evict:
         for window in range(1, 5):
             packed.dense_mask(torch.float32, window=window).sum()
-        assert cuseq.cache_stats()["evictions"] > 0
+        assert cuseq.cache.stats()["evictions"] > 0
     return torch.autograd.grad(out.square().sum(), (q, k, v))
 
 for one, other in zip(gradients(False), gradients(True)):
@@ -739,10 +739,10 @@ masks = [packed.dense_mask(), packed.dense_mask()]
 blocks = [packed.block_mask(), packed.block_mask()]
 assert masks[0] is not masks[1] and torch.equal(*masks)
 assert blocks[0] is not blocks[1] and torch.equal(*(block.to_dense() for block in blocks))
-assert torch.equal(masks[0], cuseq.dense_mask(lengths, 1024))
+assert torch.equal(masks[0], cuseq.ops.dense_mask(lengths, 1024))
 spans = [packed.dense_mask(spans=[(3, 90)]) for _ in range(2)]
 assert torch.equal(*spans) and bool(spans[0][0, 0, 3, 89])
-stats = cuseq.cache_stats()
+stats = cuseq.cache.stats()
 print(stats["entries"], stats["bytes"], stats["hits"])
 """
 
@@ -781,7 +781,7 @@ def test_threads_at_once(device):
                 if not right:
                     wrong.append((seed, step))
                 if step % 40 == 39:
-                    cuseq.clear_cache()
+                    cuseq.cache.clear()
         except Exception as error:
             wrong.append(error)
 
@@ -793,7 +793,7 @@ def test_threads_at_once(device):
         on_a_thread(lambda packed=packed, block=block: hit(packed, block))
     del packed, block
     shared.clear()
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 def hit(packed: PackedLayout, block) -> None:
@@ -883,12 +883,12 @@ MANY_FACTS = """
 import torch, cuseq
 facts = [torch.tensor([i]) for i in range(70)]
 for fact in facts:
-    cuseq.packed_cu_seqlens(fact)
+    cuseq.ops.cached_cu_seqlens(fact)
 packed = cuseq.PackedLayout.from_lengths([2, 3])
 mask, block = packed.dense_mask(), packed.block_mask()
 for _ in range(3):
     assert packed.dense_mask() is mask and packed.block_mask() is block
-print(cuseq.cache_stats()["entries"])
+print(cuseq.cache.stats()["entries"])
 """
 
 
@@ -900,9 +900,9 @@ def test_many_facts_do_not_drive_out_a_new_mask(run_python):
 def test_a_tensor_has_one_role_in_a_key(device, fresh_cache):
     lengths = torch.tensor([2, 2], device=device)
     spans = torch.tensor([[0, 2], [2, 4]], dtype=torch.int32, device=device)
-    torch.ops.cuseq.packed_dense_mask(lengths, 6, spans=spans)
+    torch.ops.cuseq.cached_dense_mask(lengths, 6, spans=spans)
     with pytest.raises(ValueError, match="cu_seqlens_padded"):
-        torch.ops.cuseq.packed_dense_mask(lengths, 6, cu_seqlens_padded=spans)
+        torch.ops.cuseq.cached_dense_mask(lengths, 6, cu_seqlens_padded=spans)
 
 
 REFUSED = """
@@ -915,7 +915,7 @@ for wrong in (dict(row_length=3), dict(dtype=torch.int8)):
     except (TypeError, ValueError):
         pass
 assert packed.dense_mask() is mask
-print(cuseq.cache_stats()["evictions"])
+print(cuseq.cache.stats()["evictions"])
 """
 
 

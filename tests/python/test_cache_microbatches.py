@@ -38,10 +38,10 @@ class MicroBatch:
 
 def cached_facts(q, k, v, batch: MicroBatch, window, total: int, dtype) -> tuple[Tensor, ...]:
     lengths = batch.lengths[dtype]
-    offsets = cuseq.packed_cu_seqlens(lengths)
+    offsets = cuseq.ops.cached_cu_seqlens(lengths)
     out, _ = torch.ops.cuseq.varlen_attention(q, k, v, offsets, None, True, window)
-    ids = cuseq.packed_seq_ids(lengths, total)
-    return out, cuseq.packed_position_ids(lengths, total), ids
+    ids = cuseq.ops.cached_seq_ids(lengths, total)
+    return out, cuseq.ops.cached_position_ids(lengths, total), ids
 
 
 def plain_facts(q, k, v, batch: MicroBatch, window, total: int, dtype) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ def test_one_build_for_each_key(in_flight, reentrant, device):
             else:
                 alive[index][1].backward()
                 del alive[index]
-            assert cuseq.cache_stats()["entries"] == KEYS * len(alive)
+            assert cuseq.cache.stats()["entries"] == KEYS * len(alive)
     check_gradients(layers, device)
 
 
@@ -145,7 +145,7 @@ def test_a_scope_for_each_micro_batch(device):
     misses = KEYS * len(batches)
     with counted(misses=misses, hits=3 * len(LAYERS) * len(batches) - misses):
         for batch in batches:
-            with cuseq.forward_scope():
+            with cuseq.cache.forward_scope():
                 layers(batch, None).backward()
     check_gradients(layers, device)
 
@@ -169,7 +169,7 @@ EDITS = {
 
 def check_views(views) -> None:
     for view in views:
-        assert cuseq.packed_cu_seqlens(view).tolist() == reference.cu_seqlens(view.tolist())
+        assert cuseq.ops.cached_cu_seqlens(view).tolist() == reference.cu_seqlens(view.tolist())
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -254,9 +254,9 @@ def work(rank: int) -> dict:
         for _ in range(2):  # the first step runs a stage once more, to find the shapes
             blocks.zero_grad()
             losses: list[Tensor] = []
-            before = cuseq.cache_stats()
+            before = cuseq.cache.stats()
             runner.step(*arguments, target=targets, losses=losses, **options)
-            after = cuseq.cache_stats()
+            after = cuseq.cache.stats()
         results[name, recipe] = {
             "losses": [loss.item() for loss in losses],
             "gradients": distributed.gradients(blocks),

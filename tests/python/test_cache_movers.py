@@ -79,7 +79,7 @@ def one_layout(
         initialise(self, lengths, *rest)
 
     attended.clear()
-    before = cuseq.cache_stats()["misses"]
+    before = cuseq.cache.stats()["misses"]
     cuseq.PackedLayout.__init__ = spy
     try:
         yield
@@ -93,7 +93,7 @@ def one_layout(
         assert len({id(layout) for layout in of_step}) == devices
     assert len({id(layout) for layout in attended}) == steps * devices
     keys = steps * devices if keys is None else keys
-    assert cuseq.cache_stats()["misses"] - before == keys
+    assert cuseq.cache.stats()["misses"] - before == keys
     attended.clear()
 
 

@@ -22,9 +22,9 @@ LENGTHS = [337, *range(211, 1, -7)]
 TOTAL = sum(LENGTHS) + 41
 
 CALLS = {
-    "cu_seqlens": lambda key: cuseq.packed_cu_seqlens(key),
-    "position_ids": lambda key: cuseq.packed_position_ids(key, TOTAL),
-    "seq_ids": lambda key: cuseq.packed_seq_ids(key, TOTAL),
+    "cu_seqlens": lambda key: cuseq.ops.cached_cu_seqlens(key),
+    "position_ids": lambda key: cuseq.ops.cached_position_ids(key, TOTAL),
+    "seq_ids": lambda key: cuseq.ops.cached_seq_ids(key, TOTAL),
 }
 ALL = pytest.mark.parametrize("name", CALLS)
 
@@ -45,7 +45,7 @@ def load_kernels(device: torch.device) -> None:
             late.new_empty(1).copy_(call(late)[:1])
             torch.full_like(call(late).clone(), -7)
         torch.cuda._sleep(1)
-    cuseq.clear_cache()
+    cuseq.cache.clear()
     torch.cuda.synchronize(device)
 
 
@@ -102,8 +102,8 @@ def test_a_hit_waits_for_the_stream_that_made_it(name, maker, reader, gpu):
 
 DROPS = {
     "key": lambda keys, scope: keys.clear(),
-    "clear_cache": lambda keys, scope: cuseq.clear_cache(),
-    "invalidate": lambda keys, scope: cuseq.invalidate(keys[0]),
+    "clear_cache": lambda keys, scope: cuseq.cache.clear(),
+    "invalidate": lambda keys, scope: cuseq.cache.invalidate(keys[0]),
     "scope": lambda keys, scope: scope.__exit__(None, None, None),
 }
 
@@ -140,7 +140,7 @@ def test_memory_is_reused_under_a_late_reader(gpu):
 
     def make_value():
         if not box:
-            box.append(cuseq.position_ids(torch.tensor(LENGTHS, device=gpu), TOTAL))
+            box.append(cuseq.ops.position_ids(torch.tensor(LENGTHS, device=gpu), TOTAL))
         return box[0]
 
     (read,) = reads_late(make_value, box.clear, gpu, readers=1)
@@ -151,7 +151,7 @@ def test_memory_is_reused_under_a_late_reader(gpu):
 @pytest.mark.parametrize("drop", DROPS)
 def test_memory_waits_for_late_readers(drop, readers, gpu):
     keys = [torch.tensor(LENGTHS, device=gpu)]
-    scope = cuseq.forward_scope()
+    scope = cuseq.cache.forward_scope()
     with scope, counted(misses=1, hits=readers):
         reads = reads_late(
             lambda: CALLS["position_ids"](keys[0]), lambda: DROPS[drop](keys, scope), gpu, readers
@@ -239,9 +239,9 @@ def test_entries_dropped_during_a_capture(cuda):
     def body():
         captured.append(CALLS["position_ids"](static))
         keys.pop()
-        cuseq.invalidate(keys[0])
+        cuseq.cache.invalidate(keys[0])
         captured.append(CALLS["seq_ids"](static))
-        cuseq.clear_cache()
+        cuseq.cache.clear()
 
     with counted(bypasses=2, entries=-3):
         graph = capture(body)
@@ -258,12 +258,12 @@ def test_a_replay_that_writes_the_lengths(cuda):
     one = torch.ones_like(lengths)
     graph = capture(lambda: lengths.add_(one))
     lengths.copy_(one)
-    cuseq.packed_cu_seqlens(lengths)
+    cuseq.ops.cached_cu_seqlens(lengths)
     version = lengths._version
     graph.replay()
     assert lengths._version == version  # documented: no version counter sees it
-    cuseq.invalidate(lengths)
-    assert cuseq.packed_cu_seqlens(lengths).tolist() == [0, 2, 4]
+    cuseq.cache.invalidate(lengths)
+    assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 4]
 
 
 @pytest.mark.parametrize("others", ["default", "side"])
@@ -337,7 +337,7 @@ class Block(torch.nn.Module):
 
     def forward(self, hidden, packed):
         packed = packed.to(self.weight.device)
-        positions = cuseq.packed_position_ids(packed.lengths, packed.total_tokens)
+        positions = cuseq.ops.cached_position_ids(packed.lengths, packed.total_tokens)
         self.seen += [packed, positions]
         return hidden.to(self.weight.device) * self.weight + positions
 

@@ -86,12 +86,12 @@ class Worker:
 
     def act_ask_twice_in_a_scope(self):
         key = self.any_key()
-        with cuseq.forward_scope():
+        with cuseq.cache.forward_scope():
             self.ask(key)
             self.ask(key)
 
     def act_scope_that_raises(self):
-        with pytest.raises(KeyError), cuseq.forward_scope():
+        with pytest.raises(KeyError), cuseq.cache.forward_scope():
             self.ask(self.any_key())
             raise KeyError
 
@@ -120,7 +120,7 @@ class Worker:
         key = self.random.choice(self.own)
         key.tensor.data.fill_(2)
         key.values = [2] * len(key.values)
-        cuseq.invalidate(key.tensor)
+        cuseq.cache.invalidate(key.tensor)
         self.ask(key)
 
     def act_edit_what_was_given(self):
@@ -135,7 +135,7 @@ class Worker:
 
     def act_swap(self):
         one, other = self.random.sample(self.own, 2)
-        cuseq.invalidate(one.tensor), cuseq.invalidate(other.tensor)
+        cuseq.cache.invalidate(one.tensor), cuseq.cache.invalidate(other.tensor)
         try:
             torch.utils.swap_tensors(one.tensor, other.tensor)
         except RuntimeError as error:
@@ -147,14 +147,14 @@ class Worker:
 
     def act_clear(self):
         if self.random.random() < 0.1:
-            cuseq.clear_cache()
+            cuseq.cache.clear()
 
     def act_invalidate(self):
-        cuseq.invalidate(self.any_key().tensor)
+        cuseq.cache.invalidate(self.any_key().tensor)
 
     def act_stats(self):
         # Each thread may hold one that it has not made room for yet.
-        assert cuseq.cache_stats()["entries"] <= 64 + THREADS
+        assert cuseq.cache.stats()["entries"] <= 64 + THREADS
 
     def act_inference(self):
         with torch.inference_mode():
@@ -164,7 +164,7 @@ class Worker:
     def act_watched(self):
         key = self.any_key()
         with python_modes, Watch() as watch:
-            value = cuseq.packed_cu_seqlens(key.tensor)
+            value = cuseq.ops.cached_cu_seqlens(key.tensor)
         assert torch.ops.cuseq.cu_seqlens.default in watch.seen
         value.fill_(-1)
         self.ask(key)
@@ -196,7 +196,7 @@ class Worker:
         hidden = torch.ones(30, device=self.device, requires_grad=True)
 
         def segment(hidden, lengths):
-            return hidden.sin() * cuseq.packed_position_ids(lengths, 30)
+            return hidden.sin() * cuseq.ops.cached_position_ids(lengths, 30)
 
         # PyTorch waits for its generator's mutex with the GIL in hand, and for the GIL with that
         # mutex: threads that keep the generator's state can lock each other out.
@@ -222,16 +222,16 @@ class Worker:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1_000_000)
-            cuseq.packed_position_ids(key.tensor, 30)
+            cuseq.ops.cached_position_ids(key.tensor, 30)
         # Made late on the other stream: this one waits for it before it reads.
-        read = cuseq.packed_position_ids(key.tensor, 30) + 0
+        read = cuseq.ops.cached_position_ids(key.tensor, 30) + 0
         del key
         assert torch.equal(read.cpu(), expected)
 
 
 def run_stress(device: torch.device, seed: int, seconds: float) -> list[Worker]:
     """Runs the workers; returns them, or raises what one of them met."""
-    cuseq.clear_cache()  # of tables that earlier tests left, which count as entries
+    cuseq.cache.clear()  # of tables that earlier tests left, which count as entries
     shared = [Key([i, 1, i], device) for i in range(5)]
     workers = [Worker(seed * THREADS + i, device, shared) for i in range(THREADS)]
     # Once without threads: the first dispatch of an op to a Python mode races inside PyTorch.
@@ -259,7 +259,7 @@ def run_stress(device: torch.device, seed: int, seconds: float) -> list[Worker]:
         sys.setswitchinterval(switching)
     assert not any(thread.is_alive() for thread in threads), f"deadlock, seed {seed}"
     assert not failures, f"seed {seed}: {failures[0]}"
-    assert cuseq.cache_stats()["entries"] <= 64
+    assert cuseq.cache.stats()["entries"] <= 64
     return workers
 
 
@@ -267,14 +267,14 @@ def run_stress(device: torch.device, seed: int, seconds: float) -> list[Worker]:
 def test_everything_at_once(device):
     seed = int(os.environ.get("CUSEQ_STRESS_SEED", random.randrange(10**6)))
     print(f"CUSEQ_STRESS_SEED={seed}")
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     workers = run_stress(device, seed, SECONDS)
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     assert after["hits"] > before["hits"] and after["bypasses"] > before["bypasses"]
     never = [name for name in workers[0].done if not any(worker.done[name] for worker in workers)]
     assert never == [], f"seed {seed}: too short a run"
     # All keys go: nothing is left, whoever made it.
     del workers
     gc.collect()
-    stats = cuseq.cache_stats()
+    stats = cuseq.cache.stats()
     assert (stats["entries"], stats["bytes"]) == (0, 0), f"seed {seed}"

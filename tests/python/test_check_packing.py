@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import cuseq
-from cuseq.check_packing import PackingReport, check_packing
-from cuseq.check_packing._comparison import _default_rtol
+from cuseq.debug.packing_check import PackingReport, check_packing
+from cuseq.debug.packing_check._comparison import _default_rtol
 
 VOCAB = 61
 LENGTHS = [5, 1, 12, 2, 9]
@@ -454,7 +454,7 @@ def test_labels_of_a_model_without_a_loss(device):
             return super().forward(input_ids, None, position_ids, packed)
 
     model = WithoutLoss().to(device)
-    for right in (None, cuseq.PackingCollator(pad_to=48), shifted_labels, without_labels):
+    for right in (None, cuseq.PackingCollator(total_tokens=48), shifted_labels, without_labels):
         report = check_packing(model, DOCUMENTS, collator=right)
         assert_fine(report, {"loss"})
         assert "the model gives none" in str(report)
@@ -469,7 +469,7 @@ def test_labels_of_a_model_without_a_loss(device):
         assert failed(report) == {"labels"}
 
 
-@pytest.mark.parametrize("collator", [None, cuseq.PackingCollator(pad_to=48)])
+@pytest.mark.parametrize("collator", [None, cuseq.PackingCollator(total_tokens=48)])
 def test_right_collators_and_labels(collator, device):
     examples = [
         {"input_ids": ids, "labels": torch.tensor([-100] * min(i, len(ids)) + ids[i:])}
@@ -863,7 +863,7 @@ def test_models_of_transformers_pass(kind, device):
     report = check_packing(model, DOCUMENTS)
     assert_fine(report)
     assert report.checks["logits"].value < 1e-5
-    padded = check_packing(model, DOCUMENTS, collator=cuseq.PackingCollator(pad_to=48))
+    padded = check_packing(model, DOCUMENTS, collator=cuseq.PackingCollator(total_tokens=48))
     assert_fine(padded)
     assert padded.checks["leak from padding"].limit == padded.checks["leak forward"].limit
     exact = kind != "Qwen3Moe"
@@ -920,7 +920,7 @@ def test_layers_compiled_for_one_shape(attention, device):
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
     documents = make_documents(range(2, 14))  # more shapes than torch compiles anew
-    report = check_packing(model, documents, collator=cuseq.PackingCollator(pad_to=96))
+    report = check_packing(model, documents, collator=cuseq.PackingCollator(total_tokens=96))
     if attention == "cuseq":
         assert_fine(report)
     else:
@@ -970,7 +970,7 @@ def folder(tmp_path):
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-m", "cuseq.check_packing"]
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "cuseq.debug.packing_check"]
         + [str(argument) for argument in arguments],
         capture_output=True,
         text=True,
@@ -997,7 +997,7 @@ def test_command_finds_a_wrong_model_wrong(tmp_path):
 
 def test_command_says_why_it_could_not_run(tmp_path, capsys):
     pytest.importorskip("transformers")
-    from cuseq.check_packing.__main__ import main
+    from cuseq.debug.packing_check.__main__ import main
 
     make_config("Llama").save_pretrained(tmp_path)
     for arguments, reason in (
@@ -1019,7 +1019,7 @@ def test_command_says_why_it_could_not_run(tmp_path, capsys):
 
 def test_command_shows_a_verdict_that_it_cannot_write(tmp_path, capsys):
     pytest.importorskip("transformers")
-    from cuseq.check_packing.__main__ import main
+    from cuseq.debug.packing_check.__main__ import main
 
     make_config("Llama").save_pretrained(tmp_path)
     for path in (tmp_path, tmp_path / "missing" / "report.json"):
@@ -1031,7 +1031,7 @@ def test_command_shows_a_verdict_that_it_cannot_write(tmp_path, capsys):
 
 def test_lengths_of_the_command():
     pytest.importorskip("transformers")
-    from cuseq.check_packing._load import _lengths
+    from cuseq.debug.packing_check._load import _lengths
 
     for documents in (4, 5, 6, 7, 25, 64, 300):
         for tokens in (4 * documents, 4 * documents + 1, 6 * documents, 10000):
@@ -1043,7 +1043,7 @@ def test_lengths_of_the_command():
 
 def test_command_without_cache(tmp_path):
     pytest.importorskip("transformers")
-    from cuseq.check_packing.__main__ import main
+    from cuseq.debug.packing_check.__main__ import main
 
     make_config("Qwen3").save_pretrained(tmp_path)
     arguments = [str(tmp_path), "--attn", "sdpa", "--tokens", "40"]
@@ -1056,7 +1056,7 @@ def test_command_without_cache(tmp_path):
 )
 def test_tiny_models_keep_their_family(kind):
     transformers = pytest.importorskip("transformers")
-    from cuseq.check_packing._load import tiny_config
+    from cuseq.debug.packing_check._load import tiny_config
 
     config = getattr(transformers, f"{kind}Config")()
     tiny = tiny_config(config)
@@ -1081,7 +1081,7 @@ def test_tiny_models_keep_their_family(kind):
 
 def test_no_framework_is_imported(run_python):
     code = (
-        "import sys, cuseq; from cuseq.check_packing import check_packing; "
+        "import sys, cuseq; from cuseq.debug.packing_check import check_packing; "
         "assert callable(check_packing) and 'transformers' not in sys.modules"
     )
     done = run_python(code)

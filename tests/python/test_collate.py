@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import DTYPES, packings
 
-from cuseq import PackedLayout, PackingCollator, mask_boundary_labels
+from cuseq import PackedLayout, PackingCollator
+from cuseq.data import mask_boundary_labels
 
 A, B = {"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}
 
@@ -107,7 +108,7 @@ def test_wrong_labels_are_refused(device):
 
 
 def test_collator_literal_case():
-    batch = PackingCollator(pad_to=6)([A, B])
+    batch = PackingCollator(total_tokens=6)([A, B])
     assert set(batch) == {"input_ids", "labels", "position_ids", "packed"}
     assert as_lists(batch) == {
         "input_ids": [5, 6, 7, 8, 9, 0],
@@ -123,16 +124,18 @@ def test_collator_literal_case():
 
 @given(
     examples=example_lists(),
-    pad_to=st.sampled_from([None, 60, 64]),
+    total_tokens=st.sampled_from([None, 60, 64]),
     multiple=st.sampled_from([1, 2, 4]),
     kind=st.sampled_from([list, torch.tensor, np.array, tuple]),
     pad_token=st.sampled_from([0, 3]),
 )
-def test_any_examples(examples, pad_to, multiple, kind, pad_token):
-    collate = PackingCollator(pad_to=pad_to, total_multiple=multiple, pad_token_id=pad_token)
+def test_any_examples(examples, total_tokens, multiple, kind, pad_token):
+    collate = PackingCollator(
+        total_tokens=total_tokens, total_multiple=multiple, pad_token_id=pad_token
+    )
     batch = collate([{key: kind(values) for key, values in ex.items()} for ex in examples])
     lengths = [len(example["input_ids"]) for example in examples]
-    total = pad_to if pad_to is not None else sum(lengths)
+    total = total_tokens if total_tokens is not None else sum(lengths)
     while total % multiple != 0:
         total += 1
     fills = {"input_ids": pad_token, "labels": -100}
@@ -142,7 +145,7 @@ def test_any_examples(examples, pad_to, multiple, kind, pad_token):
 
 def test_rows_of_one_length_have_one_shape():
     # So that compiled code meets one shape, whatever the number of sequences.
-    collate = PackingCollator(pad_to=8)
+    collate = PackingCollator(total_tokens=8)
     shapes = {
         (batch["input_ids"].shape, batch["packed"].cu_seqlens_static.shape)
         for batch in (collate([A]), collate([A, B]), collate([A] * 4))
@@ -155,7 +158,7 @@ def test_other_keys_are_concatenated():
         {**A, "weight": [0.5, 1.0], "image": torch.ones(2, 3)},
         {**B, "weight": [2.0, 3.0, 4.0], "image": torch.full((3, 3), 2.0)},
     ]
-    batch = PackingCollator(pad_to=6)(examples)
+    batch = PackingCollator(total_tokens=6)(examples)
     assert batch["weight"].tolist() == [[0.5, 1, 2, 3, 4, 0]]
     assert batch["weight"].dtype == torch.float32
     assert batch["image"].shape == (1, 6, 3)
@@ -188,9 +191,9 @@ def test_attention_mask_of_ones_is_dropped_and_others_are_refused():
     ("options", "examples", "error", "message"),
     [
         ({"capacity": 2}, [A, B], ValueError, r"capacity = 2.*examples\[1\].*3"),
-        ({"pad_to": 2}, [A, B], ValueError, r"capacity = 2.*examples\[1\].*3"),
+        ({"total_tokens": 2}, [A, B], ValueError, r"capacity = 2.*examples\[1\].*3"),
         ({"capacity": 4}, [A, B], ValueError, r"capacity = 4.*5"),
-        ({"capacity": 4, "pad_to": 8}, [A, B], ValueError, "capacity = 4.*5"),
+        ({"capacity": 4, "total_tokens": 8}, [A, B], ValueError, "capacity = 4.*5"),
         ({}, [], ValueError, "examples must not be empty"),
         ({}, [A, {"input_ids": []}], ValueError, r"examples\[1\].*no tokens"),
         ({}, [{"labels": [1]}], ValueError, "input_ids"),
@@ -216,10 +219,10 @@ def test_wrong_examples_are_named(options, examples, error, message):
     ("options", "message"),
     [
         ({"capacity": 0}, "capacity.*0"),
-        ({"pad_to": -1}, "pad_to.*-1"),
+        ({"total_tokens": -1}, "total_tokens.*-1"),
         ({"total_multiple": 0}, "total_multiple.*0"),
-        ({"pad_to": 10, "total_multiple": 4}, "pad_to.*total_multiple = 4.*10"),
-        ({"capacity": 9, "pad_to": 8}, "capacity.*pad_to = 8.*9"),
+        ({"total_tokens": 10, "total_multiple": 4}, "total_tokens.*total_multiple = 4.*10"),
+        ({"capacity": 9, "total_tokens": 8}, "capacity.*total_tokens = 8.*9"),
     ],
 )
 def test_wrong_options_are_named(options, message):
@@ -229,14 +232,14 @@ def test_wrong_options_are_named(options, message):
 
 def test_default_device_does_not_move_a_batch():
     with torch.device("meta"):
-        batch = PackingCollator(pad_to=6)([A, B])
+        batch = PackingCollator(total_tokens=6)([A, B])
     assert as_lists(batch)["labels"] == [-100, 6, -100, 8, 9, -100]
     assert batch["packed"].lengths.tolist() == [2, 3]
 
 
 def test_options_are_keywords_and_kept():
-    collate = PackingCollator(pad_to=8)
-    assert (collate.capacity, collate.pad_to, collate.total_multiple) == (8, 8, 1)
+    collate = PackingCollator(total_tokens=8)
+    assert (collate.capacity, collate.total_tokens, collate.total_multiple) == (8, 8, 1)
     with pytest.raises(TypeError):
         PackingCollator(8)
     exactly = PackingCollator(capacity=5)([A, B])
@@ -309,7 +312,7 @@ def test_tokens_that_int64_may_not_hold_are_refused(dtype):
         PackingCollator()([{"input_ids": torch.ones(2).to(dtype)}])
 
 
-@pytest.mark.parametrize("name", ["capacity", "pad_to", "total_multiple", "pad_token_id"])
+@pytest.mark.parametrize("name", ["capacity", "total_tokens", "total_multiple", "pad_token_id"])
 def test_options_are_whole(name):
     with pytest.raises(TypeError, match=f"{name} must be an int, got 1.5"):
         PackingCollator(**{name: 1.5})

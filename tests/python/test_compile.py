@@ -58,9 +58,9 @@ CASES = {
     "last_token_indices": lengths_cases,
     "position_ids": lambda d: [*lengths_cases(d, 6), *lengths_cases(d, 5)],
     "seq_ids": lambda d: lengths_cases(d, 6),
-    "packed_cu_seqlens": lengths_cases,
-    "packed_position_ids": lambda d: lengths_cases(d, 6),
-    "packed_seq_ids": lambda d: lengths_cases(d, 6),
+    "cached_cu_seqlens": lengths_cases,
+    "cached_position_ids": lambda d: lengths_cases(d, 6),
+    "cached_seq_ids": lambda d: lengths_cases(d, 6),
     "segment_metadata": lambda d: [
         (ints(d, [2, 3]), 12, 4, 4),
         (ints(d, [], torch.int64), 0, 0, 2),
@@ -88,14 +88,14 @@ CASES = {
         (ints(d, [2, 3]), 9, False, True, None, None, ints(d, [0, 4, 8], torch.int32)),
     ],
     "dense_mask": masks,
-    "packed_mask_ranges": lambda d: lengths_cases(d, 6),
-    "packed_dense_mask": masks,
+    "cached_mask_ranges": lambda d: lengths_cases(d, 6),
+    "cached_dense_mask": masks,
     "block_mask": lambda d: [
         (ops.mask_ranges(ints(d, [2, 3]), 6), None, 2, 4),
         (ops.mask_ranges(ints(d, [2, 2]), 4), 2, 1, 1),
         (ops.mask_ranges(ints(d, [], torch.int64), 0),),
     ],
-    "packed_block_mask": lambda d: [
+    "cached_block_mask": lambda d: [
         (ints(d, [2, 3]), 6),
         (ints(d, [0, 2, 4], torch.int32), 4, True, False, 1, None, None, 2, 2, 1),
     ],
@@ -211,18 +211,18 @@ def test_pure_ops_are_tagged_for_compilers():
 
 def everything(lengths, mask, ids, labels, total):
     """One of each, with work after them for which a compiler likes to reuse their memory."""
-    offsets = cuseq.cu_seqlens(lengths)
-    found, count = cuseq.cu_seqlens_from_position_ids(ids, 6)
+    offsets = cuseq.ops.cu_seqlens(lengths)
+    found, count = cuseq.ops.cu_seqlens_from_position_ids(ids, 6)
     return {
         "cu_seqlens": offsets * 2,
-        "max_seqlen": cuseq.max_seqlen(lengths) * 2,
-        "last_token_indices": cuseq.last_token_indices(lengths),
-        "position_ids": cuseq.position_ids(lengths, total),
-        "seq_ids": cuseq.seq_ids(lengths, total) * 2,
-        "packed_cu_seqlens": cuseq.packed_cu_seqlens(lengths),
-        "packed_position_ids": cuseq.packed_position_ids(lengths, total) * 2,
-        "packed_seq_ids": ops.packed_seq_ids(lengths, total),
-        "lengths_from_padding_mask": cuseq.lengths_from_padding_mask(mask),
+        "max_seqlen": cuseq.ops.max_seqlen(lengths) * 2,
+        "last_token_indices": cuseq.ops.last_token_indices(lengths),
+        "position_ids": cuseq.ops.position_ids(lengths, total),
+        "seq_ids": cuseq.ops.seq_ids(lengths, total) * 2,
+        "cached_cu_seqlens": cuseq.ops.cached_cu_seqlens(lengths),
+        "cached_position_ids": cuseq.ops.cached_position_ids(lengths, total) * 2,
+        "cached_seq_ids": ops.cached_seq_ids(lengths, total),
+        "lengths_from_padding_mask": cuseq.ops.lengths_from_padding_mask(mask),
         "from_position_ids": (found, count),
         "mask_boundary_labels": ops.mask_boundary_labels(labels * 2, offsets),
         "token_metadata": ops.token_metadata(offsets, total),
@@ -242,10 +242,10 @@ def test_compiled_equals_eager(dynamic, backend, device):
     compiled = torch.compile(everything, backend=backend, fullgraph=True, dynamic=dynamic)
     for lengths, total in (([2, 3], 6), ([4, 2], 6), ([1, 3, 2, 1], 9)):
         args = arguments(device, lengths, total)
-        cached = cuseq.packed_position_ids(args[0], total)
+        cached = cuseq.ops.cached_position_ids(args[0], total)
         torch.testing.assert_close(compiled(*args), everything(*args), rtol=0, atol=0)
         assert cached.tolist() == reference.position_ids(lengths, total)
-        assert cuseq.packed_position_ids(args[0], total) is cached
+        assert cuseq.ops.cached_position_ids(args[0], total) is cached
 
 
 def test_dynamic_shapes_need_one_graph(device):
@@ -258,7 +258,7 @@ def test_dynamic_shapes_need_one_graph(device):
 
 def test_a_host_int_stays_symbolic(device):
     def longest(lengths):
-        return cuseq.max_seqlen_sync(lengths) * 2
+        return cuseq.ops.max_seqlen_sync(lengths) * 2
 
     compiled = torch.compile(longest, backend="aot_eager", fullgraph=True)
     for values in ([2, 3], [7, 1], [0, 0]):
@@ -334,7 +334,7 @@ def test_one_graph_for_all_padded_packs(device):
     for lengths in ([3, 5], [8, 1], [4, 0]):
         mask = torch.arange(8) < torch.tensor(lengths).unsqueeze(1)
         packed = cuseq.PackedLayout.from_padding_mask(
-            mask, segment_multiple=4, pad_to=12, max_seqs=2, device=device
+            mask, segment_multiple=4, total_tokens=12, max_seqs=2, device=device
         )
         hidden = torch.randn(2, 8, 2, 8, device=device, requires_grad=True)
         results = []
@@ -409,15 +409,15 @@ WATCHED = [
 
 @pytest.mark.parametrize("watched", WATCHED, ids=lambda watched: watched.__name__)
 @pytest.mark.parametrize(
-    "function", [cuseq.packed_cu_seqlens, ops.packed_cu_seqlens], ids=["function", "op"]
+    "function", [cuseq.ops.cached_cu_seqlens, ops.cached_cu_seqlens], ids=["function", "op"]
 )
 @pytest.mark.parametrize("warm", [True, False])
 def test_watched_calls_bypass_the_cache(watched, function, warm, device):
     lengths = ints(device, [2, 3])
-    cached = cuseq.packed_cu_seqlens(lengths) if warm else None
-    before = cuseq.cache_stats()
+    cached = cuseq.ops.cached_cu_seqlens(lengths) if warm else None
+    before = cuseq.cache.stats()
     value = watched(function, lengths)
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     assert after["bypasses"] > before["bypasses"]
     for count in ("hits", "misses", "entries"):
         assert (count, after[count]) == (count, before[count])
@@ -425,5 +425,5 @@ def test_watched_calls_bypass_the_cache(watched, function, warm, device):
         assert value.tolist() == [0, 2, 5]
         value.fill_(-1)
     if warm:
-        assert cuseq.packed_cu_seqlens(lengths) is cached
+        assert cuseq.ops.cached_cu_seqlens(lengths) is cached
         assert cached.tolist() == [0, 2, 5]

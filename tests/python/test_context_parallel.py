@@ -14,7 +14,8 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.functional import scaled_dot_product_attention
 
 import cuseq
-from cuseq import PackedLayout, cp_join, cp_partition
+from cuseq import PackedLayout
+from cuseq.distributed import cp_join, cp_partition
 
 
 def own_positions(length: int, cp_size: int, cp_rank: int, zigzag: bool) -> list[int]:
@@ -184,7 +185,7 @@ def test_training_over_nccl_is_that_of_one_process(second_gpu):
 
 def equalized(rank: int) -> int:
     packed = PackedLayout.from_lengths([5 + 10 * rank], total_multiple=4)
-    return cuseq.equalize_tokens(packed).total_tokens
+    return cuseq.distributed.equalize_tokens(packed).total_tokens
 
 
 @pytest.mark.slow
@@ -226,12 +227,14 @@ def test_what_needs_neighbours_refuses_a_part(device):
         local.xformers_bias,
         local.flash_kwargs,
         lambda: local.seq_idx,
-        lambda: cuseq.mask_boundary_labels(labels, local),
+        lambda: cuseq.data.mask_boundary_labels(labels, local),
         lambda: cuseq.pack(local, labels),
         lambda: cuseq.unpack(local, labels),
         lambda: cp_partition(local, 2, 0),
         lambda: cp_join(local, 2, labels.view(2, 4)),
-        lambda: next(iter(cuseq.split_by_tokens({"packed": local, "labels": labels[None]}, 8))),
+        lambda: next(
+            iter(cuseq.data.split_by_tokens({"packed": local, "labels": labels[None]}, 8))
+        ),
     ):
         with pytest.raises(ValueError, match="whole row"):
             call()
@@ -241,7 +244,7 @@ def test_how_to_deal_is_no_none():
     packed = PackedLayout.from_lengths([4])
     for call in (
         lambda: cp_partition(packed, 2, 0, zigzag=None),
-        lambda: cuseq.cp_join(packed, 2, torch.zeros(2, 2), zigzag=None),
+        lambda: cuseq.distributed.cp_join(packed, 2, torch.zeros(2, 2), zigzag=None),
     ):
         with pytest.raises(TypeError, match="zigzag must be True or False, got None"):
             call()
@@ -249,4 +252,4 @@ def test_how_to_deal_is_no_none():
 
 def test_a_layout_to_equalize_is_one():
     with pytest.raises(TypeError, match="packed must be a PackedLayout, got list"):
-        cuseq.equalize_tokens([1, 2])
+        cuseq.distributed.equalize_tokens([1, 2])

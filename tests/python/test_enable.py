@@ -23,8 +23,8 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from cuseq.integrations import _enable
 from cuseq.integrations import transformers as integration
+from cuseq.integrations.transformers import _enable
 
 LENGTHS = [5, 1, 9, 3]
 VOCAB = 64

@@ -68,11 +68,13 @@ def test_seq_idx(device):
 def test_a_dealt_row_joins_again(zigzag, device):
     packed = PackedLayout.from_lengths([3, 8], segment_multiple=4, total_multiple=4, device=device)
     whole = torch.randn(packed.total_tokens, 2, device=device)
-    parts = [cuseq.cp_partition(packed, 2, rank, whole, zigzag=zigzag) for rank in range(2)]
+    parts = [
+        cuseq.distributed.cp_partition(packed, 2, rank, whole, zigzag=zigzag) for rank in range(2)
+    ]
     assert parts[0][0].lengths.tolist() == ([1, 4] if zigzag else [2, 4])
     assert parts[1][0].lengths.tolist() == ([2, 4] if zigzag else [1, 4])
     stacked = torch.stack([tokens for _, tokens in parts])
-    assert torch.equal(cuseq.cp_join(packed, 2, stacked, zigzag=zigzag), whole)
+    assert torch.equal(cuseq.distributed.cp_join(packed, 2, stacked, zigzag=zigzag), whole)
 
 
 @pytest.mark.parametrize("lengths", [[3, 5], [8, 0, 1, 20, 0], [16]], ids=str)
@@ -159,7 +161,7 @@ def test_rotary_embedding_of_padded_segments(cp_size, total_multiple, interleave
     )
     q = torch.randn(packed.total_tokens, 2, head_dim, dtype=torch.float64)
     for rank in range(cp_size):
-        local, own = cuseq.cp_partition(packed, cp_size, rank, q)
+        local, own = cuseq.distributed.cp_partition(packed, cp_size, rank, q)
         theirs = apply_rotary_pos_emb(
             own,
             angles[:, None, None],

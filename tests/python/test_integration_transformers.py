@@ -186,7 +186,7 @@ def test_logits_are_those_of_the_documents_alone(kind, device):
 def test_loss_and_gradients_are_those_of_the_documents_alone(kind, device):
     model, reference = make_model(kind, device), make_model(kind, device, "sdpa")
     ids, layout = make_ids(device), make_layout(device)
-    labels = cuseq.mask_boundary_labels(ids, layout)
+    labels = cuseq.data.mask_boundary_labels(ids, layout)
     packed = model(ids, labels=labels, position_ids=layout.position_ids[None], packed=layout)
     packed.loss.backward()
 

@@ -527,7 +527,7 @@ def refusals():
         "arrays": ({}, array, {}, ValueError, "return_tensors must be \"pt\", got 'np'"),
         "split": ({}, split, {}, ValueError, "cp_size and sp_size must be 1"),
         "wrapped": (wrapped, nothing, pack, ValueError, 'bin_pack.*packing_strategy="wrapped"'),
-        "stream": ({}, stream, pack, TypeError, "got IterableDataset; cuseq.PackedStream"),
+        "stream": ({}, stream, pack, TypeError, "got IterableDataset; cuseq.data.PackedStream"),
         "transform": ({}, transform, pack, TypeError, "without a transform.*got Dataset"),
         "strategy": ({}, nothing, dict(bin_pack="best"), ValueError, "got 'best'"),
         "capacity": ({}, nothing, dict(capacity=8), ValueError, "capacity.*without bin_pack.*8"),

@@ -101,7 +101,7 @@ def test_a_mask_says_the_same(lengths, left, device):
     for row, length in zip(mask, lengths, strict=True):
         row[6 - length if left else 0 :][:length] = True
     total = sum(lengths) + 2
-    layout = PackedLayout.from_padding_mask(mask.to(device), pad_to=total, max_seqs=9)
+    layout = PackedLayout.from_padding_mask(mask.to(device), total_tokens=total, max_seqs=9)
     check(layout, lengths, total, 9, device)
 
 
@@ -132,7 +132,7 @@ def test_defaults_and_other_sequences_of_ints(device):
     check(PackedLayout.from_cu_seqlens((0, 2, 5), device=device), [2, 3], 5, 5, device)
     tensor = torch.tensor([2, 3], device=device)
     check(PackedLayout.from_lengths(tensor), [2, 3], 5, 5, device)
-    check(PackedLayout.from_cu_seqlens(cuseq.cu_seqlens(tensor)), [2, 3], 5, 5, device)
+    check(PackedLayout.from_cu_seqlens(cuseq.ops.cu_seqlens(tensor)), [2, 3], 5, 5, device)
     check(PackedLayout.from_lengths([], device=device), [], 0, 0, device)
     check(PackedLayout.from_lengths([], 4, device=device), [], 4, 4, device)
 
@@ -253,7 +253,7 @@ def test_what_a_dry_run_makes_is_not_kept(how):
 
     def run(rows):
         facts = packed.position_ids + packed.seq_idx[0] + packed.cu_seqlens[-1] + packed.lengths[0]
-        shared = cuseq.cp_join(packed, 2, rows.view(2, 6, 2))
+        shared = cuseq.distributed.cp_join(packed, 2, rows.view(2, 6, 2))
         batch = cuseq.unpack(packed, rows)
         return rows * facts.unsqueeze(1) + shared + cuseq.pack(packed, batch)
 
@@ -270,7 +270,9 @@ def test_what_a_dry_run_makes_is_not_kept(how):
         assert getattr(packed, name).tolist() == getattr(expected, name).tolist(), name
     assert torch.equal(cuseq.pack(packed, padded), cuseq.pack(expected, padded))
     split = rows.view(2, 6, 2)
-    assert torch.equal(cuseq.cp_join(packed, 2, split), cuseq.cp_join(expected, 2, split))
+    assert torch.equal(
+        cuseq.distributed.cp_join(packed, 2, split), cuseq.distributed.cp_join(expected, 2, split)
+    )
     assert torch.equal(run(rows), run(rows))
 
 
@@ -500,8 +502,8 @@ def test_a_longer_row_has_whole_tokens(device):
         lambda packed, x: cuseq.apply_rope(x, x, x[:, 0, :4], x[:, 0, :4], packed=packed),
         lambda packed, x: cuseq.pack(packed, x),
         lambda packed, x: cuseq.unpack(packed, x),
-        lambda packed, x: cuseq.cp_partition(packed, 2, 0, x),
-        lambda packed, x: cuseq.cp_join(packed, 2, x),
+        lambda packed, x: cuseq.distributed.cp_partition(packed, 2, 0, x),
+        lambda packed, x: cuseq.distributed.cp_join(packed, 2, x),
     ],
     ids=["attention", "rope", "pack", "unpack", "cp_partition", "cp_join"],
 )

@@ -150,8 +150,8 @@ def test_literal_case(name, device, poisoned_memory):
     on_device = dict(options)
     if "spans" in options:
         on_device["spans"] = spans_tensor(options["spans"], device)
-    check_ranges(cuseq.mask_ranges(lengths, 6, **on_device), seen, device)
-    check_dense(cuseq.dense_mask(lengths, 6, **on_device), seen, device)
+    check_ranges(cuseq.ops.mask_ranges(lengths, 6, **on_device), seen, device)
+    check_dense(cuseq.ops.dense_mask(lengths, 6, **on_device), seen, device)
     packed = PackedLayout.from_lengths([2, 3], 6, device=device)
     for dtype in DTYPES:
         mask = packed.dense_mask(dtype, **options)
@@ -164,7 +164,7 @@ def test_literal_case(name, device, poisoned_memory):
 @pytest.mark.parametrize("finite", [False, True])
 def test_what_is_hidden(dtype, finite, device, poisoned_memory):
     lengths = torch.tensor([2, 3], device=device)
-    mask = cuseq.dense_mask(lengths, 6, dtype, finite=finite)
+    mask = cuseq.ops.dense_mask(lengths, 6, dtype, finite=finite)
     assert mask[0, 0, 3, 3].item() == (1 if dtype == torch.bool else 0)
     hidden = mask[0, 0, 2, 1].item()
     if dtype == torch.bool:
@@ -186,9 +186,9 @@ def test_each_kind_of_pack(pack, options, device, poisoned_memory):
     lengths = torch.tensor(pack.lengths, dtype=torch.int64, device=device)
     spans = spans_tensor(pack.spans, device)
     check_ranges(
-        cuseq.mask_ranges(lengths, pack.total_tokens, spans=spans, **options), seen, device
+        cuseq.ops.mask_ranges(lengths, pack.total_tokens, spans=spans, **options), seen, device
     )
-    mask = cuseq.dense_mask(lengths, pack.total_tokens, spans=spans, **rows, **options)
+    mask = cuseq.ops.dense_mask(lengths, pack.total_tokens, spans=spans, **rows, **options)
     check_dense(mask, seen, device, **rows)
 
 
@@ -211,13 +211,13 @@ def test_any_pack(
 
     lengths = make_lengths(pack.lengths, lengths_dtype, device, strided)
     spans = spans_tensor(pack.spans, device)
-    check_ranges(cuseq.mask_ranges(lengths, total, spans=spans, **sees), seen, device)
-    mask = cuseq.dense_mask(lengths, total, dtype, spans=spans, finite=finite, **rows, **sees)
+    check_ranges(cuseq.ops.mask_ranges(lengths, total, spans=spans, **sees), seen, device)
+    mask = cuseq.ops.dense_mask(lengths, total, dtype, spans=spans, finite=finite, **rows, **sees)
     check_dense(mask, seen, device, **expected)
 
-    offsets = cuseq.cu_seqlens(lengths)
+    offsets = cuseq.ops.cu_seqlens(lengths)
     check_ranges(ops.mask_ranges(offsets, total, True, causal, window, spans), seen, device)
-    for op in (ops.dense_mask, ops.packed_dense_mask):
+    for op in (ops.dense_mask, ops.cached_dense_mask):
         mask = op(offsets, total, True, causal, window, spans, None, pack.row_length, dtype, finite)
         check_dense(mask, seen, device, **expected)
 
@@ -277,17 +277,17 @@ def test_pads_see_themselves_alone(device, poisoned_memory):
     """The padding of segment i lies behind its own tokens, not where the next one would start."""
     lengths = torch.tensor([2, 1], device=device)
     padded = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
-    ranges = cuseq.mask_ranges(lengths, 7, cu_seqlens_padded=padded)
+    ranges = cuseq.ops.mask_ranges(lengths, 7, cu_seqlens_padded=padded)
     assert ranges.tolist() == [[0, 0, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
     seen = reference.mask([2, 1], 7, starts=[0, 3])
-    check_dense(cuseq.dense_mask(lengths, 7, cu_seqlens_padded=padded), seen, device)
+    check_dense(cuseq.ops.dense_mask(lengths, 7, cu_seqlens_padded=padded), seen, device)
 
 
 def test_a_padded_batch(device, poisoned_memory):
     """Rows of five, padded on the right: two segments, each as long as its row."""
     lengths = torch.tensor([3, 5, 0], device=device)
     padded = torch.tensor([0, 5, 10, 15], dtype=torch.int32, device=device)
-    mask = cuseq.dense_mask(lengths, 15, cu_seqlens_padded=padded, row_length=5, causal=False)
+    mask = cuseq.ops.dense_mask(lengths, 15, cu_seqlens_padded=padded, row_length=5, causal=False)
     assert mask.shape == (3, 1, 5, 5)
     seen = reference.mask([3, 5, 0], 15, starts=[0, 5, 10], causal=False)
     check_dense(mask, seen, device, row_length=5)
@@ -317,9 +317,9 @@ def test_any_padding(segments, tail, causal, window, has_spans, dtype, device, p
     padded = torch.tensor(starts, dtype=torch.int32, device=device)
     spans = spans_tensor(spans, device)
     more = dict(spans=spans, cu_seqlens_padded=padded, **sees)
-    check_ranges(cuseq.mask_ranges(source, total, **more), seen, device)
-    check_dense(cuseq.dense_mask(source, total, dtype, **more), seen, device, dtype=dtype)
-    offsets = cuseq.cu_seqlens(source)
+    check_ranges(cuseq.ops.mask_ranges(source, total, **more), seen, device)
+    check_dense(cuseq.ops.dense_mask(source, total, dtype, **more), seen, device, dtype=dtype)
+    offsets = cuseq.ops.cu_seqlens(source)
     ranges = ops.mask_ranges(offsets, total, True, causal, window, spans, padded)
     check_ranges(ranges, seen, device)
 
@@ -335,7 +335,7 @@ def test_thousands_of_sequences(device):
     positions = torch.tensor(reference.position_ids(lengths, total), device=device)
     tokens = torch.arange(total, device=device)
     first = torch.where(tokens < total - 11, tokens - positions, tokens)
-    ranges = cuseq.mask_ranges(packed.lengths, total)
+    ranges = cuseq.ops.mask_ranges(packed.lengths, total)
     assert torch.equal(ranges, torch.stack([first, tokens + 1]).int())
     mask = packed.dense_mask()
     for query in (0, 1, 2250, total - 12, total - 11, total - 1):
@@ -348,7 +348,7 @@ def test_thousands_of_sequences(device):
 def test_elements_past_2_to_the_31(cuda):
     total = 46_400
     lengths = torch.tensor([total - 5, 2], device=cuda)
-    mask = cuseq.dense_mask(lengths, total)
+    mask = cuseq.ops.dense_mask(lengths, total)
     assert mask.stride(2) * total > 2**31
     counts = mask[0, 0].sum(1)
     assert counts.tolist() == [*range(1, total - 4), 1, 2, 1, 1, 1]
@@ -501,11 +501,11 @@ def functions(lengths, device):
     return {
         "packed.dense_mask": packed.dense_mask,
         "packed.block_mask": packed.block_mask,
-        "mask_ranges": lambda **more: cuseq.mask_ranges(lengths, 12, **more),
-        "dense_mask": lambda **more: cuseq.dense_mask(lengths, 12, **more),
-        "block_mask": lambda **more: cuseq.block_mask(lengths, 12, **more),
-        "packed_dense_mask": lambda **more: ops.packed_dense_mask(lengths, 12, **more),
-        "packed_block_mask": lambda **more: ops.packed_block_mask(lengths, 12, **more),
+        "mask_ranges": lambda **more: cuseq.ops.mask_ranges(lengths, 12, **more),
+        "dense_mask": lambda **more: cuseq.ops.dense_mask(lengths, 12, **more),
+        "block_mask": lambda **more: cuseq.ops.block_mask(lengths, 12, **more),
+        "cached_dense_mask": lambda **more: ops.cached_dense_mask(lengths, 12, **more),
+        "cached_block_mask": lambda **more: ops.cached_block_mask(lengths, 12, **more),
     }
 
 
@@ -545,8 +545,8 @@ def test_a_huge_window_is_none(device):
         expected = packed.dense_mask(causal=causal)
         for window in (4, 2**31 - 1, 2**40, 2**63 - 1):
             assert torch.equal(packed.dense_mask(causal=causal, window=window), expected)
-            ranges = cuseq.mask_ranges(lengths, 12, causal=causal, window=window)
-            assert torch.equal(ranges, cuseq.mask_ranges(lengths, 12, causal=causal))
+            ranges = cuseq.ops.mask_ranges(lengths, 12, causal=causal, window=window)
+            assert torch.equal(ranges, cuseq.ops.mask_ranges(lengths, 12, causal=causal))
 
 
 @pytest.mark.parametrize("method", ["dense_mask", "block_mask"])
@@ -582,9 +582,9 @@ def test_other_dtypes_are_refused(dtype, device):
     lengths = torch.tensor([2, 3, 4], device=device)
     for call in (
         lambda: three_sequences(device).dense_mask(dtype),
-        lambda: cuseq.dense_mask(lengths, 12, dtype),
+        lambda: cuseq.ops.dense_mask(lengths, 12, dtype),
         lambda: ops.dense_mask(lengths, 12, dtype=dtype),
-        lambda: ops.packed_dense_mask(lengths, 12, dtype=dtype),
+        lambda: ops.cached_dense_mask(lengths, 12, dtype=dtype),
     ):
         with pytest.raises(TypeError, match="dtype"):
             call()
@@ -633,7 +633,7 @@ lengths = torch.tensor([500, 12], device=device)
 packed = cuseq.PackedLayout.from_lengths([500, 12], device=device)
 assert packed.dense_mask().shape == (1, 1, 512, 512)  # 262,144 bytes
 assert packed.dense_mask(torch.bfloat16).dtype == torch.bfloat16
-ended = packed.block_mask(), cuseq.block_mask(lengths, 512)  # have no such limit
+ended = packed.block_mask(), cuseq.ops.block_mask(lengths, 512)  # have no such limit
 huge = cuseq.PackedLayout.from_lengths([2**30, 5], max_seqs=2, device=device)
 rows = cuseq.PackedLayout.from_lengths([500] * 4, device=device)
 assert rows.block_mask(row_length=500).shape == (4, 1, 500, 500)
@@ -641,11 +641,11 @@ for call in (
     lambda: packed.dense_mask(torch.float32),
     lambda: rows.dense_mask(row_length=500),
     lambda: huge.dense_mask(),
-    lambda: cuseq.dense_mask(lengths, 512, torch.float32),
-    lambda: cuseq.dense_mask(lengths, 2**30),
-    lambda: cuseq.dense_mask(lengths, 2**31 - 1, torch.float64),  # more than 2**63 bytes
+    lambda: cuseq.ops.dense_mask(lengths, 512, torch.float32),
+    lambda: cuseq.ops.dense_mask(lengths, 2**30),
+    lambda: cuseq.ops.dense_mask(lengths, 2**31 - 1, torch.float64),  # more than 2**63 bytes
     lambda: ops.dense_mask(lengths, 512, dtype=torch.float64),
-    lambda: ops.packed_dense_mask(lengths, 512, dtype=torch.float32),
+    lambda: ops.cached_dense_mask(lengths, 512, dtype=torch.float32),
 ):
     for part in ("CUSEQ_DENSE_MASK_MAX_BYTES", "block_mask", "varlen_attention"):
         with pytest.raises(ValueError, match=part):
@@ -711,7 +711,7 @@ def check_bounds(source: Tensor, from_offsets: bool = False, **more) -> None:
         for rows in (None, 35):
             check_block_tables(ops.block_mask(ranges, rows, 16, 16), 16, rows or TOTAL)
             check_block_tables(
-                ops.packed_block_mask(
+                ops.cached_block_mask(
                     source, TOTAL, from_offsets, row_length=rows, query_block=8, key_block=8, **sees
                 ),
                 8,
@@ -764,7 +764,7 @@ def test_ranges_cannot_lead_out_of_bounds(rows, device, poisoned_memory):
 
 def test_a_sequence_that_crosses_rows_on_the_device_stays_causal(cuda, poisoned_memory):
     lengths = torch.tensor([50, 20], device=cuda)
-    mask = cuseq.dense_mask(lengths, TOTAL, row_length=35)
+    mask = cuseq.ops.dense_mask(lengths, TOTAL, row_length=35)
     assert mask.shape == (2, 1, 35, 35)
     assert not mask.triu(1).any()
 
@@ -788,10 +788,10 @@ def test_opcheck(case, device):
         case["cu_seqlens_padded"] = torch.tensor(padded, dtype=torch.int32, device=device)
     if spans is not None:
         case["spans"] = spans_tensor(spans, device)
-    for op in (ops.mask_ranges, ops.packed_mask_ranges):
+    for op in (ops.mask_ranges, ops.cached_mask_ranges):
         opcheck(op, (lengths, 12), case)
-        opcheck(op, (cuseq.cu_seqlens(lengths), 12, True), case)
-    for op in (ops.dense_mask, ops.packed_dense_mask):
+        opcheck(op, (cuseq.ops.cu_seqlens(lengths), 12, True), case)
+    for op in (ops.dense_mask, ops.cached_dense_mask):
         opcheck(op, (lengths, 12), case)
         opcheck(op, (lengths, 12), dict(case, dtype=torch.bfloat16, finite=True))
     single = dict(case, row_length=12)
@@ -809,13 +809,13 @@ def test_fakes_give_shapes_and_strides(dtype, row_length):
 
 def test_the_functions_leave_the_cache_alone(device, fresh_cache):
     lengths = torch.tensor([2, 3], device=device)
-    before = cuseq.cache_stats()
-    for function in (cuseq.mask_ranges, cuseq.dense_mask):
+    before = cuseq.cache.stats()
+    for function in (cuseq.ops.mask_ranges, cuseq.ops.dense_mask):
         first = function(lengths, 6)
         expected = first.tolist()
         first.zero_()
         assert function(lengths, 6).tolist() == expected
-    assert cuseq.cache_stats() == before
+    assert cuseq.cache.stats() == before
 
 
 @pytest.fixture
@@ -826,13 +826,13 @@ def fresh_compiler():
 def check_compiled(device, **options) -> None:
     def masks(lengths, spans, packed):
         return (
-            cuseq.mask_ranges(lengths, 12, window=3, spans=spans),
-            cuseq.dense_mask(lengths, 12, spans=spans),
-            cuseq.dense_mask(lengths, 12, torch.float32, causal=False, finite=True),
+            cuseq.ops.mask_ranges(lengths, 12, window=3, spans=spans),
+            cuseq.ops.dense_mask(lengths, 12, spans=spans),
+            cuseq.ops.dense_mask(lengths, 12, torch.float32, causal=False, finite=True),
             packed.dense_mask(),
             # With work after it, for which a compiler likes to reuse its memory.
             packed.dense_mask(torch.float32, window=2, finite=True) * 0.5,
-            ops.packed_dense_mask(lengths, 12, spans=spans),
+            ops.cached_dense_mask(lengths, 12, spans=spans),
         )
 
     compiled = torch.compile(masks, fullgraph=True, **options)
@@ -899,11 +899,11 @@ def test_masks_do_not_wait(cuda, fresh_cache):
     spans = spans_tensor([(2, 5)], cuda)
 
     def body():
-        cuseq.clear_cache()
-        cuseq.mask_ranges(lengths, 6, window=2, spans=spans)
+        cuseq.cache.clear()
+        cuseq.ops.mask_ranges(lengths, 6, window=2, spans=spans)
         for dtype in DTYPES:
-            cuseq.dense_mask(lengths, 6, dtype, spans=spans)
-        cuseq.dense_mask(lengths, 6, row_length=6)
+            cuseq.ops.dense_mask(lengths, 6, dtype, spans=spans)
+        cuseq.ops.dense_mask(lengths, 6, row_length=6)
         for host in (PackedLayout.from_lengths([2, 3], 6), PackedLayout.from_lengths([2, 4], 6)):
             packed = host.to(cuda)
             packed.dense_mask()
@@ -939,11 +939,11 @@ def test_graphs_replay_with_new_lengths(warm, cuda, fresh_cache):
 
     def functions():
         return {
-            "ranges": cuseq.mask_ranges(lengths, 6, spans=spans),
-            "dense": cuseq.dense_mask(lengths, 6, spans=spans, window=1),
-            "rows": cuseq.dense_mask(lengths, 6, torch.bfloat16, causal=False),
-            "padded": cuseq.dense_mask(lengths, 7, torch.float32, cu_seqlens_padded=padded),
-            "packed": ops.packed_dense_mask(lengths, 6),
+            "ranges": cuseq.ops.mask_ranges(lengths, 6, spans=spans),
+            "dense": cuseq.ops.dense_mask(lengths, 6, spans=spans, window=1),
+            "rows": cuseq.ops.dense_mask(lengths, 6, torch.bfloat16, causal=False),
+            "padded": cuseq.ops.dense_mask(lengths, 7, torch.float32, cu_seqlens_padded=padded),
+            "packed": ops.cached_dense_mask(lengths, 6),
         }
 
     side = torch.cuda.Stream()
@@ -952,14 +952,14 @@ def test_graphs_replay_with_new_lengths(warm, cuda, fresh_cache):
         functions(), packed.dense_mask()
     torch.cuda.current_stream().wait_stream(side)
     if not warm:
-        cuseq.clear_cache()
+        cuseq.cache.clear()
 
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = functions()
         of_layout = packed.dense_mask()
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     assert after["bypasses"] > before["bypasses"]
     for count in ("hits", "misses", "entries", "bytes"):
         assert (count, after[count]) == (count, before[count])
@@ -971,7 +971,7 @@ def test_graphs_replay_with_new_lengths(warm, cuda, fresh_cache):
         padded.copy_(torch.tensor([0, new[0], 6]))
         graph.replay()
         replayed = {name: value.clone() for name, value in captured.items()}
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         torch.testing.assert_close(replayed, functions(), rtol=0, atol=0)
     check_dense(of_layout, reference.mask([2, 3], 6), cuda)
 
@@ -982,4 +982,4 @@ def test_second_gpu(second_gpu):
     spans = [(0, 2), (3, 5)]
     check_dense(packed.dense_mask(spans=spans), reference.mask([2, 3], 6, spans=spans), second_gpu)
     lengths = torch.tensor([2, 3], device=second_gpu)
-    check_ranges(cuseq.mask_ranges(lengths, 6), reference.mask([2, 3], 6), second_gpu)
+    check_ranges(cuseq.ops.mask_ranges(lengths, 6), reference.mask([2, 3], 6), second_gpu)

@@ -16,11 +16,11 @@ ops = torch.ops.cuseq
 
 # Lengths [2, 3] in a row of 6 tokens: the case of the docstrings.
 LITERAL = {
-    "cu_seqlens": ([0, 2, 5], lambda lengths: cuseq.cu_seqlens(lengths)),
-    "max_seqlen": (3, lambda lengths: cuseq.max_seqlen(lengths)),
-    "last_token_indices": ([1, 4], lambda lengths: cuseq.last_token_indices(lengths)),
-    "position_ids": ([0, 1, 0, 1, 2, 0], lambda lengths: cuseq.position_ids(lengths, 6)),
-    "seq_ids": ([0, 0, 1, 1, 1, 2], lambda lengths: cuseq.seq_ids(lengths, 6)),
+    "cu_seqlens": ([0, 2, 5], lambda lengths: cuseq.ops.cu_seqlens(lengths)),
+    "max_seqlen": (3, lambda lengths: cuseq.ops.max_seqlen(lengths)),
+    "last_token_indices": ([1, 4], lambda lengths: cuseq.ops.last_token_indices(lengths)),
+    "position_ids": ([0, 1, 0, 1, 2, 0], lambda lengths: cuseq.ops.position_ids(lengths, 6)),
+    "seq_ids": ([0, 0, 1, 1, 1, 2], lambda lengths: cuseq.ops.seq_ids(lengths, 6)),
 }
 PER_LENGTHS = ("cu_seqlens", "max_seqlen", "last_token_indices")
 PER_TOKEN = ("position_ids", "seq_ids")
@@ -42,8 +42,8 @@ def check_lengths_ops(lengths: torch.Tensor, total_tokens: int) -> None:
     for name in PER_TOKEN:
         expected = getattr(reference, name)(values, total_tokens)
         check(getattr(ops, name)(lengths, total_tokens), expected, device)
-    assert cuseq.max_seqlen_sync(lengths) == reference.max_seqlen(values)
-    offsets = cuseq.cu_seqlens(lengths)
+    assert cuseq.ops.max_seqlen_sync(lengths) == reference.max_seqlen(values)
+    offsets = cuseq.ops.cu_seqlens(lengths)
     *found, is_pad = ops.token_metadata(offsets, total_tokens)
     for result, name in zip(found, PER_TOKEN, strict=True):
         check(result, getattr(reference, name)(values, total_tokens), device)
@@ -61,10 +61,10 @@ def test_literal_case(name, dtype, device):
 @pytest.mark.kernels
 def test_literal_case_of_the_other_ops(device):
     lengths = torch.tensor([2, 3], device=device)
-    longest = cuseq.max_seqlen_sync(lengths)
+    longest = cuseq.ops.max_seqlen_sync(lengths)
     assert type(longest) is int and longest == 3
 
-    offsets = cuseq.cu_seqlens(lengths)
+    offsets = cuseq.ops.cu_seqlens(lengths)
     positions, segments, is_pad = ops.token_metadata(offsets, 6)
     check(positions, [0, 1, 0, 1, 2, 0], device)
     check(segments, [0, 0, 1, 1, 1, 2], device)
@@ -85,9 +85,9 @@ def test_literal_case_of_the_other_ops(device):
         check(again, result.tolist(), device)
 
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]], dtype=torch.bool, device=device)
-    check(cuseq.lengths_from_padding_mask(mask), [2, 3], device)
+    check(cuseq.ops.lengths_from_padding_mask(mask), [2, 3], device)
 
-    offsets, count = cuseq.cu_seqlens_from_position_ids(
+    offsets, count = cuseq.ops.cu_seqlens_from_position_ids(
         torch.tensor([0, 1, 0, 1, 2], device=device), max_seqs=3
     )
     check(offsets, [0, 2, 5, 5], device)
@@ -122,10 +122,10 @@ def test_sizes_around_those_of_blocks(size, device):
 
 def test_a_total_at_the_limit(device):
     lengths = torch.tensor([2**30, 2**30 - 1], dtype=torch.int32, device=device)
-    assert cuseq.cu_seqlens(lengths).tolist() == [0, 2**30, INT32_MAX]
-    assert cuseq.last_token_indices(lengths).tolist() == [2**30 - 1, INT32_MAX - 1]
+    assert cuseq.ops.cu_seqlens(lengths).tolist() == [0, 2**30, INT32_MAX]
+    assert cuseq.ops.last_token_indices(lengths).tolist() == [2**30 - 1, INT32_MAX - 1]
     one = torch.tensor([INT32_MAX], device=device)
-    assert cuseq.max_seqlen_sync(one) == INT32_MAX
+    assert cuseq.ops.max_seqlen_sync(one) == INT32_MAX
 
 
 def far_apart(shape, stride, dtype, device, tmp_path, monkeypatch) -> torch.Tensor:
@@ -149,11 +149,11 @@ def test_elements_past_2_to_the_31(far, device, tmp_path, monkeypatch):
 
     mask = far_apart((2, 2), (far, 1), torch.uint8, *memory)
     mask.copy_(torch.tensor([[1, 0], [1, 1]]))
-    assert cuseq.lengths_from_padding_mask(mask).tolist() == [1, 2]
+    assert cuseq.ops.lengths_from_padding_mask(mask).tolist() == [1, 2]
 
     positions = far_apart((2, 2), (far, 1), torch.int32, *memory)
     positions.copy_(torch.tensor([[0, 1], [0, 0]]))
-    offsets, count = cuseq.cu_seqlens_from_position_ids(positions)
+    offsets, count = cuseq.ops.cu_seqlens_from_position_ids(positions)
     assert (offsets.tolist(), count.tolist()) == ([0, 2, 3, 4, 4], [3])
 
 
@@ -162,10 +162,10 @@ def test_the_longest_row(cuda, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     lengths = torch.tensor([2**30, 2**30 - 2], device=cuda)
     where = [2**30 - 1, 2**30, INT32_MAX - 2, INT32_MAX - 1]
-    positions = cuseq.position_ids(lengths, INT32_MAX)
+    positions = cuseq.ops.position_ids(lengths, INT32_MAX)
     assert [positions[i].item() for i in where] == [2**30 - 1, 0, 2**30 - 3, 0]
     del positions
-    segments = cuseq.seq_ids(lengths, INT32_MAX)
+    segments = cuseq.ops.seq_ids(lengths, INT32_MAX)
     assert [segments[i].item() for i in where] == [0, 1, 1, 2]
 
 
@@ -239,7 +239,7 @@ def test_each_kind_of_padding(dtype, device):
     right, left, holes = [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]
     rows = [right, left, holes, [0, 0, 0, 0], [1, 1, 1, 1]]
     mask = torch.tensor(rows, dtype=dtype, device=device)
-    check(cuseq.lengths_from_padding_mask(mask), [3, 2, 2, 0, 4], device)
+    check(cuseq.ops.lengths_from_padding_mask(mask), [3, 2, 2, 0, 4], device)
 
 
 @given(
@@ -253,13 +253,15 @@ def test_any_padding(rows, dtype, transposed, device):
     mask = torch.tensor(rows, dtype=dtype, device=device).reshape(len(rows), -1 if rows else 4)
     if transposed:
         mask = mask.t().contiguous().t()
-    check(cuseq.lengths_from_padding_mask(mask), reference.lengths_from_padding_mask(rows), device)
+    check(
+        cuseq.ops.lengths_from_padding_mask(mask), reference.lengths_from_padding_mask(rows), device
+    )
 
 
 def test_wide_masks(device):
     mask = torch.rand(3, 5000, device=device) < 0.5
     for seen in (mask, mask[:, ::3], mask[:1].expand(4, -1)):
-        check(cuseq.lengths_from_padding_mask(seen), seen.sum(1).tolist(), device)
+        check(cuseq.ops.lengths_from_padding_mask(seen), seen.sum(1).tolist(), device)
 
 
 @pytest.mark.parametrize(
@@ -267,15 +269,15 @@ def test_wide_masks(device):
 )
 def test_any_number_but_zero_is_real(dtype, real, device):
     mask = torch.tensor([[real, 0, -1]], dtype=dtype, device=device)
-    check(cuseq.lengths_from_padding_mask(mask), [2], device)
+    check(cuseq.ops.lengths_from_padding_mask(mask), [2], device)
 
 
 def test_wrong_masks_are_refused(device):
     with pytest.raises(TypeError, match="mask must be bool or an integer type.*Float"):
-        cuseq.lengths_from_padding_mask(torch.ones(2, 3, device=device))
+        cuseq.ops.lengths_from_padding_mask(torch.ones(2, 3, device=device))
     for shape in ((3,), (2, 1, 3, 3)):
         with pytest.raises(ValueError, match=r"mask must have shape \[batch, seqlen\]"):
-            cuseq.lengths_from_padding_mask(torch.ones(shape, dtype=torch.bool, device=device))
+            cuseq.ops.lengths_from_padding_mask(torch.ones(shape, dtype=torch.bool, device=device))
 
 
 def check_position_ids(rows, device, *, dtype=torch.int64, max_seqs=None, transposed=False):
@@ -283,7 +285,7 @@ def check_position_ids(rows, device, *, dtype=torch.int64, max_seqs=None, transp
     if transposed:
         tensor = tensor.t().contiguous().t()
     capacity = tensor.numel() if max_seqs is None else max_seqs
-    offsets, count = cuseq.cu_seqlens_from_position_ids(tensor, max_seqs)
+    offsets, count = cuseq.ops.cu_seqlens_from_position_ids(tensor, max_seqs)
     expected, expected_count = reference.cu_seqlens_from_position_ids(rows, capacity)
     check(offsets, expected, device)
     check(count, [expected_count], device)
@@ -336,7 +338,7 @@ def test_planes_that_differ(device):
     height = [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 0, 0, 1, 2]
     other = [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
     planes = torch.tensor([time, height, other], device=device).unsqueeze(1)
-    results = [cuseq.cu_seqlens_from_position_ids(planes, 4, plane) for plane in range(3)]
+    results = [cuseq.ops.cu_seqlens_from_position_ids(planes, 4, plane) for plane in range(3)]
     assert [offsets.tolist() for offsets, _ in results] == [
         [0, 10, 11, 14, 14],
         [0, 10, 11, 14, 14],
@@ -356,14 +358,14 @@ def test_any_numbers_as_positions(planes, device):
     tensor = torch.tensor(planes, device=device)
     for plane, rows in enumerate(planes):
         check_position_ids(rows, device)
-        offsets, count = cuseq.cu_seqlens_from_position_ids(tensor, plane=plane)
+        offsets, count = cuseq.ops.cu_seqlens_from_position_ids(tensor, plane=plane)
         expected, expected_count = reference.cu_seqlens_from_position_ids(rows, 10, is_plane=True)
         check(offsets, expected, device)
         check(count, [expected_count], device)
 
 
 def test_wrong_positions_are_refused(device):
-    find = cuseq.cu_seqlens_from_position_ids
+    find = cuseq.ops.cu_seqlens_from_position_ids
     ids = torch.zeros(3, 1, 4, dtype=torch.int64, device=device)
     with pytest.raises(TypeError, match="position_ids must be int32 or int64"):
         find(ids.float(), plane=0)
@@ -395,7 +397,7 @@ def test_runs_on_the_current_stream(cuda):
         torch.cuda._sleep(200_000_000)
         lengths.copy_(new)
         # On another stream they would read the zeros from before the sleep.
-        offsets, positions = cuseq.cu_seqlens(lengths), cuseq.position_ids(lengths, 6)
+        offsets, positions = cuseq.ops.cu_seqlens(lengths), cuseq.ops.position_ids(lengths, 6)
     side.synchronize()
     assert offsets.tolist() == [0, 2, 5]
     assert positions.tolist() == [0, 1, 0, 1, 2, 0]

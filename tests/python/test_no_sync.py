@@ -85,9 +85,9 @@ def use_everything(layout: PackedLayout, labels: torch.Tensor) -> None:
         layout.to(labels.device),
         layout.pin_memory(),
     )
-    cuseq.mask_boundary_labels(labels, layout)
-    cuseq.packed_position_ids(layout.lengths, layout.total_tokens)
-    cuseq.packed_position_ids(layout.lengths, layout.total_tokens)
+    cuseq.data.mask_boundary_labels(labels, layout)
+    cuseq.ops.cached_position_ids(layout.lengths, layout.total_tokens)
+    cuseq.ops.cached_position_ids(layout.lengths, layout.total_tokens)
 
 
 def test_the_count_sees_waits(cuda):
@@ -118,8 +118,8 @@ def test_host_lengths_never_wait(cuda):
         ):
             use_everything(layout.to(cuda), labels)
         use_everything(PackedLayout.from_lengths(LENGTHS, device=cuda), labels[:5])
-        cuseq.mask_boundary_labels(labels, LENGTHS)
-        cuseq.mask_boundary_labels(labels, host, shifted=True)
+        cuseq.data.mask_boundary_labels(labels, LENGTHS)
+        cuseq.data.mask_boundary_labels(labels, host, shifted=True)
 
     assert waits(body) == Counter()
 
@@ -129,7 +129,7 @@ def test_collator_leaves_the_gpu_alone():
         {"input_ids": [5, 6], "labels": [5, 6]},
         {"input_ids": [7, 8, 9], "labels": [7, 8, 9]},
     ]
-    calls, work = trace(lambda: cuseq.PackingCollator(pad_to=8)(examples))
+    calls, work = trace(lambda: cuseq.PackingCollator(total_tokens=8)(examples))
     assert (calls, work) == (Counter(), Counter())
 
 
@@ -137,7 +137,7 @@ def test_a_collated_batch_never_waits(cuda):
     examples = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
 
     def body():
-        batch = cuseq.PackingCollator(pad_to=8)(examples)
+        batch = cuseq.PackingCollator(total_tokens=8)(examples)
         packed = batch.pop("packed").to(cuda)
         rows = {key: row.pin_memory().to(cuda, non_blocking=True) for key, row in batch.items()}
         use_everything(packed, rows["labels"])
@@ -148,14 +148,14 @@ def test_a_collated_batch_never_waits(cuda):
 @pytest.mark.parametrize("make", ["from_lengths", "from_cu_seqlens", "from_position_ids", "mask"])
 def test_device_lengths_wait_once(make, cuda):
     lengths = torch.tensor([2, 3], device=cuda)
-    offsets = cuseq.cu_seqlens(lengths)
+    offsets = cuseq.ops.cu_seqlens(lengths)
     ids = torch.tensor([0, 1, 0, 1, 2, 0], device=cuda)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]], device=cuda)
     makers = {
         "from_lengths": lambda: PackedLayout.from_lengths(lengths, TOTAL),
         "from_cu_seqlens": lambda: PackedLayout.from_cu_seqlens(offsets, TOTAL),
         "from_position_ids": lambda: PackedLayout.from_position_ids(ids),
-        "mask": lambda: PackedLayout.from_padding_mask(mask, pad_to=TOTAL),
+        "mask": lambda: PackedLayout.from_padding_mask(mask, total_tokens=TOTAL),
     }
     labels = torch.arange(TOTAL, device=cuda)
     assert waits(makers[make]) == Counter()
@@ -165,7 +165,7 @@ def test_device_lengths_wait_once(make, cuda):
 def test_labels_and_unread_layouts_of_device_lengths_do_not_wait(cuda):
     lengths = torch.tensor([2, 3], device=cuda)
     labels = torch.arange(TOTAL, device=cuda)
-    assert waits(lambda: cuseq.mask_boundary_labels(labels, lengths)) == Counter()
+    assert waits(lambda: cuseq.data.mask_boundary_labels(labels, lengths)) == Counter()
 
 
 def test_to_is_safe_while_its_pinned_memory_is_free_again(cuda):
@@ -178,18 +178,18 @@ def test_to_is_safe_while_its_pinned_memory_is_free_again(cuda):
 def all_ops(lengths, mask, ids, labels):
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=lengths.device)
     return {
-        "cu_seqlens": (lambda: cuseq.cu_seqlens(lengths), 1),
-        "max_seqlen": (lambda: cuseq.max_seqlen(lengths), 1),
-        "last_token_indices": (lambda: cuseq.last_token_indices(lengths), 1),
-        "position_ids": (lambda: cuseq.position_ids(lengths, TOTAL), 2),
-        "seq_ids": (lambda: cuseq.seq_ids(lengths, TOTAL), 2),
-        "packed_cu_seqlens": (lambda: cuseq.packed_cu_seqlens(lengths), 1),
-        "packed_position_ids": (lambda: cuseq.packed_position_ids(lengths, TOTAL), 2),
-        "packed_seq_ids": (lambda: ops.packed_seq_ids(lengths, TOTAL), 2),
+        "cu_seqlens": (lambda: cuseq.ops.cu_seqlens(lengths), 1),
+        "max_seqlen": (lambda: cuseq.ops.max_seqlen(lengths), 1),
+        "last_token_indices": (lambda: cuseq.ops.last_token_indices(lengths), 1),
+        "position_ids": (lambda: cuseq.ops.position_ids(lengths, TOTAL), 2),
+        "seq_ids": (lambda: cuseq.ops.seq_ids(lengths, TOTAL), 2),
+        "cached_cu_seqlens": (lambda: cuseq.ops.cached_cu_seqlens(lengths), 1),
+        "cached_position_ids": (lambda: cuseq.ops.cached_position_ids(lengths, TOTAL), 2),
+        "cached_seq_ids": (lambda: ops.cached_seq_ids(lengths, TOTAL), 2),
         "layout_metadata": (lambda: ops.layout_metadata(lengths, TOTAL, 4, False), 1),
         "token_metadata": (lambda: ops.token_metadata(offsets, TOTAL), 1),
-        "lengths_from_padding_mask": (lambda: cuseq.lengths_from_padding_mask(mask), 1),
-        "from_position_ids": (lambda: cuseq.cu_seqlens_from_position_ids(ids, 4), 2),
+        "lengths_from_padding_mask": (lambda: cuseq.ops.lengths_from_padding_mask(mask), 1),
+        "from_position_ids": (lambda: cuseq.ops.cu_seqlens_from_position_ids(ids, 4), 2),
         "mask_boundary_labels": (lambda: ops.mask_boundary_labels(labels, offsets), 1),
     }
 
@@ -205,7 +205,7 @@ def test_ops_neither_wait_nor_launch_more_than_they_need(cuda):
     for name, (op, most) in all_ops(*on_gpu([2, 3], cuda)).items():
 
         def body(op=op):
-            cuseq.clear_cache()  # a miss each time
+            cuseq.cache.clear()  # a miss each time
             op()
 
         calls, work = trace(body)
@@ -224,13 +224,13 @@ def test_graphs_replay_with_new_lengths(warm, cuda):
         kept = {name: op() for name, op in calls.items()}
     torch.cuda.current_stream().wait_stream(side)
     if not warm:
-        cuseq.clear_cache()
+        cuseq.cache.clear()
 
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = {name: op() for name, op in calls.items()}
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     assert after["bypasses"] - before["bypasses"] == 3
     for count in ("hits", "misses", "entries"):
         assert (count, after[count]) == (count, before[count])
@@ -245,16 +245,16 @@ def test_graphs_replay_with_new_lengths(warm, cuda):
         }
         eager = {name: op() for name, op in calls.items()}
         torch.testing.assert_close(replayed, eager, rtol=0, atol=0)
-        assert replayed["packed_seq_ids"].tolist() == reference.seq_ids(lengths, TOTAL)
+        assert replayed["cached_seq_ids"].tolist() == reference.seq_ids(lengths, TOTAL)
 
 
 def test_host_values_of_device_lengths_are_refused_in_a_capture(cuda):
     lengths = torch.tensor([2, 3], device=cuda)
-    cuseq.max_seqlen_sync(lengths)
+    cuseq.ops.max_seqlen_sync(lengths)
     PackedLayout.from_lengths(lengths, TOTAL).wait()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         with pytest.raises(RuntimeError, match="max_seqlen_sync.*captur"):
-            cuseq.max_seqlen_sync(lengths)
+            cuseq.ops.max_seqlen_sync(lengths)
         with pytest.raises(RuntimeError, match="lengths.*captur"):
             PackedLayout.from_lengths(lengths, TOTAL)
-        cuseq.cu_seqlens(lengths)
+        cuseq.ops.cu_seqlens(lengths)

@@ -112,7 +112,7 @@ def check(layout, expected: Expected, shape, tensors, fills=None) -> None:
 def layout_of(rows, segment=1, total=1, device="cpu", **options) -> tuple[PackedLayout, Expected]:
     mask = tensor_of(rows).to(device)
     layout = PackedLayout.from_padding_mask(mask, segment, total, **options)
-    return layout, expect(rows, segment, total, options.get("pad_to"))
+    return layout, expect(rows, segment, total, options.get("total_tokens"))
 
 
 # ------------------------------------------------------------------------------------------ values
@@ -232,9 +232,9 @@ def test_one_layout_from_masks_of_every_form(device):
 @pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
 def test_empty_batches(shape, multiple, device):
     mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    for pad_to in (None, 16):
-        layout = PackedLayout.from_padding_mask(mask, multiple, pad_to=pad_to)
-        expected = expect([[] for _ in range(shape[0])], multiple, pad_to=pad_to)
+    for total_tokens in (None, 16):
+        layout = PackedLayout.from_padding_mask(mask, multiple, total_tokens=total_tokens)
+        expected = expect([[] for _ in range(shape[0])], multiple, total_tokens=total_tokens)
         hidden = values((*shape, 3), torch.float32, device).requires_grad_()
         check(layout, expected, shape, [values(shape, torch.int64, device), hidden.detach()])
         cuseq.pack(layout, hidden).sum().backward()
@@ -247,7 +247,7 @@ def test_rows_longer_than_a_block_of_threads(columns, device):
     generator = torch.Generator().manual_seed(columns)
     real = torch.rand(3, columns, generator=generator) < torch.tensor([[0.5], [0], [0.9]])
     rows = real.long().tolist()
-    layout, expected = layout_of(rows, 16, 1, device, pad_to=5008)
+    layout, expected = layout_of(rows, 16, 1, device, total_tokens=5008)
     tensors = [values((3, columns, *trail), torch.int32, device) for trail in ((), (2,))]
     check(layout, expected, (3, columns), tensors)
 
@@ -382,7 +382,7 @@ def test_lengths_stand_for_padding_on_the_right(lengths, total, device):
     longest = max(lengths, default=0)
     rows = [[1] * length + [0] * (longest - length) for length in lengths]
     shape = (len(lengths), longest)
-    expected = expect(rows, pad_to=total)
+    expected = expect(rows, total_tokens=total)
     tensors = [values((*shape, *trail), torch.float32, device) for trail in ((), (5,))]
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
     layouts = [
@@ -405,7 +405,7 @@ def test_positions_stand_for_padding_on_the_right_too(device):
 
 def test_a_collated_row_unpacks(device):
     examples = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
-    batch = cuseq.PackingCollator(pad_to=8)(examples)
+    batch = cuseq.PackingCollator(total_tokens=8)(examples)
     layout, row = batch["packed"].to(device), batch["input_ids"].to(device)
     padded = cuseq.unpack(layout, row.view(-1), fill=-1)
     assert padded.tolist() == [[5, 6, -1], [7, 8, 9]]
@@ -511,8 +511,8 @@ def test_what_is_no_tensor_is_named(device):
     for call in (
         lambda: cuseq.pack(packed, [[1, 2], [3, 4]]),
         lambda: cuseq.unpack(packed, [1, 2, 3, 4]),
-        lambda: cuseq.cp_join(packed, 1, [[1, 2, 3, 4]]),
-        lambda: cuseq.cp_partition(packed, 1, 0, [1, 2, 3, 4]),
+        lambda: cuseq.distributed.cp_join(packed, 1, [[1, 2, 3, 4]]),
+        lambda: cuseq.distributed.cp_partition(packed, 1, 0, [1, 2, 3, 4]),
     ):
         with pytest.raises(TypeError, match=r"tensors\[0\] must be a tensor, got list"):
             call()
@@ -713,14 +713,14 @@ def test_a_device_mask_with_a_fixed_size_never_waits(dimensions, segment, cuda):
     tensors = several(cuda)
 
     def body():
-        train(PackedLayout.from_padding_mask(mask, segment, pad_to=16 * 64), tensors)
+        train(PackedLayout.from_padding_mask(mask, segment, total_tokens=16 * 64), tensors)
 
     assert not waits(body)
 
 
 def test_eight_tensors_are_one_launch(cuda):
     mask = torch.rand(16, 64, device=cuda) < 0.5
-    layout = PackedLayout.from_padding_mask(mask, pad_to=1024)
+    layout = PackedLayout.from_padding_mask(mask, total_tokens=1024)
     tensors = [values((16, 64), torch.int64, cuda, i) for i in range(8)]
     rows = cuseq.pack(layout, *tensors)
     for body in (lambda: cuseq.pack(layout, *tensors), lambda: cuseq.unpack(layout, *rows)):
@@ -791,18 +791,18 @@ def test_a_captured_step_with_gradients(cuda):
         assert torch.equal(captured, 2 * hidden.detach() * real)
 
 
-@pytest.mark.parametrize("pad_to", [0, 4, 8])
-def test_segments_that_do_not_fit_write_inside_the_row(pad_to, cuda):
+@pytest.mark.parametrize("total_tokens", [0, 4, 8])
+def test_segments_that_do_not_fit_write_inside_the_row(total_tokens, cuda):
     """Before anything has waited, and so could have said so; then it is said."""
     mask = torch.ones(4, 8, dtype=torch.bool, device=cuda)
-    layout = PackedLayout.from_padding_mask(mask, 4, pad_to=pad_to)
+    layout = PackedLayout.from_padding_mask(mask, 4, total_tokens=total_tokens)
     ids = values((4, 8), torch.int64, cuda)
     row = cuseq.pack(layout, ids, fill=-100)
-    assert row.shape == (pad_to,)
+    assert row.shape == (total_tokens,)
     back = cuseq.unpack(layout, row, fill=-100)
     assert back.shape == (4, 8)
     assert all(bool(((b == i) | (b == -100)).all()) for b, i in zip(back, ids, strict=True))
-    with pytest.raises(ValueError, match=str(pad_to)):
+    with pytest.raises(ValueError, match=str(total_tokens)):
         layout.wait()
 
 
@@ -831,7 +831,7 @@ def test_past_2_to_the_31_elements(cuda):
     batch, columns, width = 16, 4100, 32776
     mask = torch.ones(batch, columns, dtype=torch.bool, device=cuda)
     mask[0, 7] = False
-    layout = PackedLayout.from_padding_mask(mask, pad_to=batch * columns)
+    layout = PackedLayout.from_padding_mask(mask, total_tokens=batch * columns)
     hidden = torch.empty(batch, columns, width, dtype=torch.uint8, device=cuda).random_(1, 256)
     assert hidden.numel() > 2**31
     row = cuseq.pack(layout, hidden)

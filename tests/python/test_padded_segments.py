@@ -23,7 +23,8 @@ from test_values_on_device import BAD_OFFSETS, INT32_MAX, INT32_MIN, TOTAL, on, 
 from torch import Tensor, nn
 
 import cuseq
-from cuseq import PackedLayout, cp_join, cp_partition
+from cuseq import PackedLayout
+from cuseq.distributed import cp_join, cp_partition
 
 ops = torch.ops.cuseq
 
@@ -43,8 +44,8 @@ def tensor_of(rows: list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.bool, device=device).view(len(rows), width)
 
 
-def row(lengths: list[int], segment=4, total=1, pad_to: int | None = None) -> Expected:
-    return expect(batch_of(lengths), segment, total, pad_to)
+def row(lengths: list[int], segment=4, total=1, total_tokens: int | None = None) -> Expected:
+    return expect(batch_of(lengths), segment, total, total_tokens)
 
 
 def real_of(expected: Expected, device: torch.device | str = "cpu") -> Tensor:
@@ -55,7 +56,7 @@ def real_of(expected: Expected, device: torch.device | str = "cpu") -> Tensor:
 
 MAKERS: dict[str, Callable[..., PackedLayout]] = {
     "lengths": lambda lengths, device, **sizes: PackedLayout.from_lengths(
-        lengths, sizes.pop("pad_to", None), **sizes, device=device
+        lengths, sizes.pop("total_tokens", None), **sizes, device=device
     ),
     "mask": lambda lengths, device, **sizes: PackedLayout.from_padding_mask(
         tensor_of(batch_of(lengths, left=True), device), **sizes
@@ -119,9 +120,11 @@ ROWS = [
     pytest.param([1] * 5, {"segment_multiple": 3}, id="one-token sequences"),
     pytest.param([8, 4], {"segment_multiple": 4}, id="segments that are full"),
     pytest.param([7], {"segment_multiple": 16}, id="one sequence"),
-    pytest.param([0, 0], {"segment_multiple": 4, "pad_to": 8}, id="only a tail"),
+    pytest.param([0, 0], {"segment_multiple": 4, "total_tokens": 8}, id="only a tail"),
     pytest.param([0], {"segment_multiple": 4}, id="no tokens"),
-    pytest.param([70, 1, 0, 33], {"segment_multiple": 16, "pad_to": 160}, id="longer than a tile"),
+    pytest.param(
+        [70, 1, 0, 33], {"segment_multiple": 16, "total_tokens": 160}, id="longer than a tile"
+    ),
 ]
 OPTIONS = [
     {},
@@ -133,7 +136,11 @@ OPTIONS = [
 
 
 def sizes_to_row(sizes: dict[str, int]) -> dict[str, int]:
-    names = {"segment_multiple": "segment", "total_multiple": "total", "pad_to": "pad_to"}
+    names = {
+        "segment_multiple": "segment",
+        "total_multiple": "total",
+        "total_tokens": "total_tokens",
+    }
     return {names[name]: value for name, value in sizes.items()}
 
 
@@ -172,7 +179,9 @@ def test_attention_by_flash(lengths, sizes, options, dim, value_dim, cuda):
 
 SPANNED = [
     pytest.param([6, 5], {"segment_multiple": 4}, [(1, 4), (8, 13)], id="pads"),
-    pytest.param([3, 0, 6], {"segment_multiple": 4, "pad_to": 16}, [(0, 3), (5, 7)], id="tail"),
+    pytest.param(
+        [3, 0, 6], {"segment_multiple": 4, "total_tokens": 16}, [(0, 3), (5, 7)], id="tail"
+    ),
     pytest.param([1, 1], {"segment_multiple": 4}, [(4, 5)], id="one-token sequences"),
     pytest.param([4, 8], {"segment_multiple": 4}, [(0, 4), (4, 12)], id="segments that are full"),
 ]
@@ -258,7 +267,7 @@ def test_a_captured_graph_replays_with_other_values(dtype, cuda):
         graph.replay()
         expected = cuseq.varlen_attention(*tensors, other)
         torch.testing.assert_close(captured, expected)
-        assert not captured[~real_of(row(lengths, pad_to=32), cuda)].any()
+        assert not captured[~real_of(row(lengths, total_tokens=32), cuda)].any()
 
 
 def test_compiled_code_says_that_segments_do_not_fit(cuda):
@@ -272,7 +281,7 @@ def test_compiled_code_says_that_segments_do_not_fit(cuda):
 
     def layout(lengths: list[int]) -> PackedLayout:
         mask = tensor_of(batch_of(lengths), cuda)
-        return PackedLayout.from_padding_mask(mask, 4, pad_to=8, max_seqs=2)
+        return PackedLayout.from_padding_mask(mask, 4, total_tokens=8, max_seqs=2)
 
     compiled(*tensors, layout([4, 4]))
     too_much = layout([1, 5])
@@ -301,7 +310,7 @@ def check_labels(expected: Expected, packed: PackedLayout, shifted: bool, dtype,
     before = labels.clone()
     wanted = labels_by_loop(labels.tolist(), expected, shifted)
     for form, values in ((labels, wanted), (labels.unsqueeze(0), [wanted])):
-        masked = cuseq.mask_boundary_labels(form, packed, shifted=shifted)
+        masked = cuseq.data.mask_boundary_labels(form, packed, shifted=shifted)
         assert (masked.dtype, masked.device) == (dtype, device)
         assert masked.tolist() == values
     assert torch.equal(labels, before)
@@ -311,9 +320,9 @@ def test_labels_of_two_sequences(device):
     """Written out: segments of four, of which three and two tokens are real, and a tail."""
     packed = PackedLayout.from_lengths([3, 2], 12, segment_multiple=4, device=device)
     labels = torch.arange(12, device=device)
-    masked = cuseq.mask_boundary_labels(labels, packed)
+    masked = cuseq.data.mask_boundary_labels(labels, packed)
     assert masked.tolist() == [IGNORED, 1, 2, IGNORED, IGNORED, 5, *[IGNORED] * 6]
-    masked = cuseq.mask_boundary_labels(labels, packed, shifted=True)
+    masked = cuseq.data.mask_boundary_labels(labels, packed, shifted=True)
     assert masked.tolist() == [0, 1, IGNORED, IGNORED, 4, *[IGNORED] * 7]
 
 
@@ -552,7 +561,9 @@ SHORT: dict[str, tuple[Callable[[torch.device], PackedLayout], list[int], int]] 
         1,
     ),
     "padded mask": (
-        lambda d: PackedLayout.from_padding_mask(tensor_of(batch_of(LENGTHS), d), 4, pad_to=12),
+        lambda d: PackedLayout.from_padding_mask(
+            tensor_of(batch_of(LENGTHS), d), 4, total_tokens=12
+        ),
         LENGTHS,
         4,
     ),
@@ -563,7 +574,7 @@ SHORT: dict[str, tuple[Callable[[torch.device], PackedLayout], list[int], int]] 
     ),
     "few offsets": (
         lambda d: PackedLayout.from_padding_mask(
-            tensor_of(batch_of(LENGTHS), d), 4, pad_to=16, max_seqs=5
+            tensor_of(batch_of(LENGTHS), d), 4, total_tokens=16, max_seqs=5
         ),
         LENGTHS,
         4,
@@ -573,7 +584,7 @@ SHORT: dict[str, tuple[Callable[[torch.device], PackedLayout], list[int], int]] 
 
 def check_longer(made: PackedLayout, lengths: list[int], segment: int, device, capacity) -> None:
     """Everything that there is to read, against the loops over the longer row."""
-    expected = row(lengths, segment, pad_to=LONGER)
+    expected = row(lengths, segment, total_tokens=LONGER)
     check_layout(made, expected, device, capacity - 1)
     real = real_of(expected)
     assert made.cu_seqlens_static.shape == (capacity,)
@@ -600,7 +611,7 @@ def test_a_longer_row(name, read, device):
     make, lengths, segment = SHORT[name]
     short = make(device)
     if read:
-        before = row(lengths, segment, pad_to=short.total_tokens)
+        before = row(lengths, segment, total_tokens=short.total_tokens)
         check_layout(short, before, device, short.cu_seqlens_static.shape[0] - 1)
         short.seq_idx, short.dense_mask()  # noqa: B018
     capacity = short.cu_seqlens_static.shape[0]
@@ -638,7 +649,7 @@ def test_rope_of_a_longer_row(device):
     cos, sin = cuseq.rope_table(LONGER, 8, dtype=torch.float64, device=device)
     q = torch.randn(LONGER, 1, 8, dtype=torch.float64, device=device)
     turned, _ = cuseq.apply_rope(q, None, cos, sin, packed=short.with_total_tokens(LONGER))
-    expected = reference.rope(q, cos, sin, row(LENGTHS, pad_to=LONGER).position_ids)
+    expected = reference.rope(q, cos, sin, row(LENGTHS, total_tokens=LONGER).position_ids)
     torch.testing.assert_close(turned.cpu(), expected)
 
 
@@ -691,10 +702,12 @@ def test_a_longer_row_of_a_part(cp_rank, zigzag, inference, device):
 WRONG: dict[str, Callable[[torch.device], PackedLayout]] = {
     "lengths": lambda d: PackedLayout.from_lengths(on(d, [5, 6]), 9),
     "offsets": lambda d: PackedLayout.from_cu_seqlens(on(d, [0, 10]), 9),
-    "mask": lambda d: PackedLayout.from_padding_mask(tensor_of([[1] * 5] * 2, d), pad_to=9),
-    "segments": lambda d: PackedLayout.from_padding_mask(tensor_of([[1] * 3] * 3, d), 4, pad_to=8),
+    "mask": lambda d: PackedLayout.from_padding_mask(tensor_of([[1] * 5] * 2, d), total_tokens=9),
+    "segments": lambda d: PackedLayout.from_padding_mask(
+        tensor_of([[1] * 3] * 3, d), 4, total_tokens=8
+    ),
     "segments alone": lambda d: PackedLayout.from_padding_mask(
-        tensor_of([[1], [1], [1]], d), 4, pad_to=8
+        tensor_of([[1], [1], [1]], d), 4, total_tokens=8
     ),
 }
 
@@ -713,7 +726,9 @@ def test_a_longer_row_waits_for_the_copy_of_its_segments(cuda):
     for length in range(1, 60):
         mask = torch.ones(20_000, length, dtype=torch.bool, device=cuda)
         total = 20_000 * 64
-        longer = PackedLayout.from_padding_mask(mask, 4, pad_to=total).with_total_tokens(total + 4)
+        longer = PackedLayout.from_padding_mask(mask, 4, total_tokens=total).with_total_tokens(
+            total + 4
+        )
         assert longer.max_seqlen_padded == -(-length // 4) * 4
         assert longer._segments.host_meta.tolist()[2] == total + 4
 
@@ -724,9 +739,9 @@ def test_equalized_rows_keep_their_padding(monkeypatch, device):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, *_: total.clamp_(min=LONGER))
     for make, lengths, segment in SHORT.values():
         short = make(device)
-        longer = cuseq.equalize_tokens(short)
+        longer = cuseq.distributed.equalize_tokens(short)
         check_longer(longer, lengths, segment, device, short.cu_seqlens_static.shape[0])
-        assert cuseq.equalize_tokens(longer) is longer
+        assert cuseq.distributed.equalize_tokens(longer) is longer
 
 
 # ------------------------------------------------------------------------------- what it costs
@@ -744,7 +759,7 @@ def test_all_that_a_device_mask_says_is_three_kernels(kind, segment, cuda):
     names += "seq_ids moe_padding_mask pads_between_sequences total_tokens num_sequences"
 
     def read() -> PackedLayout:
-        layout = PackedLayout.from_padding_mask(mask, segment, pad_to=16 * 304)
+        layout = PackedLayout.from_padding_mask(mask, segment, total_tokens=16 * 304)
         for name in names.split():
             getattr(layout, name)
         return layout
@@ -837,10 +852,10 @@ def test_shifted_labels_of_padding_are_ignored(device):
     ids, mask = padded_batch(device)
     model = Recorder()
     labels = ids + 100
-    cuseq.run_packed(model, ids, mask, segment_multiple=4, shift_labels=labels, pad_to=16)
+    cuseq.run_packed(model, ids, mask, segment_multiple=4, shift_labels=labels, total_tokens=16)
     (row_of_labels,) = model.seen["shift_labels"].tolist()
     pads = model.seen["packed"].moe_padding_mask.tolist()
-    assert pads == [slot is None for slot in row([4, 2, 3], 4, pad_to=16).slots]
+    assert pads == [slot is None for slot in row([4, 2, 3], 4, total_tokens=16).slots]
     assert [label for label, pad in zip(row_of_labels, pads, strict=True) if pad] == [IGNORED] * 7
     # What a caller has shifted is left to the caller, where a token is real.
     kept = [label for label, pad in zip(row_of_labels, pads, strict=True) if not pad]
@@ -860,9 +875,9 @@ def test_without_a_mask_the_model_gets_what_was_given(device):
     assert set(model.seen) <= {"input_ids", "packed", "attention_mask", *given}
 
 
-@pytest.mark.parametrize("pad_to", [None, 8])
+@pytest.mark.parametrize("total_tokens", [None, 8])
 @pytest.mark.parametrize("segment", [1, 4])
-def test_a_batch_of_padding_gives_zeros(segment, pad_to, device):
+def test_a_batch_of_padding_gives_zeros(segment, total_tokens, device):
     ids, mask = padded_batch(device)
     weights = torch.randn(3, 4, 2, device=device, requires_grad=True)
 
@@ -875,7 +890,7 @@ def test_a_batch_of_padding_gives_zeros(segment, pad_to, device):
         ids,
         torch.zeros_like(mask),
         segment_multiple=segment,
-        pad_to=pad_to,
+        total_tokens=total_tokens,
         weights=weights,
     )
     assert out.shape == (3, 4, 2) and sums.shape == (3, 4)

@@ -44,7 +44,7 @@ class Expected(NamedTuple):
 
 
 def expect(
-    rows: Rows, segment: Multiple = 1, total: Multiple = 1, pad_to: int | None = None
+    rows: Rows, segment: Multiple = 1, total: Multiple = 1, total_tokens: int | None = None
 ) -> Expected:
     segment, total = ([m] if isinstance(m, int) else list(m) for m in (segment, total))
     slots: list[tuple[int, int] | None] = []
@@ -56,7 +56,7 @@ def expect(
         while any((len(slots) - begin) % multiple for multiple in segment):
             slots.append(None)
         segments.append(len(slots) - begin)
-    while any(len(slots) % m for m in (*segment, *total)) or len(slots) < (pad_to or 0):
+    while any(len(slots) % m for m in (*segment, *total)) or len(slots) < (total_tokens or 0):
         slots.append(None)
     positions = reference.position_ids(segments, len(slots))
     return Expected(lengths, segments, slots, positions, reference.seq_ids(segments, len(slots)))
@@ -192,16 +192,16 @@ def test_every_mask(dtype, strides, true_is_pad, device):
 
 
 @pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("pad_to", [None, 0, 16])
+@pytest.mark.parametrize("total_tokens", [None, 0, 16])
 @pytest.mark.parametrize("shape", EMPTY.values(), ids=EMPTY)
-def test_empty_batches(shape, pad_to, multiple, device):
+def test_empty_batches(shape, total_tokens, multiple, device):
     rows = [[] for _ in range(shape[0])]
     mask = torch.zeros(shape, dtype=torch.int64, device=device)
-    layout = PackedLayout.from_padding_mask(mask, multiple, pad_to=pad_to)
-    check(layout, expect(rows, multiple, pad_to=pad_to), device)
+    layout = PackedLayout.from_padding_mask(mask, multiple, total_tokens=total_tokens)
+    check(layout, expect(rows, multiple, total_tokens=total_tokens), device)
     mask = torch.zeros(shape[0], 1, shape[1], shape[1], device=device)
-    layout = PackedLayout.from_padding_mask(mask, multiple, pad_to=pad_to)
-    check(layout, expect(rows, multiple, pad_to=pad_to), device)
+    layout = PackedLayout.from_padding_mask(mask, multiple, total_tokens=total_tokens)
+    check(layout, expect(rows, multiple, total_tokens=total_tokens), device)
 
 
 @pytest.mark.parametrize("value", [2, -1, 1 << 8, 1 << 31, 1 << 40, -(1 << 63)])
@@ -232,15 +232,15 @@ def test_expanded_masks(device):
 def test_any_mask(drawn, segment, total, extra, spare, dtype, strides, true_is_pad, device):
     rows, shape = drawn
     expected = expect(rows, segment, total)
-    pad_to = None
+    total_tokens = None
     if extra is not None:
         given_multiples = [[m] if isinstance(m, int) else m for m in (segment, total)]
         common = math.lcm(*given_multiples[0], *given_multiples[1])
-        pad_to = expected.total_tokens + extra * common
-        expected = expect(rows, segment, total, pad_to)
+        total_tokens = expected.total_tokens + extra * common
+        expected = expect(rows, segment, total, total_tokens)
     max_seqs = None if spare is None else len(rows) + spare
     mask = encode(tensor_of(rows, shape).to(device), dtype, strides, true_is_pad)
-    options = dict(true_is_pad=true_is_pad, pad_to=pad_to, max_seqs=max_seqs)
+    options = dict(true_is_pad=true_is_pad, total_tokens=total_tokens, max_seqs=max_seqs)
     layout = PackedLayout.from_padding_mask(mask, segment, total, **options)
     check(layout, expected, device, max_seqs)
     moved = PackedLayout.from_padding_mask(mask.cpu(), segment, total, **options, device=device)
@@ -327,7 +327,11 @@ def test_additive_masks(dtype, hidden, shown, device):
     for rows in (RIGHT, LEFT, HOLES, ZERO_ROWS):
         mask = additive(four(tensor_of(rows)).to(device), dtype, HIDDEN[hidden](dtype), shown)
         check(PackedLayout.from_padding_mask(mask, 2), expect(rows, 2), device)
-        check(PackedLayout.from_padding_mask(mask, pad_to=12), expect(rows, pad_to=12), device)
+        check(
+            PackedLayout.from_padding_mask(mask, total_tokens=12),
+            expect(rows, total_tokens=12),
+            device,
+        )
 
 
 def test_what_else_a_mask_seems_to_say_is_wrong():
@@ -457,13 +461,15 @@ def test_a_padded_row_of_one_batch_and_of_none(device):
     assert layout.seq_ids.tolist() == [1] * 8
 
 
-@pytest.mark.parametrize("pad_to", [8, 12, 40])
-def test_a_fixed_size(pad_to, device):
+@pytest.mark.parametrize("total_tokens", [8, 12, 40])
+def test_a_fixed_size(total_tokens, device):
     mask = torch.tensor(HOLES, device=device)
-    layout = PackedLayout.from_padding_mask(mask, 2, 4, pad_to=pad_to)
-    check(layout, expect(HOLES, 2, 4, pad_to), device)
-    assert layout.total_tokens == pad_to
-    assert layout.position_ids.tolist()[6:] == list(range(pad_to - 6)), "the tail is one segment"
+    layout = PackedLayout.from_padding_mask(mask, 2, 4, total_tokens=total_tokens)
+    check(layout, expect(HOLES, 2, 4, total_tokens), device)
+    assert layout.total_tokens == total_tokens
+    assert layout.position_ids.tolist()[6:] == list(range(total_tokens - 6)), (
+        "the tail is one segment"
+    )
 
 
 @pytest.mark.parametrize("max_seqs", [2, 3, 7, 100])
@@ -495,16 +501,20 @@ WRONG_SIZES = {
     "segment float": (dict(segment_multiple=2.0), TypeError, "segment_multiple|float"),
     "total 0": (dict(total_multiple=0), ValueError, "total_multiple.*0"),
     "total float": (dict(total_multiple=(2.0,)), TypeError, "total_multiple|float"),
-    "not a multiple": (dict(total_multiple=8, pad_to=12), ValueError, "pad_to.* 8.*12"),
-    "not of the segment": (dict(segment_multiple=4, pad_to=10), ValueError, "pad_to.* 4.*10"),
-    "of one alone": (
-        dict(segment_multiple=4, total_multiple=6, pad_to=8),
+    "not a multiple": (dict(total_multiple=8, total_tokens=12), ValueError, "total_tokens.* 8.*12"),
+    "not of the segment": (
+        dict(segment_multiple=4, total_tokens=10),
         ValueError,
-        "pad_to.* 12.*8",
+        "total_tokens.* 4.*10",
     ),
-    "negative": (dict(pad_to=-1), ValueError, "-1"),
-    "negative multiple": (dict(segment_multiple=2, pad_to=-4), ValueError, "-4"),
-    "past int32": (dict(pad_to=2**31), ValueError, str(2**31)),
+    "of one alone": (
+        dict(segment_multiple=4, total_multiple=6, total_tokens=8),
+        ValueError,
+        "total_tokens.* 12.*8",
+    ),
+    "negative": (dict(total_tokens=-1), ValueError, "-1"),
+    "negative multiple": (dict(segment_multiple=2, total_tokens=-4), ValueError, "-4"),
+    "past int32": (dict(total_tokens=2**31), ValueError, str(2**31)),
     "few offsets": (dict(max_seqs=1), ValueError, "max_seqs = 1.*2"),
     "few offsets of segments": (
         dict(max_seqs=1, segment_multiple=2),
@@ -525,12 +535,14 @@ def test_wrong_sizes(name, device):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(pad_to=4),
-        dict(pad_to=0),
-        dict(pad_to=0, segment_multiple=4),
-        dict(pad_to=4, segment_multiple=4),  # the sequences fit together, but not their segments
-        dict(pad_to=5, segment_multiple=5),
-        dict(pad_to=6, segment_multiple=3, max_seqs=2),
+        dict(total_tokens=4),
+        dict(total_tokens=0),
+        dict(total_tokens=0, segment_multiple=4),
+        dict(
+            total_tokens=4, segment_multiple=4
+        ),  # the sequences fit together, but not their segments
+        dict(total_tokens=5, segment_multiple=5),
+        dict(total_tokens=6, segment_multiple=3, max_seqs=2),
     ],
     ids=str,
 )
@@ -539,19 +551,19 @@ def test_what_does_not_fit(options, device):
     rows = [[1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]
     options = dict(segment_multiple=1) | options
     mask = torch.tensor(rows, device=device)
-    with pytest.raises(ValueError, match=f"{options['pad_to']}"):
+    with pytest.raises(ValueError, match=f"{options['total_tokens']}"):
         if device.type == "cpu":
             PackedLayout.from_padding_mask(mask, **options)
         else:
             PackedLayout.from_padding_mask(mask, **options).wait()
-    fitting = PackedLayout.from_padding_mask(mask, options["segment_multiple"], pad_to=60)
-    check(fitting, expect(rows, options["segment_multiple"], pad_to=60), device)
+    fitting = PackedLayout.from_padding_mask(mask, options["segment_multiple"], total_tokens=60)
+    check(fitting, expect(rows, options["segment_multiple"], total_tokens=60), device)
 
 
 @pytest.mark.parametrize("value", ["max_seqlen", "num_real_tokens", "max_seqlen_padded"])
 def test_segments_that_do_not_fit_are_said_by_every_host_value(value, cuda):
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]], device=cuda)
-    layout = PackedLayout.from_padding_mask(mask, 4, pad_to=4)
+    layout = PackedLayout.from_padding_mask(mask, 4, total_tokens=4)
     with pytest.raises(ValueError, match="4"):
         getattr(layout, value)
 
@@ -606,7 +618,7 @@ def test_an_additive_mask_has_no_polarity():
 MADE = {
     "rows": dict(),
     "segments": dict(segment_multiple=4),
-    "fixed": dict(segment_multiple=(2, 3), total_multiple=4, pad_to=24, max_seqs=7),
+    "fixed": dict(segment_multiple=(2, 3), total_multiple=4, total_tokens=24, max_seqs=7),
 }
 
 
@@ -614,7 +626,11 @@ def made(options: str, device=CPU) -> tuple[PackedLayout, Expected, int | None]:
     given = MADE[options]
     layout = PackedLayout.from_padding_mask(torch.tensor(HOLES, device=device), **given)
     sizes = {"segment": given.get("segment_multiple", 1), "total": given.get("total_multiple", 1)}
-    return layout, expect(HOLES, **sizes, pad_to=given.get("pad_to")), given.get("max_seqs")
+    return (
+        layout,
+        expect(HOLES, **sizes, total_tokens=given.get("total_tokens")),
+        given.get("max_seqs"),
+    )
 
 
 @pytest.mark.parametrize("options", MADE)
@@ -636,10 +652,10 @@ def test_moe_padding_mask_is_true_on_pads(options, device):
 @pytest.mark.parametrize("segment", [1, 4])
 def test_it_is_a_snapshot_of_the_mask(segment, device):
     mask = torch.tensor(HOLES, device=device)
-    layout = PackedLayout.from_padding_mask(mask, segment, pad_to=12)
+    layout = PackedLayout.from_padding_mask(mask, segment, total_tokens=12)
     tokens = torch.arange(1, 9, device=device).view(2, 4)
     mask.fill_(1)
-    check(layout, expect(HOLES, segment, pad_to=12), device)
+    check(layout, expect(HOLES, segment, total_tokens=12), device)
     packed = cuseq.pack(layout, tokens).tolist()
     assert [token for token in packed if token] == [2, 4, 5, 7, 8]
 
@@ -704,7 +720,11 @@ def test_a_default_device_does_not_move_it():
 def test_the_second_gpu(second_gpu):
     mask = torch.tensor(HOLES, device=second_gpu)
     check(PackedLayout.from_padding_mask(mask, 4), expect(HOLES, 4), second_gpu)
-    check(PackedLayout.from_padding_mask(mask, pad_to=8), expect(HOLES, pad_to=8), second_gpu)
+    check(
+        PackedLayout.from_padding_mask(mask, total_tokens=8),
+        expect(HOLES, total_tokens=8),
+        second_gpu,
+    )
 
 
 # ---------------------------------------------------------------------------------- megatron-core
@@ -821,7 +841,7 @@ def test_a_device_mask_costs_three_kernels_and_no_wait(kind, segment, cuda):
     mask = MASKS[kind](real)
 
     def body():
-        PackedLayout.from_padding_mask(mask, segment, pad_to=16 * 304)
+        PackedLayout.from_padding_mask(mask, segment, total_tokens=16 * 304)
 
     assert not waits(body)
     launched = kernels(body)
@@ -833,7 +853,7 @@ def test_what_is_read_of_a_device_mask_later(cuda):
     mask = torch.rand(16, 300, device=cuda) < 0.5
 
     def body():
-        layout = PackedLayout.from_padding_mask(mask, 16, pad_to=16 * 304)
+        layout = PackedLayout.from_padding_mask(mask, 16, total_tokens=16 * 304)
         for name in ("lengths", "cu_seqlens", "cu_seqlens_padded", "rope_cu_seqlens"):
             getattr(layout, name)
         layout.position_ids, layout.seq_ids, layout.pads_between_sequences  # noqa: B018
@@ -864,7 +884,7 @@ def test_host_values_of_a_device_mask_wait_for_their_copies(cuda):
     mask = torch.tensor(HOLES, device=cuda)
 
     def body():
-        layout = PackedLayout.from_padding_mask(mask, 4, pad_to=16)
+        layout = PackedLayout.from_padding_mask(mask, 4, total_tokens=16)
         assert (layout.max_seqlen, layout.max_seqlen_padded) == (3, 4)
         layout.wait()
 
@@ -874,10 +894,10 @@ def test_host_values_of_a_device_mask_wait_for_their_copies(cuda):
 
 def test_a_mask_is_refused_in_a_capture(cuda):
     mask = torch.tensor(HOLES, device=cuda)
-    PackedLayout.from_padding_mask(mask, pad_to=8).wait()
+    PackedLayout.from_padding_mask(mask, total_tokens=8).wait()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         with pytest.raises(RuntimeError, match="captur"):
-            PackedLayout.from_padding_mask(mask, pad_to=8)
+            PackedLayout.from_padding_mask(mask, total_tokens=8)
 
 
 @pytest.mark.parametrize("kind", ["nonzero", "zero", "additive"])
@@ -907,7 +927,7 @@ def test_the_ops_replay_with_another_mask(kind, cuda):
         replayed = [tensor.clone() for tensor in captured]
         for actual, eager in zip(replayed, body(), strict=True):
             assert torch.equal(actual, eager)
-        expected = expect(rows, segment, pad_to=total)
+        expected = expect(rows, segment, total_tokens=total)
         lengths, offsets, _, segments, padded, _, slots, tokens, *of_tokens = (
             t.tolist() for t in replayed
         )
@@ -932,7 +952,9 @@ def test_a_layout_that_arrives_in_inference_mode_trains(options):
     batch = torch.randn(2, 3, 4, requires_grad=True)
     cuseq.pack(packed, batch).sum().backward()
     assert torch.equal(batch.grad[..., 0], mask.float())
-    part, _ = cuseq.cp_partition(PackedLayout.from_lengths([4, 8]), 2, 0, torch.zeros(12))
+    part, _ = cuseq.distributed.cp_partition(
+        PackedLayout.from_lengths([4, 8]), 2, 0, torch.zeros(12)
+    )
     with torch.inference_mode():
         part = pickle.loads(pickle.dumps(part))
     q = torch.randn(6, 2, 8, requires_grad=True)

@@ -19,9 +19,9 @@ from torch.profiler import record_function
 
 import cuseq
 from cuseq import PackedLayout, PackingCollator
-from cuseq._profile_lines import LineLog, is_users, name_line
-from cuseq._profile_trace import WINDOW, Trace, record
-from cuseq.profile_step import StepProfile, profile_step, summarise
+from cuseq.debug.profile.lines import LineLog, is_users, name_line
+from cuseq.debug.profile.step import StepProfile, profile_step, summarise
+from cuseq.debug.profile.trace import WINDOW, Trace, record
 
 HERE = Path(__file__)
 MAIN, OTHER = 7, 8
@@ -582,7 +582,7 @@ def test_wrong_arguments_are_named(arguments, error, message):
 
 
 def test_tokens_of_batches(device):
-    packed = PackingCollator(pad_to=8)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    packed = PackingCollator(total_tokens=8)([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
     mask = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 0]], device=device)
     offsets = torch.tensor([0, 2, 6], dtype=torch.int32, device=device)
     padded = {"input_ids": torch.ones(3, 3), "attention_mask": mask}
@@ -606,7 +606,7 @@ def test_tokens_of_batches(device):
 
 
 def test_tokens_of_a_batch_that_the_step_takes_apart():
-    batch = PackingCollator(pad_to=8)([{"input_ids": [5, 6]}])
+    batch = PackingCollator(total_tokens=8)([{"input_ids": [5, 6]}])
     profile = profile_step(lambda: batch.pop("packed", None), batch=batch)
     assert (profile.tokens.pads, profile.tokens.pad_share) == (6, 0.75)
 

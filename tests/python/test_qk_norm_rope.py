@@ -154,8 +154,10 @@ def test_no_worse_than_the_unfused_sequence(dim, heads, dtype, device):
 @pytest.mark.parametrize(
     "case",
     [
-        Case((2, 65), layout="bshd", lengths=(33, 0, 64), heads=(4, 2), dim=128, rotary=64),
-        Case((2, 60), "dense", layout="bhsd", heads=(4, 2), dim=128, rotary=128, full_width=True),
+        Case((2, 65), qkv_format="bshd", lengths=(33, 0, 64), heads=(4, 2), dim=128, rotary=64),
+        Case(
+            (2, 60), "dense", qkv_format="bhsd", heads=(4, 2), dim=128, rotary=128, full_width=True
+        ),
         Case((70,), "ids", heads=(4,), dim=96, rotary=24, options=dict(interleaved=True)),
         Case(
             (70,),
@@ -381,7 +383,7 @@ INPUTS = {
 @pytest.mark.parametrize("name", ["packed", "5x128 bshd"])
 @pytest.mark.parametrize("strides", INPUTS)
 def test_inputs_of_any_strides(strides, name, dtype, device):
-    wide = Case((2, 33), layout="bshd", heads=(5, 1), dim=128, rotary=128)
+    wide = Case((2, 33), qkv_format="bshd", heads=(5, 1), dim=128, rotary=128)
     call = (CASES | {"5x128 bshd": wide})[name].build(device, dtype)
     weights = weights_of(call)
     tensors = [t.detach().requires_grad_() for t in INPUTS[strides](call.tensors)]

@@ -36,18 +36,18 @@ def tables(*shape: int, **options) -> tuple[Tensor, Tensor]:
     return random(*shape, **options, seed=1), random(*shape, **options, seed=2)
 
 
-def in_layout(x: Tensor, layout: str) -> Tensor:
+def in_layout(x: Tensor, qkv_format: str) -> Tensor:
     """`x` is `[batch, seqlen, heads, head_dim]`."""
-    if layout == "bhsd":
+    if qkv_format == "bhsd":
         return x.transpose(1, 2).contiguous()
-    return x.flatten(0, 1) if layout == "thd" else x
+    return x.flatten(0, 1) if qkv_format == "thd" else x
 
 
-def flat(x: Tensor, layout: str) -> Tensor:
-    """`[tokens, heads, head_dim]` of any layout."""
-    if layout == "bhsd":
+def flat(x: Tensor, qkv_format: str) -> Tensor:
+    """`[tokens, heads, head_dim]` of any qkv_format."""
+    if qkv_format == "bhsd":
         x = x.transpose(1, 2)
-    return x if layout == "thd" else x.flatten(0, 1)
+    return x if qkv_format == "thd" else x.flatten(0, 1)
 
 
 def widen(table: Tensor, interleaved: bool) -> Tensor:
@@ -75,12 +75,12 @@ def check(q, k, cos, sin, positions, *, given=None, inplace=True, **options):
     before = [x.clone() for x in inputs]
     results = cuseq.apply_rope(q, k, *given, **options)
     assert type(results) is tuple and (results[1] is None) == (k is None)
-    layout, pairs = options.get("layout", "thd"), cos.shape[-1]
+    qkv_format, pairs = options.get("qkv_format", "thd"), cos.shape[-1]
     for x, kept, out in zip(inputs, before, results, strict=False):
         assert (out.shape, out.dtype, out.device) == (x.shape, x.dtype, x.device)
         assert out.stride() == torch.empty_like(x).stride()
         assert torch.equal(x, kept), "the input must stay as it is"
-        rows = flat(x, layout).cpu()
+        rows = flat(x, qkv_format).cpu()
         expected = reference.rope(
             rows,
             cos.cpu(),
@@ -90,7 +90,7 @@ def check(q, k, cos, sin, positions, *, given=None, inplace=True, **options):
             section=options.get("mrope_section"),
             mrope_interleaved=options.get("mrope_interleaved", False),
         )
-        actual = flat(out, layout).cpu()
+        actual = flat(out, qkv_format).cpu()
         assert torch.equal(actual[..., 2 * pairs :], rows[..., 2 * pairs :])
         assert_rounded_once(actual, expected, rows, torch.cat((cos, sin)).cpu())
     if inplace:
@@ -137,8 +137,8 @@ def rotations(draw):
     """Shapes, tables, where the positions come from and the options, all as CPU tensors."""
     dim = draw(st.sampled_from(HEAD_DIMS))
     pairs = draw(st.just(dim // 2) | st.integers(1, dim // 2))
-    layout = draw(st.sampled_from(LAYOUTS))
-    batch = 1 if layout == "thd" else draw(st.integers(0, 3))
+    qkv_format = draw(st.sampled_from(LAYOUTS))
+    batch = 1 if qkv_format == "thd" else draw(st.integers(0, 3))
     seqlen = draw(st.integers(0, 5))
     tokens = batch * seqlen
     seed = draw(st.integers(0, 2**32))
@@ -146,10 +146,12 @@ def rotations(draw):
     q, k = (
         None
         if heads is None
-        else in_layout(random(batch, seqlen, heads, dim, dtype=dtype, seed=seed + heads), layout)
+        else in_layout(
+            random(batch, seqlen, heads, dim, dtype=dtype, seed=seed + heads), qkv_format
+        )
         for heads in (draw(st.sampled_from([1, 2, 3, 7])), draw(st.sampled_from([None, 1, 2, 8])))
     )
-    options = {"layout": layout, "interleaved": draw(st.booleans())}
+    options = {"qkv_format": qkv_format, "interleaved": draw(st.booleans())}
 
     source = draw(st.sampled_from(["packed", "dense", "position_ids", "token"]))
     lengths, ids = None, None
@@ -252,13 +254,15 @@ def test_head_dims(dim, dtype, device):
     "heads,key_heads,dim",
     [(40, 8, 8), (7, 3, 8), (1, 5, 8), (3, None, 8), (300, 1, 8), (66, 7, 512)],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_head_counts(heads, key_heads, dim, layout, dtype, device):
-    q = in_layout(random(2, 3, heads, dim, dtype=dtype, device=device), layout)
-    k = key_heads and in_layout(random(2, 3, key_heads, dim, dtype=dtype, device=device), layout)
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
+def test_head_counts(heads, key_heads, dim, qkv_format, dtype, device):
+    q = in_layout(random(2, 3, heads, dim, dtype=dtype, device=device), qkv_format)
+    k = key_heads and in_layout(
+        random(2, 3, key_heads, dim, dtype=dtype, device=device), qkv_format
+    )
     cos, sin = tables(6, dim // 2, device=device)
-    dense = list(range(6)) if layout == "thd" else [0, 1, 2] * 2
-    check(q, k, cos, sin, dense, layout=layout)
+    dense = list(range(6)) if qkv_format == "thd" else [0, 1, 2] * 2
+    check(q, k, cos, sin, dense, qkv_format=qkv_format)
 
 
 @pytest.mark.parametrize("count", [31, 32, 33, 1000, 1025, 40_000])
@@ -324,34 +328,34 @@ def test_no_further_from_float64_than_eager(rotary_dim, table_dtype, dtype, devi
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_position_ids_of_any_strides(layout, dtype, device):
-    q = in_layout(random(2, 3, 2, 8, device=device), layout)
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
+def test_position_ids_of_any_strides(qkv_format, dtype, device):
+    q = in_layout(random(2, 3, 2, 8, device=device), qkv_format)
     cos, sin = tables(90, 4, device=device)
     values = [[7, 0, 89], [3, 3, 12]]
     ids = torch.tensor(values, dtype=dtype, device=device)
-    if layout == "thd":
+    if qkv_format == "thd":
         ids = ids.flatten()
         forms = [ids, ids[None], torch.stack([ids * 0 - 5, ids], 1)[:, 1]]
     else:
         forms = [ids, ids.t().contiguous().t(), torch.stack([ids * 0 - 5, ids], 2)[..., 1]]
     for form in forms:
-        check(q, None, cos, sin, sum(values, []), layout=layout, position_ids=form)
-    if layout != "thd":
+        check(q, None, cos, sin, sum(values, []), qkv_format=qkv_format, position_ids=form)
+    if qkv_format != "thd":
         for shared in (ids[1], ids[1:], ids[1:].expand(2, -1)):
-            check(q, None, cos, sin, [3, 3, 12] * 2, layout=layout, position_ids=shared)
+            check(q, None, cos, sin, [3, 3, 12] * 2, qkv_format=qkv_format, position_ids=shared)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_offset_of_a_decode_step(layout, device):
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
+def test_offset_of_a_decode_step(qkv_format, device):
     """The last offset that fits, and it is the same as the ids that it stands for."""
-    q = in_layout(random(1, 1, 2, 8, device=device), layout)
+    q = in_layout(random(1, 1, 2, 8, device=device), qkv_format)
     cos, sin = tables(50, 4, device=device)
     for offset in (0, 1, 49):
-        out, _ = check(q, None, cos, sin, [offset], layout=layout, offset=offset)
+        out, _ = check(q, None, cos, sin, [offset], qkv_format=qkv_format, offset=offset)
         ids = torch.tensor([offset], device=device)
         assert torch.equal(
-            out, cuseq.apply_rope(q, None, cos, sin, layout=layout, position_ids=ids)[0]
+            out, cuseq.apply_rope(q, None, cos, sin, qkv_format=qkv_format, position_ids=ids)[0]
         )
 
 
@@ -397,23 +401,25 @@ def test_which_plane_a_pair_follows(table, section, interleaved, planes, device)
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("mrope_interleaved", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
 @pytest.mark.parametrize(
     "dim,section", [(32, [6, 5, 5]), (32, [6, 2, 8]), (40, [8, 6, 2]), (128, [24, 20, 20])]
 )
-def test_three_planes(dim, section, layout, mrope_interleaved, device):
+def test_three_planes(dim, section, qkv_format, mrope_interleaved, device):
     """Shared and token tables of both widths, and ids of any strides."""
-    q, k = (in_layout(random(2, 2, n, dim, device=device, seed=n), layout) for n in (2, 1))
+    q, k = (in_layout(random(2, 2, n, dim, device=device, seed=n), qkv_format) for n in (2, 1))
     cos, sin = tables(12, sum(section), device=device)
     ids = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]], device=device)
     positions = ids.flatten(1).tolist()
-    if layout == "thd":
+    if qkv_format == "thd":
         ids = ids.flatten(1)
         forms = [ids, ids[:, None]]
     else:
         forms = [ids]
     forms.append(ids.movedim(0, -1).contiguous().movedim(-1, 0))
-    options = dict(layout=layout, mrope_section=section, mrope_interleaved=mrope_interleaved)
+    options = dict(
+        qkv_format=qkv_format, mrope_section=section, mrope_interleaved=mrope_interleaved
+    )
     options |= dict(rotary_dim=2 * sum(section))
     for form in forms:
         for tables_given in ((cos, sin), (widen(cos, False), widen(sin, False))):
@@ -424,23 +430,23 @@ def test_three_planes(dim, section, layout, mrope_interleaved, device):
             assert torch.equal(again, out)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_token_tables_of_any_strides(layout, device):
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
+def test_token_tables_of_any_strides(qkv_format, device):
     """Views that frameworks make: a fused table, a row for all of the batch, tokens in front."""
-    q = in_layout(random(2, 3, 2, 8, device=device), layout)
+    q = in_layout(random(2, 3, 2, 8, device=device), qkv_format)
     fused = random(2, 3, 8, device=device, seed=1)
     cos, sin = fused.chunk(2, dim=-1)
-    if layout == "thd":
+    if qkv_format == "thd":
         cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
         forms = [(cos, sin), (cos[None], sin[None])]
     else:
         forms = [(cos, sin), [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (cos, sin)]]
     half = [t.reshape(6, 4) for t in (cos, sin)]
     for form in forms:
-        check(q, None, *half, list(range(6)), given=form, layout=layout, table="token")
-    if layout != "thd":
+        check(q, None, *half, list(range(6)), given=form, qkv_format=qkv_format, table="token")
+    if qkv_format != "thd":
         row = [t[1:].expand(2, -1, -1) for t in (cos, sin)]
-        check(q, None, *half, [3, 4, 5] * 2, given=row, layout=layout, table="token")
+        check(q, None, *half, [3, 4, 5] * 2, given=row, qkv_format=qkv_format, table="token")
 
 
 # Context parallel.
@@ -486,18 +492,18 @@ def test_ranks_joined_equal_the_whole(cp_size, chunks, tail, dtype, interleaved,
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
-def test_ranks_of_batched_layouts(cp_size, layout, device):
-    """The flat row of a batch is a part of each segment; with no layout each batch row is one."""
+def test_ranks_of_batched_layouts(cp_size, qkv_format, device):
+    """The flat row of a batch is a part of each segment; without one each batch row is one."""
     lengths = [2 * cp_size * n for n in (3, 0, 1, 2)]
     tokens = sum(lengths) + 2 * cp_size
     packed = PackedLayout.from_lengths(lengths, tokens, device=device)
-    q, k = (in_layout(random(2, 7, n, 8, device=device, seed=n), layout) for n in (2, 3))
+    q, k = (in_layout(random(2, 7, n, 8, device=device, seed=n), qkv_format) for n in (2, 3))
     cos, sin = tables(14 * cp_size, 4, device=device)
-    batch, row = (1, 14 * cp_size) if layout == "thd" else (2, 7 * cp_size)
+    batch, row = (1, 14 * cp_size) if qkv_format == "thd" else (2, 7 * cp_size)
     for cp_rank in range(cp_size):
-        options = dict(layout=layout, cp_size=cp_size, cp_rank=cp_rank)
+        options = dict(qkv_format=qkv_format, cp_size=cp_size, cp_rank=cp_rank)
         here = reference.rope_positions(lengths, tokens, cp_size, cp_rank)
         check(q, k, cos, sin, here, packed=packed, **options)
         if row % (2 * cp_size) == 0:
@@ -543,9 +549,9 @@ VIEWS = {
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim,rotary_dim", [(32, 16), (17, 12)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
 @pytest.mark.parametrize("name", VIEWS)
-def test_strides(name, layout, dim, rotary_dim, dtype, device):
+def test_strides(name, qkv_format, dim, rotary_dim, dtype, device):
     *strides, q_begin, k_begin, apart = VIEWS[name]
 
     def view_of(base: Tensor, heads: int, stride: tuple[int, ...], begin: int) -> Tensor:
@@ -553,9 +559,9 @@ def test_strides(name, layout, dim, rotary_dim, dtype, device):
         whole = base.as_strided(
             (2, 3, heads, dim), (batch + 3 * apart, token + apart, head, 1), begin * dim + apart
         )
-        if layout == "thd":
+        if qkv_format == "thd":
             return whole[1]
-        return whole if layout == "bshd" else whole.transpose(1, 2)
+        return whole if qkv_format == "bshd" else whole.transpose(1, 2)
 
     def views(base: Tensor) -> list[Tensor]:
         return [view_of(base, 4, strides[0], q_begin), view_of(base, 2, strides[1], k_begin)]
@@ -563,7 +569,7 @@ def test_strides(name, layout, dim, rotary_dim, dtype, device):
     base = random(7000, dtype=dtype, device=device)
     kept = base.clone()
     cos, sin = tables(9, rotary_dim // 2, device=device)
-    options = dict(layout=layout, rotary_dim=rotary_dim, offset=4)
+    options = dict(qkv_format=qkv_format, rotary_dim=rotary_dim, offset=4)
     results = cuseq.apply_rope(*views(base), cos, sin, **options)
     expected = cuseq.apply_rope(*(x.contiguous() for x in views(base)), cos, sin, **options)
     for view, out, wanted in zip(views(base), results, expected, strict=True):
@@ -675,21 +681,21 @@ def test_elements_past_2_to_the_31_in_strides(dtype, dim, device, tmp_path, monk
         q = storage.as_strided(shape, stride)
         q.copy_(random(*shape, dtype=dtype))
         positions = [1, 2] if shape[1] == 2 else [1] * shape[0]
-        check(q, None, cos, sin, positions, layout="bshd", offset=1, inplace=False)
-        expected, _ = cuseq.apply_rope(q.clone(), None, cos, sin, layout="bshd", offset=1)
-        cuseq.apply_rope(q, None, cos, sin, layout="bshd", offset=1, inplace=True)
+        check(q, None, cos, sin, positions, qkv_format="bshd", offset=1, inplace=False)
+        expected, _ = cuseq.apply_rope(q.clone(), None, cos, sin, qkv_format="bshd", offset=1)
+        cuseq.apply_rope(q, None, cos, sin, qkv_format="bshd", offset=1, inplace=True)
         assert torch.equal(q, expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["thd", "bhsd"])
-def test_more_than_2_to_the_31_elements(layout, cuda, monkeypatch):
+@pytest.mark.parametrize("qkv_format", ["thd", "bhsd"])
+def test_more_than_2_to_the_31_elements(qkv_format, cuda, monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     lengths, tokens = [65_536] * 4, 262_144 + 64
     generator = torch.Generator(cuda).manual_seed(0)
     q, k = (
         torch.empty(
-            (tokens, heads, 128) if layout == "thd" else (1, heads, tokens, 128),
+            (tokens, heads, 128) if qkv_format == "thd" else (1, heads, tokens, 128),
             dtype=torch.bfloat16,
             device=cuda,
         ).normal_(generator=generator)
@@ -697,16 +703,16 @@ def test_more_than_2_to_the_31_elements(layout, cuda, monkeypatch):
     )
     assert q.numel() > 2**31
     where = [0, 1, 65_535, 65_536, 131_072, 262_143, 262_144, tokens - 1]
-    rows = [flat(x, layout)[where].cpu() for x in (q, k)]
+    rows = [flat(x, qkv_format)[where].cpu() for x in (q, k)]
     positions = reference.rope_positions(lengths, tokens)
     used = [positions[token] for token in where]
     cos, sin = cuseq.rope_table(65_536, 128, device=cuda)
     packed = PackedLayout.from_lengths(lengths, tokens, device=cuda)
-    cuseq.apply_rope(q, k, cos, sin, packed=packed, layout=layout, inplace=True)
+    cuseq.apply_rope(q, k, cos, sin, packed=packed, qkv_format=qkv_format, inplace=True)
     cos, sin = cos[used].cpu(), sin[used].cpu()
     for x, before in zip((q, k), rows, strict=True):
         expected = reference.rope(before, cos, sin, range(len(where)))
-        assert_rounded_once(flat(x, layout)[where].cpu(), expected, before, torch.ones(1))
+        assert_rounded_once(flat(x, qkv_format)[where].cpu(), expected, before, torch.ones(1))
 
 
 # Positions that the table does not have.
@@ -784,20 +790,20 @@ def test_a_rank_s_table_reaches_to_the_end_of_the_global_sequence(device):
         options = dict(cp_size=2, cp_rank=cp_rank)
         here = reference.rope_positions([4, 8], 12, **options)
         check(q, None, cos, sin, here, packed=packed, **options)
-        for layout in (dict(packed=packed), {}):
+        for qkv_format in (dict(packed=packed), {}):
             with pytest.raises(ValueError, match="(?=.*7)(?=.*(8|12))"):
-                cuseq.apply_rope(q, None, cos[:7], sin[:7], **layout, **options)
+                cuseq.apply_rope(q, None, cos[:7], sin[:7], **qkv_format, **options)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_offset_beyond_the_table(layout, device):
+@pytest.mark.parametrize("qkv_format", LAYOUTS)
+def test_an_offset_beyond_the_table(qkv_format, device):
     """Of the last token of a batch row, and sums that do not fit 64 bits."""
-    q = in_layout(random(1 if layout == "thd" else 2, 3, 1, 8, device=device), layout)
+    q = in_layout(random(1 if qkv_format == "thd" else 2, 3, 1, 8, device=device), qkv_format)
     cos, sin = tables(7, 4, device=device)
-    cuseq.apply_rope(q, None, cos, sin, layout=layout, offset=4)
+    cuseq.apply_rope(q, None, cos, sin, qkv_format=qkv_format, offset=4)
     for offset in (5, 2**31, 2**62, 2**63 - 1):
         with pytest.raises(ValueError, match="row for each position|offset must lie"):
-            cuseq.apply_rope(q, None, cos, sin, layout=layout, offset=offset)
+            cuseq.apply_rope(q, None, cos, sin, qkv_format=qkv_format, offset=offset)
 
 
 @pytest.mark.kernels
@@ -822,7 +828,7 @@ def test_bare_offsets_without_host_values(device):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype,dim", [(torch.float32, 16), (torch.bfloat16, 128)])
 def test_offsets_that_lie_stay_inside_the_table(dtype, dim, cuda):
-    """Whatever offsets without a layout hold, no kernel leaves its tensors (sanitizer)."""
+    """Whatever offsets without a qkv_format hold, no kernel leaves its tensors (sanitizer)."""
     q = random(64, 2, dim, dtype=dtype, device=cuda)
     cos, sin = tables(9, dim // 2, device=cuda)
     for lie in ([0, -5, 70], [0, 10**9, 3], [5, 64, 65], [-(2**31), 2**31 - 1, 7]):
@@ -894,9 +900,9 @@ ERRORS = [
     (dict(k=zeros(5, 1, 16)), ValueError, "k must"),
     (dict(k=zeros(6, 1, 8)), ValueError, "k must"),
     (dict(k=zeros(6, 16)), ValueError, "k must"),
-    (dict(layout="bshd"), ValueError, "q must"),
-    (dict(q=zeros(2, 3, 2, 16), k=zeros(3, 2, 1, 16), layout="bshd"), ValueError, "k must"),
-    (dict(q=zeros(2, 2, 3, 16), k=zeros(2, 1, 2, 16), layout="bhsd"), ValueError, "k must"),
+    (dict(qkv_format="bshd"), ValueError, "q must"),
+    (dict(q=zeros(2, 3, 2, 16), k=zeros(3, 2, 1, 16), qkv_format="bshd"), ValueError, "k must"),
+    (dict(q=zeros(2, 2, 3, 16), k=zeros(2, 1, 2, 16), qkv_format="bhsd"), ValueError, "k must"),
     (dict(q=zeros(6, 16, 2).transpose(1, 2)), ValueError, "q must .*(last|contiguous)"),
     (dict(k=zeros(6, 1, 32)[..., ::2]), ValueError, "k must .*(last|contiguous)"),
     (dict(q=zeros(6, 2, 16, dtype=torch.int32)), TypeError, "q must"),
@@ -924,7 +930,7 @@ ERRORS = [
     (dict(rotary_dim=-16), ValueError, "rotary_dim must .*-16"),
     (dict(**both(zeros(6, 9)), rotary_dim=18), ValueError, "rotary_dim must .*18"),
     # where positions come from
-    (dict(layout="sbhd"), ValueError, "layout must .*sbhd"),
+    (dict(qkv_format="sbhd"), ValueError, "qkv_format must .*sbhd"),
     (dict(table="row"), ValueError, "table must .*row"),
     (dict(packed=PACKED, position_ids=IDS), ValueError, "packed|position_ids"),
     (dict(packed=PACKED, offset=1), ValueError, "offset"),
@@ -1153,21 +1159,21 @@ def test_tables_grow_and_old_slices_stay(device):
 
 
 def test_tables_are_kept_counted_and_cleared(device):
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     assert (before["entries"], before["bytes"]) == (0, 0)
     cos, sin = cuseq.rope_table(100, 16, device=device)
-    once = cuseq.cache_stats()
+    once = cuseq.cache.stats()
     assert once["entries"] >= 1 and once["bytes"] >= 2 * 100 * 8 * 4
     again = cuseq.rope_table(60, 16, device=device)
     assert [t.data_ptr() for t in again] == [cos.data_ptr(), sin.data_ptr()]
-    stats = cuseq.cache_stats()
+    stats = cuseq.cache.stats()
     assert (stats["entries"], stats["bytes"]) == (once["entries"], once["bytes"])
     for options in (dict(theta=3.0), dict(attention_factor=2.0), dict(dtype=torch.float64)):
         cuseq.rope_table(100, 16, **options, device=device)
-    assert cuseq.cache_stats()["entries"] >= once["entries"] + 3
+    assert cuseq.cache.stats()["entries"] >= once["entries"] + 3
     values = cos.clone()
-    cuseq.clear_cache()
-    stats = cuseq.cache_stats()
+    cuseq.cache.clear()
+    stats = cuseq.cache.stats()
     assert (stats["entries"], stats["bytes"]) == (0, 0)
     assert torch.equal(cos, values), "a table in use outlives the cache"
     assert torch.equal(cuseq.rope_table(100, 16, device=device)[0], values)
@@ -1186,7 +1192,7 @@ def test_each_option_has_its_own_table(device):
     ]
     alone = []
     for options in calls:
-        cuseq.clear_cache()
+        cuseq.cache.clear()
         alone.append([t.clone() for t in cuseq.rope_table(20, 16, **options, device=device)])
     assert len({tuple(cos.double().flatten().tolist()) for cos, _ in alone}) == len(calls)
     for order in (range(len(calls)), reversed(range(len(calls)))):
@@ -1224,23 +1230,23 @@ def test_frequencies_given_another_storage_make_a_new_table(device):
         inv_freq.data = (inv_freq * 0.5).bfloat16()
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("qkv_format", ["bshd", "bhsd"])
 @pytest.mark.parametrize("cp_rank", [0, 1])
-def test_a_ranks_part_in_batch_rows(cp_rank, layout, device):
-    """Batch row after batch row, as of any layout."""
+def test_a_ranks_part_in_batch_rows(cp_rank, qkv_format, device):
+    """Batch row after batch row, as of any qkv_format."""
     packed = cuseq.PackedLayout.from_lengths([7, 1, 4], segment_multiple=4, device=device)
-    (local,) = cuseq.cp_partition(packed, 2, cp_rank)
+    (local,) = cuseq.distributed.cp_partition(packed, 2, cp_rank)
     cos, sin = cuseq.rope_table(16, 8, device=device)
     q = torch.randn(local.total_tokens, 3, 8, device=device)
     expected, _ = cuseq.apply_rope(q, None, cos, sin, packed=local)
     batch = q.view(2, -1, 3, 8)
-    batch = batch if layout == "bshd" else batch.transpose(1, 2)
-    found, _ = cuseq.apply_rope(batch, None, cos, sin, packed=local, layout=layout)
-    found = found if layout == "bshd" else found.transpose(1, 2)
+    batch = batch if qkv_format == "bshd" else batch.transpose(1, 2)
+    found, _ = cuseq.apply_rope(batch, None, cos, sin, packed=local, qkv_format=qkv_format)
+    found = found if qkv_format == "bshd" else found.transpose(1, 2)
     assert torch.equal(found.reshape(-1, 3, 8), expected)
     with pytest.raises(ValueError, match="packed must have as many tokens as q, .* = 6, got"):
-        shape = (2, 3, 3, 8)  # of 6 tokens in either layout
-        cuseq.apply_rope(q[:6].view(shape), None, cos, sin, packed=local, layout=layout)
+        shape = (2, 3, 3, 8)  # of 6 tokens in either qkv_format
+        cuseq.apply_rope(q[:6].view(shape), None, cos, sin, packed=local, qkv_format=qkv_format)
 
 
 def test_other_frequencies_at_the_same_address(device):
@@ -1255,7 +1261,7 @@ def test_other_frequencies_at_the_same_address(device):
 def test_few_tables_are_kept(device):
     for theta in range(2, 102):
         cuseq.rope_table(10, 16, theta=theta, device=device)
-    assert 1 <= cuseq.cache_stats()["entries"] <= 64
+    assert 1 <= cuseq.cache.stats()["entries"] <= 64
 
 
 def test_tables_from_threads(device):
@@ -1328,12 +1334,12 @@ def test_wrong_tables_are_refused(change, error, message):
 
 def test_a_table_made_in_a_capture_is_not_kept(cuda):
     cuseq.rope_table(4, 8, device=cuda)  # loads the kernels
-    before = cuseq.cache_stats()
+    before = cuseq.cache.stats()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = cuseq.rope_table(50, 16, device=cuda)
-    after = cuseq.cache_stats()
+    after = cuseq.cache.stats()
     assert (after["entries"], after["bytes"]) == (before["entries"], before["bytes"])
     # Not run yet: what is served now must not be the graph's memory.
     assert_table_of(angles_of(50), cuseq.rope_table(50, 16, device=cuda))

@@ -52,7 +52,7 @@ class Case:
     rows: tuple[int, ...] = (6,)
     source: str = "packed"
     lengths: tuple[int, ...] = (2, 3)
-    layout: str = "thd"
+    qkv_format: str = "thd"
     heads: tuple[int, ...] = (2, 1)
     dim: int = 8
     rotary: int = 8
@@ -94,11 +94,11 @@ class Case:
         positions = self.positions(generator)
         table = [on_device(angles.cos()), on_device(angles.sin())]
         rows = [half[positions.to(device)] for half in table]
-        options = {"layout": self.layout, **self.options}
+        options = {"qkv_format": self.qkv_format, **self.options}
         if self.source == "packed":
             total = options.get("cp_size", 1) * math.prod(self.rows)
-            layout = PackedLayout.from_lengths(list(self.lengths), total, device=device)
-            options["packed"] = layout
+            qkv_format = PackedLayout.from_lengths(list(self.lengths), total, device=device)
+            options["packed"] = qkv_format
         if self.source == "ids":
             ids = positions if len(positions) == 3 else positions[0]
             options["position_ids"] = ids.to(device)
@@ -112,13 +112,13 @@ class Case:
             given = [widen(half) for half in given]
 
         def shape(heads: int) -> tuple[int, ...]:
-            where = 1 if self.layout == "bhsd" else len(self.rows)
+            where = 1 if self.qkv_format == "bhsd" else len(self.rows)
             return (*self.rows[:where], heads, *self.rows[where:], self.dim)
 
         planes = planes_of_pairs(self.rotary // 2, options)
         angles_of_tokens = [
             torch.stack([half[plane, ..., i] for i, plane in enumerate(planes)], -1).unsqueeze(
-                1 if self.layout == "bhsd" else -2
+                1 if self.qkv_format == "bhsd" else -2
             )
             for half in rows
         ]
@@ -165,31 +165,38 @@ MROPE_INTERLEAVED = dict(mrope_section=[3, 2, 1], mrope_interleaved=True)
 CASES = {
     "packed": Case(),
     "packed, interleaved, partial": Case(rotary=4, options=dict(interleaved=True)),
-    "packed, bshd, full width": Case((2, 3), layout="bshd", full_width=True),
-    "packed, bhsd, no key": Case((2, 3), layout="bhsd", heads=(2,)),
-    "dense, bshd, more keys": Case((2, 3), "dense", layout="bshd", heads=(1, 3)),
-    "dense, bhsd, offset": Case((2, 2), "dense", layout="bhsd", options=dict(offset=5)),
+    "packed, bshd, full width": Case((2, 3), qkv_format="bshd", full_width=True),
+    "packed, bhsd, no key": Case((2, 3), qkv_format="bhsd", heads=(2,)),
+    "dense, bshd, more keys": Case((2, 3), "dense", qkv_format="bshd", heads=(1, 3)),
+    "dense, bhsd, offset": Case((2, 2), "dense", qkv_format="bhsd", options=dict(offset=5)),
     "ids, odd head": Case((4,), "ids", dim=7, rotary=6),
     "ids, bhsd, partial": Case(
-        (2, 3), "ids", layout="bhsd", rotary=4, full_width=True, options=dict(rotary_dim=4)
+        (2, 3), "ids", qkv_format="bhsd", rotary=4, full_width=True, options=dict(rotary_dim=4)
     ),
     "ids, bshd, shared, interleaved": Case(
-        (2, 3), "ids", layout="bshd", shared=True, full_width=True, options=dict(interleaved=True)
+        (2, 3),
+        "ids",
+        qkv_format="bshd",
+        shared=True,
+        full_width=True,
+        options=dict(interleaved=True),
     ),
     "token": Case((4,), "token"),
-    "token, bshd, shared": Case((2, 3), "token", layout="bshd", shared=True, full_width=True),
+    "token, bshd, shared": Case((2, 3), "token", qkv_format="bshd", shared=True, full_width=True),
     "mrope": Case((4,), "ids", options=MROPE),
     "mrope, interleaved": Case(
-        (2, 2), "ids", layout="bhsd", dim=12, rotary=12, options=MROPE_INTERLEAVED
+        (2, 2), "ids", qkv_format="bhsd", dim=12, rotary=12, options=MROPE_INTERLEAVED
     ),
-    "mrope, token": Case((2, 2), "token", layout="bshd", options=dict(**MROPE, interleaved=True)),
+    "mrope, token": Case(
+        (2, 2), "token", qkv_format="bshd", options=dict(**MROPE, interleaved=True)
+    ),
     "cp": Case((8,), lengths=(4, 8), options=dict(cp_size=2, cp_rank=1)),
-    "cp, dense": Case((2, 4), "dense", layout="bshd", options=dict(cp_size=2, cp_rank=0)),
+    "cp, dense": Case((2, 4), "dense", qkv_format="bshd", options=dict(cp_size=2, cp_rank=0)),
 }
 # Sizes of real models, which take the wide paths of the kernels.
 LARGE = {
     "8x64": Case((70,), lengths=(30, 1, 33), heads=(8, 2), dim=64, rotary=64),
-    "5x128": Case((2, 33), "ids", layout="bhsd", heads=(5, 1), dim=128, rotary=128),
+    "5x128": Case((2, 33), "ids", qkv_format="bhsd", heads=(5, 1), dim=128, rotary=128),
     "3x96": Case((70,), "ids", heads=(3, 3), dim=96, rotary=24, options=dict(interleaved=True)),
     "2x256": Case((9,), "token", heads=(2, 1), dim=256, rotary=64),
 }
@@ -199,23 +206,23 @@ ALL_CASES = CASES | LARGE
 WHOLE_HEADS = {
     "packed": Case((70,), lengths=(30, 1, 33), heads=(5, 3), dim=128, rotary=128),
     "packed, bshd": Case(
-        (2, 35), layout="bshd", lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64
+        (2, 35), qkv_format="bshd", lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64
     ),
     "packed, bhsd": Case(
-        (2, 35), layout="bhsd", lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64
+        (2, 35), qkv_format="bhsd", lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64
     ),
     "ids": Case((70,), "ids", heads=(3,), dim=256, rotary=256, full_width=True),
-    "ids, bshd": Case((2, 33), "ids", layout="bshd", heads=(5, 1), dim=128, rotary=128),
-    "ids, bhsd": Case((1, 33), "ids", layout="bhsd", heads=(5, 1), dim=128, rotary=128),
+    "ids, bshd": Case((2, 33), "ids", qkv_format="bshd", heads=(5, 1), dim=128, rotary=128),
+    "ids, bhsd": Case((1, 33), "ids", qkv_format="bhsd", heads=(5, 1), dim=128, rotary=128),
     "ids, bshd, shared": Case(
-        (2, 33), "ids", layout="bshd", shared=True, heads=(2, 2), dim=128, rotary=128
+        (2, 33), "ids", qkv_format="bshd", shared=True, heads=(2, 2), dim=128, rotary=128
     ),
     "dense": Case((60,), "dense", heads=(9, 2), dim=128, rotary=128, options=dict(offset=3)),
-    "dense, bshd": Case((2, 30), "dense", layout="bshd", heads=(2, 2), dim=512, rotary=512),
+    "dense, bshd": Case((2, 30), "dense", qkv_format="bshd", heads=(2, 2), dim=512, rotary=512),
     "token": Case((33,), "token", heads=(2, 2), dim=512, rotary=512),
-    "token, bshd": Case((3, 11), "token", layout="bshd", heads=(2, 1), dim=64, rotary=64),
+    "token, bshd": Case((3, 11), "token", qkv_format="bshd", heads=(2, 1), dim=64, rotary=64),
     "token, bshd, shared": Case(
-        (3, 11), "token", layout="bshd", shared=True, heads=(2, 1), dim=64, rotary=64
+        (3, 11), "token", qkv_format="bshd", shared=True, heads=(2, 1), dim=64, rotary=64
     ),
 }
 
@@ -310,12 +317,12 @@ def test_values_and_gradients_in_low_precision(name, dtype, table_dtype, device)
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("layout", ["thd", "bshd"])
-def test_every_way_to_say_a_position_gives_the_same_bits(layout, device):
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
+def test_every_way_to_say_a_position_gives_the_same_bits(qkv_format, device):
     """Tokens of one row, found by offsets, by ids of either width or in a table of tokens."""
     lengths = [30, 1, 33]
-    rows = (70,) if layout == "thd" else (1, 70)
-    case = Case(rows, "packed", tuple(lengths), layout, heads=(5, 3), dim=128, rotary=128)
+    rows = (70,) if qkv_format == "thd" else (1, 70)
+    case = Case(rows, "packed", tuple(lengths), qkv_format, heads=(5, 3), dim=128, rotary=128)
     call = case.build(device, torch.bfloat16)
     packed = call.options["packed"]
     ids = packed.position_ids.view(rows)
@@ -326,10 +333,12 @@ def test_every_way_to_say_a_position_gives_the_same_bits(layout, device):
     ]
     expected = rope(call, call.tensors)
     for way in ways:
-        given = Call(call.tensors, call.cos, call.sin, {"layout": layout, **way}, call.plain)
+        given = Call(
+            call.tensors, call.cos, call.sin, {"qkv_format": qkv_format, **way}, call.plain
+        )
         assert all(map(torch.equal, rope(given, call.tensors), expected)), way
     cos, sin = (table[ids.long()] for table in (call.cos, call.sin))
-    given = Call(call.tensors, cos, sin, {"layout": layout, "table": "token"}, call.plain)
+    given = Call(call.tensors, cos, sin, {"qkv_format": qkv_format, "table": "token"}, call.plain)
     assert all(map(torch.equal, rope(given, call.tensors), expected))
 
 
@@ -408,7 +417,7 @@ def test_gradients_of_a_sum(device):
 
 @pytest.mark.kernels
 def test_no_tokens(device):
-    for case in (Case((0,), lengths=()), Case((0, 3), "dense", layout="bshd")):
+    for case in (Case((0,), lengths=()), Case((0, 3), "dense", qkv_format="bshd")):
         call = case.build(device)
         outs = rope(call, call.tensors)
         assert [out.shape for out in outs] == [t.shape for t in call.tensors]
@@ -555,11 +564,11 @@ def test_in_place(name, device):
     check_equal(actual, plain_gradients(call, grads))
 
 
-@pytest.mark.parametrize("layout", ["thd", "bshd", "bhsd"])
-def test_in_place_on_slices_of_a_fused_projection(layout, device):
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd", "bhsd"])
+def test_in_place_on_slices_of_a_fused_projection(qkv_format, device):
     """The gradient reaches the projection through q, k, v and the fused row itself."""
-    tokens, heads, dim = (6,) if layout == "thd" else (2, 3), (3, 2, 2), 8
-    call = Case(tokens, layout=layout).build(device)
+    tokens, heads, dim = (6,) if qkv_format == "thd" else (2, 3), (3, 2, 2), 8
+    call = Case(tokens, qkv_format=qkv_format).build(device)
     generator = torch.Generator().manual_seed(2)
     hidden, weight, probe = (
         torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
@@ -570,10 +579,10 @@ def test_in_place_on_slices_of_a_fused_projection(layout, device):
     def fused(rotation) -> tuple[Tensor, Tensor]:
         row = torch.nn.functional.linear(hidden, weight).view(*tokens, sum(heads), dim)
         q, k, v = row[..., :3, :], row[..., 3:5, :], row[..., 5:, :]
-        if layout == "bhsd":
+        if qkv_format == "bhsd":
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         q, k = rotation(q, k)
-        if layout == "bhsd":
+        if qkv_format == "bhsd":
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         result = torch.cat((q, k, v), -2)
         return row, result
@@ -733,12 +742,12 @@ def test_one_graph_for_all_offsets(device):
     """A decode step: its position is no constant of the graph."""
 
     def step(q, k, cos, sin, offset):
-        return cuseq.apply_rope(q, k, cos, sin, layout="bshd", offset=offset)
+        return cuseq.apply_rope(q, k, cos, sin, qkv_format="bshd", offset=offset)
 
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     for offset in (2, 3, 7, TABLE_ROWS - 3):
-        case = Case((2, 3), "dense", layout="bshd", options=dict(offset=offset))
+        case = Case((2, 3), "dense", qkv_format="bshd", options=dict(offset=offset))
         check_compiled(compiled, case.build(device), offset)
     assert counter.frame_count == 1
 

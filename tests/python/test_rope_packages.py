@@ -187,7 +187,7 @@ def test_with_the_models_own_table(device, name, dtype):
     rotated = cuseq.apply_rope(
         *(t.to(device) for t in (q, k, cos[..., :width], sin[..., :width])),
         table="token",
-        layout="bhsd",
+        qkv_format="bhsd",
         interleaved=model.interleaved,
         rotary_dim=model.rotary_dim if needs_dim else None,
     )
@@ -202,7 +202,7 @@ def test_with_a_shared_table(device, name, positions, dtype):
     """One row for each position, half as wide, looked up by the op itself."""
     model = MODELS[name]
     if positions == "packed" and model.mrope_section:
-        pytest.skip("a layout has one plane of positions")
+        pytest.skip("a qkv_format has one plane of positions")
     q, k = heads_first(model.head_dim, dtype)
     ids = some_positions(3 if model.mrope_section else None)
     if positions == "packed":
@@ -221,7 +221,7 @@ def test_with_a_shared_table(device, name, positions, dtype):
         k.to(device),
         cos,
         sin,
-        layout="bhsd",
+        qkv_format="bhsd",
         interleaved=model.interleaved,
         **source,
     )
@@ -239,7 +239,7 @@ def test_planes_of_rows(device, name):
     cos, sin = cuseq.rope_table(41, model.rotary_dim, **model.frequencies())
     rows = [t[ids].to(device) for t in (cos, sin)]
     rotated = cuseq.apply_rope(
-        q.to(device), k.to(device), *rows, table="token", layout="bhsd", **model.mrope
+        q.to(device), k.to(device), *rows, table="token", qkv_format="bhsd", **model.mrope
     )
     own = model.code.apply_rotary_pos_emb(q, k, *table)
     for actual, expected, x in zip(rotated, own, (q, k), strict=True):
@@ -261,7 +261,7 @@ def test_a_table_of_another_reading_is_refused(name, options):
     q, k = heads_first(model.head_dim, torch.float32)
     cos, sin = model.table(q, some_positions(None))
     with pytest.raises(ValueError, match="cos|rotary_dim"):
-        cuseq.apply_rope(q, k, cos, sin, table="token", layout="bhsd", **options)
+        cuseq.apply_rope(q, k, cos, sin, table="token", qkv_format="bhsd", **options)
 
 
 # Each kind of scaling that transformers knows, with parameters that change every result.
@@ -303,7 +303,7 @@ def test_scaled_frequencies(device, kind, length):
     assert (factor != 1) == (kind in ("yarn", "longrope"))
     scaled = dict(inv_freq=inv_freq.to(device), attention_factor=factor)
     cos, sin = cuseq.rope_table(length, 16, **scaled, device=device)
-    rotated = cuseq.apply_rope(q.to(device), k.to(device), cos, sin, layout="bhsd")
+    rotated = cuseq.apply_rope(q.to(device), k.to(device), cos, sin, qkv_format="bhsd")
     for values in zip(rotated, own, exact, strict=True):
         check(*values)
 
@@ -372,7 +372,7 @@ def test_normalisation_and_rotation(device, name, dtype):
         eps=eps,
         weight_offset=offset,
         table="token",
-        layout="bhsd",
+        qkv_format="bhsd",
     )
     actual = differentiated(rotated, inputs, [grad.to(device) for grad in grads])
     for values in zip(actual, own, exact, strict=True):

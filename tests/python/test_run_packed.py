@@ -87,8 +87,8 @@ def test_the_loss_is_that_of_the_padded_run(name, device):
     [
         {"segment_multiple": 4},
         {"total_multiple": (8, 3)},
-        {"pad_to": 32},
-        {"segment_multiple": 8, "pad_to": 48},
+        {"total_tokens": 32},
+        {"segment_multiple": 8, "total_tokens": 48},
     ],
     ids=str,
 )
@@ -138,11 +138,11 @@ def test_any_module_and_any_mask(device):
 def test_a_device_mask_with_a_total_waits_for_nothing(cuda):
     ids, mask = make_batch("left", cuda)
     weights = torch.randn(*ids.shape, 2, device=cuda)
-    cuseq.run_packed(Plain(), ids, mask, pad_to=32, weights=weights)
+    cuseq.run_packed(Plain(), ids, mask, total_tokens=32, weights=weights)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cuseq.run_packed(Plain(), ids, mask, pad_to=32, weights=weights)
+        cuseq.run_packed(Plain(), ids, mask, total_tokens=32, weights=weights)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -213,8 +213,8 @@ def test_a_batch_that_is_no_tensor_is_named():
 
 def test_the_attention_that_counts_is_that_to_text(device):
     """An enabled model with a vision tower keeps the tower's attention in its own config."""
-    from cuseq.check_packing._runs import Row
-    from cuseq.check_packing._suspects import _attention_remedy
+    from cuseq.debug.packing_check._runs import Row
+    from cuseq.debug.packing_check._suspects import _attention_remedy
 
     rope = {
         "rope_type": "default",

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 import cuseq
-from cuseq import _deal
+from cuseq.data import _balance
 
 Row = list[int]
 
@@ -34,7 +34,9 @@ def make_lengths(count: int, capacity: int, seed: int = 0) -> np.ndarray:
 
 def make_ranks(lengths, capacity: int, world_size: int, **options):
     return [
-        cuseq.PackedBatchSampler(lengths, capacity, rank=rank, world_size=world_size, **options)
+        cuseq.data.PackedBatchSampler(
+            lengths, capacity, rank=rank, world_size=world_size, **options
+        )
         for rank in range(world_size)
     ]
 
@@ -104,7 +106,7 @@ def test_every_sample_once(case, epoch):
         # Only where there are not enough samples for all places are some taken twice.
         assert repeated == max(0, len(rows) - len(lengths))
         if options["strategy"] != "sequential":  # there the order decides how many rows there are
-            packed = cuseq.bin_pack(lengths, capacity, options["strategy"]).num_rows
+            packed = cuseq.data.bin_pack(lengths, capacity, options["strategy"]).num_rows
             assert len(rows) == -(-packed // group) * group
         most = max(1, -(-len(rows) // max(1, len(lengths))))
         assert all(count <= most for count in counts.values()), "repeats are spread"
@@ -124,7 +126,7 @@ def test_the_last_incomplete_group_is_dropped(case, epoch):
     assert all(sampler.repeated == 0 for sampler in samplers)
     group = world_size * options["accumulation"]
     if options["buffer"] is None and options["strategy"] != "sequential":
-        packed = cuseq.bin_pack(lengths, capacity, options["strategy"]).num_rows
+        packed = cuseq.data.bin_pack(lengths, capacity, options["strategy"]).num_rows
         assert len(rows) == packed // group * group
     left = sorted(set(range(len(lengths))) - set(samples_of(steps)))
     if left:  # one incomplete group at most
@@ -170,9 +172,9 @@ def test_no_samples(options):
 @pytest.mark.parametrize("strategy", ["bfd", "ffd", "sequential"])
 def test_unshuffled_rows_are_those_of_bin_pack(strategy):
     lengths = make_lengths(200, 64)
-    plan = cuseq.bin_pack(lengths, 64, strategy)
+    plan = cuseq.data.bin_pack(lengths, 64, strategy)
     expected = [plan.row(b) for b in range(plan.num_rows)]
-    sampler = cuseq.PackedBatchSampler(lengths, 64, strategy=strategy, shuffle=False)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, strategy=strategy, shuffle=False)
     assert list(sampler) == expected
     sampler.set_epoch(3)
     assert list(sampler) == expected, "every epoch alike"
@@ -182,7 +184,7 @@ def test_unshuffled_rows_are_those_of_bin_pack(strategy):
 
 
 def test_it_is_a_batch_sampler():
-    sampler = cuseq.PackedBatchSampler([3, 4, 5], 8)
+    sampler = cuseq.data.PackedBatchSampler([3, 4, 5], 8)
     assert isinstance(sampler, Sampler)
     assert all(isinstance(row, list) for row in sampler)
 
@@ -190,7 +192,7 @@ def test_it_is_a_batch_sampler():
 @pytest.mark.parametrize("buffer", [None, 40])
 def test_epochs_differ_and_repeat(buffer):
     lengths = make_lengths(200, 64)
-    sampler = cuseq.PackedBatchSampler(lengths, 64, buffer=buffer)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, buffer=buffer)
     epochs = []
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -201,11 +203,11 @@ def test_epochs_differ_and_repeat(buffer):
         assert sorted(map(sorted, one)) != sorted(map(sorted, other)), "other rows, too"
     sampler.set_epoch(1)
     assert list(sampler) == epochs[1]
-    fresh = cuseq.PackedBatchSampler(lengths, 64, buffer=buffer)
+    fresh = cuseq.data.PackedBatchSampler(lengths, 64, buffer=buffer)
     assert list(fresh) == epochs[0], "epoch 0 is where it starts"
     fresh.set_epoch(2)
     assert list(fresh) == epochs[2]
-    reseeded = cuseq.PackedBatchSampler(lengths, 64, buffer=buffer, seed=1)
+    reseeded = cuseq.data.PackedBatchSampler(lengths, 64, buffer=buffer, seed=1)
     assert list(reseeded) not in epochs
     reseeded.set_epoch(1)
     assert list(reseeded) not in epochs
@@ -214,7 +216,7 @@ def test_epochs_differ_and_repeat(buffer):
 @pytest.mark.parametrize("buffer", [None, 16, 64])
 def test_equal_samples_change_places(buffer):
     """Samples are permuted before they are packed: who shares a row with whom differs."""
-    sampler = cuseq.PackedBatchSampler([4] * 64, 8, buffer=buffer)
+    sampler = cuseq.data.PackedBatchSampler([4] * 64, 8, buffer=buffer)
     pairs = []
     for epoch in range(8):
         sampler.set_epoch(epoch)
@@ -228,7 +230,7 @@ def test_equal_samples_change_places(buffer):
 def test_steps_are_shuffled(balance):
     """Neither long rows first nor last."""
     lengths = list(range(51, 99))  # one to a row
-    sampler = cuseq.PackedBatchSampler(lengths, 100, balance=balance)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 100, balance=balance)
     orders = []
     for epoch in range(8):
         sampler.set_epoch(epoch)
@@ -254,7 +256,8 @@ def test_the_order_is_that_of_every_process(run_python):
     """Python salts its hashes anew in each process."""
     code = (
         "import cuseq\n"
-        "sampler = cuseq.PackedBatchSampler([1 + i % 7 for i in range(40)], 10, balance='tokens',"
+        "sampler = cuseq.data.PackedBatchSampler("
+        "[1 + i % 7 for i in range(40)], 10, balance='tokens',"
         " rank=1, world_size=2, buffer=20)\n"
         "sampler.set_epoch(3)\n"
         "result = list(sampler), sampler.state_dict()\n"
@@ -269,7 +272,7 @@ def test_the_order_is_that_of_every_process(run_python):
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor, "int32", "memmap"])
 def test_kinds_of_lengths(kind, tmp_path):
     values = make_lengths(100, 64)
-    expected = list(cuseq.PackedBatchSampler(values, 64, buffer=30))
+    expected = list(cuseq.data.PackedBatchSampler(values, 64, buffer=30))
     if kind == "memmap":
         values.astype(np.int32).tofile(tmp_path / "lengths")
         lengths = np.memmap(tmp_path / "lengths", np.int32, "r")
@@ -277,9 +280,9 @@ def test_kinds_of_lengths(kind, tmp_path):
         lengths = torch.from_numpy(values).to(torch.int32)
     else:
         lengths = kind(values.tolist())
-    sampler = cuseq.PackedBatchSampler(lengths, 64, buffer=30)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, buffer=30)
     assert list(sampler) == expected
-    state = cuseq.PackedBatchSampler(values, 64, buffer=30).state_dict()
+    state = cuseq.data.PackedBatchSampler(values, 64, buffer=30).state_dict()
     sampler.load_state_dict(state)  # they are the same lengths
 
 
@@ -369,7 +372,7 @@ def test_each_window_is_a_sample_of_the_whole_set(balance):
 def test_a_window_is_packed_by_itself(options):
     """On one rank all rows of a window come before those of the next."""
     lengths = make_lengths(400, 64)
-    rows = list(cuseq.PackedBatchSampler(lengths, 64, buffer=100, **options))
+    rows = list(cuseq.data.PackedBatchSampler(lengths, 64, buffer=100, **options))
     assert sorted(sample for row in rows for sample in row) == list(range(400))
     if options == {"shuffle": False}:
         first = [sample for row in rows for sample in row][:100]
@@ -380,7 +383,7 @@ def test_a_window_is_packed_by_itself(options):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_small_last_window_repeats_nothing(seed):
-    sampler = cuseq.PackedBatchSampler(
+    sampler = cuseq.data.PackedBatchSampler(
         make_lengths(2003, 64), 512, world_size=8, buffer=1000, seed=seed
     )
     assert sampler.repeated == 0
@@ -389,12 +392,14 @@ def test_a_small_last_window_repeats_nothing(seed):
 def test_windows_without_rows_are_even():
     """All of them are left out, or carried on."""
     for options in ({"drop_last": True}, {"buffer": 1}):
-        sampler = cuseq.PackedBatchSampler([3, 5], 8, world_size=4, balance="tokens", **options)
+        sampler = cuseq.data.PackedBatchSampler(
+            [3, 5], 8, world_size=4, balance="tokens", **options
+        )
         assert sampler.imbalance().tokens.mean >= 1.0
 
 
 def test_a_step_beyond_the_epoch_is_refused():
-    sampler = cuseq.PackedBatchSampler([3, 5, 8], 8)
+    sampler = cuseq.data.PackedBatchSampler([3, 5, 8], 8)
     state = sampler.state_dict() | {"step": 3}
     sampler.load_state_dict(state)
     with pytest.raises(ValueError, match="step must be at most the 2 of the epoch, got 3"):
@@ -405,8 +410,8 @@ def test_a_step_beyond_the_epoch_is_refused():
 
 def test_coefficients_may_be_an_array():
     lengths = make_lengths(100, 64)
-    sampler = cuseq.PackedBatchSampler(lengths, 64, balance=np.array([1.0, 0.0, 0.0]))
-    assert list(sampler) == list(cuseq.PackedBatchSampler(lengths, 64, balance=(1, 0, 0)))
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, balance=np.array([1.0, 0.0, 0.0]))
+    assert list(sampler) == list(cuseq.data.PackedBatchSampler(lengths, 64, balance=(1, 0, 0)))
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -417,12 +422,14 @@ def test_every_order_of_a_few_is_reached(count):
 
 def test_windows_pack_nearly_as_well():
     lengths = make_lengths(20_000, 1024)
-    whole = len(cuseq.PackedBatchSampler(lengths, 1024))
-    windows = len(cuseq.PackedBatchSampler(lengths, 1024, buffer=2000))
+    whole = len(cuseq.data.PackedBatchSampler(lengths, 1024))
+    windows = len(cuseq.data.PackedBatchSampler(lengths, 1024, buffer=2000))
     assert windows <= 1.01 * whole
     # What does not fill a group goes on to the next window: it is not taken apart in each.
     group = {"world_size": 8, "accumulation": 4}
-    assert 8 * len(cuseq.PackedBatchSampler(lengths, 1024, buffer=2000, **group)) <= 1.03 * whole
+    assert (
+        8 * len(cuseq.data.PackedBatchSampler(lengths, 1024, buffer=2000, **group)) <= 1.03 * whole
+    )
 
 
 MEMORY = """
@@ -439,9 +446,9 @@ def held():
 count = 40_000_000
 lengths = np.memmap(sys.argv[1], np.int32, "r", shape=(count,))
 # What is loaded lazily, and the threads, come first.
-list(cuseq.PackedBatchSampler(lengths[:100_000], 4096, buffer=50_000, balance="tokens"))
+list(cuseq.data.PackedBatchSampler(lengths[:100_000], 4096, buffer=50_000, balance="tokens"))
 resource.setrlimit(resource.RLIMIT_DATA, (held() + 2 * count, -1))
-sampler = cuseq.PackedBatchSampler(lengths, 4096, buffer=50_000, balance="tokens")
+sampler = cuseq.data.PackedBatchSampler(lengths, 4096, buffer=50_000, balance="tokens")
 rows = iter(sampler)
 for _ in range(100):
     row = next(rows)
@@ -598,18 +605,18 @@ def test_too_long_ones_are_skipped_and_counted():
         samplers = make_ranks(lengths, 10, 2, overlong="skip", buffer=buffer)
         assert set(samples_of(make_steps(samplers))) == {0, 2, 4}
         assert [sampler.skipped for sampler in samplers] == [2, 2]
-    assert cuseq.PackedBatchSampler([3, 10], 10, overlong="skip").skipped == 0
-    alone = cuseq.PackedBatchSampler([11], 10, overlong="skip")
+    assert cuseq.data.PackedBatchSampler([3, 10], 10, overlong="skip").skipped == 0
+    alone = cuseq.data.PackedBatchSampler([11], 10, overlong="skip")
     assert (list(alone), len(alone), alone.skipped) == ([], 0, 1)
 
 
 @pytest.mark.parametrize("buffer", [None, 2])
 def test_too_long_and_negative_ones_are_named(buffer):
     with pytest.raises(ValueError, match=r"capacity = 10.*lengths\[1\] = 11"):
-        cuseq.PackedBatchSampler([3, 11, 12], 10, buffer=buffer)
+        cuseq.data.PackedBatchSampler([3, 11, 12], 10, buffer=buffer)
     for overlong in ("raise", "skip"):
         with pytest.raises(ValueError, match=r"lengths\[2\] = -1"):
-            cuseq.PackedBatchSampler([3, 10, -1], 10, overlong=overlong, buffer=buffer)
+            cuseq.data.PackedBatchSampler([3, 10, -1], 10, overlong=overlong, buffer=buffer)
 
 
 @pytest.mark.parametrize(
@@ -632,12 +639,12 @@ def test_too_long_and_negative_ones_are_named(buffer):
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        cuseq.PackedBatchSampler([3, 4], **{"capacity": 8, **options})
+        cuseq.data.PackedBatchSampler([3, 4], **{"capacity": 8, **options})
 
 
 def test_options_are_keywords():
     with pytest.raises(TypeError):
-        cuseq.PackedBatchSampler([3, 4], 8, 0)
+        cuseq.data.PackedBatchSampler([3, 4], 8, 0)
 
 
 class Spy:
@@ -670,18 +677,18 @@ def test_samples_are_spread_over_the_cheapest_rows_with_room(lengths, rows, quad
             expected = None
             break
         expected[min(fitting)[2]].append(sample)
-    found = _deal._spread(list(costs), rows, dict(enumerate(lengths)), costs, capacity)
+    found = _balance._spread(list(costs), rows, dict(enumerate(lengths)), costs, capacity)
     assert found == expected
 
 
 def test_rows_without_room_are_not_looked_at_for_every_sample(monkeypatch):
     """Cheap in attention, but full: once each of hundreds of rows was, for each of thousands."""
-    push = Spy(_deal.heappush)
-    monkeypatch.setattr(_deal, "heappush", push)
+    push = Spy(_balance.heappush)
+    monkeypatch.setattr(_balance, "heappush", push)
     lengths = dict(enumerate(make_lengths(20_000, 1024).tolist()))
     rows = -(-sum(lengths.values()) // 1024) + 20
     costs = {sample: float(n * n) for sample, n in lengths.items()}
-    assert _deal._spread(list(lengths), rows, lengths, costs, 1024) is not None
+    assert _balance._spread(list(lengths), rows, lengths, costs, 1024) is not None
     assert push.calls <= 3 * len(lengths)
 
 
@@ -710,7 +717,7 @@ def test_resume_at_every_step(options):
     lengths = make_lengths(150, 64)
 
     def make(rank=1):
-        return cuseq.PackedBatchSampler(lengths, 64, rank=rank, world_size=2, **options)
+        return cuseq.data.PackedBatchSampler(lengths, 64, rank=rank, world_size=2, **options)
 
     sampler = make()
     epochs = {}
@@ -782,7 +789,7 @@ def test_interrupted_at_random(case, stops):
 @pytest.mark.parametrize("options", RESUMED, ids=str)
 def test_iterations_at_a_time_are_whole(options):
     """A look at the whole set in mid-epoch, as an evaluation may take, costs no batch."""
-    sampler = cuseq.PackedBatchSampler(make_lengths(150, 64), 64, **options)
+    sampler = cuseq.data.PackedBatchSampler(make_lengths(150, 64), 64, **options)
     expected = list(sampler)
     rows = []
     for number, row in enumerate(sampler):
@@ -799,7 +806,7 @@ def test_iterations_at_a_time_are_whole(options):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_state_of_an_iteration_that_has_not_begun(workers):
     """It is at the start, though the sampler stood at the end of the iteration before."""
-    sampler = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+    sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     expected = list(sampler)
     rows = iter(sampler)
     state = sampler.state_dict()
@@ -813,7 +820,7 @@ def test_the_state_of_an_iteration_that_has_not_begun(workers):
     batches = iter(loader)
     state = loader.state_dict()
     del batches
-    resumed = make_loader(cuseq.PackedBatchSampler(sampler_lengths(), 64), workers, stateful)
+    resumed = make_loader(cuseq.data.PackedBatchSampler(sampler_lengths(), 64), workers, stateful)
     resumed.load_state_dict(state)
     assert [rows_of(batch) for batch in resumed] == expected
 
@@ -821,11 +828,11 @@ def test_the_state_of_an_iteration_that_has_not_begun(workers):
 def test_set_epoch_after_resuming():
     """A loop sets the epoch before each, the interrupted one too: that goes on where it stood."""
     lengths = make_lengths(150, 64)
-    sampler = cuseq.PackedBatchSampler(lengths, 64)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64)
     sampler.set_epoch(5)
     expected = list(sampler)
     state = sampler.state_dict(steps=3)
-    resumed = cuseq.PackedBatchSampler(lengths, 64)
+    resumed = cuseq.data.PackedBatchSampler(lengths, 64)
     resumed.load_state_dict(state)
     resumed.set_epoch(5)
     assert list(resumed) == expected[3:]
@@ -836,7 +843,7 @@ def test_set_epoch_after_resuming():
 
 
 def test_a_state_is_a_snapshot():
-    sampler = cuseq.PackedBatchSampler(make_lengths(150, 64), 64)
+    sampler = cuseq.data.PackedBatchSampler(make_lengths(150, 64), 64)
     rows = iter(sampler)
     next(rows)
     state = sampler.state_dict()
@@ -862,8 +869,8 @@ SETTINGS = {
 def test_state_of_other_settings_is_refused(name):
     lengths = make_lengths(50, 64)
     base = {"capacity": 64, "world_size": 2}
-    sampler = cuseq.PackedBatchSampler(lengths, **base)
-    other = cuseq.PackedBatchSampler(lengths, **{**base, name: SETTINGS[name]})
+    sampler = cuseq.data.PackedBatchSampler(lengths, **base)
+    other = cuseq.data.PackedBatchSampler(lengths, **{**base, name: SETTINGS[name]})
     with pytest.raises(ValueError, match=name):
         other.load_state_dict(sampler.state_dict())
     with pytest.raises(ValueError, match=name):
@@ -872,8 +879,8 @@ def test_state_of_other_settings_is_refused(name):
 
 def test_state_of_another_seed_never_gives_another_order():
     lengths = make_lengths(50, 64)
-    sampler = cuseq.PackedBatchSampler(lengths, 64, seed=1)
-    other = cuseq.PackedBatchSampler(lengths, 64, seed=2)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, seed=1)
+    other = cuseq.data.PackedBatchSampler(lengths, 64, seed=2)
     expected = list(sampler)
     try:
         other.load_state_dict(sampler.state_dict(steps=2))
@@ -896,8 +903,8 @@ def test_state_of_another_seed_never_gives_another_order():
 )
 def test_state_of_another_set_is_refused(change):
     values = [5, 9, *make_lengths(50, 60).tolist()]
-    state = cuseq.PackedBatchSampler(values, 64).state_dict()
-    other = cuseq.PackedBatchSampler(change(values), 64)
+    state = cuseq.data.PackedBatchSampler(values, 64).state_dict()
+    other = cuseq.data.PackedBatchSampler(change(values), 64)
     with pytest.raises(ValueError, match="lengths"):
         other.load_state_dict(state)
 
@@ -912,13 +919,13 @@ def test_state_of_another_set_is_refused(change):
     ],
 )
 def test_what_is_no_state_is_refused(change, error, message):
-    sampler = cuseq.PackedBatchSampler([3, 4, 5], 8)
+    sampler = cuseq.data.PackedBatchSampler([3, 4, 5], 8)
     with pytest.raises(error, match=message):
         sampler.load_state_dict(change(sampler.state_dict()))
 
 
 def test_steps_beyond_the_epoch_are_refused():
-    sampler = cuseq.PackedBatchSampler([3, 4, 5], 8)
+    sampler = cuseq.data.PackedBatchSampler([3, 4, 5], 8)
     for steps in (-1, len(sampler) + 1):
         with pytest.raises(ValueError, match=f"steps.*{steps}"):
             sampler.state_dict(steps=steps)
@@ -968,9 +975,9 @@ def rows_of(batch: dict) -> Row:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_through_a_loader(workers):
-    sampler = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+    sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     loader = make_loader(sampler, workers)
-    plain = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+    plain = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     for epoch in (0, 1):
         for each in (sampler, plain):
             each.set_epoch(epoch)
@@ -979,7 +986,7 @@ def test_epochs_through_a_loader(workers):
 
 
 def test_workers_prefetch_and_the_caller_counts():
-    sampler = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+    sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     sampler.set_epoch(1)
     expected = list(sampler)
     batches = iter(make_loader(sampler, workers=2))
@@ -987,7 +994,7 @@ def test_workers_prefetch_and_the_caller_counts():
     state = sampler.state_dict(steps=3)
     assert sampler.state_dict() != state, "what was yielded is ahead of what was consumed"
     del batches
-    resumed = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+    resumed = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     resumed.load_state_dict(through_a_checkpoint(state))
     rows += [rows_of(batch) for batch in make_loader(resumed, workers=2)]
     assert rows == expected
@@ -998,7 +1005,7 @@ def test_stateful_loader_of_torchdata(workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
     def make():
-        sampler = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+        sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
         return sampler, make_loader(sampler, workers, stateful)
 
     sampler, loader = make()
@@ -1029,8 +1036,8 @@ def test_stateful_loader_at_the_end_of_an_epoch(workers):
     assert [rows_of(batch) for batch in resumed] == list(make_epoch(2))
 
 
-def make_epoch(epoch: int) -> cuseq.PackedBatchSampler:
-    sampler = cuseq.PackedBatchSampler(sampler_lengths(), 64)
+def make_epoch(epoch: int) -> cuseq.data.PackedBatchSampler:
+    sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     sampler.set_epoch(epoch)
     return sampler
 
@@ -1054,7 +1061,7 @@ class Guess(nn.Module):
 
 
 def train(rank: int) -> dict:
-    sampler = cuseq.PackedBatchSampler(
+    sampler = cuseq.data.PackedBatchSampler(
         sampler_lengths(), 64, rank=rank, world_size=RANKS, balance="attention"
     )
     model = DistributedDataParallel(Guess())

@@ -27,7 +27,7 @@ def make_batch(lengths: list[int], tail: int = 0, keep: float = 1.0, seed: int =
         counts = torch.rand(length, generator=generator) < keep
         examples.append({"input_ids": ids, "labels": torch.where(counts, ids, -100)})
     total = sum(lengths) + tail
-    return cuseq.PackingCollator(pad_to=total)(examples)
+    return cuseq.PackingCollator(total_tokens=total)(examples)
 
 
 def naive_passes(lengths: list[int], budget: int) -> list[list[int]]:
@@ -40,11 +40,11 @@ def naive_passes(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def parts_of(batch: dict, budget: int, **options) -> list[tuple[dict, torch.Tensor]]:
-    return list(cuseq.split_by_tokens(batch, budget, **options))
+    return list(cuseq.data.split_by_tokens(batch, budget, **options))
 
 
 def test_literal_case():
-    batch = cuseq.PackingCollator(pad_to=10)(
+    batch = cuseq.PackingCollator(total_tokens=10)(
         [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}, {"input_ids": [1, 2, 3, 4]}]
     )
     (one, weight), (other, rest) = parts_of(batch, 5)
@@ -123,7 +123,7 @@ def test_positions_of_several_planes_are_padded():
     packed = cuseq.PackedLayout.from_lengths([3, 2])
     positions = torch.arange(15).view(1, 5, 3)
     batch = {"packed": packed, "labels": torch.ones(1, 5).long(), "position_ids": positions}
-    first, second = (part for part, _ in cuseq.split_by_tokens(batch, 4, total_multiple=4))
+    first, second = (part for part, _ in cuseq.data.split_by_tokens(batch, 4, total_multiple=4))
     assert torch.equal(first["position_ids"][:, :3], positions[:, :3])
     assert first["position_ids"][0, 3].tolist() == [0, 0, 0]
     assert torch.equal(second["position_ids"][:, :2], positions[:, 3:])
@@ -148,7 +148,7 @@ def test_views_and_not_copies():
 def test_lazily():
     """A pass is made when it is asked for."""
     batch = make_batch([3, 4, 5, 2])
-    passes = cuseq.split_by_tokens(batch, 5)
+    passes = cuseq.data.split_by_tokens(batch, 5)
     assert isinstance(passes, Iterator)
     part, _ = next(passes)
     assert part["packed"].lengths.tolist() == [3]
@@ -195,7 +195,7 @@ def whole(model: nn.Module, batch: dict) -> tuple[torch.Tensor, list[torch.Tenso
 def split(model: nn.Module, batch: dict, budget: int, **options):
     model.zero_grad()
     total = 0
-    for part, weight in cuseq.split_by_tokens(batch, budget, **options):
+    for part, weight in cuseq.data.split_by_tokens(batch, budget, **options):
         loss = model(**part) * weight
         loss.backward()
         total = total + loss.detach()
@@ -270,7 +270,7 @@ def test_transformers():
     counted = (batch["labels"] != -100).sum()
     for weighed in (True, False):
         model.zero_grad()
-        for part, weight in cuseq.split_by_tokens(batch, 16):
+        for part, weight in cuseq.data.split_by_tokens(batch, 16):
             if weighed:
                 (model(**part).loss * weight).backward()
             else:

@@ -117,7 +117,7 @@ def ranks_of(case, source=Source) -> list[list[list[int]]]:
     lengths, capacity, world_size, options = case
     return [
         make_rows(
-            cuseq.PackedStream(
+            cuseq.data.PackedStream(
                 source(lengths), capacity, rank=rank, world_size=world_size, **options
             )
         )
@@ -158,7 +158,7 @@ def test_the_last_incomplete_group_is_dropped(case):
 
 
 def test_literal_case():
-    stream = cuseq.PackedStream(Source([3, 5, 2, 4, 4, 6]), capacity=8)
+    stream = cuseq.data.PackedStream(Source([3, 5, 2, 4, 4, 6]), capacity=8)
     rows = list(stream)
     assert sorted(map(sorted, map(numbers, rows))) == [[0, 1], [2, 5], [3, 4]]
     assert rows[0][0]["input_ids"] == [rows[0][0]["number"] + 1] * len(rows[0][0]["input_ids"])
@@ -167,9 +167,9 @@ def test_literal_case():
 
 def test_sequential_keeps_the_order():
     lengths = make_lengths(300, 64)
-    expected = cuseq.bin_pack(lengths, 64, "sequential")
+    expected = cuseq.data.bin_pack(lengths, 64, "sequential")
     for window in (10, 50, 1000):
-        stream = cuseq.PackedStream(Source(lengths), 64, strategy="sequential", window=window)
+        stream = cuseq.data.PackedStream(Source(lengths), 64, strategy="sequential", window=window)
         rows = make_rows(stream)
         assert [sample for row in rows for sample in row] == list(range(300))
         if window == 1000:
@@ -178,7 +178,7 @@ def test_sequential_keeps_the_order():
 
 def test_no_samples():
     for world_size in (1, 3):
-        assert make_rows(cuseq.PackedStream([], 8, world_size=world_size)) == []
+        assert make_rows(cuseq.data.PackedStream([], 8, world_size=world_size)) == []
 
 
 def test_fewer_samples_than_ranks():
@@ -195,7 +195,7 @@ def test_fewer_samples_than_ranks():
 @pytest.mark.parametrize("kind", ["generator", "list", "iterator", "own length"])
 def test_kinds_of_sources(kind):
     lengths = make_lengths(100, 32)
-    expected = make_rows(cuseq.PackedStream(Source(lengths), 32, window=20))
+    expected = make_rows(cuseq.data.PackedStream(Source(lengths), 32, window=20))
     options = {}
     if kind == "generator":
         source = (sample for sample in Source(lengths))
@@ -206,11 +206,11 @@ def test_kinds_of_sources(kind):
     else:
         source = [{"number": number, "text": "x" * length} for number, length in enumerate(lengths)]
         options = {"length": lambda sample: len(sample["text"])}
-    assert make_rows(cuseq.PackedStream(source, 32, window=20, **options)) == expected
+    assert make_rows(cuseq.data.PackedStream(source, 32, window=20, **options)) == expected
 
 
 def test_a_pass_can_be_repeated():
-    stream = cuseq.PackedStream(list(Source(make_lengths(100, 32))), 32, window=20)
+    stream = cuseq.data.PackedStream(list(Source(make_lengths(100, 32))), 32, window=20)
     rows = make_rows(stream)
     assert make_rows(stream) == rows
     list(itertools.islice(stream, 3))
@@ -221,7 +221,7 @@ def test_shuffled_by_seed():
     lengths = [4] * 200
 
     def rows(**options):
-        return make_rows(cuseq.PackedStream(Source(lengths), 8, window=50, **options))
+        return make_rows(cuseq.data.PackedStream(Source(lengths), 8, window=50, **options))
 
     plain, one = rows(), rows(shuffle=True, seed=1)
     assert one == rows(shuffle=True, seed=1)
@@ -240,7 +240,7 @@ def test_random_state_of_the_caller_is_neither_read_nor_moved():
     for seed in (1, 2):
         torch.manual_seed(seed), np.random.seed(seed), random.seed(seed)
         before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-        stream = cuseq.PackedStream(Source([4] * 100), 8, window=50, shuffle=True)
+        stream = cuseq.data.PackedStream(Source([4] * 100), 8, window=50, shuffle=True)
         orders.append(make_rows(stream))
         assert torch.equal(torch.get_rng_state(), before[0])
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
@@ -255,7 +255,7 @@ def test_random_state_of_the_caller_is_neither_read_nor_moved():
 @pytest.mark.parametrize("window", [8, 64])
 def test_at_most_a_window_is_held(window, strategy, world_size):
     source = Watched(make_lengths(1000, 64))
-    stream = cuseq.PackedStream(
+    stream = cuseq.data.PackedStream(
         source, 64, window=window, strategy=strategy, world_size=world_size, rank=world_size - 1
     )
     for row in stream:
@@ -268,7 +268,7 @@ def test_at_most_a_window_is_held(window, strategy, world_size):
 
 def test_nothing_is_pulled_before_it_is_needed():
     source = Source(make_lengths(1000, 64))
-    stream = cuseq.PackedStream(source, 64, window=50)
+    stream = cuseq.data.PackedStream(source, 64, window=50)
     assert source.pulled == 0
     rows = iter(stream)
     next(rows)
@@ -281,7 +281,7 @@ def test_an_endless_source():
         for number in itertools.count():
             yield {"input_ids": [0] * (1 + number * 7919 % 30), "number": number}
 
-    rows = make_rows(itertools.islice(cuseq.PackedStream(endless(), 32, window=40), 300))
+    rows = make_rows(itertools.islice(cuseq.data.PackedStream(endless(), 32, window=40), 300))
     assert len(rows) == 300
     seen = [sample for row in rows for sample in row]
     assert len(set(seen)) == len(seen)
@@ -298,7 +298,7 @@ def test_no_sample_waits_for_ever(lengths):
         "random": make_lengths(count, capacity),
     }[lengths]
     source = Source(values)
-    for row in cuseq.PackedStream(source, capacity, window=window):
+    for row in cuseq.data.PackedStream(source, capacity, window=window):
         for number in numbers(row):
             assert source.pulled - number <= 20 * window
         del row
@@ -307,9 +307,9 @@ def test_no_sample_waits_for_ever(lengths):
 def test_rows_are_full():
     lengths = make_lengths(20_000, 4096)
     for window, least in ((1024, 0.995), (128, 0.985), (32, 0.95)):
-        rows = make_rows(cuseq.PackedStream(Source(lengths), 4096, window=window))
+        rows = make_rows(cuseq.data.PackedStream(Source(lengths), 4096, window=window))
         assert sum(lengths) / (len(rows) * 4096) > least
-    plain = cuseq.bin_pack(lengths, 4096, "sequential").fill
+    plain = cuseq.data.bin_pack(lengths, 4096, "sequential").fill
     assert plain < 0.93, "what that is compared with"
 
 
@@ -350,7 +350,7 @@ def test_resume_at_every_row(options, source):
     lengths = make_lengths(120, 40)
 
     def make():
-        return cuseq.PackedStream(source(lengths), 40, window=25, **options)
+        return cuseq.data.PackedStream(source(lengths), 40, window=25, **options)
 
     expected = make_rows(make())
     assert len(expected) > 4
@@ -374,11 +374,11 @@ def test_resume_at_every_row(options, source):
 def test_resume_in_a_second_pass(done, source):
     """The source stood at its end when that began."""
     lengths = make_lengths(120, 40)
-    stream = cuseq.PackedStream(source(lengths), 40, window=25)
+    stream = cuseq.data.PackedStream(source(lengths), 40, window=25)
     expected = make_rows(stream)
     rows = iter(stream)
     assert make_rows(itertools.islice(rows, done)) == expected[:done]
-    resumed = cuseq.PackedStream(source(lengths), 40, window=25)
+    resumed = cuseq.data.PackedStream(source(lengths), 40, window=25)
     state = through_a_checkpoint(stream.state_dict())
     resumed.load_state_dict(state)
     assert make_rows(resumed) == expected[done:]
@@ -396,7 +396,7 @@ def test_interrupted_at_random(case, stops, source):
     for rank in range(world_size):
 
         def make():
-            return cuseq.PackedStream(
+            return cuseq.data.PackedStream(
                 source(lengths), capacity, rank=rank, world_size=world_size, **options
             )
 
@@ -415,15 +415,15 @@ def test_interrupted_at_random(case, stops, source):
 
 def test_a_source_with_a_state_is_not_read_again():
     lengths = make_lengths(2000, 64)
-    stream = cuseq.PackedStream(Resumable(lengths), 64, window=50)
+    stream = cuseq.data.PackedStream(Resumable(lengths), 64, window=50)
     rows = make_rows(itertools.islice(stream, 100))
     state = stream.state_dict()
     source = Resumable(lengths)
-    resumed = cuseq.PackedStream(source, 64, window=50)
+    resumed = cuseq.data.PackedStream(source, 64, window=50)
     resumed.load_state_dict(state)
     rows += [numbers(next(iter(resumed)))]
     assert source.pulled <= 100, "what is held, and a window"
-    whole = cuseq.PackedStream(Source(lengths), 64, window=50)
+    whole = cuseq.data.PackedStream(Source(lengths), 64, window=50)
     assert rows == make_rows(itertools.islice(whole, 101))
 
 
@@ -445,13 +445,13 @@ class Sticky(Resumable):
 
 def test_the_pass_after_a_resumed_one_is_whole():
     lengths = make_lengths(300, 64)
-    stream = cuseq.PackedStream(Sticky(lengths), 64, window=50)
+    stream = cuseq.data.PackedStream(Sticky(lengths), 64, window=50)
     expected = make_rows(stream)
     rows = iter(stream)
     done = len(expected) // 2
     for _ in range(done):
         next(rows)
-    resumed = cuseq.PackedStream(Sticky(lengths), 64, window=50)
+    resumed = cuseq.data.PackedStream(Sticky(lengths), 64, window=50)
     resumed.load_state_dict(stream.state_dict())
     assert make_rows(resumed) == expected[done:]
     assert make_rows(resumed) == expected
@@ -473,8 +473,8 @@ def test_passes_after_a_rollback_are_whole(rolled_back, source):
     if source is as_generator:
         pytest.skip("there is one pass over a generator")
     lengths = make_lengths(100, 40)
-    expected = make_rows(cuseq.PackedStream(source(lengths), 40, window=25))
-    stream = cuseq.PackedStream(source(lengths), 40, window=25)
+    expected = make_rows(cuseq.data.PackedStream(source(lengths), 40, window=25))
+    stream = cuseq.data.PackedStream(source(lengths), 40, window=25)
     rows = iter(stream)
     begun = [numbers(next(rows)) for _ in range(5)]
     state = stream.state_dict()
@@ -483,7 +483,7 @@ def test_passes_after_a_rollback_are_whole(rolled_back, source):
     elif rolled_back == "at its end":
         list(rows)
     else:
-        stream = cuseq.PackedStream(source(lengths), 40, window=25)
+        stream = cuseq.data.PackedStream(source(lengths), 40, window=25)
         stream.load_state_dict(state)
         list(itertools.islice(stream, 2))
     stream.load_state_dict(state)
@@ -496,16 +496,16 @@ def test_passes_after_a_rollback_are_whole(rolled_back, source):
 def test_the_state_of_a_pass_that_has_not_begun(source):
     """It is at the start, though the stream stood at the end of the pass before."""
     lengths = make_lengths(120, 40)
-    stream = cuseq.PackedStream(source(lengths), 40, window=25)
+    stream = cuseq.data.PackedStream(source(lengths), 40, window=25)
     expected = make_rows(stream)
     rows = iter(stream)
-    resumed = cuseq.PackedStream(source(lengths), 40, window=25)
+    resumed = cuseq.data.PackedStream(source(lengths), 40, window=25)
     resumed.load_state_dict(stream.state_dict())
     assert make_rows(resumed) == expected == make_rows(rows)
 
 
 def test_passes_at_a_time_are_whole():
-    stream = cuseq.PackedStream(as_list(make_lengths(120, 40)), 40, window=25)
+    stream = cuseq.data.PackedStream(as_list(make_lengths(120, 40)), 40, window=25)
     expected = make_rows(stream)
     rows = []
     for row in stream:
@@ -518,7 +518,7 @@ def test_passes_at_a_time_are_whole():
 def test_samples_that_are_changed_do_not_change_the_state():
     """A collate function may rename a sample's keys, and write into its values."""
     lengths = make_lengths(120, 40)
-    expected = make_rows(cuseq.PackedStream(Resumable(lengths), 40, window=25))
+    expected = make_rows(cuseq.data.PackedStream(Resumable(lengths), 40, window=25))
 
     def changed(row) -> list[int]:
         for sample in row:
@@ -526,13 +526,13 @@ def test_samples_that_are_changed_do_not_change_the_state():
             sample["labels"] = sample.pop("input_ids")
         return numbers(row)
 
-    stream = cuseq.PackedStream(Resumable(lengths), 40, window=25)
+    stream = cuseq.data.PackedStream(Resumable(lengths), 40, window=25)
     state = stream.state_dict()
     for done, row in enumerate(stream, 1):
         changed(row)
         state = stream.state_dict()
         for _ in range(2):  # what it was resumed from has not changed either
-            resumed = cuseq.PackedStream(Resumable(lengths), 40, window=25)
+            resumed = cuseq.data.PackedStream(Resumable(lengths), 40, window=25)
             resumed.load_state_dict(state)
             assert [changed(row) for row in resumed] == expected[done:]
 
@@ -540,7 +540,7 @@ def test_samples_that_are_changed_do_not_change_the_state():
 def test_the_seed_is_an_int_however_it_is_set():
     def stream(**options):
         source = as_list(make_lengths(120, 40))
-        return cuseq.PackedStream(source, 40, window=25, shuffle=True, **options)
+        return cuseq.data.PackedStream(source, 40, window=25, shuffle=True, **options)
 
     one, other = stream(seed=3), stream()
     other.seed = np.int64(3)
@@ -560,14 +560,14 @@ def test_the_seed_is_an_int_however_it_is_set():
     ],
 )
 def test_what_is_no_state_is_refused(change, error, message):
-    stream = cuseq.PackedStream(Source(make_lengths(120, 40)), 40, window=25)
+    stream = cuseq.data.PackedStream(Source(make_lengths(120, 40)), 40, window=25)
     with pytest.raises(error, match=message):
         stream.load_state_dict(change(stream.state_dict()))
         list(stream)
 
 
 def test_a_negative_length_names_its_sample():
-    stream = cuseq.PackedStream([1, 2, -3], 8, length=lambda sample: sample)
+    stream = cuseq.data.PackedStream([1, 2, -3], 8, length=lambda sample: sample)
     with pytest.raises(ValueError, match="number 2 of the stream has -3"):
         list(stream)
 
@@ -580,7 +580,7 @@ def test_resume_with_the_streams_of_hugging_face(shards):
 
     def make():
         source = datasets.Dataset.from_dict(samples).to_iterable_dataset(num_shards=shards)
-        return cuseq.PackedStream(source, 64, window=50)
+        return cuseq.data.PackedStream(source, 64, window=50)
 
     stream = make()
     expected = make_rows(stream)
@@ -597,7 +597,7 @@ def test_resume_with_the_streams_of_hugging_face(shards):
 
 
 def test_a_state_is_a_snapshot():
-    stream = cuseq.PackedStream(Resumable(make_lengths(300, 64)), 64, window=50)
+    stream = cuseq.data.PackedStream(Resumable(make_lengths(300, 64)), 64, window=50)
     rows = iter(stream)
     for _ in range(20):
         next(rows)
@@ -621,7 +621,7 @@ def test_a_state_is_a_snapshot():
 def test_state_of_other_settings_is_refused(name, value):
     def make(**options):
         settings = {"capacity": 64, "window": 50, **options}
-        return cuseq.PackedStream(Source(make_lengths(300, 64)), **settings)
+        return cuseq.data.PackedStream(Source(make_lengths(300, 64)), **settings)
 
     stream, other = make(), make(**{name: value})
     next(iter(stream))
@@ -632,9 +632,9 @@ def test_state_of_other_settings_is_refused(name, value):
 def test_a_source_that_ends_too_early_is_noticed():
     """Skipping what was consumed must not end in silence: it is another stream."""
     lengths = make_lengths(300, 64)
-    stream = cuseq.PackedStream(Source(lengths), 64, window=50)
+    stream = cuseq.data.PackedStream(Source(lengths), 64, window=50)
     list(itertools.islice(stream, 30))
-    resumed = cuseq.PackedStream(Source(lengths[:20]), 64, window=50)
+    resumed = cuseq.data.PackedStream(Source(lengths[:20]), 64, window=50)
     resumed.load_state_dict(stream.state_dict())
     with pytest.raises((RuntimeError, ValueError), match="source|iterable|stream"):
         list(resumed)
@@ -646,11 +646,11 @@ def test_a_source_that_ends_too_early_is_noticed():
 def test_too_long_ones_are_named_or_skipped():
     lengths = [3, 11, 4, 12, 10]
     with pytest.raises(ValueError, match=r"(?=.*\bcapacity = 10\b)(?=.*\b1\b.*\b11\b)"):
-        make_rows(cuseq.PackedStream(Source(lengths), 10))
-    stream = cuseq.PackedStream(Source(lengths), 10, overlong="skip", window=2)
+        make_rows(cuseq.data.PackedStream(Source(lengths), 10))
+    stream = cuseq.data.PackedStream(Source(lengths), 10, overlong="skip", window=2)
     assert sorted(sample for row in make_rows(stream) for sample in row) == [0, 2, 4]
     assert stream.skipped == 2
-    resumed = cuseq.PackedStream(Source(lengths), 10, overlong="skip", window=2)
+    resumed = cuseq.data.PackedStream(Source(lengths), 10, overlong="skip", window=2)
     rows = iter(stream)
     next(rows), next(rows)
     resumed.load_state_dict(stream.state_dict())
@@ -660,11 +660,11 @@ def test_too_long_ones_are_named_or_skipped():
 
 def test_what_has_no_length_is_refused():
     with pytest.raises((KeyError, TypeError, ValueError), match="input_ids"):
-        list(cuseq.PackedStream([{"text": "abc"}], 10))
+        list(cuseq.data.PackedStream([{"text": "abc"}], 10))
     with pytest.raises(ValueError, match="-1"):
-        list(cuseq.PackedStream([{"text": "abc"}], 10, length=lambda sample: -1))
+        list(cuseq.data.PackedStream([{"text": "abc"}], 10, length=lambda sample: -1))
     with pytest.raises(TypeError, match="length"):
-        list(cuseq.PackedStream([{"text": "abc"}], 10, length=lambda sample: 1.5))
+        list(cuseq.data.PackedStream([{"text": "abc"}], 10, length=lambda sample: 1.5))
 
 
 def test_errors_of_the_source_arrive():
@@ -673,7 +673,7 @@ def test_errors_of_the_source_arrive():
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        list(cuseq.PackedStream(broken(), 10))
+        list(cuseq.data.PackedStream(broken(), 10))
 
 
 @pytest.mark.parametrize(
@@ -690,7 +690,7 @@ def test_errors_of_the_source_arrive():
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        cuseq.PackedStream([], **{"capacity": 8, **options})
+        cuseq.data.PackedStream([], **{"capacity": 8, **options})
 
 
 # With DataLoader.
@@ -699,7 +699,7 @@ def test_wrong_options_are_named(options, message):
 def make_loader(workers: int = 0) -> DataLoader:
     samples = [{"input_ids": [i + 1] * n} for i, n in enumerate(make_lengths(200, 64))]
     return DataLoader(
-        cuseq.PackedStream(samples, 64, window=40),
+        cuseq.data.PackedStream(samples, 64, window=40),
         batch_size=None,
         collate_fn=cuseq.PackingCollator(capacity=64, total_multiple=8),
         num_workers=workers,

@@ -41,7 +41,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 def collate(rows: list[dict[str, list[list[int]]]]) -> dict:
     (row,) = rows
-    return cuseq.PackingCollator(pad_to=ROW)([{"input_ids": ids} for ids in row["documents"]])
+    return cuseq.PackingCollator(total_tokens=ROW)([{"input_ids": ids} for ids in row["documents"]])
 
 
 def make_model(implementation: str):

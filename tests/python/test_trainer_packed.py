@@ -22,9 +22,9 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-import cuseq.integrations.trainer as integration  # noqa: E402
 import cuseq.integrations.transformers  # noqa: E402
-from cuseq.integrations.trainer import PackingCallback  # noqa: E402
+import cuseq.integrations.transformers.callback as integration  # noqa: E402
+from cuseq.integrations.transformers.callback import PackingCallback  # noqa: E402
 
 CAPACITY, STEPS = 16, 3
 # No two rows have as many sequences and tokens, so that a mean of means is not the mean.
@@ -60,13 +60,13 @@ def map_style() -> list[Samples]:
     return make_rows()
 
 
-def streaming() -> cuseq.PackedStream:
+def streaming() -> cuseq.data.PackedStream:
     documents = [sample for row in make_rows() for sample in row]
-    return cuseq.PackedStream(documents, CAPACITY, window=9)
+    return cuseq.data.PackedStream(documents, CAPACITY, window=9)
 
 
 def pack(rows: list[Samples]) -> dict[str, Any]:
-    return cuseq.PackingCollator(pad_to=CAPACITY)([sample for row in rows for sample in row])
+    return cuseq.PackingCollator(total_tokens=CAPACITY)([sample for row in rows for sample in row])
 
 
 def pad(rows: list[Samples]) -> dict[str, Tensor]:

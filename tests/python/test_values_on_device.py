@@ -72,15 +72,15 @@ def bad_lengths(request, cuda) -> torch.Tensor:
 def test_lengths_cannot_lead_out_of_bounds(bad_lengths):
     n_seqs = bad_lengths.numel()
     for lengths in (bad_lengths, bad_lengths.long(), torch.stack([bad_lengths] * 2, 1)[:, 0]):
-        offsets = cuseq.cu_seqlens(lengths)
+        offsets = cuseq.ops.cu_seqlens(lengths)
         assert offsets[0].item() == 0
         assert ascends(offsets)
-        assert within(cuseq.max_seqlen(lengths), 0, INT32_MAX)
-        assert within(cuseq.last_token_indices(lengths), -1, INT32_MAX - 1)
-        segments = cuseq.seq_ids(lengths, TOTAL)
+        assert within(cuseq.ops.max_seqlen(lengths), 0, INT32_MAX)
+        assert within(cuseq.ops.last_token_indices(lengths), -1, INT32_MAX - 1)
+        segments = cuseq.ops.seq_ids(lengths, TOTAL)
         assert ascends(segments)
         assert within(segments, 0, n_seqs)
-        assert within(cuseq.position_ids(lengths, TOTAL), 0, TOTAL - 1)
+        assert within(cuseq.ops.position_ids(lengths, TOTAL), 0, TOTAL - 1)
         own, static, meta = ops.layout_metadata(lengths, TOTAL, n_seqs + 2, False)
         assert within(own, 0, TOTAL)
         assert ascends(static)
@@ -115,12 +115,12 @@ def test_positions_cannot_lead_out_of_bounds(dtype, cuda):
     tokens = ids.numel()
     for max_seqs in (None, 0, 1, tokens + 5):
         for shape in ((tokens,), (8, -1)):
-            offsets, count = cuseq.cu_seqlens_from_position_ids(ids.reshape(shape), max_seqs)
+            offsets, count = cuseq.ops.cu_seqlens_from_position_ids(ids.reshape(shape), max_seqs)
             assert ascends(offsets)
             assert within(offsets, 0, tokens)
             assert offsets[-1].item() == tokens
             assert within(count, 1, tokens)
-        cuseq.cu_seqlens_from_position_ids(ids.reshape(2, 2, -1), max_seqs, 1)
+        cuseq.ops.cu_seqlens_from_position_ids(ids.reshape(2, 2, -1), max_seqs, 1)
 
 
 @pytest.mark.kernels
@@ -179,17 +179,17 @@ labels = torch.arange(9, device=device)
 ops = torch.ops.cuseq
 Layout = cuseq.PackedLayout
 for call, message in [
-    (lambda: cuseq.cu_seqlens(lengths), r"lengths\\[1\\] = -3"),
-    (lambda: cuseq.max_seqlen(lengths), r"lengths\\[1\\] = -3"),
-    (lambda: cuseq.last_token_indices(lengths), r"lengths\\[1\\] = -3"),
-    (lambda: cuseq.position_ids(lengths, 9), r"lengths\\[1\\] = -3"),
-    (lambda: cuseq.seq_ids(lengths, 9), r"lengths\\[1\\] = -3"),
-    (lambda: cuseq.packed_position_ids(lengths, 9), r"lengths\\[1\\] = -3"),
-    (lambda: cuseq.seq_ids(lengths.abs(), 7), "total_tokens = 7, got 8"),
-    (lambda: cuseq.cu_seqlens(huge), r"2\\^31 - 1.*lengths\\[1\\] = 1"),
+    (lambda: cuseq.ops.cu_seqlens(lengths), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.ops.max_seqlen(lengths), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.ops.last_token_indices(lengths), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.ops.position_ids(lengths, 9), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.ops.seq_ids(lengths, 9), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.ops.cached_position_ids(lengths, 9), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.ops.seq_ids(lengths.abs(), 7), "total_tokens = 7, got 8"),
+    (lambda: cuseq.ops.cu_seqlens(huge), r"2\\^31 - 1.*lengths\\[1\\] = 1"),
     (lambda: ops.token_metadata(offsets, 9), r"cu_seqlens\\[2\\] = 3"),
     (lambda: ops.mask_boundary_labels(labels, offsets), r"cu_seqlens\\[2\\] = 3"),
-    (lambda: cuseq.mask_boundary_labels(labels, lengths), r"lengths\\[1\\] = -3"),
+    (lambda: cuseq.data.mask_boundary_labels(labels, lengths), r"lengths\\[1\\] = -3"),
     (lambda: Layout.from_lengths(lengths, 9), r"lengths\\[1\\] = -3"),
     (lambda: Layout.from_cu_seqlens(offsets, 9), r"cu_seqlens\\[2\\] = 3"),
     (lambda: Layout.from_cu_seqlens(late, 9), r"cu_seqlens\\[0\\] = 1"),

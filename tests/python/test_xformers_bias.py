@@ -130,7 +130,7 @@ def test_other_ways_to_a_layout(device, biases):
     ids = torch.tensor([0, 1, 0, 1, 2, 0], device=device)
     for packed, lengths in (
         (PackedLayout.from_cu_seqlens([0, 2, 5], 6, device=device), [2, 3]),
-        (PackedLayout.from_padding_mask(mask, pad_to=6), [2, 3]),
+        (PackedLayout.from_padding_mask(mask, total_tokens=6), [2, 3]),
         (PackedLayout.from_position_ids(ids), [2, 3, 1]),
         (PackedLayout.from_lengths([2, 3], 6).to(device), [2, 3]),
     ):
@@ -156,7 +156,7 @@ def test_one_object_for_all_layers(device, biases, fresh_cache):
     assert all(ref() is not None for ref in gone)
     del packed
     assert all(ref() is None for ref in gone)
-    assert cuseq.cache_stats()["entries"] == 0
+    assert cuseq.cache.stats()["entries"] == 0
 
 
 WITHOUT = """

@@ -71,7 +71,7 @@ class PackedCollator(DataCollatorForLanguageModeling):
         offsets = torch.tensor([0, *accumulate(segments)], dtype=torch.int32)
         return {
             "input_ids": _row([e["input_ids"] for e in examples], total, self.pad_token_id),
-            "labels": cuseq.mask_boundary_labels(labels, packed),
+            "labels": cuseq.data.mask_boundary_labels(labels, packed),
             "position_ids": packed.position_ids.long().unsqueeze(0),
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
@@ -86,13 +86,13 @@ class PackedRows(torch.utils.data.Dataset):
     """Rows of a plan, put together when they are asked for: `input_ids`, `labels`, `seq_lengths`.
 
     Attributes:
-        plan: The `cuseq.PackingPlan`; its `fill` and `num_rows` say how good it is.
+        plan: The `cuseq.data.PackingPlan`; its `fill` and `num_rows` say how good it is.
     """
 
     def __init__(self, dataset: datasets.Dataset, capacity: int, strategy: str, overlong: str):
         """Packs the documents of `dataset`, whose rows may hold several, by `seq_lengths`."""
         self._rows, self._starts, lengths = _documents(dataset)
-        self.plan = cuseq.bin_pack(lengths, capacity, strategy, overlong=overlong)
+        self.plan = cuseq.data.bin_pack(lengths, capacity, strategy, overlong=overlong)
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
         self._dataset = dataset.select_columns(columns).with_format(None)
 
@@ -138,8 +138,8 @@ def enable(
 
     Args:
         trainer: with `packing=True` (any strategy) or `padding_free=True`, adapters or none.
-        bin_pack: True, or a strategy of `cuseq.bin_pack`, to pack the training dataset again, over
-            the whole of it instead of a thousand examples at a time; evaluation keeps its rows. The
+        bin_pack: True, or a strategy of `cuseq.data.bin_pack`, to pack the training dataset again,
+            over the whole of it instead of a thousand examples at a time; evaluation keeps its rows. The
             rows of `packing=True` are taken apart for it. With `padding_free=True`, `packing=False`
             and `max_length=None` TRL's packer never runs. Documents longer than `capacity` are cut
             as `packing_strategy` says: split by "bfd_split", else truncated.
@@ -270,7 +270,7 @@ def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> Pa
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         raise TypeError(
             "bin_pack needs a datasets.Dataset without a transform, whose lengths are known before "
-            f"it is read, got {type(dataset).__name__}; cuseq.PackedStream packs streams"
+            f"it is read, got {type(dataset).__name__}; cuseq.data.PackedStream packs streams"
         )
     capacity = args.max_length if capacity is None else capacity
     if capacity is None:

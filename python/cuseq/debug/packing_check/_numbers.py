@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuseq.check_packing._documents import Document
-from cuseq.check_packing._runs import Outcome, Runs
-from cuseq.collate import IGNORE_INDEX
+from cuseq.data.collator import IGNORE_INDEX
+from cuseq.debug.packing_check._documents import Document
+from cuseq.debug.packing_check._runs import Outcome, Runs
 
 # A tensor that is smaller than this part of all together is measured against that: a gradient that
 # is zero but for rounding has no relative error.

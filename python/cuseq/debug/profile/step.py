@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq import _profile_report as _report
 from cuseq._arguments import as_int
-from cuseq._profile_lines import LineLog
-from cuseq._profile_trace import (
+from cuseq.debug.profile import report as _report
+from cuseq.debug.profile.lines import LineLog
+from cuseq.debug.profile.trace import (
     WINDOW,
     HostWait,
     Span,

@@ -15,9 +15,16 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from cuseq._arguments import as_int, one_of
-from cuseq._deal import deal, order_of, rows_to_take_apart, seed_of, shuffle_groups, take_apart
-from cuseq._lengths import host_lengths
-from cuseq._state import refuse_other
+from cuseq.data._balance import (
+    deal,
+    order_of,
+    rows_to_take_apart,
+    seed_of,
+    shuffle_groups,
+    take_apart,
+)
+from cuseq.data._lengths import host_lengths
+from cuseq.data._state import refuse_other
 
 if TYPE_CHECKING:
     import numpy
@@ -122,17 +129,17 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Example:
         >>> lengths = [3, 5, 2, 4, 4, 6]
-        >>> sampler = cuseq.PackedBatchSampler(lengths, capacity=8, shuffle=False)
+        >>> sampler = cuseq.data.PackedBatchSampler(lengths, capacity=8, shuffle=False)
         >>> list(sampler)
         [[5, 2], [1, 0], [3, 4]]
 
         With a DataLoader, on each rank::
 
-            sampler = cuseq.PackedBatchSampler(
+            sampler = cuseq.data.PackedBatchSampler(
                 lengths, 8192, rank=rank, world_size=world_size, balance="attention"
             )
             loader = DataLoader(
-                dataset, batch_sampler=sampler, collate_fn=cuseq.PackingCollator(pad_to=8192)
+                dataset, batch_sampler=sampler, collate_fn=cuseq.PackingCollator(total_tokens=8192)
             )
             for epoch in range(3):
                 sampler.set_epoch(epoch)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cuseq._arguments import as_int, one_of
-from cuseq._deal import rows_to_take_apart, seed_of, take_apart
-from cuseq._state import refuse_other
+from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
+from cuseq.data._state import refuse_other
 
 _ops = torch.ops.cuseq
 
@@ -97,7 +97,7 @@ class PackedStream(IterableDataset[list[Any]]):
 
     Example:
         >>> samples = ({"input_ids": [7] * n} for n in [3, 5, 2, 4, 4, 6])
-        >>> for row in cuseq.PackedStream(samples, capacity=8):
+        >>> for row in cuseq.data.PackedStream(samples, capacity=8):
         ...     print([len(sample["input_ids"]) for sample in row])
         [6, 2]
         [5, 3]

@@ -267,7 +267,7 @@ def fast_rope_embedding(
     """
     tables = _table(cos), _table(sin)
     positions = _positions(rope_embedding_indices, Q.shape[0], Q.shape[2], Q.device)
-    options: dict[str, Any] = {"position_ids": positions, "layout": "bhsd"}
+    options: dict[str, Any] = {"position_ids": positions, "qkv_format": "bhsd"}
     if Q.dtype == K.dtype:
         return cuseq.apply_rope(Q, K, *tables, **options)
     # DoRA on some projections leaves them in float32.
@@ -294,7 +294,7 @@ def fast_qk_norm_rope(
         Both, `[batch, heads, seqlen, head_dim]`.
     """
     positions = _positions(position_ids, *Q.shape[:2], Q.device)
-    options: dict[str, Any] = {"position_ids": positions, "layout": "bshd"}
+    options: dict[str, Any] = {"position_ids": positions, "qkv_format": "bshd"}
     tables = _table(cos), _table(sin)
     weights, eps = (q_norm.weight, k_norm.weight), (_eps(q_norm), _eps(k_norm))
     if eps[0] == eps[1] and weights[0].dtype == weights[1].dtype and Q.dtype == K.dtype:

@@ -1,6 +1,6 @@
 """Checks a model of transformers: are packed rows the same to it as documents one by one?
 
-    python -m cuseq.check_packing MODEL [--attn cuseq] [--tiny] [--json FILE]
+    python -m cuseq.debug.packing_check MODEL [--attn cuseq] [--tiny] [--json FILE]
 
 Exit code: 0 they are, 1 they are not, 2 it could not be run, or the JSON not be written.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from cuseq.check_packing import PackingReport, check_packing
+from cuseq.debug.packing_check import PackingReport, check_packing
 
 FINE, WRONG, NOT_RUN = 0, 1, 2
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> PackingReport:
-    from cuseq.check_packing import _load  # transformers: --help does without
+    from cuseq.debug.packing_check import _load  # transformers: --help does without
 
     _load.quiet()
     model = _load.load_model(
@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> PackingReport:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cuseq.check_packing",
+        prog="python -m cuseq.debug.packing_check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

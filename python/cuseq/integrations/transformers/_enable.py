@@ -393,14 +393,14 @@ def _rotary_of(rotate: Rotate, head_dim: int, cos: Tensor, sin: Tensor) -> Rotar
 
 
 def _rotated(
-    rotary: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
+    rotary: Rotary, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, qkv_format: str
 ) -> tuple[Tensor, Tensor]:
     return cuseq.apply_rope(
         q,
         k,
         rotary.columns(cos),
         rotary.columns(sin),
-        layout=layout,
+        qkv_format=qkv_format,
         **rotary.arguments(cos),
     )
 
@@ -609,7 +609,7 @@ def _normed_forward(
         how.rotary.columns(sin),
         eps=how.eps,
         weight_offset=how.weight_offset,
-        layout="bshd",
+        qkv_format="bshd",
         **how.rotary.arguments(cos),
     )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
-from cuseq._lengths import array_as_tensor, is_array
+from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
@@ -51,7 +51,7 @@ def mask_boundary_labels(
     Never synchronises, unless the lengths lie on a GPU and the labels on the host.
 
     Example:
-        >>> cuseq.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])
+        >>> cuseq.data.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])
         tensor([-100,    6, -100,    8,    9, -100])
     """
     check_tensor(labels, "labels")
@@ -76,7 +76,7 @@ class PackingCollator:
 
     Args:
         capacity: most tokens a row may hold, before padding; more raise. None for no limit.
-        pad_to: fixed length of every row, for compiled code; implies `capacity=pad_to`.
+        total_tokens: fixed length of every row, for compiled code; implies `capacity=total_tokens`.
         total_multiple: rows are padded to a multiple of it (8, say, for tensor cores).
         pad_token_id: token of the padding, which belongs to no sequence.
 
@@ -96,7 +96,7 @@ class PackingCollator:
         TypeError: examples are no mappings, or a key is not one value per token.
 
     Example:
-        >>> collate = cuseq.PackingCollator(pad_to=6)
+        >>> collate = cuseq.PackingCollator(total_tokens=6)
         >>> batch = collate([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
         >>> batch["labels"]
         tensor([[-100,    6, -100,    8,    9, -100]])
@@ -109,21 +109,24 @@ class PackingCollator:
         self,
         *,
         capacity: int | None = None,
-        pad_to: int | None = None,
+        total_tokens: int | None = None,
         total_multiple: int = 1,
         pad_token_id: int = 0,
     ):
         capacity = None if capacity is None else as_int(capacity, "capacity", 1)
-        pad_to = None if pad_to is None else as_int(pad_to, "pad_to", 1)
+        total_tokens = None if total_tokens is None else as_int(total_tokens, "total_tokens", 1)
         total_multiple = as_int(total_multiple, "total_multiple", 1)
-        if pad_to is not None and pad_to % total_multiple != 0:
+        if total_tokens is not None and total_tokens % total_multiple != 0:
             raise ValueError(
-                f"pad_to must be a multiple of total_multiple = {total_multiple}, got {pad_to}"
+                f"total_tokens must be a multiple of total_multiple = {total_multiple}, "
+                f"got {total_tokens}"
             )
-        if capacity is not None and pad_to is not None and capacity > pad_to:
-            raise ValueError(f"capacity must be at most pad_to = {pad_to}, got {capacity}")
-        self.capacity = pad_to if capacity is None else capacity
-        self.pad_to = pad_to
+        if capacity is not None and total_tokens is not None and capacity > total_tokens:
+            raise ValueError(
+                f"capacity must be at most total_tokens = {total_tokens}, got {capacity}"
+            )
+        self.capacity = total_tokens if capacity is None else capacity
+        self.total_tokens = total_tokens
         self.total_multiple = total_multiple
         self.pad_token_id = as_int(pad_token_id, "pad_token_id")
 
@@ -203,8 +206,8 @@ class PackingCollator:
             )
 
     def _row_length(self, tokens: int) -> int:
-        if self.pad_to is not None:
-            return self.pad_to
+        if self.total_tokens is not None:
+            return self.total_tokens
         return -(-tokens // self.total_multiple) * self.total_multiple
 
 

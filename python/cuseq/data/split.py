@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int
-from cuseq.collate import IGNORE_INDEX
+from cuseq.data.collator import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 
 
@@ -21,7 +21,7 @@ def split_by_tokens(
     Passes are cut between sequences, in order, as few as that allows. The weights make a sum of
     mean losses the mean over the whole row::
 
-        for part, weight in cuseq.split_by_tokens(batch, 8192):
+        for part, weight in cuseq.data.split_by_tokens(batch, 8192):
             (model(**part).loss * weight).backward()
 
     That needs a label that counts in every pass: where a pass has none (a masked prompt alone, a
@@ -30,7 +30,7 @@ def split_by_tokens(
     such trouble and needs no weight::
 
         counted = (batch["labels"] != -100).sum()
-        for part, _ in cuseq.split_by_tokens(batch, 8192):
+        for part, _ in cuseq.data.split_by_tokens(batch, 8192):
             model(**part, num_items_in_batch=counted).loss.backward()
 
     Args:
@@ -54,7 +54,7 @@ def split_by_tokens(
 
     Example:
         >>> batch = cuseq.PackingCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
-        >>> for part, weight in cuseq.split_by_tokens(batch, budget=3):
+        >>> for part, weight in cuseq.data.split_by_tokens(batch, budget=3):
         ...     print(part["input_ids"].tolist(), round(weight.item(), 3))
         [[5, 6]] 0.333
         [[7, 8, 9]] 0.667

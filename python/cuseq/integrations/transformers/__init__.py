@@ -50,8 +50,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.import_utils import is_tracing
 
 import cuseq
-from cuseq.integrations._enable import Enabled, disable, enable, recurrent_layers
 from cuseq.integrations._remember import remember
+from cuseq.integrations.transformers._enable import Enabled, disable, enable, recurrent_layers
 from cuseq.layout import check_layout
 
 __all__ = ["DeferredMask", "Enabled", "cuseq_attention", "cuseq_mask", "disable", "enable"]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cuseq.check_packing._documents import Document, boundaries, two_tokens
-from cuseq.check_packing._runs import Outcome, Row, Runs
+from cuseq.debug.packing_check._documents import Document, boundaries, two_tokens
+from cuseq.debug.packing_check._runs import Outcome, Row, Runs
 
 # Documents that are probed one by one; each costs two forwards and a backward.
 _MAX_ALONE = 8

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, one_of
-from cuseq._lengths import host_lengths
+from cuseq.data._lengths import host_lengths
 
 if TYPE_CHECKING:
     import numpy
@@ -139,7 +139,7 @@ def bin_pack(
         TypeError: lengths or capacity are not integers.
 
     Example:
-        >>> indices, offsets = plan = cuseq.bin_pack([6, 5, 7, 3, 4, 3], capacity=10)
+        >>> indices, offsets = plan = cuseq.data.bin_pack([6, 5, 7, 3, 4, 3], capacity=10)
         >>> indices.tolist(), offsets.tolist()
         ([2, 3, 0, 4, 1, 5], [0, 2, 4, 6])
         >>> plan.row(0), plan.row_lengths.tolist()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cuseq.check_packing._documents import Document
-from cuseq.check_packing._dtypes import DtypesAtWork
-from cuseq.collate import IGNORE_INDEX
+from cuseq.data.collator import IGNORE_INDEX
+from cuseq.debug.packing_check._documents import Document
+from cuseq.debug.packing_check._dtypes import DtypesAtWork
 from cuseq.layout import PackedLayout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cuseq.profile_step import StepProfile
+    from cuseq.debug.profile.step import StepProfile
 
 _ROWS = 10
 _WIDTH = 70

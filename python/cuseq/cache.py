@@ -23,7 +23,7 @@ def forward_scope() -> Iterator[None]:
     """Drops, at its end, what this thread put into the cache since it opened. Scopes nest.
 
     Example:
-        >>> with cuseq.forward_scope():
+        >>> with cuseq.cache.forward_scope():
         ...     loss = model(input_ids, packed=packed).loss
     """
     exit_scope = _C.exit_scope  # a scope left open may end when the interpreter's modules are gone
@@ -34,7 +34,7 @@ def forward_scope() -> Iterator[None]:
         exit_scope(scope)
 
 
-def cache_stats() -> dict[str, int]:
+def stats() -> dict[str, int]:
     """Counts since the process started, and what is held now.
 
     Returns:
@@ -42,14 +42,14 @@ def cache_stats() -> dict[str, int]:
         `evictions` (entries dropped for room), `bytes` and `entries` (held now, the tables of
         `rope_table` among them).
     """
-    stats = _C.cache_stats()
+    counts = _C.cache_stats()
     tables, table_bytes = tables_held()
-    stats["entries"] += tables
-    stats["bytes"] += table_bytes
-    return stats
+    counts["entries"] += tables
+    counts["bytes"] += table_bytes
+    return counts
 
 
-def clear_cache() -> None:
+def clear() -> None:
     """Drops every entry, and every table of `rope_table`."""
     _C.clear_cache()
     clear_tables()

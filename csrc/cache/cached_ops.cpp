@@ -26,7 +26,7 @@ OptionalTensor other(const CacheQuery& query, size_t index) {
 // others need as well.
 MaskOptions options_of(const CacheQuery& query) {
   const CacheParameters& p = query.parameters;
-  return {p.from_cu_seqlens ? query.key : packed_cu_seqlens(query.key),
+  return {p.from_cu_seqlens ? query.key : cached_cu_seqlens(query.key),
           p.total_tokens,
           /*from_cu_seqlens=*/true,
           p.causal,
@@ -111,46 +111,46 @@ Tensor pure_per_token(const char* name, const Tensor& lengths, const c10::SymInt
       .call(lengths, total_tokens);
 }
 
-Tensor packed_cu_seqlens_op(const Tensor& lengths) { return packed_cu_seqlens(lengths); }
+Tensor cached_cu_seqlens_op(const Tensor& lengths) { return cached_cu_seqlens(lengths); }
 
 template <typename Packed>
-Tensor packed_per_token(const char* name, const Tensor& lengths, const c10::SymInt& total_tokens,
+Tensor cached_per_token(const char* name, const Tensor& lengths, const c10::SymInt& total_tokens,
                         const Packed& packed) {
   if (const auto tokens = total_tokens.maybe_as_int()) return packed(lengths, *tokens);
   return pure_per_token(name, lengths, total_tokens);
 }
 
-Tensor packed_position_ids_op(const Tensor& lengths, c10::SymInt total_tokens) {
-  return packed_per_token("cuseq::position_ids", lengths, total_tokens, packed_position_ids);
+Tensor cached_position_ids_op(const Tensor& lengths, c10::SymInt total_tokens) {
+  return cached_per_token("cuseq::position_ids", lengths, total_tokens, cached_position_ids);
 }
 
-Tensor packed_seq_ids_op(const Tensor& lengths, c10::SymInt total_tokens) {
-  return packed_per_token("cuseq::seq_ids", lengths, total_tokens, packed_seq_ids);
+Tensor cached_seq_ids_op(const Tensor& lengths, c10::SymInt total_tokens) {
+  return cached_per_token("cuseq::seq_ids", lengths, total_tokens, cached_seq_ids);
 }
 
-Tensor packed_mask_ranges_op(const Tensor& source, c10::SymInt total_tokens, bool from_cu_seqlens,
+Tensor cached_mask_ranges_op(const Tensor& source, c10::SymInt total_tokens, bool from_cu_seqlens,
                              bool causal, OptionalInt window, const OptionalTensor& spans,
                              const OptionalTensor& cu_seqlens_padded) {
-  return packed_mask_ranges(
+  return cached_mask_ranges(
       {source, total_tokens, from_cu_seqlens, causal, window, spans, cu_seqlens_padded});
 }
 
-Tensor packed_dense_mask_op(const Tensor& source, c10::SymInt total_tokens, bool from_cu_seqlens,
+Tensor cached_dense_mask_op(const Tensor& source, c10::SymInt total_tokens, bool from_cu_seqlens,
                             bool causal, OptionalInt window, const OptionalTensor& spans,
                             const OptionalTensor& cu_seqlens_padded, OptionalSymInt row_length,
                             std::optional<at::ScalarType> dtype, bool finite) {
-  return packed_dense_mask(
+  return cached_dense_mask(
       {source, total_tokens, from_cu_seqlens, causal, window, spans, cu_seqlens_padded}, row_length,
       dtype, finite);
 }
 
-std::vector<Tensor> packed_block_mask_op(const Tensor& source, c10::SymInt total_tokens,
+std::vector<Tensor> cached_block_mask_op(const Tensor& source, c10::SymInt total_tokens,
                                          bool from_cu_seqlens, bool causal, OptionalInt window,
                                          const OptionalTensor& spans,
                                          const OptionalTensor& cu_seqlens_padded,
                                          OptionalSymInt row_length, int64_t query_block,
                                          int64_t key_block) {
-  return packed_block_mask(
+  return cached_block_mask(
       {source, total_tokens, from_cu_seqlens, causal, window, spans, cu_seqlens_padded}, row_length,
       query_block, key_block);
 }
@@ -186,19 +186,19 @@ CachedValuePtr packed(const CacheQuery& query) {
   return value;
 }
 
-Tensor packed_cu_seqlens(const Tensor& lengths) {
+Tensor cached_cu_seqlens(const Tensor& lengths) {
   return packed({lengths, CachedOp::kCuSeqlens, lengths.device()})->tensors[0];
 }
 
-Tensor packed_position_ids(const Tensor& lengths, int64_t total_tokens) {
+Tensor cached_position_ids(const Tensor& lengths, int64_t total_tokens) {
   return packed({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}})->tensors[0];
 }
 
-Tensor packed_seq_ids(const Tensor& lengths, int64_t total_tokens) {
+Tensor cached_seq_ids(const Tensor& lengths, int64_t total_tokens) {
   return packed({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}})->tensors[0];
 }
 
-Tensor packed_on_host(const Tensor& on_device) {
+Tensor cached_on_host(const Tensor& on_device) {
   return packed({on_device, CachedOp::kHostCopy, at::kCPU})->tensors[0];
 }
 
@@ -218,7 +218,7 @@ void remember_on_host(const Tensor& on_device, const Tensor& on_host) {
   cache.insert(query, identities_of(query), value_of({on_host}), /*outlives_scopes=*/true);
 }
 
-std::tuple<Tensor, Tensor> packed_segment_rows(const Tensor& cu_seqlens,
+std::tuple<Tensor, Tensor> cached_segment_rows(const Tensor& cu_seqlens,
                                                const Tensor& cu_seqlens_padded,
                                                int64_t total_tokens) {
   CacheQuery query{cu_seqlens, CachedOp::kSegmentRows, cu_seqlens.device(), {total_tokens}};
@@ -250,18 +250,18 @@ CacheQuery block_mask_query(const MaskOptions& options, OptionalInt row_length, 
   return query;
 }
 
-Tensor packed_mask_ranges(const MaskOptions& options) {
+Tensor cached_mask_ranges(const MaskOptions& options) {
   if (!is_concrete(options, std::nullopt)) return mask_ranges(options);
   return packed(mask_ranges_query(options))->tensors[0];
 }
 
-Tensor packed_dense_mask(const MaskOptions& options, const OptionalSymInt& row_length,
+Tensor cached_dense_mask(const MaskOptions& options, const OptionalSymInt& row_length,
                          std::optional<at::ScalarType> dtype, bool finite) {
   if (!is_concrete(options, row_length)) return dense_mask(options, row_length, dtype, finite);
   return packed(dense_mask_query(options, concrete(row_length), dtype, finite))->tensors[0];
 }
 
-std::vector<Tensor> packed_block_mask(const MaskOptions& options, const OptionalSymInt& row_length,
+std::vector<Tensor> cached_block_mask(const MaskOptions& options, const OptionalSymInt& row_length,
                                       int64_t query_block, int64_t key_block) {
   if (!is_concrete(options, row_length)) {
     return block_mask(mask_ranges(options), row_length, query_block, key_block);
@@ -271,20 +271,20 @@ std::vector<Tensor> packed_block_mask(const MaskOptions& options, const Optional
   return {value->tensors.begin(), value->tensors.end() - 1};  // without the ranges
 }
 
-static void register_packed_ops(torch::Library& m) {
-  m.impl("packed_cu_seqlens", TORCH_FN(packed_cu_seqlens_op));
-  m.impl("packed_position_ids", TORCH_FN(packed_position_ids_op));
-  m.impl("packed_seq_ids", TORCH_FN(packed_seq_ids_op));
-  m.impl("packed_mask_ranges", TORCH_FN(packed_mask_ranges_op));
-  m.impl("packed_dense_mask", TORCH_FN(packed_dense_mask_op));
-  m.impl("packed_block_mask", TORCH_FN(packed_block_mask_op));
+static void register_cached_ops(torch::Library& m) {
+  m.impl("cached_cu_seqlens", TORCH_FN(cached_cu_seqlens_op));
+  m.impl("cached_position_ids", TORCH_FN(cached_position_ids_op));
+  m.impl("cached_seq_ids", TORCH_FN(cached_seq_ids_op));
+  m.impl("cached_mask_ranges", TORCH_FN(cached_mask_ranges_op));
+  m.impl("cached_dense_mask", TORCH_FN(cached_dense_mask_op));
+  m.impl("cached_block_mask", TORCH_FN(cached_block_mask_op));
 }
 
-TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_packed_ops(m); }
+TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_cached_ops(m); }
 
 // functorch and torch.jit.trace hide themselves before the composite kernel runs: here, in front of
 // them, they can still be seen.
-TORCH_LIBRARY_IMPL(cuseq, FuncTorchDynamicLayerFrontMode, m) { register_packed_ops(m); }
-TORCH_LIBRARY_IMPL(cuseq, Tracer, m) { register_packed_ops(m); }
+TORCH_LIBRARY_IMPL(cuseq, FuncTorchDynamicLayerFrontMode, m) { register_cached_ops(m); }
+TORCH_LIBRARY_IMPL(cuseq, Tracer, m) { register_cached_ops(m); }
 
 }  // namespace cuseq

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from cuseq.check_packing import _suspects
-from cuseq.check_packing._documents import Document
-from cuseq.check_packing._leaks import (
+from cuseq.debug.packing_check import _suspects
+from cuseq.debug.packing_check._documents import Document
+from cuseq.debug.packing_check._leaks import (
     Changes,
     Leak,
     backward_leak,
@@ -20,7 +20,7 @@ from cuseq.check_packing._leaks import (
     padding_leak,
     with_other_tokens,
 )
-from cuseq.check_packing._numbers import (
+from cuseq.debug.packing_check._numbers import (
     Totals,
     alone_totals,
     crossing_gap,
@@ -29,8 +29,8 @@ from cuseq.check_packing._numbers import (
     token_errors,
     worst_error,
 )
-from cuseq.check_packing._report import Check, PackingReport, Suspect
-from cuseq.check_packing._runs import Row, Runs, TokensNotFound
+from cuseq.debug.packing_check._report import Check, PackingReport, Suspect
+from cuseq.debug.packing_check._runs import Row, Runs, TokensNotFound
 
 # Runs that are not deterministic differ by this many times what two of them did.
 _NOISE = 4

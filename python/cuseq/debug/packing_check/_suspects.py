@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cuseq._models import text_config
-from cuseq.check_packing._documents import Document
-from cuseq.check_packing._leaks import Leak
-from cuseq.check_packing._report import Suspect
-from cuseq.check_packing._runs import Row
-from cuseq.collate import IGNORE_INDEX
+from cuseq.data.collator import IGNORE_INDEX
+from cuseq.debug.packing_check._documents import Document
+from cuseq.debug.packing_check._leaks import Leak
+from cuseq.debug.packing_check._report import Suspect
+from cuseq.debug.packing_check._runs import Row
 
 # "ssm" is a word of its own, not a part of CrossMultiheadAttention.
 _STATEFUL = re.compile(
@@ -114,8 +114,8 @@ def crossing_labels(row: Row, documents: Sequence[Document]) -> Suspect:
         "labels",
         "the loss is that of documents whose last tokens predict the next one's first"
         + (f" ({wrong})" if wrong else ""),
-        "set the label of each document's first token to -100 (cuseq.mask_boundary_labels), or "
-        "with labels that are shifted already, that of its last",
+        "set the label of each document's first token to -100 (cuseq.data.mask_boundary_labels), "
+        "or with labels that are shifted already, that of its last",
     )
 
 

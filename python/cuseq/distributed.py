@@ -170,3 +170,29 @@ def _local_layout(packed: PackedLayout, cp_size: int, cp_rank: int, zigzag: bool
     if packed.pads_between_sequences:
         local._segments = PackedLayout.from_lengths(padded // cp_size, own, max_seqs=max_seqs)
     return local.to(packed.device)
+
+
+def equalize_tokens(
+    packed: PackedLayout | None, group: torch.distributed.ProcessGroup | None = None
+) -> PackedLayout | None:
+    """The layout in a row as long as the longest of all ranks, which HybridEP and others need.
+
+    One all-reduce of one integer. Where rows have a fixed total (`total_tokens`), none is needed.
+
+    Args:
+        packed: this rank's layout; None is handed through, without a word to the others.
+        group: whose ranks, default all. Over NCCL the number goes by the current GPU and comes
+            back by a synchronisation; over gloo nothing touches a GPU. A row that gets longer waits
+            for the layout's host values where lengths came from a GPU.
+
+    Returns:
+        The layout with a longer tail; the same one where it is as long already.
+    """
+    if packed is None:
+        return None
+    check_layout(packed)
+    backend = torch.distributed.get_backend(group)
+    device = "cuda" if backend == "nccl" else "cpu"
+    total = torch.tensor(packed.total_tokens, device=device)
+    torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group)
+    return packed.with_total_tokens(int(total.item()))

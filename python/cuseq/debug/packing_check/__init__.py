@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq.check_packing._comparison import Comparison
-from cuseq.check_packing._documents import read_documents
-from cuseq.check_packing._report import Check, PackingReport, Suspect
-from cuseq.check_packing._runs import Runs
-from cuseq.collate import PackingCollator
+from cuseq.data.collator import PackingCollator
+from cuseq.debug.packing_check._comparison import Comparison
+from cuseq.debug.packing_check._documents import read_documents
+from cuseq.debug.packing_check._report import Check, PackingReport, Suspect
+from cuseq.debug.packing_check._runs import Runs
 
 __all__ = ["Check", "PackingReport", "Suspect", "check_packing"]
 

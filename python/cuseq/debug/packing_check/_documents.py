@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq.collate import IGNORE_INDEX
+from cuseq.data.collator import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,17 @@
+"""Batches of packed rows: planning which samples share a row, sampling, streaming and collating."""
+
+from cuseq.data.collator import PackingCollator, mask_boundary_labels
+from cuseq.data.plan import PackingPlan, bin_pack
+from cuseq.data.sampler import PackedBatchSampler
+from cuseq.data.split import split_by_tokens
+from cuseq.data.stream import PackedStream
+
+__all__ = [
+    "PackedBatchSampler",
+    "PackedStream",
+    "PackingCollator",
+    "PackingPlan",
+    "bin_pack",
+    "mask_boundary_labels",
+    "split_by_tokens",
+]
