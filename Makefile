@@ -1,11 +1,12 @@
-# make train   build, then train a small model on real documents, padded and packed
-# make test    build, then run every test
-# make tsan    build with ThreadSanitizer, then run the C++ tests of the cache
-# make bench   build, then measure (a GPU is where the figures are)
-# make format  clang-format and ruff over the sources
+# make train     build, then train a small model on real documents, padded and packed
+# make test      build, then run the fast tier of the tests
+# make test-all  build, then run every test, those that build the package too
+# make tsan      build with ThreadSanitizer, then run the C++ tests of the cache
+# make bench     build, then run the benchmarks (the published figures come from a GPU)
+# make format    clang-format and ruff over the sources
 #
-# Everything happens in VENV, which is made if there is none; what is there already is kept. On a
-# machine with an environment of its own: make test VENV=/path/to/it
+# Everything happens in VENV, which is created if it does not exist. To use an environment of your
+# own: make test VENV=/path/to/it
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -22,14 +23,15 @@ EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest p
   "megatron-core==0.16.1; python_version < '3.14'" \
   "xformers==0.0.35; platform_machine == 'x86_64'"
 
-.PHONY: train test tsan bench format build environment clean
+.PHONY: train test test-all tsan bench format build environment clean
 
 train: build
 	$(PY) examples/train.py $(ARGS)
 
-test: build
+test: TIER := -m "not full"
+test test-all: build
 	PYTHON="$(PY)" bash scripts/fetch_unsloth.sh --whole || echo "tests against unsloth are left out"
-	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(ARGS)
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(TIER) $(ARGS)
 
 tsan: environment
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
