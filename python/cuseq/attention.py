@@ -77,12 +77,12 @@ def varlen_attention(
     check_layout(packed)
     check_flag(causal, "causal")
     if spans is not None:
-        spans = packed._checked_spans(spans)
+        spans = packed.checked_spans(spans)
     one_by_one = (
         spans is not None or (window is not None and not causal) or q.dtype == torch.float64
     )
     if one_by_one and not torch.compiler.is_compiling():
-        packed._remember_offsets_on_host()
+        packed.remember_offsets_on_host()
     arguments = (
         packed.cu_seqlens_static,
         packed.host_meta,
@@ -91,7 +91,7 @@ def varlen_attention(
         scale,
         None,
         spans,
-        packed._padded_static,
+        packed.cu_seqlens_padded_static,
     )
     if sinks is not None:
         return _attention_with_sinks(q, k, v, sinks, arguments)

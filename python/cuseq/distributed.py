@@ -9,14 +9,8 @@ from torch import Tensor
 
 from cuseq import _C
 from cuseq._arguments import as_int, check_flag, check_tensor
-from cuseq.layout import (
-    LENGTH_DIVISOR,
-    PackedLayout,
-    _capturing,
-    _may_keep,
-    _outside_inference_mode,
-    check_layout,
-)
+from cuseq._modes import is_capturing, may_keep, outside_inference_mode
+from cuseq.layout import LENGTH_DIVISOR, PackedLayout, check_layout
 from cuseq.pad import one_or_all
 
 _ops = torch.ops.cuseq
@@ -53,12 +47,12 @@ def cp_partition(
     tokens, places = _deal(packed, cp_size, zigzag)
     _check_rows(tensors, (packed.total_tokens,))
     own = packed.total_tokens // cp_size
-    with _outside_inference_mode():
+    with outside_inference_mode():
         mine = tokens[cp_rank * own : (cp_rank + 1) * own]
         local = _local_layout(packed, cp_size, cp_rank, zigzag)
         inverse = _places_of_rank(places, cp_rank, own)
         positions = packed._token_metadata()[0]
-        local._positions = _ops.gather_rows([positions], mine, inverse, [own], 1, [0])[0]
+        local.rank_positions = _ops.gather_rows([positions], mine, inverse, [own], 1, [0])[0]
     dealt = _ops.gather_rows(tensors, mine, inverse, [own], 1, [0] * len(tensors))
     return local, *dealt
 
@@ -112,12 +106,12 @@ def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Ten
     check_flag(zigzag, "zigzag")
     if (cp_size, zigzag) in packed._deals:
         return packed._deals[cp_size, zigzag]
-    packed._check_whole()
-    segments = packed._physical
+    packed.check_whole()
+    segments = packed.segments
     parts = 2 * cp_size if zigzag else cp_size
     # Lengths on the host say which one it is; of others the divisor of all is known.
-    if segments._host_lengths is not None:
-        _check_lengths(packed, segments._host_lengths.tolist(), parts)
+    if segments.known_lengths is not None:
+        _check_lengths(packed, segments.known_lengths.tolist(), parts)
     else:
         divisor = _C.read_host_meta(segments.host_meta, LENGTH_DIVISOR)
         tail = packed.total_tokens - segments.num_real_tokens
@@ -126,9 +120,9 @@ def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Ten
                 f"lengths and tail must be multiples of {parts} to be dealt to {cp_size} ranks, "
                 f"but {divisor} is all that the lengths have in common and the tail has {tail}"
             )
-    with _outside_inference_mode():
+    with outside_inference_mode():
         deal = _ops.cp_rows(segments.cu_seqlens_static, packed.total_tokens, cp_size, zigzag)
-    if _may_keep(*deal) and not _capturing(packed.device):
+    if may_keep(*deal) and not is_capturing(packed.device):
         packed._deals[cp_size, zigzag] = deal
     return deal
 
@@ -151,10 +145,10 @@ def _places_of_rank(places: Tensor, cp_rank: int, own: int) -> Tensor:
 
 
 def _local_layout(packed: PackedLayout, cp_size: int, cp_rank: int, zigzag: bool) -> PackedLayout:
-    host = packed._host_lengths is not None
-    segments, n_seqs = packed._physical, packed.num_sequences
-    lengths = (packed._host_lengths if host else packed._all_lengths)[:n_seqs]
-    padded = (segments._host_lengths if host else segments._all_lengths)[:n_seqs]
+    host = packed.known_lengths is not None
+    segments, n_seqs = packed.segments, packed.num_sequences
+    lengths = (packed.known_lengths if host else packed._all_lengths)[:n_seqs]
+    padded = (segments.known_lengths if host else segments._all_lengths)[:n_seqs]
     if zigzag:
         part = padded // (2 * cp_size)
         zero = torch.zeros_like(part)

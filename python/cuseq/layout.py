@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from math import lcm
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from cuseq import _C, masks
 from cuseq._arguments import as_int, as_size, check_flag, check_tensor
+from cuseq._modes import is_capturing, may_keep, outside_inference_mode
+from cuseq._transfer import copy_pair, to_host
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -80,9 +81,9 @@ class PackedLayout:
         self._total_tokens = total_tokens
         self._all_lengths = lengths
         # Of a layout that was moved from the host: what nobody has to wait for.
-        self._host_lengths = lengths if lengths.device.type == "cpu" else None
+        self.known_lengths = lengths if lengths.device.type == "cpu" else None
         # Of a layout from lengths on a GPU: right after wait().
-        self._copied_lengths = self._host_lengths
+        self._copied_lengths = self.known_lengths
         self._num_sequences = num_sequences
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
@@ -92,7 +93,7 @@ class PackedLayout:
         self._segments: PackedLayout | None = None
         self._seq_idx: Tensor | None = None
         # Of a rank's part of a row: positions in the whole sequences.
-        self._positions: Tensor | None = None
+        self.rank_positions: Tensor | None = None
         # How a row is dealt to ranks, by their number and zigzag.
         self._deals: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
         # Of a padded batch: the slot of each token and the token of each slot.
@@ -252,7 +253,7 @@ class PackedLayout:
         total_multiple = common_multiple(total_multiple, "total_multiple")
         total_multiple = lcm(segment_multiple, total_multiple)
         if total_tokens is None:
-            lengths = lengths if lengths.device.type == "cpu" else _to_host(lengths)
+            lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
             _C.tokens_of(lengths, False)  # raises what is wrong with them, not with their sum
             segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
             total_tokens = -(-segments * segment_multiple // total_multiple) * total_multiple
@@ -266,7 +267,7 @@ class PackedLayout:
         max_seqs = as_size(max_seqs, "max_seqs")
         if segment_multiple == 1:
             return cls._build(lengths, total_tokens, max_seqs, None, from_cu_seqlens=False)
-        with _outside_inference_mode():
+        with outside_inference_mode():
             made = _ops.segment_metadata(lengths, total_tokens, max_seqs, segment_multiple)
             layout = cls._started(*made[:3], total_tokens, lengths.shape[0])
             layout._segments = cls._started(*made[3:], total_tokens, lengths.shape[0])
@@ -306,13 +307,13 @@ class PackedLayout:
             if source.device.type != "cpu":
                 # Values are needed now: with them on the host nothing has to wait again.
                 device = source.device if device is None else device
-                source = _to_host(source)
+                source = to_host(source)
             total_tokens = _C.tokens_of(source, from_cu_seqlens)
         n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
         if max_seqs is None:
             # Positions are as many as tokens, and have no sequence of length zero.
             max_seqs = total_tokens if num_seqs is not None else max(total_tokens, n_seqs)
-        with _outside_inference_mode():
+        with outside_inference_mode():
             lengths, offsets, meta = _ops.layout_metadata(
                 source, total_tokens, max_seqs, from_cu_seqlens, num_seqs
             )
@@ -364,7 +365,7 @@ class PackedLayout:
         if self._lengths is not None:
             return self._lengths
         lengths = self._all_lengths[: self.num_sequences]
-        if _may_keep(lengths):
+        if may_keep(lengths):
             self._lengths = lengths
         return lengths
 
@@ -373,21 +374,21 @@ class PackedLayout:
         if self._cu_seqlens is not None:
             return self._cu_seqlens
         offsets = self.cu_seqlens_static[: self.num_sequences + 1]
-        if _may_keep(offsets):
+        if may_keep(offsets):
             self._cu_seqlens = offsets
         return offsets
 
     @property
-    def _physical(self) -> PackedLayout:
+    def segments(self) -> PackedLayout:
         return self if self._segments is None else self._segments
 
     @property
-    def _padded_static(self) -> Tensor | None:
-        self._check_whole()
+    def cu_seqlens_padded_static(self) -> Tensor | None:
+        self.check_whole()
         return None if self._segments is None else self._segments.cu_seqlens_static
 
-    def _check_whole(self) -> None:
-        if self._positions is not None:
+    def check_whole(self) -> None:
+        if self.rank_positions is not None:
             raise ValueError(
                 "packed must describe a whole row here, got the part of it that cp_partition gave "
                 "to one rank: its tokens have neighbours on other ranks"
@@ -399,13 +400,13 @@ class PackedLayout:
 
         As causal-conv1d and Mamba-2 take it, for whom negative is padding.
         """
-        self._check_whole()
+        self.check_whole()
         if self._seq_idx is not None:
             return self._seq_idx
-        with _outside_inference_mode():
+        with outside_inference_mode():
             _, sequences, is_pad = self._token_metadata()
             seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
-        if _may_keep(seq_idx) and not _capturing(self.device):
+        if may_keep(seq_idx) and not is_capturing(self.device):
             self._seq_idx = seq_idx
         return seq_idx
 
@@ -416,11 +417,11 @@ class PackedLayout:
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
-        return self._physical.cu_seqlens
+        return self.segments.cu_seqlens
 
     @property
     def max_seqlen_padded(self) -> int:
-        return self._physical.max_seqlen
+        return self.segments.max_seqlen
 
     @property
     def rope_cu_seqlens(self) -> Tensor:
@@ -432,7 +433,7 @@ class PackedLayout:
 
     @property
     def position_ids(self) -> Tensor:
-        return self._token_metadata()[0] if self._positions is None else self._positions
+        return self._token_metadata()[0] if self.rank_positions is None else self.rank_positions
 
     @property
     def seq_ids(self) -> Tensor:
@@ -443,10 +444,10 @@ class PackedLayout:
         if self._tokens is not None:
             return self._tokens
         padded = None if self._segments is None else self._segments.cu_seqlens
-        with _outside_inference_mode():
+        with outside_inference_mode():
             tokens = _ops.token_metadata(self.cu_seqlens, self._total_tokens, padded)
         # What a graph's capture makes holds nothing before its replay, and later graphs reuse it.
-        if _may_keep(*tokens) and not _capturing(self.device):
+        if may_keep(*tokens) and not is_capturing(self.device):
             self._tokens = tokens
         return tokens
 
@@ -463,7 +464,7 @@ class PackedLayout:
         Raises:
             ValueError: there is padding between sequences, or the layout is a rank's part.
         """
-        self._check_whole()
+        self.check_whole()
         if self._segments is not None:
             raise ValueError(
                 "packed has padding between its sequences, which flash attention of transformers "
@@ -477,9 +478,9 @@ class PackedLayout:
             "packed": self,
         }
 
-    def _batch_rows(self) -> tuple[Tensor, Tensor]:
+    def batch_rows(self) -> tuple[Tensor, Tensor]:
         """Slots of the tokens, tokens of the slots; without a mask, of padding on the right."""
-        self._check_whole()
+        self.check_whole()
         if self._batch is None:
             positions = torch.arange(self.max_seqlen, device=self.device)
             mask = positions < self.lengths.unsqueeze(1)
@@ -488,11 +489,11 @@ class PackedLayout:
 
     def _take_mask(self, mask: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         """What a padded batch's mask says of its slots and of the row's tokens, in one kernel."""
-        with _outside_inference_mode():
+        with outside_inference_mode():
             slots, tokens, *of_tokens = _ops.mask_rows(
-                mask, self._physical.cu_seqlens_static, self._total_tokens, kind
+                mask, self.segments.cu_seqlens_static, self._total_tokens, kind
             )
-        if _may_keep(slots) and not _capturing(self.device):
+        if may_keep(slots) and not is_capturing(self.device):
             self._batch = slots, tokens
             self._tokens = tuple(of_tokens)
         return slots, tokens
@@ -539,8 +540,12 @@ class PackedLayout:
         """
         check_flag(causal, "causal")
         if spans is not None or row_length is not None:
-            spans = self._checked_spans(spans, row_length)
-        offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
+            spans = self.checked_spans(spans, row_length)
+        offsets, padded, tokens = (
+            self.cu_seqlens_static,
+            self.cu_seqlens_padded_static,
+            self._total_tokens,
+        )
         if torch.compiler.is_compiling():
             return _ops.cached_dense_mask(
                 offsets, tokens, True, causal, window, spans, padded, row_length, dtype, finite
@@ -574,9 +579,13 @@ class PackedLayout:
         """
         check_flag(causal, "causal")
         if spans is not None or row_length is not None:
-            spans = self._checked_spans(spans, row_length)
+            spans = self.checked_spans(spans, row_length)
         sizes = masks.block_sizes(block_size)
-        offsets, padded, tokens = self.cu_seqlens_static, self._padded_static, self._total_tokens
+        offsets, padded, tokens = (
+            self.cu_seqlens_static,
+            self.cu_seqlens_padded_static,
+            self._total_tokens,
+        )
         if torch.compiler.is_compiling():
             ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, window, spans, padded)
             parts = _ops.block_mask(ranges, row_length, *sizes)
@@ -608,28 +617,28 @@ class PackedLayout:
             ImportError: xformers is not installed.
             ValueError: window is below 1, or the row has no token.
         """
-        self._check_whole()
+        self.check_whole()
         from cuseq.integrations import xformers
 
         return _C.cached_xformers_bias(
             self._all_lengths, window, lambda: xformers.causal_bias(self, window)
         )
 
-    def _lengths_on_host(self) -> Tensor:
+    def lengths_on_host(self) -> Tensor:
         """int32 `[n_seqs]`; waits where they came from a GPU."""
         self.wait()
         return self._copied_lengths[: self.num_sequences]
 
-    def _remember_offsets_on_host(self) -> None:
+    def remember_offsets_on_host(self) -> None:
         """For attention that runs sequence by sequence: nothing has to be copied back."""
-        if self.device.type != "cuda" or _capturing(self.device):
+        if self.device.type != "cuda" or is_capturing(self.device):
             return
         if self._host_offsets is None:
-            with _outside_inference_mode():
-                self._host_offsets = _ops.cu_seqlens(self._lengths_on_host())
+            with outside_inference_mode():
+                self._host_offsets = _ops.cu_seqlens(self.lengths_on_host())
         _C.remember_on_host(self.cu_seqlens_static, self._host_offsets)
 
-    def _checked_spans(self, spans: Spans | None, row_length: int | None = None) -> Tensor | None:
+    def checked_spans(self, spans: Spans | None, row_length: int | None = None) -> Tensor | None:
         """Spans beside the layout, in order. What the host knows of them and of rows is checked."""
         if torch.compiler.is_compiling():
             if spans is None or isinstance(spans, Tensor):
@@ -652,7 +661,7 @@ class PackedLayout:
         if given is not None:
             return given
         spans, on_host = self._spans[key]
-        if on_gpu and spans is not None and not _capturing(self.device):
+        if on_gpu and spans is not None and not is_capturing(self.device):
             _C.remember_on_host(spans, on_host)
         return spans
 
@@ -660,25 +669,25 @@ class PackedLayout:
         self, listed: tuple[tuple[int, int], ...], row_length: int | None
     ) -> tuple[Tensor | None, Tensor | None]:
         host = dict(dtype=torch.int32, device="cpu")
-        with _outside_inference_mode():
+        with outside_inference_mode():
             try:
                 spans = torch.tensor(listed, **host) if listed else None
             except RuntimeError as error:
                 raise ValueError(
                     f"spans must lie inside the row of {self._total_tokens} tokens, got {listed}"
                 ) from error
-            if self._host_lengths is not None:
-                offsets = _ops.cu_seqlens(self._host_lengths)
+            if self.known_lengths is not None:
+                offsets = _ops.cu_seqlens(self.known_lengths)
                 padded = None
                 if self._segments is not None:
-                    padded = _ops.cu_seqlens(self._segments._host_lengths)
+                    padded = _ops.cu_seqlens(self._segments.known_lengths)
                 _C.check_spans_and_rows(offsets, padded, self._total_tokens, spans, row_length)
             else:  # one sequence, as far as the host knows
                 offsets = torch.tensor([0, self._total_tokens], **host)
                 _C.check_spans_and_rows(offsets, None, self._total_tokens, spans, None)
             if spans is None or self.device.type == "cpu":
                 return spans, spans
-            if _capturing(self.device):
+            if is_capturing(self.device):
                 raise RuntimeError(
                     "spans must be a tensor on the layout's device while a CUDA graph is captured"
                 )
@@ -704,7 +713,7 @@ class PackedLayout:
         self.wait()  # lengths that are wrong must not become right
         if self._segments is not None:
             self._segments.wait()
-        with _outside_inference_mode():
+        with outside_inference_mode():
             return self._in_longer_row(total_tokens)
 
     def _in_longer_row(self, total_tokens: int) -> PackedLayout:
@@ -715,7 +724,7 @@ class PackedLayout:
         packed = PackedLayout(
             lengths, self.cu_seqlens_static, meta, total_tokens, self._num_sequences
         )
-        packed._host_lengths = self._host_lengths
+        packed.known_lengths = self.known_lengths
         packed._copied_lengths = self._copied_lengths
         if self._segments is not None:
             packed._segments = self._segments._in_longer_row(total_tokens)
@@ -723,9 +732,9 @@ class PackedLayout:
         if self._batch is not None:
             slots, tokens = self._batch
             packed._batch = torch.nn.functional.pad(slots, (0, more), value=-1), tokens
-        if self._positions is not None:
+        if self.rank_positions is not None:
             tail = torch.arange(more, dtype=torch.int32, device=self.device)
-            packed._positions = torch.cat([self._positions, tail])
+            packed.rank_positions = torch.cat([self.rank_positions, tail])
         return packed
 
     # ----------------------------------------------------------------------------- moved about
@@ -747,12 +756,12 @@ class PackedLayout:
             origin = None if self._origin is None else self._origin()
             if origin is not None and origin.device == target:
                 return origin
-            if _capturing(target):
+            if is_capturing(target):
                 raise RuntimeError(
                     f"a layout on {self.device} cannot be moved to {target} while a CUDA graph is "
                     "captured: move it before the capture"
                 )
-            with _outside_inference_mode():
+            with outside_inference_mode():
                 moved = self._on(target)
             # Weak, since a cycle would keep GPU memory until the garbage collector runs.
             moved._origin = weakref.ref(self)
@@ -761,26 +770,26 @@ class PackedLayout:
         return self._moved[target]
 
     def _on(self, device: torch.device) -> PackedLayout:
-        offsets, lengths = _moved(self.cu_seqlens_static, self._all_lengths, device)
+        offsets, lengths = copy_pair(self.cu_seqlens_static, self._all_lengths, device)
         moved = PackedLayout(
             lengths, offsets, self.host_meta, self._total_tokens, self._num_sequences
         )
-        if moved._host_lengths is None:
-            moved._host_lengths = self._host_lengths
+        if moved.known_lengths is None:
+            moved.known_lengths = self.known_lengths
             moved._copied_lengths = self._copied_lengths
         if self._segments is not None:
             moved._segments = self._segments._on(device)
-        if self._positions is not None:
-            moved._positions, _ = _moved(self._positions, _empty(), device)
+        if self.rank_positions is not None:
+            moved.rank_positions, _ = copy_pair(self.rank_positions, _empty(), device)
         if self._batch is not None:
-            moved._batch = _moved(*self._batch, device)
+            moved._batch = copy_pair(*self._batch, device)
         return moved
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
         """This layout in pinned memory, as DataLoader asks for it. Itself where it is on a GPU."""
         if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
             return self
-        with _outside_inference_mode():
+        with outside_inference_mode():
             pinned = PackedLayout(
                 self._all_lengths.pin_memory(),
                 self.cu_seqlens_static.pin_memory(),
@@ -792,8 +801,8 @@ class PackedLayout:
                 pinned._segments = self._segments.pin_memory()
             if self._batch is not None:
                 pinned._batch = tuple(tensor.pin_memory() for tensor in self._batch)
-            if self._positions is not None:
-                pinned._positions = self._positions.pin_memory()
+            if self.rank_positions is not None:
+                pinned.rank_positions = self.rank_positions.pin_memory()
         return pinned
 
     def __reduce__(self):
@@ -803,7 +812,7 @@ class PackedLayout:
         batch = (
             None if self._batch is None else (*map(_as_bytes, self._batch), self._batch[1].shape)
         )
-        positions = None if self._positions is None else _as_bytes(self._positions)
+        positions = None if self.rank_positions is None else _as_bytes(self.rank_positions)
         return _restore, (
             _as_bytes(self.lengths),
             self._total_tokens,
@@ -837,18 +846,6 @@ def check_layout(packed: object) -> None:
         raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
 
 
-def _moved(first: Tensor, second: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    if first.device.type == "cpu" and device.type == "cuda" and not first.is_pinned():
-        numbers, others = _C.copy_to_device(first.view(-1), second.view(-1), device)
-        return numbers.view(first.shape), others.view(second.shape)
-    # To the host a copy has to wait: its reader could not know when the data is there.
-    to_device = device.type != "cpu"
-    return (
-        first.to(device, non_blocking=to_device),
-        second.to(device, non_blocking=to_device),
-    )
-
-
 def _as_bytes(numbers: Tensor) -> bytes:
     """A tensor would cost a DataLoader worker a shared-memory file each."""
     return array("i", numbers.flatten().tolist()).tobytes()
@@ -870,7 +867,7 @@ def _restore(
     def layout_of(numbers: bytes) -> PackedLayout:
         return PackedLayout.from_lengths(_from_bytes(numbers), total_tokens, max_seqs=max_seqs)
 
-    with _outside_inference_mode():
+    with outside_inference_mode():
         packed = layout_of(lengths)
         if segments is not None:
             packed._segments = layout_of(segments)
@@ -878,7 +875,7 @@ def _restore(
             slots, tokens, shape = batch
             packed._batch = _from_bytes(slots), _from_bytes(tokens).view(shape)
         if positions is not None:
-            packed._positions = _from_bytes(positions)
+            packed.rank_positions = _from_bytes(positions)
         return packed.to(device)
 
 
@@ -955,33 +952,6 @@ def _as_tensor(values: Sequence[int] | Tensor, name: str) -> Tensor:
 def _check_not_meta(values: Tensor, name: str) -> None:
     if values.device.type == "meta":
         raise ValueError(f"{name} must have values, got a tensor on meta")
-
-
-def _outside_inference_mode() -> AbstractContextManager:
-    """A layout outlives the evaluation it may be made in, and training saves its tensors."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    return torch.inference_mode(False)
-
-
-def _may_keep(*tensors: Tensor) -> bool:
-    """Not what FakeTensorMode or a tracer makes, which means nothing outside of it."""
-    return all(type(tensor) is Tensor for tensor in tensors)
-
-
-def _capturing(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and not torch.compiler.is_compiling()
-        and torch.cuda.is_current_stream_capturing()
-    )
-
-
-def _to_host(source: Tensor) -> Tensor:
-    """A copy, waited for by its event."""
-    (on_host,) = _C.start_host_copy([source])
-    _C.wait_host_copy(on_host)
-    return on_host
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -47,7 +47,7 @@ def pack(
 def _packed(
     packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
 ) -> Sequence[Tensor]:
-    slots, tokens = packed._batch_rows()
+    slots, tokens = packed.batch_rows()
     for name, tensor in zip(names, tensors, strict=True):
         check_tensor(tensor, name)
         if tensor.shape[:2] != tokens.shape:
@@ -73,7 +73,7 @@ def unpack(
     if packed is None:
         return one_or_all(tensors)
     check_layout(packed)
-    slots, tokens = packed._batch_rows()
+    slots, tokens = packed.batch_rows()
     for number, tensor in enumerate(tensors):
         check_tensor(tensor, f"tensors[{number}]")
         if tensor.shape[:1] != slots.shape:

@@ -207,15 +207,15 @@ def _positions_of(
     if packed is None:
         return None, None, position_ids
     check_layout(packed)
-    if packed._positions is None:
-        segments = packed._physical
+    if packed.rank_positions is None:
+        segments = packed.segments
         return segments.cu_seqlens_static, segments.host_meta, position_ids
     if cp_size != 1 or position_ids is not None:
         raise ValueError(
             "packed is a rank's part of a row and has positions of its own: cp_size must be 1 and "
             f"position_ids None, got cp_size = {cp_size}"
         )
-    positions = packed._positions
+    positions = packed.rank_positions
     if qkv_format == "thd" or q.dim() != 4:  # another q is what the op refuses
         return None, None, positions
     batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]

@@ -261,7 +261,7 @@ def test_opcheck_with_padding(device):
     packed = PackedLayout.from_lengths([2, 3], 12, segment_multiple=4, device=device)
     tensors = inputs(12, device=device)
     arguments = (*tensors, packed.cu_seqlens_static, packed.host_meta)
-    padded = {"cu_seqlens_padded": packed._padded_static}
+    padded = {"cu_seqlens_padded": packed.cu_seqlens_padded_static}
     torch.library.opcheck(op, arguments, padded)
     with torch.no_grad():
         out, logsumexp = op(*arguments, **padded)

@@ -244,7 +244,7 @@ def test_a_captured_graph_replays_with_other_values(dtype, cuda):
     packed = PackedLayout.from_lengths([9, 14], 32, **sizes)
     tensors = [t.detach() for t in inputs(32, dim=32, device=cuda, dtype=dtype)]
     offsets, padded = (
-        layout.clone() for layout in (packed.cu_seqlens_static, packed._padded_static)
+        layout.clone() for layout in (packed.cu_seqlens_static, packed.cu_seqlens_padded_static)
     )
 
     def body() -> Tensor:
@@ -260,7 +260,7 @@ def test_a_captured_graph_replays_with_other_values(dtype, cuda):
     for seed, lengths in enumerate([[9, 14], [1, 2, 3], [32], [0, 5, 0, 7], [32 - 4, 1]]):
         other = PackedLayout.from_lengths(lengths, 32, **sizes)
         offsets.copy_(other.cu_seqlens_static)
-        padded.copy_(other._padded_static)
+        padded.copy_(other.cu_seqlens_padded_static)
         values = inputs(32, dim=32, device=cuda, dtype=dtype, seed=seed)
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value.detach())

@@ -67,7 +67,7 @@ def mask_boundary_labels(
         packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel())
     packed = packed.to(labels.device)
     return _ops.mask_boundary_labels(
-        labels, packed.cu_seqlens_static, shifted, ignore_index, packed._padded_static
+        labels, packed.cu_seqlens_static, shifted, ignore_index, packed.cu_seqlens_padded_static
     )
 
 

@@ -62,7 +62,7 @@ def split_by_tokens(
     budget = as_int(budget, "budget", least=1)
     total_multiple = as_int(total_multiple, "total_multiple", least=1)
     packed = _checked_layout(batch)
-    packed._check_whole()
+    packed.check_whole()
     if packed.pads_between_sequences:
         raise ValueError("packed must have no padding between its sequences to be split")
     passes = _passes(_host_lengths(packed), budget)
@@ -89,12 +89,12 @@ def _checked_layout(batch: Mapping[str, Any]) -> PackedLayout:
 
 
 def _host_lengths(packed: PackedLayout) -> list[int]:
-    if packed._host_lengths is None:
+    if packed.known_lengths is None:
         raise ValueError(
             "packed must be made from lengths on the host, where passes are planned, but its "
             "lengths are on the GPU alone"
         )
-    return packed._host_lengths[: packed.num_sequences].tolist()
+    return packed.known_lengths[: packed.num_sequences].tolist()
 
 
 def _passes(lengths: list[int], budget: int) -> list[list[int]]:

@@ -39,9 +39,9 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
             "packed_seq_params needs megatron-core: pip install megatron-core"
         ) from error
     check_layout(packed)
-    packed._check_whole()
+    packed.check_whole()
     offsets, padded, longest = packed.cu_seqlens, packed.cu_seqlens_padded, packed.max_seqlen_padded
-    tail = packed.total_tokens - packed._physical.num_real_tokens
+    tail = packed.total_tokens - packed.segments.num_real_tokens
     if tail > 0:
         offsets = torch.cat([offsets, offsets[-1:]])
         padded = torch.nn.functional.pad(padded, (0, 1), value=packed.total_tokens)

@@ -28,7 +28,7 @@ def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Ten
         raise ValueError("packed must have no padding between its sequences for an xformers bias")
     if packed.total_tokens == 0:
         raise ValueError("packed must have tokens for an xformers bias, got a row without any")
-    lengths = packed._lengths_on_host().tolist()
+    lengths = packed.lengths_on_host().tolist()
     offsets, made = packed.cu_seqlens, []
     tail = packed.total_tokens - packed.num_real_tokens
     if tail > 0:

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor, nn
 
 import cuseq
+from cuseq._transfer import to_host
 from cuseq.integrations._remember import remember
-from cuseq.layout import PackedLayout, _to_host, check_layout
+from cuseq.layout import PackedLayout, check_layout
 
 _PACKING = "unsloth.utils.packing"
 _DISPATCH = "unsloth.utils.attention_dispatch"
@@ -195,7 +196,7 @@ def mask_packed_sequence_boundaries(
     if _no_lengths(seq_lengths):
         return False
     packed = _of_lengths(seq_lengths)
-    ends = torch.ops.cuseq.cu_seqlens(packed._lengths_on_host())[1:]
+    ends = torch.ops.cuseq.cu_seqlens(packed.lengths_on_host())[1:]
     first, last = int((ends == 0).sum()), int((ends <= shift_labels.numel()).sum())
     if last == 0:
         return False
@@ -245,7 +246,7 @@ def _cached_host_lengths(
     packed = _layout_behind(seq_lengths)
     if packed is None or (cu_seqlens is not None and packed.cu_seqlens is not cu_seqlens):
         return None
-    return tuple(packed._lengths_on_host().tolist())
+    return tuple(packed.lengths_on_host().tolist())
 
 
 def fast_rope_embedding(
@@ -699,7 +700,7 @@ def _of_positions(position_ids: Tensor) -> PackedLayout:
 
     One sequence where the row does not start so: then positions mean something else.
     """
-    if _to_host(position_ids[0, :1]).tolist() != [0]:
+    if to_host(position_ids[0, :1]).tolist() != [0]:
         return PackedLayout.from_lengths([position_ids.numel()])
     # In a plane sequences start where numbers drop, or stay 0.
     return PackedLayout.from_position_ids((position_ids != 0).int().unsqueeze(0), plane=0)
@@ -726,7 +727,7 @@ def _row_of(seq_info: Sequence[Any], total_tokens: int | None) -> PackedLayout:
         return packed
     rows = _rows.setdefault(packed, {})
     if total not in rows:
-        lengths = packed._lengths_on_host()
+        lengths = packed.lengths_on_host()
         if total > real:
             lengths = torch.nn.functional.pad(lengths, (0, 1), value=total - real)
         rows[total] = PackedLayout.from_lengths(lengths, total)

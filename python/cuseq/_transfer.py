@@ -1,0 +1,28 @@
+"""Copies of int32 tensors between the host and a device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+
+
+def to_host(source: Tensor) -> Tensor:
+    """Copy a tensor to the host; wait for that copy's event, never for the stream."""
+    (on_host,) = _C.start_host_copy([source])
+    _C.wait_host_copy(on_host)
+    return on_host
+
+
+def copy_pair(first: Tensor, second: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy two int32 tensors to a device, to a GPU through one pinned buffer and without a wait."""
+    if first.device.type == "cpu" and device.type == "cuda" and not first.is_pinned():
+        numbers, others = _C.copy_to_device(first.view(-1), second.view(-1), device)
+        return numbers.view(first.shape), others.view(second.shape)
+    # A copy to the host has to wait: its reader could not know when the data is there.
+    to_device = device.type != "cpu"
+    return (
+        first.to(device, non_blocking=to_device),
+        second.to(device, non_blocking=to_device),
+    )
