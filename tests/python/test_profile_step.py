@@ -20,7 +20,8 @@ from torch.profiler import record_function
 import cuseq
 from cuseq import PackedLayout, PackingCollator
 from cuseq.debug.profile.lines import LineLog, is_users, name_line
-from cuseq.debug.profile.step import StepProfile, profile_step, summarise
+from cuseq.debug.profile.result import StepProfile
+from cuseq.debug.profile.step import profile_step, summarise
 from cuseq.debug.profile.trace import WINDOW, Trace, record
 
 HERE = Path(__file__)

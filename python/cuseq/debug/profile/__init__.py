@@ -1,5 +1,6 @@
-"""`profile_step`: where a training step makes the host wait for the GPU."""
+"""`profile_step`: what one training step does beside its arithmetic."""
 
-from cuseq.debug.profile.step import StepProfile, profile_step
+from cuseq.debug.profile.result import StepProfile
+from cuseq.debug.profile.step import profile_step
 
 __all__ = ["StepProfile", "profile_step"]

@@ -23,9 +23,9 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 
 def _folders() -> tuple[str, ...]:
-    """Folders of code that nobody means by "my line": torch, what it generates, and cuseq."""
-    named = [os.path.dirname(__file__), os.path.dirname(torch.__file__)]
-    for name in ("functorch", "triton"):
+    """Return the folders of code that is not the user's: cuseq, torch and what torch generates."""
+    named = [os.path.dirname(torch.__file__)]
+    for name in ("cuseq", "functorch", "triton"):
         spec = importlib.util.find_spec(name)
         named += [] if spec is None or spec.origin is None else [os.path.dirname(spec.origin)]
     named += [os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int
-from cuseq.debug.profile import report as _report
 from cuseq.debug.profile.lines import LineLog
+from cuseq.debug.profile.report import Timeline
+from cuseq.debug.profile.result import Copy, HostRead, StepProfile, Tokens, Wait, Work
 from cuseq.debug.profile.trace import (
     WINDOW,
     HostWait,
@@ -27,220 +25,6 @@ from cuseq.debug.profile.trace import (
     union,
 )
 from cuseq.layout import PackedLayout
-
-KINDS = ("stream", "event", "device", "copy")
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Host code that waited for the GPU.
-
-    Attributes:
-        kind: "stream" (for all that a stream was given: `.item()`, `nonzero`), "event", "device"
-            (`torch.cuda.synchronize()`) or "copy" (of memory that is not pinned: `.cpu()`).
-        line: "file.py:12 in function", "backward of file.py:12 in function", or PyTorch's ops.
-        count: how often.
-        us: microseconds in the blocking calls.
-    """
-
-    kind: str
-    line: str
-    count: int
-    us: float
-
-
-@dataclass(frozen=True)
-class HostRead:
-    """An op that hands values of a tensor to the host, which waits for them if they are on a GPU.
-
-    Attributes:
-        op: "_local_scalar_dense" (`.item()`, `bool()`, `float()`), "nonzero" (boolean masks), ...
-        line: as of `Wait`.
-        count: how often.
-    """
-
-    op: str
-    line: str
-    count: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """Kernels, or ops, of one name: how many, and their microseconds."""
-
-    name: str
-    count: int
-    us: float
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Copies and fills of one kind, such as "Memcpy DtoH (Device -> Pinned)"."""
-
-    kind: str
-    count: int
-    bytes: int
-    us: float
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of the batches: how many the model is given, and how many are no padding."""
-
-    in_memory: int
-    real: int
-
-    @property
-    def pads(self) -> int:
-        return self.in_memory - self.real
-
-    @property
-    def pad_share(self) -> float:
-        return self.pads / self.in_memory if self.in_memory else 0.0
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The recorded steps, microseconds since they began.
-
-    Attributes:
-        span_us: until host and GPU had finished.
-        busy: where the GPU did anything; without one, where the thread was in PyTorch's ops.
-        marks: waits by kind, or without a GPU reads by op: name, start, end.
-    """
-
-    span_us: float
-    busy: tuple[tuple[float, float], ...]
-    marks: tuple[tuple[str, float, float], ...]
-
-
-@dataclass(frozen=True)
-class StepProfile:
-    """What `profile_step` saw. Counts and times are sums over `steps`; tables show one step.
-
-    Attributes:
-        steps: how many steps were recorded.
-        device: the GPU's name, or "CPU".
-        gpu: whether a GPU was in use. Without one nothing can be seen to wait.
-        wall_us: time of the steps without any profiler, until the GPU had finished.
-        gpu_busy_us: time in which it did anything, kernels of several streams counted once; of
-            the busiest GPU. None without one.
-        syncs: waits of the host by kind and line, the most frequent first.
-        host_reads: reads of tensors' values by op and line, of tensors on any device. `tolist`,
-            `.cpu()` and `.numpy()` of a tensor that is on the CPU are no ops and not seen.
-        kernel_table: kernels by name, those inside CUDA graphs too, the longest first.
-        copies: copies and fills by kind.
-        graph_launches: launches of CUDA graphs.
-        allocations: calls that take memory of the driver or give it back, and may wait for it.
-        op_table: PyTorch's ops by name, the most frequent first; their time holds that of the ops
-            inside them.
-        tokens: of the batch that was given, else None.
-        notes: what limits these numbers, in sentences.
-        timeline: for the picture.
-    """
-
-    steps: int
-    device: str
-    gpu: bool
-    wall_us: float
-    gpu_busy_us: float | None
-    syncs: tuple[Wait, ...]
-    host_reads: tuple[HostRead, ...]
-    kernel_table: tuple[Work, ...]
-    copies: tuple[Copy, ...]
-    graph_launches: int
-    allocations: int
-    op_table: tuple[Work, ...]
-    tokens: Tokens | None
-    notes: tuple[str, ...]
-    timeline: Timeline = field(repr=False)
-
-    def sync_count(self, kind: str | None = None) -> int | None:
-        """Waits of a kind, or of all; None without a GPU, where they cannot be seen."""
-        if kind is not None and kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
-        if not self.gpu:
-            return None
-        return sum(wait.count for wait in self.syncs if kind in (None, wait.kind))
-
-    @property
-    def read_count(self) -> int:
-        """Reads of tensors' values."""
-        return sum(read.count for read in self.host_reads)
-
-    @property
-    def kernels(self) -> int:
-        """Kernels that ran."""
-        return sum(work.count for work in self.kernel_table)
-
-    @property
-    def ops(self) -> int:
-        """PyTorch's ops that were called, nested ones too."""
-        return sum(work.count for work in self.op_table)
-
-    @property
-    def d2h_copies(self) -> int:
-        """Copies from the GPU to the host."""
-        return sum(copy.count for copy in self.copies if "DtoH" in copy.kind)
-
-    @property
-    def h2d_copies(self) -> int:
-        """Copies from the host to the GPU."""
-        return sum(copy.count for copy in self.copies if "HtoD" in copy.kind)
-
-    @property
-    def idle_share(self) -> float | None:
-        """The part of `wall_us` in which the GPU had nothing to do; None without a GPU."""
-        if self.gpu_busy_us is None:
-            return None
-        return max(0.0, 1 - self.gpu_busy_us / self.wall_us)
-
-    def __str__(self) -> str:
-        return _report.text(self)
-
-    def compare(self, after: StepProfile, names: tuple[str, str] = ("before", "after")) -> str:
-        """A table of this profile beside a later one, a step each, with the waits of both."""
-        return _report.comparison(self, after, names)
-
-    def to_json(self) -> str:
-        """Everything, as JSON; `from_json` reads it."""
-        return json.dumps(asdict(self) | {"summary": _report.summary(self)}, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> StepProfile:
-        """The profile that `to_json` wrote, maybe in another process."""
-        kept = json.loads(text)
-        del kept["summary"]
-        rows = {"syncs": Wait, "host_reads": HostRead, "copies": Copy}
-        rows |= {"kernel_table": Work, "op_table": Work}
-        for name, row in rows.items():
-            kept[name] = tuple(row(**values) for values in kept[name])
-        line = kept["timeline"]
-        kept["timeline"] = Timeline(
-            line["span_us"], tuple(map(tuple, line["busy"])), tuple(map(tuple, line["marks"]))
-        )
-        kept["tokens"] = None if kept["tokens"] is None else Tokens(**kept["tokens"])
-        kept["notes"] = tuple(kept["notes"])
-        return cls(**kept)
-
-    def save(self, folder: str | Path, name: str = "profile", *, picture: bool = True) -> None:
-        """Writes `NAME.json`, the table `NAME.txt` and the timeline `NAME.png` into a folder.
-
-        Args:
-            folder: is made where it is missing.
-            name: of the files.
-            picture: False leaves the PNG out, the one that needs matplotlib.
-
-        Raises:
-            ImportError: matplotlib is missing; nothing is written then.
-        """
-        draw = _report.drawing() if picture else None
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(self.to_json() + "\n", encoding="utf-8")
-        (folder / f"{name}.txt").write_text(f"{self}\n", encoding="utf-8")
-        if draw is not None:
-            draw(self, folder / f"{name}.png")
 
 
 def profile_step(
