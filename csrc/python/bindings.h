@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
+// The parts of the module _C, one file each.
+namespace cuseq::python {
+
+namespace py = pybind11;
+
+using OptionalTensor = std::optional<at::Tensor>;
+using Released = py::call_guard<py::gil_scoped_release>;
+
+void bind_cache(py::module_& m);   // the identity cache, and a hit cheaper than the dispatcher's
+void bind_layout(py::module_& m);  // host copies of device lengths, and the checks that read them
+void bind_rope(py::module_& m);    // the rotations, without boxed arguments
+
+}  // namespace cuseq::python
