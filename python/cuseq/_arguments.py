@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 
 def as_int(value: Any, name: str, least: int | None = None) -> int:
-    """An int of 64 bits, or what stands for one exactly."""
+    """Return an int of 64 bits, or what stands for one exactly."""
     try:
         value = index(value)
-    except TypeError as error:
-        raise TypeError(f"{name} must be an int, got {value!r}") from error
+    except (TypeError, RuntimeError) as error:  # RuntimeError: a tensor without values
+        raise TypeError(f"{name} must be an int, got {shown(value)}") from error
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if not -(2**63) <= value < 2**63:
@@ -22,26 +24,70 @@ def as_int(value: Any, name: str, least: int | None = None) -> int:
     return value
 
 
-def as_size(value: Any, name: str) -> Any:
-    """An int, except in compiled code, where it may be a symbol; None stays."""
-    return value if value is None or torch.compiler.is_compiling() else as_int(value, name)
+def as_size(value: Any, name: str, optional: bool = True) -> Any:
+    """Return an int, except while a graph is traced, where it may be a symbol.
+
+    None stays, or raises TypeError where the argument is not optional.
+    """
+    if (optional and value is None) or is_compiling() or isinstance(value, torch.SymInt):
+        return value
+    return as_int(value, name)
+
+
+def as_float(value: Any, name: str) -> Any:
+    """Return a real number of Python or NumPy as a float; a symbol for one stays."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        return value
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} must fit in float64, got {shown(value)}") from error
+
+
+def as_window(window: Any) -> Any:
+    """Return a sliding window, None for all keys or an int from 1 on."""
+    window = as_size(window, "window")
+    if type(window) is int and window < 1:
+        raise ValueError(f"window must be at least 1, or None for all keys, got {window}")
+    return window
 
 
 def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:
-    """One of the names that an argument may have."""
-    if value not in choices:
+    """Return one of the names that an argument may have."""
+    if not isinstance(value, str) or value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
+        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
     return value
 
 
 def check_tensor(value: Any, name: str) -> None:
-    """What has no dtype, shape or device fails later, with a word about that only."""
+    """Raise TypeError unless value is a dense tensor: kernels read strided memory alone."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
+        raise TypeError(f"{name} must be a dense tensor, got a {kind} one")
 
 
 def check_flag(value: Any, name: str) -> None:
-    """None would be taken for False."""
-    if value is None:
-        raise TypeError(f"{name} must be True or False, got None")
+    """Raise TypeError unless value is True or False: None would silently mean False."""
+    if value is True or value is False or isinstance(value, torch.SymBool):
+        return
+    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, under either name
+        raise TypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_dtype(value: Any, name: str) -> None:
+    """Raise TypeError unless value is a torch.dtype."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """Describe a value in an error, tensors by their kind: printing one may wait for its device."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} {list(value.shape)} on {value.device}"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
-from cuseq._arguments import check_flag, check_tensor
+from cuseq._arguments import as_float, as_size, check_flag, check_tensor
 from cuseq.layout import PackedLayout, Spans, check_layout
 
 _ops = torch.ops.cuseq
@@ -27,7 +28,7 @@ def varlen_attention(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Exact softmax attention of each sequence of a packed row with itself alone.
+    """Compute exact softmax attention inside each sequence of a packed row.
 
     On CUDA it runs PyTorch's own varlen flash kernels, or what
     `torch.nn.attention.activate_flash_attention_impl` has put in their place (FlashAttention 4
@@ -76,12 +77,15 @@ def varlen_attention(
         check_tensor(value, name)
     check_layout(packed)
     check_flag(causal, "causal")
+    window = as_size(window, "window")
+    if scale is not None and type(scale) is not float and not is_compiling():
+        scale = as_float(scale, "scale")
     if spans is not None:
         spans = packed.checked_spans(spans)
     one_by_one = (
         spans is not None or (window is not None and not causal) or q.dtype == torch.float64
     )
-    if one_by_one and not torch.compiler.is_compiling():
+    if one_by_one and not is_compiling():
         packed.remember_offsets_on_host()
     arguments = (
         packed.cu_seqlens_static,
@@ -115,7 +119,7 @@ def _attention_with_sinks(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # Dynamo of torch 2.11 hands a tensor that is given twice in once, and loses a gradient.
         q, k, v = (rows.view_as(rows) for rows in (q, k, v))
     return _WithSinks.apply(q, k, v, sinks, *arguments)
@@ -140,7 +144,7 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         saved = ctx.saved_tensors  # a checkpoint hands them out once
-        create_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        create_graph = torch.is_grad_enabled() and not is_compiling()
         with torch.no_grad():
             grads = _WithSinks.gradients(grad_out, *saved, ctx.arguments)
         if create_graph:

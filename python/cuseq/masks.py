@@ -13,13 +13,13 @@ Tail and padding see themselves alone, since a row that sees nothing turns into 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from cuseq._arguments import check_flag
+from cuseq._arguments import as_int, as_size, check_dtype, check_flag, check_tensor
 
 _ops = torch.ops.cuseq
 
@@ -33,7 +33,7 @@ def mask_ranges(
     spans: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
-    """The keys that each token sees: those from `first` up to, not including, `end`.
+    """Return the keys that each token sees: those from `first` up to, not including, `end`.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens of each sequence.
@@ -59,8 +59,8 @@ def mask_ranges(
         tensor([[0, 0, 2, 2, 2, 5],
                 [1, 2, 3, 4, 5, 6]], dtype=torch.int32)
     """
-    check_flag(causal, "causal")
-    return _ops.mask_ranges(lengths, total_tokens, False, causal, window, spans, cu_seqlens_padded)
+    rule = _checked_rule(lengths, total_tokens, causal, window, spans, cu_seqlens_padded)
+    return _ops.mask_ranges(*rule)
 
 
 def dense_mask(
@@ -75,7 +75,7 @@ def dense_mask(
     row_length: int | None = None,
     finite: bool = False,
 ) -> Tensor:
-    """A mask for `scaled_dot_product_attention`, each byte written once.
+    """Return a mask for `scaled_dot_product_attention`, each byte written once.
 
     Lines start at multiples of 16 elements in memory, as PyTorch's memory-efficient kernel wants
     them: with the query's dtype it copies nothing. A bool mask it converts in every call.
@@ -102,19 +102,10 @@ def dense_mask(
                 [1, 1, 0],
                 [0, 0, 1]], dtype=torch.int32)
     """
-    check_flag(causal, "causal")
-    return _ops.dense_mask(
-        lengths,
-        total_tokens,
-        False,
-        causal,
-        window,
-        spans,
-        cu_seqlens_padded,
-        row_length,
-        dtype,
-        finite,
-    )
+    rule = _checked_rule(lengths, total_tokens, causal, window, spans, cu_seqlens_padded)
+    check_dtype(dtype, "dtype")
+    check_flag(finite, "finite")
+    return _ops.dense_mask(*rule, as_size(row_length, "row_length"), dtype, finite)
 
 
 def block_mask(
@@ -128,7 +119,7 @@ def block_mask(
     row_length: int | None = None,
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """A mask for `flex_attention`, equal to what `create_block_mask` finds, without the search.
+    """Return a mask for `flex_attention`, equal to `create_block_mask`'s, without its search.
 
     Args:
         block_size: tokens of a block, for queries and keys, or of each.
@@ -143,27 +134,41 @@ def block_mask(
     Raises:
         ValueError, TypeError: as `mask_ranges`; a block without tokens.
     """
-    ranges = mask_ranges(
-        lengths,
-        total_tokens,
-        causal=causal,
-        window=window,
-        spans=spans,
-        cu_seqlens_padded=cu_seqlens_padded,
-    )
-    sizes = block_sizes(block_size)
+    rule = _checked_rule(lengths, total_tokens, causal, window, spans, cu_seqlens_padded)
+    row_length, sizes = as_size(row_length, "row_length"), block_sizes(block_size)
+    ranges = _ops.mask_ranges(*rule)
     parts = _ops.block_mask(ranges, row_length, *sizes)
     return build_block_mask(ranges, parts, row_length, sizes, not causal or spans is not None)
 
 
+def _checked_rule(
+    lengths: Tensor,
+    total_tokens: int,
+    causal: bool,
+    window: int | None,
+    spans: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+) -> tuple[Any, ...]:
+    """Return the arguments that every mask op takes first, each of the right type."""
+    check_tensor(lengths, "lengths")
+    total_tokens = as_size(total_tokens, "total_tokens", optional=False)
+    check_flag(causal, "causal")
+    if spans is not None:
+        check_tensor(spans, "spans")
+    if cu_seqlens_padded is not None:
+        check_tensor(cu_seqlens_padded, "cu_seqlens_padded")
+    window = as_size(window, "window")
+    return lengths, total_tokens, False, causal, window, spans, cu_seqlens_padded
+
+
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the tokens of a block of queries and of a block of keys."""
     both = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    try:
-        query_block, key_block = map(index, both)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
+    if len(both) != 2:
+        raise ValueError(
             f"block_size must be an int or two, of queries and of keys, got {block_size!r}"
-        ) from error
+        )
+    query_block, key_block = (as_int(size, "block_size", least=1) for size in both)
     return query_block, key_block
 
 

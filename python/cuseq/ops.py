@@ -1,25 +1,46 @@
-"""Typed functions over `torch.ops.cuseq`.
+"""Ops over the lengths of packed sequences: typed functions, an error for each wrong argument.
 
-None of them synchronises, except the one whose name says so. Lengths on the host are always
-checked; lengths on a GPU cannot be without a stall, so kernels stay inside their tensors whatever
-they hold, and the environment variable `CUSEQ_CHECK=1` pays for a check with a clear error.
+Only `max_seqlen_sync` synchronises. Lengths on the host are always checked. Checking lengths on a
+GPU would stall, so the kernels stay inside their tensors whatever the lengths hold, and the
+environment variable `CUSEQ_CHECK=1` pays for a check with a clear error. Tensors on the meta device
+give shapes.
+
+`cached_*` functions return what the identity cache holds for a tensor; the others compute a fresh
+result in every call.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq.masks import block_mask as block_mask
-from cuseq.masks import dense_mask as dense_mask
-from cuseq.masks import mask_ranges as mask_ranges
+from cuseq._arguments import as_int, as_size, check_tensor
+from cuseq.masks import block_mask, dense_mask, mask_ranges
+
+__all__ = [
+    "block_mask",
+    "cached_cu_seqlens",
+    "cached_position_ids",
+    "cached_seq_ids",
+    "cu_seqlens",
+    "cu_seqlens_from_position_ids",
+    "dense_mask",
+    "last_token_indices",
+    "lengths_from_padding_mask",
+    "mask_ranges",
+    "max_seqlen",
+    "max_seqlen_sync",
+    "position_ids",
+    "seq_ids",
+]
 
 _ops = torch.ops.cuseq
 
 
 def cu_seqlens(lengths: Tensor) -> Tensor:
-    """Offsets of packed sequences: the exclusive prefix sum of their lengths.
+    """Return the offsets of packed sequences: the exclusive prefix sum of their lengths.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens of each sequence, any device.
@@ -36,11 +57,12 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
         >>> cuseq.ops.cu_seqlens(torch.tensor([2, 3]))
         tensor([0, 2, 5], dtype=torch.int32)
     """
+    check_tensor(lengths, "lengths")
     return _ops.cu_seqlens(lengths)
 
 
 def max_seqlen(lengths: Tensor) -> Tensor:
-    """The longest length, left on the device.
+    """Return the longest length as a tensor on the device.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -51,11 +73,12 @@ def max_seqlen(lengths: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
     """
+    check_tensor(lengths, "lengths")
     return _ops.max_seqlen(lengths)
 
 
 def max_seqlen_sync(lengths: Tensor) -> int:
-    """The longest length as a Python int. Synchronises when `lengths` lies on a GPU.
+    """Return the longest length as a Python int. Synchronises when `lengths` is on a GPU.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -67,11 +90,12 @@ def max_seqlen_sync(lengths: Tensor) -> int:
         ValueError, TypeError: as `cu_seqlens`.
         RuntimeError: a CUDA graph is being captured, which cannot wait.
     """
+    check_tensor(lengths, "lengths")
     return _ops.max_seqlen_sync(lengths)
 
 
 def last_token_indices(lengths: Tensor) -> Tensor:
-    """Where the last token of each sequence lies in the packed row, for pooling.
+    """Return the row index of the last token of each sequence, for pooling.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -82,13 +106,14 @@ def last_token_indices(lengths: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
     """
+    check_tensor(lengths, "lengths")
     return _ops.last_token_indices(lengths)
 
 
 def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """Position of each token inside its sequence.
+    """Return the position of each token inside its sequence.
 
-    Tokens after the last sequence, the tail, are one segment of their own and restart at 0.
+    The tail, the tokens after the last sequence, is one segment of its own and restarts at 0.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -105,11 +130,13 @@ def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         >>> cuseq.ops.position_ids(torch.tensor([2, 3]), 6)
         tensor([0, 1, 0, 1, 2, 0], dtype=torch.int32)
     """
+    check_tensor(lengths, "lengths")
+    total_tokens = as_size(total_tokens, "total_tokens", optional=False)
     return _ops.position_ids(lengths, total_tokens)
 
 
 def seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """Index of the sequence that owns each token; `n_seqs` on the tail.
+    """Return the index of the sequence that owns each token; `n_seqs` on the tail.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -125,11 +152,13 @@ def seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         >>> cuseq.ops.seq_ids(torch.tensor([2, 3]), 6)
         tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
     """
+    check_tensor(lengths, "lengths")
+    total_tokens = as_size(total_tokens, "total_tokens", optional=False)
     return _ops.seq_ids(lengths, total_tokens)
 
 
 def lengths_from_padding_mask(mask: Tensor) -> Tensor:
-    """Number of real tokens in each row of a padded batch.
+    """Return the number of real tokens in each row of a padded batch.
 
     Padding may be on the left, on the right or in between; a row of padding has length zero.
 
@@ -142,16 +171,17 @@ def lengths_from_padding_mask(mask: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: `mask` has another number of dimensions, or is floating point.
     """
+    check_tensor(mask, "mask")
     return _ops.lengths_from_padding_mask(mask)
 
 
 def cu_seqlens_from_position_ids(
     position_ids: Tensor, max_seqs: int | None = None, plane: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Finds the sequences of packed rows from where their positions restart.
+    """Find the sequences of packed rows from where their positions restart.
 
     A sequence starts at each row's first token and wherever a position is not the one before it
-    plus one. In a plane of multimodal positions, which repeat inside an image and jump behind it, a
+    plus one. In a plane of multimodal positions, which repeat inside an image and jump after it, a
     sequence starts where the position drops or is 0 after 0. So choose the temporal plane, of
     documents that begin with a text token: heights and widths drop inside every image.
 
@@ -176,15 +206,17 @@ def cu_seqlens_from_position_ids(
         >>> cuseq.ops.cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 1, 2]), max_seqs=3)
         (tensor([0, 2, 5, 5], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
+    check_tensor(position_ids, "position_ids")
+    max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
     return _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
 
 
 def cached_cu_seqlens(lengths: Tensor) -> Tensor:
-    """`cu_seqlens` through the identity cache: computed once for as long as `lengths` lives.
+    """Return `cu_seqlens` from the identity cache, computed once for as long as `lengths` lives.
 
-    Editing `lengths` in place, by anything that PyTorch's version counter sees, computes it anew.
-    Inside torch.compile, under a dispatch mode or while a CUDA graph is captured the cache is left
-    alone and the pure op runs. Never synchronises.
+    After an edit of `lengths` in place, which PyTorch's version counter sees, the next call
+    computes it again. Inside torch.compile, under a dispatch mode and while a CUDA graph is
+    captured the pure op runs instead. Never synchronises.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens of each sequence, any device.
@@ -195,13 +227,14 @@ def cached_cu_seqlens(lengths: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
     """
-    if torch.compiler.is_compiling():
+    check_tensor(lengths, "lengths")
+    if is_compiling():
         return _ops.cached_cu_seqlens(lengths)
     return _C.cached_cu_seqlens(lengths)
 
 
 def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`position_ids` through the identity cache, as `cached_cu_seqlens`.
+    """Return `position_ids` from the identity cache, as `cached_cu_seqlens` does.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -213,17 +246,21 @@ def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
     Raises:
         ValueError, TypeError: as `position_ids`.
     """
-    if torch.compiler.is_compiling():
+    check_tensor(lengths, "lengths")
+    if is_compiling():
         return _ops.cached_position_ids(lengths, total_tokens)
+    total_tokens = as_int(total_tokens, "total_tokens")
     return _C.cached_position_ids(lengths, total_tokens)
 
 
 def cached_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """`seq_ids` through the identity cache; arguments and errors as for `cached_position_ids`.
+    """Return `seq_ids` from the identity cache; arguments and errors as `cached_position_ids`.
 
     Returns:
         int32 `[total_tokens]`, shared: do not edit it.
     """
-    if torch.compiler.is_compiling():
+    check_tensor(lengths, "lengths")
+    if is_compiling():
         return _ops.cached_seq_ids(lengths, total_tokens)
+    total_tokens = as_int(total_tokens, "total_tokens")
     return _C.cached_seq_ids(lengths, total_tokens)

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_variadic
 
 from cuseq import _C
+from cuseq._arguments import as_float, as_int, as_size, check_flag, check_tensor, one_of, shown
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
@@ -34,7 +36,7 @@ def apply_rope(
     cp_rank: int = 0,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Turns query and key by the angles of their positions, both in one kernel.
+    """Rotate query and key by the angles of their positions, both in one kernel.
 
     Pair `(a, b)` of a head becomes `(a cos - b sin, b cos + a sin)` (Su et al. 2021,
     arXiv:2104.09864). Arithmetic is in float32, or float64 for float64 inputs, rounded once.
@@ -90,16 +92,7 @@ def apply_rope(
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 128, device=q.device)
         >>> q, k = cuseq.apply_rope(q, k, cos, sin, packed=packed)
     """
-    offsets, meta, position_ids = _positions_of(packed, position_ids, q, qkv_format, cp_size)
-    call = _apply_rope_op if _ops_are_watched(q, k) else _C.apply_rope
-    return call(
-        q,
-        k,
-        cos,
-        sin,
-        offsets,
-        meta,
-        position_ids,
+    options = (
         offset,
         table,
         qkv_format,
@@ -111,6 +104,16 @@ def apply_rope(
         cp_rank,
         inplace,
     )
+    positions = _positions_of(packed, position_ids, q, qkv_format, cp_size)
+    if _ops_are_watched(q, k):
+        _check_types({"q": q, "k": k, "cos": cos, "sin": sin}, position_ids, options)
+        return _apply_rope_op(q, k, cos, sin, *positions, *options)
+    try:
+        return _C.apply_rope(q, k, cos, sin, *positions, *options)
+    except (TypeError, RuntimeError):
+        # The binding and the dispatcher print signatures; checking first would cost every call.
+        _check_types({"q": q, "k": k, "cos": cos, "sin": sin}, position_ids, options)
+        raise
 
 
 def apply_qk_norm_rope(
@@ -136,7 +139,7 @@ def apply_qk_norm_rope(
     cp_rank: int = 0,
     inplace: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """RMS norm of each head of query and key, then `apply_rope`, in one kernel.
+    """Apply RMS norm to each head of query and key, then `apply_rope`, in one kernel.
 
     Equivalent to, with one rounding instead of one after each step:
         `x = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + eps) * (q_weight + weight_offset)`
@@ -169,20 +172,7 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
-    offsets, meta, position_ids = _positions_of(packed, position_ids, q, qkv_format, cp_size)
-    call = _apply_qk_norm_rope_op if _ops_are_watched(q, k) else _C.apply_qk_norm_rope
-    return call(
-        q,
-        k,
-        q_weight,
-        k_weight,
-        eps,
-        weight_offset,
-        cos,
-        sin,
-        offsets,
-        meta,
-        position_ids,
+    options = (
         offset,
         table,
         qkv_format,
@@ -194,6 +184,16 @@ def apply_qk_norm_rope(
         cp_rank,
         inplace,
     )
+    norm = (q_weight, k_weight, eps, weight_offset)
+    positions = _positions_of(packed, position_ids, q, qkv_format, cp_size)
+    if _ops_are_watched(q, k):
+        _check_norm_types(q, k, norm, cos, sin, position_ids, options)
+        return _apply_qk_norm_rope_op(q, k, *norm, cos, sin, *positions, *options)
+    try:
+        return _C.apply_qk_norm_rope(q, k, *norm, cos, sin, *positions, *options)
+    except (TypeError, RuntimeError):
+        _check_norm_types(q, k, norm, cos, sin, position_ids, options)
+        raise
 
 
 def _positions_of(
@@ -227,12 +227,54 @@ def _positions_of(
     return None, None, positions.view(batch, seqlen)
 
 
+def _check_norm_types(
+    q: Any,
+    k: Any,
+    norm: tuple[Any, ...],
+    cos: Any,
+    sin: Any,
+    position_ids: Any,
+    options: tuple[Any, ...],
+) -> None:
+    q_weight, k_weight, eps, weight_offset = norm
+    tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+    if not is_compiling():
+        as_float(eps, "eps")
+        as_float(weight_offset, "weight_offset")
+    _check_types(tensors, position_ids, options)
+
+
+def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any, ...]) -> None:
+    """Raise TypeError or ValueError that names the first argument of a wrong type."""
+    for name, value in (*tensors.items(), ("position_ids", position_ids)):
+        if value is not None or name not in ("k", "k_weight", "position_ids"):
+            check_tensor(value, name)
+    offset, table, qkv_format, interleaved, rotary_dim, section, alternates, *last = options
+    cp_size, cp_rank, inplace = last
+    if is_compiling():
+        return
+    as_size(offset, "offset", optional=False)
+    one_of(table, "table", ("position", "token"))
+    one_of(qkv_format, "qkv_format", ("thd", "bshd", "bhsd"))
+    as_size(rotary_dim, "rotary_dim")
+    if section is not None:
+        if not isinstance(section, Sequence) or isinstance(section, str):
+            raise TypeError(f"mrope_section must be three ints, got {shown(section)}")
+        for count in section:
+            as_int(count, "mrope_section")
+    as_int(cp_size, "cp_size")
+    as_int(cp_rank, "cp_rank")
+    flags = ((interleaved, "interleaved"), (alternates, "mrope_interleaved"), (inplace, "inplace"))
+    for value, name in flags:
+        check_flag(value, name)
+
+
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:
     """Whether the call has to go through torch.ops: traced, or for `__torch_function__` to see.
 
     Elsewhere pybind11 makes the same call for less of the host's time.
     """
-    return torch.compiler.is_compiling() or has_torch_function_variadic(q, k)
+    return is_compiling() or has_torch_function_variadic(q, k)
 
 
 def _apply_rope_op(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor | None]:

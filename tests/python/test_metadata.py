@@ -189,7 +189,7 @@ def test_outputs_are_fresh(device):
 def test_a_negative_length_is_named(name, dtype):
     rest = (9,) if name in PER_TOKEN else ()
     with pytest.raises(ValueError, match=r"lengths\[2\] = -3"):
-        getattr(cuseq, name)(torch.tensor([4, 1, -3, -5], dtype=dtype), *rest)
+        getattr(cuseq.ops, name)(torch.tensor([4, 1, -3, -5], dtype=dtype), *rest)
 
 
 @pytest.mark.parametrize("name", [*PER_LENGTHS, *PER_TOKEN])
@@ -205,12 +205,12 @@ def test_a_negative_length_is_named(name, dtype):
 def test_overflow_is_an_error(name, lengths, index, value):
     rest = (9,) if name in PER_TOKEN else ()
     with pytest.raises(ValueError, match=rf"2\^31 - 1.*lengths\[{index}\] = {value}"):
-        getattr(cuseq, name)(torch.tensor(lengths), *rest)
+        getattr(cuseq.ops, name)(torch.tensor(lengths), *rest)
 
 
 @pytest.mark.parametrize("name", [*PER_LENGTHS, *PER_TOKEN])
 def test_wrong_lengths_are_refused(name, device):
-    op = getattr(cuseq, name)
+    op = getattr(cuseq.ops, name)
     rest = (9,) if name in PER_TOKEN else ()
     for dtype in (torch.float32, torch.bool, torch.int16, torch.uint8):
         with pytest.raises(TypeError, match="lengths must be int32 or int64"):
@@ -222,7 +222,7 @@ def test_wrong_lengths_are_refused(name, device):
 
 @pytest.mark.parametrize("name", PER_TOKEN)
 def test_wrong_totals_are_refused(name):
-    op, lengths = getattr(cuseq, name), torch.tensor([2, 3])
+    op, lengths = getattr(cuseq.ops, name), torch.tensor([2, 3])
     with pytest.raises(ValueError, match="lengths must sum to at most total_tokens = 4, got 5"):
         op(lengths, 4)
     for total in (-1, 2**31):
