@@ -2,7 +2,8 @@
 # Builds cuseq on a machine with a GPU and runs everything that proves it there.
 #
 #   bash benchmarks/device.sh                    all stages
-#   bash benchmarks/device.sh build test         the named ones: build test sanitize bench example
+#   bash benchmarks/device.sh build test         the named ones: build test sanitize racecheck fuzz
+#                                                bench example
 #
 # A failed step does not stop the next; the last lines are a table of all steps, and the exit status
 # says whether one failed. Without a GPU the same runs on the CPU, reduced.
@@ -16,22 +17,35 @@
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth (.peers):
 #             benchmarks/peers.txt says how to fill it
 #   TOKENS    row lengths of the training step (the benchmark's own choice)
+#   TESTS     test files for test, sanitize and racecheck, as globs under tests/python (all that the
+#             stage can use): a suite that is too long for one call is split over several
+#   JOBS      how many test files run at the same time (a third of the cores with a GPU, else 1)
+#   FUZZ_SECONDS, FUZZ_SEED  how long the fuzzer runs, from which seed (300 with a GPU, else 30; 0)
 #   CUSEQ_COMMIT  the commit to name in the results, where there is no .git
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
 export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1
 export PATH="$PATH:/usr/local/cuda/bin"
+known=(build test sanitize racecheck fuzz bench example)
 stages=("$@")
-[[ $# -gt 0 ]] || stages=(build test sanitize bench example)
+[[ $# -gt 0 ]] || stages=("${known[@]}")
 for stage in "${stages[@]}"; do
-  if [[ ! $stage =~ ^(build|test|sanitize|bench|example)$ ]]; then
-    echo "unknown stage '$stage': must be build, test, sanitize, bench or example" >&2
+  if [[ " ${known[*]} " != *" $stage "* ]]; then
+    echo "unknown stage '$stage': must be one of ${known[*]}" >&2
     exit 2
   fi
 done
 read -ra benches <<<"${BENCHES:-metadata cache attention rope masks thd training_step}"
 read -ra tokens <<<"${TOKENS:-}"
+
+# Tests of the kernels that use shared memory or cub, the only ones that racecheck can judge:
+# scan_lengths, token_metadata, cu_seqlens_from_position_ids (metadata, layout, values_on_device),
+# lengths_from_padding_mask, mask_rows (padding_mask_layouts, padded_segments), masks (masks,
+# block_masks, cache_masks), apply_rope, apply_qk_norm_rope (rope, rope_autograd, qk_norm_rope).
+shared_memory="test_metadata.py test_layout.py test_values_on_device.py test_padding_mask_layouts.py
+  test_padded_segments.py test_masks.py test_block_masks.py test_cache_masks.py test_rope.py
+  test_rope_autograd.py test_qk_norm_rope.py"
 
 stamp=$(date +%Y-%m-%d-%H%M%S)
 if [[ -n ${OUT:-} ]]; then
@@ -51,6 +65,10 @@ else
   gpu=no
   echo "No GPU here: tests skip what needs one, benchmarks run reduced on the CPU."
 fi
+cores=$(nproc)
+jobs=1
+[[ $gpu == no ]] || jobs=$((cores < 3 ? 1 : cores / 3))
+export JOBS=${JOBS:-$jobs}
 
 # The package into $PYTHON's environment; cuseq_tests stays in the build folder.
 build_cuseq() {
@@ -96,8 +114,9 @@ step() {
     124 | 137) result='TIMED OUT' ;;
     *) result=FAILED ;;
   esac
-  # compute-sanitizer cannot run on every virtual machine; that is no fault of the code.
-  if [[ $result == FAILED && $name == sanitize* ]] && grep -q 'Device not supported' "$log"; then
+  # Some virtual machines do not let compute-sanitizer run; the code is not at fault then.
+  if [[ $result == FAILED && $name =~ ^(sanitize|racecheck) ]] &&
+    grep -q 'Device not supported' "$log"; then
     result=refused
     echo "compute-sanitizer does not run on this machine: Device not supported"
   fi
@@ -115,6 +134,34 @@ stage_build() {
   step build 500 bash -c build_cuseq
 }
 
+# python_tests FILES PYTEST...: runs a pytest command over each file, $JOBS at a time, the largest
+# first, and ends with what failed and the sums. FILES are globs under tests/python. Fails if a file
+# failed.
+python_tests() {
+  local files status all
+  all=$(mktemp)
+  # shellcheck disable=SC2086
+  files=$(cd tests/python && ls -S $1) || return
+  shift
+  # Exit status 5 says that none of a file's tests was selected.
+  # shellcheck disable=SC2016
+  xargs -P "$JOBS" -I{} bash -c '
+    file=tests/python/$1 log=$(mktemp)
+    "${@:2}" "$file" >"$log" 2>&1
+    status=$?
+    cat "$log"
+    echo "$file: exit status $status"
+    rm "$log"
+    [[ $status -eq 0 || $status -eq 5 ]]' _ {} "$@" <<<"$files" | tee "$all"
+  status=${PIPESTATUS[0]}
+  grep -E '^(FAILED|ERROR) |: exit status ([1-46-9]|..)' "$all"
+  grep -oE '[0-9]+ (passed|failed|skipped|errors?|deselected)\b' "$all" |
+    awk '{ sum[$2] += $1 } END { for (kind in sum) printf "%d %s  ", sum[kind], kind; print "" }'
+  rm "$all"
+  return "$status"
+}
+export -f python_tests
+
 stage_test() {
   local program
   program=$(cpp_tests)
@@ -124,27 +171,51 @@ stage_test() {
     echo "There is no cuseq_tests (GoogleTest was not found): the C++ tests are left out."
     note test-cpp 'LEFT OUT' 0
   fi
-  step test-python 500 "$PYTHON" -m pytest tests/python -q -ra --durations=10
+  step test-python 560 bash -c 'python_tests "$@"' _ "${TESTS:-test_*.py}" \
+    "$PYTHON" -m pytest -q -ra --durations=3
+}
+
+# check_memory NAME FILES TOOL...: a tool of compute-sanitizer over the C++ tests and the Python
+# tests that launch kernels.
+check_memory() {
+  local name=$1 files=$2 program
+  shift 2
+  if [[ $gpu == no ]] || ! command -v compute-sanitizer >/dev/null; then
+    echo "No GPU or no compute-sanitizer: nothing to check."
+    note "$name" 'LEFT OUT' 0
+    return
+  fi
+  # Without torch's caching allocator every tensor is an allocation of its own, so overruns show.
+  local check=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 86 "$@")
+  program=$(cpp_tests)
+  if [[ -n $program ]]; then
+    step "$name-cpp" 250 "${check[@]}" "$program"
+  else
+    note "$name-cpp" 'LEFT OUT' 0
+  fi
+  step "$name-python" 560 bash -c 'python_tests "$@"' _ "${TESTS:-$files}" \
+    "${check[@]}" "$PYTHON" -m pytest -q -m kernels
 }
 
 stage_sanitize() {
-  if [[ $gpu == no ]] || ! command -v compute-sanitizer >/dev/null; then
-    echo "No GPU or no compute-sanitizer: nothing to check."
-    note sanitize 'LEFT OUT' 0
-    return
-  fi
   # API errors are left to the tests: torch probes the driver with calls that are meant to fail.
-  # Without torch's caching allocator every tensor is an allocation of its own, so overruns show.
-  local check=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck
-    --report-api-errors no --error-exitcode 86)
-  local program
-  program=$(cpp_tests)
-  if [[ -n $program ]]; then
-    step sanitize-cpp 250 "${check[@]}" "$program"
-  else
-    note sanitize-cpp 'LEFT OUT' 0
+  check_memory sanitize 'test_*.py' --tool memcheck --report-api-errors no
+}
+
+stage_racecheck() {
+  # Kernels of torch are left out; the option's name depends on the release of the sanitizer.
+  local only
+  only=$(compute-sanitizer --help 2>/dev/null | grep -oE -m1 -- '--kernel-(name|regex)\b' | head -n 1)
+  check_memory racecheck "$shared_memory" --tool racecheck ${only:+"$only" kns=cuseq}
+}
+
+stage_fuzz() {
+  local device=cpu seconds=${FUZZ_SECONDS:-30}
+  if [[ $gpu == yes ]]; then
+    device=cuda seconds=${FUZZ_SECONDS:-300}
   fi
-  step sanitize-python 500 "${check[@]}" "$PYTHON" -m pytest tests/python -q -m kernels
+  step fuzz $((seconds + 120)) "$PYTHON" -m tests.fuzz --seconds "$seconds" \
+    --seed "${FUZZ_SEED:-0}" --device "$device"
 }
 
 stage_bench() {
