@@ -48,7 +48,7 @@ TORCH_LIBRARY(cuseq, m) {
       "-> (Tensor cu_seqlens, Tensor num_seqs)",
       pure);
   m.def(
-      "mask_boundary_labels(Tensor labels, Tensor cu_seqlens, bool shifted=False, "
+      "mask_boundary_labels(Tensor labels, Tensor cu_seqlens, int shift=0, "
       "int ignore_index=-100, Tensor? cu_seqlens_padded=None) -> Tensor",
       pure);
 

@@ -13,7 +13,7 @@ void mask(const BoundaryLabelsArgs& args) {
   constexpr int64_t kGrain = 1 << 13;
   at::parallel_for(0, args.segments.total_tokens, kGrain, [&](int64_t first, int64_t last) {
     for (int64_t token = first; token < last; ++token) {
-      out[token] = args.segments.label_crosses_boundary(token, args.shifted)
+      out[token] = args.segments.label_crosses_boundary(token, args.shift)
                        ? static_cast<T>(args.ignore_index)
                        : labels[token];
     }

@@ -10,7 +10,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) mask_labels_kernel(const BoundaryLabelsArgs args) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (token >= args.segments.total_tokens) return;
-  static_cast<T*>(args.out)[token] = args.segments.label_crosses_boundary(token, args.shifted)
+  static_cast<T*>(args.out)[token] = args.segments.label_crosses_boundary(token, args.shift)
                                          ? static_cast<T>(args.ignore_index)
                                          : static_cast<const T*>(args.labels)[token];
 }

@@ -126,7 +126,7 @@ struct BoundaryLabelsArgs {
   void* out = nullptr;           // [total_tokens]
   bool is_int64 = true;
   Segments segments;
-  bool shifted = false;
+  int64_t shift = 0;  // tokens that the labels were shifted left by
   int64_t ignore_index = -100;
 };
 

@@ -8,7 +8,7 @@ namespace cuseq {
 namespace {
 
 at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tensor& cu_seqlens,
-                                       bool shifted, int64_t ignore_index,
+                                       int64_t shift, int64_t ignore_index,
                                        const std::optional<at::Tensor>& cu_seqlens_padded) {
   check_integer(labels, "labels");
   TORCH_CHECK_VALUE(labels.is_contiguous(), "labels must be contiguous, got strides ",
@@ -16,6 +16,7 @@ at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tenso
   TORCH_CHECK_VALUE(
       labels.scalar_type() == at::kLong || ignore_index == static_cast<int32_t>(ignore_index),
       "ignore_index must fit in the labels' int32, got ", ignore_index);
+  TORCH_CHECK_VALUE(shift >= 0, "shift must be at least 0, got ", shift);
   check_tokens(labels.numel());
   check_offsets(cu_seqlens);
   TORCH_CHECK_VALUE(labels.device() == cu_seqlens.device(),
@@ -29,7 +30,7 @@ at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tenso
   args.out = out.mutable_data_ptr();
   args.is_int64 = labels.scalar_type() == at::kLong;
   args.segments = segments_of(cu_seqlens, cu_seqlens_padded, labels.numel());
-  args.shifted = shifted;
+  args.shift = shift;
   args.ignore_index = ignore_index;
   CUSEQ_RUN(mask_boundary_labels, labels, args);
   return out;

@@ -146,13 +146,15 @@ struct Segments {
     return cu_seqlens_real[segment] + token - seqlens.begin(segment);
   }
 
-  // True where a label would ask for a prediction across a boundary. Unshifted labels sit on the
-  // token itself, so the first of a sequence has no predecessor; shifted ones sit on the token
-  // before, so the last has no successor. Padding and tail never carry a label.
-  CUSEQ_HOST_DEVICE bool label_crosses_boundary(int64_t token, bool shifted) const {
+  // True where a label would ask for a prediction across a boundary. With shift 0 a label is the
+  // token it lies on, and the first token of a sequence has no predecessor to predict it. With
+  // shift k it is the token k places later, and the last k tokens of a sequence have no such token.
+  // Padding and tail never carry a label.
+  CUSEQ_HOST_DEVICE bool label_crosses_boundary(int64_t token, int64_t shift) const {
     const int64_t segment = seqlens.segment_of(token);
     if (!is_real(token, segment)) return true;
-    return shifted ? token + 1 == real_end(segment) : token == seqlens.begin(segment);
+    if (shift == 0) return token == seqlens.begin(segment);
+    return shift >= real_end(segment) - token;  // token + shift could overflow
   }
 };
 

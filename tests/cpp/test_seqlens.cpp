@@ -216,11 +216,16 @@ TEST(Segments, RealTokensAndTheirRanks) {
   EXPECT_EQ(segments.place_of(5), -1);
   EXPECT_EQ(segments.real_end(0), 2);
   EXPECT_EQ(segments.real_end(1), 7);
-  // Labels: the first of a sequence, or the last where they are shifted, and all padding.
-  EXPECT_TRUE(segments.label_crosses_boundary(4, false));
-  EXPECT_FALSE(segments.label_crosses_boundary(1, false));
-  EXPECT_TRUE(segments.label_crosses_boundary(1, true));
-  EXPECT_TRUE(segments.label_crosses_boundary(2, true));
+  // Labels: the first of a sequence, or the last `shift` where they are shifted, and all padding.
+  EXPECT_TRUE(segments.label_crosses_boundary(4, 0));
+  EXPECT_FALSE(segments.label_crosses_boundary(1, 0));
+  EXPECT_TRUE(segments.label_crosses_boundary(1, 1));
+  EXPECT_TRUE(segments.label_crosses_boundary(2, 1));
+  EXPECT_FALSE(segments.label_crosses_boundary(0, 1));
+  EXPECT_FALSE(segments.label_crosses_boundary(4, 2));
+  EXPECT_TRUE(segments.label_crosses_boundary(5, 2));
+  EXPECT_TRUE(segments.label_crosses_boundary(4, 3));
+  EXPECT_TRUE(segments.label_crosses_boundary(4, std::numeric_limits<int64_t>::max()));
 }
 
 TEST(Segments, StayInsideTheRowWhateverTheOffsets) {

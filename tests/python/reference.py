@@ -95,13 +95,14 @@ def cu_seqlens_from_position_ids(
 
 
 def mask_boundary_labels(
-    labels: list[int], lengths: list[int], shifted: bool = False, ignore_index: int = -100
+    labels: list[int], lengths: list[int], shift: int = 0, ignore_index: int = -100
 ) -> list[int]:
     segments = seq_ids(lengths, len(labels))
     masked = []
     for token, label in enumerate(labels):
         # The token that this label asks for, and the one that has to predict it.
-        target, source = (token + 1, token) if shifted else (token, token - 1)
+        target = token + shift
+        source = token if shift > 0 else token - 1
         in_one_sequence = (
             source >= 0
             and target < len(labels)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import DTYPES, packings
+from torch import Tensor
 
 from cuseq import PackedLayout, PackingCollator
 from cuseq.data import mask_boundary_labels
@@ -48,20 +49,25 @@ def test_labels_literal_case(dtype, device):
         unshifted = mask_boundary_labels(labels, where)
         assert unshifted.tolist() == [-100, 6, -100, 8, 9, -100]
         assert (unshifted.dtype, unshifted.device) == (dtype, device)
-        shifted = mask_boundary_labels(labels, where, shifted=True, ignore_index=-7)
+        shifted = mask_boundary_labels(labels, where, shift=1, ignore_index=-7)
         assert shifted.tolist() == [5, -7, 7, 8, -7, -7]
+        two_ahead = mask_boundary_labels(labels, where, shift=2)
+        assert two_ahead.tolist() == [-100, -100, 7, -100, -100, -100]
     assert labels.tolist() == [5, 6, 7, 8, 9, 0], "out of place"
 
 
-@given(packing=packings(), shifted=st.booleans(), dtype=st.sampled_from(DTYPES))
-def test_labels_of_any_packing(packing, shifted, dtype, device):
+SHIFTS = st.integers(0, 7) | st.sampled_from([2**31, 2**63 - 1])
+
+
+@given(packing=packings(), shift=SHIFTS, dtype=st.sampled_from(DTYPES))
+def test_labels_of_any_packing(packing, shift, dtype, device):
     lengths, total = packing
     values = list(range(10, 10 + total))
     labels = torch.tensor(values, dtype=dtype, device=device)
     layout = PackedLayout.from_lengths(lengths, total, max_seqs=len(lengths), device=device)
-    masked = mask_boundary_labels(labels, layout, shifted=shifted)
-    assert masked.tolist() == reference.mask_boundary_labels(values, lengths, shifted)
-    assert torch.equal(mask_boundary_labels(masked, layout, shifted=shifted), masked)
+    masked = mask_boundary_labels(labels, layout, shift=shift)
+    assert masked.tolist() == reference.mask_boundary_labels(values, lengths, shift)
+    assert torch.equal(mask_boundary_labels(masked, layout, shift=shift), masked)
 
 
 def test_labels_given_with_zero_length_sequences(device):
@@ -76,8 +82,40 @@ def test_labels_and_their_shift_agree(device):
     lengths, total = [3, 1, 0, 4, 2], 13
     labels = torch.arange(total, device=device)
     unshifted = mask_boundary_labels(labels, lengths)
-    shifted = mask_boundary_labels(labels.roll(-1), lengths, shifted=True)
+    shifted = mask_boundary_labels(labels.roll(-1), lengths, shift=1)
     assert torch.equal(unshifted[1:], shifted[:-1])
+
+
+def test_labels_of_multi_token_prediction(device):
+    """Each sequence alone, shifted by k with the mask's fill after it, gives the packed labels."""
+    lengths, total = [3, 1, 0, 4, 2], 13
+    ids = torch.arange(20, 20 + total, device=device)
+    for shift in range(1, 6):
+        masked = mask_boundary_labels(ids.roll(-shift), lengths, shift=shift)
+        alone = [
+            [*document[shift:], *[-100] * min(shift, len(document))]
+            for document in map(Tensor.tolist, ids.split([*lengths, total - sum(lengths)]))
+        ]
+        assert masked.tolist() == sum(alone[:-1], []) + [-100] * (total - sum(lengths))
+
+
+@pytest.mark.parametrize("shift", [-1, -(2**63)])
+def test_negative_shifts_are_refused(shift, device):
+    labels = torch.arange(6, device=device)
+    with pytest.raises(ValueError, match=f"shift must be at least 0, got {shift}"):
+        mask_boundary_labels(labels, [2, 3], shift=shift)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=f"shift must be at least 0, got {shift}"):
+        torch.ops.cuseq.mask_boundary_labels(labels, offsets, shift)
+
+
+def test_shifts_that_are_not_ints_are_refused(device):
+    labels = torch.arange(6, device=device)
+    for shift in (1.0, None, "1"):
+        with pytest.raises(TypeError, match=f"shift must be an int, got {shift!r}"):
+            mask_boundary_labels(labels, [2, 3], shift=shift)
+    with pytest.raises(ValueError, match="shift must fit in int64"):
+        mask_boundary_labels(labels, [2, 3], shift=2**63)
 
 
 def test_labels_of_any_shape(device):

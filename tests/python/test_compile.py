@@ -120,7 +120,7 @@ CASES = {
     ],
     "mask_boundary_labels": lambda d: [
         (ints(d, [5, 6, 7, 8, 9, 0]), ints(d, [0, 2, 5], torch.int32)),
-        (ints(d, [[5, 6, 7], [8, 9, 0]]), ints(d, [0, 2, 5], torch.int32), True, -7),
+        (ints(d, [[5, 6, 7], [8, 9, 0]]), ints(d, [0, 2, 5], torch.int32), 2, -7),
     ],
 }
 # What plans rows on the host; sizes of the outputs that values decide have no meta tensors.

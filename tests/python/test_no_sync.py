@@ -119,7 +119,7 @@ def test_host_lengths_never_wait(cuda):
             use_everything(layout.to(cuda), labels)
         use_everything(PackedLayout.from_lengths(LENGTHS, device=cuda), labels[:5])
         cuseq.data.mask_boundary_labels(labels, LENGTHS)
-        cuseq.data.mask_boundary_labels(labels, host, shifted=True)
+        cuseq.data.mask_boundary_labels(labels, host, shift=1)
 
     assert waits(body) == Counter()
 

@@ -101,8 +101,8 @@ def test_offsets_cannot_lead_out_of_bounds(values, cuda):
     _, segments, _ = ops.token_metadata(offsets, TOTAL)
     assert within(segments, 0, n_seqs)
     labels = torch.arange(TOTAL, device=cuda)
-    for shifted in (False, True):
-        masked = ops.mask_boundary_labels(labels, offsets, shifted)
+    for shift in (0, 1, 3):
+        masked = ops.mask_boundary_labels(labels, offsets, shift)
         assert bool(((masked == labels) | (masked == -100)).all())
 
 

@@ -26,35 +26,41 @@ def mask_boundary_labels(
     labels: Tensor,
     lengths_or_layout: Tensor | Sequence[int] | PackedLayout,
     *,
-    shifted: bool = False,
+    shift: int = 0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Labels in which no token predicts the next sequence's first one.
+    """Return labels that ask no token to predict a token of another sequence.
 
-    Unshifted labels (`labels[t]` is token t, the loss shifts them, as in transformers) lose the
-    first of each sequence; shifted ones (`labels[t]` is token t + 1) the last. Tail labels are
-    masked too. Doing it twice changes nothing.
+    `labels[t]` is token `t + shift` of the row. Unshifted labels (`shift=0`: the loss shifts them,
+    as in transformers) lose the first of each sequence; labels shifted left by k lose the last k of
+    each sequence, or all of a sequence that has no more. Labels of padding and of the tail are
+    masked too. A second call with the same `shift` changes nothing.
 
     Args:
         labels: int32 or int64, `[total_tokens]` or any shape of as many elements, contiguous.
         lengths_or_layout: the row's `PackedLayout`, or its lengths.
-        shifted: whether the labels are already shifted.
-        ignore_index: what the loss ignores.
+        shift: by how many tokens the labels are already shifted left, at least 0: 0 for the token
+            itself, 1 for the next token, k for multi-token prediction k tokens ahead.
+        ignore_index: the label that the loss ignores.
 
     Returns:
         A new tensor like `labels`.
 
     Raises:
-        ValueError, TypeError: labels of another size or dtype, or not contiguous; lengths as for
+        ValueError: labels of another size or not contiguous; `shift` is negative; lengths as for
             `PackedLayout.from_lengths`.
+        TypeError: labels are not a dense integer tensor; `shift` or `ignore_index` is not an int.
 
     Never synchronises, unless the lengths lie on a GPU and the labels on the host.
 
     Example:
         >>> cuseq.data.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])
         tensor([-100,    6, -100,    8,    9, -100])
+        >>> cuseq.data.mask_boundary_labels(torch.tensor([6, 7, 8, 9, 0, 0]), [2, 3], shift=1)
+        tensor([   6, -100,    8,    9, -100, -100])
     """
     check_tensor(labels, "labels")
+    shift = as_int(shift, "shift", least=0)
     ignore_index = as_int(ignore_index, "ignore_index")
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
@@ -67,7 +73,7 @@ def mask_boundary_labels(
         packed = PackedLayout.from_lengths(lengths_or_layout, labels.numel())
     packed = packed.to(labels.device)
     return _ops.mask_boundary_labels(
-        labels, packed.cu_seqlens_static, shifted, ignore_index, packed.cu_seqlens_padded_static
+        labels, packed.cu_seqlens_static, shift, ignore_index, packed.cu_seqlens_padded_static
     )
 
 
