@@ -1,0 +1,323 @@
+"""Right arguments of the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.fuzz import judge
+from tests.fuzz.calls.target import schema
+from tests.fuzz.values import Draw, Row, a_layout, a_row, some_spans
+
+
+def _offsets(draw: Draw, row: Row, capacity: int = 0) -> torch.Tensor:
+    offsets = row.offsets
+    return draw.ints(offsets + offsets[-1:] * capacity, torch.int32)
+
+
+def _padded(draw: Draw, row: Row) -> tuple[torch.Tensor, int]:
+    """Offsets of segments that are longer than the sequences, and the row's tokens."""
+    ends = [0]
+    for length in row.lengths:
+        ends.append(ends[-1] + length + draw.choice((0, 0, 1, 3)))
+    return draw.ints(ends, torch.int32), ends[-1] + draw.choice((0, 2))
+
+
+def _lengths(draw: Draw) -> dict[str, Any]:
+    return {"lengths": draw.ints(a_row(draw).lengths)}
+
+
+def _lengths_and_total(draw: Draw) -> dict[str, Any]:
+    row = a_row(draw)
+    return {"lengths": draw.ints(row.lengths), "total_tokens": row.total}
+
+
+for _name in ("cu_seqlens", "max_seqlen", "max_seqlen_sync", "last_token_indices"):
+    schema(_name, check=judge.per_lengths(_name))(_lengths)
+schema("cached_cu_seqlens", check=judge.per_lengths("cu_seqlens"))(_lengths)
+for _name in ("position_ids", "seq_ids"):
+    schema(_name, check=judge.per_token(_name))(_lengths_and_total)
+    schema(f"cached_{_name}", check=judge.per_token(_name))(_lengths_and_total)
+
+
+@schema("layout_metadata", check=judge.layout_metadata)
+def _(draw):
+    row = a_row(draw)
+    from_offsets = draw.chance(0.5)
+    source = draw.ints(row.offsets if from_offsets else row.lengths)
+    return {
+        "source": source,
+        "total_tokens": row.total,
+        "max_seqs": len(row.lengths) + draw.choice((0, 1, 5)),
+        "from_cu_seqlens": from_offsets,
+        "num_seqs": draw.ints([len(row.lengths)], torch.int32) if from_offsets else None,
+    }
+
+
+@schema("segment_metadata")
+def _(draw):
+    row = a_row(draw)
+    multiple = draw.choice((1, 2, 4, 8))
+    total = sum(-(-length // multiple) * multiple for length in row.lengths)
+    return {
+        "lengths": draw.ints(row.lengths),
+        "total_tokens": total + draw.choice((0, 8)),
+        "max_seqs": len(row.lengths) + 1,
+        "segment_multiple": multiple,
+    }
+
+
+@schema("token_metadata", check=judge.token_metadata)
+def _(draw):
+    row = a_row(draw)
+    padded, total = _padded(draw, row) if draw.chance(0.5) else (None, row.total)
+    return {
+        "cu_seqlens": _offsets(draw, row),
+        "total_tokens": total,
+        "cu_seqlens_padded": padded,
+    }
+
+
+@schema("lengths_from_padding_mask", check=judge.lengths_from_padding_mask)
+def _(draw):
+    kind = draw.choice(("nonzero", "zero", "additive"))
+    return {"mask": _mask(draw, kind), "kind": kind}
+
+
+def _mask(draw: Draw, kind: str = "nonzero") -> torch.Tensor:
+    batch, seqlen = draw.choice((0, 1, 3)), draw.choice((0, 1, 5, 9))
+    real = draw.floats(batch, seqlen, dtype=torch.float32) > 0
+    if kind == "additive":
+        return torch.where(real, 0.0, -1e4)
+    return real.to(draw.choice((torch.bool, torch.int64, torch.uint8, torch.int32)))
+
+
+@schema("mask_rows")
+def _(draw):
+    mask = _mask(draw)
+    lengths = (mask != 0).sum(1).tolist()
+    row = Row(lengths, sum(lengths) + draw.choice((0, 3)))
+    return {
+        "mask": mask,
+        "cu_seqlens": _offsets(draw, row),
+        "total_tokens": row.total,
+        "kind": "nonzero",
+    }
+
+
+@schema("cp_rows")
+def _(draw):
+    cp_size = draw.choice((1, 2, 3))
+    row = a_row(draw, multiple=2 * cp_size)
+    return {
+        "cu_seqlens": _offsets(draw, row, capacity=draw.choice((0, 2))),
+        "total_tokens": row.total,
+        "cp_size": cp_size,
+    }
+
+
+@schema("segment_rows")
+def _(draw):
+    row = a_row(draw)
+    padded, total = _padded(draw, row)
+    return {
+        "cu_seqlens": _offsets(draw, row),
+        "cu_seqlens_padded": padded,
+        "total_tokens": total,
+    }
+
+
+@schema("cu_seqlens_from_position_ids", check=judge.cu_seqlens_from_position_ids)
+def _(draw):
+    return position_ids_and_plane(draw)
+
+
+def position_ids_and_plane(draw: Draw) -> dict[str, Any]:
+    batch, seqlen = draw.choice((1, 2)), draw.choice((0, 1, 6))
+    planes = draw.choice((None, None, 3))
+    shape = (batch, seqlen) if planes is None else (planes, batch, seqlen)
+    ids = (draw.floats(*shape, dtype=torch.float32) * 2).int().abs().to(draw.choice((torch.int32, torch.int64)))
+    return {
+        "position_ids": ids,
+        "max_seqs": draw.choice((None, 3, 9)),
+        "plane": None if planes is None else draw.randrange(3),
+    }
+
+
+@schema("mask_boundary_labels")
+def _(draw):
+    row = a_row(draw)
+    shift = torch.ops.cuseq.mask_boundary_labels.default._schema.arguments[2]
+    padded, total = _padded(draw, row) if draw.chance(0.3) else (None, row.total)
+    return {
+        "labels": draw.ints([draw.randrange(100) for _ in range(total)]),
+        "cu_seqlens": _offsets(draw, row),
+        shift.name: draw.chance(0.5) if shift.name == "shifted" else draw.choice((0, 1, 2)),
+        "ignore_index": -100,
+        "cu_seqlens_padded": padded,
+    }
+
+
+@schema("gather_rows", check=judge.gather_rows)
+def _(draw):
+    slots, rows, leading = draw.choice((0, 1, 6)), draw.choice((0, 1, 5)), draw.choice((1, 2))
+    lead = (slots,) if leading == 1 else (2, slots // 2)
+    count = slots if leading == 1 else slots // 2 * 2
+    index = [draw.randrange(-1, count) for _ in range(rows)]
+    inverse = [index.index(slot) if slot in index else -1 for slot in range(count)]
+    index = [slot if slot >= 0 and inverse[slot] == at else -1 for at, slot in enumerate(index)]
+    tensors = [draw.floats(*lead, 3) for _ in range(draw.choice((1, 2)))]
+    return {
+        "tensors": tensors,
+        "index": draw.ints(index, torch.int32),
+        "inverse": draw.ints(inverse, torch.int32),
+        "rows": [rows],
+        "leading": leading,
+        "fill": [0] * len(tensors),
+    }
+
+
+def _rule(draw: Draw) -> dict[str, Any]:
+    row = a_row(draw)
+    from_offsets = draw.chance(0.5)
+    spans = some_spans(draw, row)
+    return {
+        "source": _offsets(draw, row) if from_offsets else draw.ints(row.lengths),
+        "total_tokens": row.total,
+        "from_cu_seqlens": from_offsets,
+        "causal": draw.chance(0.7),
+        "window": draw.choice((None, None, 1, 3)),
+        "spans": draw.ints(spans, torch.int32).view(-1, 2) if spans else None,
+        "cu_seqlens_padded": None,
+    }
+
+
+def _dense(draw: Draw) -> dict[str, Any]:
+    dtype = draw.choice((None, torch.bool, torch.float32, torch.bfloat16))
+    return {**_rule(draw), "row_length": None, "dtype": dtype, "finite": draw.chance(0.2)}
+
+
+def _blocks(draw: Draw) -> dict[str, Any]:
+    return {"row_length": None, "query_block": draw.choice((1, 4, 128)), "key_block": 4}
+
+
+schema("mask_ranges", check=judge.mask_ranges)(_rule)
+schema("cached_mask_ranges", check=judge.mask_ranges)(_rule)
+schema("dense_mask", check=judge.dense_mask)(_dense)
+schema("cached_dense_mask", check=judge.dense_mask)(_dense)
+schema("cached_block_mask")(lambda draw: {**_rule(draw), **_blocks(draw)})
+
+
+@schema("block_mask")
+def _(draw):
+    return {"ranges": torch.ops.cuseq.mask_ranges(*_rule(draw).values()), **_blocks(draw)}
+
+
+def heads(draw: Draw, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a row."""
+    key_heads, dim = draw.choice((1, 2)), draw.choice((2, 8, 16))
+    dtype = draw.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16))
+    q = draw.floats(tokens, key_heads * draw.choice((1, 2)), dim, dtype=dtype)
+    k = draw.floats(tokens, key_heads, dim, dtype=dtype)
+    v = draw.floats(tokens, key_heads, draw.choice((dim, dim, 4)), dtype=dtype)
+    return q, k, v
+
+
+def _attention(draw: Draw) -> dict[str, Any]:
+    row = a_row(draw)
+    packed = a_layout(draw, row)
+    q, k, v = heads(draw, row.total)
+    spans = some_spans(draw, row) if draw.chance(0.2) else []
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens": packed.cu_seqlens_static,
+        "host_meta": packed.host_meta,
+        "causal": draw.chance(0.7),
+        "window": draw.choice((None, None, 1, 3)),
+        "scale": draw.choice((None, 0.5)),
+        "max_seqlen_bound": draw.choice((None, None, 64)),
+        "spans": draw.ints(spans, torch.int32).view(-1, 2) if spans else None,
+        "cu_seqlens_padded": None,
+    }
+
+
+schema("varlen_attention", weight=2)(_attention)
+
+
+@schema("varlen_attention_backward", weight=1)
+def _(draw):
+    arguments = _attention(draw)
+    out, logsumexp = torch.ops.cuseq.varlen_attention(*arguments.values())
+    q, k, v, *rest = arguments.values()
+    names = list(arguments)[3:]
+    first = {"grad_out": torch.ones_like(out), "q": q, "k": k, "v": v, "out": out}
+    return {**first, "logsumexp": logsumexp, **dict(zip(names, rest, strict=True))}
+
+
+def rotation(draw: Draw) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Row]:
+    """Tensors to rotate, tables, and the row."""
+    row, dim = a_row(draw), draw.choice((4, 8, 16))
+    dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+    tensors = [draw.floats(row.total, draw.choice((1, 3)), dim, dtype=dtype) for _ in range(draw.choice((1, 2)))]
+    angles = draw.floats(row.total + 1, dim // 2, dtype=torch.float32)
+    return tensors, angles.cos(), angles.sin(), row
+
+
+def _options(draw: Draw, row: Row) -> dict[str, Any]:
+    offsets, meta, positions = None, None, None
+    if draw.chance(0.6):
+        packed = a_layout(draw, row)
+        offsets, meta = packed.cu_seqlens_static, packed.host_meta
+    elif draw.chance(0.5):
+        positions = draw.ints([draw.randrange(row.total) for _ in range(row.total)])
+    return {
+        "cu_seqlens": offsets,
+        "host_meta": meta,
+        "position_ids": positions,
+        "offset": 0,
+        "table": "position",
+        "qkv_format": "thd",
+        "interleaved": draw.chance(0.3),
+        "rotary_dim": None,
+        "mrope_section": None,
+        "mrope_interleaved": False,
+        "cp_size": 1,
+        "cp_rank": 0,
+        "conjugate": draw.chance(0.3),
+    }
+
+
+def _rope(draw: Draw) -> dict[str, Any]:
+    tensors, cos, sin, row = rotation(draw)
+    return {"tensors": tensors, "cos": cos, "sin": sin, **_options(draw, row)}
+
+
+def _norm_rope(draw: Draw) -> dict[str, Any]:
+    tensors, cos, sin, row = rotation(draw)
+    weights = [draw.floats(t.shape[-1], dtype=t.dtype) for t in tensors]
+    norm = {"tensors": tensors, "weights": weights, "eps": 1e-6, "weight_offset": 0.0}
+    return {**norm, "cos": cos, "sin": sin, **_options(draw, row), "conjugate": False}
+
+
+schema("apply_rope")(_rope)
+schema("apply_rope_")(_rope)
+schema("apply_qk_norm_rope")(_norm_rope)
+schema("apply_qk_norm_rope_")(_norm_rope)
+
+
+@schema("apply_qk_norm_rope_backward", weight=2)
+def _(draw):
+    arguments = _norm_rope(draw)
+    out, rstd = torch.ops.cuseq.apply_qk_norm_rope(*arguments.values())
+    tensors, weights, _, weight_offset, *rest = arguments.values()
+    first = {"grads": out, "tensors": tensors, "weights": weights, "rstd": rstd}
+    names = list(arguments)[4:]
+    return {
+        **first,
+        "weight_offset": weight_offset,
+        "weight_grads": draw.chance(0.5),
+        **dict(zip(names, rest, strict=True)),
+    }

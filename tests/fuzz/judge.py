@@ -1,0 +1,250 @@
+"""Which outcomes are allowed: a right answer, or an error that names an argument."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+import reference
+
+MOST_TOKENS = 200  # of a row that the slow reference computes
+
+# What PyTorch's dispatcher, pybind11 and C++ say of calls that nobody checked.
+RAW = re.compile(
+    r"incompatible function arguments|Invoked with:|Declaration: |Expected a value of type"
+    r"|INTERNAL ASSERT|Could not run '|Could not find an operator|cannot be cast|Unable to cast"
+    r"|has no attribute|object is not|unsupported operand|not subscriptable|not iterable"
+    r"|Expected one of|vector::|basic_string|map::at|index out of range|The size of tensor a"
+    r"|expected scalar type|shape mismatch|must match the size|invalid for input of size"
+)
+# Limits of the machine and rules of PyTorch itself, which no argument breaks.
+ELSEWHERE = re.compile(
+    r"can't allocate memory|out of memory|bad_alloc|bad allocation|Storage size calculation overflowed"
+    r"|numel: integer multiplication overflow|invalid array size"
+    r"|leaf [Vv]ariable|Inference tensors? cannot be|Inplace update to inference tensor"
+    r"|Cannot set version_counter for inference|was built without CUDA|No module named"
+    r"|Cannot access accelerator device|CUDA driver version|Torch not compiled with CUDA|Found no NVIDIA driver"
+)
+
+
+def complaint(error: BaseException, names: frozenset[str]) -> str | None:
+    """What is wrong with an error, or None where it is one that a user may meet."""
+    text = f"{type(error).__name__}: {error}"
+    if ELSEWHERE.search(text) or isinstance(error, MemoryError | ImportError):
+        return None
+    if RAW.search(text):
+        return f"raw error: {text}"
+    if not isinstance(error, ValueError | TypeError | NotImplementedError):
+        return f"error of another type: {text}"
+    if not any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", str(error)) for name in names):
+        return f"error without an argument's name: {text}"
+    return None
+
+
+# --------------------------------------------------------------------------- right answers
+
+
+def _ints(value: Any) -> list[int] | None:
+    """The numbers of a vector, where it is one that can be read."""
+    readable = isinstance(value, Tensor) and not value.is_meta and value.layout is torch.strided
+    if not readable or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+        return None
+    return value.tolist()
+
+
+def _plain(*values: Any) -> bool:
+    """Whether all tensors have finite numbers that can be read."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_meta or value.layout is not torch.strided or value.is_complex():
+                return False
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                return False
+    return True
+
+
+def _equal(result: Any, expected: Any, what: str) -> None:
+    found = result.tolist() if isinstance(result, Tensor) else result
+    assert found == expected, f"{what}: got {found}, expected {expected}"
+
+
+def per_lengths(name: str) -> Callable[[dict[str, Any], Any], None]:
+    def check(arguments: dict[str, Any], result: Any) -> None:
+        lengths = _ints(arguments["lengths"])
+        if lengths is not None:
+            expected = getattr(reference, name.removesuffix("_sync"))(lengths)
+            _equal(result, expected, name)
+
+    return check
+
+
+def per_token(name: str) -> Callable[[dict[str, Any], Any], None]:
+    def check(arguments: dict[str, Any], result: Any) -> None:
+        lengths, total = _ints(arguments["lengths"]), int(arguments["total_tokens"])
+        if lengths is None or total > MOST_TOKENS:
+            return
+        assert sum(lengths) <= total, f"{name} took lengths that sum to more than total_tokens"
+        _equal(result, getattr(reference, name)(lengths, total), name)
+
+    return check
+
+
+def layout_metadata(arguments: dict[str, Any], result: Any) -> None:
+    source = _ints(arguments["source"])
+    if source is None or arguments["num_seqs"] is not None or arguments["max_seqs"] > MOST_TOKENS:
+        return
+    if arguments["from_cu_seqlens"]:
+        source = [end - begin for begin, end in zip(source, source[1:], strict=False)]
+    lengths, offsets, meta = result
+    if meta[4] != 0:  # the status says what is wrong with them
+        return
+    _equal(lengths, source, "lengths")
+    expected = reference.cu_seqlens_static(source, arguments["max_seqs"])
+    _equal(offsets, expected, "cu_seqlens")
+    facts = [len(source), reference.max_seqlen(source), arguments["total_tokens"], sum(source)]
+    _equal(meta[:4], facts, "host_meta")
+
+
+def token_metadata(arguments: dict[str, Any], result: Any) -> None:
+    offsets, total = _ints(arguments["cu_seqlens"]), arguments["total_tokens"]
+    if offsets is None or total > MOST_TOKENS or arguments["cu_seqlens_padded"] is not None:
+        return
+    lengths = [end - begin for begin, end in zip(offsets, offsets[1:], strict=False)]
+    positions, sequences, is_pad = result
+    _equal(positions, reference.position_ids(lengths, total), "position_ids")
+    _equal(sequences, reference.seq_ids(lengths, total), "seq_ids")
+    _equal(is_pad, [token >= offsets[-1] for token in range(total)], "is_pad")
+
+
+def lengths_from_padding_mask(arguments: dict[str, Any], result: Any) -> None:
+    mask, kind = arguments["mask"], arguments.get("kind", "nonzero")
+    if not isinstance(mask, Tensor) or not _plain(mask) or kind == "additive":
+        return
+    rows = ((mask == 0) if kind == "zero" else (mask != 0)).tolist()
+    _equal(result, reference.lengths_from_padding_mask(rows), "lengths")
+
+
+def cu_seqlens_from_position_ids(arguments: dict[str, Any], result: Any) -> None:
+    ids, plane = arguments["position_ids"], arguments["plane"]
+    if not isinstance(ids, Tensor) or not _plain(ids):
+        return
+    rows = ids[plane] if ids.dim() == 3 else ids.view(1, -1) if ids.dim() == 1 else ids
+    capacity = rows.numel() if arguments["max_seqs"] is None else int(arguments["max_seqs"])
+    if capacity > MOST_TOKENS:
+        return
+    expected, count = reference.cu_seqlens_from_position_ids(
+        rows.tolist(), capacity, is_plane=ids.dim() == 3
+    )
+    _equal(result[0], expected, "cu_seqlens")
+    _equal(result[1], [count], "num_seqs")
+
+
+def gather_rows(arguments: dict[str, Any], result: Sequence[Tensor]) -> None:
+    index, inverse, rows = _ints(arguments["index"]), _ints(arguments["inverse"]), arguments["rows"]
+    leading, tensors = arguments["leading"], arguments["tensors"]
+    if index is None or inverse is None or not _plain(*tensors):
+        return
+    for tensor, fill, out in zip(tensors, arguments["fill"], result, strict=True):
+        expected = reference.gather_rows(tensor.detach(), index, rows, leading, fill)
+        assert torch.equal(out.detach(), expected), f"gather_rows: got {out}, expected {expected}"
+
+
+def _mask_case(arguments: dict[str, Any]) -> Tensor | None:
+    source = arguments["source"] if "source" in arguments else arguments["lengths"]
+    values, total = _ints(source), arguments["total_tokens"]
+    if values is None or total > MOST_TOKENS or arguments.get("cu_seqlens_padded") is not None:
+        return None
+    if arguments.get("row_length") is not None or not _plain(arguments.get("spans")):
+        return None
+    if arguments.get("from_cu_seqlens"):
+        values = [end - begin for begin, end in zip(values, values[1:], strict=False)]
+    spans = arguments.get("spans")
+    return reference.mask(
+        values,
+        total,
+        causal=bool(arguments["causal"]),
+        window=arguments["window"],
+        spans=[] if spans is None else spans.tolist(),
+    )
+
+
+def mask_ranges(arguments: dict[str, Any], result: Tensor) -> None:
+    expected = _mask_case(arguments)
+    if expected is not None:
+        keys = torch.arange(len(expected))
+        first, end = result.cpu().unsqueeze(2)
+        assert torch.equal((keys >= first) & (keys < end), expected), f"mask_ranges: got {result}"
+
+
+def dense_mask(arguments: dict[str, Any], result: Tensor) -> None:
+    expected = _mask_case(arguments)
+    if expected is not None:
+        seen = result if result.dtype == torch.bool else result == 0
+        assert torch.equal(seen[0, 0].cpu(), expected), f"dense_mask: got {result}"
+
+
+def layout(arguments: dict[str, Any], packed: Any) -> None:
+    """A layout's host values, tensors and row agree with the lengths that it was made from."""
+    if packed.device.type == "meta":
+        return
+    lengths, total = packed.lengths.tolist(), packed.total_tokens
+    given = arguments.get("lengths")
+    if isinstance(given, list):
+        _equal(lengths, [int(length) for length in given], "lengths")
+    _equal(packed.cu_seqlens, reference.cu_seqlens(lengths), "cu_seqlens")
+    _equal(packed.max_seqlen, reference.max_seqlen(lengths), "max_seqlen")
+    _equal(packed.num_real_tokens, sum(lengths), "num_real_tokens")
+    assert sum(lengths) <= total, "a layout of more tokens than its row"
+    if total <= MOST_TOKENS and not packed.pads_between_sequences:
+        _equal(packed.position_ids, reference.position_ids(lengths, total), "position_ids")
+
+
+def attention(arguments: dict[str, Any], out: Tensor) -> None:
+    q, k, v, packed = (arguments[name] for name in ("q", "k", "v", "packed"))
+    wild = arguments["spans"] is not None or arguments["sinks"] is not None
+    if out.is_meta or wild or not _plain(q, k, v) or packed.pads_between_sequences:
+        return
+    lengths, scale = packed.lengths.tolist(), arguments["scale"]
+    q, k, v = (t.detach().cpu().double() for t in (q, k, v))
+    if max(t.abs().max().item() if t.numel() else 0 for t in (q, k, v)) > 1e3:
+        return
+    if scale is not None and not abs(float(scale)) < 1e3:
+        return
+    window, causal = arguments["window"], bool(arguments["causal"])
+    expected = reference.attention(
+        q, k, v, lengths, causal=causal, window=window, scale=None if scale is None else float(scale)
+    )
+    _close(out, expected, "varlen_attention")
+
+
+def _close(out: Tensor, expected: Tensor, what: str) -> None:
+    coarse = {torch.float64: 1e-9, torch.float32: 1e-3}.get(out.dtype, 0.1)
+    difference = (out.detach().cpu().double() - expected).abs()
+    most = difference.max().item() if difference.numel() else 0.0
+    limit = coarse * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
+    assert most <= limit, f"{what} is off by {most}, more than {limit}"
+
+
+def rope(arguments: dict[str, Any], result: Any) -> None:
+    q, cos, sin, packed = (arguments[name] for name in ("q", "cos", "sin", "packed"))
+    plain = (arguments["table"], arguments["qkv_format"]) == ("position", "thd")
+    others = ("position_ids", "mrope_section", "rotary_dim")
+    if not plain or any(arguments[name] is not None for name in others) or packed is None:
+        return
+    whole = packed.rank_positions is None and arguments["cp_size"] == 1
+    if not whole or arguments["inplace"] or result[0].is_meta or not _plain(q, cos, sin):
+        return
+    if packed.total_tokens > MOST_TOKENS or 2 * cos.shape[1] > q.shape[2]:
+        return  # full tables, or of a part of each head
+    positions = packed.position_ids.tolist()
+    expected = reference.rope(
+        q.detach().cpu(), cos.cpu(), sin.cpu(), positions, interleaved=bool(arguments["interleaved"])
+    )
+    _close(result[0], expected, "apply_rope")

@@ -1,0 +1,41 @@
+"""Faults put in on purpose, to see that the fuzzer finds them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import cuseq
+from tests.fuzz.calls.target import function
+from tests.fuzz.values import Draw
+
+
+def _faulty(number: int) -> int:
+    """Return twice the number, with a fault of each kind."""
+    if number == 1:
+        return 3
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if number == 3:
+        return [][number]
+    if number == 4:
+        cuseq.varlen_attention._nothing  # noqa: B018
+    if number == 5:
+        raise ValueError("something is wrong")
+    if number == 6:
+        time.sleep(1e6)
+    return 2 * number
+
+
+def _check(arguments: dict[str, Any], result: Any) -> None:
+    assert result == 2 * arguments["number"], f"got {result}"
+
+
+def plant() -> None:
+    """Register a function that fails."""
+
+    @function("planted", _faulty, check=_check, weight=40)
+    def _(draw: Draw) -> dict[str, Any]:
+        return {"number": draw.randrange(7 if "CUSEQ_FUZZ_HANGS" in os.environ else 6)}

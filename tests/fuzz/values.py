@@ -1,0 +1,298 @@
+"""Values to call with: right ones, bent ones and wild ones, all chosen by one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+import cuseq
+
+INTEGERS = (torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn),
+)
+HUGE = (2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 10**30)
+
+
+class Draw(Random):
+    """Random choices of one call. What it draws depends on the seed and the call's number alone."""
+
+    def __init__(self, device: str):
+        super().__init__(0)
+        self.device = torch.device(device)
+        generator = torch.Generator().manual_seed(0)
+        self._noise = torch.randn(1 << 15, generator=generator, dtype=torch.float64)
+
+    def begin(self, seed: int, number: int) -> None:
+        self.seed(seed << 40 | number)
+
+    def chance(self, share: float) -> bool:
+        return self.random() < share
+
+    def ints(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(values, dtype=dtype or self.choice(INTEGERS), device=self.device)
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        begin = self.randrange((1 << 15) - count)
+        noise = self._noise[begin : begin + count].view(shape)
+        return noise.to(self.device, dtype or self.choice(FLOATS), copy=True)
+
+
+@dataclass
+class Row:
+    """A packed row: lengths of its sequences and the tokens in memory."""
+
+    lengths: list[int]
+    total: int
+
+    @property
+    def offsets(self) -> list[int]:
+        offsets = [0]
+        for length in self.lengths:
+            offsets.append(offsets[-1] + length)
+        return offsets
+
+
+def a_row(draw: Draw, multiple: int = 1) -> Row:
+    lengths = [multiple * draw.choice((0, 1, 2, 3, 5, 7)) for _ in range(draw.choice((0, 1, 2, 3, 5)))]
+    return Row(lengths, sum(lengths) + multiple * draw.choice((0, 0, 1, 3)))
+
+
+def a_layout(draw: Draw, row: Row, segment_multiple: int = 1) -> cuseq.PackedLayout:
+    total = None if segment_multiple > 1 else row.total
+    return cuseq.PackedLayout.from_lengths(
+        row.lengths, total, segment_multiple=segment_multiple, device=draw.device
+    )
+
+
+def some_spans(draw: Draw, row: Row) -> list[tuple[int, int]]:
+    spans = []
+    for begin, length in zip(row.offsets, row.lengths, strict=False):
+        if length > 1 and draw.chance(0.5):
+            start = draw.randrange(begin, begin + length - 1)
+            spans.append((start, draw.randint(start + 1, begin + length)))
+    return spans
+
+
+# --------------------------------------------------------------------------- bent values
+
+
+def bent_int(draw: Draw, value: int) -> int:
+    return draw.choice((0, -1, 1, -value, value + 1, value - 1, 2 * value, draw.choice(HUGE), -(2**63)))
+
+
+def as_strange(draw: Draw, value: Tensor) -> Tensor:
+    """The same tensor in another memory, dtype, shape or on another device."""
+    return draw.choice(_STRANGE)(draw, value)
+
+
+def _strided(draw: Draw, value: Tensor) -> Tensor:
+    return torch.stack([value, value], dim=-1)[..., 0]
+
+
+def _overlapping(draw: Draw, value: Tensor) -> Tensor:
+    if value.dim() == 0 or value.shape[0] == 0:
+        return value
+    return value[:1].expand(value.shape)
+
+
+def _sliding(draw: Draw, value: Tensor) -> Tensor:
+    """Each element stands in memory many times."""
+    if value.numel() == 0:
+        return value
+    return value.clone().as_strided(value.shape, [0] * value.dim())
+
+
+def _transposed(draw: Draw, value: Tensor) -> Tensor:
+    return value.transpose(0, -1) if value.dim() > 1 else value
+
+
+def _turned_in_memory(draw: Draw, value: Tensor) -> Tensor:
+    return value.transpose(0, -1).contiguous().transpose(0, -1) if value.dim() > 1 else value
+
+
+def _other_dtype(draw: Draw, value: Tensor) -> Tensor:
+    return value.to(draw.choice(DTYPES))
+
+
+def _longer(draw: Draw, value: Tensor) -> Tensor:
+    return torch.cat([value, value]) if value.dim() else value.expand(3)
+
+
+def _shorter(draw: Draw, value: Tensor) -> Tensor:
+    return value[:-1] if value.dim() else value
+
+
+def _empty(draw: Draw, value: Tensor) -> Tensor:
+    return value[:0] if value.dim() else value
+
+
+def _wild_elements(draw: Draw, value: Tensor) -> Tensor:
+    value = value.clone()
+    if value.numel() == 0 or value.is_complex():
+        return value
+    flat = value.view(-1)
+    at = draw.randrange(flat.numel())
+    if value.dtype.is_floating_point:
+        flat[at] = draw.choice((float("nan"), float("inf"), float("-inf"), 0.0, -1.0))
+    elif value.dtype == torch.bool:
+        flat[at] = not bool(flat[at])
+    else:
+        limits = torch.iinfo(value.dtype)
+        flat[at] = draw.choice((limits.min, limits.max, 0, limits.max // 2 + 1, min(limits.max, 77)))
+        if limits.min < 0 and draw.chance(0.3):
+            flat[at] = -1
+    return value
+
+
+def _last_dimension_apart(draw: Draw, value: Tensor) -> Tensor:
+    return torch.cat([value, value], dim=-1)[..., ::2] if value.dim() else value
+
+
+def _inference(draw: Draw, value: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return value.clone()
+
+
+def _with_gradient(draw: Draw, value: Tensor) -> Tensor:
+    floating = value.is_floating_point() and value.dtype.itemsize > 1
+    return value.detach().requires_grad_() if floating else value
+
+
+def _parameter(draw: Draw, value: Tensor) -> Tensor:
+    return torch.nn.Parameter(value, requires_grad=False)
+
+
+def _late_negation(draw: Draw, value: Tensor) -> Tensor:
+    """The memory holds the negative of what the tensor says (its negative bit is set)."""
+    return torch._neg_view(value.neg()) if value.dtype in FLOATS + INTEGERS else value
+
+
+def _without_memory(draw: Draw, value: Tensor) -> Tensor:
+    return torch._efficientzerotensor(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _on_meta(draw: Draw, value: Tensor) -> Tensor:
+    return value.to("meta")
+
+
+def _one_dimension_more(draw: Draw, value: Tensor) -> Tensor:
+    return value.unsqueeze(draw.choice((0, -1)))
+
+
+def _one_dimension_less(draw: Draw, value: Tensor) -> Tensor:
+    return value.flatten() if value.dim() > 1 else value.sum()
+
+
+_STRANGE: tuple[Callable[[Draw, Tensor], Tensor], ...] = (
+    *(_strided, _overlapping, _sliding, _transposed, _turned_in_memory, _other_dtype, _other_dtype),
+    *(_longer, _shorter, _empty, _wild_elements, _wild_elements, _wild_elements),
+    *(_last_dimension_apart, _inference, _with_gradient, _parameter, _late_negation),
+    *(_without_memory, _on_meta, _one_dimension_more, _one_dimension_less),
+)
+
+
+def _not_dense(draw: Draw, value: Tensor) -> Any:
+    kind = draw.randrange(4)
+    if kind == 0:
+        return value.to_sparse() if value.dim() else value.expand(2).to_sparse()
+    if kind == 1:
+        return torch.nested.as_nested_tensor([value.float().expand(2, *value.shape)[0]] * 2)
+    if kind == 2 and value.device.type == "cpu":
+        return torch.quantize_per_tensor(value.float(), 0.1, 0, torch.qint8)
+    return torch.nested.nested_tensor([value.float().view(-1)], layout=torch.jagged)
+
+
+def same_kind(draw: Draw, value: Any) -> Any:
+    """Another value of the same type, as an op's schema lets through."""
+    if isinstance(value, Tensor):
+        return as_strange(draw, value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return bent_int(draw, value) % 2**63
+    if isinstance(value, float):
+        return draw.choice((float("nan"), float("inf"), 0.0, -value, 1e300, 1e-300))
+    if isinstance(value, str):
+        return draw.choice(("", "thd", "bshd", "token", "bfd", "nonzero", "additive", "\0", "é" * 99))
+    if isinstance(value, list) and value:
+        at = draw.randrange(len(value))
+        changed = [*value[:at], same_kind(draw, value[at]), *value[at + 1 :]]
+        return draw.choice((changed, changed, value[:-1], value + value[:1], []))
+    return value
+
+
+def any_kind(draw: Draw, value: Any) -> Any:
+    """What a user may give by mistake instead of a value."""
+    if draw.chance(0.5):
+        if isinstance(value, cuseq.PackedLayout):
+            return _other_layout(draw, value)
+        return bent_int(draw, value) if type(value) is int else same_kind(draw, value)
+    if isinstance(value, Tensor):
+        return draw.choice((_not_dense, _listed, lambda *_: wild(draw)))(draw, value)
+    if type(value) is int and draw.chance(0.5):
+        return draw.choice((float(value), value + 0.5, str(value), numpy.int64(value), draw.ints(value)))
+    return wild(draw)
+
+
+def _listed(draw: Draw, value: Tensor) -> Any:
+    if value.dtype in (torch.float8_e4m3fn,) or value.is_meta:
+        return []
+    return draw.choice((value.tolist, lambda: tuple(value.flatten().tolist()), value.cpu().detach))()
+
+
+def _other_layout(draw: Draw, packed: cuseq.PackedLayout) -> Any:
+    kind = draw.randrange(5)
+    if kind == 0:
+        return a_layout(draw, a_row(draw))
+    if kind == 1:
+        return a_layout(draw, a_row(draw), segment_multiple=4)
+    if kind == 2:
+        return packed.with_total_tokens(packed.total_tokens + draw.choice((1, 16)))
+    if kind == 3:
+        return packed.cu_seqlens
+    return packed.lengths.tolist()
+
+
+class Odd:
+    """An object of the user's own."""
+
+    def __repr__(self) -> str:
+        return "Odd()"
+
+
+def wild(draw: Draw) -> Any:
+    """Anything at all."""
+    return draw.choice(_WILD)(draw)
+
+
+_WILD: tuple[Callable[[Draw], Any], ...] = (
+    lambda draw: None,
+    lambda draw: draw.choice(HUGE),
+    lambda draw: -draw.choice(HUGE),
+    lambda draw: draw.choice((0, 1, -1, 3)),
+    lambda draw: draw.choice((2.5, float("nan"), float("inf"), -0.0, 1e308)),
+    lambda draw: draw.choice(("", "a", "cpu", "thd", "token", "bf16", "-1")),
+    lambda draw: draw.choice((True, False)),
+    lambda draw: draw.choice((b"ab", 1j, object, Odd(), {}, set(), range(3), ..., print)),
+    lambda draw: draw.choice(([], [2, 3], (1,), [[1], [2, 3]], [None], ["a"], [2.5], [2**70])),
+    lambda draw: draw.choice(({"a": 1}, {"input_ids": [1, 2]}, [{"input_ids": [1]}])),
+    lambda draw: draw.choice((torch.float32, torch.bfloat16, torch.int32, torch.device("meta"))),
+    lambda draw: numpy.array(draw.choice(([1, 2], [1.5], [[1]], 3, ["a"]))),
+    lambda draw: as_strange(draw, draw.ints([2, 3])),
+    lambda draw: as_strange(draw, draw.floats(2, 3)),
+    lambda draw: _not_dense(draw, draw.floats(2, 3)),
+    lambda draw: a_layout(draw, a_row(draw)),
+)
