@@ -50,7 +50,7 @@ def as_window(window: Any) -> Any:
     """Return a sliding window, None for all keys or an int from 1 on."""
     window = as_size(window, "window")
     if type(window) is int and window < 1:
-        raise ValueError(f"window must be at least 1, or None for all keys, got {window}")
+        raise ValueError(f"window must be None or at least 1, got {window}")
     return window
 
 
@@ -85,8 +85,22 @@ def check_dtype(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be a torch.dtype, got {shown(value)}")
 
 
+def as_device(value: Any, name: str) -> torch.device:
+    """Return a torch.device from one, its name or the index of an accelerator."""
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"{name} must be a torch.device, a name or an index, got {shown(value)}")
+    try:
+        return torch.device(value)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError(f"{name} must be a device of torch, got {shown(value)}") from error
+
+
 def shown(value: Any) -> str:
     """Describe a value in an error, tensors by their kind: printing one may wait for its device."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return "a nested tensor"  # without a shape
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {list(value.shape)} on {value.device}"
     text = repr(value)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+# Whether tensors are checked at a cost: values on a device, and edits of a layout's tensors.
+CHECKING = os.environ.get("CUSEQ_CHECK") == "1"
 
 
 def outside_inference_mode() -> AbstractContextManager:

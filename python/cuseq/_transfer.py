@@ -26,3 +26,12 @@ def copy_pair(first: Tensor, second: Tensor, device: torch.device) -> tuple[Tens
         first.to(device, non_blocking=to_device),
         second.to(device, non_blocking=to_device),
     )
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return the device as tensors name it: `cuda` with an index, `cpu` without one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cpu":
+        return torch.device("cpu")  # accelerate says cpu:0; tensors there say cpu
+    return device

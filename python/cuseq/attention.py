@@ -11,7 +11,8 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq._arguments import as_float, as_size, check_flag, check_tensor
-from cuseq.layout import PackedLayout, Spans, check_layout
+from cuseq._spans import Spans
+from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 

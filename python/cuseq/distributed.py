@@ -2,70 +2,289 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, check_flag, check_tensor
+from cuseq import _build_layout as build
+from cuseq._arguments import as_int, check_tensor, one_of, shown
+from cuseq._layout_state import LENGTH_DIVISOR
 from cuseq._modes import is_capturing, may_keep, outside_inference_mode
-from cuseq.layout import LENGTH_DIVISOR, PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout
 from cuseq.pad import one_or_all
+
+__all__ = ["ContextParallelPlan", "cp_join", "cp_partition", "cp_plan", "equalize_tokens"]
 
 _ops = torch.ops.cuseq
 
 
-def cp_partition(
-    packed: PackedLayout, cp_size: int, cp_rank: int, *tensors: Tensor, zigzag: bool = True
-) -> tuple[PackedLayout | Tensor, ...]:
-    """One rank's part of a packed row: its layout and its tokens of each tensor.
+class ContextParallelPlan:
+    """Which tokens of a packed row each rank of context parallelism has; made by `cp_plan`.
 
-    Each segment is cut into `2 * cp_size` equal parts, and rank r has parts r and
+    It is immutable and pickles as the layout that it was made of.
+
+    Example:
+        >>> plan = cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
+        >>> plan.tokens_of(0), plan.tokens_of(1)
+        (tensor([0, 3, 4, 7]), tensor([1, 2, 5, 6]))
+        >>> plan.attention_balance
+        1.0
+    """
+
+    def __init__(self, packed: PackedLayout, cp_size: int, policy: str):
+        self._packed, self._cp_size, self._policy = packed, cp_size, policy
+        # By device: which tokens ranks have, one rank after the other, and where each token is.
+        self._deals: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._checked = weakref.WeakSet([packed])  # layouts whose segments are the plan's
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole row, tail included."""
+        return self._packed.total_tokens
+
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks."""
+        return self._cp_size
+
+    @property
+    def policy(self) -> str:
+        """How tokens are dealt, "zigzag"."""
+        return self._policy
+
+    @property
+    def attention_balance(self) -> float:
+        """Query-key pairs of causal attention on the busiest rank, over the mean of all ranks.
+
+        1.0 is even, and also the value for a row without real tokens. Pads cost nothing. Waits for
+        the layout's host values where lengths came from a GPU.
+        """
+        lengths = self._packed.lengths_on_host().tolist()
+        segments = self._packed.segments.lengths_on_host().tolist()
+        parts = 2 * self._cp_size
+        pairs = [0] * self._cp_size
+        for length, segment in zip(lengths, segments, strict=True):
+            part = segment // parts
+            for number in range(parts):
+                begin, end = (min(length, edge * part) for edge in (number, number + 1))
+                rank = min(number, parts - 1 - number)
+                pairs[rank] += (end * (end + 1) - begin * (begin + 1)) // 2
+        return max(pairs) * self._cp_size / sum(pairs) if any(pairs) else 1.0
+
+    def tokens_of(self, rank: int) -> Tensor:
+        """Return a rank's tokens, as row indices in the rank's order, its part of the tail last.
+
+        Args:
+            rank: from 0 to `cp_size - 1`.
+
+        Returns:
+            int64 `[total_tokens / cp_size]`, where the layout lies.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        rank, own = self.checked_rank(rank), self.total_tokens // self._cp_size
+        tokens, _ = self.deal(self._packed)
+        return tokens[rank * own : (rank + 1) * own].long()
+
+    def checked_rank(self, rank: int) -> int:
+        """Return the rank as an int; raise ValueError if the plan has no such rank."""
+        rank = as_int(rank, "rank")
+        if not 0 <= rank < self._cp_size:
+            raise ValueError(f"rank must lie in [0, cp_size = {self._cp_size}), got {rank}")
+        return rank
+
+    def deal(self, packed: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Return the tokens of all ranks, one rank after the other, and each token's place there.
+
+        Args:
+            packed: a layout with the same segments, on any device.
+
+        Returns:
+            int32 `[total_tokens]` each, on the device of `packed`.
+
+        Raises:
+            ValueError: the layout has other segments, where the host knows them.
+        """
+        check_layout(packed)
+        packed.check_whole()
+        self._check_segments(packed)
+        if packed.device in self._deals:
+            return self._deals[packed.device]
+        offsets = packed.segments.cu_seqlens_static
+        with outside_inference_mode():
+            deal = _ops.cp_rows(offsets, packed.total_tokens, self._cp_size)
+        if may_keep(*deal) and not is_capturing(packed.device):
+            self._deals[packed.device] = deal
+        return deal
+
+    def _check_segments(self, packed: PackedLayout) -> None:
+        if packed in self._checked:
+            return
+        if packed.total_tokens != self.total_tokens:
+            raise ValueError(
+                f"plan must be made for the layout's total_tokens = {packed.total_tokens}, got one "
+                f"for {self.total_tokens}"
+            )
+        theirs, own = (_segment_lengths(layout) for layout in (packed, self._packed))
+        if theirs != own:
+            raise ValueError(
+                f"plan must be made for the layout's segments {shown(theirs)}, got one for "
+                f"{shown(own)}"
+            )
+        self._checked.add(packed)
+
+    def __reduce__(self):
+        return ContextParallelPlan, (self._packed, self._cp_size, self._policy)
+
+    def __repr__(self) -> str:
+        return (
+            f"ContextParallelPlan({self._policy}, {self.total_tokens} tokens over "
+            f"{self._cp_size} ranks)"
+        )
+
+
+def cp_plan(
+    lengths_or_layout: PackedLayout | Sequence[int] | Tensor,
+    cp_size: int,
+    *,
+    total_tokens: int | None = None,
+    policy: str = "auto",
+) -> ContextParallelPlan:
+    """Plan which tokens of a packed row each rank of context parallelism has.
+
+    With "zigzag" each segment is cut into `2 * cp_size` equal parts, and rank r has parts r and
     `2 * cp_size - 1 - r`, so that causal attention costs all ranks the same (Megatron-Core,
     TransformerEngine). Its real tokens stay in front of its pads.
 
     Args:
-        packed: the layout of the whole row. Segments must be multiples of `2 * cp_size`
-            (`segment_multiple`), or of `cp_size` if not zigzag, and so must the tail.
+        lengths_or_layout: the layout of the whole row, or lengths as for
+            `PackedLayout.from_lengths`, of segments without padding.
         cp_size: number of ranks.
-        cp_rank: which of them.
+        total_tokens: tokens of the row, for lengths; default their sum.
+        policy: "zigzag". "auto", which will choose between policies, is refused until there are
+            several: say which one you want.
+
+    Returns:
+        The plan, for `cp_partition` and `cp_join`.
+
+    Raises:
+        ValueError: the policy is another; or for "zigzag" a segment or the tail is not a multiple
+            of `2 * cp_size` (`segment_multiple`, `total_multiple`), with its index and value where
+            the host knows it.
+        TypeError: an argument is of another kind.
+
+    Never synchronises where lengths are known on the host; else it waits for their copy.
+
+    Example:
+        >>> cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
+        ContextParallelPlan(zigzag, 8 tokens over 2 ranks)
+    """
+    cp_size = as_int(cp_size, "cp_size", least=1)
+    if policy == "auto":
+        raise ValueError('policy must be "zigzag", the one that is built, got "auto"')
+    policy = one_of(policy, "policy", ("zigzag",))
+    if isinstance(lengths_or_layout, PackedLayout):
+        packed = lengths_or_layout
+        check_layout(packed)
+        if total_tokens is not None and as_int(total_tokens, "total_tokens") != packed.total_tokens:
+            raise ValueError(
+                f"total_tokens must be the layout's {packed.total_tokens} or None, got "
+                f"{total_tokens}"
+            )
+    else:
+        packed = PackedLayout.from_lengths(lengths_or_layout, total_tokens)
+    packed.check_whole()
+    _check_multiples(packed, cp_size, 2 * cp_size)
+    return ContextParallelPlan(packed, cp_size, policy)
+
+
+def _segment_lengths(packed: PackedLayout) -> list[int]:
+    """Return the lengths that are not 0, which deal no tokens; wait where they are on a GPU."""
+    known = packed.segments.known_lengths
+    lengths = packed.segments.lengths_on_host() if known is None else known
+    return [length for length in lengths.tolist() if length > 0]
+
+
+def _check_multiples(packed: PackedLayout, cp_size: int, parts: int) -> None:
+    segments = packed.segments
+    if segments.known_lengths is None:  # the host knows the divisor of all, not which one it is
+        divisor = _C.read_host_meta(segments.host_meta, LENGTH_DIVISOR)
+        tail = packed.total_tokens - segments.num_real_tokens
+        if divisor % parts != 0 or tail % parts != 0:
+            raise ValueError(
+                f"lengths and tail must be multiples of {parts} to be dealt to {cp_size} ranks, "
+                f"but {divisor} is all that the lengths have in common and the tail has {tail}"
+            )
+        return
+    lengths = segments.known_lengths.tolist()
+    what = "segments" if packed.pads_between_sequences else "lengths"
+    for number, length in enumerate([*lengths, packed.total_tokens - sum(lengths)]):
+        if length % parts != 0:
+            name = f"{what}[{number}]" if number < len(lengths) else "the tail"
+            raise ValueError(
+                f"{what} and tail must be multiples of {parts}, so that every rank gets as much, "
+                f"got {name} = {length}: pad them by segment_multiple and total_multiple"
+            )
+
+
+def cp_partition(
+    packed: PackedLayout, plan: ContextParallelPlan, rank: int, *tensors: Tensor
+) -> tuple[PackedLayout | Tensor, ...]:
+    """Cut one rank's part out of a packed row: its layout and its tokens of each tensor.
+
+    Args:
+        packed: the layout of the whole row.
+        plan: what `cp_plan` made of this layout, or of one with the same segments.
+        rank: this rank, from 0 to `plan.cp_size - 1`.
         tensors: `[total_tokens, ...]` each, contiguous in the last dimension.
-        zigzag: False gives each rank one part of each segment, in order.
 
     Returns:
         The rank's layout, whose `position_ids` are those in the whole sequences, and then its
         `[total_tokens / cp_size, ...]` of each tensor, differentiable.
 
     Raises:
-        ValueError: a length is no such multiple (with its index and value, where it is known on
-            the host), or a rank that there is not.
+        ValueError: the plan was made for other segments, there is no such rank, or a tensor has
+            other leading dimensions.
+        TypeError: an argument is of another kind.
 
     Never synchronises where lengths are known on the host; else it waits for their copy.
+
+    Example:
+        >>> packed = cuseq.PackedLayout.from_lengths([4, 4])
+        >>> plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
+        >>> local, ids = cuseq.distributed.cp_partition(packed, plan, 0, torch.arange(8))
+        >>> ids, local.position_ids
+        (tensor([0, 3, 4, 7]), tensor([0, 3, 0, 3], dtype=torch.int32))
     """
-    cp_size, cp_rank = _rank(cp_size, cp_rank)
-    tokens, places = _deal(packed, cp_size, zigzag)
-    _check_rows(tensors, (packed.total_tokens,))
-    own = packed.total_tokens // cp_size
+    check_layout(packed)
+    _check_plan(plan)
+    rank = plan.checked_rank(rank)
+    tokens, places = plan.deal(packed)
+    _check_rows(packed, tensors, (packed.total_tokens,))
+    own = packed.total_tokens // plan.cp_size
     with outside_inference_mode():
-        mine = tokens[cp_rank * own : (cp_rank + 1) * own]
-        local = _local_layout(packed, cp_size, cp_rank, zigzag)
-        inverse = _places_of_rank(places, cp_rank, own)
-        positions = packed._token_metadata()[0]
-        local.rank_positions = _ops.gather_rows([positions], mine, inverse, [own], 1, [0])[0]
+        mine = tokens[rank * own : (rank + 1) * own]
+        inverse = _places_of_rank(places, rank, own)
+        positions = _ops.gather_rows([packed.position_ids], mine, inverse, [own], 1, [0])[0]
+        local = _local_layout(packed, plan.cp_size, rank).as_part_of_row(positions)
     dealt = _ops.gather_rows(tensors, mine, inverse, [own], 1, [0] * len(tensors))
     return local, *dealt
 
 
 def cp_join(
-    packed: PackedLayout, cp_size: int, *tensors: Tensor, zigzag: bool = True
+    packed: PackedLayout, plan: ContextParallelPlan, *tensors: Tensor
 ) -> Tensor | tuple[Tensor, ...]:
-    """The whole row again, from the parts of all ranks: the inverse of `cp_partition`.
+    """Join the parts of all ranks to the whole row again: the inverse of `cp_partition`.
 
     Args:
+        packed, plan: as for `cp_partition`; the layout of the whole row.
         tensors: `[cp_size, total_tokens / cp_size, ...]` each, rank by rank, as an all-gather
             stacks them.
-        packed, cp_size, zigzag: as for `cp_partition`; the layout of the whole row.
 
     Returns:
         `[total_tokens, ...]` of each, one for one, a tuple for several. Differentiable.
@@ -74,25 +293,34 @@ def cp_join(
         ValueError, TypeError: as `cp_partition`; a tensor has other leading dimensions.
 
     Never synchronises where lengths are known on the host; else it waits for their copy once.
+
+    Example:
+        >>> packed = cuseq.PackedLayout.from_lengths([4, 4])
+        >>> plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
+        >>> cuseq.distributed.cp_join(packed, plan, torch.tensor([[0, 3, 4, 7], [1, 2, 5, 6]]))
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
-    cp_size, _ = _rank(cp_size, 0)
-    tokens, places = _deal(packed, cp_size, zigzag)
+    check_layout(packed)
+    _check_plan(plan)
+    tokens, places = plan.deal(packed)
     total = packed.total_tokens
-    _check_rows(tensors, (cp_size, total // cp_size))
+    _check_rows(packed, tensors, (plan.cp_size, total // plan.cp_size))
     joined = _ops.gather_rows(tensors, places, tokens, [total], 2, [0] * len(tensors))
     return one_or_all(joined)
 
 
-def _rank(cp_size: int, cp_rank: int) -> tuple[int, int]:
-    cp_size, cp_rank = as_int(cp_size, "cp_size", least=1), as_int(cp_rank, "cp_rank")
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank must lie in [0, cp_size = {cp_size}), got {cp_rank}")
-    return cp_size, cp_rank
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, ContextParallelPlan):
+        raise TypeError(
+            f"plan must be what cuseq.distributed.cp_plan returns, got {type(plan).__name__}"
+        )
 
 
-def _check_rows(tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
+def _check_rows(packed: PackedLayout, tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
     for number, tensor in enumerate(tensors):
         check_tensor(tensor, f"tensors[{number}]")
+        if packed.device.type != "meta":
+            build.check_has_values(tensor, f"tensors[{number}]")
         if tensor.shape[: len(leading)] != leading:
             raise ValueError(
                 f"tensors[{number}] must have the leading dimensions {list(leading)}, got shape "
@@ -100,93 +328,62 @@ def _check_rows(tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
             )
 
 
-def _deal(packed: PackedLayout, cp_size: int, zigzag: bool) -> tuple[Tensor, Tensor]:
-    """Which tokens ranks have, one rank after the other, and where each token is among them."""
-    check_layout(packed)
-    check_flag(zigzag, "zigzag")
-    if (cp_size, zigzag) in packed._deals:
-        return packed._deals[cp_size, zigzag]
-    packed.check_whole()
-    segments = packed.segments
-    parts = 2 * cp_size if zigzag else cp_size
-    # Lengths on the host say which one it is; of others the divisor of all is known.
-    if segments.known_lengths is not None:
-        _check_lengths(packed, segments.known_lengths.tolist(), parts)
-    else:
-        divisor = _C.read_host_meta(segments.host_meta, LENGTH_DIVISOR)
-        tail = packed.total_tokens - segments.num_real_tokens
-        if divisor % parts != 0 or tail % parts != 0:
-            raise ValueError(
-                f"lengths and tail must be multiples of {parts} to be dealt to {cp_size} ranks, "
-                f"but {divisor} is all that the lengths have in common and the tail has {tail}"
-            )
-    with outside_inference_mode():
-        deal = _ops.cp_rows(segments.cu_seqlens_static, packed.total_tokens, cp_size, zigzag)
-    if may_keep(*deal) and not is_capturing(packed.device):
-        packed._deals[cp_size, zigzag] = deal
-    return deal
-
-
-def _check_lengths(packed: PackedLayout, segments: Sequence[int], parts: int) -> None:
-    what = "segments" if packed.pads_between_sequences else "lengths"
-    for number, length in enumerate([*segments, packed.total_tokens - sum(segments)]):
-        if length % parts != 0:
-            name = f"{what}[{number}]" if number < len(segments) else "the tail"
-            raise ValueError(
-                f"{what} and tail must be multiples of {parts}, so that every rank gets as much, "
-                f"got {name} = {length}: pad them by segment_multiple and total_multiple"
-            )
-
-
-def _places_of_rank(places: Tensor, cp_rank: int, own: int) -> Tensor:
+def _places_of_rank(places: Tensor, rank: int, own: int) -> Tensor:
     """For each token of the row its place in this rank's part, or a number below 0."""
-    place = places - cp_rank * own
+    place = places - rank * own
     return place.masked_fill(place >= own, -1)
 
 
-def _local_layout(packed: PackedLayout, cp_size: int, cp_rank: int, zigzag: bool) -> PackedLayout:
-    host = packed.known_lengths is not None
-    segments, n_seqs = packed.segments, packed.num_sequences
-    lengths = (packed.known_lengths if host else packed._all_lengths)[:n_seqs]
-    padded = (segments.known_lengths if host else segments._all_lengths)[:n_seqs]
-    if zigzag:
-        part = padded // (2 * cp_size)
-        zero = torch.zeros_like(part)
-        first = (lengths - cp_rank * part).clamp(zero, part)
-        second = (lengths - (2 * cp_size - 1 - cp_rank) * part).clamp(zero, part)
-        real = first + second
+def _local_layout(packed: PackedLayout, cp_size: int, rank: int) -> PackedLayout:
+    n_seqs, segments = packed.num_sequences, packed.segments
+    if packed.known_lengths is None or segments.known_lengths is None:
+        lengths, padded = packed.lengths, segments.lengths
     else:
-        part = padded // cp_size
-        real = (lengths - cp_rank * part).clamp(torch.zeros_like(part), part)
-    own = packed.total_tokens // cp_size
-    max_seqs = packed.cu_seqlens_static.shape[0] - 1
-    local = PackedLayout.from_lengths(real, own, max_seqs=max_seqs)
-    if packed.pads_between_sequences:
-        local._segments = PackedLayout.from_lengths(padded // cp_size, own, max_seqs=max_seqs)
-    return local.to(packed.device)
+        lengths, padded = packed.known_lengths[:n_seqs], segments.known_lengths[:n_seqs]
+    part = padded // (2 * cp_size)
+    zero = torch.zeros_like(part)
+    first = (lengths - rank * part).clamp(zero, part)
+    second = (lengths - (2 * cp_size - 1 - rank) * part).clamp(zero, part)
+    local = build.of_lengths_and_segments(
+        first + second,
+        padded // cp_size if packed.pads_between_sequences else None,
+        packed.total_tokens // cp_size,
+        packed.cu_seqlens_static.shape[0] - 1,
+    )
+    return PackedLayout(local).to(packed.device)
 
 
 def equalize_tokens(
     packed: PackedLayout | None, group: torch.distributed.ProcessGroup | None = None
 ) -> PackedLayout | None:
-    """The layout in a row as long as the longest of all ranks, which HybridEP and others need.
+    """Return the layout in a row as long as the longest of all ranks, as HybridEP and others need.
 
     One all-reduce of one integer. Where rows have a fixed total (`total_tokens`), none is needed.
 
     Args:
         packed: this rank's layout; None is handed through, without a word to the others.
-        group: whose ranks, default all. Over NCCL the number goes by the current GPU and comes
-            back by a synchronisation; over gloo nothing touches a GPU. A row that gets longer waits
-            for the layout's host values where lengths came from a GPU.
+        group: whose ranks, default all. Over a backend of the CPU (gloo) nothing touches a device;
+            over one of a device alone (NCCL, or another vendor's) the number goes by the current
+            device and comes back by a synchronisation. A row that gets longer waits for the
+            layout's host values where lengths came from a GPU.
 
     Returns:
         The layout with a longer tail; the same one where it is as long already.
+
+    Example:
+        >>> cuseq.distributed.equalize_tokens(packed)  # doctest: +SKIP
+        PackedLayout(2 sequences, longest 3, 5 real of 8 tokens, cpu)
     """
     if packed is None:
         return None
     check_layout(packed)
-    backend = torch.distributed.get_backend(group)
-    device = "cuda" if backend == "nccl" else "cpu"
-    total = torch.tensor(packed.total_tokens, device=device)
+    total = torch.tensor(packed.total_tokens, device=_device_of(group, packed.device.type))
     torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group)
     return packed.with_total_tokens(int(total.item()))
+
+
+def _device_of(group: torch.distributed.ProcessGroup | None, preferred: str) -> str:
+    """Return the kind of device that a group's collectives take: the CPU where they can."""
+    config = torch.distributed.get_backend_config(group)  # as "cpu:gloo,cuda:nccl"
+    devices = [entry.partition(":")[0] for entry in config.split(",")]
+    return min(devices, key=lambda device: {"cpu": 0, preferred: 1}.get(device, inf))

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
+from cuseq._build_layout import common_multiple
 from cuseq._models import text_config
 from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
-from cuseq.layout import PackedLayout, check_layout, common_multiple
+from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 

@@ -74,9 +74,9 @@ def one_layout(
     on = []
     initialise = cuseq.PackedLayout.__init__
 
-    def spy(self, lengths, *rest):
-        on.append(lengths.device)
-        initialise(self, lengths, *rest)
+    def spy(self, state):
+        on.append(state.lengths.device)
+        initialise(self, state)
 
     attended.clear()
     before = cuseq.cache.stats()["misses"]

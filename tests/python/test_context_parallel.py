@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import distributed
 import pytest
 import torch
@@ -15,22 +17,23 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cuseq
 from cuseq import PackedLayout
-from cuseq.distributed import cp_join, cp_partition
+from cuseq.distributed import cp_join, cp_partition, cp_plan
 
 
-def own_positions(length: int, cp_size: int, cp_rank: int, zigzag: bool) -> list[int]:
+def zigzag(packed: PackedLayout, cp_size: int) -> cuseq.distributed.ContextParallelPlan:
+    return cp_plan(packed, cp_size, policy="zigzag")
+
+
+def own_positions(length: int, cp_size: int, cp_rank: int) -> list[int]:
     """Which tokens of a segment a rank has, by the definition."""
-    if not zigzag:
-        part = length // cp_size
-        return list(range(cp_rank * part, (cp_rank + 1) * part))
     part = length // (2 * cp_size)
     second = 2 * cp_size - 1 - cp_rank
     parts = (range(cp_rank * part, (cp_rank + 1) * part), range(second * part, (second + 1) * part))
     return [position for one in parts for position in one]
 
 
-def check_deal(lengths, cp_size: int, zigzag: bool, multiple: int, device="cpu") -> None:
-    parts = 2 * cp_size if zigzag else cp_size
+def check_deal(lengths, cp_size: int, multiple: int, device="cpu") -> None:
+    parts = 2 * cp_size
     packed = PackedLayout.from_lengths(
         lengths, segment_multiple=parts, total_multiple=multiple, max_seqs=600, device=device
     )
@@ -40,23 +43,27 @@ def check_deal(lengths, cp_size: int, zigzag: bool, multiple: int, device="cpu")
     segments = [-(-length // parts) * parts for length in lengths]
     segments.append(total - sum(segments))
     dealt = []
+    plan = zigzag(packed, cp_size)
+    assert (plan.total_tokens, plan.cp_size, plan.policy) == (total, cp_size, "zigzag")
     for rank in range(cp_size):
-        local, own, own_hidden = cp_partition(packed, cp_size, rank, tokens, hidden, zigzag=zigzag)
+        local, own, own_hidden = cp_partition(packed, plan, rank, tokens, hidden)
         begin, expected, positions, real = 0, [], [], []
         for length, segment in zip([*lengths, 0], segments, strict=True):
-            inside = own_positions(segment, cp_size, rank, zigzag)
+            inside = own_positions(segment, cp_size, rank)
             expected += [begin + position for position in inside]
             positions += inside
             real += [position < length for position in inside]
             begin += segment
         assert own.tolist() == expected
+        assert plan.tokens_of(rank).tolist() == expected
+        assert plan.tokens_of(rank).dtype == torch.int64
         assert local.total_tokens == total // cp_size
         assert local.position_ids.tolist() == positions
         assert (~local.moe_padding_mask).tolist() == real
         assert local.num_real_tokens == sum(real)
         assert torch.equal(own_hidden, hidden[expected])
         dealt.append(own_hidden)
-    joined = cp_join(packed, cp_size, torch.stack(dealt), zigzag=zigzag)
+    joined = cp_join(packed, plan, torch.stack(dealt))
     assert torch.equal(joined, hidden)
     weight = torch.randn_like(joined)
     (grad,) = torch.autograd.grad(joined, hidden, weight)
@@ -64,21 +71,19 @@ def check_deal(lengths, cp_size: int, zigzag: bool, multiple: int, device="cpu")
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("zigzag", [True, False])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("lengths", [[8, 24], [3, 0, 17, 1], [1] * 9, [0], [500]], ids=str)
-def test_deal(lengths, cp_size, zigzag, device):
-    check_deal(lengths, cp_size, zigzag, multiple=5, device=device)
+def test_deal(lengths, cp_size, device):
+    check_deal(lengths, cp_size, multiple=5, device=device)
 
 
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=6),
     st.integers(1, 5),
-    st.booleans(),
     st.integers(1, 6),
 )
-def test_any_deal(lengths, cp_size, zigzag, multiple):
-    check_deal(lengths, cp_size, zigzag, multiple)
+def test_any_deal(lengths, cp_size, multiple):
+    check_deal(lengths, cp_size, multiple)
 
 
 @pytest.mark.parametrize(
@@ -91,29 +96,31 @@ def test_any_deal(lengths, cp_size, zigzag, multiple):
 def test_what_cannot_be_dealt_is_named(lengths, total, message, device):
     packed = PackedLayout.from_lengths(lengths, total, device=device)
     with pytest.raises(ValueError, match=message):
-        cp_partition(packed, 2, 0)
+        zigzag(packed, 2)
 
 
 def test_device_lengths_that_cannot_be_dealt(cuda):
     packed = PackedLayout.from_lengths(torch.tensor([8, 6], device=cuda), 16)
     with pytest.raises(ValueError, match="multiples of 4"):
-        cp_partition(packed, 2, 0)
+        zigzag(packed, 2)
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_there_is_no_such_rank(rank):
-    with pytest.raises(ValueError, match=f"cp_rank must lie in .*got {rank}"):
-        cp_partition(PackedLayout.from_lengths([8]), 2, rank)
+    packed = PackedLayout.from_lengths([8])
+    plan = zigzag(packed, 2)
+    for call in (lambda: cp_partition(packed, plan, rank), lambda: plan.tokens_of(rank)):
+        with pytest.raises(ValueError, match=f"rank must lie in .*got {rank}"):
+            call()
 
 
-@pytest.mark.parametrize("zigzag", [True, False])
-def test_rope_of_a_part_is_that_of_the_whole(zigzag, device):
+def test_rope_of_a_part_is_that_of_the_whole(device):
     packed = PackedLayout.from_lengths([7, 30], segment_multiple=4, device=device)
     cos, sin = cuseq.rope_table(64, 8, dtype=torch.float64, device=device)
     q = torch.randn(packed.total_tokens, 2, 8, dtype=torch.float64, device=device)
     whole, _ = cuseq.apply_rope(q, None, cos, sin, packed=packed)
     for rank in range(2):
-        local, own, expected = cp_partition(packed, 2, rank, q, whole, zigzag=zigzag)
+        local, own, expected = cp_partition(packed, zigzag(packed, 2), rank, q, whole)
         turned, _ = cuseq.apply_rope(own, None, cos, sin, packed=local)
         torch.testing.assert_close(turned, expected)
         with pytest.raises(ValueError, match="cp_size must be 1"):
@@ -131,16 +138,16 @@ class Block(nn.Module):
         self.qkv = nn.Linear(DIM, 3 * DIM, dtype=torch.float64)
 
     def forward(self, hidden: Tensor, packed: PackedLayout, cp_size: int, rank: int) -> Tensor:
+        plan = zigzag(packed, cp_size)
         local, tokens = cp_partition(
-            packed, cp_size, rank, torch.arange(packed.total_tokens, device=hidden.device)
+            packed, plan, rank, torch.arange(packed.total_tokens, device=hidden.device)
         )
         q, k, v = self.qkv(hidden).view(-1, 3, HEADS, HEAD_DIM).unbind(1)
         cos, sin = cuseq.rope_table(64, HEAD_DIM, dtype=torch.float64, device=hidden.device)
         q, k = cuseq.apply_rope(q.contiguous(), k.contiguous(), cos, sin, packed=local)
         if cp_size > 1:
             k, v = (
-                cp_join(packed, cp_size, torch.stack(all_gather(rows.contiguous())))
-                for rows in (k, v)
+                cp_join(packed, plan, torch.stack(all_gather(rows.contiguous()))) for rows in (k, v)
             )
         seen = packed.dense_mask()[0, 0, tokens.long()]
         out = scaled_dot_product_attention(*(rows.transpose(0, 1) for rows in (q, k, v)), seen)
@@ -153,7 +160,7 @@ def step(rank: int, cp_size: int, device: str = "cpu") -> tuple[Tensor, list[Ten
     model = nn.ModuleList(Block() for _ in range(2)).to(device)
     packed = PackedLayout.from_lengths(LENGTHS, segment_multiple=8, total_multiple=24).to(device)
     rows = distributed.make_rows(packed.total_tokens).to(device)
-    local, hidden = cp_partition(packed, cp_size, rank, rows)
+    local, hidden = cp_partition(packed, zigzag(packed, cp_size), rank, rows)
     for block in model:
         hidden = block(hidden, packed, cp_size, rank)
     loss = hidden[~local.moe_padding_mask].square().sum()
@@ -199,7 +206,8 @@ def test_equalized_totals_over_nccl(second_gpu):
 
 
 def test_a_longer_row_of_a_part_keeps_its_positions(device):
-    (local,) = cp_partition(PackedLayout.from_lengths([8, 8], device=device), 2, 1)
+    packed = PackedLayout.from_lengths([8, 8], device=device)
+    (local,) = cp_partition(packed, zigzag(packed, 2), 1)
     longer = local.with_total_tokens(12)
     assert longer.position_ids.tolist() == [2, 3, 4, 5, 2, 3, 4, 5, 0, 1, 2, 3]
     moved = longer.to("cpu")
@@ -207,7 +215,8 @@ def test_a_longer_row_of_a_part_keeps_its_positions(device):
 
 
 def test_a_part_on_the_host_moves_without_a_wait(cuda):
-    (local,) = cp_partition(PackedLayout.from_lengths([8, 8]), 2, 1)
+    packed = PackedLayout.from_lengths([8, 8])
+    (local,) = cp_partition(packed, zigzag(packed, 2), 1)
     torch.cuda.set_sync_debug_mode("error")
     try:
         moved = local.to(cuda)
@@ -217,7 +226,8 @@ def test_a_part_on_the_host_moves_without_a_wait(cuda):
 
 
 def test_what_needs_neighbours_refuses_a_part(device):
-    (local,) = cp_partition(PackedLayout.from_lengths([8, 8], device=device), 2, 1)
+    packed = PackedLayout.from_lengths([8, 8], device=device)
+    (local,) = cp_partition(packed, zigzag(packed, 2), 1)
     rows = torch.randn(8, 2, 8, device=device)
     labels = torch.arange(8, device=device)
     for call in (
@@ -230,8 +240,9 @@ def test_what_needs_neighbours_refuses_a_part(device):
         lambda: cuseq.data.mask_boundary_labels(labels, local),
         lambda: cuseq.pack(local, labels),
         lambda: cuseq.unpack(local, labels),
-        lambda: cp_partition(local, 2, 0),
-        lambda: cp_join(local, 2, labels.view(2, 4)),
+        lambda: zigzag(local, 2),
+        lambda: cp_partition(local, zigzag(packed, 2), 0),
+        lambda: cp_join(local, zigzag(packed, 2), labels.view(2, 4)),
         lambda: next(
             iter(cuseq.data.split_by_tokens({"packed": local, "labels": labels[None]}, 8))
         ),
@@ -240,14 +251,81 @@ def test_what_needs_neighbours_refuses_a_part(device):
             call()
 
 
-def test_how_to_deal_is_no_none():
+def test_policies_that_are_not_built_are_refused():
+    for policy in ("auto", "contiguous", None, 3):
+        with pytest.raises(ValueError, match=f'policy must be .*"zigzag".*{policy}'):
+            cp_plan([4], 2, policy=policy)
+    with pytest.raises(ValueError, match='policy must be .*"zigzag".*auto'):
+        cp_plan([4], 2)
+
+
+def test_a_plan_of_lengths_is_that_of_their_layout(device):
+    packed = PackedLayout.from_lengths([8, 0, 4], 16, device=device)
+    plan, of_lengths = zigzag(packed, 2), cp_plan([8, 0, 4], 2, total_tokens=16, policy="zigzag")
+    rows = torch.arange(16, device=device)
+    for rank in range(2):
+        assert plan.tokens_of(rank).tolist() == of_lengths.tokens_of(rank).tolist()
+        (_, own), (_, same) = (cp_partition(packed, one, rank, rows) for one in (plan, of_lengths))
+        assert torch.equal(own, same)
+    sent = pickle.loads(pickle.dumps(plan))
+    assert (sent.total_tokens, sent.cp_size, sent.policy) == (16, 2, "zigzag")
+    assert sent.tokens_of(1).tolist() == plan.tokens_of(1).tolist()
+
+
+def test_a_plan_of_another_row_is_refused():
+    packed = PackedLayout.from_lengths([8, 4])
+    for lengths, message in (([4, 8], r"segments \[8, 4\], got one for \[4, 8\]"), ([8], "12.*8")):
+        plan = cp_plan(lengths, 2, policy="zigzag")
+        for call in (
+            lambda plan=plan: cp_partition(packed, plan, 0),
+            lambda plan=plan: cp_join(packed, plan, torch.zeros(2, 6)),
+        ):
+            with pytest.raises(ValueError, match=f"plan must be made for .*{message}"):
+                call()
+    with pytest.raises(TypeError, match="plan must be what .*cp_plan returns, got int"):
+        cp_partition(packed, 2, 0)
+    with pytest.raises(ValueError, match="total_tokens must be the layout's 12 or None, got 16"):
+        cp_plan(packed, 2, total_tokens=16, policy="zigzag")
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_attention_balance_counts_query_key_pairs(cp_size):
+    lengths = [5, 0, 30, 17]
+    packed = PackedLayout.from_lengths(lengths, segment_multiple=2 * cp_size)
+    plan = zigzag(packed, cp_size)
+    pairs = []
+    for rank in range(cp_size):
+        local, positions = cp_partition(packed, plan, rank, packed.position_ids)
+        pairs.append(int((positions + 1)[~local.moe_padding_mask].sum()))
+    assert plan.attention_balance == pytest.approx(max(pairs) / (sum(pairs) / cp_size))
+    assert zigzag(PackedLayout.from_lengths([], 4 * cp_size), cp_size).attention_balance == 1.0
+
+
+@pytest.mark.parametrize(
+    "config,on,expected",
+    [
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cpu"),
+        ("cuda:nccl", "cpu", "cuda"),
+        ("xpu:xccl", "cpu", "xpu"),
+        ("npu:hccl,xpu:xccl", "xpu", "xpu"),
+    ],
+)
+def test_equalizing_goes_by_a_device_of_the_group(config, on, expected, monkeypatch):
+    """Of any vendor: meta stands in for what is not here."""
+    asked = []
+
+    def tensor(value, device):
+        asked.append(device)
+        return torch.full((), value)
+
     packed = PackedLayout.from_lengths([4])
-    for call in (
-        lambda: cp_partition(packed, 2, 0, zigzag=None),
-        lambda: cuseq.distributed.cp_join(packed, 2, torch.zeros(2, 2), zigzag=None),
-    ):
-        with pytest.raises(TypeError, match="zigzag must be True or False, got None"):
-            call()
+    monkeypatch.setattr(PackedLayout, "device", property(lambda self: torch.device(on)))
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, *_: total)
+    monkeypatch.setattr(torch, "tensor", tensor)
+    assert cuseq.distributed.equalize_tokens(packed) is packed
+    assert asked == [expected]
 
 
 def test_a_layout_to_equalize_is_one():

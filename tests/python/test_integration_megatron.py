@@ -64,17 +64,15 @@ def test_seq_idx(device):
     assert seq_idx.tolist() == [expected]
 
 
-@pytest.mark.parametrize("zigzag", [True, False])
-def test_a_dealt_row_joins_again(zigzag, device):
+def test_a_dealt_row_joins_again(device):
     packed = PackedLayout.from_lengths([3, 8], segment_multiple=4, total_multiple=4, device=device)
     whole = torch.randn(packed.total_tokens, 2, device=device)
-    parts = [
-        cuseq.distributed.cp_partition(packed, 2, rank, whole, zigzag=zigzag) for rank in range(2)
-    ]
-    assert parts[0][0].lengths.tolist() == ([1, 4] if zigzag else [2, 4])
-    assert parts[1][0].lengths.tolist() == ([2, 4] if zigzag else [1, 4])
+    plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
+    parts = [cuseq.distributed.cp_partition(packed, plan, rank, whole) for rank in range(2)]
+    assert parts[0][0].lengths.tolist() == [1, 4]
+    assert parts[1][0].lengths.tolist() == [2, 4]
     stacked = torch.stack([tokens for _, tokens in parts])
-    assert torch.equal(cuseq.distributed.cp_join(packed, 2, stacked, zigzag=zigzag), whole)
+    assert torch.equal(cuseq.distributed.cp_join(packed, plan, stacked), whole)
 
 
 @pytest.mark.parametrize("lengths", [[3, 5], [8, 0, 1, 20, 0], [16]], ids=str)
@@ -148,7 +146,7 @@ def test_rotary_embedding_of_padded_segments(cp_size, total_multiple, interleave
     )
     params, head_dim = packed_seq_params(packed), 8
     offsets = params.cu_seqlens_q_padded
-    assert torch.equal(offsets[:6], packed.rope_cu_seqlens) and offsets[-1] == packed.total_tokens
+    assert torch.equal(offsets[:6], packed.cu_seqlens_padded) and offsets[-1] == packed.total_tokens
     assert params.max_seqlen_q != offsets[-1], "Megatron would take its table for one row a token"
     inv_freq = 10_000 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(params.max_seqlen_q, dtype=torch.float64), inv_freq)
@@ -160,8 +158,9 @@ def test_rotary_embedding_of_padded_segments(cp_size, total_multiple, interleave
         packed.total_tokens, head_dim, inv_freq=inv_freq, dtype=torch.float64, device=device
     )
     q = torch.randn(packed.total_tokens, 2, head_dim, dtype=torch.float64)
+    plan = cuseq.distributed.cp_plan(packed, cp_size, policy="zigzag")
     for rank in range(cp_size):
-        local, own = cuseq.distributed.cp_partition(packed, cp_size, rank, q)
+        local, own = cuseq.distributed.cp_partition(packed, plan, rank, q)
         theirs = apply_rotary_pos_emb(
             own,
             angles[:, None, None],

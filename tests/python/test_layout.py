@@ -250,10 +250,13 @@ def test_what_a_dry_run_makes_is_not_kept(how):
     packed = PackedLayout.from_lengths([3, 1], 12, segment_multiple=4)
     expected = PackedLayout.from_lengths([3, 1], 12, segment_multiple=4)
     rows, padded = torch.randn(12, 2), torch.randn(2, 3, 2)
+    plan, same_plan = (
+        cuseq.distributed.cp_plan(layout, 2, policy="zigzag") for layout in (packed, expected)
+    )
 
     def run(rows):
         facts = packed.position_ids + packed.seq_idx[0] + packed.cu_seqlens[-1] + packed.lengths[0]
-        shared = cuseq.distributed.cp_join(packed, 2, rows.view(2, 6, 2))
+        shared = cuseq.distributed.cp_join(packed, plan, rows.view(2, 6, 2))
         batch = cuseq.unpack(packed, rows)
         return rows * facts.unsqueeze(1) + shared + cuseq.pack(packed, batch)
 
@@ -271,7 +274,8 @@ def test_what_a_dry_run_makes_is_not_kept(how):
     assert torch.equal(cuseq.pack(packed, padded), cuseq.pack(expected, padded))
     split = rows.view(2, 6, 2)
     assert torch.equal(
-        cuseq.distributed.cp_join(packed, 2, split), cuseq.distributed.cp_join(expected, 2, split)
+        cuseq.distributed.cp_join(packed, plan, split),
+        cuseq.distributed.cp_join(expected, same_plan, split),
     )
     assert torch.equal(run(rows), run(rows))
 
@@ -494,6 +498,9 @@ def test_a_longer_row_has_whole_tokens(device):
             packed.with_total_tokens(tokens)
 
 
+PLAN = cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
+
+
 @pytest.mark.parametrize("given", [torch.tensor([0, 2, 5], dtype=torch.int32), [2, 3]])
 @pytest.mark.parametrize(
     "call",
@@ -502,8 +509,8 @@ def test_a_longer_row_has_whole_tokens(device):
         lambda packed, x: cuseq.apply_rope(x, x, x[:, 0, :4], x[:, 0, :4], packed=packed),
         lambda packed, x: cuseq.pack(packed, x),
         lambda packed, x: cuseq.unpack(packed, x),
-        lambda packed, x: cuseq.distributed.cp_partition(packed, 2, 0, x),
-        lambda packed, x: cuseq.distributed.cp_join(packed, 2, x),
+        lambda packed, x: cuseq.distributed.cp_partition(packed, PLAN, 0, x),
+        lambda packed, x: cuseq.distributed.cp_join(packed, PLAN, x),
     ],
     ids=["attention", "rope", "pack", "unpack", "cp_partition", "cp_join"],
 )

@@ -508,11 +508,12 @@ def test_fills_that_stand_for_numbers(function, device):
 
 def test_what_is_no_tensor_is_named(device):
     packed = PackedLayout.from_lengths([2, 2], device=device)
+    plan = cuseq.distributed.cp_plan(packed, 1, policy="zigzag")
     for call in (
         lambda: cuseq.pack(packed, [[1, 2], [3, 4]]),
         lambda: cuseq.unpack(packed, [1, 2, 3, 4]),
-        lambda: cuseq.distributed.cp_join(packed, 1, [[1, 2, 3, 4]]),
-        lambda: cuseq.distributed.cp_partition(packed, 1, 0, [1, 2, 3, 4]),
+        lambda: cuseq.distributed.cp_join(packed, plan, [[1, 2, 3, 4]]),
+        lambda: cuseq.distributed.cp_partition(packed, plan, 0, [1, 2, 3, 4]),
     ):
         with pytest.raises(TypeError, match=r"tensors\[0\] must be a tensor, got list"):
             call()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import cuseq
 from cuseq import PackedLayout
-from cuseq.distributed import cp_join, cp_partition
+from cuseq.distributed import cp_join, cp_partition, cp_plan
 
 ops = torch.ops.cuseq
 
@@ -294,10 +294,10 @@ def test_compiled_code_says_that_segments_do_not_fit(cuda):
 # ---------------------------------------------------------------------------------------- labels
 
 
-def labels_by_loop(labels: list[int], expected: Expected, shifted: bool) -> list[int]:
+def labels_by_loop(labels: list[int], expected: Expected, shift: int) -> list[int]:
     kept = []
     for token, label in enumerate(labels):
-        source, target = (token, token + 1) if shifted else (token - 1, token)
+        source, target = (token, token + shift) if shift > 0 else (token - 1, token)
         inside = source >= 0 and target < len(labels)
         both_real = inside and None not in (expected.slots[source], expected.slots[target])
         one_sequence = inside and expected.seq_ids[source] == expected.seq_ids[target]
@@ -305,12 +305,12 @@ def labels_by_loop(labels: list[int], expected: Expected, shifted: bool) -> list
     return kept
 
 
-def check_labels(expected: Expected, packed: PackedLayout, shifted: bool, dtype, device) -> None:
+def check_labels(expected: Expected, packed: PackedLayout, shift: int, dtype, device) -> None:
     labels = torch.arange(10, 10 + expected.total_tokens, dtype=dtype, device=device)
     before = labels.clone()
-    wanted = labels_by_loop(labels.tolist(), expected, shifted)
+    wanted = labels_by_loop(labels.tolist(), expected, shift)
     for form, values in ((labels, wanted), (labels.unsqueeze(0), [wanted])):
-        masked = cuseq.data.mask_boundary_labels(form, packed, shifted=shifted)
+        masked = cuseq.data.mask_boundary_labels(form, packed, shift=shift)
         assert (masked.dtype, masked.device) == (dtype, device)
         assert masked.tolist() == values
     assert torch.equal(labels, before)
@@ -322,33 +322,33 @@ def test_labels_of_two_sequences(device):
     labels = torch.arange(12, device=device)
     masked = cuseq.data.mask_boundary_labels(labels, packed)
     assert masked.tolist() == [IGNORED, 1, 2, IGNORED, IGNORED, 5, *[IGNORED] * 6]
-    masked = cuseq.data.mask_boundary_labels(labels, packed, shifted=True)
+    masked = cuseq.data.mask_boundary_labels(labels, packed, shift=1)
     assert masked.tolist() == [0, 1, IGNORED, IGNORED, 4, *[IGNORED] * 7]
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("lengths,sizes", ROWS)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted labels"])
+@pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("make", MAKERS)
-def test_labels(make, shifted, dtype, lengths, sizes, device):
+def test_labels(make, shift, dtype, lengths, sizes, device):
     expected = row(lengths, **sizes_to_row(sizes))
     packed = MAKERS[make](lengths, device, **sizes)
-    check_labels(expected, packed, shifted, dtype, device)
+    check_labels(expected, packed, shift, dtype, device)
 
 
 @given(
     lengths=st.lists(st.integers(0, 12), max_size=6),
     segment=st.sampled_from([2, 3, 8]),
     total=st.sampled_from([1, 5, 16]),
-    shifted=st.booleans(),
+    shift=st.integers(0, 5),
     dtype=st.sampled_from([torch.int32, torch.int64]),
 )
-def test_labels_of_any_row(lengths, segment, total, shifted, dtype, device):
+def test_labels_of_any_row(lengths, segment, total, shift, dtype, device):
     packed = PackedLayout.from_lengths(
         lengths, segment_multiple=segment, total_multiple=total, device=device
     )
-    check_labels(row(lengths, segment, total), packed, shifted, dtype, device)
+    check_labels(row(lengths, segment, total), packed, shift, dtype, device)
 
 
 # ----------------------------------------------------------------- offsets that hold anything
@@ -391,8 +391,7 @@ def index_ops(mask: Tensor, offsets: Tensor) -> None:
 
 def deal_ops(offsets: Tensor) -> None:
     for cp_size in (1, 2, 5):
-        for zigzag in (True, False):
-            use_rows(*ops.cp_rows(offsets, TOTAL, cp_size, zigzag))
+        use_rows(*ops.cp_rows(offsets, TOTAL, cp_size))
 
 
 def attend(offsets: Tensor, padded: Tensor, dtype=torch.float32) -> None:
@@ -411,7 +410,7 @@ def pair_calls(offsets: Tensor, padded: Tensor) -> dict[str, Callable[[], object
             labels, offsets, cu_seqlens_padded=padded
         ),
         "shifted labels": lambda: ops.mask_boundary_labels(
-            labels.int(), offsets, True, cu_seqlens_padded=padded
+            labels.int(), offsets, 1, cu_seqlens_padded=padded
         ),
         "varlen_attention": lambda: attend(offsets, padded),
     }
@@ -672,12 +671,11 @@ def test_a_longer_row_is_pickled_and_moved(name, device):
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["training", "inference"])
-@pytest.mark.parametrize("zigzag", [True, False], ids=["zigzag", "in order"])
 @pytest.mark.parametrize("cp_rank", [0, 1])
-def test_a_longer_row_of_a_part(cp_rank, zigzag, inference, device):
+def test_a_longer_row_of_a_part(cp_rank, inference, device):
     with torch.inference_mode(inference):
         packed = PackedLayout.from_lengths([7, 0, 3], segment_multiple=4, device=device)
-        (part,) = cp_partition(packed, 2, cp_rank, zigzag=zigzag)
+        (part,) = cp_partition(packed, cp_plan(packed, 2, policy="zigzag"), cp_rank)
         longer = part.with_total_tokens(10)
     pads = part.moe_padding_mask.tolist()
     for made in (longer, pickle.loads(pickle.dumps(longer)), longer.to("cpu")):
@@ -730,12 +728,12 @@ def test_a_longer_row_waits_for_the_copy_of_its_segments(cuda):
             total + 4
         )
         assert longer.max_seqlen_padded == -(-length // 4) * 4
-        assert longer._segments.host_meta.tolist()[2] == total + 4
+        assert longer.segments.host_meta.tolist()[2] == total + 4
 
 
 def test_equalized_rows_keep_their_padding(monkeypatch, device):
     """As if the longest row of the ranks had 24 tokens."""
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, *_: total.clamp_(min=LONGER))
     for make, lengths, segment in SHORT.values():
         short = make(device)
@@ -755,7 +753,7 @@ def test_all_that_a_device_mask_says_is_three_kernels(kind, segment, cuda):
     if kind == "4-D additive":
         mask = additive(mask, torch.bfloat16, float("-inf"))
     ids = torch.arange(16 * 300, device=cuda).view(16, 300)
-    names = "lengths cu_seqlens cu_seqlens_padded cu_seqlens_static rope_cu_seqlens position_ids "
+    names = "lengths cu_seqlens cu_seqlens_padded cu_seqlens_static position_ids "
     names += "seq_ids moe_padding_mask pads_between_sequences total_tokens num_sequences"
 
     def read() -> PackedLayout:
@@ -788,12 +786,13 @@ def test_all_that_a_device_mask_says_is_three_kernels(kind, segment, cuda):
 def test_parts_that_are_not_those_of_all_ranks(shape, device):
     packed = PackedLayout.from_lengths([5, 3], segment_multiple=4, device=device)
     right = torch.zeros(2, 6, 3, device=device)
-    assert cp_join(packed, 2, right).shape == (12, 3)
+    plan = cp_plan(packed, 2, policy="zigzag")
+    assert cp_join(packed, plan, right).shape == (12, 3)
     wrong = torch.zeros(shape, device=device)
     got = ", ".join(map(str, shape))
     for number, tensors in enumerate([(wrong,), (right, wrong)]):
         with pytest.raises(ValueError, match=rf"tensors\[{number}\].*2, 6.*\[{got}\]"):
-            cp_join(packed, 2, *tensors)
+            cp_join(packed, plan, *tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

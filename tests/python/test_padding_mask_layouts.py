@@ -72,7 +72,6 @@ def check(
         "cu_seqlens": reference.cu_seqlens(expected.lengths),
         "cu_seqlens_static": reference.cu_seqlens_static(expected.lengths, max_seqs),
         "cu_seqlens_padded": reference.cu_seqlens(expected.segments),
-        "rope_cu_seqlens": reference.cu_seqlens(expected.segments),
         "position_ids": expected.position_ids,
         "seq_ids": expected.seq_ids,
     }
@@ -169,7 +168,7 @@ def test_two_sequences(device):
         assert (layout.total_tokens, layout.pads_between_sequences) == (5, False)
         layout = PackedLayout.from_padding_mask(mask, segment_multiple=4, total_multiple=3)
         assert layout.cu_seqlens.tolist() == [0, 2, 5]
-        assert layout.cu_seqlens_padded.tolist() == layout.rope_cu_seqlens.tolist() == [0, 4, 8]
+        assert layout.cu_seqlens_padded.tolist() == [0, 4, 8]
         assert layout.position_ids.tolist() == [0, 1, 2, 3] * 3
         assert layout.seq_ids.tolist() == [0] * 4 + [1] * 4 + [2] * 4
         assert (layout.max_seqlen, layout.max_seqlen_padded) == (3, 4)
@@ -636,7 +635,7 @@ def made(options: str, device=CPU) -> tuple[PackedLayout, Expected, int | None]:
 @pytest.mark.parametrize("options", MADE)
 def test_tensors_are_made_once(options, device):
     layout, *_ = made(options, device)
-    for name in "lengths cu_seqlens cu_seqlens_padded rope_cu_seqlens position_ids seq_ids".split():
+    for name in "lengths cu_seqlens cu_seqlens_padded position_ids seq_ids".split():
         assert getattr(layout, name) is getattr(layout, name), name
 
 
@@ -854,7 +853,7 @@ def test_what_is_read_of_a_device_mask_later(cuda):
 
     def body():
         layout = PackedLayout.from_padding_mask(mask, 16, total_tokens=16 * 304)
-        for name in ("lengths", "cu_seqlens", "cu_seqlens_padded", "rope_cu_seqlens"):
+        for name in ("lengths", "cu_seqlens", "cu_seqlens_padded"):
             getattr(layout, name)
         layout.position_ids, layout.seq_ids, layout.pads_between_sequences  # noqa: B018
 
@@ -952,9 +951,9 @@ def test_a_layout_that_arrives_in_inference_mode_trains(options):
     batch = torch.randn(2, 3, 4, requires_grad=True)
     cuseq.pack(packed, batch).sum().backward()
     assert torch.equal(batch.grad[..., 0], mask.float())
-    part, _ = cuseq.distributed.cp_partition(
-        PackedLayout.from_lengths([4, 8]), 2, 0, torch.zeros(12)
-    )
+    packed = PackedLayout.from_lengths([4, 8])
+    plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
+    part, _ = cuseq.distributed.cp_partition(packed, plan, 0, torch.zeros(12))
     with torch.inference_mode():
         part = pickle.loads(pickle.dumps(part))
     q = torch.randn(6, 2, 8, requires_grad=True)

@@ -1235,7 +1235,8 @@ def test_frequencies_given_another_storage_make_a_new_table(device):
 def test_a_ranks_part_in_batch_rows(cp_rank, qkv_format, device):
     """Batch row after batch row, as of any qkv_format."""
     packed = cuseq.PackedLayout.from_lengths([7, 1, 4], segment_multiple=4, device=device)
-    (local,) = cuseq.distributed.cp_partition(packed, 2, cp_rank)
+    plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
+    (local,) = cuseq.distributed.cp_partition(packed, plan, cp_rank)
     cos, sin = cuseq.rope_table(16, 8, device=device)
     q = torch.randn(local.total_tokens, 3, 8, device=device)
     expected, _ = cuseq.apply_rope(q, None, cos, sin, packed=local)

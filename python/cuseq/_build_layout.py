@@ -1,0 +1,212 @@
+"""Layout states from lengths, offsets, padding masks and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import lcm
+from operator import index
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+from cuseq._arguments import as_int, as_size, check_flag, check_tensor
+from cuseq._layout_state import NUM_SEQS, LayoutState
+from cuseq._modes import outside_inference_mode
+from cuseq._transfer import to_host
+
+_ops = torch.ops.cuseq
+
+Multiple = int | Sequence[int]
+
+
+def common_multiple(multiple: Multiple, name: str) -> int:
+    """Return the least common multiple of one int or of several, each at least 1."""
+    multiples = multiple if isinstance(multiple, Sequence) else (multiple,)
+    return as_int(lcm(*(as_int(one, name, least=1) for one in multiples)), name)
+
+
+def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
+    """Return ints as an int64 tensor on the host, and a tensor with values as it is."""
+    if isinstance(values, Tensor):
+        check_tensor(values, name)
+    else:
+        try:
+            # index() refuses what int() would cut off. The device is named because a device context
+            # would move host lengths otherwise.
+            values = torch.tensor([index(v) for v in values], dtype=torch.int64, device="cpu")
+        except TypeError as error:
+            raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
+        except (OverflowError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{name} must fit in int64, got {values!r}") from error
+    if values.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
+    check_has_values(values, name)
+    return values
+
+
+def check_has_values(values: Tensor, name: str) -> None:
+    """Refuse a tensor on meta."""
+    if values.device.type == "meta":
+        raise ValueError(f"{name} must have values, got a tensor on meta")
+
+
+def of_sequences(
+    source: Tensor,
+    total_tokens: int | None,
+    max_seqs: int | None,
+    *,
+    from_cu_seqlens: bool,
+    num_seqs: Tensor | None = None,
+) -> LayoutState:
+    """Return the state for lengths or offsets, without padding between sequences.
+
+    It lies where `source` lies, or on the host if `total_tokens` is None: then the values are
+    needed at once, and with them on the host nothing waits again.
+
+    Args:
+        source: int32 or int64, lengths `[n_seqs]` or offsets `[n_seqs + 1]`.
+        total_tokens, max_seqs: as for `PackedLayout.from_lengths`.
+        from_cu_seqlens: whether `source` holds offsets.
+        num_seqs: int32 `[1]`, how many sequences there are where `source` is longer.
+    """
+    total_tokens = as_size(total_tokens, "total_tokens")
+    max_seqs = as_size(max_seqs, "max_seqs")
+    if total_tokens is None:
+        source = source if source.device.type == "cpu" else to_host(source)
+        total_tokens = _C.tokens_of(source, from_cu_seqlens)
+    n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
+    if max_seqs is None:
+        # Positions are as many as tokens, and have no sequence of length zero.
+        max_seqs = total_tokens if num_seqs is not None else max(total_tokens, n_seqs)
+    with outside_inference_mode():
+        made = _ops.layout_metadata(source, total_tokens, max_seqs, from_cu_seqlens, num_seqs)
+        return _checked(_started(*made, total_tokens, n_seqs if num_seqs is None else None))
+
+
+def of_segments(
+    lengths: Tensor,
+    total_tokens: int | None,
+    segment_multiple: Multiple,
+    total_multiple: Multiple,
+    max_seqs: int | None,
+) -> LayoutState:
+    """Return the state for lengths whose segments are filled up to multiples."""
+    segment_multiple = common_multiple(segment_multiple, "segment_multiple")
+    total_multiple = common_multiple(total_multiple, "total_multiple")
+    total_multiple = as_int(lcm(segment_multiple, total_multiple), "total_multiple")
+    if total_tokens is None:
+        lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
+        _C.tokens_of(lengths, False)  # raises what is wrong with them, not with their sum
+        segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
+        total_tokens = -(-segments * segment_multiple // total_multiple) * total_multiple
+    elif as_int(total_tokens, "total_tokens") % total_multiple != 0:
+        raise ValueError(
+            f"total_tokens must be a multiple of {total_multiple}, which "
+            f"segment_multiple and total_multiple give together, got {total_tokens}"
+        )
+    if max_seqs is None:
+        max_seqs = max(total_tokens, lengths.shape[0])
+    max_seqs = as_size(max_seqs, "max_seqs")
+    if segment_multiple == 1:
+        return of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
+    n_seqs = lengths.shape[0]
+    with outside_inference_mode():
+        made = _ops.segment_metadata(lengths, total_tokens, max_seqs, segment_multiple)
+        segments = _checked(_started(*made[3:], total_tokens, n_seqs))
+        return _started(*made[:3], total_tokens, n_seqs)._replace(segments=segments)
+
+
+def of_mask(
+    real: Tensor,
+    kind: str,
+    total_tokens: int | None,
+    segment_multiple: Multiple,
+    total_multiple: Multiple,
+    max_seqs: int | None,
+) -> LayoutState:
+    """Return the state for the mask `[batch, seqlen]` and kind that `real_tokens` returned."""
+    lengths = _ops.lengths_from_padding_mask(real, kind)
+    return of_segments(lengths, total_tokens, segment_multiple, total_multiple, max_seqs)
+
+
+def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) -> LayoutState:
+    """Return the state for positions that restart with each sequence."""
+    check_tensor(position_ids, "position_ids")
+    check_has_values(position_ids, "position_ids")
+    max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
+    offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
+    tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
+    return of_sequences(offsets, tokens.numel(), max_seqs, from_cu_seqlens=True, num_seqs=num_seqs)
+
+
+def of_lengths_and_segments(
+    lengths: Tensor, segment_lengths: Tensor | None, total_tokens: int, max_seqs: int
+) -> LayoutState:
+    """Return the state for lengths in segments of given lengths; None where they are equal."""
+    state = of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
+    if segment_lengths is None:
+        return state
+    segments = of_sequences(segment_lengths, total_tokens, max_seqs, from_cu_seqlens=False)
+    return state._replace(segments=segments)
+
+
+def _started(
+    lengths: Tensor,
+    offsets: Tensor,
+    meta: Tensor,
+    total_tokens: int,
+    num_sequences: int | None,
+) -> LayoutState:
+    """Return the state of what a kernel has made, with its copy to the host on the way."""
+    host_meta, host_lengths = _C.start_host_copy([meta, lengths])
+    state = LayoutState(lengths, offsets, host_meta, total_tokens, num_sequences)
+    if lengths.device.type == "cpu":
+        return state
+    return state._replace(host_lengths=host_lengths, from_device=True)
+
+
+def _checked(state: LayoutState) -> LayoutState:
+    """Raise what is wrong with lengths on the host; those of a device are checked when read."""
+    if state.lengths.device.type == "cpu":
+        _C.read_host_meta(state.host_meta, NUM_SEQS)
+    return state
+
+
+def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
+    """Return the mask `[batch, seqlen]` of real tokens, and how its elements say so."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"mask must be a tensor, got {type(mask).__name__}: without one give lengths, by "
+            "PackedLayout.from_lengths"
+        )
+    check_tensor(mask, "mask")
+    check_has_values(mask, "mask")
+    check_flag(true_is_pad, "true_is_pad")
+    kind = "zero" if true_is_pad else "nonzero"
+    if mask.dim() != 4:
+        return mask, kind
+    if mask.shape[-1] != mask.shape[-2] or mask.shape[1] < 1:
+        raise ValueError(
+            f"mask must be [batch, 1 or heads, seqlen, seqlen], got {tuple(mask.shape)}"
+        )
+    mask = mask[:, 0].diagonal(dim1=-2, dim2=-1)
+    on_host = mask.device.type == "cpu"
+    if mask.is_floating_point():
+        if true_is_pad:
+            raise ValueError(
+                "true_is_pad must be False for an additive mask, whose negative elements hide"
+            )
+        if on_host and not bool((mask <= 0).all()):
+            raise ValueError(
+                "an additive mask must have no positive element and no NaN on its diagonal, "
+                f"got {mask[~(mask <= 0)][0].item()}: if it holds ones and zeros, give mask.bool()"
+            )
+        return mask, "additive"
+    is_signed = mask.dtype.is_signed and not mask.is_complex()
+    if on_host and is_signed and bool((mask < 0).any()):
+        raise ValueError(
+            f"a 4-D integer mask must have no negative element, got {mask.min().item()}: an "
+            "additive one has to be floating point"
+        )
+    return mask, kind

@@ -1,0 +1,280 @@
+"""Facts of a packed layout: numbers on the host, tensors on the device, made when asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from cuseq import _C
+from cuseq._layout_state import MAX_SEQLEN, NUM_REAL_TOKENS, NUM_SEQS, LayoutState
+from cuseq._modes import CHECKING, is_capturing, may_keep, outside_inference_mode
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_ops = torch.ops.cuseq
+
+
+class LayoutFacts:
+    """The facts of a layout. What attention reads is in the state from the start: a tensor first
+    made inside a compiled region would cost a second graph. The rest is made when asked for.
+    """
+
+    def __init__(self, state: LayoutState):
+        self.state = state
+        self._segments = None if state.segments is None else type(self)(state.segments)
+        self._num_sequences = state.num_sequences
+        self._lengths: Tensor | None = None
+        self._cu_seqlens: Tensor | None = None
+        self._tokens: tuple[Tensor, ...] | None = None
+        self._seq_idx: Tensor | None = None
+        # The version of each tensor when it was made, for CUSEQ_CHECK=1.
+        self._versions: list[tuple[str, Tensor, int]] = []
+        self._note_versions(cu_seqlens=state.cu_seqlens_static, lengths=state.lengths)
+        self._note_versions(host_meta=state.host_meta, position_ids=state.rank_positions)
+
+    def _note_versions(self, **tensors: Tensor | None) -> None:
+        if CHECKING and not is_compiling():
+            self._versions += [
+                (name, tensor, tensor._version)
+                for name, tensor in tensors.items()
+                if tensor is not None and not tensor.is_inference()
+            ]
+
+    def check_unedited(self) -> None:
+        """Raise ValueError if a tensor of the layout was edited since it was made.
+
+        PyTorch's version counters say so, which `.data`, NumPy and raw kernels do not move. It
+        costs nothing unless `CUSEQ_CHECK=1`.
+        """
+        if not CHECKING or is_compiling():
+            return
+        edited = [name for name, tensor, made in self._versions if tensor._version != made]
+        if self._segments is not None:
+            segments = self._segments._versions
+            edited += [f"{n}_padded" for n, tensor, made in segments if tensor._version != made]
+        if edited:
+            raise ValueError(
+                "tensors of a PackedLayout must not be edited, they are shared, but these (or "
+                f"views of their memory) were: {', '.join('packed.' + name for name in edited)}; "
+                "make another layout instead"
+            )
+
+    def wait(self) -> Self:
+        """Wait until host values are there, check them and return the layout.
+
+        Only a layout whose lengths came from a GPU can make it wait, once, for one small copy.
+        """
+        self._host_value(NUM_SEQS)  # its status is that of the segments too
+        return self
+
+    def _host_value(self, slot: int) -> int:
+        return _C.read_host_meta(self.state.host_meta, slot)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the row in memory, tail included."""
+        return self.state.total_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences there are, those of length zero included."""
+        if self._num_sequences is None:
+            self._num_sequences = self._host_value(NUM_SEQS)
+        return self._num_sequences
+
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest sequence."""
+        return self._host_value(MAX_SEQLEN)
+
+    @property
+    def max_seqlen_padded(self) -> int:
+        """Tokens of the longest segment."""
+        return self.segments.max_seqlen
+
+    @property
+    def num_real_tokens(self) -> int:
+        """The sum of the lengths."""
+        return self._host_value(NUM_REAL_TOKENS)
+
+    @property
+    def known_lengths(self) -> Tensor | None:
+        """int32 `[n_seqs or more]` on the host, or None where reading them would wait."""
+        state = self.state
+        if state.lengths.device.type == "cpu":
+            return state.lengths
+        return None if state.from_device else state.host_lengths
+
+    def lengths_on_host(self) -> Tensor:
+        """int32 `[n_seqs]` on the host; waits for their copy where they came from a GPU."""
+        self.wait()
+        state = self.state
+        lengths = state.lengths if state.host_lengths is None else state.host_lengths
+        return lengths[: self.num_sequences]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.state.cu_seqlens_static.device
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 `[n_seqs]`, tokens of each sequence. Must not be edited."""
+        if self._lengths is not None:
+            return self._lengths
+        lengths = self.state.lengths[: self.num_sequences]
+        if may_keep(lengths):
+            self._lengths = lengths
+        return lengths
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 `[n_seqs + 1]`, offsets of the sequences' real tokens. Must not be edited."""
+        if self._cu_seqlens is not None:
+            return self._cu_seqlens
+        offsets = self.state.cu_seqlens_static[: self.num_sequences + 1]
+        if may_keep(offsets):
+            self._cu_seqlens = offsets
+        return offsets
+
+    @property
+    def cu_seqlens_static(self) -> Tensor:
+        """int32 `[max_seqs + 1]`, `cu_seqlens` with the last offset repeated. Must not be edited.
+
+        Its shape depends on `max_seqs` alone, so compiled code serves every pack with one graph.
+        """
+        return self.state.cu_seqlens_static
+
+    @property
+    def host_meta(self) -> Tensor:
+        """int32 `[6]` on the CPU: number of sequences, longest length, total tokens, real tokens,
+        status, greatest common divisor of the lengths. Must not be edited.
+
+        Ops read it when they run, so compiled code never holds a stale length.
+        """
+        return self.state.host_meta
+
+    @property
+    def cu_seqlens_padded(self) -> Tensor:
+        """int32 `[n_seqs + 1]`, where segments lie in memory. Must not be edited.
+
+        Equal to `cu_seqlens` without padding between sequences.
+        """
+        return self.segments.cu_seqlens
+
+    @property
+    def cu_seqlens_padded_static(self) -> Tensor | None:
+        """int32 `[max_seqs + 1]` for ops, None without padding between sequences. Must not be
+        edited.
+        """
+        self.check_whole()
+        return None if self._segments is None else self._segments.cu_seqlens_static
+
+    @property
+    def segments(self) -> Self:
+        """The layout of the segments: of sequences and the padding after each."""
+        return self if self._segments is None else self._segments
+
+    @property
+    def pads_between_sequences(self) -> bool:
+        """Whether segments are longer than their sequences, as the layout was made."""
+        return self._segments is not None
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int32 `[total_tokens]`, position inside the segment, padding counted on. Must not be
+        edited.
+
+        The tail restarts at 0. Of a rank's part of a row they are those in the whole sequences.
+        """
+        positions = self.state.rank_positions
+        return self._token_metadata()[0] if positions is None else positions
+
+    @property
+    def seq_ids(self) -> Tensor:
+        """int32 `[total_tokens]`, index of the sequence, its padding's too; `n_seqs` on the tail.
+        Must not be edited.
+        """
+        return self._token_metadata()[1]
+
+    @property
+    def moe_padding_mask(self) -> Tensor:
+        """bool `[total_tokens]`, True on pads and tail, for the statistics of a router. Must not be
+        edited.
+        """
+        return self._token_metadata()[2]
+
+    @property
+    def seq_idx(self) -> Tensor:
+        """int32 `[1, total_tokens]`, the sequence of each token, -1 on pads and tail. Must not be
+        edited.
+
+        As causal-conv1d and Mamba-2 take it, for whom negative is padding.
+        """
+        self.check_whole()
+        if self._seq_idx is not None:
+            return self._seq_idx
+        with outside_inference_mode():
+            _, sequences, is_pad = self._token_metadata()
+            seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
+        if may_keep(seq_idx) and not is_capturing(self.device):
+            self._seq_idx = seq_idx
+            self._note_versions(seq_idx=seq_idx)
+        return seq_idx
+
+    @property
+    def rank_positions(self) -> Tensor | None:
+        """`position_ids` of a rank's part of a row; None for a whole row. Must not be edited."""
+        return self.state.rank_positions
+
+    def check_whole(self) -> None:
+        """Raise ValueError for a rank's part of a row."""
+        if self.state.rank_positions is not None:
+            raise ValueError(
+                "packed must describe a whole row here, got the part of it that cp_partition gave "
+                "to one rank: its tokens have neighbours on other ranks"
+            )
+
+    def _token_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions in the segments, their numbers, and whether there is padding."""
+        if self._tokens is not None:
+            return self._tokens
+        self.check_unedited()
+        padded = None if self._segments is None else self._segments.cu_seqlens
+        with outside_inference_mode():
+            tokens = _ops.token_metadata(self.cu_seqlens, self.total_tokens, padded)
+        self._keep_tokens(tokens)
+        return tokens
+
+    def _keep_tokens(self, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
+        # What a graph's capture makes holds nothing before its replay, and later graphs reuse it.
+        if may_keep(*tokens) and not is_capturing(self.device):
+            self._tokens = tokens
+            positions, sequences, is_pad = tokens
+            self._note_versions(position_ids=positions, seq_ids=sequences, moe_padding_mask=is_pad)
+
+    def batch_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the slot of each token and the token of each slot of the padded batch.
+
+        Without a mask the batch is padded on the right.
+        """
+        self.check_whole()
+        slots, tokens = self.state.slots, self.state.tokens
+        if slots is None or tokens is None:
+            positions = torch.arange(self.max_seqlen, device=self.device)
+            return self.take_mask(positions < self.lengths.unsqueeze(1), "nonzero")
+        return slots, tokens
+
+    def take_mask(self, mask: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+        """Derive from a batch's mask the slots and the tokens' metadata, in one kernel."""
+        offsets = self.segments.cu_seqlens_static
+        with outside_inference_mode():
+            slots, tokens, *of_tokens = _ops.mask_rows(mask, offsets, self.total_tokens, kind)
+        if may_keep(slots) and not is_capturing(self.device):
+            self.state = self.state._replace(slots=slots, tokens=tokens)
+            self._keep_tokens(tuple(of_tokens))
+        return slots, tokens

@@ -1,0 +1,139 @@
+"""What a `PackedLayout` is made of, and the one map over its tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuseq._modes import outside_inference_mode
+from cuseq._transfer import copy_pair
+
+NUM_SEQS, MAX_SEQLEN, TOTAL_TOKENS, NUM_REAL_TOKENS, STATUS, LENGTH_DIVISOR = range(6)
+
+# In pairs that one copy to a GPU takes.
+_ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions")
+_TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths")
+
+Tensors = dict[str, Any]
+
+
+class LayoutState(NamedTuple):
+    """The facts that a layout cannot derive; everything else is made of them when asked for.
+
+    A named tuple, not a dataclass: Dynamo reads a dataclass whole and would guard on its ints.
+    """
+
+    lengths: Tensor  # int32, at least n_seqs of them
+    cu_seqlens_static: Tensor  # int32 [max_seqs + 1]
+    host_meta: Tensor  # int32 [6] on the CPU
+    total_tokens: int
+    num_sequences: int | None  # None where only host_meta knows
+    # The lengths on the host, of a layout on a device; right after wait().
+    host_lengths: Tensor | None = None
+    # Whether the lengths came from the device, so that the host has to wait for its copy.
+    from_device: bool = False
+    # The layout of the segments, where they are longer than their sequences.
+    segments: LayoutState | None = None
+    # Of a padded batch: the slot of each token [total_tokens], the token of each slot [B, S].
+    slots: Tensor | None = None
+    tokens: Tensor | None = None
+    # Of a rank's part of a row: positions in the whole sequences, [total_tokens].
+    rank_positions: Tensor | None = None
+
+    def map(self, change: Callable[[Tensors], Tensors], **fields: Any) -> LayoutState:
+        """Return a state with other tensors and other fields, in its segments too.
+
+        Args:
+            change: called once for the layout and once for its segments, with the tensors that are
+                there by name; returns those that replace them, or None for one that goes.
+            fields: values of the fields that are not tensors.
+        """
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        changed = change({name: value for name, value in tensors.items() if value is not None})
+        segments = None if self.segments is None else self.segments.map(change, **fields)
+        return self._replace(segments=segments, **fields, **changed)
+
+    def moved(self, device: torch.device) -> LayoutState:
+        """Return the state on another device; `host_meta` stays on the host."""
+        on_host = self.lengths.device.type == "cpu"
+
+        def change(tensors: Tensors) -> Tensors:
+            moved = _copied({n: tensors[n] for n in _ON_DEVICE if n in tensors}, device)
+            if device.type == "cpu":
+                moved["host_lengths"] = None
+            elif on_host:
+                moved["host_lengths"] = tensors["lengths"]
+            return moved
+
+        return self.map(change, from_device=self.from_device and not on_host)
+
+    def pinned(self) -> LayoutState:
+        """Return the state of a layout on the host in pinned memory."""
+        return self.map(
+            lambda tensors: {n: tensors[n].pin_memory() for n in _ON_DEVICE if n in tensors}
+        )
+
+    def lengthened(self, total_tokens: int) -> LayoutState:
+        """Return the state of a longer row: what is added is tail."""
+        more = total_tokens - self.total_tokens
+
+        def change(tensors: Tensors) -> Tensors:
+            lengths, meta = tensors["lengths"], tensors["host_meta"].clone()
+            meta[TOTAL_TOKENS] = total_tokens
+            # Another tensor: the cache finds xformers' bias, which covers the tail, by the lengths.
+            longer = {"host_meta": meta, "lengths": lengths.view_as(lengths)}
+            if "slots" in tensors:
+                longer["slots"] = torch.nn.functional.pad(tensors["slots"], (0, more), value=-1)
+            if "rank_positions" in tensors:
+                tail = torch.arange(more, dtype=torch.int32, device=lengths.device)
+                longer["rank_positions"] = torch.cat([tensors["rank_positions"], tail])
+            return longer
+
+        return self.map(change, total_tokens=total_tokens)
+
+    def to_buffers(self) -> LayoutState:
+        """Return the state with bytes for tensors; a tensor costs a worker a shared-memory file."""
+
+        def change(tensors: Tensors) -> Tensors:
+            buffers = {name: _Buffer.of(tensor) for name, tensor in tensors.items()}
+            return buffers | {"host_lengths": None}
+
+        return self.map(change, from_device=False)
+
+    def from_buffers(self) -> LayoutState:
+        """Return the state of `to_buffers` with tensors on the host again."""
+        with outside_inference_mode():
+            return self.map(lambda buffers: {n: buffer.tensor() for n, buffer in buffers.items()})
+
+
+def _copied(tensors: Tensors, device: torch.device) -> Tensors:
+    names = list(tensors)
+    if len(names) % 2 == 1:
+        tensors = tensors | {"": torch.empty(0, dtype=torch.int32, device="cpu")}
+        names.append("")
+    copied: Tensors = {}
+    for first, second in zip(names[::2], names[1::2], strict=True):
+        copied[first], copied[second] = copy_pair(tensors[first], tensors[second], device)
+    copied.pop("", None)
+    return copied
+
+
+class _Buffer(NamedTuple):
+    """The memory of an int32 tensor."""
+
+    numbers: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Buffer:
+        on_host = tensor.detach().cpu().contiguous()
+        return cls(ctypes.string_at(on_host.data_ptr(), on_host.nbytes), tuple(tensor.shape))
+
+    def tensor(self) -> Tensor:
+        if not self.numbers:
+            return torch.empty(self.shape, dtype=torch.int32, device="cpu")
+        return torch.frombuffer(bytearray(self.numbers), dtype=torch.int32).view(self.shape)

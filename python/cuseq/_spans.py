@@ -1,0 +1,77 @@
+"""Spans of tokens that see each other: pairs of the user, checked against the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+from cuseq._modes import is_capturing, outside_inference_mode
+from cuseq._transfer import copy_pair
+
+Spans = Sequence[tuple[int, int]] | Tensor
+Pairs = tuple[tuple[int, int], ...]
+
+
+def sorted_pairs(spans: Sequence[tuple[int, int]]) -> Pairs:
+    """Return pairs of ints in ascending order."""
+    try:
+        return tuple(sorted((index(start), index(end)) for start, end in spans))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"spans must be pairs of ints or an int32 tensor [n_spans, 2], got {spans!r}"
+        ) from error
+
+
+def check_pairs(
+    pairs: Pairs,
+    row_length: int | None,
+    lengths: Tensor | None,
+    segment_lengths: Tensor | None,
+    total_tokens: int,
+) -> Tensor | None:
+    """Return the pairs as a tensor on the host once pairs and rows are found to fit the layout.
+
+    Args:
+        pairs: (start, end) in tokens of the row, ascending.
+        row_length: tokens of each row that the packed row is cut into; None for one row.
+        lengths: int32 `[n_seqs]` on the host; None where the host does not know them, and then
+            pairs are checked against the row alone.
+        segment_lengths: int32 `[n_seqs]` on the host, where segments are longer than sequences.
+        total_tokens: tokens of the row.
+
+    Returns:
+        int32 `[n_spans, 2]`, or None without pairs.
+    """
+    host = dict(dtype=torch.int32, device="cpu")
+    with outside_inference_mode():
+        try:
+            spans = torch.tensor(pairs, **host) if pairs else None
+        except RuntimeError as error:
+            raise ValueError(
+                f"spans must lie inside the row of {total_tokens} tokens, got {pairs}"
+            ) from error
+        if lengths is None:
+            one_sequence = torch.tensor([0, total_tokens], **host)
+            _C.check_spans_and_rows(one_sequence, None, total_tokens, spans, None)
+            return spans
+        offsets = torch.ops.cuseq.cu_seqlens(lengths)
+        padded = None if segment_lengths is None else torch.ops.cuseq.cu_seqlens(segment_lengths)
+        _C.check_spans_and_rows(offsets, padded, total_tokens, spans, row_length)
+        return spans
+
+
+def spans_on(device: torch.device, spans: Tensor | None) -> Tensor | None:
+    """Copy spans from the host to the layout's device, without a wait."""
+    if spans is None or device.type == "cpu":
+        return spans
+    if is_capturing(device):
+        raise RuntimeError(
+            "spans must be a tensor on the layout's device while a CUDA graph is captured"
+        )
+    with outside_inference_mode():
+        flat, _ = copy_pair(spans.view(-1), spans.new_empty(0), device)
+    return flat.view(-1, 2)
