@@ -11,12 +11,13 @@ Every variant gets the same documents (lognormal lengths, mean 350) in each step
   come or sorted by length; one optimiser step over all of them; sdpa;
 - `packed_sdpa`: one row, transformers' sdpa with the mask that it derives from `position_ids`;
 - `packed_flex`: the same row, its flex attention;
+- `packed_flex_compiled_model`: flex attention with cuseq's `packed.block_mask()`, which is made
+  outside of the compiled code and spares transformers its search; model and loss are compiled;
 - `flash_path`: the same row as its flash attention takes it, lengths derived from `position_ids` in
   every layer by its own functions, over PyTorch's flash kernel;
 - `cuseq`: the same row, `attn_implementation="cuseq"` and the layout from host lengths;
 - `cuseq_device_lengths`: the layout is made in the step, of lengths that are on the GPU;
-- `cuseq_enabled`: `cuseq.integrations.transformers.enable`, which also puts q/k norm and rotation
-  into one kernel;
+- `cuseq_enabled`: `cuseq.enable(model)`, which also puts q/k norm and rotation into one kernel;
 - `..._compiled`: each decoder layer compiled, run over 20 different packs; `..._compiled_model`:
   the whole model with its loss;
 - `..._liger`: with Liger's norm and SwiGLU, and its rotation where cuseq's is not enabled;
@@ -86,7 +87,8 @@ class Variant:
         attention: transformers' `attn_implementation`.
         batching: `padded`, `sorted` or `packed`.
         lengths: where the layout's lengths come from, `host` or `device`; None for no layout.
-        enabled: by `enable`: rotation and q/k norm are cuseq's.
+        enabled: by `cuseq.enable`: attention, rotation and q/k norm are cuseq's.
+        block_mask: the model is given `packed.block_mask()` instead of the layout.
         liger: which parts are Liger's.
         compiled: what is compiled, `layers` or `model`; None for nothing.
         flash: what stands in the place of PyTorch's flash attention; None for nothing.
@@ -97,11 +99,14 @@ class Variant:
     batching: str
     lengths: str | None = None
     enabled: bool = False
+    block_mask: bool = False
     liger: tuple[str, ...] = ()
     compiled: str | None = None
     flash: str | None = None
 
 
+# PyTorch has no backward of flex attention on a CPU, and no flash attention there.
+ATTENTION_OF_GPUS = ("flex_attention", "varlen_path")
 ALL_OF_LIGER = ("rope", "rms_norm", "swiglu")
 ENABLED = Variant("cuseq_enabled", "sdpa", "packed", "host", enabled=True)
 # The reference comes first: the others compare their gradients with its.
@@ -125,6 +130,14 @@ VARIANTS = {
         replace(ENABLED, name="cuseq_enabled_liger", liger=("rms_norm", "swiglu")),
         Variant("packed_sdpa_compiled", "sdpa", "packed", compiled="layers"),
         Variant("packed_flex_compiled", "flex_attention", "packed", compiled="layers"),
+        Variant(
+            "packed_flex_compiled_model",
+            "flex_attention",
+            "packed",
+            "host",
+            block_mask=True,
+            compiled="model",
+        ),
         Variant("cuseq_compiled", "cuseq", "packed", "host", compiled="layers"),
         replace(ENABLED, name="cuseq_enabled_compiled", compiled="layers"),
         replace(ENABLED, name="cuseq_enabled_compiled_model", compiled="model"),
@@ -211,10 +224,17 @@ OTHER_MODELS_VARIANTS = [
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Arguments of the model on the host, and the micro-batch's share of the step's targets."""
+    """What one forward takes.
+
+    Attributes:
+        inputs: arguments of the model, on the host.
+        share: the micro-batch's share of the step's targets.
+        block_mask: whether a mask is made of the layout once it is on the device.
+    """
 
     inputs: dict[str, Any]
     share: float
+    block_mask: bool = False
 
 
 class StepClock:
@@ -367,7 +387,7 @@ def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[M
         del row["packed"]
     if variant.lengths == "device":
         row["lengths"] = torch.tensor([len(doc) for doc in docs], dtype=torch.int32)
-    return [MicroBatch(row, 1.0)]
+    return [MicroBatch(row, 1.0, variant.block_mask)]
 
 
 def padded_batches(variant: Variant, docs: list[list[int]]) -> list[MicroBatch]:
@@ -403,14 +423,16 @@ def prepare(
     if not pin:
         return batches
     return [
-        MicroBatch({name: value.pin_memory() for name, value in batch.inputs.items()}, batch.share)
+        replace(batch, inputs={name: x.pin_memory() for name, x in batch.inputs.items()})
         for batch in batches
     ]
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Copies asynchronously; device lengths become a layout only here."""
+    """Copies asynchronously; device lengths become a layout, and a layout a mask, only here."""
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
+    if batch.block_mask:
+        moved["attention_mask"] = moved.pop("packed").block_mask()
     if "lengths" in moved:
         import cuseq
 
@@ -556,7 +578,8 @@ def measure(
     """Everything about one variant: the row of the table."""
     from torch._dynamo.utils import counters
 
-    import cuseq.integrations.transformers  # noqa: F401
+    import cuseq
+    from cuseq.integrations.transformers import register
 
     warmup, steps = plan
     on_gpu = device.type == "cuda"
@@ -564,9 +587,11 @@ def measure(
         register_flash_path()
     if variant.liger:
         apply_liger(variant.liger, MODELS[name].liger)
+    if variant.attention == "cuseq":
+        register()
     model = build_model(variant, name, device)
     if variant.enabled:
-        cuseq.integrations.transformers.enable(model)
+        cuseq.enable(model)
     packs = 1 + warmup + steps + int(on_gpu)
     if variant.compiled:
         packs = max(packs, COMPILED_PACKS)
@@ -855,7 +880,12 @@ def main() -> None:
             if args.model != "0.6b":
                 names = OTHER_MODELS_VARIANTS
             if not on_gpu:
-                names = [name for name in names if not VARIANTS[name].compiled]
+                names = [
+                    name
+                    for name in names
+                    if not VARIANTS[name].compiled
+                    and VARIANTS[name].attention not in ATTENTION_OF_GPUS
+                ]
             if not liger:
                 names = [name for name in names if not VARIANTS[name].liger]
             if not (on_gpu and has_flash_attention_4()):

@@ -20,8 +20,9 @@ Variants:
   for each run of equal lengths;
 - `unsloth_emptied`: its caches are emptied before each layer, which is what 4173 removed;
 - `xformers`, `xformers_emptied`: the same where xformers can be loaded;
-- `cuseq`, `cuseq_xformers`: `cuseq.integrations.unsloth.enable` over either;
-- `cuseq_blocks`: `enable(compile_blocks=True)`; in `14b` only where --variants names it.
+- `cuseq`, `cuseq_xformers`: `cuseq.enable(unsloth)` over either;
+- `cuseq_blocks`: `cuseq.enable(unsloth, compile_blocks=True)`; in `14b` only where
+  --variants names it.
 
 What is decided at import, attention and the model, has a process of its own; there is one process
 for `rope` and the first of `0.6b`. Each result is kept as soon as it is there, and the reports

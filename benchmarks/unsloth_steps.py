@@ -287,10 +287,12 @@ def _switched(variant: Variant, model: torch.nn.Module) -> Iterator[None]:
                 hook = layer.register_forward_pre_hook(lambda *_: clear_packed_caches())
                 undo.callback(hook.remove)
         if variant.cuseq:
-            from cuseq.integrations.unsloth import disable, enable
+            import unsloth
 
-            enable(compile_blocks=variant.blocks)
-            undo.callback(disable)
+            import cuseq
+
+            cuseq.enable(unsloth, compile_blocks=variant.blocks)
+            undo.callback(cuseq.disable, unsloth)
         yield
 
 
