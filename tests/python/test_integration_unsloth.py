@@ -19,7 +19,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -34,6 +34,9 @@ from torch.testing import assert_close
 
 import cuseq
 from cuseq.integrations import unsloth as integration
+from cuseq.integrations._foreign import UnknownRelease
+from cuseq.integrations.unsloth import _attention as attention
+from cuseq.integrations.unsloth._enable import enable_trainer
 
 VERSION = "2026.10.9"
 FOLDER = Path(
@@ -50,7 +53,12 @@ NAMES = [
     "fast_qk_norm_rope",
 ]
 LENGTHS = [5, 1, 9, 3]
-WRAPPED = ["_run_attention", "enable_sample_packing", "enable_padding_free_metadata"]
+WRAPPED = [
+    "_run_attention",
+    "clear_packed_caches",
+    "enable_sample_packing",
+    "enable_padding_free_metadata",
+]
 # None and what is not positive mean no window.
 WINDOWS = [None, 0, -1, 1, 3, 100]
 
@@ -181,11 +189,12 @@ def test_lengths_win_over_positions_and_a_layout_over_both(device):
     info = integration.get_packed_info_from_kwargs(kwargs, device, positions)
     assert info[1].tolist() == [0, 2, 6]
 
-    packed = cuseq.PackedLayout.from_lengths([1, 5], device=device)
+    packed = cuseq.PackedLayout.from_lengths([2, 4], device=device)
     kwargs["packed"] = packed
     first = integration.get_packed_info_from_kwargs(kwargs, device, positions)
-    expected = (int_lengths([1, 5], device), int_lengths([0, 1, 6], device), 5)
+    expected = (int_lengths([2, 4], device), int_lengths([0, 2, 6], device), 4)
     check_same_info(first, expected)
+    assert first[0] is packed.lengths
     again = integration.get_packed_info_from_kwargs({"packed": packed}, device)
     assert again[0] is first[0] and again[1] is first[1]
 
@@ -198,15 +207,173 @@ def test_a_layout_of_another_row_gives_way_to_lengths(device):
     assert info[1].tolist() == [0, 3, 7]
 
 
+PARTS = [[2], [2, 3], [3, 4], [4]]
+CONTRADICTIONS = [[2, 4, 3], [2, 3, 5], [2, 4], [5, 4], [1, 2], [2, 3, 4, 1], [2, 3, 4, 2, 3]]
+
+
+@pytest.mark.parametrize("lengths", PARTS, ids=str)
+def test_a_part_of_a_layout_is_its_lengths(lengths):
+    packed = cuseq.PackedLayout.from_lengths([2, 3, 4], 12)
+    kwargs = {"packed": packed, "packed_seq_lengths": int_lengths(lengths)}
+    for _ in range(2):
+        info = integration.get_packed_info_from_kwargs(kwargs, "cpu")
+        assert info[0].tolist() == lengths
+
+
+@pytest.mark.parametrize("lengths", CONTRADICTIONS, ids=str)
+def test_lengths_that_contradict_a_layout_are_refused(lengths):
+    packed = cuseq.PackedLayout.from_lengths([2, 3, 4], 12)
+    kwargs = {"packed": packed, "packed_seq_lengths": int_lengths(lengths)}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"packed_seq_lengths must be the .* \[2, 3, 4\]"):
+            integration.get_packed_info_from_kwargs(kwargs, "cpu")
+
+
+def test_lengths_edited_beside_their_layout_are_refused():
+    lengths = int_lengths([2, 3, 4])
+    kwargs = {"packed": cuseq.PackedLayout.from_lengths(lengths), "packed_seq_lengths": lengths}
+    integration.get_packed_info_from_kwargs(kwargs, "cpu")
+    lengths[0] = 1
+    with pytest.raises(ValueError, match="packed_seq_lengths"):
+        integration.get_packed_info_from_kwargs(kwargs, "cpu")
+
+
+def test_a_layout_does_not_outlive_its_comparison():
+    lengths = int_lengths([2, 3])
+    packed = cuseq.PackedLayout.from_lengths([2, 3])
+    kwargs = {"packed": packed, "packed_seq_lengths": lengths}
+    integration.get_packed_info_from_kwargs(kwargs, "cpu")
+    gone = weakref.ref(packed)
+    del packed, kwargs
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_layout_must_be_one():
     with pytest.raises(TypeError, match="packed must be a PackedLayout, got dict"):
         integration.get_packed_info_from_kwargs({"packed": {}}, torch.device("cpu"))
 
 
-def test_enable_without_unsloth():
+def test_importing_the_integration_imports_and_enables_nothing():
     assert "unsloth" not in sys.modules
-    with pytest.raises(ImportError, match="import of unsloth"):
-        integration.enable()
+    assert integration._state.current() is None
+    assert not {"enable", "disable"} & set(vars(integration))
+
+
+def test_a_module_that_is_not_the_known_unsloth_is_refused():
+    with pytest.raises(UnknownRelease, match=r"this unsloth .* unsloth\.utils\.packing is missing"):
+        cuseq.enable(ModuleType("unsloth"))
+    assert integration._state.current() is None
+    cuseq.disable(ModuleType("unsloth"))  # nothing to do
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def packed_info(**kwargs: Any) -> Any:
+    return integration.get_packed_info_from_kwargs(kwargs, torch.device("cpu"))
+
+
+def sdpa_mask(seq_info: Any = (torch.tensor([2, 4]),), **options: Any) -> Tensor:
+    options = {"dtype": torch.float32, "device": "cpu"} | options
+    return integration.build_sdpa_packed_attention_mask(seq_info, **options)
+
+
+def rope(positions: Any, **changes: Any) -> Any:
+    arguments = dict.fromkeys(["Q", "K"], torch.zeros(1, 2, 6, 8))
+    arguments |= dict.fromkeys(["cos", "sin"], torch.zeros(9, 8)) | changes
+    return integration.fast_rope_embedding(**arguments, rope_embedding_indices=positions)
+
+
+def norm_rope(positions: Any) -> Any:
+    norm, heads, table = nn.RMSNorm(8, eps=1e-6), torch.zeros(2, 6, 1, 8), torch.zeros(9, 8)
+    return integration.fast_qk_norm_rope(norm, norm, heads, heads, table, table, positions)
+
+
+def shifted(lengths: Any, labels: Any = None) -> Any:
+    labels = torch.zeros(6, dtype=torch.int64) if labels is None else labels
+    return integration.mask_packed_sequence_boundaries(labels, lengths)
+
+
+def raw(lengths: Any) -> Any:
+    return integration.mask_packed_boundary_labels(torch.zeros(6, dtype=torch.int64), lengths)
+
+
+FIVE = torch.arange(5).unsqueeze(0)
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "list of lengths": (
+        lambda: packed_info(packed_seq_lengths=[2, 4]),
+        TypeError,
+        "packed_seq_lengths must be a tensor, got list",
+    ),
+    "float lengths": (
+        lambda: packed_info(packed_seq_lengths=torch.tensor([2.0])),
+        TypeError,
+        "packed_seq_lengths must be integers, got torch.float32",
+    ),
+    "list of positions": (
+        lambda: integration.get_packed_info_from_kwargs({}, "cpu", [[0, 1]]),
+        TypeError,
+        "position_ids must be a tensor, got list",
+    ),
+    "no info": (lambda: sdpa_mask(None), TypeError, "seq_info must be a tuple .* got NoneType"),
+    "info of lists": (lambda: sdpa_mask(([2, 4],)), TypeError, r"seq_info\[0\] must be a tensor"),
+    "window of SDPA": (
+        lambda: sdpa_mask(sliding_window=2.5),
+        TypeError,
+        "sliding_window must be an int, got 2.5",
+    ),
+    "window of xformers": (
+        lambda: integration.build_xformers_block_causal_mask(None, sliding_window="3"),
+        TypeError,
+        "sliding_window must be an int, got '3'",
+    ),
+    "total": (lambda: sdpa_mask(total_tokens=7.5), TypeError, "total_tokens must be an int"),
+    "five indices for six tokens": (
+        lambda: rope(FIVE),
+        ValueError,
+        r"rope_embedding_indices must hold 6 positions .* shape \(1, 5\)",
+    ),
+    "five positions": (
+        lambda: norm_rope(FIVE),
+        ValueError,
+        r"position_ids must hold 6 positions for all rows, or 2 times 6, got shape \(1, 5\)",
+    ),
+    "float indices": (
+        lambda: rope(torch.zeros(1, 6)),
+        TypeError,
+        "rope_embedding_indices must be integers, got torch.float32",
+    ),
+    "list of indices": (
+        lambda: rope([0, 1, 2, 3, 4, 5]),
+        TypeError,
+        "rope_embedding_indices must be a tensor, got list",
+    ),
+    "three dimensions": (
+        lambda: rope(None, Q=torch.zeros(2, 6, 8)),
+        ValueError,
+        r"Q must have 4 dimensions, got shape \(2, 6, 8\)",
+    ),
+    "scalar table": (lambda: rope(None, cos=torch.tensor(1.0)), ValueError, "cos must be a table"),
+    "labels that no view reaches": (
+        lambda: shifted([2, 4], torch.zeros(2, 3).t()),
+        ValueError,
+        r"shift_labels must be contiguous, .* shape \(3, 2\) with strides \(1, 3\)",
+    ),
+    "list of labels": (lambda: shifted([2], [1, 2]), TypeError, "shift_labels must be a tensor"),
+    "fractions": (lambda: shifted([2.5]), TypeError, "seq_lengths must be integers, got .*float"),
+    "ragged lengths": (lambda: raw([[1, 2], [3]]), TypeError, "seq_lengths must be integers"),
+    "words": (lambda: raw(["a"]), TypeError, "seq_lengths must be integers"),
+    "65 bits": (lambda: raw([2**64]), TypeError, "seq_lengths must be integers of 64 bits"),
+    "negative": (lambda: shifted([-1]), ValueError, "lengths must not be negative"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name):
+    function, kind, message = MISTAKES[name]
+    with pytest.raises(kind, match=message):
+        function()
 
 
 # ------------------------------------------------------------------------------------------ masks
@@ -307,6 +474,7 @@ FORMS: dict[str, Callable[[list[int], torch.device], Any]] = {
     "int16": lambda lengths, device: int_lengths(lengths, device, torch.int16),
     "on host": lambda lengths, device: int_lengths(lengths),
     "[1, n]": lambda lengths, device: int_lengths(lengths, device).unsqueeze(0),
+    "nested": lambda lengths, device: [lengths],
 }
 
 
@@ -363,9 +531,7 @@ def test_labels_that_no_view_reaches():
     labels = torch.arange(12)[::2]
     assert integration.mask_packed_sequence_boundaries(labels, [2, 4])
     assert labels.tolist() == [0, -100, 4, 6, 8, -100]
-    # reshape would write to a copy.
-    with pytest.raises(RuntimeError, match="view"):
-        integration.mask_packed_sequence_boundaries(torch.zeros(2, 3).t(), [2, 4])
+    # reshape would write to a copy, as unsloth's does; test_a_mistake_is_named has the refusal.
 
 
 @pytest.mark.parametrize("lengths", [None, [], torch.tensor([], dtype=torch.int32)], ids=str)
@@ -510,6 +676,19 @@ def test_other_data_of_the_same_tensor(device):
     info_of(lengths)
     lengths.data = int_lengths([7, 7], device)
     assert info_of(lengths)[1].tolist() == [0, 7, 14]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_part_of_the_data_of_the_same_tensor(dtype, device):
+    """Neither its version nor its address changes."""
+    lengths = int_lengths(LENGTHS, device, dtype)
+    info_of(lengths)
+    lengths.data = lengths.data[:2]
+    assert info_of(lengths)[1].tolist() == [0, 5, 6]
+    lengths = int_lengths(LENGTHS, device, dtype)
+    info_of(lengths)
+    lengths.data = lengths.data[::2]
+    assert info_of(lengths)[1].tolist() == [0, 5, 14]
 
 
 def test_what_was_asked_about_can_be_saved_and_copied(device, tmp_path):
@@ -757,13 +936,28 @@ def real(check: Callable[[], None]) -> Callable[[], None]:
     return check
 
 
+def enable(**options: Any) -> Any:
+    import unsloth
+
+    return cuseq.enable(unsloth, **options)
+
+
+def disable() -> None:
+    import unsloth
+
+    cuseq.disable(unsloth)
+
+
 @contextmanager
-def enabled(*args: Any, **options: Any) -> Iterator[None]:
-    integration.enable(*args, **options)
+def enabled(*trainers: Any, **options: Any) -> Iterator[Any]:
+    """With unsloth enabled, and trainers that were made before."""
+    result = enable(**options)
     try:
-        yield
+        for trainer in trainers:
+            cuseq.enable(trainer)
+        yield result
     finally:
-        integration.disable()
+        disable()
 
 
 def bindings() -> dict[tuple[str, str], Any]:
@@ -839,13 +1033,65 @@ def check_raises(function: Callable[[], Any], *parts: str) -> None:
 
 
 @real
-def check_twice_raises():
-    check_raises(integration.disable, "enable")
-    with enabled():
-        check_raises(integration.enable, "disable")
-    check_raises(integration.disable, "enable")
-    with enabled():  # and it can be had again
+def check_twice_changes_nothing():
+    disable()  # never enabled
+    before = bindings()
+    with enabled() as first:
+        during = bindings()
+        assert enable() is first and enable(compile_blocks=False) is first
+        check_same_bindings(bindings(), during)
+        check_raises(lambda: enable(compile_blocks=True), "compile_blocks", "disable")
+    check_same_bindings(bindings(), before)
+    disable()
+    check_same_bindings(bindings(), before)
+    with enabled(compile_blocks=True) as again:  # and it can be had again
+        assert again is not first
         assert getattr(*own("fast_rope_embedding")) is integration.fast_rope_embedding
+
+
+@real
+def check_the_result_names_what_was_replaced():
+    with enabled() as result:
+        assert result.kind == "unsloth"
+        assert {one.partition(":")[2] for one in result.replaced} == {
+            *NAMES,
+            *WRAPPED,
+            "_cached_host_lengths",
+        }
+        assert "attention:_run_attention" in result.replaced
+        assert "rope:fast_rope_embedding" in result.replaced
+        assert "qk_norm:fast_qk_norm_rope" in result.replaced
+        assert any("compile_blocks" in one for one in result.left_alone)
+        assert result.warnings == ()
+    with enabled(compile_blocks=True) as result:
+        assert "blocks:_wrap" in result.replaced
+        assert not any("compile_blocks" in one for one in result.left_alone)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with enabled() as result:
+            assert any("deterministic" in one for one in result.warnings)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@real
+def check_clearing_unsloths_caches_clears_ours():
+    from unsloth.utils import packing
+
+    before = packing.clear_packed_caches
+    lengths = int_lengths(LENGTHS)
+    with enabled():
+        gone = [weakref.ref(made) for made in answers(lengths)]
+        gc.collect()
+        assert all(made() is not None for made in gone)
+        packing.clear_packed_caches()
+        gc.collect()
+        assert [made() for made in gone] == [None] * len(gone)
+        captured = packing.clear_packed_caches
+    assert packing.clear_packed_caches is before
+    kept = answers(lengths)
+    captured()  # does what unsloth's does
+    check_same_objects(answers(lengths), kept)
 
 
 @real
@@ -855,14 +1101,17 @@ def check_another_signature_is_refused_by_name():
         original = getattr(module, name)
         try:
             setattr(module, name, lambda query, *, brand_new: None)
-            check_raises(integration.enable, name)
-            *most, last = inspect.signature(original).parameters.values()
-            changed = inspect.Signature([*most, last.replace(default="another")])
+            check_raises(enable, name)
+            parameters = list(inspect.signature(original).parameters.values())
+            last = inspect.Parameter("more", inspect.Parameter.KEYWORD_ONLY)
+            if parameters:
+                last = parameters.pop().replace(default="another")
+            changed = inspect.Signature([*parameters, last])
             setattr(module, name, lambda *args, **kwargs: None)
             getattr(module, name).__signature__ = changed
-            check_raises(integration.enable, name)
+            check_raises(enable, name)
             delattr(module, name)
-            check_raises(integration.enable, name)
+            check_raises(enable, name)
         finally:
             setattr(module, name, original)
     with enabled():
@@ -878,7 +1127,7 @@ def check_what_attention_is_told_is_looked_at():
         fields = [f.name for f in dataclasses.fields(original) if f.name != field]
         try:
             setattr(attention_dispatch, name, dataclasses.make_dataclass(name, fields))
-            check_raises(integration.enable, name, field)
+            check_raises(enable, name, field)
         finally:
             setattr(attention_dispatch, name, original)
         try:  # it could ask for what cuseq would not do
@@ -887,7 +1136,7 @@ def check_what_attention_is_told_is_looked_at():
                 name,
                 dataclasses.make_dataclass(name, [*fields, field, "sinks"]),
             )
-            check_raises(integration.enable, name, "sinks")
+            check_raises(enable, name, "sinks")
         finally:
             setattr(attention_dispatch, name, original)
 
@@ -963,11 +1212,11 @@ def check_compiled_blocks_come_back():
     original = _block_compile._wrap
     with enabled(compile_blocks=True):
         assert _block_compile._wrap is not original
-        check_raises(lambda: integration.enable(compile_blocks=True), "disable")
+        check_raises(enable, "compile_blocks", "disable")
     check_same_bindings(bindings(), before)
     try:
         _block_compile._wrap = lambda brand_new: None
-        check_raises(lambda: integration.enable(compile_blocks=True), "_wrap")
+        check_raises(lambda: enable(compile_blocks=True), "_wrap")
         with enabled():  # which does not need it
             pass
     finally:
@@ -1176,7 +1425,7 @@ def check_everything_else_goes_to_unsloth():
     ]
     for tensors, lengths, more in cases:
         theirs = dispatch(tensors, lengths, **more)
-        with enabled(), without(cuseq, "varlen_attention"):
+        with enabled(), without(attention, "varlen_attention"):
             assert torch.equal(dispatch(tensors, lengths, **more), theirs)
 
 
@@ -1257,6 +1506,80 @@ def check_batches_of_trainers_made_before_and_after():
 
 
 @real
+def check_a_trainer_is_enabled_after_unsloth_and_disabled_alone():
+    options, lengths, tail = TRAINERS["packing"]
+    trainer = trainer_of(**options)
+    plain = batch_of(trainer)
+    check_raises(lambda: cuseq.enable(trainer), "cuseq.enable(unsloth)")
+    cuseq.disable(trainer)  # nothing to do
+    with enabled():
+        result = cuseq.enable(trainer)
+        assert result.kind == "trainer" and result.left_alone == result.warnings == ()
+        assert result.replaced == (f"collator:{type(trainer.data_collator).__name__}",)
+        assert cuseq.enable(trainer) is result
+        check_packed_batch(batch_of(trainer), plain, lengths, tail)
+        cuseq.disable(trainer)
+        check_same_batch(batch_of(trainer), plain)
+        assert not hasattr(trainer.data_collator.torch_call, "_cuseq_wrapped")
+        cuseq.enable(trainer)
+        check_packed_batch(batch_of(trainer), plain, lengths, tail)
+    check_same_batch(batch_of(trainer), plain)
+
+
+class Takes(nn.Module):
+    """A model whose forward takes a layout."""
+
+    def forward(self, input_ids: Tensor, packed: Any = None) -> None:
+        raise AssertionError("only its keywords are looked at")
+
+
+@real
+def check_trainers_that_do_not_hold_their_model():
+    """As unsloth's own tests call it: the model is the first argument."""
+    from unsloth.utils import packing
+
+    examples = [
+        {"input_ids": [2, 3, 4], "labels": [2, 3, 4], "seq_lengths": [2, 1]},
+        {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "seq_lengths": [3]},
+    ]
+    collator = trainer_of(padding_free=True, max_length=None).data_collator
+    for name in ("enable_sample_packing", "enable_padding_free_metadata"):
+        for model, takes in ((Takes(), True), (nn.Linear(1, 1), False)):
+            trainer = SimpleNamespace(
+                args=SimpleNamespace(remove_unused_columns=True),
+                data_collator=type(collator)(pad_token_id=1, padding_free=True),
+            )
+            with enabled():
+                getattr(packing, name)(model, trainer)
+                batch = trainer.data_collator.torch_call(examples)
+                assert batch["packed_seq_lengths"].tolist() == [2, 1, 3]
+                assert ("packed" in batch) is takes
+                if takes:
+                    assert batch["packed"].lengths.tolist() == [2, 1, 3]
+            assert "packed" not in trainer.data_collator.torch_call(examples)
+
+
+@real
+def check_collators_that_only_collate():
+    """They need `torch_call` and nothing else: no weak references, no fields of TRL's."""
+    from unsloth.utils import packing
+
+    batch = {"input_ids": torch.zeros(1, 6, dtype=torch.int64)}
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(),
+        data_collator=SimpleNamespace(torch_call=lambda examples: dict(batch)),
+    )
+    examples = [{"input_ids": [2, 3, 4], "seq_lengths": [2, 1]}, {"input_ids": [5, 6, 7]}]
+    with enabled():
+        packing.enable_sample_packing(Takes(), trainer)
+        made = trainer.data_collator.torch_call(
+            examples[:1] + [{"input_ids": [5], "seq_lengths": [3]}]
+        )
+        assert made["packed"].lengths.tolist() == [2, 1, 3]
+    assert "packed" not in trainer.data_collator.torch_call(examples)
+
+
+@real
 def check_a_model_that_would_not_take_a_layout_gets_none():
     options, _, _ = TRAINERS["packing"]
     trainer = trainer_of(**options)
@@ -1315,8 +1638,8 @@ def check_padded_batches_stay():
     trainer = trainer_of(packing=False, padding_free=False)
     plain = batch_of(trainer)
     assert "attention_mask" in plain
-    check_raises(lambda: integration.enable(trainer), "trainer", "DataCollatorForLanguageModeling")
     with enabled():
+        check_raises(lambda: enable_trainer(trainer), "trainer", "DataCollatorForLanguageModeling")
         check_same_batch(batch_of(trainer), plain)
         check_same_batch(batch_of(trainer_of(packing=False, padding_free=False)), plain)
 
@@ -1370,8 +1693,7 @@ def main(path: str) -> None:
             outcomes[name] = None
         except BaseException:  # pytest.fail's is no Exception
             outcomes[name] = traceback.format_exc()
-        with suppress(ValueError):  # what failed may have left it enabled
-            integration.disable()
+        disable()  # what failed may have left it enabled
     Path(path).write_text(json.dumps(outcomes))
 
 

@@ -67,11 +67,12 @@ class Recorder:
 
     def run(self, name: str, *rows: dict[str, Any]) -> None:
         """One step over rows whose losses add up."""
-        import cuseq
+        from cuseq.integrations.unsloth import _attention
 
         self._calls = dict.fromkeys(self._calls, 0)
         self._model.zero_grad(set_to_none=True)
-        with set_to(cuseq, varlen_attention=self._counted(cuseq.varlen_attention)):
+        counted = self._counted(_attention.varlen_attention)
+        with set_to(_attention, varlen_attention=counted):
             losses = [self._backward(row) for row in rows]
         gradients = torch.cat([weight.grad.flatten() for weight in self._adapters])
         self.runs[self._checkpointing, name] = {
@@ -100,12 +101,12 @@ class Recorder:
 
 def record(recorder: Recorder, vocab_size: int) -> None:
     """All runs with one setting of checkpointing."""
+    import unsloth
     from unsloth.kernels import qk_norm_rope
     from unsloth.utils import attention_dispatch
     from unsloth_model import packed_row
 
     import cuseq
-    from cuseq.integrations.unsloth import disable, enable
 
     row = packed_row(LENGTHS, vocab_size, seed=0)
     targets = (row["labels"] != -100).sum()
@@ -131,10 +132,10 @@ def record(recorder: Recorder, vocab_size: int) -> None:
     whole = torch.tensor([sum(LENGTHS)], dtype=torch.int32)
     recorder.run("documents leak", row | {"packed_seq_lengths": whole})
 
-    enable()
+    cuseq.enable(unsloth)
     recorder.run("cuseq", row | {"packed": cuseq.PackedLayout.from_lengths(LENGTHS)})
     recorder.run("cuseq, lengths on the device", row)
-    disable()
+    cuseq.disable(unsloth)
     recorder.run("disabled", row)
 
 

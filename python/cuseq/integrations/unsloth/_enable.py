@@ -1,0 +1,242 @@
+"""On and off: what `cuseq.enable` and `cuseq.disable` do with unsloth and with its trainers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from cuseq import cache
+from cuseq.integrations._enabled import Enabled, check_same_options
+from cuseq.integrations._foreign import check_attribute, check_fields, private, signature_of
+from cuseq.integrations.unsloth import _blocks, _collators, _labels, _masks, _metadata, _rotation
+from cuseq.integrations.unsloth._attention import FIELDS, run_attention
+from cuseq.integrations.unsloth._collators import is_packing_trainer
+from cuseq.integrations.unsloth._state import (
+    BLOCKS,
+    DISPATCH,
+    PACKING,
+    Replaced,
+    State,
+    current,
+    set_current,
+)
+
+Function = Callable[..., Any]
+
+
+class _Target(NamedTuple):
+    """A function of unsloth that is replaced.
+
+    Attributes:
+        part: what it does, as in `Enabled.replaced`.
+        module, name: where unsloth defines it.
+        signature: the one that cuseq knows, without annotations.
+        make: from unsloth's function, the one in its place.
+    """
+
+    part: str
+    module: str
+    name: str
+    signature: str
+    make: Callable[[Function], Function]
+
+
+def _same(part: str, module: str, ours: Function, name: str | None = None) -> _Target:
+    """Replace by a function of the same name and signature."""
+    return _Target(part, module, name or ours.__name__, signature_of(ours), lambda original: ours)
+
+
+def _then_clear_ours(original: Function) -> Function:
+    @functools.wraps(original)
+    def clear_packed_caches() -> None:
+        original()
+        if current() is not None:
+            cache.clear()
+
+    return clear_packed_caches
+
+
+_TARGETS = (
+    _same("metadata", PACKING, _metadata.get_packed_info_from_kwargs),
+    _same("metadata", PACKING, _metadata.cached_host_lengths, "_cached_host_lengths"),
+    _same("mask", PACKING, _masks.build_sdpa_packed_attention_mask),
+    _same("mask", PACKING, _masks.build_xformers_block_causal_mask),
+    _same("labels", PACKING, _labels.mask_packed_sequence_boundaries),
+    _same("labels", PACKING, _labels.mask_packed_boundary_labels),
+    _same("rope", "unsloth.kernels.rope_embedding", _rotation.fast_rope_embedding),
+    _same("qk_norm", "unsloth.kernels.qk_norm_rope", _rotation.fast_qk_norm_rope),
+    _Target(
+        "attention",
+        DISPATCH,
+        "_run_attention",
+        "(*, config, context, Q, K, V)",
+        lambda original: functools.partial(run_attention, original),
+    ),
+    _Target(
+        "collator",
+        PACKING,
+        "enable_sample_packing",
+        "(model, trainer, *, sequence_lengths_key='seq_lengths')",
+        _collators.then_hand_on_layout,
+    ),
+    _Target(
+        "collator",
+        PACKING,
+        "enable_padding_free_metadata",
+        "(model, trainer)",
+        _collators.then_hand_on_layout,
+    ),
+    _Target("cache", PACKING, "clear_packed_caches", "()", _then_clear_ours),
+)
+_BLOCK_TARGET = _Target(
+    "blocks",
+    BLOCKS,
+    "_wrap",
+    "(cls, compile_options, kinds=1)",
+    _blocks.then_let_packed_rows_in,
+)
+
+
+def enable_module(module: ModuleType, *, compile_blocks: bool = False) -> Enabled:
+    """Let unsloth train packed rows with cuseq, with models loaded before and after.
+
+    Args:
+        module: unsloth, imported.
+        compile_blocks: let the compiled decoder blocks of unsloth's own classes take packed rows,
+            which they run uncompiled; cuseq reads lengths when the block runs, so one graph serves
+            every pack.
+
+    Returns:
+        What was replaced: functions wherever a module of unsloth holds them. Names that modules of
+        your own have imported from unsloth by value stay unsloth's.
+
+    Raises:
+        UnknownRelease: a function of this unsloth is missing or has another signature, or its
+            attention is told more; nothing is replaced.
+        ValueError: enabled already, with another `compile_blocks`.
+
+    Never synchronises.
+    """
+    state = current()
+    if state is not None:
+        check_same_options(
+            {"compile_blocks": state.compile_blocks}, {"compile_blocks": compile_blocks}
+        )
+        return state.result
+    targets = [*_TARGETS, _BLOCK_TARGET] if compile_blocks else list(_TARGETS)
+    originals = [_checked(module, target) for target in targets]
+    _check_attributes(module, compile_blocks)
+
+    functions = [
+        Replaced(target.name, original, target.make(original))
+        for target, original in zip(targets, originals, strict=True)
+    ]
+    replaced = tuple(f"{target.part}:{target.name}" for target in targets)
+    left_alone, warnings = _limits(module, compile_blocks)
+    state = State(compile_blocks, Enabled("unsloth", replaced, left_alone, warnings), functions)
+    set_current(state)
+    for function in functions:
+        _rebind(function.original, function.ours)
+    if compile_blocks:
+        for cls in _blocks.compiled_blocks():
+            _blocks.let_packed_rows_in(cls)
+    return state.result
+
+
+def disable_module(module: ModuleType) -> None:
+    """Put back everything that `enable_module` replaced; do nothing where it was not called."""
+    state = current()
+    if state is None:
+        return
+    set_current(None)
+    for function in state.functions:
+        _rebind(function.ours, function.original)
+    for collator, torch_call in state.collators:
+        _collators.take_back_layout(collator(), torch_call())
+    for cls, forward in state.blocks:
+        _blocks.take_rows_out(cls, forward)
+
+
+def enable_trainer(trainer: Any) -> Enabled:
+    """Let the batches of a trainer that was made before `enable_module` carry a layout.
+
+    Raises:
+        ValueError: unsloth is not enabled, or does not pack this trainer's batches.
+    """
+    if current() is None:
+        raise ValueError(
+            "cuseq.enable(unsloth) must come before cuseq.enable(trainer) of one of its trainers"
+        )
+    if not is_packing_trainer(trainer):
+        collator = type(getattr(trainer, "data_collator", None)).__name__
+        raise ValueError(
+            "trainer must be one that unsloth lets pack or run padding-free, got one with the data "
+            f"collator {collator}"
+        )
+    return _collators.hand_on_layout(trainer.model, trainer)
+
+
+def disable_trainer(trainer: Any) -> None:
+    """Give a trainer's collator its own batches back; do nothing where there is nothing to do."""
+    state = current()
+    if state is None:
+        return
+    for entry in list(state.collators):
+        collator, torch_call = entry
+        if collator() is trainer.data_collator:
+            _collators.take_back_layout(collator(), torch_call())
+            state.collators.remove(entry)
+
+
+def _checked(module: ModuleType, target: _Target) -> Function:
+    """Return unsloth's function, if it is the one that cuseq knows."""
+    owner = sys.modules.get(target.module)
+    if owner is None and sys.modules.get(module.__name__) is module:
+        with suppress(ImportError):  # unsloth imports its compiled blocks with its first model
+            owner = import_module(target.module)
+    if owner is None:  # says that it is missing
+        private(module, target.module.removeprefix("unsloth."))
+    return private(owner, target.name, signature=target.signature)
+
+
+def _check_attributes(module: ModuleType, compile_blocks: bool) -> None:
+    """Check what is read, and not replaced."""
+    dispatch, packing = sys.modules[DISPATCH], sys.modules[PACKING]
+    for name, fields in FIELDS.items():
+        check_fields(private(dispatch, name), fields)
+    for name, mark in _collators.WRAPPED_BY.items():
+        check_attribute(getattr(packing, name), mark)
+    if compile_blocks:
+        private(dispatch, "select_attention_backend", signature="(use_varlen=False, dropout_p=0.0)")
+        check_attribute(private(sys.modules[BLOCKS], "_wrap"), _blocks.ORIGINAL)
+
+
+def _limits(module: ModuleType, compile_blocks: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what is left alone, and what keeps packed rows from cuseq's attention."""
+    left_alone = ["attention: models that unsloth runs through transformers' classes"]
+    if not compile_blocks:
+        left_alone.append("blocks: packed rows run uncompiled, since compile_blocks is False")
+    warnings = []
+    if private(sys.modules[DISPATCH], "HAS_FLASH_ATTENTION"):
+        warnings.append("attention: flash-attn is installed, and its packed rows stay its own")
+    if torch.are_deterministic_algorithms_enabled():
+        warnings.append(
+            "attention: torch.use_deterministic_algorithms is on, so packed rows stay unsloth's"
+        )
+    return tuple(left_alone), tuple(warnings)
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Replace a function wherever a module of unsloth holds it: names are imported by value."""
+    for name, module in list(sys.modules.items()):
+        if name.lower().startswith("unsloth") and isinstance(module, ModuleType):
+            for attribute, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, attribute, new)

@@ -1,0 +1,114 @@
+"""Labels at the boundaries of packed sequences, masked under unsloth's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cuseq._arguments import check_tensor
+from cuseq.integrations.unsloth._layouts import as_integers, layout_of_lengths
+
+
+def mask_packed_sequence_boundaries(
+    shift_labels: Tensor, seq_lengths: Sequence[int] | Tensor | None, *, ignore_index: int = -100
+) -> bool:
+    """Let the loss ignore each sequence's last token, which would predict the next one's first.
+
+    Args:
+        shift_labels: integers of any shape, already shifted; written in place, so it must be
+            possible to view them as one row.
+        seq_lengths: tokens of each sequence, a tensor, a list or nested lists; ends beyond the
+            labels are left out.
+        ignore_index: what is written.
+
+    Returns:
+        Whether a sequence ends within the labels.
+
+    Raises:
+        TypeError: `shift_labels` is no tensor, or the lengths are not integers.
+        ValueError: the labels cannot be viewed as one row, or a length is negative.
+
+    Lengths on a GPU cost one wait for one small copy, once for each tensor.
+
+    Example:
+        >>> from cuseq.integrations.unsloth import mask_packed_sequence_boundaries
+        >>> labels = torch.tensor([1, 2, 3, 4, 5])
+        >>> mask_packed_sequence_boundaries(labels, [2, 3]), labels.tolist()
+        (True, [1, -100, 3, 4, -100])
+    """
+    check_tensor(shift_labels, "shift_labels")
+    lengths = _as_tensor(seq_lengths)
+    if lengths is None:
+        return False
+    packed = layout_of_lengths(lengths, "seq_lengths")
+    ends = torch.ops.cuseq.cu_seqlens(packed.lengths_on_host())[1:]
+    first, last = int((ends == 0).sum()), int((ends <= shift_labels.numel()).sum())
+    if last == 0:
+        return False
+    ends = packed.to(shift_labels.device).cu_seqlens[1:][first:last]
+    _as_row(shift_labels).index_fill_(0, ends.long() - 1, ignore_index)
+    return True
+
+
+def mask_packed_boundary_labels(
+    labels: Tensor | None,
+    seq_lengths: Sequence[int] | Tensor | None,
+    *,
+    ignore_index: int = -100,
+) -> Tensor | None:
+    """Do the same for labels that the loss itself shifts: mask each next sequence's first token.
+
+    Args:
+        labels: integers of any shape and strides; not written to.
+        seq_lengths: tokens of each sequence, a tensor, a list or nested lists. For an end beyond
+            the labels the first label is masked, which no loss that shifts looks at.
+        ignore_index: what stands in the result.
+
+    Returns:
+        New labels, or `labels` themselves where there is nothing to do.
+
+    Raises:
+        TypeError: the lengths are not integers.
+        ValueError: a length is negative.
+
+    Never synchronises where the lengths lie beside the labels or on the host.
+
+    Example:
+        >>> from cuseq.integrations.unsloth import mask_packed_boundary_labels
+        >>> mask_packed_boundary_labels(torch.tensor([1, 2, 3, 4, 5]), [2, 3]).tolist()
+        [-100, 2, -100, 4, 5]
+    """
+    lengths = _as_tensor(seq_lengths)
+    if not isinstance(labels, Tensor) or labels.numel() == 0 or lengths is None:
+        return labels
+    if lengths.device == labels.device:
+        offsets = torch.ops.cuseq.cu_seqlens(as_integers(lengths, "seq_lengths"))
+    else:
+        offsets = layout_of_lengths(lengths, "seq_lengths").to(labels.device).cu_seqlens
+    starts = offsets[1:].long()
+    starts *= starts < labels.numel()
+    masked = labels.clone(memory_format=torch.contiguous_format)
+    masked.view(-1).index_fill_(0, starts, ignore_index)
+    return masked
+
+
+def _as_tensor(seq_lengths: Sequence[int] | Tensor | None) -> Tensor | None:
+    """Return lengths as a tensor, None where there are none."""
+    if seq_lengths is None:
+        return None
+    if not isinstance(seq_lengths, Tensor):
+        seq_lengths = as_integers(seq_lengths, "seq_lengths")
+    return seq_lengths if seq_lengths.numel() else None
+
+
+def _as_row(labels: Tensor) -> Tensor:
+    # reshape would copy, and the copy would be written to.
+    try:
+        return labels.view(-1)
+    except RuntimeError as error:
+        raise ValueError(
+            "shift_labels must be contiguous, since they are written in place, got shape "
+            f"{tuple(labels.shape)} with strides {labels.stride()}"
+        ) from error

@@ -1,0 +1,150 @@
+"""Layouts of what unsloth passes around: lengths, positions, tuples of metadata."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq._arguments import as_int, check_tensor
+from cuseq._transfer import to_host
+from cuseq.integrations._remember import remember
+from cuseq.layout import PackedLayout
+
+
+class PackedInfo(tuple):
+    """unsloth's description of a pack, `(lengths, cu_seqlens, max_seqlen)`, and its layout.
+
+    Attributes:
+        layout: a weak reference to the layout, whose tensors are those of the tuple.
+
+    Example:
+        >>> from cuseq.integrations.unsloth import PackedInfo
+        >>> packed = PackedLayout.from_lengths([2, 3])
+        >>> info = PackedInfo(packed)
+        >>> info[1].tolist(), info[2], info.layout() is packed
+        ([0, 2, 5], 3, True)
+    """
+
+    layout: weakref.ref[PackedLayout]
+
+    def __new__(cls, packed: PackedLayout) -> PackedInfo:
+        self = super().__new__(cls, (packed.lengths, packed.cu_seqlens, packed.max_seqlen))
+        self.layout = weakref.ref(packed)
+        # unsloth passes the lengths on alone. The reference is weak: the layout holds its lengths.
+        remember(packed.lengths, "layout", lambda: self.layout)
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return tuple, (tuple(self),)
+
+
+def layout_behind(lengths: Tensor) -> PackedLayout | None:
+    """Return the layout that these lengths are a field of, where a `PackedInfo` handed them out."""
+    known = remember(lengths, "layout", lambda: None)
+    return None if known is None else known()
+
+
+def layout_of_lengths(lengths: Tensor, name: str) -> PackedLayout:
+    """Return the layout of sequences that lie one after the other, without a tail.
+
+    Args:
+        lengths: integers of any shape; the layout is made once for the tensor.
+        name: the caller's argument, for errors.
+    """
+    packed = layout_behind(lengths)
+    if packed is not None:
+        return packed
+    return remember(
+        lengths, "lengths", lambda: PackedLayout.from_lengths(as_integers(lengths, name))
+    )
+
+
+def layout_of_positions(position_ids: Tensor) -> PackedLayout:
+    """Return the layout of a row whose sequences start where positions are 0.
+
+    A row that does not start with 0 is one sequence: its positions mean something else.
+    """
+    if to_host(position_ids[0, :1]).tolist() != [0]:
+        return PackedLayout.from_lengths([position_ids.numel()])
+    # In a plane sequences start where numbers drop, or stay 0.
+    return PackedLayout.from_position_ids((position_ids != 0).int().unsqueeze(0), plane=0)
+
+
+def row_of(seq_info: Sequence[Any], total_tokens: int | None) -> PackedLayout:
+    """Return the layout of a row without a tail: what is left is one more sequence, as in unsloth.
+
+    Args:
+        seq_info: a tuple that starts with the lengths of the sequences.
+        total_tokens: tokens of the row; None, and less than the lengths, for the lengths' sum.
+    """
+    packed = seq_info.layout() if isinstance(seq_info, PackedInfo) else None
+    if packed is None:
+        packed = layout_of_lengths(lengths_of(seq_info), "seq_info[0]")
+    if packed.pads_between_sequences:
+        raise ValueError("packed must have no padding between its sequences for unsloth")
+    real = packed.num_real_tokens
+    total = real if total_tokens is None else max(real, as_int(total_tokens, "total_tokens"))
+    if total == packed.total_tokens == real:
+        return packed
+    return remember(packed.lengths, ("row", total), lambda: _whole_row(packed, total))
+
+
+def _whole_row(packed: PackedLayout, total: int) -> PackedLayout:
+    lengths, tail = packed.lengths_on_host(), total - packed.num_real_tokens
+    if tail > 0:
+        lengths = torch.nn.functional.pad(lengths, (0, 1), value=tail)
+    return PackedLayout.from_lengths(lengths, total)
+
+
+def lengths_of(seq_info: Any) -> Tensor:
+    """Return the lengths that a tuple of metadata starts with.
+
+    Raises:
+        TypeError: it is no such tuple.
+    """
+    if not isinstance(seq_info, tuple | list) or not seq_info:
+        raise TypeError(
+            "seq_info must be a tuple (lengths, cu_seqlens, max_seqlen), got "
+            f"{type(seq_info).__name__}"
+        )
+    check_tensor(seq_info[0], "seq_info[0]")
+    return seq_info[0]
+
+
+def as_integers(values: Sequence[int] | Tensor, name: str) -> Tensor:
+    """Return integers of any form and shape as an int32 or int64 tensor `[n]`, copied if need be.
+
+    Raises:
+        TypeError: they are not integers that fit in int64.
+    """
+    if not isinstance(values, Tensor):
+        try:
+            # The device is named because a device context would move them otherwise.
+            values = torch.tensor(values, device="cpu")
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{name} must be integers of 64 bits, got {values!r}") from error
+    row = values.reshape(-1)
+    if not row.numel():
+        return row.new_zeros(0, dtype=torch.int64)  # an empty list makes floats
+    if row.is_floating_point() or row.is_complex() or row.dtype is torch.bool:
+        raise TypeError(f"{name} must be integers, got {row.dtype}")
+    if row.dtype in (torch.int32, torch.int64):
+        return row
+    return row.int() if row.dtype in (torch.int8, torch.int16, torch.uint8) else row.long()
+
+
+def as_window(sliding_window: int | None) -> int | None:
+    """Return how many keys a token sees, itself included, None for all.
+
+    Raises:
+        TypeError: it is no int.
+    """
+    if sliding_window is None:
+        return None
+    if not torch.compiler.is_compiling():
+        sliding_window = as_int(sliding_window, "sliding_window")
+    return sliding_window if sliding_window > 0 else None
