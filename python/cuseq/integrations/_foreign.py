@@ -1,0 +1,128 @@
+"""Private names of other packages, checked before cuseq relies on them.
+
+A package may rename its private functions, fields and attributes in any release. Integrations read
+them through this module, so that a release that cuseq does not know fails where it is enabled, with
+the package, its version and what changed, and not with an AttributeError in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Collection, Sequence
+from types import CodeType
+from typing import Any
+
+
+class UnknownRelease(ValueError):
+    """Another package has changed a private name that cuseq relies on."""
+
+
+_MISSING = object()
+
+
+def private(
+    owner: Any,
+    name: str,
+    *,
+    signature: str | Sequence[str] | None = None,
+    package: str | None = None,
+) -> Any:
+    """Return `owner.name`, a private name of another package.
+
+    Args:
+        owner: a module, a class or an object of the other package.
+        name: the attribute.
+        signature: for a function, what it must take: parameter names, or the text of the signature
+            without annotations, such as "(model, trainer, *, key='x')", which also compares kinds
+            and defaults. None compares nothing.
+        package: the package to name in the error; by default the one that defines `owner`.
+
+    Raises:
+        UnknownRelease: the name is missing, or takes something else.
+
+    Example:
+        >>> from transformers import PreTrainedConfig
+        >>> private(PreTrainedConfig, "_attn_implementation")
+        <property object at 0x...>
+    """
+    found = getattr(owner, name, _MISSING)
+    if found is _MISSING:
+        what = "is missing"
+    elif signature is None:
+        return found
+    elif not callable(found):
+        what = f"is a {type(found).__name__}, not a function"
+    else:
+        expected = signature if isinstance(signature, str) else f"({', '.join(signature)})"
+        takes = signature_of(found, names_only=not isinstance(signature, str))
+        if takes == expected:
+            return found
+        what = f"takes {takes}, not {expected}"
+    raise _unknown(package or _package(owner), f"{_symbol(owner)}.{name} {what}")
+
+
+def check_fields(cls: type, fields: Collection[str]) -> None:
+    """Raise UnknownRelease unless a dataclass of another package has exactly these fields.
+
+    A field that cuseq does not know could ask for something that cuseq does not do.
+    """
+    has = getattr(cls, "__dataclass_fields__", {})
+    found = {field.name for field in has.values()}
+    for field in sorted(found ^ set(fields)):
+        what = "has a field" if field in found else "has no field"
+        raise _unknown(_package(cls), f"{_symbol(cls)} {what} {field}")
+
+
+def check_attribute(function: Callable[..., Any], name: str) -> None:
+    """Raise UnknownRelease unless a function of another package reads or writes attribute `name`.
+
+    For attributes that a package sets on objects of others, such as accelerate's `_hf_hook` on
+    modules: without this check a renamed one would look like a module without hooks.
+    """
+    if name not in _attributes(inspect.unwrap(function).__code__):
+        raise _unknown(_package(function), f"{_symbol(function)} does not use attribute {name}")
+
+
+def signature_of(function: Callable[..., Any], *, names_only: bool = False) -> str:
+    """Return the text of a signature without annotations, or its parameter names alone."""
+    signature = inspect.signature(function)
+    if names_only:
+        return f"({', '.join(signature.parameters)})"
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(plain))
+
+
+def _attributes(code: CodeType) -> set[str]:
+    nested = (const for const in code.co_consts if isinstance(const, CodeType))
+    literals = {const for const in code.co_consts if isinstance(const, str)}  # setattr(x, "name")
+    return set(code.co_names).union(literals, *map(_attributes, nested))
+
+
+def _unknown(package: str, what: str) -> UnknownRelease:
+    return UnknownRelease(f"cuseq does not know this {package} ({_version(package)}): {what}")
+
+
+def _symbol(owner: Any) -> str:
+    if inspect.ismodule(owner):
+        return owner.__name__
+    named = owner if hasattr(owner, "__qualname__") else type(owner)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _package(owner: Any) -> str:
+    if inspect.ismodule(owner):
+        return owner.__name__.partition(".")[0]
+    named = owner if hasattr(owner, "__module__") else type(owner)
+    return named.__module__.partition(".")[0]
+
+
+def _version(package: str) -> str:
+    version = getattr(sys.modules.get(package), "__version__", None)
+    if isinstance(version, str):
+        return version
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown version"

@@ -1,0 +1,143 @@
+"""The one check of other packages' private names: each error says package, version and change."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+
+from cuseq.integrations._foreign import (
+    UnknownRelease,
+    check_attribute,
+    check_fields,
+    private,
+    signature_of,
+)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package whose version is 4.5, with one of each thing."""
+    package, module = ModuleType("otherpack"), ModuleType("otherpack.parts")
+    package.__version__ = "4.5"
+    code = """
+from dataclasses import dataclass
+
+def _wrap(module: object, *, deep: bool = False):
+    def call():
+        module._hook = deep
+    return call
+
+class Thing:
+    _limit = 3
+
+@dataclass
+class Options:
+    scale: float
+    mask: object = None
+"""
+    for name, one in (("otherpack", package), ("otherpack.parts", module)):
+        monkeypatch.setitem(sys.modules, name, one)
+    exec(code, vars(module))
+    return module
+
+
+def test_what_is_known_is_returned(package):
+    assert private(package, "_wrap") is package._wrap
+    assert private(package, "_wrap", signature=["module", "deep"]) is package._wrap
+    assert private(package, "_wrap", signature="(module, *, deep=False)") is package._wrap
+    assert private(package.Thing, "_limit") == private(package.Thing(), "_limit") == 3
+    check_fields(package.Options, {"scale", "mask"})
+    check_attribute(package._wrap, "_hook")
+    assert signature_of(package._wrap) == "(module, *, deep=False)"
+
+
+def test_a_missing_name(package):
+    start = r"cuseq does not know this otherpack \(4\.5\): otherpack\.parts\."
+    with pytest.raises(UnknownRelease, match=start + "_wrapped is missing"):
+        private(package, "_wrapped")
+    for owner in (package.Thing, package.Thing()):
+        with pytest.raises(UnknownRelease, match=start + "Thing._size is missing"):
+            private(owner, "_size")
+
+
+def test_another_signature(package):
+    takes = r"otherpack\.parts\._wrap takes "
+    with pytest.raises(UnknownRelease, match=takes + r"\(module, deep\), not \(module\)"):
+        private(package, "_wrap", signature=["module"])
+    with pytest.raises(UnknownRelease, match=takes + r"\(module, \*, deep=False\), not \(module\)"):
+        private(package, "_wrap", signature="(module)")
+    with pytest.raises(UnknownRelease, match="Thing._limit is a int, not a function"):
+        private(package.Thing, "_limit", signature="()")
+
+
+def test_other_fields(package):
+    with pytest.raises(UnknownRelease, match="otherpack.parts.Options has a field mask"):
+        check_fields(package.Options, {"scale"})
+    with pytest.raises(UnknownRelease, match="otherpack.parts.Options has no field softcap"):
+        check_fields(package.Options, {"scale", "mask", "softcap"})
+
+
+def test_an_attribute_that_is_not_set_any_more(package):
+    with pytest.raises(UnknownRelease, match="parts._wrap does not use attribute _old_forward"):
+        check_attribute(package._wrap, "_old_forward")
+
+
+def test_the_package_of_a_subclass_is_said(package):
+    @dataclass
+    class Own(package.Thing):
+        pass
+
+    with pytest.raises(UnknownRelease, match=r"this otherpack \(4\.5\): .*Own._size is missing"):
+        private(Own(), "_size", package="otherpack")
+
+
+def test_a_package_without_a_version(package):
+    del sys.modules["otherpack"].__version__
+    with pytest.raises(UnknownRelease, match=r"this otherpack \(unknown version\)"):
+        private(package, "_size")
+
+
+def test_the_names_that_transformers_is_used_by(monkeypatch):
+    """Faked changes are found when cuseq is registered, before anything is replaced."""
+    transformers = pytest.importorskip("transformers")
+    from cuseq.integrations.transformers import register, unregister
+
+    unregister()
+    config = transformers.PreTrainedConfig
+    interface = transformers.AttentionInterface
+    for owners, name in (
+        ([config], "_attn_implementation"),
+        (interface.__mro__[:2], "_global_mapping"),
+    ):
+        with monkeypatch.context() as patch:
+            for owner in owners:
+                patch.delattr(owner, name)
+            with pytest.raises(UnknownRelease, match=rf"this transformers .*{name} is missing"):
+                register()
+    assert "cuseq" not in transformers.AttentionMaskInterface().valid_keys()
+    register()
+    unregister()
+
+
+def test_hooks_of_accelerate_under_another_name(monkeypatch):
+    """A renamed hook must not pass for none."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    pytest.importorskip("transformers")
+    import torch
+
+    from cuseq.integrations.transformers import _private
+
+    module = torch.nn.Linear(2, 2)
+    assert not _private.is_offloaded(module)
+
+    def add_hook_to_module(module, hook, append=False):
+        module._hook = hook
+
+    monkeypatch.setattr(hooks, "add_hook_to_module", add_hook_to_module)
+    _private._check_hooks.cache_clear()
+    with pytest.raises(UnknownRelease, match="does not use attribute _hf_hook"):
+        _private.is_offloaded(module)
+    _private._check_hooks.cache_clear()
