@@ -1,4 +1,4 @@
-"""What can be seen of a model without importing the package that it is from."""
+"""Facts about models, read without importing the package that they are from."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def text_config(model: Any) -> Any:
-    """The config of what attends to text in a model of transformers, None where there is none.
+    """Return the config of a transformers model's text part, None where there is none.
 
-    The config of the whole may name another attention: vision towers attend by themselves.
+    The config of the whole model may name another attention, that of a vision tower.
     """
     config = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import io
+import math
 import warnings
 
 import pytest
@@ -24,6 +25,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from cuseq.integrations import transformers as integration
+from cuseq.integrations._enabled import Enabled
 from cuseq.integrations.transformers import _enable
 
 LENGTHS = [5, 1, 9, 3]
@@ -86,6 +88,12 @@ def models() -> dict:
         ),
         "qwen3_vl": (Qwen3VLTextConfig(**HEAD, rope_parameters=MROPE), "Qwen3VLTextAttention"),
     }  # fmt: skip
+
+
+def names(enabled, part: str) -> tuple[str, ...]:
+    """Names of one part in `replaced`, such as "attention:NAME"."""
+    pairs = [entry.split(":") for entry in enabled.replaced]
+    return tuple(name for kind, name in pairs if kind == part)
 
 
 class WithHead(nn.Module):
@@ -166,13 +174,13 @@ def weights(device) -> Tensor:
 def test_packed_rows_equal_the_documents(name, device):
     model, docs, weight = make_model(name, device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
-    enabled = integration.enable(model)
+    enabled = cuseq.enable(model)
     norm = models()[name][1]
-    assert enabled.qk_norm == (() if norm is None else (norm,))
-    assert enabled.attention and enabled.rope
+    assert names(enabled, "qk_norm") == (() if norm is None else (norm,))
+    assert names(enabled, "attention") and names(enabled, "rope")
     assert_same(packed_run(model, docs, weight), expected)
     assert_same(one_by_one(model, docs, weight), expected)  # rows that are not packed
-    integration.disable(model)
+    cuseq.disable(model)
     again = one_by_one(model, docs, weight)
     assert torch.equal(again[0], expected[0])
 
@@ -182,9 +190,16 @@ def test_the_table_of_families_is_printed(capsys, device):
     rows = []
     for name in models():
         model = make_model(name, device)
-        enabled = integration.enable(model)
-        rows.append((name, bool(enabled.rope), bool(enabled.qk_norm), enabled.left_alone))
-        integration.disable(model)
+        enabled = cuseq.enable(model)
+        rows.append(
+            (
+                name,
+                bool(names(enabled, "rope")),
+                bool(names(enabled, "qk_norm")),
+                enabled.left_alone,
+            )
+        )
+        cuseq.disable(model)
     with capsys.disabled():
         for name, rope, norm, left in rows:
             fused = "q/k norm fused" if norm else "; ".join(left)
@@ -201,11 +216,11 @@ def test_the_loss_is_that_of_the_documents(name, device):
         for doc in docs
         if doc.shape[1] > 1
     ]
-    integration.enable(model)
+    cuseq.enable(model)
     batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
     batch = {key: value.to(device) for key, value in batch.items()}
     torch.testing.assert_close(model(**batch).loss, sum(losses) / targets, rtol=1e-5, atol=1e-5)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss", "glm"])
@@ -216,30 +231,30 @@ def test_generation_is_untouched(name, device):
     mask[0, :3] = 0  # padded on the left
     options = dict(max_new_tokens=6, do_sample=False, attention_mask=mask)
     expected = model.generate(ids, **options)
-    integration.enable(model)
+    cuseq.enable(model)
     assert torch.equal(model.generate(ids, **options), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_checkpointing(name, reentrant, device):
     model, docs, weight = make_model(name, device), documents(device), weights(device)
-    integration.enable(model)
+    cuseq.enable(model)
     expected = packed_run(model, docs, weight)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.train()
     if reentrant:
         model.enable_input_require_grads()
     assert_same(packed_run(model, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss"])
 def test_compiled_layers_share_one_graph(name, device):
     torch._dynamo.reset()
     model, weight = make_model(name, device), weights(device)
-    integration.enable(model)
+    cuseq.enable(model)
     counter = CompileCounterWithBackend("aot_eager")
     expected = {}
     packs = [LENGTHS, [18], [2, 3, 4, 9]]
@@ -253,16 +268,16 @@ def test_compiled_layers_share_one_graph(name, device):
         assert_same(found, expected[str(lengths)])
     kinds = len({getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers})
     assert counter.frame_count == kinds
-    integration.disable(model)
+    cuseq.disable(model)
     torch._dynamo.reset()
 
 
 def test_once_is_enough_and_disable_needs_no_enable(device):
     model = make_model("qwen3", device)
-    integration.disable(model)
-    enabled = integration.enable(model)
-    assert integration.enable(model) is enabled
-    integration.disable(model)
+    cuseq.disable(model)
+    enabled = cuseq.enable(model)
+    assert cuseq.enable(model) is enabled
+    cuseq.disable(model)
     assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
     assert "forward" not in model.model.layers[0].self_attn.__dict__
     assert model.config._attn_implementation == "eager"
@@ -271,18 +286,18 @@ def test_once_is_enough_and_disable_needs_no_enable(device):
 def test_two_models_of_one_family(device):
     first, second = make_model("llama", device), make_model("llama", device)
     original = modeling_llama.apply_rotary_pos_emb
-    integration.enable(first)
-    integration.enable(second)
-    integration.disable(first)
+    cuseq.enable(first)
+    cuseq.enable(second)
+    cuseq.disable(first)
     assert modeling_llama.apply_rotary_pos_emb is not original
-    integration.disable(second)
+    cuseq.disable(second)
     assert modeling_llama.apply_rotary_pos_emb is original
 
 
 def test_a_dropped_model_gives_its_family_back(device):
     original = modeling_llama.apply_rotary_pos_emb
     model = make_model("llama", device)
-    integration.enable(model)
+    cuseq.enable(model)
     assert modeling_llama.apply_rotary_pos_emb is not original
     del model
     gc.collect()
@@ -298,78 +313,78 @@ def test_lora(when, device):
     torch.manual_seed(3)
     expected = one_by_one(peft.get_peft_model(reference, config), docs, weight)
     if when == "before":
-        integration.enable(model)
+        cuseq.enable(model)
     torch.manual_seed(3)
     wrapped = peft.get_peft_model(model, config)
     if when == "after":
-        integration.enable(wrapped)
+        cuseq.enable(wrapped)
     assert_same(packed_run(wrapped, docs, weight), expected)
     assert any("lora" in name for name in expected[1])
-    integration.disable(wrapped)
+    cuseq.disable(wrapped)
 
 
 def test_a_copy_is_enabled_too(device):
     model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
-    integration.enable(model)
+    cuseq.enable(model)
     expected = packed_run(model, docs, weight)
     copied = copy.deepcopy(model)
     assert copied.model.layers[0].self_attn.forward.__self__ is copied.model.layers[0].self_attn
     nn.init.zeros_(model.model.layers[0].self_attn.q_norm.weight)
     assert_same(packed_run(copied, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_a_copy_is_refused_by_name(device):
     model = make_model("qwen3", device)
-    integration.enable(model)
+    cuseq.enable(model)
     copied = copy.deepcopy(model)
-    for call in (integration.disable, integration.enable):
+    for call in (cuseq.disable, cuseq.enable):
         with pytest.raises(ValueError, match="model must not be a copy of an enabled Qwen3"):
             call(copied)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_a_part_is_refused_by_name(device):
     model = make_model("llama", device)
-    integration.enable(model)
+    cuseq.enable(model)
     with pytest.raises(
         ValueError, match="what was enabled, a LlamaForCausalLM, got its LlamaModel"
     ):
-        integration.disable(model.model)
+        cuseq.disable(model.model)
     assert model.config._attn_implementation == "cuseq"
-    integration.disable(model)
-    integration.disable(model.model)
+    cuseq.disable(model)
+    cuseq.disable(model.model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_saved_whole(kind, device):
+def test_saved_whole(kind, device, registered):
     """What is loaded attends by cuseq, its norms are the model's own, and it can be enabled."""
     model, docs, weight = make_model(kind, device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
-    enabled = integration.enable(model)
+    enabled = cuseq.enable(model)
     file = io.BytesIO()
     torch.save(model, file)
-    integration.disable(model)
+    cuseq.disable(model)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     layer = loaded.model.layers[0].self_attn
     assert layer.forward.__func__ is type(layer).forward
     assert_same(packed_run(loaded, docs, weight), expected)
-    assert integration.enable(loaded) == enabled
+    assert cuseq.enable(loaded) == enabled
     assert_same(packed_run(loaded, docs, weight), expected)
-    integration.disable(loaded)
+    cuseq.disable(loaded)
     assert "forward" not in vars(layer) and not hasattr(layer, "_cuseq_rotary")
 
 
 def test_enable_again_after_another_attention_was_asked_for(device):
     model, docs, weight = make_model("llama", device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
-    enabled = integration.enable(model)
+    enabled = cuseq.enable(model)
     model.set_attn_implementation("sdpa")
-    assert integration.enable(model) is enabled
+    assert cuseq.enable(model) is enabled
     assert model.config._attn_implementation == "cuseq"
     assert_same(packed_run(model, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
     assert model.config._attn_implementation == "eager"
 
 
@@ -385,10 +400,10 @@ HOOKS = {
 def test_what_comes_over_a_norm_later_is_heeded(hook, device):
     model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
     plain = one_by_one(model, docs, weight)
-    integration.enable(model)
+    cuseq.enable(model)
     HOOKS[hook](model.model.layers[0].self_attn.k_norm)
     found = packed_run(model, docs, weight)
-    integration.disable(model)
+    cuseq.disable(model)
     assert_same(found, one_by_one(model, docs, weight))
     with pytest.raises(AssertionError):
         assert_same(found, plain)
@@ -399,7 +414,7 @@ def test_weights_that_accelerate_takes_away_later(device):
     model, docs = make_model("qwen3", device).eval(), documents(device)
     with torch.no_grad():
         expected = [model(doc, use_cache=False).logits for doc in docs]
-        integration.enable(model)
+        cuseq.enable(model)
         accelerate.cpu_offload(model, execution_device=device)
         for doc, logits in zip(docs, expected, strict=True):
             torch.testing.assert_close(
@@ -415,24 +430,24 @@ def test_the_model_stays_as_it_is_but_for_what_is_replaced(device):
     config = transformers.AfmoeConfig(**MOE, num_experts=2, moe_intermediate_size=16)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     trainable = [parameter.requires_grad for parameter in model.to(device).parameters()]
-    enabled = integration.enable(model)
+    enabled = cuseq.enable(model)
     assert any("weights of its own beside: gate_proj" in why for why in enabled.left_alone)
     assert [parameter.requires_grad for parameter in model.parameters()] == trainable
-    integration.disable(model)
+    cuseq.disable(model)
 
     fused = make_model("qwen3", device)
     seeds = torch.get_rng_state()
-    assert integration.enable(fused).qk_norm
+    assert names(cuseq.enable(fused), "qk_norm")
     assert torch.equal(torch.get_rng_state(), seeds)
     assert all(parameter.requires_grad for parameter in fused.parameters())
-    integration.disable(fused)
+    cuseq.disable(fused)
 
 
 def test_a_mask_of_values_is_refused(device):
     config = transformers.DogeConfig(**BASE | HEAD)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ValueError, match="DogeAttention 0 draws a mask of its own from its values"):
-        integration.enable(model.to(device))
+        cuseq.enable(model.to(device))
     assert model.config._attn_implementation == "eager"
 
 
@@ -443,9 +458,17 @@ def test_layers_that_mix_neighbours_are_named(device):
         **MOE | HEAD | sizes, linear_value_head_dim=4, layer_types=kinds, num_experts=2
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    enabled = integration.enable(model.to(device))
+    with pytest.warns(UserWarning, match="LEAKS: layers of type linear_attention.*padded") as given:
+        enabled = cuseq.enable(model.to(device))
     assert any("layers of type linear_attention" in reason for reason in enabled.left_alone)
-    integration.disable(model)
+    assert enabled.warnings == (str(given[0].message),) and len(given) == 1
+    assert given[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        assert cuseq.enable(model) is enabled
+        packed = cuseq.PackedLayout.from_lengths([2, 3], device=device)
+        model(torch.ones(1, 5, dtype=torch.int64, device=device), packed=packed)
+    cuseq.disable(model)
 
 
 def test_a_rotation_that_cannot_be_compared_is_refused(device):
@@ -454,10 +477,10 @@ def test_a_rotation_that_cannot_be_compared_is_refused(device):
     model, docs, weight = model.to(device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
     with pytest.raises(ValueError, match="cannot be compared.*rope=False, qk_norm=False"):
-        integration.enable(model)
-    integration.enable(model, rope=False, qk_norm=False)
+        cuseq.enable(model)
+    cuseq.enable(model, rope=False, qk_norm=False)
     assert_same(packed_run(model, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_generation_with_a_static_cache_and_a_window(device):
@@ -467,19 +490,19 @@ def test_generation_with_a_static_cache_and_a_window(device):
     options = dict(max_new_tokens=3, do_sample=False, cache_implementation="static")
     model.set_attn_implementation("sdpa")
     expected = model.generate(prompt, disable_compile=True, **options)
-    integration.enable(model)
+    cuseq.enable(model)
     assert torch.equal(model.generate(prompt, disable_compile=True, **options), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_only_attention(device):
     model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
-    enabled = integration.enable(model, rope=False, qk_norm=False)
-    assert enabled.rope == enabled.qk_norm == ()
+    enabled = cuseq.enable(model, rope=False, qk_norm=False)
+    assert names(enabled, "rope") == names(enabled, "qk_norm") == ()
     assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
     assert_same(packed_run(model, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_one_kernel_is_called_for_norm_and_rotation(device, monkeypatch):
@@ -494,11 +517,191 @@ def test_one_kernel_is_called_for_norm_and_rotation(device, monkeypatch):
         monkeypatch.setattr(cuseq, name, counted)
     for family, expected in (("qwen3", "apply_qk_norm_rope"), ("llama", "apply_rope")):
         model = make_model(family, device)
-        integration.enable(model)
+        cuseq.enable(model)
         calls.clear()
         packed_run(model, documents(device), weights(device))
         assert calls == [expected] * 2
-        integration.disable(model)
+        cuseq.disable(model)
+
+
+# ------------------------------------------------------------------------------- the front door
+
+
+def is_registered() -> bool:
+    return "cuseq" in transformers.AttentionInterface().valid_keys()
+
+
+def test_what_enable_returns():
+    model = make_model("qwen3")
+    assert cuseq.enable(model) == Enabled(
+        kind="model",
+        replaced=(
+            "attention:Qwen3Attention",
+            "rope:transformers.models.qwen3.modeling_qwen3",
+            "qk_norm:Qwen3Attention",
+        ),
+        left_alone=(),
+        warnings=(),
+    )
+    assert "Enabled" not in cuseq.__all__
+
+
+def test_the_same_call_twice_and_other_options():
+    model = make_model("qwen3")
+    enabled = cuseq.enable(model, rope=False)
+    assert names(enabled, "rope") == () and names(enabled, "qk_norm")
+    assert cuseq.enable(model, rope=False) is enabled
+    assert cuseq.enable(model, rope=False, qk_norm=True) is enabled
+    with pytest.raises(ValueError, match="rope must stay False while this is enabled, got True"):
+        cuseq.enable(model)
+    with pytest.raises(ValueError, match="qk_norm must stay True.*got False: cuseq.disable it"):
+        cuseq.enable(model, rope=False, qk_norm=False)
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
+    cuseq.disable(model)
+    assert names(cuseq.enable(model), "rope")
+
+
+@pytest.mark.parametrize(
+    "option", ["backend", "graph", "cp", "collator", "token_budget", "bin_pack"]
+)
+def test_options_that_a_model_does_not_have(option):
+    model = make_model("llama")
+    with pytest.raises(TypeError, match=f"enable of a model takes qk_norm and rope, got {option}"):
+        cuseq.enable(model, **{option: None})
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("option", ["rope", "qk_norm"])
+def test_options_are_true_or_false(option):
+    model = make_model("qwen3")
+    with pytest.raises(TypeError, match=f"{option} must be True or False, got None"):
+        cuseq.enable(model, **{option: None})
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("x", [None, "unsloth", 3, math, object()], ids=lambda x: type(x).__name__)
+def test_what_enable_does_not_take(x):
+    for call in (cuseq.enable, cuseq.disable):
+        with pytest.raises(TypeError, match=f"x must be a transformers model.*{type(x).__name__}"):
+            call(x)
+
+
+def test_a_part_of_an_enabled_model_is_refused():
+    model = make_model("llama")
+    cuseq.enable(model)
+    with pytest.raises(ValueError, match="what was enabled, a LlamaForCausalLM, got its Llama"):
+        cuseq.enable(model.model)
+
+
+def test_a_model_holds_the_registration():
+    """From `enable` to `disable`, or until it is garbage-collected."""
+    first, second = make_model("llama"), make_model("qwen3")
+    cuseq.enable(first), cuseq.enable(second), cuseq.enable(second)
+    cuseq.disable(first)
+    assert is_registered()
+    cuseq.disable(second)
+    assert not is_registered()
+    cuseq.enable(first), cuseq.disable(first), cuseq.disable(first)
+    cuseq.enable(second)
+    assert is_registered()
+    del second
+    gc.collect()
+    assert not is_registered()
+
+
+def test_register_and_enable_nest():
+    model = make_model("llama")
+    integration.register()
+    integration.register()
+    cuseq.enable(model)
+    integration.unregister()
+    assert is_registered(), "the model needs it"
+    cuseq.disable(model)
+    assert not is_registered()
+    cuseq.enable(model)
+    integration.register()
+    cuseq.disable(model)
+    assert is_registered(), "it was registered directly"
+    integration.unregister()
+    integration.unregister()
+    assert not is_registered()
+
+
+def test_a_model_that_is_refused_holds_nothing(monkeypatch):
+    model = make_model("llama")
+
+    def refuse(*args):
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(model, "set_attn_implementation", refuse)
+    with pytest.raises(ValueError, match="not this one"):
+        cuseq.enable(model)
+    assert not is_registered()
+    assert modeling_llama.apply_rotary_pos_emb.__module__ == modeling_llama.__name__
+
+
+_PATCHED = """
+import sys, transformers
+from transformers import masking_utils
+
+def functions():
+    return (
+        transformers.PreTrainedModel.__dict__["get_correct_attn_implementation"],
+        masking_utils._preprocess_mask_arguments,
+        dict(transformers.AttentionInterface._global_mapping),
+        dict(transformers.AttentionMaskInterface._global_mapping),
+    )
+
+before = functions()
+"""
+
+
+def test_importing_an_integration_patches_nothing(run_python):
+    done = run_python(
+        _PATCHED
+        + """
+import cuseq.integrations.transformers, cuseq.integrations.unsloth
+from cuseq.integrations.transformers import callback, attention, masks, _enable, _trainer
+assert functions() == before
+assert functions()[:2] == before[:2]
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_unregister_restores_the_very_functions(run_python):
+    done = run_python(
+        _PATCHED
+        + """
+from cuseq.integrations.transformers import register, unregister
+unregister()
+for _ in range(2):
+    register()
+    register()
+    now = functions()
+    assert all(one is not other for one, other in zip(now[:2], before))
+    assert "cuseq" in now[2] and "cuseq" in now[3]
+    unregister()
+    now = functions()
+    assert all(one is other for one, other in zip(now[:2], before))
+    assert now == before
+
+# Somebody else wraps a function meanwhile: theirs stays, and ours in it does nothing.
+register()
+ours = masking_utils._preprocess_mask_arguments
+theirs = lambda *args, **kwargs: ours(*args, **kwargs)
+masking_utils._preprocess_mask_arguments = theirs
+unregister()
+assert masking_utils._preprocess_mask_arguments is theirs
+import torch
+transformers.AttentionMaskInterface.register("cuseq", masking_utils.sdpa_mask)
+config = transformers.LlamaConfig()
+config._attn_implementation = "cuseq"
+rows, positions = torch.zeros(1, 4, 8), torch.tensor([[0, 1, 0, 1]])
+assert theirs(config, rows, None, None, positions, None)[2] is not None
+"""
+    )
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------------------- refusals
@@ -518,10 +721,10 @@ def make_changed(config) -> nn.Module:
 def test_what_is_not_exact_is_refused_whole():
     softcapped = make_changed(transformers.Gemma2Config(**HEAD))
     with pytest.raises(ValueError, match=r"Gemma2Attention 0 caps.*attn_logit_softcapping=50"):
-        integration.enable(softcapped)
+        cuseq.enable(softcapped)
     dropping = make_changed(transformers.LlamaConfig(**HEAD, attention_dropout=0.1))
     with pytest.raises(ValueError, match="LlamaAttention 0 drops.*attention_dropout=0.1"):
-        integration.enable(dropping)
+        cuseq.enable(dropping)
     for model in (softcapped, dropping):
         assert_untouched(model)
 
@@ -533,7 +736,7 @@ def test_another_signature_is_refused(monkeypatch):
     model = make_model("qwen3")
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
     with pytest.raises(ValueError, match=r"must take .*'sin', 'unsqueeze_dim'\], got .*position"):
-        integration.enable(model)
+        cuseq.enable(model)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.layers[0].self_attn.__dict__
 
@@ -548,7 +751,7 @@ def test_another_rotation_is_refused(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
         with pytest.raises(ValueError, match="turns heads in a way.*rope=False"):
-            integration.enable(model)
+            cuseq.enable(model)
     assert_untouched(model)
 
 
@@ -560,10 +763,10 @@ def test_another_norm_is_left_alone(monkeypatch, device):
     )
     model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
-    enabled = integration.enable(model)
-    assert enabled.qk_norm == () and "other numbers" in enabled.left_alone[0]
+    enabled = cuseq.enable(model)
+    assert names(enabled, "qk_norm") == () and "other numbers" in enabled.left_alone[0]
     assert_same(packed_run(model, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_a_norm_with_hooks_keeps_them(device):
@@ -571,19 +774,19 @@ def test_a_norm_with_hooks_keeps_them(device):
     norm = model.model.layers[1].self_attn.q_norm
     norm.register_forward_hook(lambda module, args, out: out * 2)
     expected = one_by_one(model, docs, weight)
-    enabled = integration.enable(model)
+    enabled = cuseq.enable(model)
     assert "has hooks" in enabled.left_alone[0]
     assert_same(packed_run(model, docs, weight), expected)
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_what_is_no_model_of_transformers():
     for other in (nn.Linear(2, 2), "a name"):
         with pytest.raises(TypeError, match="transformers model"):
-            integration.enable(other)
+            cuseq.enable(other)
     config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
     with pytest.raises(ValueError, match="BertModel has no attention layer that cuseq knows"):
-        integration.enable(transformers.BertModel(config))
+        cuseq.enable(transformers.BertModel(config))
 
 
 def test_a_vision_model_keeps_its_own_attention(device):
@@ -595,18 +798,18 @@ def test_a_vision_model_keeps_its_own_attention(device):
     model = transformers.Qwen3VLForConditionalGeneration._from_config(
         config, attn_implementation="sdpa"
     ).to(device)
-    enabled = integration.enable(model)
-    assert enabled.attention == enabled.qk_norm == ("Qwen3VLTextAttention",)
+    enabled = cuseq.enable(model)
+    assert names(enabled, "attention") == names(enabled, "qk_norm") == ("Qwen3VLTextAttention",)
     assert model.config.text_config._attn_implementation == "cuseq"
     assert model.config.vision_config._attn_implementation == "sdpa"
-    integration.disable(model)
+    cuseq.disable(model)
     assert model.config.text_config._attn_implementation == "sdpa"
 
 
 def test_the_replaced_rotation_hands_on_what_it_does_not_know(device):
     model = make_model("llama", device)
     original = modeling_llama.apply_rotary_pos_emb
-    integration.enable(model)
+    cuseq.enable(model)
     replaced = modeling_llama.apply_rotary_pos_emb
     assert inspect.signature(replaced) == inspect.signature(original)
     q = torch.randn(2, 7, 3, 16, device=device)
@@ -621,12 +824,12 @@ def test_the_replaced_rotation_hands_on_what_it_does_not_know(device):
     wide = torch.randn(2, 3, 7, 5, 16, device=device)
     table = torch.randn(2, 7, 5, 16, device=device)
     assert torch.equal(replaced(wide, wide, table, table)[0], original(wide, wide, table, table)[0])
-    integration.disable(model)
+    cuseq.disable(model)
 
 
 def test_sinks_are_refused_where_they_cannot_be_had(device):
     model, docs = make_model("gpt_oss", device), documents(device)
-    integration.enable(model)
+    cuseq.enable(model)
     ids = torch.cat(docs, 1)
     packed = cuseq.PackedLayout.from_lengths(LENGTHS, device=device)
     offsets = packed.flash_kwargs()
@@ -642,7 +845,20 @@ def test_sinks_are_refused_where_they_cannot_be_had(device):
     for sinks in (torch.zeros(3, device=device), torch.zeros(2, device=device).long()):
         with pytest.raises(ValueError, match=r"sinks must be floating point \[heads = 2\]"):
             cuseq.varlen_attention(rows, rows, rows, flat, sinks=sinks)
-    integration.disable(model)
+    cuseq.disable(model)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unregistered():
+    """Whatever other modules left behind."""
+    integration.unregister()
+
+
+@pytest.fixture
+def registered():
+    integration.register()
+    yield
+    integration.unregister()
 
 
 @pytest.fixture(autouse=True)
@@ -656,6 +872,8 @@ def quiet():
 def nothing_stays():
     yield
     for base in list(_enable._states):
-        integration.disable(base)
+        cuseq.disable(base)
+    gc.collect()
+    assert not is_registered()
     for code in (modeling_llama, modeling_qwen3, modeling_gemma3):
         assert code.apply_rotary_pos_emb.__module__ == code.__name__

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 import torch._functorch.config
 import torch._inductor.config
+import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AutoModelForCausalLM,
@@ -34,7 +35,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import cuseq
-import cuseq.integrations.transformers as integration
+from cuseq.integrations import transformers as integration
+from cuseq.integrations.transformers import _warn, attention, masks
 
 VOCAB = 61
 LENGTHS = [7, 1, 12, 4]
@@ -156,6 +158,14 @@ def searched(monkeypatch):
 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", counted)
     return calls
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The models here name their attention themselves."""
+    integration.register()
+    yield
+    integration.unregister()
 
 
 @pytest.fixture(autouse=True)
@@ -558,7 +568,7 @@ def test_what_packed_attention_cannot_do_raises(device):
         make_model("qwen3", device)(ids, packed=LENGTHS)
 
     model = make_model("qwen3", device)
-    for name in integration._UNSUPPORTED:
+    for name in attention.UNSUPPORTED:
         if name != "output_attentions":  # transformers takes it away
             with pytest.raises(ValueError, match=f"{name} is not supported"):
                 model(ids, packed=layout, **{name: torch.ones(1, device=device)})
@@ -580,7 +590,7 @@ def test_softcap_raises_packed_and_warns_dense(device):
     ids, layout = make_ids(device), make_layout(device)
     with pytest.raises(ValueError, match="softcap is not supported by packed attention"):
         models[0](ids, packed=layout)
-    integration._warn_once.cache_clear()
+    _warn.forget_warnings()
     with pytest.warns(UserWarning, match="softcap has no effect"):
         logits = models[0](ids).logits
     assert torch.equal(logits, models[1](ids).logits)
@@ -644,7 +654,7 @@ def test_recurrent_layers_are_warned_of(device):
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="cuseq").to(device)
     ids, layout = make_ids(device), make_layout(device)
-    integration._warn_once.cache_clear()
+    _warn.forget_warnings()
     with pytest.warns(UserWarning, match="layers of type linear_attention"):
         model(ids, packed=layout)
     with warnings.catch_warnings():
@@ -664,11 +674,79 @@ def test_recurrent_layers_are_warned_of(device):
             dict(cu_seq_lens_q=torch.tensor([0, TOKENS]), max_length_q=TOKENS, max_length_k=3),
             f"must be equal in self-attention, got {TOKENS} and 3",
         ),
+        (
+            dict(
+                cu_seq_lens_q=torch.tensor([0, 5, TOKENS]),
+                cu_seq_lens_k=torch.tensor([0, 6, TOKENS]),
+            ),
+            r"must be equal in self-attention, got \[0, 5, 24\] and \[0, 6, 24\]",
+        ),
     ],
 )
 def test_impossible_names_raise(keywords, message, device):
     with pytest.raises(ValueError, match=message):
         make_model("qwen3", device)(make_ids(device), **keywords)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k", "packed_seq_lengths"])
+@pytest.mark.parametrize(
+    "value, got", [([0, TOKENS], "list"), (torch.tensor([0.0, TOKENS]), "float32")]
+)
+def test_lengths_of_another_type_are_named(name, value, got, device):
+    with pytest.raises(TypeError, match=f"{name} must .*, got .*{got}"):
+        make_model("qwen3", device)(make_ids(device), **{name: value})
+
+
+@pytest.mark.parametrize("value", [12.0, [12], "12"])
+def test_a_longest_length_that_is_no_int_is_named(value, device):
+    model, layout = make_model("qwen3", device), make_layout(device)
+    keywords = bare_names(layout) | dict(max_length_k=value)
+    with pytest.raises(TypeError, match="max_length_k must be an int, got"):
+        model(make_ids(device), position_ids=layout.position_ids[None], **keywords)
+
+
+def test_a_window_that_is_no_int_is_named(device):
+    layout, query = make_layout(device), torch.randn(1, 4, TOKENS, 32, device=device)
+    for keywords in (dict(packed=layout), bare_names(layout), {}):
+        with pytest.raises(TypeError, match="sliding_window must be an int, got 2.5"):
+            attention.cuseq_attention(
+                torch.nn.Module(), query, query, query, None, sliding_window=2.5, **keywords
+            )
+    with pytest.raises(TypeError, match="sliding_window must be an int, got 2.5"):
+        masks.cuseq_mask(1, TOKENS, TOKENS, local_size=2.5, device=device)
+
+
+CONTRADICTIONS = {
+    "cu_seq_lens_q": torch.tensor([0, 8, 20, TOKENS], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, TOKENS]),
+    "packed_seq_lengths": torch.tensor([8, 12, 4]),
+    "max_length_q": 11,
+    "max_length_k": torch.tensor(4),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_lengths_that_contradict_the_layout_are_named(name, device):
+    model, layout = make_model("qwen3", device), make_layout(device)
+    named = "max_length_q" if name == "max_length_k" else name
+    with pytest.raises(ValueError, match=f"{named} must not contradict packed, got"):
+        model(make_ids(device), packed=layout, **{name: CONTRADICTIONS[name]})
+
+
+def test_lengths_that_agree_with_the_layout_in_their_own_way(device):
+    """The tail as one sequence more or as many, empty sequences left out, a slice of one offset."""
+    model = make_model("qwen3", device)
+    ids = make_ids(device)
+    layout = make_layout(device, TOKENS, [7, 0, 1, 12])
+    for keywords in (
+        layout.flash_kwargs(),
+        dict(cu_seq_lens_q=torch.tensor([0, 7, 8, 20, TOKENS]), max_length_q=12),
+        dict(cu_seq_lens_k=torch.tensor([0, 7, 8, 20, 21, 22, 23, TOKENS])),
+        dict(cu_seq_lens_q=torch.tensor([0]), cu_seq_lens_k=torch.tensor([0])),
+        dict(packed_seq_lengths=torch.tensor([7, 1, 12, 4])),
+        dict(max_length_q=TOKENS),
+    ):
+        model(ids, position_ids=layout.position_ids[None], **keywords | dict(packed=layout))
 
 
 def test_names_as_other_packages_give_them(device):
@@ -783,11 +861,9 @@ def test_multimodal_position_ids_are_no_packing(planes, device, built):
     layout = make_layout(device)
     position_ids = layout.position_ids.expand(planes, 1, -1)
     query = torch.randn(1, 4, TOKENS, 32, device=device)
-    mask = integration.cuseq_mask(1, TOKENS, TOKENS, device=device)
+    mask = masks.cuseq_mask(1, TOKENS, TOKENS, device=device)
     module = torch.nn.Module()
-    out, _ = integration.cuseq_attention(
-        module, query, query, query, mask, position_ids=position_ids
-    )
+    out, _ = attention.cuseq_attention(module, query, query, query, mask, position_ids=position_ids)
     expected, _ = sdpa_attention_forward(module, query, query, query, None)
     assert torch.equal(out, expected)
     assert not built
@@ -811,10 +887,24 @@ def test_an_unknown_transformers_is_left_alone(monkeypatch):
     def detector(config, embeds):
         raise AssertionError
 
+    integration.unregister()
     monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", detector)
-    with pytest.warns(UserWarning, match="its own search for packed position_ids stays on"):
-        integration._withhold_position_ids()
-    assert masking_utils._preprocess_mask_arguments is detector
+    try:
+        with pytest.warns(
+            UserWarning, match="own search for packed position_ids stays on"
+        ) as given:
+            integration.register()
+        assert masking_utils._preprocess_mask_arguments is detector
+    finally:
+        integration.unregister()
+        monkeypatch.undo()
+        integration.register()
+    (warning,) = given
+    assert (
+        f"cuseq does not know this transformers ({transformers.__version__}): transformers."
+        "masking_utils._preprocess_mask_arguments takes (config, embeds), not (config, inputs_"
+    ) in str(warning.message)
+    assert warning.filename == __file__
 
 
 def test_position_ids_count_where_the_search_stays_on(device, monkeypatch):
@@ -832,7 +922,7 @@ def test_position_ids_count_where_the_search_stays_on(device, monkeypatch):
 
 
 def test_a_model_that_edits_its_mask_is_told():
-    mask = integration.cuseq_mask(1, 4, 4)
+    mask = masks.cuseq_mask(1, 4, 4)
     with pytest.raises(AttributeError, match="DeferredMask has no dtype"):
         mask.dtype
     with pytest.raises(TypeError):
@@ -840,5 +930,6 @@ def test_a_model_that_edits_its_mask_is_told():
 
 
 def test_importing_cuseq_imports_no_framework(run_python):
-    done = run_python("import sys, cuseq; sys.exit('transformers' in sys.modules)")
+    names = ["transformers", "trl", "accelerate", "peft", "unsloth", "xformers", "megatron"]
+    done = run_python(f"import sys, cuseq; sys.exit(any(n in sys.modules for n in {names}))")
     assert done.returncode == 0, done.stderr

@@ -22,11 +22,19 @@ import trl  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from trl.trainer import sft_trainer  # noqa: E402
 
-import cuseq.integrations.transformers as transformers_integration  # noqa: E402
-from cuseq.integrations.trl import PackedCollator, PackedRows, disable, enable  # noqa: E402
+from cuseq.integrations import transformers as integration  # noqa: E402
+from cuseq.integrations.trl import PackedCollator, PackedRows  # noqa: E402
 
 PAD = 1
 CAPACITY = 16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The models here name their attention themselves."""
+    integration.register()
+    yield
+    integration.unregister()
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +200,7 @@ def test_losses_and_weights_are_those_of_trl(run, device, make_trainer):
     theirs = make()
     theirs.train()
     ours = make()  # which seeds again
-    enable(ours)
+    cuseq.enable(ours)
     ours.train()
     assert_equal_runs(theirs, ours)
 
@@ -201,14 +209,14 @@ def test_streams(device, make_trainer):
     theirs, ours = (
         make_trainer(texts(60).to_iterable_dataset(), device=device.type) for _ in range(2)
     )
-    enable(ours)
+    cuseq.enable(ours)
     theirs.train(), ours.train()
     assert_equal_runs(theirs, ours)
 
 
 def test_predictions(device, make_trainer):
     theirs, ours = (make_trainer(evaluated=texts(13), device=device.type) for _ in range(2))
-    enable(ours)
+    cuseq.enable(ours)
     for expected, found in zip(
         theirs.get_eval_dataloader(), ours.get_eval_dataloader(), strict=True
     ):
@@ -249,10 +257,10 @@ def test_nothing_is_derived_again(device, make_trainer, monkeypatch):
         layouts.append(packed)
         return attend(q, k, v, packed, **options)
 
-    monkeypatch.setattr(transformers_integration.cuseq, "varlen_attention", spy)
+    monkeypatch.setattr(cuseq, "varlen_attention", spy)
     trainer = make_trainer(gradient_checkpointing=False, max_steps=2, device=device.type)
     made = []
-    enable(trainer)
+    cuseq.enable(trainer)
     collate = trainer.data_collator.torch_call
 
     def remember(examples):
@@ -390,7 +398,7 @@ def test_bin_pack_packs_the_same_documents_into_fewer_rows(strategy, make_traine
     data = texts(2500, "prompt-completion", longest=20)
     trainer = make_trainer(data, packing_strategy=strategy, evaluated=texts(20, "text"))
     theirs, evaluated = trainer.train_dataset, trainer.eval_dataset
-    enable(trainer, bin_pack=True)
+    cuseq.enable(trainer, bin_pack=True)
     ours = trainer.train_dataset
     assert len(ours) < len(theirs)  # packed a thousand at a time
     assert documents(ours[i] for i in range(len(ours))) == documents(theirs)
@@ -408,8 +416,8 @@ def test_bin_pack_where_trl_packs_nothing(strategy, make_trainer):
     options = dict(packing=False, padding_free=True, max_length=None)
     trainer = make_trainer(data, packing_strategy=strategy, **options)
     with pytest.raises(ValueError, match="capacity must be given"):
-        enable(trainer, bin_pack=True)
-    enable(trainer, bin_pack="ffd", capacity=CAPACITY)
+        cuseq.enable(trainer, bin_pack=True)
+    cuseq.enable(trainer, bin_pack="ffd", capacity=CAPACITY)
     ours = trainer.train_dataset
     assert len(ours) <= len(theirs) < 500
     assert documents(ours[i] for i in range(len(ours))) == documents(theirs)
@@ -434,7 +442,7 @@ def test_rows_of_a_prepared_dataset():
 
 def test_a_repacked_run_trains_as_trl_does_with_these_rows(make_trainer):
     ours = make_trainer()
-    enable(ours, bin_pack=True)
+    cuseq.enable(ours, bin_pack=True)
     rows = ours.train_dataset
     same = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
     skip = {"skip_prepare_dataset": True}
@@ -454,7 +462,6 @@ def state_of(trainer) -> tuple:
         trainer.train_dataset,
         config._attn_implementation,
         "forward" in vars(layer),
-        hasattr(trainer, "_cuseq"),
     )
 
 
@@ -466,28 +473,72 @@ def test_disable_puts_everything_back(make_trainer):
     def evaluating_collator():
         return trainer._eval_dataloaders["eval"].collate_fn
 
-    enable(trainer, bin_pack=True)
+    cuseq.enable(trainer, bin_pack=True)
     assert all(one is not other for one, other in zip(state_of(trainer), before, strict=True))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
     assert type(evaluating_collator()) is PackedCollator
-    with pytest.raises(ValueError, match="must not be enabled twice"):
-        enable(trainer)
-    disable(trainer)
+    with pytest.raises(ValueError, match="bin_pack must stay 'bfd' while this is enabled, got F"):
+        cuseq.enable(trainer)
+    cuseq.disable(trainer)
     assert all(one is other for one, other in zip(state_of(trainer), before, strict=True))
     assert trainer.evaluate()["eval_loss"] == loss
     assert evaluating_collator() is before[0]
-    with pytest.raises(ValueError, match="trainer must be enabled, got a SFTTrainer"):
-        disable(trainer)
-    enable(trainer)
+    cuseq.disable(trainer)  # what is not enabled stays as it is
+    assert all(one is other for one, other in zip(state_of(trainer), before, strict=True))
+    cuseq.enable(trainer)
     assert trainer.train_dataset is before[1]
+
+
+def test_what_enable_returns(make_trainer):
+    trainer = make_trainer()
+    enabled = cuseq.enable(trainer, bin_pack=True, qk_norm=False)
+    assert enabled.kind == "trainer"
+    assert enabled.replaced == (
+        "attention:Qwen3Attention",
+        "rope:transformers.models.qwen3.modeling_qwen3",
+        "collator:DataCollatorForLanguageModeling",
+    )
+    assert enabled.left_alone == enabled.warnings == ()
+    assert cuseq.enable(trainer, bin_pack="bfd", qk_norm=False) is enabled
+    cuseq.disable(trainer)
+
+
+@pytest.mark.parametrize("option", ["graph", "cp", "collator", "token_budget", "backend"])
+def test_options_that_come_later(option, make_trainer):
+    trainer = make_trainer()
+    message = f"a SFTTrainer takes bin_pack and capacity and qk_norm and rope, got {option}"
+    with pytest.raises(TypeError, match=message):
+        cuseq.enable(trainer, **{option: None})
+
+
+def test_a_model_that_was_enabled_before(make_trainer):
+    """It stays so, with its own options, when the trainer is disabled."""
+    trainer = make_trainer()
+    cuseq.enable(trainer.model, rope=False)
+    with pytest.raises(ValueError, match="rope must stay False while this is enabled"):
+        cuseq.enable(trainer)
+    assert type(trainer.data_collator) is not PackedCollator
+    cuseq.enable(trainer, rope=False)
+    cuseq.disable(trainer)
+    assert trainer.model.config._attn_implementation == "cuseq"
+    cuseq.disable(trainer.model)
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_a_renamed_method_of_trainer_is_named(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    monkeypatch.delattr(transformers.Trainer, "_set_signature_columns_if_needed")
+    message = rf"this transformers \({transformers.__version__}\).*_if_needed is missing"
+    with pytest.raises(ValueError, match=message):
+        cuseq.enable(trainer)
 
 
 def test_a_model_of_cuseq_stays_as_it_is(make_trainer):
     trainer = make_trainer(model=make_model("cuseq"))
     before = state_of(trainer)
-    enable(trainer)
+    assert "on its own" in cuseq.enable(trainer).left_alone[0]
     assert state_of(trainer)[2:4] == before[2:4] == ("cuseq", False)
-    disable(trainer)
+    cuseq.disable(trainer)
     assert state_of(trainer) == before
 
 
@@ -542,7 +593,7 @@ def test_what_is_refused_stays_as_it_was(case, make_trainer, monkeypatch):
     change(trainer)
     before = state_of(trainer)
     with pytest.raises(error, match=message):
-        enable(trainer, **arguments)
+        cuseq.enable(trainer, **arguments)
     assert all(one is other for one, other in zip(state_of(trainer), before, strict=True))
 
 
@@ -550,12 +601,12 @@ def test_models_are_refused(make_trainer):
     dropping = make_trainer(model=make_model(attention_dropout=0.1))
     before = state_of(dropping)
     with pytest.raises(ValueError, match="attention_dropout=0.1"):
-        enable(dropping)
+        cuseq.enable(dropping)
     assert state_of(dropping) == before
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     prompted = make_trainer(peft_config=config)
     with pytest.raises(ValueError, match="virtual tokens.*PromptTuningConfig"):
-        enable(prompted)
+        cuseq.enable(prompted)
 
 
 def test_an_unknown_release_of_trl_is_refused(make_trainer, monkeypatch):
@@ -564,11 +615,12 @@ def test_an_unknown_release_of_trl_is_refused(make_trainer, monkeypatch):
     fields["mask"] = copy.copy(fields["pad_token_id"])
     fields["mask"].name = "mask"
     monkeypatch.setattr(sft_trainer.DataCollatorForLanguageModeling, "__dataclass_fields__", fields)
-    with pytest.raises(TypeError, match="does not know this release of TRL"):
-        enable(trainer)
+    message = rf"cuseq does not know this trl \({trl.__version__}\): .* has a field mask"
+    with pytest.raises(ValueError, match=message):
+        cuseq.enable(trainer)
 
 
-@pytest.mark.parametrize("kind", [transformers.Trainer, trl.DPOTrainer, trl.RewardTrainer])
+@pytest.mark.parametrize("kind", [trl.DPOTrainer, trl.RewardTrainer])
 def test_other_trainers_are_refused(kind):
     with pytest.raises(TypeError, match=f"must be an SFTTrainer, got {kind.__name__}"):
-        enable(object.__new__(kind))
+        cuseq.enable(object.__new__(kind))

@@ -10,7 +10,7 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import cuseq.integrations.transformers as integration  # noqa: E402
+from cuseq.integrations import transformers as integration  # noqa: E402
 
 LENGTHS = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12]]
 ROW = 16
@@ -86,6 +86,14 @@ def train(model, dataset, folder, collator=collate, **options) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The models here name their attention themselves."""
+    integration.register()
+    yield
+    integration.unregister()
+
+
 @pytest.fixture
 def seen(monkeypatch) -> list[cuseq.PackedLayout]:
     """The layouts that attention was given, one for each call."""
@@ -96,7 +104,7 @@ def seen(monkeypatch) -> list[cuseq.PackedLayout]:
         layouts.append(packed)
         return attend(q, k, v, packed, **options)
 
-    monkeypatch.setattr(integration.cuseq, "varlen_attention", spy)
+    monkeypatch.setattr(cuseq, "varlen_attention", spy)
     return layouts
 
 
@@ -123,3 +131,101 @@ def test_losses_equal_those_of_a_dense_mask(tmp_path):
     packed = train(make_model("cuseq"), Stream(), tmp_path / "packed")
     dense = train(make_model("sdpa"), Stream(), tmp_path / "dense", collate_dense)
     assert packed == pytest.approx(dense, abs=2e-4)  # Trainer logs four digits
+
+
+# ------------------------------------------------------------------------------ enable and disable
+
+
+@pytest.fixture
+def make_trainer(tmp_path):
+    def make(model=None, collator=None, **options):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=1,
+            max_steps=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            remove_unused_columns=False,
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        if model is None and "model_init" not in options:
+            model = make_model("sdpa")
+        return transformers.Trainer(
+            model, arguments, data_collator=collator, train_dataset=Rows(), **options
+        )
+
+    return make
+
+
+def test_a_trainer_is_enabled_by_its_model(make_trainer, seen):
+    trainer = make_trainer(collator=collate)
+    theirs = make_trainer(collator=collate_dense)
+    theirs.train()
+    enabled = cuseq.enable(trainer)
+    assert enabled.kind == "trainer"
+    assert enabled.replaced == (
+        "attention:LlamaAttention",
+        "rope:transformers.models.llama.modeling_llama",
+    )
+    (left,) = enabled.left_alone
+    assert left.startswith("the data collator function: a Trainer keeps the one it is given")
+    assert enabled.warnings == ()
+    assert cuseq.enable(trainer) is enabled
+    with pytest.raises(ValueError, match="rope must stay True while this is enabled, got False"):
+        cuseq.enable(trainer, rope=False)
+    assert trainer.data_collator is collate
+    trainer.train()
+    assert len(seen) == 2 * 2  # layers, steps
+    losses, expected = (
+        [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+        for one in (trainer, theirs)
+    )
+    assert losses == pytest.approx(expected, abs=2e-4)
+    cuseq.disable(trainer)
+    assert trainer.model.config._attn_implementation == "sdpa"
+    cuseq.disable(trainer)  # what is not enabled stays as it is
+
+
+def test_a_collator_that_packs_is_left_alone(make_trainer):
+    trainer = make_trainer(collator=cuseq.PackingCollator())
+    enabled = cuseq.enable(trainer)
+    assert enabled.left_alone == ("the data collator PackingCollator: it packs rows already",)
+    cuseq.disable(trainer)
+
+
+def test_a_model_that_was_enabled_before_stays_so(make_trainer):
+    model = make_model("sdpa")
+    cuseq.enable(model, rope=False)
+    trainer = make_trainer(model)
+    with pytest.raises(ValueError, match="rope must stay False"):
+        cuseq.enable(trainer)
+    assert cuseq.enable(trainer, rope=False).replaced == ("attention:LlamaAttention",)
+    cuseq.disable(trainer)
+    assert model.config._attn_implementation == "cuseq"
+    cuseq.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"bin_pack": True}, ValueError, "bin_pack must not be given for a Trainer.*got True"),
+        ({"capacity": 8}, ValueError, "capacity must not be given for a Trainer.*got 8"),
+        ({"graph": True}, TypeError, "a Trainer takes bin_pack and .* and rope, got graph"),
+        ({"rope": None}, TypeError, "rope must be True or False, got None"),
+    ],
+)
+def test_options_of_other_trainers_are_refused(options, error, message, make_trainer):
+    trainer = make_trainer()
+    with pytest.raises(error, match=message):
+        cuseq.enable(trainer, **options)
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_a_trainer_that_makes_its_model_is_refused(make_trainer):
+    """Training begins with another model than the one that would be enabled."""
+    trainer = make_trainer(model_init=lambda: make_model("sdpa"))
+    with pytest.raises(ValueError, match="got model_init.*inside model_init"):
+        cuseq.enable(trainer)

@@ -22,9 +22,12 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-import cuseq.integrations.transformers  # noqa: E402
-import cuseq.integrations.transformers.callback as integration  # noqa: E402
-from cuseq.integrations.transformers.callback import PackingCallback  # noqa: E402
+from cuseq.integrations.transformers import (  # noqa: E402
+    PackingCallback,
+    callback,
+    register,
+    unregister,
+)
 
 CAPACITY, STEPS = 16, 3
 # No two rows have as many sequences and tokens, so that a mean of means is not the mean.
@@ -80,7 +83,14 @@ def pad(rows: list[Samples]) -> dict[str, Tensor]:
     }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def unregistered_afterwards():
+    yield
+    unregister()
+
+
 def make_model(attention: str = "cuseq", dtype: torch.dtype = torch.float64):
+    register()  # also in the processes that a test starts
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -397,7 +407,7 @@ class Clock(transformers.TrainerCallback):
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(integration, "perf_counter", clock)
+    monkeypatch.setattr(callback, "perf_counter", clock)
     return clock
 
 

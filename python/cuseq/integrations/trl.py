@@ -1,18 +1,18 @@
-"""Packed and padding-free SFT with TRL: `enable(trainer)`.
+"""Packed and padding-free SFT with TRL, entered through `cuseq.enable(trainer)`.
 
     trainer = SFTTrainer(model, SFTConfig(packing=True, ...), train_dataset=...)
-    cuseq.integrations.trl.enable(trainer)
+    cuseq.enable(trainer)
     trainer.train()
 
-TRL's collator knows the documents of a row only by where their positions restart. Here the lengths,
-which TRL's packer leaves beside each row, become a `cuseq.PackedLayout` while they are still Python
-ints, and every layer is handed that one object: nothing is searched in tensors again, on whichever
-device. Losses are TRL's own.
+TRL's collator describes the documents of a row only by where their positions restart. Here the
+lengths, which TRL's packer leaves beside each row, become a `cuseq.PackedLayout` while they are
+still Python ints, and every layer gets that one object: no layer searches tensors for documents.
+Losses are TRL's own.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,14 +21,22 @@ import datasets
 import pyarrow.compute
 import torch
 from accelerate.utils import is_peft_model
+from torch import nn
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import cuseq
-import cuseq.integrations.transformers as integration
-from cuseq._models import text_config
+from cuseq.integrations._enabled import Enabled, check_same_options
+from cuseq.integrations._foreign import check_fields
+from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
+from cuseq.integrations.transformers._private import (
+    forget_evaluation_loaders,
+    signature_columns,
+)
 
-# What TRL's collator can be told; another field would ask for something that is not done here.
+__all__ = ["PackedCollator", "PackedRows"]
+
+# Options of TRL's collator; another field would ask for something that is not done here.
 _FIELDS = {
     "pad_token_id",
     "padding_free",
@@ -39,7 +47,7 @@ _FIELDS = {
 
 
 class PackedCollator(DataCollatorForLanguageModeling):
-    """TRL's padding-free collator, which also says where the sequences lie.
+    """Collate as TRL's padding-free collator does, and add the layout of the row.
 
     Called with a list of examples: `input_ids`, optionally `labels` (default the input ids), one
     value per token, and optionally `seq_lengths`, the lengths of the documents that an example
@@ -83,14 +91,14 @@ class PackedCollator(DataCollatorForLanguageModeling):
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of a plan, put together when they are asked for: `input_ids`, `labels`, `seq_lengths`.
+    """Build the rows of a plan when they are read: `input_ids`, `labels`, `seq_lengths`.
 
     Attributes:
         plan: The `cuseq.data.PackingPlan`; its `fill` and `num_rows` say how good it is.
     """
 
     def __init__(self, dataset: datasets.Dataset, capacity: int, strategy: str, overlong: str):
-        """Packs the documents of `dataset`, whose rows may hold several, by `seq_lengths`."""
+        """Pack the documents of `dataset`, whose rows may hold several, by `seq_lengths`."""
         self._rows, self._starts, lengths = _documents(dataset)
         self.plan = cuseq.data.bin_pack(lengths, capacity, strategy, overlong=overlong)
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
@@ -118,99 +126,90 @@ class PackedRows(torch.utils.data.Dataset):
         return row | {"seq_lengths": lengths}
 
 
-class _Replaced(NamedTuple):
-    """What `disable` puts back."""
+class _State(NamedTuple):
+    """What it takes to put a trainer back."""
 
+    enabled: Enabled
+    options: dict[str, Any]
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
-    model: bool
+    model: nn.Module | None  # what `disable` has to disable
 
 
-def enable(
-    trainer: SFTTrainer, *, bin_pack: bool | str = False, capacity: int | None = None
-) -> None:
-    """Lets a packed or padding-free `SFTTrainer` train with cuseq.
+_states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
 
-    Call it after the trainer's construction and before `train()`. It replaces the data collator (by
-    `PackedCollator`) and, in the model, what `cuseq.integrations.transformers.enable` does; a model
-    whose attention is cuseq's already stays as it is. Everything is checked first, and what is
-    refused is left as it was.
 
-    Args:
-        trainer: with `packing=True` (any strategy) or `padding_free=True`, adapters or none.
-        bin_pack: True, or a strategy of `cuseq.data.bin_pack`, to pack the training dataset again,
-            over the whole of it instead of a thousand examples at a time; evaluation keeps its rows. The
-            rows of `packing=True` are taken apart for it. With `padding_free=True`, `packing=False`
-            and `max_length=None` TRL's packer never runs. Documents longer than `capacity` are cut
-            as `packing_strategy` says: split by "bfd_split", else truncated.
-        capacity: most tokens of such a row; default the trainer's `max_length`.
+def enable_trainer(
+    trainer: SFTTrainer,
+    *,
+    rope: bool = True,
+    qk_norm: bool = True,
+    bin_pack: bool | str = False,
+    capacity: int | None = None,
+) -> Enabled:
+    """Let a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
 
-    Raises:
-        TypeError: `trainer` is no SFTTrainer, or its collator or dataset is of a kind that cannot
-            be replaced.
-        ValueError: the trainer is enabled already, pads its batches, or has an option or a model
-            that packed rows do not go with.
-
-    Waits for the GPU where it enables the model, as `cuseq.integrations.transformers.enable` does.
-
-    Example:
-        >>> config = SFTConfig(packing=True, max_length=4096)
-        >>> trainer = SFTTrainer(model, config, train_dataset=dataset)
-        >>> cuseq.integrations.trl.enable(trainer, bin_pack=True)
-        >>> trainer.train()
+    It replaces the data collator by `PackedCollator`, the training dataset by `PackedRows` if
+    `bin_pack` asks for it, and parts of the model. Everything is checked first; what is refused is
+    left as it was.
     """
-    _check_trainer(trainer)
+    _check_sft(trainer)
+    strategy = "bfd" if bin_pack is True else bin_pack
+    options = {"rope": rope, "qk_norm": qk_norm, "bin_pack": strategy, "capacity": capacity}
+    if trainer in _states:
+        state = _states[trainer]
+        check_same_options(state.options, options)
+        return state.enabled
+    _check_packs(trainer)
     _check_collator(trainer.data_collator)
     _check_model_and_parallelism(trainer)
-    rows = trainer.train_dataset
-    if bin_pack is not False:
-        rows = _packed_rows(trainer, "bfd" if bin_pack is True else bin_pack, capacity)
+    rows, collator = trainer.train_dataset, trainer.data_collator
+    if strategy is not False:
+        rows = _packed_rows(trainer, strategy, capacity)
     elif capacity is not None:
         raise ValueError(f"capacity must be None without bin_pack, got {capacity}")
 
-    ours = text_config(trainer.model)._attn_implementation != integration.NAME
-    if ours:
-        integration.enable(trainer.model)
-    collator = trainer.data_collator
-    trainer._cuseq = _Replaced(collator, trainer.train_dataset, ours)
-    options = {name: getattr(collator, name) for name in _fields(collator)}
-    _put(trainer, PackedCollator(**options), rows)
+    model, ours = enable_model_of_trainer(trainer.model, rope=rope, qk_norm=qk_norm)
+    replaced = (*model.replaced, f"collator:{type(collator).__name__}")
+    enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
+    _states[trainer] = _State(
+        enabled, options, collator, trainer.train_dataset, trainer.model if ours else None
+    )
+    fields = {name: getattr(collator, name) for name in _FIELDS}
+    _put(trainer, PackedCollator(**fields), rows)
+    return enabled
 
 
-def disable(trainer: SFTTrainer) -> None:
-    """Puts back what `enable` replaced: the collator, the training dataset, the model's parts.
-
-    Raises:
-        ValueError: `trainer` is not enabled.
-    """
-    replaced = getattr(trainer, "_cuseq", None)
-    if replaced is None:
-        raise ValueError(f"trainer must be enabled, got a {type(trainer).__name__} that is not")
-    if replaced.model:
-        integration.disable(trainer.model)
-    _put(trainer, replaced.collator, replaced.train_dataset)
-    del trainer._cuseq
+def disable_trainer(trainer: SFTTrainer) -> None:
+    """Put back what `enable_trainer` replaced: the collator, the dataset, the model's parts."""
+    _check_sft(trainer)
+    state = _states.pop(trainer, None)
+    if state is None:
+        return
+    if state.model is not None:
+        disable_model(state.model)
+    _put(trainer, state.collator, state.train_dataset)
 
 
 def _put(trainer: SFTTrainer, collator: DataCollatorForLanguageModeling, rows: Any) -> None:
+    forget_evaluation_loaders(trainer)  # persistent workers keep the other collator
     trainer.data_collator = collator
     trainer.train_dataset = rows
-    # Persistent workers of an evaluation keep their loader, and with it the collator.
-    getattr(trainer, "_eval_dataloaders", {}).clear()
 
 
 # ---------------------------------------------------------------------------------- what is refused
 
 
-def _check_trainer(trainer: SFTTrainer) -> None:
+def _check_sft(trainer: SFTTrainer) -> None:
     if not isinstance(trainer, SFTTrainer):
         raise TypeError(
             f"trainer must be an SFTTrainer, got {type(trainer).__name__}: the batches of other "
             "trainers hold pairs or completions in columns that their losses take apart, and a "
             "packed row has no columns"
         )
-    if hasattr(trainer, "_cuseq"):
-        raise ValueError("trainer must not be enabled twice: disable it first")
+
+
+def _check_packs(trainer: SFTTrainer) -> None:
     args = trainer.args
     if not (trainer.padding_free or args.packing):
         raise ValueError(
@@ -218,11 +217,11 @@ def _check_trainer(trainer: SFTTrainer) -> None:
             "batches: its dataset is prepared and its checks are made at construction"
         )
     if args.remove_unused_columns:
-        trainer._set_signature_columns_if_needed()
-        if "seq_lengths" not in trainer._signature_columns:
+        columns = signature_columns(trainer)
+        if "seq_lengths" not in columns:
             raise ValueError(
                 "trainer must keep the column seq_lengths, which says where documents lie, got "
-                f"{trainer._signature_columns}: set remove_unused_columns=False"
+                f"{columns}: set remove_unused_columns=False"
             )
 
 
@@ -232,11 +231,7 @@ def _check_collator(collator: Any) -> None:
             "trainer.data_collator must be TRL's DataCollatorForLanguageModeling, got "
             f"{type(collator).__name__}: what another one does would be lost"
         )
-    if _fields(collator) != _FIELDS:
-        raise TypeError(
-            f"trainer.data_collator must have the fields {sorted(_FIELDS)}, got "
-            f"{sorted(_fields(collator))}: cuseq does not know this release of TRL"
-        )
+    check_fields(DataCollatorForLanguageModeling, _FIELDS)
     if collator.return_tensors != "pt":
         raise ValueError(f'return_tensors must be "pt", got {collator.return_tensors!r}')
 
@@ -254,10 +249,6 @@ def _check_model_and_parallelism(trainer: SFTTrainer) -> None:
             f"{type(trainer.model.active_peft_config).__name__}: only the first document would see "
             "them"
         )
-
-
-def _fields(collator: DataCollatorForLanguageModeling) -> set[str]:
-    return {field.name for field in dataclasses.fields(collator)}
 
 
 def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> PackedRows:
@@ -283,7 +274,7 @@ def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> Pa
 
 
 def _lengths(example: Mapping[str, Any], number: int) -> list[int]:
-    """Of the documents in an example."""
+    """Return the lengths of the documents in an example."""
     tokens = len(example["input_ids"])
     if "seq_lengths" not in example:
         return [tokens]
@@ -307,7 +298,7 @@ def _labels(example: Mapping[str, Any], number: int) -> Sequence[int]:
 
 
 def _row(pieces: Sequence[Sequence[int]], total: int, fill: int) -> torch.Tensor:
-    """int64 `[1, total]`: the pieces one after the other, then `fill`."""
+    """Return int64 `[1, total]`: the pieces one after the other, then `fill`."""
     row = torch.full((1, total), fill, dtype=torch.int64)
     tokens = torch.cat([torch.as_tensor(piece, dtype=torch.int64) for piece in pieces])
     row[0, : len(tokens)] = tokens
@@ -315,7 +306,7 @@ def _row(pieces: Sequence[Sequence[int]], total: int, fill: int) -> torch.Tensor
 
 
 def _documents(dataset: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row, first token in it, and length of each document: int64 `[n_documents]`, on the host."""
+    """Return each document's row, first token in it and length, int64 `[n_documents]`."""
     packed = "seq_lengths" in dataset.column_names
     column = "seq_lengths" if packed else "input_ids"
     sizes, flat = [], []  # of the lists in a column, and what they hold

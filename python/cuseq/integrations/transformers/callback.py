@@ -1,32 +1,28 @@
-"""Hugging Face's Trainer: a callback that logs how full packed rows are and how fast they pass.
+"""A callback for Hugging Face's Trainer that logs how full packed rows are and how fast they pass.
 
     trainer = Trainer(..., data_collator=cuseq.PackingCollator(...), callbacks=[PackingCallback()])
 
-Nothing else is needed to train there on packed rows: docs/trainer.md.
+docs/trainer.md shows the rest of training on packed rows with Trainer.
 """
 
 from __future__ import annotations
 
 import warnings
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather
 from torch import nn
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuseq.layout import PackedLayout
 
+if TYPE_CHECKING:  # it needs accelerate, which attention does without
+    from transformers import Trainer
+
 
 class PackingCallback(TrainerCallback):
-    """Adds three figures to each log of the training loss, over all steps since the last one.
+    """Add three figures to each log of the training loss, over all steps since the last one.
 
     - `fill`: real tokens of the rows over their tokens in memory, at most 1.
     - `real_tokens_per_second`: of all processes together, by the clock on the wall. Waiting for
@@ -62,7 +58,7 @@ class PackingCallback(TrainerCallback):
         self._forget()
 
     def attach(self, trainer: Trainer) -> None:
-        """Adds this callback to a trainer, in front of the others, so that trackers (Weights &
+        """Add this callback to a trainer, in front of the others, so that trackers (Weights &
         Biases, TensorBoard) log the figures as well.
 
         Raises:
@@ -139,7 +135,7 @@ class PackingCallback(TrainerCallback):
         self._leave_out()
 
     def _leave_out(self) -> None:
-        """The time since training was last at work."""
+        """Leave out the time since the end of the last training step."""
         if self._begun is not None:
             now = perf_counter()
             self._begun += now - self._worked_until
@@ -170,6 +166,8 @@ class PackingCallback(TrainerCallback):
         own = [self._real_tokens, self._tokens, self._sequences, seconds]
         rows = [own]
         if args.world_size > 1:
+            from accelerate.utils import gather
+
             rows = gather(torch.tensor([own], dtype=torch.float64, device=args.device)).tolist()
         real_tokens, tokens, sequences, _ = (sum(column) for column in zip(*rows, strict=True))
         if tokens == 0:

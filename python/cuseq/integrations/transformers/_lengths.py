@@ -1,0 +1,119 @@
+"""Checks of the keywords that say where sequences lie, without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq._arguments import as_int, check_tensor
+from cuseq.layout import PackedLayout
+
+_LENGTHS = "packed_seq_lengths"  # unsloth's name
+
+
+def check_lengths(cu_q: Any, cu_k: Any, keywords: dict[str, Any]) -> None:
+    """Raise TypeError unless offsets and lengths, where they are given, are integer tensors."""
+    given = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, _LENGTHS: keywords.get(_LENGTHS)}
+    for name, value in given.items():
+        if value is None:
+            continue
+        check_tensor(value, name)
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"{name} must hold integers, got {value.dtype}")
+
+
+def check_offsets(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
+    """Raise ValueError unless the offsets can be those of one row, as far as the host sees them."""
+    if cu_q is not None and cu_k is not None and cu_q is not cu_k:
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k must be equal in self-attention, got shapes "
+                f"{list(cu_q.shape)} and {list(cu_k.shape)}"
+            )
+        if _on_host(cu_q) and _on_host(cu_k) and not torch.equal(cu_q, cu_k):
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k must be equal in self-attention, got "
+                f"{_shown(cu_q)} and {_shown(cu_k)}"
+            )
+    cu_seqlens = cu_q if cu_q is not None else cu_k
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(
+            "cu_seq_lens_q must have shape [n_seqs + 1] with at least one sequence, got "
+            f"{list(cu_seqlens.shape)} (some data loaders slice every tensor of a batch; "
+            "`packed` is safe from that)"
+        )
+
+
+def longest_on_host(max_q: int | Tensor | None, max_k: int | Tensor | None) -> int | None:
+    """Return the longest sequence, in tokens, where the host knows it.
+
+    Raises:
+        TypeError: one of them is not an int.
+        ValueError: they differ.
+    """
+    given = {"max_length_q": max_q, "max_length_k": max_k}
+    lengths = [as_int(value, name) for name, value in given.items() if _on_host(value)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            "max_length_q and max_length_k must be equal in self-attention, got "
+            f"{lengths[0]} and {lengths[1]}"
+        )
+    return lengths[0] if lengths else None
+
+
+def check_agreement(
+    packed: PackedLayout,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    max_q: int | Tensor | None,
+    max_k: int | Tensor | None,
+    keywords: dict[str, Any],
+) -> None:
+    """Raise ValueError where other lengths of the call contradict `packed`, as the host sees them.
+
+    Offsets and lengths may count the tail as further sequences, as TRL's collator does, and leave
+    out sequences of length zero. Tensors on a GPU are not compared, nor is a layout whose lengths
+    came from one.
+    """
+    if packed.rank_positions is not None or packed.known_lengths is None:
+        return
+    longest = longest_on_host(max_q, max_k)
+    if longest is not None and longest < packed.max_seqlen:
+        raise ValueError(
+            f"max_length_q must not contradict packed, got {longest} and a layout whose longest "
+            f"sequence has {packed.max_seqlen} tokens"
+        )
+    for name, offsets in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+        # Some data loaders slice every tensor of a batch, and leave the offset 0 alone.
+        if _on_host(offsets) and offsets is not packed.cu_seqlens and offsets.numel() > 1:
+            _check_boundaries(packed, name, offsets, offsets)
+    lengths = keywords.get(_LENGTHS)
+    if _on_host(lengths) and lengths is not packed.lengths:
+        _check_boundaries(packed, _LENGTHS, lengths, _offsets(lengths))
+
+
+def _check_boundaries(packed: PackedLayout, name: str, given: Tensor, offsets: Tensor) -> None:
+    found = torch.unique_consecutive(offsets.reshape(-1).long())
+    for layout in (packed, packed.segments):  # as documents are counted, and as they lie
+        expected = torch.unique_consecutive(_offsets(layout.known_lengths))
+        if torch.equal(found[: len(expected)], expected):
+            return
+    raise ValueError(
+        f"{name} must not contradict packed, got {_shown(given)} and a layout of lengths "
+        f"{_shown(packed.known_lengths[: packed.num_sequences])}"
+    )
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.reshape(-1).long().cumsum(0), (1, 0))
+
+
+def _on_host(value: Any) -> bool:
+    return value.device.type == "cpu" if isinstance(value, Tensor) else value is not None
+
+
+def _shown(values: Tensor) -> str:
+    first = ", ".join(map(str, values.reshape(-1)[:8].tolist()))
+    return f"[{first}{', ...' if values.numel() > 8 else ''}]"

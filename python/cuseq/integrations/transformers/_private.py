@@ -1,0 +1,152 @@
+"""Every private name of transformers, accelerate and torch that this package relies on.
+
+The other files call these functions, so that a release that renames one fails by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+from cuseq.integrations._foreign import check_attribute, private
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+MASK_PREPARATION = "_preprocess_mask_arguments"
+_PREPARATION_PARAMETERS = [
+    "config",
+    "inputs_embeds",
+    "attention_mask",
+    "past_key_values",
+    "position_ids",
+    "layer_idx",
+    "encoder_hidden_states",
+]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_names() -> None:
+    """Check the names that are read in every forward, where a check would cost time.
+
+    Raises:
+        UnknownRelease: configs do not keep their attention in `_attn_implementation`, or modules
+            keep their hooks under other names.
+    """
+    choice = private(PreTrainedConfig, "_attn_implementation")
+    check_attribute(choice.fset, "_attn_implementation_internal")
+    for name in (*_HOOKS, "_modules"):
+        private(nn.Module(), name)
+
+
+# ------------------------------------------------------------------------------------- transformers
+
+
+def attention_of(config: PreTrainedConfig) -> str | None:
+    """Return the `attn_implementation` of a config."""
+    return config._attn_implementation
+
+
+def set_attention_alone(config: PreTrainedConfig, name: str) -> None:
+    """Set the `attn_implementation` of a config, but not those of the configs in it."""
+    config._attn_implementation_internal = name
+
+
+def supports_sdpa(model: PreTrainedModel) -> bool:
+    """Return whether a model's class says that its attention may be sdpa."""
+    return private(model, "_supports_sdpa", package="transformers")
+
+
+def registered_functions(interface: type) -> dict[str, Callable[..., Any]]:
+    """Return what is registered with `AttentionInterface` or `AttentionMaskInterface`, by name."""
+    return private(interface, "_global_mapping")
+
+
+def check_mask_preparation() -> None:
+    """Check `_preprocess_mask_arguments`, which searches position ids for packed sequences.
+
+    Raises:
+        UnknownRelease: it is missing or takes other arguments.
+    """
+    private(masking_utils, MASK_PREPARATION, signature=_PREPARATION_PARAMETERS)
+
+
+def signature_columns(trainer: Trainer) -> list[str]:
+    """Return the dataset columns that a trainer keeps for its model."""
+    private(trainer, "_set_signature_columns_if_needed", package="transformers")()
+    return private(trainer, "_signature_columns", package="transformers")
+
+
+def forget_evaluation_loaders(trainer: Trainer) -> None:
+    """Drop the data loaders that persistent workers keep, and with them the old collator."""
+    from transformers.trainer import Trainer
+
+    check_attribute(Trainer.get_eval_dataloader, "_eval_dataloaders")
+    # The attribute is missing until such a loader is made.
+    getattr(trainer, "_eval_dataloaders", {}).clear()
+
+
+# --------------------------------------------------------------------------------- hooks on modules
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether something was hooked to a module's forward or backward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dict of a module's children; writing to it replaces them."""
+    return module._modules
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether accelerate takes a module's weights away until it is called."""
+    _check_accelerate()
+    return getattr(getattr(module, "_hf_hook", None), "offload", False)
+
+
+def own_forwards(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the forwards that a module holds itself: one of its own, and accelerate's over it."""
+    _check_accelerate()
+    names = ("forward", "_old_forward")
+    return [module.__dict__[name] for name in names if name in module.__dict__]
+
+
+def has_accelerate_forward(module: nn.Module) -> bool:
+    """Return whether accelerate has replaced a module's forward; its own calls the old one."""
+    _check_accelerate()
+    return "_old_forward" in module.__dict__
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace a module's forward, or the one that accelerate's calls."""
+    setattr(module, "_old_forward" if has_accelerate_forward(module) else "forward", forward)
+
+
+def without_forwards(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return a module's attributes but for forwards that it holds itself and accelerate's hook."""
+    names = ("forward", "_old_forward", "_hf_hook")
+    return {name: value for name, value in attributes.items() if name not in names}
+
+
+def _check_accelerate() -> None:
+    hooks = sys.modules.get("accelerate.hooks")
+    if hooks is not None:  # else nothing can have been hooked
+        _check_hooks(hooks)
+
+
+@functools.cache
+def _check_hooks(hooks: ModuleType) -> None:
+    for name in ("_hf_hook", "_old_forward"):
+        check_attribute(hooks.add_hook_to_module, name)

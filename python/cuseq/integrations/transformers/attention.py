@@ -1,0 +1,290 @@
+"""The attention function of `attn_implementation="cuseq"`.
+
+What a call says about its sequences, the strongest first:
+
+- `packed=layout`: `cuseq.varlen_attention`, in eager or in compiled code, with one graph for all
+  packs. It never waits for the device (for one event, if the layout was made from lengths on a
+  GPU).
+- `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`: the same. Compiled code ignores
+  the ints, which would recompile with every pack, and takes bounds instead, which cost time.
+- Packed `position_ids` alone: the same in eager code, after one event a forward, for models that
+  hand them on unchanged (Qwen2-VL makes three planes of them). Compiled code cannot read them: it
+  runs sdpa with a dense mask drawn from them, which is exact but slow, also for batches that are
+  not packed. Give it lengths. A model that makes a 2-D mask of ones itself (OPT) declares each row
+  one sequence; position ids alone do not overrule that.
+- A 2-D mask, a 4-D mask or nothing: as sdpa. Without a mask, eager code has to look at the position
+  ids, which costs the one event above.
+
+Lengths win over a 2-D mask, which is then ignored, with a warning in eager code. Lengths raise
+together with a 4-D mask, with a model that draws its own pattern (blocks of image tokens, chunks),
+and with features that change the result and have no packed form: dropout in attention, soft caps,
+position biases. `packed` and other lengths of the same call must agree where the host can compare
+them. Models whose positions do not follow `position_ids` are refused when they are made. Give
+`position_ids` (`layout.position_ids[None]`) along with the lengths: attention does not need them,
+but RoPE and learned positions do.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.import_utils import is_tracing
+
+import cuseq
+from cuseq._arguments import as_size
+from cuseq.integrations._remember import remember
+from cuseq.integrations.transformers._lengths import (
+    check_agreement,
+    check_lengths,
+    check_offsets,
+    longest_on_host,
+)
+from cuseq.integrations.transformers._recurrent import leak_warning
+from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.masks import DeferredMask
+from cuseq.integrations.transformers.names import NAME, UNSUPPORTED
+from cuseq.layout import check_layout
+
+
+def cuseq_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: DeferredMask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    packed: cuseq.PackedLayout | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' `AttentionInterface` asks for it.
+
+    The module's docstring says which keyword does what, and what waits for the device.
+
+    Args:
+        module: The attention layer; its `is_causal` counts where neither the keyword nor the mask
+            function says it.
+        query: [batch, query heads, seqlen, head_dim]. The rows of the batch, one after the other,
+            are the packed row.
+        key: [batch, key heads, seqlen, head_dim].
+        value: [batch, key heads, seqlen, value head_dim].
+        attention_mask: What the mask function returned, or the user's own 4-D mask.
+        dropout: Must be 0 for packed rows.
+        scaling: Factor of the scores, 1 / sqrt(head_dim) if None.
+        sliding_window: Keys that a query sees, itself included; used where no `DeferredMask`
+            gives the window, as with sdpa. 0 and -1 mean None.
+        position_ids: int [batch or 1, seqlen]; other shapes say nothing about packing.
+        packed: Layout of batch * seqlen tokens.
+        cu_seq_lens_q: int [n_seqs + 1], offsets of the sequences; `cu_seq_lens_k` must be equal.
+        max_length_q: Longest sequence, in tokens, on the host; `max_length_k` must be equal.
+        s_aux: Sinks [query heads], a score of each head without a value; packed rows only, and
+            those need the layout.
+
+    Returns:
+        [batch, seqlen, query heads, value head_dim], contiguous, and None for the weights.
+
+    Raises:
+        TypeError: `sliding_window` or a keyword of lengths has another type.
+        ValueError: A decode step, a mask or a feature that packed attention does not have, a
+            layout of another number of tokens, or lengths that contradict each other.
+    """
+    sliding_window = as_size(sliding_window, "sliding_window")
+    check_lengths(cu_seq_lens_q, cu_seq_lens_k, kwargs)
+    deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
+    lengths_given = packed is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
+    if not lengths_given and deferred is not None:
+        positions = deferred.positions(position_ids)
+        if is_tracing(query):
+            attention_mask = deferred.build(positions)
+        else:
+            packed = _layout_of(positions, query.shape[0])
+            if packed is None:
+                attention_mask = deferred.build_once(query.device)
+    if not lengths_given and packed is None:
+        return _dense_attention(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, s_aux, kwargs
+        )
+
+    _check_packable(query, key, attention_mask, dropout)
+    _refuse(kwargs, UNSUPPORTED, "packed attention")
+    # A layer may call itself bidirectional under a causal mask (PaliGemma): the mask counts.
+    causal, window = getattr(module, "is_causal", True), sliding_window
+    if deferred is not None:
+        causal, window = deferred.causal, deferred.window
+    if is_causal is not None:
+        causal = is_causal
+    if window is not None and window < 1:
+        window = None
+    if window is not None and not causal:
+        raise ValueError(
+            "packed attention has no sliding window without causality, got "
+            f"sliding_window={window} and is_causal=False"
+        )
+
+    compiling = torch.compiler.is_compiling()  # where reading an int recompiles with each value
+    if deferred is not None and not compiling and deferred.recurrent:
+        warn_once(leak_warning(deferred.recurrent))
+    if deferred is not None and not compiling and deferred.arguments["attention_mask"] is not None:
+        warn_once(
+            "attention_mask has no effect beside packed lengths, which say where sequences lie; "
+            "leave it out, or leave the lengths out"
+        )
+    # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim], a view of what models pass.
+    rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    if packed is not None:
+        check_layout(packed)
+        if not compiling:  # else the op compares the sizes when it runs
+            _check_total(packed, rows[0])
+            if lengths_given:
+                check_agreement(
+                    packed, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs
+                )
+            packed = packed.to(query.device)
+        out = cuseq.varlen_attention(
+            *rows, packed, causal=causal, window=window, scale=scaling, sinks=s_aux
+        )
+    elif s_aux is not None:
+        raise ValueError("a model with sinks needs the layout, packed=, not its bare offsets")
+    else:
+        cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
+        bound = None
+        if not compiling:
+            check_offsets(cu_seq_lens_q, cu_seq_lens_k)
+            bound = longest_on_host(max_length_q, max_length_k)
+        out, _ = torch.ops.cuseq.varlen_attention(
+            *rows, cu_seqlens.to(torch.int32), None, causal, window, scaling, bound
+        )
+    batch, _, seqlen, _ = query.shape
+    return out.view(batch, seqlen, out.shape[-2], out.shape[-1]), None
+
+
+def _dense_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    s_aux: Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Run transformers' sdpa, or the model's eager attention where it has sinks.
+
+    Warn about the soft cap, which sdpa drops in silence.
+    """
+    # Models with an index make a mask of it only for implementations that they name.
+    _refuse(kwargs, ("indices", "block_indices"), f'attn_implementation="{NAME}"')
+    if s_aux is not None:
+        return _dense_attention_with_sinks(
+            module, query, key, value, attention_mask, dropout, scaling, kwargs
+        )
+    if kwargs.get("softcap") is not None and not is_tracing(query):
+        warn_once("softcap has no effect here: transformers' sdpa, which attends, ignores it")
+    return sdpa_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=is_causal,
+        **kwargs,
+    )
+
+
+def _dense_attention_with_sinks(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Run the model's own eager attention, which reads its sinks and takes an additive mask."""
+    if attention_mask is None and query.shape[2] > 1:
+        shape = query.shape[2], key.shape[2]
+        attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        hidden = torch.finfo(query.dtype).min
+        attention_mask = torch.where(attention_mask, 0.0, hidden).to(query.dtype)
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    out, _ = eager(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return out, None
+
+
+def _layout_of(position_ids: Tensor | None, batch: int) -> cuseq.PackedLayout | None:
+    """Return the layout that position ids describe, None if each row is one sequence.
+
+    It waits for one event, once for each tensor until the tensor is edited in place, since all
+    layers share the answer. Tensors made in inference mode have no version, so every layer waits.
+    """
+    if position_ids is None:
+        return None
+    return remember(position_ids, batch, lambda: _several_sequences(position_ids, batch))
+
+
+def _several_sequences(position_ids: Tensor, batch: int) -> cuseq.PackedLayout | None:
+    layout = cuseq.PackedLayout.from_position_ids(position_ids.expand(batch, -1))
+    return None if layout.num_sequences == batch else layout
+
+
+def _check_packable(
+    query: Tensor,
+    key: Tensor,
+    attention_mask: DeferredMask | Tensor | None,
+    dropout: float,
+) -> None:
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            "packed lengths describe whole rows, not a decode step: they need as many keys as "
+            f"queries, got {query.shape[2]} queries and {key.shape[2]} keys (a filled KV cache?)"
+        )
+    # A 2-D mask says less than the lengths do. Nothing else can be combined with them.
+    is_2d = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
+    if not (attention_mask is None or isinstance(attention_mask, DeferredMask) or is_2d):
+        shape = list(getattr(attention_mask, "shape", ()))
+        raise ValueError(
+            "packed lengths cannot be combined with a 4-D attention_mask, got "
+            f"{type(attention_mask).__name__} of shape {shape}; give one of the two. If you gave "
+            "no mask, the model draws a pattern of its own (image blocks, chunks, another kind "
+            "of causality) that packed attention does not know"
+        )
+    if dropout:
+        raise ValueError(
+            f"packed attention has no dropout, got dropout={dropout}; set the config's "
+            "attention_dropout to 0"
+        )
+
+
+def _refuse(kwargs: dict[str, Any], names: tuple[str, ...], where: str) -> None:
+    for name in names:
+        given = kwargs.get(name)
+        if given is not None and given is not False:
+            raise ValueError(f"{name} is not supported by {where}, and dropping it would be wrong")
+
+
+def _check_total(packed: cuseq.PackedLayout, row: Tensor) -> None:
+    if packed.total_tokens != row.shape[0]:
+        raise ValueError(
+            f"packed must describe all batch * seqlen = {row.shape[0]} tokens of the input, got a "
+            f"layout of total_tokens={packed.total_tokens}"
+        )
