@@ -845,8 +845,9 @@ def make_config(kind: str):
 
 def make_model(kind: str, device, attention: str = "cuseq", **options):
     transformers = pytest.importorskip("transformers")
-    import cuseq.integrations.transformers  # noqa: F401, registers it
+    import cuseq.integrations.transformers
 
+    cuseq.integrations.transformers.register()
     config = make_config(kind)
     for name, value in options.items():
         setattr(config, name, value)

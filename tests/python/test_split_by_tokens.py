@@ -246,11 +246,13 @@ def test_no_label_counts_at_all():
     assert [float(weight) for _, weight in parts_of(batch, 3)] == [0, 0]
 
 
-def test_transformers():
+def test_transformers(request):
     """The lines of the documentation, with a model that takes the mean, or is told the number."""
     transformers = pytest.importorskip("transformers")
-    import cuseq.integrations.transformers  # noqa: F401
+    import cuseq.integrations.transformers
 
+    cuseq.integrations.transformers.register()
+    request.addfinalizer(cuseq.integrations.transformers.unregister)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
