@@ -59,15 +59,17 @@ def examples(page: str) -> list[str]:
 
 
 PAGES = {
-    "README.md": 6,
+    "README.md": 3,
     "docs/check.md": 2,
     "docs/compile.md": 3,
+    "docs/index.md": 1,
     "docs/masks.md": 3,
     "docs/packing.md": 5,
     "docs/thd.md": 7,
     "docs/trainer.md": 2,
     "docs/trl.md": 2,
     "docs/unsloth.md": 1,
+    "docs/why.md": 2,
 }
 EXAMPLES = [(page, n) for page in PAGES for n in range(len(examples(page)))]
 
