@@ -48,10 +48,10 @@ class ModelSource:
     config: PretrainedConfig
     checkpoint: Path | None = None
 
-    def build(self, attention: str, device: torch.device, seed: int) -> PreTrainedModel:
+    def build(self, device: torch.device, seed: int) -> PreTrainedModel:
         """A model in training mode, bf16 on CUDA and fp32 elsewhere, equal for equal seeds."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        options: dict[str, Any] = dict(attn_implementation=attention, dtype=dtype)
+        options: dict[str, Any] = dict(attn_implementation="sdpa", dtype=dtype)
         torch.manual_seed(seed)
         if self.checkpoint is not None:
             model = AutoModelForCausalLM.from_pretrained(

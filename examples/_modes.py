@@ -9,7 +9,6 @@ import torch
 from _rows import Row, Tokens
 
 import cuseq
-import cuseq.integrations.transformers  # noqa: F401  (registers attn_implementation="cuseq")
 
 IGNORE_INDEX = -100
 
@@ -23,24 +22,24 @@ class Mode:
     Attributes:
         name: As given to --modes, and in the results file.
         label: For tables and pictures.
-        attention: transformers' attn_implementation.
         packed: One row of documents end to end; else padded batches.
-        compiled: Decoder layers compiled, which wants rows of one length.
+        cuseq: The model is enabled and each batch carries its layout; else transformers' sdpa.
+        compiled: Decoder layers compiled, which requires rows of one length.
     """
 
     name: str
     label: str
-    attention: str
     packed: bool = True
+    cuseq: bool = False
     compiled: bool = False
 
     def batches(self, row: Row, row_length: int, batch_size: int) -> list[Batch]:
-        """What the model is given in the step that trains on `row`."""
+        """Return what the model is given in the step that trains on `row`."""
         if not self.packed:
             return padded_batches(row, batch_size)
         batch = packed_batch(row, total_tokens=row_length if self.compiled else None)
-        if self.attention != "cuseq":
-            # transformers then finds the documents where position_ids restart.
+        if not self.cuseq:
+            # Without a layout, transformers finds the documents where position_ids restart.
             del batch["packed"]
         return [batch]
 
@@ -48,10 +47,10 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (
-        Mode("padded", "padded, sdpa", "sdpa", packed=False),
-        Mode("packed", "packed, sdpa", "sdpa"),
-        Mode("cuseq", "packed, cuseq", "cuseq"),
-        Mode("cuseq-compiled", "packed, cuseq, compiled", "cuseq", compiled=True),
+        Mode("padded", "padded, sdpa", packed=False),
+        Mode("packed", "packed, sdpa"),
+        Mode("cuseq", "packed, cuseq", cuseq=True),
+        Mode("cuseq-compiled", "packed, cuseq, compiled", cuseq=True, compiled=True),
     )
 }
 

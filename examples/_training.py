@@ -14,6 +14,8 @@ from _rows import Row
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+import cuseq
+
 
 @dataclass(frozen=True)
 class TrainingPlan:
@@ -140,7 +142,9 @@ def _map_tensors(batch: Batch, function: Any) -> Batch:
 
 
 def _build(mode: Mode, plan: TrainingPlan) -> PreTrainedModel:
-    model = plan.source.build(mode.attention, plan.device, plan.seed)
+    model = plan.source.build(plan.device, plan.seed)
+    if mode.cuseq:
+        cuseq.enable(model)  # before its layers are compiled
     if mode.compiled:
         for layer in model.get_decoder().layers:
             layer.compile(fullgraph=True, dynamic=False)
