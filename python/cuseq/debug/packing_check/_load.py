@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from cuseq.integrations.transformers import register
+
 # The most that a tiny model has of each. Sizes of a head stay, which rotary sections, latent
 # attention and kernels are made for.
 _MOST: dict[str, int] = dict(
@@ -38,16 +40,15 @@ _LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")
 def load_model(
     name: str, *, attention: str, dtype: torch.dtype, device: torch.device, tiny: bool
 ) -> PreTrainedModel:
-    """A model by name or folder; a tiny one with random weights where asked for, or where the
+    """Load a model by name or folder; build a tiny one with random weights if `tiny` is set or the
     folder holds a config.json alone.
 
     Raises:
-        OSError: there is no such model.
-        ValueError: it is no causal language model, or does not take this attention.
+        OSError: the model was not found.
+        ValueError: it is not a causal language model, or does not take this attention.
     """
     if attention == "cuseq":
-        import cuseq.integrations.transformers  # noqa: F401, registers it
-
+        register()
     options: dict[str, Any] = dict(attn_implementation=attention, dtype=dtype)
     if not tiny and not _is_config_alone(Path(name)):
         return AutoModelForCausalLM.from_pretrained(name, **options).to(device)
