@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -771,6 +772,11 @@ def test_logits_of_zero(device):
         ([[1, 1], [1, 1]], ValueError, "two different tokens"),
         ([[1, 2], [0.5, 1.5]], TypeError, r"float32 of shape \(2,\) in examples\[1\]"),
         ([[1, 2], "ab"], TypeError, r"got str in examples\[1\]"),
+        ([[1, 2], torch.ones(2).to_sparse()], TypeError, r"got Tensor in examples\[1\]"),
+        ([[1, 2], [1j, 2j]], TypeError, r"complex64 of shape \(2,\) in examples\[1\]"),
+        ([{1: 2, "ids": 3}], ValueError, r"got \['1', 'ids'\] in examples\[0\]"),
+        (3, TypeError, "examples must be a sequence of documents, got 3"),
+        ({"input_ids": [[1, 2]]}, TypeError, "examples must be a sequence of documents"),
         ([{"ids": [1, 2]}], ValueError, r"got \['ids'\] in examples\[0\]"),
         (
             [{"input_ids": [1, 2], "labels": [1]}],
@@ -794,6 +800,13 @@ def test_examples_that_cannot_be_used(examples, error, message):
 
 def test_arguments_that_cannot_be_used():
     model = Summing()
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got None"):
+        check_packing(None, DOCUMENTS)
+    for name in ("collator", "forward"):
+        with pytest.raises(TypeError, match=f"{name} must be a function or None, got 3"):
+            check_packing(model, DOCUMENTS, **{name: 3})
+    with pytest.raises(TypeError, match="rtol must be a number, got 'a'"):
+        check_packing(model, DOCUMENTS, rtol="a")
     with pytest.raises(ValueError, match="collator must be left out beside forward"):
         check_packing(model, DOCUMENTS, collator=crossing_labels, forward=_fail)
     with pytest.raises(ValueError, match="rtol must be above 0, got 0"):
@@ -1078,6 +1091,16 @@ def test_tiny_models_keep_their_family(kind):
     )
     with torch.no_grad():
         assert model(torch.arange(20)[None]).logits.isfinite().all()
+
+
+def test_the_function_and_its_module_have_their_own_names():
+    """`import cuseq.check_packing as m` gave the function where it meant the module."""
+    import cuseq.debug.packing_check as module
+
+    assert isinstance(module, ModuleType)
+    assert cuseq.check_packing is module.check_packing
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("cuseq.check_packing")
 
 
 def test_no_framework_is_imported(run_python):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -604,6 +606,29 @@ def test_tokens_of_batches(device):
         assert tokens.pads == expected[0] - expected[1]
     assert tokens.pad_share == 0.0
     assert profile_step(lambda: None).tokens is None
+
+
+@pytest.mark.parametrize(
+    "batch, error, message",
+    [
+        ({"cu_seq_lens_q": torch.empty(0)}, ValueError, "cu_seq_lens_q must be"),
+        ({"cu_seq_lens_q": torch.ones(1, device="meta")}, ValueError, "cu_seq_lens_q must have"),
+        ({"attention_mask": torch.ones(1, 2).to_sparse()}, TypeError, "attention_mask must be"),
+    ],
+)
+def test_batches_that_hold_no_lengths(batch, error, message):
+    with pytest.raises(error, match=message):
+        profile_step(lambda: None, batch={"input_ids": torch.ones(1, 2), **batch})
+
+
+def test_the_function_and_its_module_have_their_own_names():
+    """`import cuseq.profile_step as m` gave the function where it meant the module."""
+    import cuseq.debug.profile as module
+
+    assert isinstance(module, ModuleType)
+    assert cuseq.profile_step is module.profile_step
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("cuseq.profile_step")
 
 
 def test_tokens_of_a_batch_that_the_step_takes_apart():

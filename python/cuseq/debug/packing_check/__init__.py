@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuseq._arguments import as_float, shown
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check._comparison import Comparison
 from cuseq.debug.packing_check._documents import read_documents
@@ -75,9 +76,14 @@ def check_packing(
         >>> print(report)
         >>> assert report.ok
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
+    for function, name in ((collator, "collator"), (forward, "forward")):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function or None, got {shown(function)}")
     if collator is not None and forward is not None:
         raise ValueError("collator must be left out beside forward, which makes its own batches")
-    if rtol is not None and not rtol > 0:
+    if rtol is not None and not as_float(rtol, "rtol") > 0:
         raise ValueError(f"rtol must be above 0, got {rtol}")
     with _untouched(model):
         documents = read_documents(examples)

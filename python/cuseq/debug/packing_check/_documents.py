@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cuseq._arguments import check_tensor, shown
 from cuseq.data.collator import IGNORE_INDEX
 
 
@@ -67,11 +68,13 @@ class Document:
 def read_documents(
     examples: Sequence[Mapping[str, Any] | Sequence[int] | Tensor],
 ) -> list[Document]:
-    """Checks the user's examples.
+    """Check the user's examples and read their tokens and labels.
 
     Raises:
         ValueError, TypeError: what is wrong with which example.
     """
+    if isinstance(examples, str | Mapping) or not isinstance(examples, Iterable):
+        raise TypeError(f"examples must be a sequence of documents, got {shown(examples)}")
     documents = [_document(example, i) for i, example in enumerate(examples)]
     long = [document for document in documents if document.length >= 2]
     if len(long) < 2:
@@ -113,7 +116,9 @@ def _document(example: Mapping[str, Any] | Sequence[int] | Tensor, i: int) -> Do
     if not isinstance(example, Mapping):
         example = {"input_ids": example}
     if "input_ids" not in example:
-        raise ValueError(f"examples must have input_ids, got {sorted(example)} in examples[{i}]")
+        raise ValueError(
+            f"examples must have input_ids, got {sorted(map(str, example))} in examples[{i}]"
+        )
     ids = _tokens(example["input_ids"], "input_ids", i)
     if len(ids) == 0:
         raise ValueError(f"examples must not be empty, but examples[{i}] has no tokens")
@@ -131,11 +136,13 @@ def _document(example: Mapping[str, Any] | Sequence[int] | Tensor, i: int) -> Do
 def _tokens(values: Any, name: str, i: int) -> Tensor:
     try:
         tokens = torch.as_tensor(values, device="cpu")
+        check_tensor(tokens, name)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"{name} must hold one integer per token, got {type(values).__name__} in examples[{i}]"
         ) from error
-    if tokens.dim() != 1 or (tokens.is_floating_point() and tokens.numel() > 0):
+    whole = not tokens.is_floating_point() and not tokens.is_complex()
+    if tokens.dim() != 1 or (not whole and tokens.numel() > 0):
         raise TypeError(
             f"{name} must hold one integer per token, got {tokens.dtype} of shape "
             f"{tuple(tokens.shape)} in examples[{i}]"

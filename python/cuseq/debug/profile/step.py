@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int
+from cuseq._arguments import as_int, check_tensor, shown
 from cuseq.debug.profile.lines import LineLog
 from cuseq.debug.profile.report import Timeline
 from cuseq.debug.profile.result import Copy, HostRead, StepProfile, Tokens, Wait, Work
@@ -76,7 +76,7 @@ def profile_step(
         >>> print(before.compare(after))
     """
     if not callable(fn):
-        raise TypeError(f"fn must be a function without arguments, got {fn!r}")
+        raise TypeError(f"fn must be a function without arguments, got {shown(fn)}")
     warmup, steps = as_int(warmup, "warmup", 0), as_int(steps, "steps", 1)
     batches = _batches(batch)
     if torch.autograd._profiler_enabled():
@@ -281,8 +281,12 @@ def _source(batch: Any, name: str) -> _Source:
     if isinstance(packed, PackedLayout):
         return packed
     if isinstance(offsets, Tensor) and isinstance(ids, Tensor):
+        check_tensor(offsets, "cu_seq_lens_q")
+        if offsets.dim() != 1 or offsets.numel() == 0:
+            raise ValueError(f"cu_seq_lens_q must be [n_seqs + 1], got {shown(offsets)}")
         return ids.numel(), "cu_seq_lens_q", offsets
     if isinstance(mask, Tensor) and mask.dim() == 2:
+        check_tensor(mask, "attention_mask")
         return mask.numel(), "attention_mask", mask
     raise ValueError(
         f"{name} must say which tokens are real, by packed, by cu_seq_lens_q with input_ids or by "
