@@ -5,7 +5,7 @@
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
 #include "ops/checks.h"
-#include "ops/masks.h"
+#include "ops/mask_options.h"
 
 // The cached ops decompose into the pure ones. Where a call is traced or watched they do nothing
 // else, so that a cached tensor never becomes the output of an op in somebody's graph.

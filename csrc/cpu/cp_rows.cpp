@@ -1,6 +1,6 @@
 #include <ATen/Parallel.h>
 
-#include "kernels/kernels.h"
+#include "ops/cp_rows.h"
 
 namespace cuseq::cpu {
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "cuseq/seqlens.h"
-#include "kernels/kernels.h"
+#include "ops/cu_seqlens_from_position_ids.h"
 
 namespace cuseq::cpu {
 namespace {

@@ -1,4 +1,4 @@
-#include "kernels/gather_rows.h"
+#include "ops/gather_rows.h"
 
 #include <ATen/Parallel.h>
 

@@ -1,4 +1,4 @@
-#include "kernels/kernels.h"
+#include "ops/lengths_from_padding_mask.h"
 
 namespace cuseq::cpu {
 namespace {

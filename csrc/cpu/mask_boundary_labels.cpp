@@ -1,7 +1,7 @@
 #include <ATen/Parallel.h>
 
 #include "cuseq/seqlens.h"
-#include "kernels/kernels.h"
+#include "ops/mask_boundary_labels.h"
 
 namespace cuseq::cpu {
 namespace {

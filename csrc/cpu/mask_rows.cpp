@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kernels/kernels.h"
+#include "ops/mask_rows.h"
 
 namespace cuseq::cpu {
 namespace {

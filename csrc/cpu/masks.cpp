@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "kernels/masks.h"
+#include "ops/masks.h"
 
 namespace cuseq::cpu {
 namespace {

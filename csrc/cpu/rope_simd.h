@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/rope.h"
+#include "ops/rope.h"
 
 // The rotations of csrc/cpu/rope_simd.cpp, which is compiled once for every processor and, on x86,
 // once more for those with AVX2.

@@ -1,7 +1,8 @@
 #include <algorithm>
 
 #include "cuseq/seqlens.h"
-#include "kernels/kernels.h"
+#include "layout/host_meta.h"
+#include "ops/scan_lengths.h"
 
 namespace cuseq::cpu {
 namespace {

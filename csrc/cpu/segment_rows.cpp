@@ -1,6 +1,6 @@
 #include <ATen/Parallel.h>
 
-#include "kernels/kernels.h"
+#include "ops/segment_rows.h"
 
 namespace cuseq::cpu {
 

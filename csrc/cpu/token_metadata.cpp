@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuseq/seqlens.h"
-#include "kernels/kernels.h"
+#include "ops/token_metadata.h"
 
 namespace cuseq::cpu {
 

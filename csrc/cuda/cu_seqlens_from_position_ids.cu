@@ -2,7 +2,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "ops/cu_seqlens_from_position_ids.h"
 
 namespace cuseq::cuda {
 namespace {

@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "cuda/launch.cuh"
-#include "kernels/gather_rows.h"
+#include "ops/gather_rows.h"
 
 // Rows are moved in vectors of up to 16 bytes, whatever the dtype. One launch serves all tensors;
 // each has blocks of its own:

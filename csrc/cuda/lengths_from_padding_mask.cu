@@ -1,7 +1,7 @@
 #include <cub/block/block_reduce.cuh>
 
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "ops/lengths_from_padding_mask.h"
 
 namespace cuseq::cuda {
 namespace {

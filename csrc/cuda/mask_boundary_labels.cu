@@ -1,5 +1,5 @@
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "ops/mask_boundary_labels.h"
 
 namespace cuseq::cuda {
 namespace {

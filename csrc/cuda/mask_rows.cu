@@ -1,7 +1,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "ops/mask_rows.h"
 
 namespace cuseq::cuda {
 namespace {

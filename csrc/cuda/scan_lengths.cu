@@ -2,7 +2,8 @@
 #include <cub/block/block_scan.cuh>
 
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "layout/host_meta.h"
+#include "ops/scan_lengths.h"
 
 namespace cuseq::cuda {
 namespace {

@@ -1,5 +1,5 @@
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "ops/segment_rows.h"
 
 namespace cuseq::cuda {
 namespace {

@@ -1,5 +1,5 @@
 #include "cuda/launch.cuh"
-#include "kernels/kernels.h"
+#include "ops/token_metadata.h"
 
 namespace cuseq::cuda {
 namespace {

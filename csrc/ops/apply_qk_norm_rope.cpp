@@ -1,19 +1,18 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "cuseq/rope.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
 #include "ops/rope_options.h"
+#include "ops/rope_outputs.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
-using at::Tensor;
-using at::TensorList;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Tensors = std::vector<Tensor>;
@@ -21,19 +20,19 @@ using Outputs = std::tuple<Tensors, Tensors>;
 
 const auto& forward_op() {
   static const auto op =
-      rope_op<Outputs, TensorList, TensorList, double, double>("cuseq::apply_qk_norm_rope");
+      find_rope_op<Outputs, TensorList, TensorList, double, double>("cuseq::apply_qk_norm_rope");
   return op;
 }
 
 const auto& in_place_op() {
   static const auto op =
-      rope_op<void, TensorList, TensorList, double, double>("cuseq::apply_qk_norm_rope_");
+      find_rope_op<void, TensorList, TensorList, double, double>("cuseq::apply_qk_norm_rope_");
   return op;
 }
 
 const auto& backward_op() {
   static const auto op =
-      rope_op<Outputs, TensorList, TensorList, TensorList, TensorList, double, bool>(
+      find_rope_op<Outputs, TensorList, TensorList, TensorList, TensorList, double, bool>(
           "cuseq::apply_qk_norm_rope_backward");
   return op;
 }

@@ -1,28 +1,27 @@
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "cuseq/rope.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
 #include "ops/rope_options.h"
+#include "ops/rope_outputs.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
-using at::Tensor;
-using at::TensorList;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 const auto& rope() {
-  static const auto op = rope_op<std::vector<Tensor>, TensorList>("cuseq::apply_rope");
+  static const auto op = find_rope_op<std::vector<Tensor>, TensorList>("cuseq::apply_rope");
   return op;
 }
 
 const auto& rope_in_place() {
-  static const auto op = rope_op<void, TensorList>("cuseq::apply_rope_");
+  static const auto op = find_rope_op<void, TensorList>("cuseq::apply_rope_");
   return op;
 }
 

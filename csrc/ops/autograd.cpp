@@ -1,4 +1,5 @@
 #include "ops/autograd.h"
+#include "ops/types.h"
 
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
@@ -7,14 +8,13 @@
 
 namespace cuseq {
 
-bool any_requires_grad(at::TensorList tensors) {
-  return at::GradMode::is_enabled() && std::ranges::any_of(tensors, [](const at::Tensor& tensor) {
-           return tensor.requires_grad();
-         });
+bool any_requires_grad(TensorList tensors) {
+  return at::GradMode::is_enabled() &&
+         std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });
 }
 
-void refuse_forward_mode(at::TensorList tensors, const char* name) {
-  for (const at::Tensor& tensor : tensors) {
+void refuse_forward_mode(TensorList tensors, const char* name) {
+  for (const Tensor& tensor : tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !tensor._fw_grad(/*level=*/0).defined(), name,
         " has no forward-mode derivative: use reverse mode, or eager PyTorch where you need jvp");

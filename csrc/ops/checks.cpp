@@ -8,15 +8,20 @@
 #include <limits>
 #include <string>
 
-#include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
+#include "ops/types.h"
+
+#ifdef CUSEQ_WITH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
 
 namespace cuseq {
 namespace {
 
 constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
 
-at::Tensor as_host_int64(const at::Tensor& tensor) {
+Tensor as_host_int64(const Tensor& tensor) {
   return tensor.to(at::TensorOptions().dtype(at::kLong).device(at::kCPU)).contiguous();
 }
 
@@ -27,16 +32,16 @@ bool device_checks_enabled() {
   return enabled;
 }
 
-bool values_can_be_read(const at::Tensor& tensor) {
+bool values_can_be_read(const Tensor& tensor) {
   return tensor.is_cpu() || (device_checks_enabled() && !is_capturing(tensor));
 }
 
-void check_integer(const at::Tensor& tensor, const char* name) {
+void check_integer(const Tensor& tensor, const char* name) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name,
                    " must be int32 or int64, got ", tensor.scalar_type());
 }
 
-void check_vector(const at::Tensor& tensor, const char* name) {
+void check_vector(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.dim() == 1, name, " must have one dimension, got shape ",
                     tensor.sizes());
   check_integer(tensor, name);
@@ -44,7 +49,7 @@ void check_vector(const at::Tensor& tensor, const char* name) {
                     tensor.size(0));
 }
 
-void check_offsets(const at::Tensor& cu_seqlens) {
+void check_offsets(const Tensor& cu_seqlens) {
   TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1,
                     "cu_seqlens must have shape [n_seqs + 1], got ", cu_seqlens.sizes());
   TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, "cu_seqlens must be int32, got ",
@@ -65,9 +70,9 @@ void check_window(std::optional<int64_t> window) {
                     window.value_or(0));
 }
 
-void check_length_values(const at::Tensor& lengths, int64_t total_tokens) {
+void check_length_values(const Tensor& lengths, int64_t total_tokens) {
   if (!values_can_be_read(lengths)) return;
-  const at::Tensor host = as_host_int64(lengths);
+  const Tensor host = as_host_int64(lengths);
   const int64_t* values = host.const_data_ptr<int64_t>();
   int64_t sum = 0;
   for (int64_t i = 0; i < host.numel(); ++i) {
@@ -84,9 +89,9 @@ void check_length_values(const at::Tensor& lengths, int64_t total_tokens) {
                     "total_tokens = ", total_tokens, ", got ", sum);
 }
 
-void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens) {
+void check_offset_values(const Tensor& cu_seqlens, int64_t total_tokens) {
   if (!values_can_be_read(cu_seqlens) || cu_seqlens.numel() == 0) return;
-  const at::Tensor host = as_host_int64(cu_seqlens);
+  const Tensor host = as_host_int64(cu_seqlens);
   const int64_t* values = host.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(values[0] == 0, "cu_seqlens must start at 0, got cu_seqlens[0] = ", values[0]);
   for (int64_t i = 1; i < host.numel(); ++i) {
@@ -100,10 +105,28 @@ void check_offset_values(const at::Tensor& cu_seqlens, int64_t total_tokens) {
                     "total_tokens = ", total_tokens, ", got ", last);
 }
 
-void check_padded_offsets(const std::optional<at::Tensor>& cu_seqlens_padded,
-                          const at::Tensor& cu_seqlens, int64_t total_tokens) {
+void check_source(const Tensor& source, int64_t total_tokens, bool is_cu_seqlens) {
+  check_vector(source, is_cu_seqlens ? "cu_seqlens" : "lengths");
+  TORCH_CHECK_VALUE(!is_cu_seqlens || source.size(0) >= 1,
+                    "cu_seqlens must have shape [n_seqs + 1], got ", source.sizes());
+  if (is_cu_seqlens) {
+    check_offset_values(source, total_tokens);
+  } else {
+    check_length_values(source, total_tokens);
+  }
+}
+
+int64_t tokens_of(const Tensor& source, bool is_cu_seqlens) {
+  TORCH_CHECK(source.is_cpu(), "tokens_of reads values on the host, got ", source.device());
+  check_source(source, /*total_tokens=*/-1, is_cu_seqlens);
+  const Tensor counted = is_cu_seqlens ? source.slice(0, -1) : source;
+  return counted.sum().item<int64_t>();
+}
+
+void check_padded_offsets(const OptionalTensor& cu_seqlens_padded, const Tensor& cu_seqlens,
+                          int64_t total_tokens) {
   if (!cu_seqlens_padded.has_value()) return;
-  const at::Tensor& padded = *cu_seqlens_padded;
+  const Tensor& padded = *cu_seqlens_padded;
   TORCH_CHECK_TYPE(padded.scalar_type() == at::kInt, "cu_seqlens_padded must be int32, got ",
                    padded.scalar_type());
   TORCH_CHECK_VALUE(padded.sizes() == cu_seqlens.sizes() && padded.is_contiguous(),
@@ -113,8 +136,8 @@ void check_padded_offsets(const std::optional<at::Tensor>& cu_seqlens_padded,
                     "cu_seqlens_padded must lie where the lengths do, on ", cu_seqlens.device(),
                     ", got ", padded.device());
   if (!values_can_be_read(padded)) return;
-  const at::Tensor segments = padded.cpu();
-  const at::Tensor sequences = cu_seqlens.cpu();
+  const Tensor segments = padded.cpu();
+  const Tensor sequences = cu_seqlens.cpu();
   const auto* segment = segments.const_data_ptr<int32_t>();
   const auto* sequence = sequences.const_data_ptr<int32_t>();
   TORCH_CHECK_VALUE(segment[0] == 0, "cu_seqlens_padded must start at 0, got ", segment[0]);
@@ -130,9 +153,9 @@ void check_padded_offsets(const std::optional<at::Tensor>& cu_seqlens_padded,
                     ", got ", last);
 }
 
-Segments segments_of(const at::Tensor& cu_seqlens,
-                     const std::optional<at::Tensor>& cu_seqlens_padded, int64_t total_tokens) {
-  const at::Tensor& offsets = cu_seqlens_padded.has_value() ? *cu_seqlens_padded : cu_seqlens;
+Segments segments_of(const Tensor& cu_seqlens, const OptionalTensor& cu_seqlens_padded,
+                     int64_t total_tokens) {
+  const Tensor& offsets = cu_seqlens_padded.has_value() ? *cu_seqlens_padded : cu_seqlens;
   Segments segments;
   segments.seqlens = {offsets.const_data_ptr<int32_t>(), offsets.size(0) - 1};
   if (cu_seqlens_padded.has_value()) {
@@ -142,23 +165,7 @@ Segments segments_of(const at::Tensor& cu_seqlens,
   return segments;
 }
 
-void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens) {
-  if (status == kLayoutOk) return;
-  TORCH_CHECK_VALUE((status & kTooManySequences) == 0,
-                    "there must be at most max_seqs = ", num_seqs,
-                    " sequences, got more: pass a larger max_seqs");
-  TORCH_CHECK_VALUE((status & kFirstOffsetNotZero) == 0,
-                    "cu_seqlens must start at 0, but the device holds another first offset");
-  TORCH_CHECK_VALUE((status & kNegativeLength) == 0,
-                    "lengths must not be negative and cu_seqlens must not descend, but the device "
-                    "holds such values; CUSEQ_CHECK=1 names the first one");
-  TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0,
-                    "lengths must sum to at most total_tokens = ", total_tokens,
-                    ", filled up to segment_multiple if there is one, but those on the device sum "
-                    "to more");
-}
-
-bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
+bool is_capturing([[maybe_unused]] const Tensor& tensor) {
 #ifdef CUSEQ_WITH_CUDA
   if (tensor.is_cuda()) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -188,21 +195,8 @@ int64_t limit_from_environment(const char* name, int64_t fallback, int64_t least
   return limit;
 }
 
-at::TensorOptions int32_on(const at::Tensor& like) {
+at::TensorOptions int32_on(const Tensor& like) {
   return at::TensorOptions().dtype(at::kInt).device(like.device());
 }
-
-#ifdef CUSEQ_WITH_CUDA
-void check_launch() {
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaErrorNoKernelImageForDevice) {
-    const cudaDeviceProp* gpu = at::cuda::getCurrentDeviceProperties();
-    TORCH_CHECK(false, "cuseq was built for the CUDA architectures ", CUSEQ_CUDA_ARCHS,
-                " and has no code for ", gpu->name, " (sm_", gpu->major, gpu->minor,
-                "); rebuild it with CUSEQ_CUDA_ARCHS=", gpu->major, gpu->minor);
-  }
-  C10_CUDA_CHECK(error);
-}
-#endif
 
 }  // namespace cuseq

@@ -1,18 +1,19 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <limits>
 
 #include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
+#include "layout/host_meta.h"
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/scan_lengths.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
-ScanLengthsArgs scan_of(const at::Tensor& lengths) {
+ScanLengthsArgs scan_of(const Tensor& lengths) {
   ScanLengthsArgs args;
   args.source = lengths.const_data_ptr();
   args.source_stride = lengths.stride(0);
@@ -23,59 +24,49 @@ ScanLengthsArgs scan_of(const at::Tensor& lengths) {
   return args;
 }
 
-void check_lengths(const at::Tensor& lengths) {
+void check_lengths(const Tensor& lengths) {
   check_vector(lengths, "lengths");
   check_length_values(lengths, /*total_tokens=*/-1);
 }
 
-at::Tensor cu_seqlens_kernel(const at::Tensor& lengths) {
+Tensor cu_seqlens_kernel(const Tensor& lengths) {
   check_lengths(lengths);
-  at::Tensor out = at::empty({lengths.size(0) + 1}, int32_on(lengths));
+  Tensor out = at::empty({lengths.size(0) + 1}, int32_on(lengths));
   ScanLengthsArgs args = scan_of(lengths);
   args.cu_seqlens = out.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(scan_lengths, lengths, args);
   return out;
 }
 
-at::Tensor max_seqlen_kernel(const at::Tensor& lengths) {
+Tensor max_seqlen_kernel(const Tensor& lengths) {
   check_lengths(lengths);
-  at::Tensor out = at::empty({}, int32_on(lengths));
+  Tensor out = at::empty({}, int32_on(lengths));
   ScanLengthsArgs args = scan_of(lengths);
   args.max_seqlen = out.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(scan_lengths, lengths, args);
   return out;
 }
 
-c10::SymInt max_seqlen_sync_kernel(const at::Tensor& lengths) {
+c10::SymInt max_seqlen_sync_kernel(const Tensor& lengths) {
   TORCH_CHECK(!is_capturing(lengths),
               "max_seqlen_sync reads lengths on the host, which a CUDA graph capture cannot do: "
               "pass the longest length as an int instead");
   return max_seqlen_kernel(lengths).item<int64_t>();
 }
 
-at::Tensor last_token_indices_kernel(const at::Tensor& lengths) {
+Tensor last_token_indices_kernel(const Tensor& lengths) {
   check_lengths(lengths);
-  at::Tensor out = at::empty({lengths.size(0)}, int32_on(lengths));
+  Tensor out = at::empty({lengths.size(0)}, int32_on(lengths));
   ScanLengthsArgs args = scan_of(lengths);
   args.last_token_indices = out.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(scan_lengths, lengths, args);
   return out;
 }
 
-void check_source(const at::Tensor& source, int64_t total_tokens, bool is_cu_seqlens) {
-  check_vector(source, is_cu_seqlens ? "cu_seqlens" : "lengths");
-  TORCH_CHECK_VALUE(!is_cu_seqlens || source.size(0) >= 1,
-                    "cu_seqlens must have shape [n_seqs + 1], got ", source.sizes());
-  if (is_cu_seqlens) {
-    check_offset_values(source, total_tokens);
-  } else {
-    check_length_values(source, total_tokens);
-  }
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
-    const at::Tensor& source, int64_t total_tokens, int64_t max_seqs, bool from_cu_seqlens,
-    const std::optional<at::Tensor>& num_seqs) {
+std::tuple<Tensor, Tensor, Tensor> layout_metadata_kernel(const Tensor& source,
+                                                          int64_t total_tokens, int64_t max_seqs,
+                                                          bool from_cu_seqlens,
+                                                          const OptionalTensor& num_seqs) {
   check_tokens(total_tokens);
   check_source(source, total_tokens, from_cu_seqlens);
   const int64_t n_seqs = source.size(0) - (from_cu_seqlens ? 1 : 0);
@@ -83,9 +74,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
                     "there must be at most max_seqs = ", max_seqs, " sequences, got ", n_seqs,
                     ": pass a larger max_seqs");
 
-  at::Tensor lengths = at::empty({n_seqs}, int32_on(source));
-  at::Tensor offsets = at::empty({max_seqs + 1}, int32_on(source));
-  at::Tensor host_meta = at::empty({kHostMetaSize}, int32_on(source));
+  Tensor lengths = at::empty({n_seqs}, int32_on(source));
+  Tensor offsets = at::empty({max_seqs + 1}, int32_on(source));
+  Tensor host_meta = at::empty({kHostMetaSize}, int32_on(source));
   ScanLengthsArgs args = scan_of(source);
   args.source_is_offsets = from_cu_seqlens;
   args.n_seqs = n_seqs;
@@ -111,9 +102,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> layout_metadata_kernel(
 }
 
 // Segments are checked on the host where lengths are there; elsewhere their host_meta says it.
-void check_segments(const at::Tensor& lengths, int64_t total_tokens, int64_t multiple) {
+void check_segments(const Tensor& lengths, int64_t total_tokens, int64_t multiple) {
   if (!values_can_be_read(lengths)) return;
-  const at::Tensor host = lengths.cpu().to(at::kLong).contiguous();
+  const Tensor host = lengths.cpu().to(at::kLong).contiguous();
   int64_t end = 0;
   for (int64_t i = 0; i < host.numel(); ++i) {
     end += segment_length(host.const_data_ptr<int64_t>()[i], multiple);
@@ -123,9 +114,8 @@ void check_segments(const at::Tensor& lengths, int64_t total_tokens, int64_t mul
   }
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>
-segment_metadata_kernel(const at::Tensor& lengths, int64_t total_tokens, int64_t max_seqs,
-                        int64_t segment_multiple) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> segment_metadata_kernel(
+    const Tensor& lengths, int64_t total_tokens, int64_t max_seqs, int64_t segment_multiple) {
   check_tokens(total_tokens);
   check_source(lengths, total_tokens, /*is_cu_seqlens=*/false);
   constexpr int64_t kLargestMultiple = 1 << 20;  // so that sums of segments fit in 64 bits
@@ -136,9 +126,9 @@ segment_metadata_kernel(const at::Tensor& lengths, int64_t total_tokens, int64_t
   check_segments(lengths, total_tokens, segment_multiple);
   const auto options = int32_on(lengths);
   const auto outputs_of = [&](ScanLengthsArgs& args) {
-    const at::Tensor own = at::empty({lengths.size(0)}, options);
-    const at::Tensor offsets = at::empty({max_seqs + 1}, options);
-    const at::Tensor host_meta = at::empty({kHostMetaSize}, options);
+    const Tensor own = at::empty({lengths.size(0)}, options);
+    const Tensor offsets = at::empty({max_seqs + 1}, options);
+    const Tensor host_meta = at::empty({kHostMetaSize}, options);
     args = scan_of(lengths);
     args.max_seqs = max_seqs;
     args.limit = total_tokens;
@@ -158,31 +148,18 @@ segment_metadata_kernel(const at::Tensor& lengths, int64_t total_tokens, int64_t
 
 }  // namespace
 
-int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens) {
-  TORCH_CHECK(source.is_cpu(), "tokens_of reads values on the host, got ", source.device());
-  check_source(source, /*total_tokens=*/-1, is_cu_seqlens);
-  const at::Tensor counted = is_cu_seqlens ? source.slice(0, -1) : source;
-  return counted.sum().item<int64_t>();
-}
-
-at::Tensor cu_seqlens(const at::Tensor& lengths) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::cu_seqlens", "")
-                             .typed<at::Tensor(const at::Tensor&)>();
+Tensor cu_seqlens(const Tensor& lengths) {
+  static const auto op = find_op<Tensor(const Tensor&)>("cuseq::cu_seqlens");
   return op.call(lengths);
 }
 
-at::Tensor max_seqlen(const at::Tensor& lengths) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::max_seqlen", "")
-                             .typed<at::Tensor(const at::Tensor&)>();
+Tensor max_seqlen(const Tensor& lengths) {
+  static const auto op = find_op<Tensor(const Tensor&)>("cuseq::max_seqlen");
   return op.call(lengths);
 }
 
-at::Tensor last_token_indices(const at::Tensor& lengths) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::last_token_indices", "")
-                             .typed<at::Tensor(const at::Tensor&)>();
+Tensor last_token_indices(const Tensor& lengths) {
+  static const auto op = find_op<Tensor(const Tensor&)>("cuseq::last_token_indices");
   return op.call(lengths);
 }
 

@@ -1,16 +1,18 @@
+#include "ops/cu_seqlens_from_position_ids.h"
+
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
 // The rows to read, [rows, seqlen]: position_ids themselves, or the one plane the caller chose.
-at::Tensor rows_of(const at::Tensor& position_ids, std::optional<int64_t> plane) {
+Tensor rows_of(const Tensor& position_ids, std::optional<int64_t> plane) {
   check_integer(position_ids, "position_ids");
   if (position_ids.dim() == 3) {
     TORCH_CHECK_VALUE(plane.has_value(), "position_ids has shape ", position_ids.sizes(),
@@ -30,14 +32,15 @@ at::Tensor rows_of(const at::Tensor& position_ids, std::optional<int64_t> plane)
   return position_ids.dim() == 1 ? position_ids.unsqueeze(0) : position_ids;
 }
 
-std::tuple<at::Tensor, at::Tensor> cu_seqlens_from_position_ids_kernel(
-    const at::Tensor& position_ids, std::optional<int64_t> max_seqs, std::optional<int64_t> plane) {
-  const at::Tensor rows = rows_of(position_ids, plane);
+std::tuple<Tensor, Tensor> cu_seqlens_from_position_ids_kernel(const Tensor& position_ids,
+                                                               std::optional<int64_t> max_seqs,
+                                                               std::optional<int64_t> plane) {
+  const Tensor rows = rows_of(position_ids, plane);
   check_tokens(rows.numel());
   const int64_t capacity = max_seqs.value_or(rows.numel());
   TORCH_CHECK_VALUE(capacity >= 0, "max_seqs must not be negative, got ", capacity);
-  at::Tensor offsets = at::empty({capacity + 1}, int32_on(rows));
-  at::Tensor num_seqs = at::empty({1}, int32_on(rows));
+  Tensor offsets = at::empty({capacity + 1}, int32_on(rows));
+  Tensor num_seqs = at::empty({1}, int32_on(rows));
   PositionIdsArgs args;
   args.position_ids = rows.const_data_ptr();
   args.is_int64 = rows.scalar_type() == at::kLong;
@@ -49,7 +52,7 @@ std::tuple<at::Tensor, at::Tensor> cu_seqlens_from_position_ids_kernel(
   args.max_seqs = capacity;
   args.cu_seqlens = offsets.mutable_data_ptr<int32_t>();
   args.num_seqs = num_seqs.mutable_data_ptr<int32_t>();
-  at::Tensor tile_counts;
+  Tensor tile_counts;
   if (rows.is_cuda()) {
     // At most 1,024 tiles, so that adding up their counts stays far below reading the tokens.
     constexpr int64_t kMinTile = 4096;

@@ -1,10 +1,8 @@
 #include <ATen/Dispatch_v2.h>
 #include <ATen/core/Formatting.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/overflows.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -14,17 +12,16 @@
 #include <vector>
 
 #include "cuseq/ops.h"
-#include "kernels/gather_rows.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/gather_rows.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
 using at::Scalar;
-using at::Tensor;
-using at::TensorList;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Scalars = at::ArrayRef<Scalar>;
@@ -33,10 +30,9 @@ constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 std::vector<Tensor> call_gather_rows(TensorList tensors, const Tensor& index, const Tensor& inverse,
                                      c10::SymIntArrayRef rows, int64_t leading, Scalars fill) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::gather_rows", "")
-                             .typed<std::vector<Tensor>(TensorList, const Tensor&, const Tensor&,
-                                                        c10::SymIntArrayRef, int64_t, Scalars)>();
+  static const auto op =
+      find_op<std::vector<Tensor>(TensorList, const Tensor&, const Tensor&, c10::SymIntArrayRef,
+                                  int64_t, Scalars)>("cuseq::gather_rows");
   return op.call(tensors, index, inverse, rows, leading, fill);
 }
 

@@ -1,14 +1,14 @@
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include "ops/checks.h"
-#include "ops/padding_mask.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/lengths_from_padding_mask.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
-MaskKind kind_of(const at::Tensor& mask, std::string_view kind) {
+MaskKind kind_of(const Tensor& mask, std::string_view kind) {
   if (kind == "additive") {
     TORCH_CHECK_TYPE(at::isFloatingType(mask.scalar_type()),
                      "mask must be floating point where its kind is 'additive', got ",
@@ -23,9 +23,9 @@ MaskKind kind_of(const at::Tensor& mask, std::string_view kind) {
   return kind == "zero" ? MaskKind::kZeroIsReal : MaskKind::kNonZeroIsReal;
 }
 
-at::Tensor lengths_from_padding_mask_kernel(const at::Tensor& mask, c10::string_view kind) {
+Tensor lengths_from_padding_mask_kernel(const Tensor& mask, c10::string_view kind) {
   PaddingMaskArgs args = padding_mask_args(mask, kind);
-  at::Tensor out = at::empty({mask.size(0)}, int32_on(mask));
+  Tensor out = at::empty({mask.size(0)}, int32_on(mask));
   args.lengths = out.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(lengths_from_padding_mask, mask, args);
   return out;
@@ -33,7 +33,7 @@ at::Tensor lengths_from_padding_mask_kernel(const at::Tensor& mask, c10::string_
 
 }  // namespace
 
-PaddingMaskArgs padding_mask_args(const at::Tensor& mask, std::string_view kind) {
+PaddingMaskArgs padding_mask_args(const Tensor& mask, std::string_view kind) {
   TORCH_CHECK_VALUE(mask.dim() == 2, "mask must have shape [batch, seqlen], got ", mask.sizes());
   check_tokens(mask.numel());
   check_tokens(mask.size(0) + 1);  // a block each

@@ -1,15 +1,16 @@
+#include "ops/mask_boundary_labels.h"
+
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
-at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tensor& cu_seqlens,
-                                       int64_t shift, int64_t ignore_index,
-                                       const std::optional<at::Tensor>& cu_seqlens_padded) {
+Tensor mask_boundary_labels_kernel(const Tensor& labels, const Tensor& cu_seqlens, int64_t shift,
+                                   int64_t ignore_index, const OptionalTensor& cu_seqlens_padded) {
   check_integer(labels, "labels");
   TORCH_CHECK_VALUE(labels.is_contiguous(), "labels must be contiguous, got strides ",
                     labels.strides(), " for shape ", labels.sizes());
@@ -24,7 +25,7 @@ at::Tensor mask_boundary_labels_kernel(const at::Tensor& labels, const at::Tenso
                     cu_seqlens.device());
   check_offset_values(cu_seqlens, labels.numel());
   check_padded_offsets(cu_seqlens_padded, cu_seqlens, labels.numel());
-  at::Tensor out = at::empty_like(labels);
+  Tensor out = at::empty_like(labels);
   BoundaryLabelsArgs args;
   args.labels = labels.const_data_ptr();
   args.out = out.mutable_data_ptr();

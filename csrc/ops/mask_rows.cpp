@@ -1,15 +1,15 @@
+#include "ops/mask_rows.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include "ops/checks.h"
-#include "ops/padding_mask.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/lengths_from_padding_mask.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
-
-using Tensor = at::Tensor;
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mask_rows_kernel(const Tensor& mask,
                                                                     const Tensor& cu_seqlens,

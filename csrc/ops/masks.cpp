@@ -1,8 +1,6 @@
 #include "ops/masks.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <bit>
 #include <limits>
@@ -12,15 +10,12 @@
 
 #include "cuseq/ops.h"
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/mask_options.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
-
-using at::Tensor;
-using OptionalInt = std::optional<int64_t>;
-using OptionalSymInt = std::optional<c10::SymInt>;
-using OptionalTensor = std::optional<Tensor>;
 
 // PyTorch's memory-efficient kernel takes masks whose lines start at multiples of 8 elements, 16 in
 // older releases, and copies others.
@@ -313,21 +308,19 @@ Tensor mask_of_tile(const MaskRule& rule, int64_t query_begin, int64_t queries, 
 }
 
 Tensor mask_ranges(const MaskOptions& o) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::mask_ranges", "")
-                             .typed<Tensor(const Tensor&, c10::SymInt, bool, bool, OptionalInt,
-                                           const OptionalTensor&, const OptionalTensor&)>();
+  static const auto op =
+      find_op<Tensor(const Tensor&, c10::SymInt, bool, bool, OptionalInt, const OptionalTensor&,
+                     const OptionalTensor&)>("cuseq::mask_ranges");
   return op.call(o.source, o.total_tokens, o.from_cu_seqlens, o.causal, o.window, o.spans,
                  o.cu_seqlens_padded);
 }
 
 Tensor dense_mask(const MaskOptions& o, const OptionalSymInt& row_length,
                   std::optional<at::ScalarType> dtype, bool finite) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::dense_mask", "")
-                             .typed<Tensor(const Tensor&, c10::SymInt, bool, bool, OptionalInt,
-                                           const OptionalTensor&, const OptionalTensor&,
-                                           OptionalSymInt, std::optional<at::ScalarType>, bool)>();
+  static const auto op =
+      find_op<Tensor(const Tensor&, c10::SymInt, bool, bool, OptionalInt, const OptionalTensor&,
+                     const OptionalTensor&, OptionalSymInt, std::optional<at::ScalarType>, bool)>(
+          "cuseq::dense_mask");
   return op.call(o.source, o.total_tokens, o.from_cu_seqlens, o.causal, o.window, o.spans,
                  o.cu_seqlens_padded, row_length, dtype, finite);
 }
@@ -335,9 +328,8 @@ Tensor dense_mask(const MaskOptions& o, const OptionalSymInt& row_length,
 std::vector<Tensor> block_mask(const Tensor& ranges, const OptionalSymInt& row_length,
                                int64_t query_block, int64_t key_block) {
   static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("cuseq::block_mask", "")
-          .typed<std::vector<Tensor>(const Tensor&, OptionalSymInt, int64_t, int64_t)>();
+      find_op<std::vector<Tensor>(const Tensor&, OptionalSymInt, int64_t, int64_t)>(
+          "cuseq::block_mask");
   return op.call(ranges, row_length, query_block, key_block);
 }
 

@@ -1,30 +1,64 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
-#include <optional>
 
-#include "kernels/masks.h"
+#include "cuseq/masks.h"
+#include "ops/kernel.h"
 
+// What the kernels of masks see.
 namespace cuseq {
 
-// The tokens [query_begin, query_begin + queries) against the keys of a like range: additive, -inf
-// where a key is hidden, [queries, keys] of `like`'s dtype and device, aligned for SDPA's kernels.
-at::Tensor mask_of_tile(const MaskRule& rule, int64_t query_begin, int64_t queries,
-                        int64_t key_begin, int64_t keys, const at::Tensor& like);
+struct MaskRangesArgs {
+  MaskRule rule;
+  int64_t total_tokens = 0;
+  int32_t* first = nullptr;  // [total_tokens]
+  int32_t* end = nullptr;    // [total_tokens]
+};
 
-// Memory of masks, for the cache, which makes room before it is allocated.
-int64_t dense_mask_bytes(int64_t rows, int64_t row_length, at::ScalarType dtype);
-int64_t block_mask_bytes(int64_t rows, int64_t row_length, int64_t query_block, int64_t key_block);
+// Rows of `queries` x `keys`. Row 0 has the tokens from query_begin and key_begin on, each other
+// row those row_step tokens further on.
+struct DenseMaskArgs {
+  MaskRule rule;
+  int64_t rows = 1;
+  int64_t queries = 0;
+  int64_t keys = 0;
+  int64_t query_begin = 0;
+  int64_t key_begin = 0;
+  int64_t row_step = 0;
+  void* out = nullptr;  // [rows, queries, stride], written whole
+  int64_t stride = 0;   // elements, a multiple of 16 bytes
+  int64_t element_size = 1;
+  uint64_t seen = 0;  // bits of an element
+  uint64_t hidden = 0;
+};
 
-// Raise what is wrong with the shape of a mask, before anything makes room for it.
-void check_dense_mask(int64_t total_tokens, std::optional<int64_t> row_length,
-                      at::ScalarType dtype);
-void check_block_mask(int64_t total_tokens, std::optional<int64_t> row_length, int64_t query_block,
-                      int64_t key_block);
+// Rows of one flat row, `row_length` tokens each.
+struct BlockMaskArgs {
+  const int32_t* first = nullptr;  // [rows * row_length]
+  const int32_t* end = nullptr;
+  int64_t rows = 0;
+  int64_t row_length = 0;
+  int64_t query_block = 128;
+  int64_t key_block = 128;
+  int64_t query_blocks = 0;
+  int64_t key_blocks = 0;
+  int32_t* ranges = nullptr;       // [rows, query_blocks, 4], scratch, CUDA only
+  int32_t* key_counts[2] = {};     // [rows, query_blocks]: seen in part, seen whole
+  int32_t* key_indices[2] = {};    // [rows, query_blocks, key_blocks], 0 behind the count
+  int32_t* query_counts[2] = {};   // [rows, key_blocks]
+  int32_t* query_indices[2] = {};  // [rows, key_blocks, query_blocks], 0 behind the count
+};
 
-// Spans in the form that kernels read, int32 [n_spans, 2] beside the offsets.
-void check_spans(const at::Tensor& spans, const at::Tensor& offsets);
+namespace cpu {
+void mask_ranges(const MaskRangesArgs& args);
+void dense_mask(const DenseMaskArgs& args);
+void block_mask(const BlockMaskArgs& args);
+}  // namespace cpu
+
+namespace cuda {
+void mask_ranges(const MaskRangesArgs& args, Stream stream);
+void dense_mask(const DenseMaskArgs& args, Stream stream);
+void block_mask(const BlockMaskArgs& args, Stream stream);
+}  // namespace cuda
 
 }  // namespace cuseq

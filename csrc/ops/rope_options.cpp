@@ -1,27 +1,19 @@
 #include "ops/rope_options.h"
 
-#include <ATen/Context.h>
-#include <ATen/ExpandUtils.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/aminmax.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/equal.h>
-#ifdef CUSEQ_WITH_CUDA
-#include <ATen/cuda/EmptyTensor.h>
-#endif
 
 #include <algorithm>
 #include <array>
 #include <limits>
 
-#include "cuseq/ops.h"
+#include "layout/host_meta.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
-
-using at::Tensor;
 
 constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kMaxHeads = 65536;  // so that a grid holds them in whatever way they are cut up
@@ -42,9 +34,10 @@ int64_t choice(std::string_view value, const std::array<std::string_view, N>& ch
 void check_tensor(const Tensor& tensor, const char* name, const Tensor& query, int64_t format) {
   const int64_t dims = format == kThd ? 3 : 4;
   TORCH_CHECK_VALUE(tensor.dim() == dims, name, " must have ",
-                    format == kThd    ? "shape [tokens, heads, head_dim] for qkv_format thd"
-                    : format == kBshd ? "shape [batch, seqlen, heads, head_dim] for qkv_format bshd"
-                                      : "shape [batch, heads, seqlen, head_dim] for qkv_format bhsd",
+                    format == kThd ? "shape [tokens, heads, head_dim] for qkv_format thd"
+                    : format == kBshd
+                        ? "shape [batch, seqlen, heads, head_dim] for qkv_format bshd"
+                        : "shape [batch, heads, seqlen, head_dim] for qkv_format bhsd",
                     ", got ", tensor.sizes());
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, " must be of q's dtype, ",
                    query.scalar_type(), ", got ", tensor.scalar_type());
@@ -230,27 +223,23 @@ void read_segments(const RopeOptions& options, const Tensor& query, const Sizes&
   const Tensor& offsets = *options.cu_seqlens;
   RopePositions& positions = args.positions;
   check_offsets(offsets);
-  TORCH_CHECK_VALUE(offsets.device() == query.device(), "cu_seqlens must lie on q's device, ",
-                    query.device(), ", got ", offsets.device(),
-                    ": move the layout with packed.to(device)");
+  TORCH_CHECK_VALUE(offsets.device() == query.device(), "packed must lie on q's device, ",
+                    query.device(), ", got ", offsets.device(), ": move it with packed.to(device)");
   const int64_t total_tokens = positions.global_tokens;
   check_offset_values(offsets, total_tokens);
   positions.source = PositionSource::kSegments;
   positions.seqlens = {offsets.const_data_ptr<int32_t>(), offsets.size(0) - 1};
   const int64_t divisor = 2 * positions.cp_size;
   if (options.host_meta.has_value() && !is_capturing(query)) {
-    const int32_t* meta = read_host_meta(*options.host_meta);
-    TORCH_CHECK_VALUE(meta[kTotalTokens] == total_tokens,
-                      "q must have the layout's total_tokens = ", meta[kTotalTokens],
-                      positions.cp_size == 1 ? "" : " / cp_size", " tokens, got ",
-                      sizes.batch * sizes.tokens);
-    TORCH_CHECK_VALUE(meta[kNumSeqs] >= 0 && meta[kNumSeqs] < offsets.size(0),
-                      "cu_seqlens must have at least the layout's n_seqs + 1 = ",
-                      meta[kNumSeqs] + 1, " entries, got ", offsets.size(0));
-    positions.seqlens.n_seqs = meta[kNumSeqs];
-    check_reach(meta[kMaxSeqlen], args, "the longest sequence");
-    check_reach(total_tokens - meta[kNumRealTokens], args, "the tail");
-    if (positions.cp_size > 1) check_divisible(meta[kLengthDivisor], divisor, "lengths");
+    const HostMeta meta = HostMeta::of(*options.host_meta);
+    TORCH_CHECK_VALUE(
+        meta.total_tokens == total_tokens, "q must have packed.total_tokens = ", meta.total_tokens,
+        positions.cp_size == 1 ? "" : " / cp_size", " tokens, got ", sizes.batch * sizes.tokens);
+    meta.check_offsets(offsets);
+    positions.seqlens.n_seqs = meta.num_seqs;
+    check_reach(meta.max_seqlen, args, "the longest sequence");
+    check_reach(total_tokens - meta.num_real_tokens, args, "the tail");
+    if (positions.cp_size > 1) check_divisible(meta.length_divisor, divisor, "lengths");
   } else if (values_can_be_read(offsets)) {
     const Tensor host = offsets.cpu();
     const int32_t* values = host.const_data_ptr<int32_t>();
@@ -305,10 +294,10 @@ void read_positions(const RopeOptions& options, bool per_token, const Tensor& qu
   TORCH_CHECK_VALUE(!options.host_meta.has_value() || has_offsets,
                     "host_meta must come with cu_seqlens, got it alone");
   TORCH_CHECK_VALUE(!(has_offsets && has_ids),
-                    "positions must have one source, got cu_seqlens and position_ids");
+                    "positions must have one source, got packed and position_ids");
   TORCH_CHECK_VALUE(!per_token || !(has_offsets || has_ids),
                     "table=\"token\" must come without positions, its rows say them, got ",
-                    has_offsets ? "cu_seqlens" : "position_ids");
+                    has_offsets ? "packed" : "position_ids");
   const bool dense = !(has_offsets || has_ids || per_token);
   TORCH_CHECK_VALUE(offset >= 0 && offset <= std::numeric_limits<int32_t>::max(),
                     "offset must lie in [0, 2^31 - 1], got ", offset);
@@ -342,31 +331,6 @@ void read_positions(const RopeOptions& options, bool per_token, const Tensor& qu
 
 }  // namespace
 
-void check_written_in_place(at::TensorList tensors) {
-  for (const Tensor& tensor : tensors) at::assert_no_internal_overlap(tensor);
-  if (tensors.size() != 2) return;
-  at::assert_no_overlap(tensors[0], tensors[1]);  // says nothing about two strided views
-  TORCH_CHECK_VALUE(
-      tensors[0].numel() == 0 || tensors[0].const_data_ptr() != tensors[1].const_data_ptr(),
-      "q and k must not be the same memory where both are written in place");
-}
-
-Tensor empty_output(const Tensor& like) {
-#ifdef CUSEQ_WITH_CUDA
-  // In deterministic mode PyTorch may want to fill what is empty.
-  if (like.is_cuda() && !at::globalContext().deterministicAlgorithms()) {
-    const auto strides = [&] {
-      return like.is_non_overlapping_and_dense()
-                 ? like.strides().vec()
-                 : at::infer_dense_strides(like.sizes(), like.strides());
-    };
-    return at::detail::empty_strided_cuda(like.sizes(), strides(), like.scalar_type(),
-                                          like.device());
-  }
-#endif
-  return at::empty_like(like);
-}
-
 FloatType float_type(const Tensor& tensor, const char* name) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
@@ -396,7 +360,7 @@ void write_to(const Tensor& output, const RopeOptions& options, RopeTensor& tens
   read_strides(output, options.qkv_format, tensor.out_strides);
 }
 
-RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options) {
+RopeArgs plan_rope(TensorList tensors, const RopeOptions& options) {
   TORCH_CHECK_VALUE(tensors.size() == 1 || tensors.size() == 2,
                     "tensors must be the query, or the query and the key, got ", tensors.size());
   const int64_t format = choice(options.qkv_format, kFormats, "qkv_format");
@@ -492,20 +456,6 @@ SavedRopeOptions::SavedRopeOptions(torch::autograd::AutogradContext* ctx,
   if (numbers_.size() > kSections) {
     options.mrope_section = at::IntArrayRef(numbers_).slice(kSections);
   }
-}
-
-void refuse_table_gradients(const RopeOptions& options) {
-  for (const Tensor& table : {options.cos, options.sin}) {
-    const bool wants_gradient = at::GradMode::is_enabled() && table.requires_grad();
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !wants_gradient && !table._fw_grad(/*level=*/0).defined(),
-        "cos and sin must not require grad, they take no gradient here: detach them, or rotate in "
-        "eager PyTorch to train them");
-  }
-}
-
-Tensor with_contiguous_heads(const Tensor& grad) {
-  return grad.sym_stride(-1) == 1 ? grad : grad.contiguous();
 }
 
 }  // namespace cuseq

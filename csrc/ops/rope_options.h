@@ -1,13 +1,14 @@
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <string_view>
 
 #include "cuseq/rope.h"
-#include "kernels/rope.h"
+#include "ops/dispatch.h"
+#include "ops/rope.h"
+#include "ops/types.h"
 
 // What the rotary ops share: the way from their schemas' flat lists of options to checked arguments
 // of a kernel.
@@ -21,13 +22,6 @@ void read_strides(const at::Tensor& tensor, std::string_view qkv_format, int64_t
 
 // Makes `output` what the kernel writes; it may be the input.
 void write_to(const at::Tensor& output, const RopeOptions& options, RopeTensor& tensor);
-
-// Refuses tensors that overlap themselves or each other, which would be rotated twice or raced for.
-void check_written_in_place(at::TensorList tensors);
-
-// An output as at::empty_like makes it, dense and with the dimensions in the input's order, without
-// its way through the dispatcher, which takes longer than the rest of a call's checks.
-at::Tensor empty_output(const at::Tensor& like);
 
 FloatType float_type(const at::Tensor& tensor, const char* name);
 
@@ -60,10 +54,8 @@ struct RopeKernel<function> {
 };
 
 template <typename Return, typename... Front>
-auto rope_op(const char* name) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(name, "")
-      .typed<RopeSignature<Return, Front...>>();
+auto find_rope_op(const char* name) {
+  return find_op<RopeSignature<Return, Front...>>(name);
 }
 
 template <typename Op, typename... Front>
@@ -90,12 +82,5 @@ class SavedRopeOptions {
  private:
   std::vector<int64_t> numbers_;
 };
-
-// The table takes no gradient: silence would train it wrongly.
-void refuse_table_gradients(const RopeOptions& options);
-
-// Gradients come with any strides, such as the zeros of sum(); the kernels want a contiguous last
-// dimension.
-at::Tensor with_contiguous_heads(const at::Tensor& grad);
 
 }  // namespace cuseq

@@ -1,23 +1,24 @@
-#include <ATen/core/dispatch/Dispatcher.h>
+#include "ops/token_metadata.h"
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
 #include "ops/checks.h"
-#include "ops/register.h"
+#include "ops/dispatch.h"
+#include "ops/types.h"
 
 namespace cuseq {
 namespace {
 
-at::Tensor per_token(const at::Tensor& lengths, int64_t total_tokens,
-                     int32_t* TokenMetadataArgs::* output) {
+Tensor per_token(const Tensor& lengths, int64_t total_tokens,
+                 int32_t* TokenMetadataArgs::* output) {
   check_vector(lengths, "lengths");
   check_tokens(total_tokens);
   check_length_values(lengths, total_tokens);
-  const at::Tensor offsets = cu_seqlens(lengths);
-  at::Tensor out = at::empty({total_tokens}, int32_on(lengths));
+  const Tensor offsets = cu_seqlens(lengths);
+  Tensor out = at::empty({total_tokens}, int32_on(lengths));
   TokenMetadataArgs args;
   args.segments = segments_of(offsets, std::nullopt, total_tokens);
   args.*output = out.mutable_data_ptr<int32_t>();
@@ -25,24 +26,24 @@ at::Tensor per_token(const at::Tensor& lengths, int64_t total_tokens,
   return out;
 }
 
-at::Tensor position_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
+Tensor position_ids_kernel(const Tensor& lengths, int64_t total_tokens) {
   return per_token(lengths, total_tokens, &TokenMetadataArgs::position_ids);
 }
 
-at::Tensor seq_ids_kernel(const at::Tensor& lengths, int64_t total_tokens) {
+Tensor seq_ids_kernel(const Tensor& lengths, int64_t total_tokens) {
   return per_token(lengths, total_tokens, &TokenMetadataArgs::seq_ids);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> token_metadata_kernel(
-    const at::Tensor& offsets, int64_t total_tokens,
-    const std::optional<at::Tensor>& cu_seqlens_padded) {
+std::tuple<Tensor, Tensor, Tensor> token_metadata_kernel(const Tensor& offsets,
+                                                         int64_t total_tokens,
+                                                         const OptionalTensor& cu_seqlens_padded) {
   check_offsets(offsets);
   check_tokens(total_tokens);
   check_offset_values(offsets, total_tokens);
   check_padded_offsets(cu_seqlens_padded, offsets, total_tokens);
-  const at::Tensor positions = at::empty({total_tokens}, int32_on(offsets));
-  const at::Tensor sequences = at::empty_like(positions);
-  const at::Tensor is_pad = at::empty_like(positions, positions.options().dtype(at::kBool));
+  const Tensor positions = at::empty({total_tokens}, int32_on(offsets));
+  const Tensor sequences = at::empty_like(positions);
+  const Tensor is_pad = at::empty_like(positions, positions.options().dtype(at::kBool));
   TokenMetadataArgs args;
   args.segments = segments_of(offsets, cu_seqlens_padded, total_tokens);
   args.position_ids = positions.mutable_data_ptr<int32_t>();
@@ -54,17 +55,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> token_metadata_kernel(
 
 }  // namespace
 
-at::Tensor position_ids(const at::Tensor& lengths, int64_t total_tokens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::position_ids", "")
-                             .typed<at::Tensor(const at::Tensor&, c10::SymInt)>();
+Tensor position_ids(const Tensor& lengths, int64_t total_tokens) {
+  static const auto op = find_op<Tensor(const Tensor&, c10::SymInt)>("cuseq::position_ids");
   return op.call(lengths, total_tokens);
 }
 
-at::Tensor seq_ids(const at::Tensor& lengths, int64_t total_tokens) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("cuseq::seq_ids", "")
-                             .typed<at::Tensor(const at::Tensor&, c10::SymInt)>();
+Tensor seq_ids(const Tensor& lengths, int64_t total_tokens) {
+  static const auto op = find_op<Tensor(const Tensor&, c10::SymInt)>("cuseq::seq_ids");
   return op.call(lengths, total_tokens);
 }
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "kernels/kernels.h"
+#include "ops/kernel.h"
 
 // What the kernels of gather_rows see.
 namespace cuseq {

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "cuseq/seqlens.h"
-#include "kernels/kernels.h"
+#include "ops/kernel.h"
 
 // Rotary position embedding: what its kernels see, and which angle belongs to which token.
 

@@ -1,0 +1,75 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#ifdef CUSEQ_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
+
+// How an op is found, how it runs its kernel, and how it is registered.
+namespace cuseq {
+
+// The op of a schema's name, such as "cuseq::cu_seqlens". Look it up once: `static const auto op`.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
+}
+
+#ifdef CUSEQ_WITH_CUDA
+// Raises what the last launch reported.
+void check_launch();
+
+// Runs cpu::kernel(args) or cuda::kernel(args, stream), whichever the tensor's device needs.
+#define CUSEQ_RUN(kernel, where, args)                               \
+  do {                                                               \
+    if ((where).is_cuda()) {                                         \
+      const c10::cuda::CUDAGuard guard((where).device());            \
+      cuda::kernel(args, at::cuda::getCurrentCUDAStream().stream()); \
+      check_launch();                                                \
+    } else {                                                         \
+      cpu::kernel(args);                                             \
+    }                                                                \
+  } while (false)
+
+#else
+#define CUSEQ_RUN(kernel, where, args) cpu::kernel(args)
+
+// Raises NotImplementedError, which says how to build the CUDA kernels.
+void built_without_cuda(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                        torch::jit::Stack* stack);
+#endif
+
+// Registers kernels for one device.
+class Registry {
+ public:
+  Registry(torch::Library& library, c10::DispatchKey device) : library_(library), device_(device) {}
+
+  template <typename Kernel>
+  void impl(const char* name, const Kernel& kernel) const {
+#ifndef CUSEQ_WITH_CUDA
+    if (device_ == c10::DispatchKey::CUDA) {
+      library_.impl(name, torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+      return;
+    }
+#endif
+    library_.impl(name, kernel);
+  }
+
+ private:
+  torch::Library& library_;
+  [[maybe_unused]] c10::DispatchKey device_;
+};
+
+// Registers one block of `m.impl(NAME, KERNEL)` for the CPU and for CUDA. In a build without CUDA
+// the same block makes a CUDA call of those ops say how to get the kernels.
+#define CUSEQ_REGISTER(m)                                                                         \
+  static void register_kernels(const cuseq::Registry& m);                                         \
+  TORCH_LIBRARY_IMPL(cuseq, CPU, library) { register_kernels({library, c10::DispatchKey::CPU}); } \
+  TORCH_LIBRARY_IMPL(cuseq, CUDA, library) {                                                      \
+    register_kernels({library, c10::DispatchKey::CUDA});                                          \
+  }                                                                                               \
+  static void register_kernels(const cuseq::Registry& m)
+
+}  // namespace cuseq
