@@ -1,3 +1,5 @@
+#include "cache/host_copies.h"
+
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -10,8 +12,6 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "cuseq/ops.h"
-#include "cuseq/seqlens.h"
 #include "ops/checks.h"
 
 // Host values of lengths that exist only on the device: one asynchronous copy to pinned memory and
@@ -108,25 +108,6 @@ void wait_host_copy(const at::Tensor& on_host) {
   // Not a later copy to the same memory.
   if (found != pending().end() && found->second == copied) pending().erase(found);
   number_pending = static_cast<int64_t>(pending().size());
-}
-
-const int32_t* read_host_meta(const at::Tensor& host_meta) {
-  TORCH_CHECK_VALUE(host_meta.is_cpu() && host_meta.scalar_type() == at::kInt &&
-                        host_meta.dim() == 1 && host_meta.size(0) == kHostMetaSize &&
-                        host_meta.is_contiguous(),
-                    "host_meta must be the contiguous int32 [", static_cast<int>(kHostMetaSize),
-                    "] on the CPU of a PackedLayout, got ", host_meta.scalar_type(), " ",
-                    host_meta.sizes(), " on ", host_meta.device());
-  wait_host_copy(host_meta);
-  const int32_t* meta = host_meta.const_data_ptr<int32_t>();
-  check_layout_status(meta[kStatus], meta[kNumSeqs], meta[kTotalTokens]);
-  return meta;
-}
-
-int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot) {
-  TORCH_CHECK_VALUE(slot >= 0 && slot < kHostMetaSize, "slot must lie in [0, ",
-                    static_cast<int>(kHostMetaSize), "), got ", slot);
-  return read_host_meta(host_meta)[slot];
 }
 
 }  // namespace cuseq

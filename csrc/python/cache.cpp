@@ -10,6 +10,7 @@
 
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
+#include "ops/checks.h"
 #include "python/bindings.h"
 
 // The GIL guards the table of watched keys: the module does not declare itself safe without it, so

@@ -1,10 +1,11 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/Exceptions.h>
 
-#include "cuseq/ops.h"
+#include "ops/checks.h"
 #include "python/bindings.h"
 
-// What cannot be an op: the cache and its cheap hits, waiting for host copies, unboxed rotations.
+// What cannot be an op: the cache and its cheap hits, waiting for host copies, planning on the
+// host, unboxed rotations.
 namespace {
 
 namespace py = pybind11;
@@ -44,5 +45,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info);
   cuseq::python::bind_cache(m);
   cuseq::python::bind_layout(m);
+  cuseq::python::bind_planning(m);
   cuseq::python::bind_rope(m);
 }

@@ -59,15 +59,6 @@ CUSEQ_API std::vector<at::Tensor> block_mask(
     const at::Tensor& ranges, const std::optional<c10::SymInt>& row_length = std::nullopt,
     int64_t query_block = 128, int64_t key_block = 128);
 
-// Raises where a window is below 1.
-CUSEQ_API void check_window(std::optional<int64_t> window);
-
-// Raises what is wrong with spans, and with rows that a sequence crosses. All tensors on the host.
-CUSEQ_API void check_spans_and_rows(const at::Tensor& cu_seqlens,
-                                    const std::optional<at::Tensor>& cu_seqlens_padded,
-                                    int64_t total_tokens, const std::optional<at::Tensor>& spans,
-                                    std::optional<int64_t> row_length);
-
 // Masks through the identity cache. Lengths and offsets are keys of their own.
 CUSEQ_API at::Tensor cached_mask_ranges(const MaskOptions& options);
 CUSEQ_API at::Tensor cached_dense_mask(const MaskOptions& options,
@@ -77,38 +68,5 @@ CUSEQ_API at::Tensor cached_dense_mask(const MaskOptions& options,
 CUSEQ_API std::vector<at::Tensor> cached_block_mask(
     const MaskOptions& options, const std::optional<c10::SymInt>& row_length = std::nullopt,
     int64_t query_block = 128, int64_t key_block = 128);
-
-// Exact attention inside each sequence of a packed row; returns (out, logsumexp).
-CUSEQ_API std::tuple<at::Tensor, at::Tensor> varlen_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& cu_seqlens, const std::optional<at::Tensor>& host_meta, bool causal = true,
-    std::optional<int64_t> window = std::nullopt, std::optional<double> scale = std::nullopt,
-    std::optional<int64_t> max_seqlen_bound = std::nullopt,
-    const std::optional<at::Tensor>& spans = std::nullopt,
-    const std::optional<at::Tensor>& cu_seqlens_padded = std::nullopt);
-
-// Tokens that lengths, or offsets, on the host account for. Checks them.
-CUSEQ_API int64_t tokens_of(const at::Tensor& source, bool is_cu_seqlens);
-
-// Starts the one copy of device numbers to pinned memory that host code may later wait for, and
-// returns where they will lie: vectors of one dtype. Never waits.
-CUSEQ_API std::vector<at::Tensor> start_host_copy(const std::vector<at::Tensor>& on_device);
-
-// Both int32 vectors, contiguous on the CPU, in one copy from pinned memory to the device. Never
-// waits, where a copy from pageable memory would.
-CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& first,
-                                                            const at::Tensor& second,
-                                                            c10::Device device);
-
-// Waits for the host copy of which the tensor is the first part, by its event, never for the
-// stream. At once for any other tensor.
-CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
-
-// Whether values on a device are checked, which waits for them: CUSEQ_CHECK=1. ValueError for what
-// is neither 0 nor 1.
-CUSEQ_API bool device_checks_enabled();
-
-// One number of a host_meta (a HostMetaSlot of cuseq/seqlens.h), waited for and checked.
-CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);
 
 }  // namespace cuseq

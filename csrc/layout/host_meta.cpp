@@ -1,0 +1,66 @@
+#include "layout/host_meta.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include "cache/host_copies.h"
+
+namespace cuseq {
+namespace {
+
+// Raises ValueError for what the status of a host_meta says is wrong.
+void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens) {
+  if (status == kLayoutOk) return;
+  TORCH_CHECK_VALUE((status & kTooManySequences) == 0,
+                    "there must be at most max_seqs = ", num_seqs,
+                    " sequences, got more: pass a larger max_seqs");
+  TORCH_CHECK_VALUE((status & kFirstOffsetNotZero) == 0,
+                    "cu_seqlens must start at 0, but the device holds another first offset");
+  TORCH_CHECK_VALUE((status & kNegativeLength) == 0,
+                    "lengths must not be negative and cu_seqlens must not descend, but the device "
+                    "holds such values; CUSEQ_CHECK=1 names the first one");
+  TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0,
+                    "lengths must sum to at most total_tokens = ", total_tokens,
+                    ", filled up to segment_multiple if there is one, but those on the device sum "
+                    "to more");
+}
+
+// The numbers of a host_meta, waited for and with a good status.
+const int32_t* checked(const at::Tensor& host_meta) {
+  TORCH_CHECK_VALUE(host_meta.is_cpu() && host_meta.scalar_type() == at::kInt &&
+                        host_meta.dim() == 1 && host_meta.size(0) == kHostMetaSize &&
+                        host_meta.is_contiguous(),
+                    "host_meta must be the contiguous int32 [", static_cast<int>(kHostMetaSize),
+                    "] on the CPU of a PackedLayout, got ", host_meta.scalar_type(), " ",
+                    host_meta.sizes(), " on ", host_meta.device());
+  wait_host_copy(host_meta);
+  const int32_t* meta = host_meta.const_data_ptr<int32_t>();
+  check_layout_status(meta[kStatus], meta[kNumSeqs], meta[kTotalTokens]);
+  return meta;
+}
+
+}  // namespace
+
+HostMeta HostMeta::of(const at::Tensor& host_meta) {
+  const int32_t* meta = checked(host_meta);
+  TORCH_CHECK_VALUE(meta[kMaxSeqlen] >= 0 && meta[kMaxSeqlen] <= meta[kNumRealTokens] &&
+                        meta[kNumRealTokens] <= meta[kTotalTokens],
+                    "host_meta must hold max_seqlen <= num_real_tokens <= total_tokens, got ",
+                    meta[kMaxSeqlen], ", ", meta[kNumRealTokens], ", ", meta[kTotalTokens]);
+  return {meta[kNumSeqs], meta[kMaxSeqlen], meta[kTotalTokens], meta[kNumRealTokens],
+          meta[kLengthDivisor]};
+}
+
+void HostMeta::check_offsets(const at::Tensor& cu_seqlens) const {
+  TORCH_CHECK_VALUE(num_seqs >= 0 && num_seqs < cu_seqlens.size(0),
+                    "cu_seqlens must have at least the layout's n_seqs + 1 = ", num_seqs + 1,
+                    " entries, got ", cu_seqlens.size(0));
+}
+
+int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot) {
+  TORCH_CHECK_VALUE(slot >= 0 && slot < kHostMetaSize, "slot must lie in [0, ",
+                    static_cast<int>(kHostMetaSize), "), got ", slot);
+  return checked(host_meta)[slot];
+}
+
+}  // namespace cuseq

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuseq/macros.h"
+
+namespace at {
+class Tensor;
+}
+
+// host_meta is an int32 tensor on the CPU with the few numbers about a pack that host code needs.
+// Kernels write it on the device and it is copied from there, so nothing here includes torch.
+namespace cuseq {
+
+// What each entry of host_meta holds. Python reads these numbers as `_C.HostMeta`.
+enum HostMetaSlot : int32_t {
+  kNumSeqs = 0,
+  kMaxSeqlen = 1,
+  kTotalTokens = 2,
+  kNumRealTokens = 3,
+  kStatus = 4,
+  kLengthDivisor = 5,  // greatest common divisor of the lengths; 0 without tokens
+  kHostMetaSize = 6,
+};
+
+// What can be wrong with lengths whose values only the device knows. Kernels stay inside their
+// tensors whatever they read, set these bits, and the host raises when it first looks.
+enum LayoutStatus : int32_t {
+  kLayoutOk = 0,
+  kNegativeLength = 1,
+  kSumAboveTotal = 2,
+  kFirstOffsetNotZero = 4,
+  kTooManySequences = 8,
+};
+
+struct HostMeta {
+  int64_t num_seqs = 0;
+  int64_t max_seqlen = 0;
+  int64_t total_tokens = 0;
+  int64_t num_real_tokens = 0;
+  int64_t length_divisor = 0;
+
+  // Reads a host_meta, after its copy from the device if one is on its way. Raises ValueError where
+  // the tensor is not a host_meta and for what its status says.
+  static HostMeta of(const at::Tensor& host_meta);
+
+  // Raises ValueError unless cu_seqlens has an entry for each offset of this pack.
+  void check_offsets(const at::Tensor& cu_seqlens) const;
+};
+
+// One number of a host_meta, by its HostMetaSlot; waits and checks as HostMeta::of does.
+CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);
+
+}  // namespace cuseq
