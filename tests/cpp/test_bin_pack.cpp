@@ -1,6 +1,5 @@
-// The packing ops, as a program without Python calls them, against loops.
+// Planning of rows on the host, against loops.
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "planning/planning.h"
 #include "tensors.h"
 
 namespace {
@@ -20,16 +20,6 @@ namespace {
 using cuseq_tests::ints;
 using cuseq_tests::Values;
 using cuseq_tests::values_of;
-
-using Pack = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, int64_t,
-                                                                        c10::string_view,
-                                                                        c10::string_view);
-using Permute = at::Tensor(int64_t, int64_t, int64_t, int64_t);
-
-template <typename Signature>
-auto op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 struct Piece {
   int64_t sample;
@@ -48,7 +38,7 @@ std::ostream& operator<<(std::ostream& out, const Piece& piece) {
 std::vector<Row> pack(const at::Tensor& lengths, int64_t capacity, const std::string& strategy,
                       const std::string& overlong = "raise") {
   const auto [indices, offsets, starts, counts] =
-      op<Pack>("cuseq::bin_pack").call(lengths, capacity, strategy, overlong);
+      cuseq::bin_pack(lengths, capacity, strategy, overlong);
   const Values samples = values_of(indices);
   const Values ends = values_of(offsets);
   const Values begins = values_of(starts);
@@ -208,11 +198,10 @@ TEST(BinPack, ErrorsNameArgumentIndexAndValue) {
 }
 
 TEST(Permutation, EveryNumberOnce) {
-  const auto permute = op<Permute>("cuseq::permutation");
   for (int64_t n = 0; n < 300; ++n) {
-    Values whole = values_of(permute.call(n, /*seed=*/n * 7 - 100, 0, n));
-    Values parts = values_of(permute.call(n, n * 7 - 100, 0, n / 3));
-    const Values rest = values_of(permute.call(n, n * 7 - 100, n / 3, n));
+    Values whole = values_of(cuseq::permutation(n, /*seed=*/n * 7 - 100, 0, n));
+    Values parts = values_of(cuseq::permutation(n, n * 7 - 100, 0, n / 3));
+    const Values rest = values_of(cuseq::permutation(n, n * 7 - 100, n / 3, n));
     parts.insert(parts.end(), rest.begin(), rest.end());
     ASSERT_EQ(parts, whole);
     std::sort(whole.begin(), whole.end());

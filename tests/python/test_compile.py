@@ -80,7 +80,6 @@ CASES = {
     ],
     "cp_rows": lambda d: [
         (ints(d, [0, 4, 8], torch.int32), 12, 2),
-        (ints(d, [0, 4, 8], torch.int32), 10, 2, False),
     ],
     "mask_ranges": lambda d: [
         *lengths_cases(d, 6),
@@ -123,31 +122,6 @@ CASES = {
         (ints(d, [[5, 6, 7], [8, 9, 0]]), ints(d, [0, 2, 5], torch.int32), 2, -7),
     ],
 }
-# What plans rows on the host; sizes of the outputs that values decide have no meta tensors.
-HOST_CASES = {
-    "bin_pack": lambda: [
-        (torch.tensor([6, 5, 7, 3, 4, 3]), 10),
-        (torch.tensor([6, 5, 0, 9], dtype=torch.int32), 8, "wrapped"),
-        (torch.tensor([6, 25, 0, 9]), 8, "ffd", "split"),
-        (torch.tensor([], dtype=torch.int64), 8, "sequential", "truncate"),
-    ],
-    "permutation": lambda: [(9, 4, 0, 9), (9, -4, 2, 5), (0, 0, 0, 0)],
-    "pack_window": lambda: [
-        (torch.tensor([6, 5, 7, 3, 4]), ints("cpu", [1], torch.int32), 3, 2, 5, 10, "bfd"),
-        (torch.tensor([6, 5, 7, 3, 4]), ints("cpu", [], torch.int32), None, 0, 5, 6, "sequential"),
-    ],
-    "row_costs": lambda: [
-        (
-            torch.tensor([6, 5]),
-            ints("cpu", [1, 0], torch.int32),
-            torch.tensor([0, 1]),
-            torch.tensor([1, 2]),
-            1.0,
-            2.5,
-            0.0,
-        )
-    ],
-}
 ELSEWHERE = {
     "gather_rows",
     "varlen_attention",
@@ -169,18 +143,12 @@ def test_every_op_has_a_case():
         if schema.name.startswith("cuseq::")
     }
     assert declared == registered, "csrc/ops.cpp holds every schema"
-    assert declared == set(CASES) | set(HOST_CASES) | ELSEWHERE
+    assert declared == set(CASES) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name, device):
     for case in CASES[name](device):
-        opcheck(getattr(ops, name), case)
-
-
-@pytest.mark.parametrize("name", HOST_CASES)
-def test_opcheck_on_the_host(name):
-    for case in HOST_CASES[name]():
         opcheck(getattr(ops, name), case)
 
 
@@ -197,7 +165,9 @@ def test_meta_beside_other_devices_is_refused():
         lambda: ops.apply_rope_([real, shape], torch.ones(6, 4), torch.ones(6, 4)),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="tensors must lie on one device, got cpu, meta"):
+        with pytest.raises(
+            ValueError, match="must lie on one device, got cpu, meta|on cpu, got meta"
+        ):
             call()
     out, _ = ops.varlen_attention(shape, shape, shape, *attention)
     assert out.is_meta and out.shape == shape.shape
@@ -205,7 +175,7 @@ def test_meta_beside_other_devices_is_refused():
 
 
 def test_pure_ops_are_tagged_for_compilers():
-    for name in [*CASES, *HOST_CASES, *ELSEWHERE]:
+    for name in [*CASES, *ELSEWHERE]:
         assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
 
 
