@@ -1,8 +1,9 @@
 #include <torch/library.h>
 
-// Every schema, and nothing else. One op, one name: NAME here is csrc/ops/NAME.cpp (checks and
-// registration), csrc/cpu/NAME.cpp and csrc/cuda/NAME.cu, or the file of the kernel that it shares;
-// its fake is in python/cuseq/_fakes.py.
+// Every schema, and nothing else. One op, one name: NAME here is csrc/ops/NAME.h (the kernels and
+// their arguments), csrc/ops/NAME.cpp (checks and registration), csrc/cpu/NAME.cpp and
+// csrc/cuda/NAME.cu, or the file of the kernel that it shares; its fake is in
+// python/cuseq/_fakes.py. CONTRIBUTING.md says how to add one.
 TORCH_LIBRARY(cuseq, m) {
   const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
 
@@ -32,7 +33,7 @@ TORCH_LIBRARY(cuseq, m) {
   // csrc/ops/NAME.cpp
   m.def("lengths_from_padding_mask(Tensor mask, str kind=\"nonzero\") -> Tensor", pure);
   m.def(
-      "cp_rows(Tensor cu_seqlens, SymInt total_tokens, int cp_size, bool zigzag=True) -> "
+      "cp_rows(Tensor cu_seqlens, SymInt total_tokens, int cp_size) -> "
       "(Tensor tokens, Tensor places)",
       pure);
   m.def(
@@ -71,35 +72,20 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(("dense_mask(" + dense).c_str(), pure);
   m.def(("block_mask(Tensor ranges" + blocks).c_str(), pure);
 
-  // csrc/ops/NAME.cpp over csrc/packing, on the host alone: which samples share a row.
-  m.def(
-      "bin_pack(Tensor lengths, int capacity, str strategy=\"bfd\", str overlong=\"raise\") -> "
-      "(Tensor indices, Tensor offsets, Tensor starts, Tensor piece_lengths)",
-      pure);
-  m.def("permutation(int n, int seed, int begin, int end) -> Tensor", pure);
-  m.def(
-      "pack_window(Tensor lengths, Tensor carried, int? seed, int begin, int end, int capacity, "
-      "str strategy) -> (Tensor samples, Tensor offsets)",
-      pure);
-  m.def(
-      "row_costs(Tensor lengths, Tensor samples, Tensor begins, Tensor ends, float quadratic, "
-      "float linear, float constant) -> Tensor",
-      pure);
-
-  // csrc/ops/varlen_attention.cpp. host_meta is read on the host when the op runs: a graph that
-  // replayed it would replay stale lengths.
+  // csrc/attention/varlen_attention.cpp. host_meta is read on the host when the op runs: a graph
+  // that replayed it would replay stale lengths.
   const std::vector<at::Tag> reads_host = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def(
-      "varlen_attention(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, "
+      "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
       "Tensor? host_meta=None, bool causal=True, int? window=None, float? scale=None, "
       "SymInt? max_seqlen_bound=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None) -> "
       "(Tensor out, Tensor logsumexp)",
       reads_host);
   m.def(
-      "varlen_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
+      "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
       "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None, "
-      "Tensor? cu_seqlens_padded=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+      "Tensor? cu_seqlens_padded=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       reads_host);
 
   // csrc/ops/apply_rope.cpp and csrc/ops/apply_qk_norm_rope.cpp, which read host_meta too. In a

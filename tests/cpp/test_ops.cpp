@@ -1,4 +1,5 @@
-// The C++ API of cuseq/ops.h, as a program without Python uses it.
+// The C++ API of cuseq/ops.h and cuseq/attention.h, as a program without Python uses it, and the
+// host's copies of layouts.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
@@ -8,8 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "cache/host_copies.h"
+#include "cuseq/attention.h"
 #include "cuseq/ops.h"
-#include "cuseq/seqlens.h"
+#include "layout/host_meta.h"
 #include "tensors.h"
 
 namespace {
@@ -80,7 +83,7 @@ TEST(Ops, AttentionStaysInsideItsSequence) {
   const at::Tensor key = rows();
   const at::Tensor value = rows();
   const at::Tensor offsets = ints({0, 2, 5}, at::kInt);
-  const auto [out, logsumexp] = cuseq::varlen_attention(query, key, value, offsets, std::nullopt);
+  const auto [out, logsumexp] = cuseq::varlen_attention(query, key, value, {.cu_seqlens = offsets});
   EXPECT_EQ(logsumexp.sizes(), (c10::IntArrayRef{2, 6}));
   const auto heads_first = [](const at::Tensor& tensor, int64_t begin, int64_t end) {
     return tensor.slice(0, begin, end).transpose(0, 1).unsqueeze(0);
@@ -92,6 +95,22 @@ TEST(Ops, AttentionStaysInsideItsSequence) {
     EXPECT_TRUE(at::allclose(heads_first(out, begin, end), expected));
   }
   EXPECT_EQ(out.slice(0, 5).abs().max().item<double>(), 0.0) << "the tail is zero";
+}
+
+TEST(HostMeta, SlotsAreAContractWithPython) {
+  EXPECT_EQ(cuseq::kNumSeqs, 0);
+  EXPECT_EQ(cuseq::kMaxSeqlen, 1);
+  EXPECT_EQ(cuseq::kTotalTokens, 2);
+  EXPECT_EQ(cuseq::kNumRealTokens, 3);
+  EXPECT_EQ(cuseq::kStatus, 4);
+  EXPECT_EQ(cuseq::kLengthDivisor, 5);
+  EXPECT_EQ(cuseq::kHostMetaSize, 6);
+  // Bits: several things may be wrong at once.
+  EXPECT_EQ(cuseq::kNegativeLength & cuseq::kSumAboveTotal, 0);
+  EXPECT_EQ(cuseq::kFirstOffsetNotZero & cuseq::kTooManySequences, 0);
+  EXPECT_EQ((cuseq::kNegativeLength | cuseq::kSumAboveTotal) &
+                (cuseq::kFirstOffsetNotZero | cuseq::kTooManySequences),
+            0);
 }
 
 TEST(HostCopies, HostTensorsAreThereAtOnce) {

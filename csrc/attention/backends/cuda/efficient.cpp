@@ -1,0 +1,121 @@
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/_efficient_attention_backward.h>
+#include <ATen/ops/_efficient_attention_forward.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/where.h>
+
+#include <limits>
+
+#include "attention/backend.h"
+#include "attention/rows.h"
+#include "cuseq/seqlens.h"
+#include "ops/checks.h"
+#include "ops/dispatch.h"
+#include "ops/token_metadata.h"
+
+// PyTorch's memory-efficient kernel, for fp32, for wide heads and for GPUs without flash attention.
+namespace cuseq::attention {
+namespace {
+
+bool takes(const Call& call) {
+  const bool two_sided_window = call.window.has_value() && !call.causal;
+  return call.q.is_cuda() && !call.spans.has_value() && call.q.scalar_type() != at::kDouble &&
+         !two_sided_window && (!call.causal || call.is_of_one_row());
+}
+
+void warn(const Call& call) {
+  TORCH_WARN_ONCE(
+      "cuseq.varlen_attention: flash attention takes fp16 and bf16, head_dim up to 256 "
+      "and GPUs from sm_80 on, got ",
+      call.q.scalar_type(), " and head_dim ", call.q.size(2),
+      "; PyTorch's memory-efficient kernel runs instead, exact but slower");
+}
+
+bool has_bf16() { return at::cuda::getCurrentDeviceProperties()->major >= 8; }
+
+// The memory-efficient kernel wants [1, tokens, heads, dim] with as many key heads as query heads.
+Tensor efficient_rows(const Tensor& rows, int64_t heads) {
+  const int64_t group = heads / rows.size(1);
+  const Tensor expanded =
+      group == 1 ? aligned_rows(rows) : rows.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
+  // Before sm_80 it has no bf16.
+  const bool narrow = expanded.scalar_type() == at::kBFloat16 && !has_bf16();
+  return (narrow ? expanded.to(at::kFloat) : expanded).unsqueeze(0);
+}
+
+Tensor reduce_groups(const Tensor& rows, int64_t heads) {
+  const int64_t group = rows.size(1) / heads;
+  return group == 1 ? rows : rows.unflatten(1, {heads, group}).sum(2);
+}
+
+// 1 is a causal mask aligned at the top left, which for equal lengths is the only one.
+int64_t mask_type(const Call& call) { return call.causal ? 1 : 0; }
+
+// Its logsumexp is [n_seqs, heads, longest rounded up to 32], ours is [heads, tokens]: these two
+// functions take the one to the other.
+Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t total_tokens) {
+  Tensor positions = at::empty({total_tokens}, offsets.options());
+  Tensor segments = at::empty({total_tokens}, offsets.options());
+  TokenMetadataArgs args;
+  args.segments = segments_of(offsets, std::nullopt, total_tokens);
+  args.position_ids = positions.mutable_data_ptr<int32_t>();
+  args.seq_ids = segments.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(token_metadata, offsets, args);
+  // The tail has no place in it and reads any: the caller zeroes it.
+  const Tensor rows = segments.clamp_max_(padded.size(0) - 1).to(at::kLong);
+  const Tensor columns = positions.clamp_(0, padded.size(2) - 1).to(at::kLong);
+  return padded.transpose(1, 2).index({rows, columns}).t().contiguous();
+}
+
+Output forward(const Call& call) {
+  const int64_t heads = call.q.size(1);
+  auto result = at::_efficient_attention_forward(
+      efficient_rows(call.q, heads), efficient_rows(call.k, heads), efficient_rows(call.v, heads),
+      /*bias=*/std::nullopt, call.queries.offsets, call.keys.offsets, call.queries.longest,
+      call.keys.longest, /*dropout_p=*/0.0, mask_type(call), /*compute_log_sumexp=*/true,
+      call.scale, /*seqlen_k=*/std::nullopt, call.window);
+  Tensor out = std::get<0>(result).squeeze(0).to(call.q.scalar_type()).contiguous();
+  Tensor logsumexp = unpad_logsumexp(std::get<1>(result), call.queries.offsets, call.q.size(0));
+  zero_tail({out, logsumexp.t()}, call.queries);
+  return {out, logsumexp};
+}
+
+Tensor pad_logsumexp(const Tensor& logsumexp, const Sequences& sequences) {
+  const Tensor& offsets = sequences.offsets;
+  const Tensor places = at::arange(round_up(sequences.longest, 32), offsets.options()).unsqueeze(0);
+  const Tensor tokens = offsets.narrow(0, 0, sequences.count()).unsqueeze(1).add(places);
+  const Tensor real = tokens.lt(offsets.narrow(0, 1, sequences.count()).unsqueeze(1));
+  const Tensor values = logsumexp.t().index({tokens.clamp(0, logsumexp.size(1) - 1).to(at::kLong)});
+  // Rows past the end of a sequence must not contribute: exp(score - inf) is zero.
+  return at::where(real.unsqueeze(2), values,
+                   at::full_like(values, std::numeric_limits<double>::infinity()))
+      .transpose(1, 2)
+      .contiguous();
+}
+
+Gradients backward(const Call& call, const Outer& outer) {
+  const int64_t heads = call.q.size(1);
+  const Tensor padded = pad_logsumexp(outer.logsumexp, call.queries);
+  const Tensor no_dropout_state = at::empty({}, call.q.options().dtype(at::kLong));
+  auto result = at::_efficient_attention_backward(
+      efficient_rows(outer.grad_out.contiguous(), heads), efficient_rows(call.q, heads),
+      efficient_rows(call.k, heads), efficient_rows(call.v, heads), /*bias=*/std::nullopt,
+      efficient_rows(outer.out, heads), call.queries.offsets, call.keys.offsets,
+      call.queries.longest, call.keys.longest, padded, /*dropout_p=*/0.0, no_dropout_state,
+      no_dropout_state, mask_type(call), /*bias_requires_grad=*/false, call.scale,
+      /*num_splits_key=*/std::nullopt, call.window);
+  const auto finish = [&](const Tensor& grad, const Tensor& like) {
+    return reduce_groups(grad.squeeze(0), like.size(1)).to(like.scalar_type()).contiguous();
+  };
+  Tensor grad_q = finish(std::get<0>(result), call.q);
+  Tensor grad_k = finish(std::get<1>(result), call.k);
+  Tensor grad_v = finish(std::get<2>(result), call.v);
+  return with_zero_tails(call, {grad_q, grad_k, grad_v});
+}
+
+const RegisterBackend registered({"efficient", /*preference=*/50, takes, forward, backward, warn});
+
+}  // namespace
+}  // namespace cuseq::attention

@@ -1,0 +1,325 @@
+#include <ATen/ops/_scaled_dot_product_efficient_attention.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/logsumexp.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "attention/backend.h"
+#include "attention/rows.h"
+#include "cuseq/cache.h"
+#include "ops/checks.h"
+#include "ops/mask_options.h"
+
+#ifdef CUSEQ_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#endif
+
+// Exact attention one segment at a time, with PyTorch's own dense kernels. Work is the sum of the
+// squared lengths; with a window, of length times window. A mask is of one run of queries at a
+// time. For the CPU, and for what no CUDA varlen kernel takes.
+namespace cuseq::attention {
+namespace {
+
+// Queries [query_begin, query_end) see keys of [key_begin, key_end) only.
+struct Tile {
+  int64_t query_begin;
+  int64_t query_end;
+  int64_t key_begin;
+  int64_t key_end;
+  bool masked;  // a mask says which of the keys; else all, or their causal half
+
+  int64_t queries() const { return query_end - query_begin; }
+  int64_t keys() const { return key_end - key_begin; }
+};
+
+// A layout's offsets are brought to the host once, or never left it; others are copied in each
+// call.
+Tensor offsets_on_host(const Sequences& sequences) {
+  const Tensor& offsets = sequences.offsets;
+  if (offsets.is_cpu()) return offsets;
+  TORCH_CHECK(!is_capturing(offsets),
+              "varlen_attention with these inputs runs sequence by sequence and needs offsets on "
+              "the host, which a CUDA graph capture cannot copy: use fp16 or bf16, without spans");
+  const Tensor host =
+      sequences.num_real_tokens.has_value() ? cached_on_host(sequences.cu_seqlens) : offsets.cpu();
+  TORCH_CHECK_VALUE(host.size(0) > sequences.count(),
+                    "host_meta must be of the layout of cu_seqlens: it says n_seqs = ",
+                    sequences.count(), ", but there are ", host.size(0), " offsets");
+  return host;
+}
+
+// What masks are computed from, where the inputs lie and on the host.
+struct Rules {
+  Tensor host_offsets;  // holds what host points to
+  MaskRule device;
+  MaskRule host;
+  // Of spans that only the device knows nothing is asked, since that would wait: any segment may
+  // have one, and any query see all of its segment.
+  OptionalTensor host_spans;
+  bool spans_are_known = true;
+
+  explicit Rules(const Call& call) : host_offsets(offsets_on_host(call.queries)) {
+    device.segments.seqlens = {call.queries.offsets.const_data_ptr<int32_t>(),
+                               call.queries.count()};
+    device.segments.total_tokens = call.q.size(0);
+    device.causal = call.causal;
+    device.window = call.window.value_or(0);
+    host = device;
+    host.segments.seqlens.cu_seqlens = host_offsets.const_data_ptr<int32_t>();
+    if (call.spans.has_value()) {
+      device.spans = call.spans->const_data_ptr<int32_t>();
+      device.n_spans = call.spans->size(0);
+      host_spans = remembered_on_host(*call.spans);
+      spans_are_known = host_spans.has_value();
+      if (spans_are_known) {
+        host.spans = host_spans->const_data_ptr<int32_t>();
+        host.n_spans = host_spans->size(0);
+      }
+    }
+  }
+
+  // The keys of the queries [first, last) of a segment: bounds of keys ascend with the tokens.
+  KeyRange keys_of(int64_t first, int64_t last, int64_t segment) const {
+    if (!spans_are_known)
+      return {host.segments.seqlens.begin(segment), host.segments.seqlens.begin(segment + 1)};
+    return {host.keys_of(first, segment).first, host.keys_of(last - 1, segment).end};
+  }
+
+  // Whether a span may start in the tokens [begin, end).
+  bool has_span(int64_t begin, int64_t end) const {
+    if (!spans_are_known) return true;
+    const int64_t last = host.span_before(end - 1);
+    return last >= 0 && host.spans[2 * last] >= begin;
+  }
+};
+
+// A segment is one tile. Where it needs a mask, for a window or for spans, it is cut into runs of
+// queries, each with the keys in its reach.
+template <typename F>
+void for_each_tile(const Rules& rules, const F& visit) {
+  const MaskRule& rule = rules.host;
+  for (int64_t segment = 0; segment < rule.segments.seqlens.n_seqs; ++segment) {
+    const int64_t begin = rule.segments.seqlens.begin(segment);
+    const int64_t end = rule.segments.seqlens.begin(segment + 1);
+    if (begin == end) continue;
+    const bool windowed = rule.window > 0 && rule.window < end - begin;
+    if (!windowed && !rules.has_span(begin, end)) {
+      visit(Tile{begin, end, begin, end, false});
+      continue;
+    }
+    constexpr int64_t kShortestRun = 128;
+    constexpr int64_t kRun = 1024;
+    const int64_t run = windowed ? std::max(kShortestRun, rule.window) : kRun;
+    for (int64_t first = begin; first < end; first += run) {
+      const int64_t last = std::min(first + run, end);
+      const KeyRange keys = rules.keys_of(first, last, segment);
+      visit(Tile{first, last, keys.first, keys.end, true});
+    }
+  }
+}
+
+// One call's attention of a tile, over PyTorch's dense kernels. q, k and v are [1, heads, tokens,
+// dim].
+class TileAttention {
+ public:
+  TileAttention(const Tile& tile, const MaskRule& rule, const Call& call, const Tensor& q)
+      : causal_(call.causal && !tile.masked), scale_(call.scale), kernel_(kernel_for(q)) {
+    // The plain kernel knows no causality of its own.
+    if (tile.masked || (causal_ && kernel_ == Kernel::kPlain)) {
+      mask_ = mask_of_tile(rule, tile.query_begin, tile.queries(), tile.key_begin, tile.keys(), q);
+    }
+  }
+
+  std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v) const {
+    switch (kernel_) {
+      case Kernel::kCpu:
+        return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, /*dropout_p=*/0.0, causal_,
+                                                               mask_, scale_);
+      case Kernel::kEfficient: {
+        const auto result = at::_scaled_dot_product_efficient_attention(
+            q, k, v, mask_for_heads(q), /*compute_log_sumexp=*/true, /*dropout_p=*/0.0, causal_,
+            scale_);
+        return {std::get<0>(result), std::get<1>(result).narrow(2, 0, q.size(2))};
+      }
+      case Kernel::kPlain:
+        break;
+    }
+    const Tensor scores = plain_scores(q, k);
+    const Tensor logsumexp = scores.logsumexp(-1);
+    return {at::matmul(scores.sub_(logsumexp.unsqueeze(-1)).exp_(), v), logsumexp};
+  }
+
+  std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q,
+                                              const Tensor& k, const Tensor& v, const Tensor& out,
+                                              const Tensor& logsumexp) const {
+    switch (kernel_) {
+      case Kernel::kCpu:
+        return at::_scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, logsumexp, /*dropout_p=*/0.0, causal_, mask_, scale_);
+      case Kernel::kEfficient: {
+        // It reads whole groups of 32 rows; those past the end must not contribute.
+        const int64_t rest = (32 - logsumexp.size(2) % 32) % 32;
+        const Tensor padded =
+            at::constant_pad_nd(logsumexp, {0, rest}, std::numeric_limits<double>::infinity());
+        const Tensor no_dropout_state = at::empty({}, q.options().dtype(at::kLong));
+        const auto result = at::_scaled_dot_product_efficient_attention_backward(
+            grad_out, q, k, v, mask_for_heads(q).value_or(Tensor()), out, padded.contiguous(),
+            no_dropout_state, no_dropout_state, /*dropout_p=*/0.0, {true, true, true, false},
+            causal_, scale_);
+        return {std::get<0>(result), std::get<1>(result), std::get<2>(result)};
+      }
+      case Kernel::kPlain:
+        break;
+    }
+    const Tensor weights = plain_scores(q, k).sub_(logsumexp.unsqueeze(-1)).exp_();
+    const Tensor grad_weights = at::matmul(grad_out, v.transpose(-2, -1));
+    const Tensor delta = grad_out.mul(out).sum(-1, /*keepdim=*/true);
+    const Tensor grad_scores = grad_weights.sub(delta).mul_(weights).mul_(scale_);
+    return {at::matmul(grad_scores, k), at::matmul(grad_scores.transpose(-2, -1), q),
+            at::matmul(weights.transpose(-2, -1), grad_out)};
+  }
+
+  // PyTorch's memory-efficient kernel has no fp64, and bf16 from sm_80 on.
+  static bool is_efficient([[maybe_unused]] const Tensor& q) {
+#ifdef CUSEQ_WITH_CUDA
+    return q.is_cuda() && q.scalar_type() != at::kDouble &&
+           (q.scalar_type() != at::kBFloat16 || at::cuda::getCurrentDeviceProperties()->major >= 8);
+#else
+    return false;
+#endif
+  }
+
+ private:
+  enum class Kernel { kCpu, kEfficient, kPlain };
+
+  static Kernel kernel_for(const Tensor& q) {
+    if (q.is_cpu()) return Kernel::kCpu;
+    return is_efficient(q) ? Kernel::kEfficient : Kernel::kPlain;
+  }
+
+  OptionalTensor mask_for_heads(const Tensor& q) const {
+    if (!mask_.has_value()) return std::nullopt;
+    return mask_->expand({1, q.size(1), -1, -1});
+  }
+
+  Tensor plain_scores(const Tensor& q, const Tensor& k) const {
+    Tensor scores = at::matmul(q, k.transpose(-2, -1)).mul_(scale_);
+    return mask_.has_value() ? scores.add_(*mask_) : scores;
+  }
+
+  bool causal_;
+  double scale_;
+  Kernel kernel_;
+  OptionalTensor mask_;  // additive, [1, 1, queries, keys]
+};
+
+// [tokens, heads, dim] to [1, heads, tokens, dim], a view.
+Tensor to_bhsd(const Tensor& rows, int64_t begin, int64_t end) {
+  return rows.narrow(0, begin, end - begin).transpose(0, 1).unsqueeze(0);
+}
+
+// Key and value heads repeated for the query heads that share them.
+Tensor expand_heads(const Tensor& bhsd, int64_t heads) {
+  const int64_t group = heads / bhsd.size(1);
+  if (group == 1) return bhsd;
+  return bhsd.unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
+}
+
+// The transpose of expand_heads followed by to_bhsd: sums groups, returns [tokens, heads, dim].
+Tensor reduce_heads(const Tensor& bhsd, int64_t heads) {
+  const int64_t group = bhsd.size(1) / heads;
+  const Tensor reduced = group == 1 ? bhsd : bhsd.unflatten(1, {heads, group}).sum(2);
+  return reduced.squeeze(0).transpose(0, 1);
+}
+
+// One head_dim for all, whose rows the kernels can take.
+int64_t common_head_dim(const Tensor& query, const Tensor& value) {
+  const int64_t longest = std::max(query.size(2), value.size(2));
+  return TileAttention::is_efficient(query) ? round_up(longest, 8) : longest;
+}
+
+Tensor prepared(const Tensor& rows, int64_t head_dim) {
+  const Tensor padded = pad_last_dim(rows, head_dim);
+  return TileAttention::is_efficient(rows) ? aligned_rows(padded) : padded;
+}
+
+// True on the CPU, whose only backend this is, and for any CUDA call of one row.
+bool takes(const Call& call) { return call.is_of_one_row(); }
+
+void warn(const Call& call) {
+  if (call.q.is_cpu() || call.spans.has_value()) return;
+  const bool two_sided_window = call.window.has_value() && !call.causal;
+  TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ", call.q.scalar_type(),
+                  two_sided_window ? " with a two-sided window" : "",
+                  " here, so sequences run one by one, and offsets that only the device knows "
+                  "are copied to the host once, a synchronisation");
+}
+
+Output forward(const Call& call) {
+  const int64_t heads = call.q.size(1);
+  const int64_t value_dim = call.v.size(2);
+  const int64_t head_dim = common_head_dim(call.q, call.v);
+  const Rules rules(call);
+  const Tensor q = prepared(call.q, head_dim);
+  const Tensor k = prepared(call.k, head_dim);
+  const Tensor v = prepared(call.v, head_dim);
+  Tensor out = at::zeros({q.size(0), heads, value_dim}, q.options());
+  const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  Tensor logsumexp = at::zeros({heads, q.size(0)}, q.options().dtype(lse_type));
+  for_each_tile(rules, [&](const Tile& tile) {
+    const auto [tile_out, tile_lse] =
+        TileAttention(tile, rules.device, call, q)
+            .forward(to_bhsd(q, tile.query_begin, tile.query_end),
+                     expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
+                     expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads));
+    out.narrow(0, tile.query_begin, tile.queries())
+        .copy_(tile_out.squeeze(0).transpose(0, 1).narrow(2, 0, value_dim));
+    logsumexp.narrow(1, tile.query_begin, tile.queries()).copy_(tile_lse.squeeze(0));
+  });
+  return {out, logsumexp};
+}
+
+Gradients backward(const Call& call, const Outer& outer) {
+  const int64_t heads = call.q.size(1);
+  const int64_t key_heads = call.k.size(1);
+  const int64_t head_dim = common_head_dim(call.q, call.v);
+  const Rules rules(call);
+  const Tensor q = prepared(call.q, head_dim);
+  const Tensor k = prepared(call.k, head_dim);
+  const Tensor v = prepared(call.v, head_dim);
+  const Tensor o = prepared(outer.out, head_dim);
+  const Tensor grad_o = prepared(outer.grad_out.contiguous(), head_dim);
+  Tensor grad_q = at::zeros(call.q.sizes(), call.q.options());
+  Tensor grad_k = at::zeros(call.k.sizes(), call.k.options());
+  Tensor grad_v = at::zeros(call.v.sizes(), call.v.options());
+  for_each_tile(rules, [&](const Tile& tile) {
+    const auto [tile_q, tile_k, tile_v] =
+        TileAttention(tile, rules.device, call, q)
+            .backward(to_bhsd(grad_o, tile.query_begin, tile.query_end),
+                      to_bhsd(q, tile.query_begin, tile.query_end),
+                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
+                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads),
+                      to_bhsd(o, tile.query_begin, tile.query_end),
+                      outer.logsumexp.narrow(1, tile.query_begin, tile.queries()).unsqueeze(0));
+    grad_q.narrow(0, tile.query_begin, tile.queries())
+        .copy_(reduce_heads(tile_q, heads).narrow(2, 0, call.q.size(2)));
+    // Windows overlap, so keys may collect from several tiles.
+    grad_k.narrow(0, tile.key_begin, tile.keys())
+        .add_(reduce_heads(tile_k, key_heads).narrow(2, 0, call.k.size(2)));
+    grad_v.narrow(0, tile.key_begin, tile.keys())
+        .add_(reduce_heads(tile_v, key_heads).narrow(2, 0, call.v.size(2)));
+  });
+  return {grad_q, grad_k, grad_v};
+}
+
+const RegisterBackend registered({"segments", /*preference=*/0, takes, forward, backward, warn});
+
+}  // namespace
+}  // namespace cuseq::attention

@@ -1,0 +1,82 @@
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <vector>
+
+#include "attention/composition.h"
+#include "cuseq/cache.h"
+#include "cuseq/ops.h"
+
+// A row whose segments have padding: gather, call, scatter. The real tokens, moved together, are a
+// row of their own, and nothing is computed with the others, whose outputs and gradients are zero.
+namespace cuseq::attention {
+namespace {
+
+struct RealTokens {
+  Tensor places;  // where each of them lies
+  Tensor ranks;   // which of them each token is
+  int64_t total_tokens;
+
+  explicit RealTokens(const Row& row) : total_tokens(row.call.q.size(0)) {
+    const Sequences& sequences = row.call.queries;
+    const auto rows =
+        cached_segment_rows(sequences.cu_seqlens, *row.cu_seqlens_padded, total_tokens);
+    const int64_t real = sequences.num_real_tokens.value_or(total_tokens);
+    places = std::get<0>(rows).narrow(0, 0, real);
+    ranks = std::get<1>(rows);
+  }
+
+  std::vector<Tensor> gathered(TensorList tensors) const {
+    return gather_rows(tensors, places, ranks, {places.size(0)}, 1,
+                       std::vector<at::Scalar>(tensors.size(), 0));
+  }
+
+  std::vector<Tensor> scattered(TensorList tensors) const {
+    return gather_rows(tensors, ranks, places, {total_tokens}, 1,
+                       std::vector<at::Scalar>(tensors.size(), 0));
+  }
+
+  // The call among the real tokens alone, of whose q, k and v are given.
+  Call call_of(const Row& row, const Tensor& q, const Tensor& k, const Tensor& v) const {
+    Call call = row.call;
+    call.q = q;
+    call.k = k;
+    call.v = v;
+    if (call.spans.has_value()) {
+      // On a device they may hold anything.
+      const Tensor inside = call.spans->to(at::kLong).clamp(0, total_tokens);
+      const Tensor begins = ranks.index({inside.select(1, 0).clamp_max(total_tokens - 1)});
+      const Tensor lasts = ranks.index({inside.select(1, 1).sub(1).clamp_min(0)});
+      call.spans = at::stack({begins, lasts.add(1)}, 1);
+    }
+    return call;
+  }
+};
+
+bool fits(const Row& row) { return row.cu_seqlens_padded.has_value(); }
+
+Output forward(const Row& row) {
+  const RealTokens tokens(row);
+  const auto real = tokens.gathered({row.call.q, row.call.k, row.call.v});
+  const auto [out, logsumexp] = attend(tokens.call_of(row, real[0], real[1], real[2]));
+  // In the order of the real tokens, for the backward alone.
+  Tensor all = at::zeros({logsumexp.size(0), tokens.total_tokens}, logsumexp.options());
+  all.narrow(1, 0, logsumexp.size(1)).copy_(logsumexp);
+  return {tokens.scattered({out})[0], all};
+}
+
+Gradients backward(const Row& row, const Outer& outer) {
+  const RealTokens tokens(row);
+  const auto real =
+      tokens.gathered({outer.grad_out.contiguous(), row.call.q, row.call.k, row.call.v, outer.out});
+  const auto [grad_q, grad_k, grad_v] = attend_backward(
+      tokens.call_of(row, real[1], real[2], real[3]),
+      {real[0], real[4], outer.logsumexp.narrow(1, 0, real[0].size(0)).contiguous()});
+  const auto all = tokens.scattered({grad_q, grad_k, grad_v});
+  return {all[0], all[1], all[2]};
+}
+
+const RegisterComposition registered({"padded_segments", fits, forward, backward});
+
+}  // namespace
+}  // namespace cuseq::attention

@@ -1,0 +1,165 @@
+#include "attention/inputs.h"
+
+#include <ATen/ops/empty_like.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "layout/host_meta.h"
+#include "ops/checks.h"
+#include "ops/dispatch.h"
+#include "ops/mask_options.h"
+#include "ops/scan_lengths.h"
+
+namespace cuseq::attention {
+namespace {
+
+void check_heads(const Tensor& tensor, const char* name, const Tensor& q) {
+  TORCH_CHECK_VALUE(tensor.dim() == 3, name, " must have shape [tokens, heads, head_dim], got ",
+                    tensor.sizes());
+  TORCH_CHECK_VALUE(tensor.size(0) == q.size(0), name, " must have as many tokens as q, ",
+                    q.size(0), ", got ", tensor.size(0));
+  TORCH_CHECK_TYPE(tensor.is_floating_point() && tensor.scalar_type() == q.scalar_type(), name,
+                   " must be floating point and of q's dtype, ", q.scalar_type(), ", got ",
+                   tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must lie on q's device, ", q.device(),
+                    ", got ", tensor.device());
+  TORCH_CHECK_VALUE(tensor.stride(2) == 1 || tensor.numel() == 0 || tensor.size(2) == 1, name,
+                    " must be contiguous in its last dimension, got strides ", tensor.strides());
+}
+
+void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
+  TORCH_CHECK_VALUE(q.dim() == 3, "q must have shape [tokens, heads, head_dim], got ", q.sizes());
+  check_heads(q, "q", q);
+  check_heads(k, "k", q);
+  check_heads(v, "v", q);
+  TORCH_CHECK_VALUE(k.size(1) == v.size(1), "k and v must have as many heads, got ", k.size(1),
+                    " and ", v.size(1));
+  TORCH_CHECK_VALUE(q.size(1) > 0, "q must have at least one head, got ", q.sizes());
+  TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+                    "heads of q must be a multiple of those of k, got ", q.size(1), " and ",
+                    k.size(1));
+  TORCH_CHECK_VALUE(q.size(2) == k.size(2) && q.size(2) > 0 && v.size(2) > 0,
+                    "q and k must have one head_dim above 0, got ", q.size(2), " and ", k.size(2),
+                    " (v has ", v.size(2), ")");
+  check_tokens(q.size(0));
+}
+
+void check_options(const Tensor& q, const AttentionOptions& options, OptionalInt bound) {
+  const Tensor& cu_seqlens = options.cu_seqlens;
+  check_offsets(cu_seqlens);
+  TORCH_CHECK_VALUE(cu_seqlens.device() == q.device(), "packed must lie on q's device, ",
+                    q.device(), ", got ", cu_seqlens.device(), ": move it with packed.to(device)");
+  check_offset_values(cu_seqlens, q.size(0));
+  check_padded_offsets(options.cu_seqlens_padded, cu_seqlens, q.size(0));
+  check_window(options.window);
+  TORCH_CHECK_VALUE(!bound.has_value() || *bound >= 1,
+                    "max_seqlen_bound must be at least the longest length, and 1, got ",
+                    bound.value_or(0));
+  TORCH_CHECK_VALUE(
+      !options.scale.has_value() || (std::isfinite(*options.scale) && *options.scale > 0),
+      "scale must be a finite number above 0, got ", options.scale.value_or(0));
+  if (!options.spans.has_value()) return;
+  check_spans(*options.spans, cu_seqlens);
+  if (!values_can_be_read(cu_seqlens)) return;
+  const auto segments = options.cu_seqlens_padded.has_value()
+                            ? OptionalTensor(options.cu_seqlens_padded->cpu())
+                            : std::nullopt;
+  check_spans_and_rows(cu_seqlens.cpu(), segments, q.size(0), options.spans->cpu(),
+                       /*row_length=*/std::nullopt);
+}
+
+// Offsets that stay inside the row, and lengths that stay under the caller's bound. A layout's do;
+// others may hold anything, and the kernels of PyTorch would follow them out of their tensors.
+Tensor brought_inside(const Tensor& offsets, int64_t longest, int64_t total_tokens) {
+  Tensor inside = at::empty_like(offsets);
+  ScanLengthsArgs args;
+  args.source = offsets.const_data_ptr();
+  args.source_is_offsets = true;
+  args.n_seqs = offsets.size(0) - 1;
+  args.max_seqs = args.n_seqs;
+  args.limit = total_tokens;
+  args.longest = longest;
+  args.cu_seqlens = inside.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(scan_lengths, offsets, args);
+  return inside;
+}
+
+// The sequences as the host knows them: from host_meta, or from offsets that lie there. Where only
+// the device knows them, or a graph will replay with others, they are bounds.
+Sequences sequences_of(const Tensor& q, const AttentionOptions& options, OptionalInt bound) {
+  const Tensor& cu_seqlens = options.cu_seqlens;
+  const int64_t total_tokens = q.size(0);
+  Sequences sequences;
+  sequences.cu_seqlens = cu_seqlens;
+  sequences.offsets = cu_seqlens;
+  if (options.host_meta.has_value() && !is_capturing(q)) {
+    const HostMeta meta = HostMeta::of(*options.host_meta);
+    TORCH_CHECK_VALUE(meta.total_tokens == total_tokens,
+                      "q must have packed.total_tokens = ", meta.total_tokens, " tokens, got ",
+                      total_tokens);
+    meta.check_offsets(cu_seqlens);
+    sequences.longest = meta.max_seqlen;
+    sequences.num_real_tokens = meta.num_real_tokens;
+    // cu_seqlens_static has room for more sequences.
+    if (meta.num_seqs + 1 < cu_seqlens.size(0)) {
+      sequences.offsets = cu_seqlens.narrow(0, 0, meta.num_seqs + 1);
+    }
+  } else if (cu_seqlens.is_cpu()) {
+    sequences.longest = total_tokens;
+    sequences.num_real_tokens = cu_seqlens.const_data_ptr<int32_t>()[sequences.count()];
+  } else {
+    sequences.longest = std::min(bound.value_or(total_tokens), total_tokens);
+    sequences.offsets = brought_inside(cu_seqlens, sequences.longest, total_tokens);
+  }
+  return sequences;
+}
+
+}  // namespace
+
+Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options) {
+  OptionalInt bound;
+  if (options.max_seqlen_bound.has_value()) {
+    bound = options.max_seqlen_bound->guard_int(__FILE__, __LINE__);
+  }
+  check_tensors(q, k, v);
+  check_options(q, options, bound);
+  Row row;
+  row.cu_seqlens_padded = options.cu_seqlens_padded;
+  Call& call = row.call;
+  call.q = q;
+  call.k = k;
+  call.v = v;
+  call.queries = sequences_of(q, options, bound);
+  call.keys = call.queries;
+  call.causal = options.causal;
+  call.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));
+  call.spans = options.spans;
+  // A window that reaches over the longest sequence hides nothing. The caller's bound is no proof.
+  const int64_t longest =
+      call.queries.num_real_tokens.has_value() ? call.queries.longest : q.size(0);
+  if (options.window.has_value() && *options.window < longest) call.window = options.window;
+  return row;
+}
+
+Outer outer_of(const Tensor& grad_out, const Tensor& out, const Tensor& logsumexp, const Tensor& q,
+               const Tensor& v) {
+  const std::array<int64_t, 3> shape = {q.size(0), q.size(1), v.size(2)};
+  const auto check = [&](const Tensor& tensor, const char* name, at::IntArrayRef sizes,
+                         at::ScalarType dtype) {
+    TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, " must have shape ", sizes, ", got ",
+                      tensor.sizes());
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be of dtype ", dtype, ", got ",
+                     tensor.scalar_type());
+    TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must lie on q's device, ", q.device(),
+                      ", got ", tensor.device());
+  };
+  check(grad_out, "grad_out", shape, q.scalar_type());
+  check(out, "out", shape, q.scalar_type());
+  check(logsumexp, "logsumexp", {q.size(1), q.size(0)},
+        q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  return {grad_out, out, logsumexp};
+}
+
+}  // namespace cuseq::attention

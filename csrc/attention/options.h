@@ -1,0 +1,67 @@
+#pragma once
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "cuseq/attention.h"
+#include "ops/autograd.h"
+#include "ops/dispatch.h"
+#include "ops/types.h"
+
+// AttentionOptions and the flat list of arguments that stands for them in the schemas.
+namespace cuseq::attention {
+
+// (front..., every option), in their order in the schemas.
+template <typename Return, typename... Front>
+using Signature = Return(Front..., const Tensor&, const OptionalTensor&, bool, OptionalInt,
+                         OptionalDouble, OptionalSymInt, const OptionalTensor&,
+                         const OptionalTensor&);
+
+// Makes of function(options, front...) the kernel of such a schema.
+template <auto function>
+struct Kernel;
+
+template <typename Return, typename... Front, Return (*function)(const AttentionOptions&, Front...)>
+struct Kernel<function> {
+  static Return call(Front... front, const Tensor& cu_seqlens, const OptionalTensor& host_meta,
+                     bool causal, OptionalInt window, OptionalDouble scale,
+                     OptionalSymInt max_seqlen_bound, const OptionalTensor& spans,
+                     const OptionalTensor& cu_seqlens_padded) {
+    return function({cu_seqlens, host_meta, causal, window, scale, std::move(max_seqlen_bound),
+                     spans, cu_seqlens_padded},
+                    front...);
+  }
+};
+
+template <typename Op, typename... Front>
+decltype(auto) call_op(const Op& op, const AttentionOptions& options, const Front&... front) {
+  return op.call(front..., options.cu_seqlens, options.host_meta, options.causal, options.window,
+                 options.scale, options.max_seqlen_bound, options.spans, options.cu_seqlens_padded);
+}
+
+// Adds the options' tensors to those that an autograd node saves, and keeps the rest.
+inline void save_options(torch::autograd::AutogradContext* ctx, const AttentionOptions& options,
+                         torch::autograd::variable_list saved) {
+  saved.insert(saved.end(), {options.cu_seqlens, or_undefined(options.host_meta),
+                             or_undefined(options.spans), or_undefined(options.cu_seqlens_padded)});
+  ctx->save_for_backward(std::move(saved));
+  ctx->saved_data["causal"] = options.causal;
+  ctx->saved_data["window"] = options.window;
+  ctx->saved_data["scale"] = options.scale;
+  ctx->saved_data["max_seqlen_bound"] = options.max_seqlen_bound;
+}
+
+// `first` is where the options' tensors start among the saved ones.
+inline AttentionOptions saved_options(torch::autograd::AutogradContext* ctx,
+                                      const torch::autograd::variable_list& saved, size_t first) {
+  auto& data = ctx->saved_data;
+  return {saved[first],
+          or_nullopt(saved[first + 1]),
+          data["causal"].toBool(),
+          data["window"].toOptional<int64_t>(),
+          data["scale"].toOptional<double>(),
+          data["max_seqlen_bound"].toOptional<c10::SymInt>(),
+          or_nullopt(saved[first + 2]),
+          or_nullopt(saved[first + 3])};
+}
+
+}  // namespace cuseq::attention

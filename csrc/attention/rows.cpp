@@ -1,0 +1,51 @@
+#include "attention/rows.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
+
+namespace cuseq::attention {
+
+Tensor aligned_rows(const Tensor& rows) {
+  constexpr int64_t kBytes = 16;
+  const auto is_aligned = [&](int64_t elements) {
+    return elements * static_cast<int64_t>(rows.element_size()) % kBytes == 0;
+  };
+  const auto address = reinterpret_cast<uintptr_t>(rows.const_data_ptr());
+  const bool aligned =
+      address % kBytes == 0 && is_aligned(rows.stride(0)) && is_aligned(rows.stride(1));
+  return aligned ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+Tensor pad_last_dim(const Tensor& tensor, int64_t size) {
+  const int64_t missing = size - tensor.size(-1);
+  return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing});
+}
+
+void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences) {
+  const int64_t total_tokens = rows.begin()->size(0);
+  if (sequences.num_real_tokens.has_value()) {
+    const int64_t tail = total_tokens - *sequences.num_real_tokens;
+    if (tail == 0) return;
+    for (const Tensor& tensor : rows) tensor.narrow(0, *sequences.num_real_tokens, tail).zero_();
+    return;
+  }
+  const Tensor& offsets = sequences.offsets;
+  const Tensor mask =
+      at::arange(total_tokens, offsets.options()).ge(offsets.select(0, offsets.size(0) - 1));
+  for (const Tensor& tensor : rows) {
+    tensor.masked_fill_(tensor.dim() == 3 ? mask.unsqueeze(1).unsqueeze(2) : mask.unsqueeze(1), 0);
+  }
+}
+
+Gradients with_zero_tails(const Call& call, Gradients gradients) {
+  const auto& [grad_q, grad_k, grad_v] = gradients;
+  if (call.is_of_one_row()) {
+    zero_tail({grad_q, grad_k, grad_v}, call.queries);
+  } else {
+    zero_tail({grad_q}, call.queries);
+    zero_tail({grad_k, grad_v}, call.keys);
+  }
+  return gradients;
+}
+
+}  // namespace cuseq::attention

@@ -1,0 +1,156 @@
+#include <ATen/DeviceGuard.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "attention/inputs.h"
+#include "attention/options.h"
+#include "cuseq/attention.h"
+
+// The ops cuseq::varlen_attention and cuseq::varlen_attention_backward: one name each for the
+// autograd, autocast and device kernels, which redispatch to it.
+namespace cuseq::attention {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+const auto& forward_op() {
+  static const auto op = find_op<Signature<Output, const Tensor&, const Tensor&, const Tensor&>>(
+      "cuseq::varlen_attention");
+  return op;
+}
+
+const auto& backward_op() {
+  static const auto op =
+      find_op<Signature<Gradients, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        const Tensor&, const Tensor&>>("cuseq::varlen_attention_backward");
+  return op;
+}
+
+Output forward_kernel(const AttentionOptions& options, const Tensor& q, const Tensor& k,
+                      const Tensor& v) {
+  const at::OptionalDeviceGuard guard(at::device_of(q));
+  return attend(row_of(q, k, v, options));
+}
+
+Gradients backward_kernel(const AttentionOptions& options, const Tensor& grad_out, const Tensor& q,
+                          const Tensor& k, const Tensor& v, const Tensor& out,
+                          const Tensor& logsumexp) {
+  const at::OptionalDeviceGuard guard(at::device_of(q));
+  const Row row = row_of(q, k, v, options);
+  return attend_backward(row, outer_of(grad_out, out, logsumexp, q, v));
+}
+
+class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
+                               const Tensor& v, const AttentionOptions& options,
+                               Tensor* returned_logsumexp) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [out, logsumexp] = call_op(forward_op(), options, q, k, v);
+    save_options(ctx, options, {q, k, v, out, logsumexp});
+    ctx->set_materialize_grads(false);
+    // Beside autograd: compiled autograd takes no output that is marked as not differentiable.
+    *returned_logsumexp = logsumexp;
+    return {out};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(5);
+    const auto saved = ctx->get_saved_variables();
+    auto [grad_q, grad_k, grad_v] = call_op(backward_op(), saved_options(ctx, saved, 5), grads[0],
+                                            saved[0], saved[1], saved[2], saved[3], saved[4]);
+    return {grad_q, grad_k, grad_v, {}, {}};
+  }
+};
+
+// The gradient of the gradient is not implemented: asking for it raises instead of being zero.
+class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttentionBackward> {
+ public:
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext*, const Tensor& grad_out, const Tensor& q,
+                               const Tensor& k, const Tensor& v, const Tensor& out,
+                               const Tensor& logsumexp, const AttentionOptions& options) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto [grad_q, grad_k, grad_v] =
+        call_op(backward_op(), options, grad_out, q, k, v, out, logsumexp);
+    return {grad_q, grad_k, grad_v};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "cuseq::varlen_attention cannot be differentiated twice: its kernels have no second "
+        "derivative; use eager attention where you need create_graph=True");
+  }
+};
+
+Output forward_autograd(const AttentionOptions& options, const Tensor& q, const Tensor& k,
+                        const Tensor& v) {
+  refuse_forward_mode({q, k, v}, "cuseq::varlen_attention");
+  if (!any_requires_grad({q, k, v})) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_op(forward_op(), options, q, k, v);
+  }
+  Tensor logsumexp;
+  const auto outputs = VarlenAttention::apply(q, k, v, options, &logsumexp);
+  return {outputs[0], logsumexp};
+}
+
+Gradients backward_autograd(const AttentionOptions& options, const Tensor& grad_out,
+                            const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                            const Tensor& logsumexp) {
+  refuse_forward_mode({grad_out, q, k, v, out}, "cuseq::varlen_attention");
+  if (!any_requires_grad({grad_out, q, k, v, out})) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return call_op(backward_op(), options, grad_out, q, k, v, out, logsumexp);
+  }
+  const auto grads = VarlenAttentionBackward::apply(grad_out, q, k, v, out, logsumexp, options);
+  return {grads[0], grads[1], grads[2]};
+}
+
+// As scaled_dot_product_attention does: the lower precision of the region, for all three.
+template <c10::DeviceType device>
+Output forward_autocast(const AttentionOptions& options, const Tensor& q, const Tensor& k,
+                        const Tensor& v) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto dtype = at::autocast::get_autocast_dtype(device);
+  const auto cast = [&](const Tensor& tensor) {
+    return at::autocast::cached_cast(dtype, tensor, device);
+  };
+  return call_op(forward_op(), options, cast(q), cast(k), cast(v));
+}
+
+}  // namespace
+
+CUSEQ_REGISTER(m) {
+  m.impl("varlen_attention", TORCH_FN(Kernel<forward_kernel>::call));
+  m.impl("varlen_attention_backward", TORCH_FN(Kernel<backward_kernel>::call));
+}
+
+TORCH_LIBRARY_IMPL(cuseq, Autograd, m) {
+  m.impl("varlen_attention", TORCH_FN(Kernel<forward_autograd>::call));
+  m.impl("varlen_attention_backward", TORCH_FN(Kernel<backward_autograd>::call));
+}
+
+TORCH_LIBRARY_IMPL(cuseq, AutocastCPU, m) {
+  m.impl("varlen_attention", TORCH_FN(Kernel<forward_autocast<at::kCPU>>::call));
+}
+
+TORCH_LIBRARY_IMPL(cuseq, AutocastCUDA, m) {
+  m.impl("varlen_attention", TORCH_FN(Kernel<forward_autocast<at::kCUDA>>::call));
+}
+
+}  // namespace cuseq::attention
+
+namespace cuseq {
+
+std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const AttentionOptions& options) {
+  return attention::call_op(attention::forward_op(), options, q, k, v);
+}
+
+}  // namespace cuseq
