@@ -1,4 +1,4 @@
-#include "cuda/rope.cuh"
+#include "cuda/rope_dispatch.cuh"
 
 namespace cuseq::cuda {
 namespace {

@@ -8,6 +8,9 @@
 
 namespace cuseq::cuda {
 
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
 // Of the current device.
 inline int multiprocessors() {
   int device = 0;

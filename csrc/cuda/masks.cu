@@ -1,14 +1,13 @@
 #include <climits>
 
 #include "cuda/launch.cuh"
-#include "kernels/masks.h"
+#include "cuda/warp_search.cuh"
+#include "ops/masks.h"
 
 namespace cuseq::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarpSize = 32;
-constexpr unsigned kFullWarp = 0xffffffffu;
 
 __global__ void __launch_bounds__(kThreads)
     mask_ranges_kernel(const __grid_constant__ MaskRangesArgs args) {
@@ -24,30 +23,12 @@ __global__ void __launch_bounds__(kThreads)
   args.end[token] = static_cast<int32_t>(keys.end);
 }
 
-// How many of `count` ascending values, `kStep` apart, are at most `bound`: the whole warp probes
-// 32 places at once, so that even thousands take three rounds. Stays inside the array whatever it
-// holds.
-template <int kStep>
-__device__ __forceinline__ int64_t warp_count_at_most(const int32_t* values, int64_t count,
-                                                      int64_t bound, int lane) {
-  int64_t low = 0;
-  int64_t high = count;
-  while (low < high) {
-    const int64_t step = (high - low + kWarpSize - 1) / kWarpSize;
-    const int64_t probe = min(low + (lane + 1) * step, high) - 1;
-    const int found = __popc(__ballot_sync(kFullWarp, values[probe * kStep] <= bound));
-    if (found == kWarpSize) return high;
-    low += found * step;
-    high = min(low + step, high) - 1;
-  }
-  return min(low, count);
-}
-
 __device__ __forceinline__ KeyRange warp_keys_of(const MaskRule& rule, int64_t token, int lane) {
-  const SeqLens& seqlens = rule.segments.seqlens;
-  const int64_t starts = warp_count_at_most<1>(seqlens.cu_seqlens, seqlens.n_seqs + 1, token, lane);
-  const int64_t spans = warp_count_at_most<2>(rule.spans, rule.n_spans, token, lane);
-  return rule.keys_of(token, max(starts - 1, int64_t{0}), spans - 1);
+  const int segment = segment_of_warp(rule.segments.seqlens, static_cast<int>(token), lane);
+  if (rule.n_spans == 0) return rule.keys_of(token, segment, -1);
+  const int span = last_at_most<2>(rule.spans, static_cast<int>(rule.n_spans) - 1,
+                                   static_cast<int>(token), lane);
+  return rule.keys_of(token, segment, rule.spans[2 * span] <= token ? span : -1);
 }
 
 // 16 bytes of a line, the first of them its element number `begin`.

@@ -1,0 +1,433 @@
+#include <algorithm>
+
+#include "cuda/qk_norm_rope.cuh"
+
+namespace cuseq::cuda {
+namespace {
+
+// Rows of a warp, rows on their way at a time, and registers of a thread: measured as for the
+// forward. The backward keeps its warps to the end, so few rows each share the work out evenly.
+constexpr int kBackwardRows = 2;
+constexpr int kBackwardStages = 2;
+template <typename T, int V>
+inline constexpr int kBackwardRegisters =
+    sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
+
+// Of frozen weights, where is_plain() holds: one row a warp, in blocks of so many warps, as long as
+// so many waves of them do. Warps that stay until the end read memory in a better order.
+constexpr int kFrozenWarps = 2;
+constexpr int kFrozenRegisters = 64;
+constexpr int kFrozenWaves = 20;
+
+__device__ __forceinline__ int threads_of_block() {
+  return static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
+}
+
+__device__ __forceinline__ int thread_of_block() {
+  return static_cast<int>(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z));
+}
+
+// Puts both weights, with weight_offset, into shared memory, [2, head_dim]. The whole block calls.
+template <typename A>
+__device__ __forceinline__ void stage_weights(const QkNormRopeArgs& args, A* shared) {
+  const int head_dim = static_cast<int>(args.rope.head_dim);
+  dispatch_float(args.weight_dtype, [&]<typename Weight>() {
+    for (int i = thread_of_block(); i < args.rope.n_tensors * head_dim; i += threads_of_block()) {
+      const bool of_query = i < head_dim;
+      const auto* weight =
+          static_cast<const Weight*>(of_query ? args.norms[0].weight : args.norms[1].weight);
+      shared[i] =
+          convert<A>(weight[of_query ? i : i - head_dim]) + static_cast<A>(args.weight_offset);
+    }
+  });
+  __syncthreads();
+}
+
+// The weights under an item; of one that does not exist, any.
+template <int V, typename A>
+__device__ __forceinline__ void load_weight(const A* shared_weight, const Item<V>& item,
+                                            A (&first)[V], A (&second)[V]) {
+  load_vector<V>(shared_weight + (item.first_exists ? item.first : 0), first);
+  load_vector<V>(shared_weight + (item.second_exists ? item.second : 0), second);
+}
+
+// What the backward reads beside gradients.
+struct HeadInputs {
+  HeadMemory of[2];
+};
+
+template <typename T, int V>
+using BackwardPipeline = RowPipeline<T, V, 2, kBackwardStages>;
+
+// With n = x * rstd, y = turn(n * w): for g = turn back(dy) * w,
+//   dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens and heads of turn back(dy) * n.
+// A fixed grid walks the tokens, and each block writes its part of dw: sums have one order,
+// whatever runs first. Without kWeightGrads there is no dw, as where weights are frozen.
+template <typename T, int V, bool kInterleaved, Path kPath, bool kWeightGrads>
+__global__ void __maxnreg__((kBackwardRegisters<T, V>))
+    qk_norm_rope_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
+                                 const __grid_constant__ RopeGeometry geometry,
+                                 const __grid_constant__ HeadInputs head_inputs) {
+  using A = Arithmetic<T>;
+  constexpr int kItems = kItemsPerLane<V>;
+  extern __shared__ __align__(16) unsigned char shared_memory[];
+  const RopeArgs& rope = args.rope;
+  const int head_dim = static_cast<int>(rope.head_dim);
+  Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
+  A* shared_angles = reinterpret_cast<A*>(shared_memory);
+  A* shared_weights = shared_angles + angle_elements<A, kPath>(rope, geometry);
+  const A* weights = shared_weights + lane.tensor * head_dim;
+  BackwardPipeline<T, V> rows(
+      reinterpret_cast<unsigned char*>(shared_weights + padded<A>(2 * head_dim)), lane);
+  const TensorPlan& tensor = geometry.tensors[lane.tensor];
+  const A* rstds = static_cast<const A*>(args.norms[lane.tensor].rstd);
+
+  Item<V> items[kItems];
+  find_items<kPath>(lane.lane_of_group, rope, geometry, items);
+  A sums[kItems][2][V] = {};
+  Angles<T, V, kInterleaved> angles[kItems];
+
+  // The rows of this warp's tokens, one after the other. `ahead` is the row that is asked for next.
+  const auto exists = [&](const Lane& of, uint32_t block) {
+    return lane.rows > 0 && block < geometry.token_blocks && of.token < geometry.tokens;
+  };
+  Lane ahead = lane;
+  uint32_t block_ahead = blockIdx.x;
+  int row_ahead = 0;
+  const auto fetch = [&] {
+    if (exists(ahead, block_ahead)) {
+      const bool served = ahead.head(row_ahead) < tensor.heads;
+      rows.fetch(0, Rows::of<kPath>(tensor.in, ahead).template head<const T>(row_ahead), items,
+                 served);
+      rows.fetch(
+          1, Rows::of<kPath>(head_inputs.of[ahead.tensor], ahead).template head<const T>(row_ahead),
+          items, served);
+      if (++row_ahead == ahead.rows) {
+        row_ahead = 0;
+        block_ahead += gridDim.x;
+        ahead.move_to<kPath>(rope, geometry, block_ahead);
+      }
+    }
+    rows.commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kBackwardStages; ++i) fetch();
+  stage_weights(args, shared_weights);
+
+  uint32_t block = blockIdx.x;
+  int row = 0;
+  while (exists(lane, block)) {
+    const bool served = lane.head(row) < tensor.heads;
+    const A rstd =
+        served ? rstds[static_cast<int64_t>(lane.token) * tensor.heads + lane.head(row)] : A{};
+    if (row == 0) {
+      const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
+      load_angles<kPath>(rope, lane, asked, items, !rope.conjugate, shared_angles, angles);
+    }
+    A g[kItems][2][V];
+    A n[kItems][2][V];
+    rows.wait();
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      rows.get(0, i, g[i]);
+      rows.get(1, i, n[i]);
+    }
+    rows.release();
+    fetch();
+    A mean = 0;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (items[i].turns) angles[i].turn(g[i][0], g[i][1]);
+      A weight[2][V];
+      load_weight(weights, items[i], weight[0], weight[1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          n[i][half][j] *= rstd;
+          if constexpr (kWeightGrads) sums[i][half][j] += g[i][half][j] * n[i][half][j];
+          g[i][half][j] *= weight[half][j];
+        }
+        mean += dot(g[i][half], n[i][half]);
+      }
+    }
+    mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
+    T* input_grads = Rows::of<kPath>(tensor.out, lane).template head<T>(row);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          g[i][half][j] = rstd * (g[i][half][j] - n[i][half][j] * mean);
+        }
+      }
+      Pair<T, V> done;
+      done.set(g[i][0], g[i][1]);
+      done.store(input_grads, items[i], served);
+    }
+    if (++row == lane.rows) {
+      row = 0;
+      block += gridDim.x;
+      lane.move_to<kPath>(rope, geometry, block);
+    }
+  }
+  if (!kWeightGrads || args.partials == nullptr) return;
+
+  // Over the groups of a warp, then over the warps of the block, each time in one order.
+  __syncthreads();                                      // nobody reads angles or weights any more
+  A* block_sums = reinterpret_cast<A*>(shared_memory);  // [warps, head_dim]
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool exists = half == 0 ? items[i].first_exists : items[i].second_exists;
+      const int column = half == 0 ? items[i].first : items[i].second;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        A sum = sums[i][half][j];
+        for (int lanes = 1 << geometry.log_group; lanes < kWarpSize; lanes <<= 1) {
+          sum += __shfl_xor_sync(kFullWarp, sum, lanes);
+        }
+        if (exists && lane.group == 0) block_sums[lane.warp * head_dim + column + j] = sum;
+      }
+    }
+  }
+  __syncthreads();
+  const int64_t block_index = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+  A* partial = static_cast<A*>(args.partials) + block_index * 2 * head_dim;
+  for (int i = thread_of_block(); i < 2 * head_dim; i += threads_of_block()) {
+    const bool of_query = i < head_dim;
+    const int column = of_query ? i : i - head_dim;
+    A sum = 0;
+    for (int warp = 0; warp < threads_of_block() / kWarpSize; ++warp) {
+      const int warp_of_token =
+          static_cast<int>(blockIdx.y) * geometry.warps_per_token + warp % geometry.warps_per_token;
+      const bool is_query = warp_of_token < geometry.tensors[0].warps;
+      if (is_query == of_query) sum += block_sums[warp * head_dim + column];
+    }
+    partial[i] = sum;
+  }
+}
+
+// dx of the same, of frozen weights: no sums, so a warp has one row and is done.
+template <typename T, int V>
+__global__ void __maxnreg__(kFrozenRegisters)
+    qk_norm_rope_frozen_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
+                                        const __grid_constant__ RopeGeometry geometry,
+                                        const __grid_constant__ HeadInputs head_inputs) {
+  using A = Arithmetic<T>;
+  constexpr Path kPath = Path::kPlain;
+  const RopeArgs& rope = args.rope;
+  const Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
+  const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
+
+  Item<V> items[1];
+  find_items<kPath>(lane.lane_of_group, rope, geometry, items);
+  const Item<V>& item = items[0];
+  const TensorPlan& tensor = geometry.tensors[lane.tensor];
+  const HeadNorm& norm = args.norms[lane.tensor];
+  const int head = lane.head(0);
+  const bool served = head < tensor.heads;
+  Pair<T, V> gradient;
+  Pair<T, V> input;
+  gradient.load(Rows::of<kPath>(tensor.in, lane).template head<const T>(0), item, served);
+  input.load(Rows::of<kPath>(head_inputs.of[lane.tensor], lane).template head<const T>(0), item,
+             served);
+  const int64_t first_head = static_cast<int64_t>(lane.token) * tensor.heads;
+  const A rstd = served ? static_cast<const A*>(norm.rstd)[first_head + head] : A{};
+  const auto asked_weight = AskedWeight<T, V>::of(norm.weight, item);
+  Angles<T, V, false> angles[1];
+  load_angles<kPath>(rope, lane, asked, items, !rope.conjugate, static_cast<A*>(nullptr), angles);
+  A weight[2][V];
+  asked_weight.get(static_cast<A>(args.weight_offset), weight);
+
+  A g[2][V];
+  A n[2][V];
+  gradient.get(g[0], g[1]);
+  input.get(n[0], n[1]);
+  angles[0].turn(g[0], g[1]);
+  A mean = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      n[half][j] *= rstd;
+      g[half][j] *= weight[half][j];
+    }
+    mean += dot(g[half], n[half]);
+  }
+  mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) g[half][j] = rstd * (g[half][j] - n[half][j] * mean);
+  }
+  Pair<T, V> done;
+  done.set(g[0], g[1]);
+  done.store(Rows::of<kPath>(tensor.out, lane).template head<T>(0), item, served);
+}
+
+template <typename A>
+__device__ void store_as(void* out, FloatType type, int64_t index, A value) {
+  switch (type) {
+    case FloatType::kFloat32:
+      static_cast<float*>(out)[index] = convert<float>(value);
+      return;
+    case FloatType::kFloat64:
+      static_cast<double*>(out)[index] = convert<double>(value);
+      return;
+    case FloatType::kBFloat16:
+      static_cast<__nv_bfloat16*>(out)[index] = convert<__nv_bfloat16>(value);
+      return;
+    case FloatType::kFloat16:
+      static_cast<__half*>(out)[index] = convert<__half>(value);
+      return;
+  }
+}
+
+// A block adds up 32 columns of the partial sums: lane by column, warp by every 32nd part.
+template <typename A>
+__global__ void __launch_bounds__(1024)
+    sum_partials_kernel(const __grid_constant__ QkNormRopeArgs args) {
+  __shared__ A sums[kWarpSize][kWarpSize + 1];
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+  const int64_t head_dim = args.rope.head_dim;
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarpSize + lane;
+  const A* partials = static_cast<const A*>(args.partials);
+  A sum = 0;
+  if (column < 2 * head_dim) {
+    for (int64_t i = warp; i < args.n_partials; i += kWarpSize) {
+      sum += partials[i * 2 * head_dim + column];
+    }
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || column >= 2 * head_dim) return;
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarpSize; ++i) sum += sums[i][lane];
+  const bool of_q = column < head_dim;
+  void* out = of_q ? args.norms[0].weight_grad : args.norms[1].weight_grad;
+  if (out != nullptr) store_as(out, args.weight_dtype, of_q ? column : column - head_dim, sum);
+}
+
+bool inputs_fit(const QkNormRopeArgs& args, int64_t elements) {
+  const int64_t bytes = elements * size_of(args.rope.dtype);
+  bool fit = true;
+  for (const HeadNorm& norm : args.norms) {
+    fit = fit && multiple_of(norm.input, bytes) && multiples_of(norm.input_strides, elements);
+  }
+  return fit;
+}
+
+bool inputs_are_flat(const QkNormRopeArgs& args) {
+  bool flat = true;
+  for (int i = 0; i < args.rope.n_tensors; ++i) {
+    flat = flat && is_flat(args.norms[i].input_strides, size_of(args.rope.dtype), args.rope);
+  }
+  return flat;
+}
+
+template <typename T, int V, Path kPath>
+RopeGeometry backward_geometry(const RopeArgs& rope) {
+  using Pipeline = BackwardPipeline<T, V>;
+  return rope_geometry(rope, V, kBackwardRows, /*copies=*/true,
+                       warps_that_fit<Pipeline, Arithmetic<T>, kPath>(rope));
+}
+
+template <typename T>
+HeadInputs head_inputs_of(const QkNormRopeArgs& args) {
+  HeadInputs inputs;
+  for (int i = 0; i < args.rope.n_tensors; ++i) {
+    inputs.of[i] = head_memory(args.norms[i].input, args.norms[i].input_strides, sizeof(T));
+  }
+  return inputs;
+}
+
+// Whether a kernel without sums is the faster one.
+bool is_short_and_frozen(const QkNormRopeArgs& args, int elements) {
+  const RopeArgs& rope = args.rope;
+  const int64_t room =
+      static_cast<int64_t>(multiprocessors()) * warps_of_registers(kFrozenRegisters);
+  const int items = items_of_head(rope, elements, /*copies=*/false);
+  return args.partials == nullptr && args.weight_dtype == rope.dtype &&
+         weights_fit(args, elements) && warps_needed(rope, items, 1) <= kFrozenWaves * room;
+}
+
+template <typename T, int V>
+void launch_frozen_backward(const QkNormRopeArgs& args, Stream stream) {
+  if (has_no_work(args.rope)) return;
+  const RopeGeometry geometry =
+      rope_geometry(args.rope, V, /*rows=*/1, /*copies=*/false, kFrozenWarps);
+  qk_norm_rope_frozen_backward_kernel<T, V>
+      <<<blocks_of(geometry), threads_of(geometry), 0, stream>>>(args, geometry,
+                                                                 head_inputs_of<T>(args));
+}
+
+template <typename T, int V, bool kInterleaved, Path kPath>
+void launch_backward(const QkNormRopeArgs& args, Stream stream) {
+  using A = Arithmetic<T>;
+  const RopeArgs& rope = args.rope;
+  const bool frozen = args.partials == nullptr;
+  if constexpr (kPath == Path::kPlain) {
+    if (is_short_and_frozen(args, V)) return launch_frozen_backward<T, V>(args, stream);
+  }
+  const RopeGeometry geometry = backward_geometry<T, V, kPath>(rope);
+  const int head_dim = static_cast<int>(rope.head_dim);
+  const size_t rows =
+      (angle_elements<A, kPath>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
+      warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
+  const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
+  // One kernel serves both, but where partial heads and planes take its registers.
+  constexpr bool kBoth = kPath != Path::kDirect;
+  const auto kernel = frozen ? qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, kBoth>
+                             : qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, true>;
+  const dim3 grid(static_cast<unsigned>(args.n_partials / geometry.warp_blocks),
+                  geometry.warp_blocks);
+  kernel<<<grid, threads_of(geometry), std::max(rows, sums), stream>>>(args, geometry,
+                                                                       head_inputs_of<T>(args));
+  if (frozen) return;
+  const auto blocks = static_cast<unsigned>(ceil_div(2 * rope.head_dim, kWarpSize));
+  sum_partials_kernel<A><<<blocks, 1024, 0, stream>>>(args);
+}
+
+// Calls run.template operator()<T, V, kInterleaved, kPath>() with vectors that fit the inputs
+// too.
+template <typename Run>
+void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
+  const auto fits = [](int) { return true; };
+  const auto plain = [&](int) { return inputs_are_flat(args); };
+  dispatch_rope(args.rope, fits, plain, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
+    if (inputs_fit(args, V)) {
+      run.template operator()<T, V, kInterleaved, kPath>();
+    } else {
+      run.template operator()<T, 1, false, Path::kStaged>();
+    }
+  });
+}
+
+}  // namespace
+
+// Blocks that run at a time, for each of the blocks that share a token: the same for one shape on
+// one kind of GPU, so that sums have one order.
+int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
+  int64_t blocks = 1;
+  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
+    const RopeGeometry geometry = backward_geometry<T, V, kPath>(args.rope);
+    const int warps = warps_of_registers(kBackwardRegisters<T, V>);
+    const int64_t at_a_time = multiprocessors() * std::max(1, warps / warps_of(geometry));
+    blocks = std::clamp<int64_t>(geometry.token_blocks, 1, at_a_time) * geometry.warp_blocks;
+  });
+  return blocks;
+}
+
+void apply_qk_norm_rope_backward(const QkNormRopeArgs& args, Stream stream) {
+  dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
+    launch_backward<T, V, kInterleaved, kPath>(args, stream);
+  });
+}
+
+}  // namespace cuseq::cuda

@@ -1,0 +1,142 @@
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/rope_dispatch.cuh"
+
+// What the forward and the backward of the rotation with RMS norm share.
+namespace cuseq::cuda {
+
+// Rows on their way into shared memory, kStages of them, each from kSources tensors. A lane waits
+// for nothing but what it asked for itself. Registers could hold no more than one row.
+template <typename T, int V, int kSources, int kStages>
+class RowPipeline {
+ public:
+  static constexpr int kItems = kItemsPerLane<V>;
+  static constexpr int kVectors = kSources * kItems * 2;  // of a lane in a stage
+  static constexpr int kWarpBytes = kStages * kVectors * kWarpSize * V * sizeof(T);
+
+  __device__ __forceinline__ RowPipeline(unsigned char* shared, const Lane& lane)
+      : slots_(reinterpret_cast<Vector*>(shared + lane.warp * kWarpBytes) + lane.lane) {}
+
+  // Asks for the items of one head, zeros where there are none.
+  __device__ __forceinline__ void fetch(int source, const T* head, const Item<V> (&items)[kItems],
+                                        bool served) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      fetch_vector(slot(in_, source, i, 0), head + items[i].first, served && items[i].first_exists);
+      fetch_vector(slot(in_, source, i, 1), head + items[i].second,
+                   served && items[i].second_exists);
+    }
+  }
+
+  // Ends a row, which may be empty.
+  __device__ __forceinline__ void commit() {
+    __pipeline_commit();
+    in_ = next(in_);
+  }
+
+  // Waits for the oldest row. No thread waits for another, so nothing else keeps the reads behind
+  // it.
+  __device__ __forceinline__ void wait() {
+    __pipeline_wait_prior(kStages - 1);
+    asm volatile("" ::: "memory");
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void get(int source, int item, A (&x)[2][V]) const {
+    slot(out_, source, item, 0)->get(x[0]);
+    slot(out_, source, item, 1)->get(x[1]);
+  }
+
+  // Gives the oldest row's place back.
+  __device__ __forceinline__ void release() { out_ = next(out_); }
+
+ private:
+  using Vector = Packed<T, V>;
+
+  __device__ __forceinline__ static int next(int stage) {
+    return stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  __device__ __forceinline__ Vector* slot(int stage, int source, int item, int half) const {
+    return slots_ + (stage * kVectors + (source * kItems + item) * 2 + half) * kWarpSize;
+  }
+
+  __device__ __forceinline__ static void fetch_vector(Vector* slot, const T* source, bool exists) {
+    if constexpr (sizeof(Vector) >= 4) {
+      __pipeline_memcpy_async(slot, source, sizeof(Vector), exists ? 0 : sizeof(Vector));
+    } else {
+      *slot = exists ? *reinterpret_cast<const Vector*>(source) : Vector{};
+    }
+  }
+
+  Vector* slots_;
+  int in_ = 0;
+  int out_ = 0;
+};
+
+template <typename A>
+__device__ __forceinline__ A sum_over_group(A value, int log_group) {
+  for (int lanes = (1 << log_group) >> 1; lanes > 0; lanes >>= 1) {
+    value += __shfl_xor_sync(kFullWarp, value, lanes);
+  }
+  return value;
+}
+
+template <int V, typename A>
+__device__ __forceinline__ A dot(const A (&a)[V], const A (&b)[V]) {
+  A sum = 0;
+#pragma unroll
+  for (int i = 0; i < V; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// The weights under an item that exists, as they come from memory, of type T: to be looked at once
+// everything else has been asked for.
+template <typename T, int V>
+struct AskedWeight {
+  Packed<T, V> first;
+  Packed<T, V> second;
+
+  __device__ __forceinline__ static AskedWeight of(const void* weight, const Item<V>& item) {
+    const T* all = static_cast<const T*>(weight);
+    return {*reinterpret_cast<const Packed<T, V>*>(all + item.first),
+            *reinterpret_cast<const Packed<T, V>*>(all + item.second)};
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void get(A offset, A (&weight)[2][V]) const {
+    first.get(weight[0]);
+    second.get(weight[1]);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      weight[0][j] += offset;
+      weight[1][j] += offset;
+    }
+  }
+};
+
+// Whether lanes can read weights in vectors of so many.
+inline bool weights_fit(const QkNormRopeArgs& args, int elements) {
+  const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
+  return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
+         multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
+}
+
+// Warps of a block whose rows fit into the shared memory of any GPU, with their angles and with
+// both weights beside them.
+template <typename Pipeline, typename A, Path kPath>
+int warps_that_fit(const RopeArgs& rope) {
+  const auto head_dim = static_cast<int>(rope.head_dim);
+  const int64_t room = 48 * 1024 - padded<A>(2 * head_dim) * sizeof(A);
+  const int64_t of_warp =
+      Pipeline::kWarpBytes +
+      (kPath != Path::kStaged ? 0 : padded<A>(static_cast<int>(rope.rotary_dim)) * sizeof(A));
+  return static_cast<int>(std::clamp<int64_t>(room / of_warp, 1, kMaxWarps));
+}
+
+}  // namespace cuseq::cuda

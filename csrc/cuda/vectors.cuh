@@ -1,0 +1,129 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "ops/rope.h"
+
+// Neighbouring elements in one access, and their types.
+namespace cuseq::cuda {
+
+template <typename T>
+using Arithmetic = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T values[N];
+};
+
+template <typename To, typename From>
+__device__ __forceinline__ To convert(From value) {
+  if constexpr (std::is_same_v<From, __nv_bfloat16>) {
+    return static_cast<To>(__bfloat162float(value));
+  } else if constexpr (std::is_same_v<From, __half>) {
+    return static_cast<To>(__half2float(value));
+  } else if constexpr (std::is_same_v<To, __nv_bfloat16>) {
+    return __float2bfloat16_rn(static_cast<float>(value));
+  } else if constexpr (std::is_same_v<To, __half>) {
+    return __float2half_rn(static_cast<float>(value));
+  } else {
+    return static_cast<To>(value);
+  }
+}
+
+// Calls run.template operator()<T>() for the dtype.
+template <typename Run>
+__device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
+  switch (type) {
+    case FloatType::kFloat32:
+      return run.template operator()<float>();
+    case FloatType::kFloat64:
+      return run.template operator()<double>();
+    case FloatType::kBFloat16:
+      return run.template operator()<__nv_bfloat16>();
+    case FloatType::kFloat16:
+      return run.template operator()<__half>();
+  }
+}
+
+// Neighbours as they lie in memory, in whole words: single 16-bit values would each be cut out and
+// put back.
+template <typename T, int V>
+struct Packed {
+  using Word = std::conditional_t<sizeof(T) * V % 4 == 0, uint32_t, uint16_t>;
+  static constexpr int kWords = sizeof(T) * V / sizeof(Word);
+  Vec<Word, kWords> words = {};
+
+  template <typename A>
+  __device__ __forceinline__ void get(A (&out)[V]) const {
+    if constexpr (sizeof(T) == 2 && V > 1) {
+#pragma unroll
+      for (int i = 0; i < V / 2; ++i) {
+        const float2 two = unpack(words.values[i]);
+        out[2 * i] = two.x;
+        out[2 * i + 1] = two.y;
+      }
+    } else {
+      T values[V];
+      memcpy(values, &words, sizeof(words));
+#pragma unroll
+      for (int i = 0; i < V; ++i) out[i] = convert<A>(values[i]);
+    }
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void set(const A (&in)[V]) {
+    if constexpr (sizeof(T) == 2 && V > 1) {
+#pragma unroll
+      for (int i = 0; i < V / 2; ++i) words.values[i] = pack(in[2 * i], in[2 * i + 1]);
+    } else {
+      T values[V];
+#pragma unroll
+      for (int i = 0; i < V; ++i) values[i] = convert<T>(in[i]);
+      memcpy(&words, values, sizeof(words));
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static float2 unpack(uint32_t word) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+    } else {
+      __half2 two;
+      memcpy(&two, &word, sizeof(word));
+      return __half22float2(two);
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t pack(float a, float b) {
+    uint32_t word;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+      memcpy(&word, &two, sizeof(word));
+    } else {
+      const __half2 two = __floats2half2_rn(a, b);
+      memcpy(&word, &two, sizeof(word));
+    }
+    return word;
+  }
+};
+
+// N neighbours, aligned to all of them or to 16 bytes.
+template <int N, typename Source, typename A>
+__device__ __forceinline__ void load_vector(const Source* source, A* out) {
+  constexpr int kChunk = N * sizeof(Source) <= 16 ? N : static_cast<int>(16 / sizeof(Source));
+#pragma unroll
+  for (int i = 0; i < N; i += kChunk) {
+    const auto packed = *reinterpret_cast<const Packed<Source, kChunk>*>(source + i);
+    A chunk[kChunk];
+    packed.get(chunk);
+#pragma unroll
+    for (int j = 0; j < kChunk; ++j) out[i + j] = chunk[j];
+  }
+}
+
+}  // namespace cuseq::cuda
