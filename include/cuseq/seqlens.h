@@ -14,27 +14,6 @@
 //   position      0 1 0 1 2 0
 namespace cuseq {
 
-// Slots of `host_meta`, the few numbers about a pack that host code needs.
-enum HostMetaSlot : int32_t {
-  kNumSeqs = 0,
-  kMaxSeqlen = 1,
-  kTotalTokens = 2,
-  kNumRealTokens = 3,
-  kStatus = 4,
-  kLengthDivisor = 5,  // greatest common divisor of the lengths; 0 without tokens
-  kHostMetaSize = 6,
-};
-
-// What can be wrong with lengths whose values only the device knows. Kernels stay inside their
-// tensors whatever they read, set these bits, and the host raises when it first looks.
-enum LayoutStatus : int32_t {
-  kLayoutOk = 0,
-  kNegativeLength = 1,
-  kSumAboveTotal = 2,
-  kFirstOffsetNotZero = 4,
-  kTooManySequences = 8,
-};
-
 // A length as the kernels count it: negative ones are zero, huge ones stop just above `limit`, so
 // that sums of up to 2^31 of them cannot overflow 64 bits.
 CUSEQ_HOST_DEVICE int64_t bounded_length(int64_t length, int64_t limit) {
@@ -159,17 +138,14 @@ struct Segments {
 };
 
 // The tokens of a row as context parallelism deals them: each segment, and the tail, cut into
-// 2 * cp_size equal parts of which rank r has parts r and 2 * cp_size - 1 - r (zigzag), or into
-// cp_size of which it has part r. Ranks have their tokens in order, and lie one behind the other in
-// the dealt row.
+// 2 * cp_size equal parts, of which rank r has parts r and 2 * cp_size - 1 - r (zigzag). Ranks have
+// their tokens in order, and follow one another in the dealt row.
 //
-// Worked example, lengths [8, 4] over 2 ranks, zigzag: rank 0 has 0 1 6 7 8 11, rank 1 2 3 4 5
-// 9 10.
+// Worked example, lengths [8, 4] over 2 ranks: rank 0 has 0 1 6 7 8 11, rank 1 has 2 3 4 5 9 10.
 struct ContextParallel {
   SeqLens segments{};
   int64_t total_tokens = 0;
   int64_t cp_size = 1;
-  bool zigzag = true;
 
   CUSEQ_HOST_DEVICE int64_t length_of(int64_t segment) const {
     const int64_t end = segment < segments.n_seqs ? segments.begin(segment + 1) : total_tokens;
@@ -182,7 +158,6 @@ struct ContextParallel {
     const int64_t begin = segments.begin(segment);
     const int64_t length = length_of(segment);
     const int64_t inside = index - begin / cp_size;
-    if (!zigzag) return begin + rank * (length / cp_size) + inside;
     return begin + zigzag_position(inside, length, cp_size, rank);
   }
 
@@ -190,12 +165,12 @@ struct ContextParallel {
   CUSEQ_HOST_DEVICE int64_t dealt(int64_t token) const {
     const int64_t segment = segments.segment_of(token);
     const int64_t begin = segments.begin(segment);
-    const int64_t parts = zigzag ? 2 * cp_size : cp_size;
+    const int64_t parts = 2 * cp_size;
     const int64_t part_length = length_of(segment) / parts;
     if (part_length <= 0) return -1;  // no length that could be dealt
     const int64_t part = (token - begin) / part_length;
     const int64_t inside = token - begin - part * part_length;
-    const bool second = zigzag && part >= cp_size;
+    const bool second = part >= cp_size;
     const int64_t rank = second ? parts - 1 - part : part;
     return rank * (total_tokens / cp_size) + begin / cp_size + (second ? part_length : 0) + inside;
   }
@@ -208,8 +183,8 @@ CUSEQ_HOST_DEVICE bool position_restarts(int64_t previous, int64_t current, bool
   if (is_plane) {
     return current < previous || (current == 0 && previous == 0);
   }
-  // Unsigned, because positions on a device may hold anything and signed overflow is undefined.
-  return static_cast<uint64_t>(current) - static_cast<uint64_t>(previous) != 1;
+  // Positions on a device may hold anything, the largest int64 too, which has no successor.
+  return previous == INT64_MAX || current != previous + 1;
 }
 
 }  // namespace cuseq

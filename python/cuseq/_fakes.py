@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import register_fake as _register_fake
 from torch.utils._pytree import tree_leaves
 
-_HOST_META_SIZE = 6
+from cuseq import _C
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -80,7 +80,7 @@ def _(source, total_tokens, max_seqs, from_cu_seqlens, num_seqs=None):
     return (
         _int32(source, n_seqs),
         _int32(source, max_seqs + 1),
-        _int32(source, _HOST_META_SIZE),
+        _int32(source, _C.HostMeta.SIZE),
     )
 
 
@@ -101,12 +101,12 @@ def _(cu_seqlens, total_tokens, cu_seqlens_padded=None):
 
 @register_fake("cuseq::segment_metadata")
 def _(lengths, total_tokens, max_seqs, segment_multiple):
-    shapes = (lengths.shape[0], max_seqs + 1, _HOST_META_SIZE) * 2
+    shapes = (lengths.shape[0], max_seqs + 1, _C.HostMeta.SIZE) * 2
     return tuple(_int32(lengths, size) for size in shapes)
 
 
 @register_fake("cuseq::cp_rows")
-def _(cu_seqlens, total_tokens, cp_size, zigzag=True):
+def _(cu_seqlens, total_tokens, cp_size):
     return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
 
 
@@ -140,6 +140,11 @@ def _(labels, cu_seqlens, shift=0, ignore_index=-100, cu_seqlens_padded=None):
 
 @register_fake("cuseq::gather_rows")
 def _(tensors, index, inverse, rows, leading, fill):
+    for i, tensor in enumerate(tensors):
+        if tensor.device != index.device:
+            raise ValueError(
+                f"tensors[{i}] must lie where index does, on {index.device}, got {tensor.device}"
+            )
     return [tensor.new_empty((*rows, *tensor.shape[leading:])) for tensor in tensors]
 
 
@@ -183,18 +188,18 @@ def _(ranges, row_length=None, query_block=128, key_block=128):
 
 
 @register_fake("cuseq::varlen_attention")
-def _(query, key, value, cu_seqlens, host_meta=None, *options, **named_options):
-    tokens, heads, _ = query.shape
-    wide = query.dtype == torch.float64
+def _(q, k, v, cu_seqlens, host_meta=None, *options, **named_options):
+    tokens, heads, _ = q.shape
+    wide = q.dtype == torch.float64
     return (
-        query.new_empty(tokens, heads, value.shape[2]),
-        query.new_empty(heads, tokens, dtype=torch.float64 if wide else torch.float32),
+        q.new_empty(tokens, heads, v.shape[2]),
+        q.new_empty(heads, tokens, dtype=torch.float64 if wide else torch.float32),
     )
 
 
 @register_fake("cuseq::varlen_attention_backward")
-def _(grad_out, query, key, value, *options, **named_options):
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(grad_out, q, k, v, *options, **named_options):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 @register_fake("cuseq::apply_rope")
@@ -237,39 +242,3 @@ def _(grads, tensors, weights, rstd, weight_offset, weight_grads, *options, **na
         [torch.empty_like(tensor) for tensor in tensors],
         [torch.empty_like(weight) for weight in weights] if weight_grads else [],
     )
-
-
-def _int64(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.int64)
-
-
-@register_fake("cuseq::bin_pack")
-def _(lengths, capacity, strategy="bfd", overlong="raise"):
-    context = torch.library.get_ctx()
-    pieces = context.new_dynamic_size(min=0)
-    offsets = context.new_dynamic_size(min=1)
-    return (
-        _int64(lengths, pieces),
-        _int64(lengths, offsets),
-        _int64(lengths, pieces),
-        _int64(lengths, pieces),
-    )
-
-
-@register_fake("cuseq::permutation")
-def _(n, seed, begin, end):
-    return torch.empty(end - begin, dtype=torch.int64, device="cpu")
-
-
-@register_fake("cuseq::pack_window")
-def _(lengths, carried, seed, begin, end, capacity, strategy):
-    context = torch.library.get_ctx()
-    return (
-        _int32(lengths, context.new_dynamic_size(min=0)),
-        _int64(lengths, context.new_dynamic_size(min=1)),
-    )
-
-
-@register_fake("cuseq::row_costs")
-def _(lengths, samples, begins, ends, quadratic, linear, constant):
-    return lengths.new_empty(begins.shape[0], dtype=torch.float64)

@@ -549,6 +549,18 @@ def test_forward_mode_is_refused(device):
         torch.func.jvp(lambda x: gather(rows, [x])[0], (x,), (x,))
 
 
+def test_tensors_on_meta_beside_real_indices_are_refused(device):
+    """The op would not run: what it returned would have the shape of rows, and no rows."""
+    index, inverse = Rows.draw(7, 12).on(device)
+    shape = torch.empty(12, 5, device="meta")
+    with pytest.raises(
+        ValueError, match=rf"tensors\[0\] must lie where index does, on {device}.*got meta"
+    ):
+        op([shape], index, inverse, [7], 1, [0])
+    with pytest.raises(ValueError, match=r"tensors\[0\] must lie where index does, on meta, got"):
+        op([torch.zeros(12, 5, device=device)], index.to("meta"), inverse.to("meta"), [7], 1, [0])
+
+
 # -------------------------------------------------------------------------------- compilers
 
 
