@@ -578,7 +578,7 @@ def test_strides(name, qkv_format, dim, rotary_dim, dtype, device):
     assert torch.equal(base, kept)
 
     if any(0 in view.stride() for view in views(base)):
-        with pytest.raises(RuntimeError, match="refers to a single memory location"):
+        with pytest.raises(ValueError, match="[qk] must not overlap itself where it is written"):
             cuseq.apply_rope(*views(base), cos, sin, **options, inplace=True)
         assert torch.equal(base, kept)
         return
@@ -591,12 +591,46 @@ def test_strides(name, qkv_format, dim, rotary_dim, dtype, device):
 def test_q_and_k_of_one_memory_cannot_be_in_place(device):
     x, (cos, sin) = random(4, 2, 8, device=device), tables(4, 4, device=device)
     kept = x.clone()
-    strided = x[:, :1]  # which PyTorch's own check leaves alone
-    for q, k in ((x, x), (x[:3], x[1:]), (strided, x[:, :1])):
-        with pytest.raises((RuntimeError, ValueError), match="single memory location|same memory"):
+    # PyTorch's own check leaves slices alone.
+    for q, k in ((x, x), (x[:, :1], x[:, :1])):
+        with pytest.raises(ValueError, match="q and k must not overlap where both are written"):
             cuseq.apply_rope(q, k, cos, sin, inplace=True)
     assert torch.equal(x, kept)
     check(x, x, cos, sin, range(4), inplace=False)
+
+
+@pytest.mark.parametrize("qkv_format", ["thd", "bshd", "bhsd"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_heads_that_q_and_k_share_cannot_be_turned_in_place(norm, qkv_format, device):
+    base, (cos, sin) = random(2, 3, 6, 8, device=device), tables(3, 4, device=device)
+    weights = [torch.ones(8, device=device)] * 2
+
+    def heads(first, last):
+        part = base[:, :, first:last]
+        if qkv_format == "thd":
+            return part[0]
+        return part.transpose(1, 2) if qkv_format == "bhsd" else part
+
+    def turn(q, k):
+        if norm:
+            cuseq.apply_qk_norm_rope(
+                q, k, *weights, cos, sin, eps=1e-6, qkv_format=qkv_format, inplace=True
+            )
+        else:
+            cuseq.apply_rope(q, k, cos, sin, qkv_format=qkv_format, inplace=True)
+
+    kept = base.clone()
+    for q, k in (
+        (heads(0, 4), heads(3, 6)),
+        (heads(3, 6), heads(0, 4)),
+        (heads(0, 6), heads(2, 3)),
+        (heads(0, 2), base.flatten().as_strided(heads(0, 2).shape, heads(0, 2).stride(), 4)),
+    ):
+        with pytest.raises(ValueError, match="q and k must not overlap where both are written"):
+            turn(q, k)
+    assert torch.equal(base, kept), "a refused call changes nothing"
+    turn(heads(0, 4), heads(4, 6))  # side by side
+    assert not torch.equal(base, kept)
 
 
 def test_heads_that_begin_inside_one_another_are_refused(device):
