@@ -556,7 +556,7 @@ def test_rows_divide_the_tokens(method, row_length, device):
         getattr(three_sequences(device), method)(row_length=row_length)
     lengths = torch.tensor([2], device=device)
     with pytest.raises(ValueError, match=rf"(?s)row_length.*{row_length}"):
-        getattr(cuseq, method)(lengths, 12, row_length=row_length)
+        getattr(cuseq.ops, method)(lengths, 12, row_length=row_length)
 
 
 @pytest.mark.parametrize("method", ["dense_mask", "block_mask"])
@@ -574,7 +574,7 @@ def test_no_sequence_crosses_a_row(method, device):
 @pytest.mark.parametrize("method", ["dense_mask", "block_mask"])
 def test_functions_refuse_crossing_sequences_on_the_host(method):
     with pytest.raises(ValueError, match=r"(?s)row_length.*6"):
-        getattr(cuseq, method)(torch.tensor([7, 2]), 12, row_length=6)
+        getattr(cuseq.ops, method)(torch.tensor([7, 2]), 12, row_length=6)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.complex64, torch.float8_e5m2])
@@ -592,7 +592,7 @@ def test_other_dtypes_are_refused(dtype, device):
 
 @pytest.mark.parametrize("name", ["mask_ranges", "dense_mask", "block_mask"])
 def test_wrong_lengths_are_refused(name, device):
-    function = getattr(cuseq, name)
+    function = getattr(cuseq.ops, name)
     with pytest.raises(TypeError, match="lengths must be int32 or int64"):
         function(torch.ones(2, device=device), 9)
     with pytest.raises(ValueError, match="lengths must have one dimension"):
@@ -604,7 +604,7 @@ def test_wrong_lengths_are_refused(name, device):
 
 @pytest.mark.parametrize("name", ["mask_ranges", "dense_mask", "block_mask"])
 def test_wrong_values_on_the_host_are_refused(name):
-    function = getattr(cuseq, name)
+    function = getattr(cuseq.ops, name)
     with pytest.raises(ValueError, match=r"lengths\[1\] = -3"):
         function(torch.tensor([4, -3]), 9)
     with pytest.raises(ValueError, match="total_tokens = 4, got 5"):
@@ -613,7 +613,7 @@ def test_wrong_values_on_the_host_are_refused(name):
 
 @pytest.mark.parametrize("name", ["mask_ranges", "dense_mask", "block_mask"])
 def test_wrong_physical_offsets_are_refused(name, device):
-    function, lengths = getattr(cuseq, name), torch.tensor([2, 3], device=device)
+    function, lengths = getattr(cuseq.ops, name), torch.tensor([2, 3], device=device)
     for padded in (
         torch.zeros(3, device=device),
         torch.zeros(3, dtype=torch.int64, device=device),
