@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 import torch
 from torch import Tensor
 
-_ops = torch.ops.cuseq
+from cuseq import _C
 
 _GROUPS = 1 << 14
 
@@ -58,7 +58,7 @@ def order_of(count: int, seed: int | None) -> Tensor:
     """The numbers up to `count` in an order of the seed; None keeps it."""
     if seed is None:
         return torch.arange(count, device="cpu")
-    return _ops.permutation(count, seed, 0, count)
+    return _C.permutation(count, seed, 0, count)
 
 
 def _even_out(grid: Tensor, costs: Tensor) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cuseq import _C
 from cuseq._arguments import as_int, one_of
 from cuseq.data._lengths import host_lengths
 
 if TYPE_CHECKING:
     import numpy
 
-_ops = torch.ops.cuseq
 
 _STRATEGIES = ("bfd", "ffd", "sequential", "wrapped")
 _OVERLONG = ("raise", "split", "truncate")
@@ -148,5 +148,5 @@ def bin_pack(
     one_of(strategy, "strategy", _STRATEGIES)
     one_of(overlong, "overlong", _OVERLONG)
     capacity = as_int(capacity, "capacity", least=1)
-    plan = _ops.bin_pack(host_lengths(lengths), capacity, strategy, overlong)
+    plan = _C.bin_pack(host_lengths(lengths), capacity, strategy, overlong)
     return PackingPlan(*plan, capacity)
