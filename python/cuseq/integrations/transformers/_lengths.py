@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
+from cuseq._arguments import as_int
 from cuseq.layout import PackedLayout
 
 _LENGTHS = "packed_seq_lengths"  # unsloth's name
@@ -19,7 +19,8 @@ def check_lengths(cu_q: Any, cu_k: Any, keywords: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is None:
             continue
-        check_tensor(value, name)
+        if not isinstance(value, Tensor):  # on meta too, where a model has no memory
+            raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}")
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{name} must hold integers, got {value.dtype}")
 

@@ -101,7 +101,9 @@ def cuseq_attention(
             layout of another number of tokens, or lengths that contradict each other.
     """
     sliding_window = as_size(sliding_window, "sliding_window")
-    check_lengths(cu_seq_lens_q, cu_seq_lens_k, kwargs)
+    compiling = torch.compiler.is_compiling()  # where reading a size or an int may recompile
+    if not compiling:
+        check_lengths(cu_seq_lens_q, cu_seq_lens_k, kwargs)
     deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
     lengths_given = packed is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if not lengths_given and deferred is not None:
@@ -133,7 +135,6 @@ def cuseq_attention(
             f"sliding_window={window} and is_causal=False"
         )
 
-    compiling = torch.compiler.is_compiling()  # where reading an int recompiles with each value
     if deferred is not None and not compiling and deferred.recurrent:
         warn_once(leak_warning(deferred.recurrent))
     if deferred is not None and not compiling and deferred.arguments["attention_mask"] is not None:
