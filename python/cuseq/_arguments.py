@@ -63,12 +63,14 @@ def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def check_tensor(value: Any, name: str) -> None:
-    """Raise TypeError unless value is a dense tensor: kernels read strided memory alone."""
+    """Raise TypeError unless value is a dense tensor, ValueError if it has no memory to read."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else value.layout
         raise TypeError(f"{name} must be a dense tensor, got a {kind} one")
+    if value.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on meta")
 
 
 def check_flag(value: Any, name: str) -> None:
@@ -93,7 +95,7 @@ def as_device(value: Any, name: str) -> torch.device:
         raise TypeError(f"{name} must be a torch.device, a name or an index, got {shown(value)}")
     try:
         return torch.device(value)
-    except (RuntimeError, OverflowError, TypeError) as error:
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a device of torch, got {shown(value)}") from error
 
 

@@ -41,14 +41,7 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
             raise ValueError(f"{name} must fit in int64, got {values!r}") from error
     if values.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
-    check_has_values(values, name)
     return values
-
-
-def check_has_values(values: Tensor, name: str) -> None:
-    """Refuse a tensor on meta."""
-    if values.device.type == "meta":
-        raise ValueError(f"{name} must have values, got a tensor on meta")
 
 
 def of_sequences(
@@ -79,6 +72,8 @@ def of_sequences(
     if max_seqs is None:
         # Positions are as many as tokens, and have no sequence of length zero.
         max_seqs = total_tokens if num_seqs is not None else max(total_tokens, n_seqs)
+    if type(max_seqs) is int and max_seqs >= 2**31:
+        raise ValueError(f"max_seqs must be at most 2^31 - 1, got {max_seqs}")
     with outside_inference_mode():
         made = _ops.layout_metadata(source, total_tokens, max_seqs, from_cu_seqlens, num_seqs)
         return _checked(_started(*made, total_tokens, n_seqs if num_seqs is None else None))
@@ -100,6 +95,11 @@ def of_segments(
         _C.tokens_of(lengths, False)  # raises what is wrong with them, not with their sum
         segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
         total_tokens = -(-segments * segment_multiple // total_multiple) * total_multiple
+        if total_tokens >= 2**31:
+            raise ValueError(
+                f"total_tokens must be at most 2^31 - 1, but segment_multiple = {segment_multiple} "
+                f"and total_multiple = {total_multiple} give {total_tokens}"
+            )
     elif as_int(total_tokens, "total_tokens") % total_multiple != 0:
         raise ValueError(
             f"total_tokens must be a multiple of {total_multiple}, which "
@@ -133,8 +133,9 @@ def of_mask(
 def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) -> LayoutState:
     """Return the state for positions that restart with each sequence."""
     check_tensor(position_ids, "position_ids")
-    check_has_values(position_ids, "position_ids")
     max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
+    if max_seqs == 0 and position_ids.numel() > 0:
+        raise ValueError("max_seqs must be at least 1, since every token has a sequence, got 0")
     offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
     tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
     return of_sequences(offsets, tokens.numel(), max_seqs, from_cu_seqlens=True, num_seqs=num_seqs)
@@ -181,7 +182,6 @@ def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
             "PackedLayout.from_lengths"
         )
     check_tensor(mask, "mask")
-    check_has_values(mask, "mask")
     check_flag(true_is_pad, "true_is_pad")
     kind = "zero" if true_is_pad else "nonzero"
     if mask.dim() != 4:

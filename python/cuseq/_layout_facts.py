@@ -103,7 +103,7 @@ class LayoutFacts:
 
     @property
     def known_lengths(self) -> Tensor | None:
-        """int32 `[n_seqs or more]` on the host, or None where reading them would wait."""
+        """int32 `[n_seqs or more]` on the host, None if reading waits. Must not be edited."""
         state = self.state
         if state.lengths.device.type == "cpu":
             return state.lengths

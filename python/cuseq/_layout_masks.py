@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, masks
-from cuseq._arguments import as_size, as_window, check_dtype, check_flag
+from cuseq._arguments import as_size, as_window, check_dtype, check_flag, check_tensor
 from cuseq._layout_facts import LayoutFacts
 from cuseq._layout_state import LayoutState
 from cuseq._modes import is_capturing, outside_inference_mode
@@ -205,6 +205,8 @@ class LayoutMasks(LayoutFacts):
                 f"{type(spans).__name__}"
             )
         given = spans if isinstance(spans, Tensor) else None
+        if given is not None:
+            check_tensor(given, "spans")
         pairs = () if given is not None or spans is None else sorted_pairs(spans)
         if not pairs and row_length is None:
             return given

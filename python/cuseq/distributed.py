@@ -63,6 +63,8 @@ class ContextParallelPlan:
         1.0 is even, and also the value for a row without real tokens. Pads cost nothing. Waits for
         the layout's host values where lengths came from a GPU.
         """
+        if self._packed.num_real_tokens == 0:
+            return 1.0
         lengths = self._packed.lengths_on_host().tolist()
         segments = self._packed.segments.lengths_on_host().tolist()
         parts = 2 * self._cp_size
@@ -73,7 +75,7 @@ class ContextParallelPlan:
                 begin, end = (min(length, edge * part) for edge in (number, number + 1))
                 rank = min(number, parts - 1 - number)
                 pairs[rank] += (end * (end + 1) - begin * (begin + 1)) // 2
-        return max(pairs) * self._cp_size / sum(pairs) if any(pairs) else 1.0
+        return max(pairs) * self._cp_size / sum(pairs)
 
     def tokens_of(self, rank: int) -> Tensor:
         """Return a rank's tokens, as row indices in the rank's order, its part of the tail last.
@@ -319,8 +321,6 @@ def _check_plan(plan: object) -> None:
 def _check_rows(packed: PackedLayout, tensors: Sequence[Tensor], leading: tuple[int, ...]) -> None:
     for number, tensor in enumerate(tensors):
         check_tensor(tensor, f"tensors[{number}]")
-        if packed.device.type != "meta":
-            build.check_has_values(tensor, f"tensors[{number}]")
         if tensor.shape[: len(leading)] != leading:
             raise ValueError(
                 f"tensors[{number}] must have the leading dimensions {list(leading)}, got shape "
@@ -377,6 +377,8 @@ def equalize_tokens(
     if packed is None:
         return None
     check_layout(packed)
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup or None, got {shown(group)}")
     total = torch.tensor(packed.total_tokens, device=_device_of(group, packed.device.type))
     torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group)
     return packed.with_total_tokens(int(total.item()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _build_layout as build
-from cuseq._arguments import as_int, shown
+from cuseq._arguments import as_device, as_int, shown
 from cuseq._layout_masks import LayoutMasks
 from cuseq._layout_state import LayoutState
 from cuseq._modes import is_capturing, outside_inference_mode
@@ -224,7 +224,7 @@ class PackedLayout(LayoutMasks):
         From the CPU to a GPU the copy goes through pinned memory and never waits, whatever
         `non_blocking` says; the other way it waits for the data.
         """
-        target = self.device if device is None else with_index(torch.device(device))
+        target = self.device if device is None else with_index(as_device(device, "device"))
         if target == self.device:
             return self
         if target not in self._moved:

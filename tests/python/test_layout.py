@@ -520,3 +520,166 @@ def test_what_is_no_layout_is_refused_by_name(call, given):
         TypeError, match=rf"packed must be a PackedLayout, got {type(given).__name__}"
     ):
         call(given, torch.randn(5, 2, 8))
+
+
+def test_a_layout_is_not_made_by_its_class():
+    for lengths in ([3, 5], torch.tensor([3, 5]), None):
+        with pytest.raises(TypeError, match=r"PackedLayout\.from_lengths\(\[2, 3\]\)"):
+            PackedLayout(lengths)
+    with pytest.raises(TypeError):
+        PackedLayout()
+
+
+def test_pickling_goes_by_memory_and_not_through_lists(monkeypatch):
+    mask = torch.rand(4, 300) < 0.7
+    layout = PackedLayout.from_padding_mask(mask, 8, total_tokens=4 * 304 + 8, max_seqs=7)
+    layout.position_ids  # noqa: B018
+    batch = torch.randn(4, 300, 2)
+    expected = cuseq.pack(layout, batch)
+
+    def refuse(self):
+        raise AssertionError("a list of tokens takes milliseconds")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "tolist", refuse)
+        sent = pickle.dumps(layout)
+        found = pickle.loads(sent)
+    assert len(sent) < 4 * (2 * 4 * 304 + 200)
+    names = "lengths cu_seqlens cu_seqlens_static cu_seqlens_padded cu_seqlens_padded_static "
+    for name in (names + "host_meta position_ids seq_ids moe_padding_mask seq_idx").split():
+        assert torch.equal(getattr(found, name), getattr(layout, name)), name
+    assert torch.equal(cuseq.pack(found, batch), expected)
+    assert found.num_sequences == layout.num_sequences
+    assert found.known_lengths is not None and found.segments.known_lengths is not None
+
+
+EDITED = """
+import torch, cuseq
+from cuseq import PackedLayout
+
+device = torch.device("{device}")
+x = torch.randn(8, 2, 8, device=device)
+cos, sin = cuseq.rope_table(8, 8, device=device)
+USES = dict(
+    attention=lambda p: cuseq.varlen_attention(x, x, x, p),
+    rope=lambda p: cuseq.apply_rope(x, x, cos, sin, packed=p),
+    dense_mask=lambda p: p.dense_mask(),
+    block_mask=lambda p: p.block_mask(),
+    pack=lambda p: cuseq.pack(p, torch.zeros(2, 4, device=device)),
+    unpack=lambda p: cuseq.unpack(p, x),
+    cp_plan=lambda p: cuseq.distributed.cp_plan(p, 1, policy="zigzag"),
+)
+NAMES = "lengths cu_seqlens cu_seqlens_static cu_seqlens_padded position_ids seq_ids seq_idx "
+NAMES += "moe_padding_mask host_meta"
+for segment in (1, 4):
+    for name in NAMES.split():
+        for use, call in USES.items():
+            packed = PackedLayout.from_lengths(
+                [2, 4], 8, segment_multiple=segment, device=device
+            )
+            for other in NAMES.split():
+                getattr(packed, other)
+            call(packed)
+            getattr(packed, name)[0] = getattr(packed, name)[0]
+            shown = {{"cu_seqlens_static": "cu_seqlens"}}.get(name, name)
+            if segment == 1 and name == "cu_seqlens_padded":
+                shown = "cu_seqlens"
+            try:
+                call(packed)
+            except ValueError as error:
+                assert f"packed.{{shown}}" in str(error), (name, use, error)
+                assert "must not be edited" in str(error)
+            else:
+                raise AssertionError((name, use))
+packed = PackedLayout.from_lengths([2, 3], 8)
+moved = packed.to("meta") if device.type == "cpu" else packed.to(device)
+for made in (packed, moved, packed.with_total_tokens(16), packed.pin_memory() if
+             torch.cuda.is_available() else packed):
+    made.check_unedited()
+print("every edit was seen")
+"""
+
+
+def test_edited_tensors_are_named_when_asked_for(device, run_python):
+    """By version counters, which only CUSEQ_CHECK=1 looks at."""
+    result = run_python(EDITED.format(device=str(device)), CUSEQ_CHECK="1")
+    assert "every edit was seen" in result.stdout, result.stderr
+    result = run_python(EDITED.format(device=str(device)), CUSEQ_CHECK="0")
+    assert "AssertionError: ('lengths', 'attention')" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in dir(PackedLayout) if isinstance(getattr(PackedLayout, n), property)]
+)
+def test_every_tensor_says_that_it_must_not_be_edited(name):
+    packed = PackedLayout.from_padding_mask(torch.tensor([[1, 0], [1, 1]]), 4)
+    docstring = " ".join(getattr(PackedLayout, name).__doc__.split())
+    if isinstance(getattr(packed, name), torch.Tensor):
+        assert "Must not be edited." in docstring
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda p: p.dense_mask("bf16"), TypeError, "dtype must be a torch.dtype, got 'bf16'"),
+        (lambda p: p.dense_mask(window=2.5), TypeError, "window must be an int, got 2.5"),
+        (lambda p: p.block_mask(window="a"), TypeError, "window must be an int, got 'a'"),
+        (lambda p: p.xformers_bias(window=2.5), TypeError, "window must be an int, got 2.5"),
+        (lambda p: p.dense_mask(window=0), ValueError, "window must be None or at least 1, got 0"),
+        (lambda p: p.dense_mask(row_length=2.5), TypeError, "row_length must be an int, got 2.5"),
+        (lambda p: p.dense_mask(finite=None), TypeError, "finite must be True or False, got None"),
+        (lambda p: p.dense_mask(spans="ab"), TypeError, "spans must be pairs of ints .* got 'ab'"),
+        (
+            lambda p: p.dense_mask(spans=torch.ones(1, 2).int().to_sparse()),
+            TypeError,
+            "spans must be a dense tensor, got a torch.sparse_coo one",
+        ),
+        (
+            lambda p: PackedLayout.from_lengths(torch.ones(2).int().to_sparse()),
+            TypeError,
+            "lengths must be a dense tensor, got a torch.sparse_coo one",
+        ),
+        (
+            lambda p: PackedLayout.from_lengths(
+                torch.nested.nested_tensor([torch.ones(2).int()], layout=torch.jagged)
+            ),
+            TypeError,
+            "lengths must be a dense tensor, got a nested one",
+        ),
+        (
+            lambda p: PackedLayout.from_padding_mask(torch.ones(2, 2).int().to_sparse()),
+            TypeError,
+            "mask must be a dense tensor, got a torch.sparse_coo one",
+        ),
+        (
+            lambda p: PackedLayout.from_position_ids(torch.ones(2).int().to_sparse()),
+            TypeError,
+            "position_ids must be a dense tensor, got a torch.sparse_coo one",
+        ),
+        (lambda p: p.to("gpu"), ValueError, "device must be a device of torch, got 'gpu'"),
+        (
+            lambda p: PackedLayout.from_lengths([2], max_seqs=2**40),
+            ValueError,
+            rf"max_seqs must be at most 2\^31 - 1, got {2**40}",
+        ),
+        (
+            lambda p: PackedLayout.from_position_ids(torch.zeros(3, 1, 2).int(), plane=0.5),
+            TypeError,
+            "plane must be an int, got 0.5",
+        ),
+        (
+            lambda p: cuseq.pack(p, torch.ones(2, 3, device="meta")),
+            ValueError,
+            r"tensors\[0\] must have values, got a tensor on meta",
+        ),
+        (
+            lambda p: cuseq.unpack(p, torch.ones(5, device="meta")),
+            ValueError,
+            r"tensors\[0\] must have values, got a tensor on meta",
+        ),
+    ],
+)
+def test_errors_of_a_layouts_methods_are_no_dumps(call, error, message):
+    with pytest.raises(error, match=message) as raised:
+        call(PackedLayout.from_lengths([2, 3]))
+    assert "incompatible function arguments" not in str(raised.value)

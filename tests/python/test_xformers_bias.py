@@ -246,3 +246,9 @@ def test_a_window_below_one_is_refused_when_the_bias_is_there_too(biases):
     packed.xformers_bias()
     with pytest.raises(ValueError, match="window must be None or at least 1"):
         packed.xformers_bias(window=0)
+
+
+def test_a_release_that_names_its_fields_otherwise_is_refused(biases, monkeypatch):
+    monkeypatch.delattr(biases, "_SeqLenInfo")
+    with pytest.raises(ValueError, match="does not know this xformers .*_SeqLenInfo is missing"):
+        PackedLayout.from_lengths([2, 3]).xformers_bias()

@@ -8,15 +8,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cuseq.integrations._foreign import private
+
 if TYPE_CHECKING:
     from cuseq.layout import PackedLayout
 
 
 def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Tensor]]:
-    """A new `BlockDiagonalCausalMask` and the tensors made for it; `PackedLayout` keeps both.
+    """Return a new `BlockDiagonalCausalMask` and the tensors made for it; the cache keeps both.
 
-    xformers' own constructors copy their list of lengths to the device and wait for it. The bias is
-    made here of the offsets that are there already.
+    xformers' own constructors copy their list of lengths to the device and wait for it. Here the
+    bias takes the layout's offsets.
+
+    Args:
+        packed: the layout of a row with tokens, without padding between its sequences.
+        window: keys that a token sees, itself included; None for all.
+
+    Raises:
+        ImportError: xformers is not installed.
+        ValueError: the layout does not fit, or cuseq does not know this release of xformers.
+
+    Waits for the layout's host values where lengths came from a GPU.
     """
     try:
         from xformers.ops.fmha import attn_bias
@@ -35,7 +47,9 @@ def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Ten
         lengths.append(tail)
         offsets = torch.nn.functional.pad(offsets, (0, 1), value=packed.total_tokens)
         made.append(offsets)
-    info = attn_bias._SeqLenInfo(
+    fields = ["seqstart", "max_seqlen", "min_seqlen", "seqstart_py"]
+    make_info = private(attn_bias, "_SeqLenInfo", signature=fields)
+    info = make_info(
         seqstart=offsets,
         max_seqlen=max(lengths),
         min_seqlen=min(lengths),
