@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
+from cuseq._arguments import as_int, check_tensor, shown
 from cuseq._build_layout import common_multiple
 from cuseq._models import text_config
 from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
@@ -23,20 +23,29 @@ Fill = bool | int | float | complex
 def pack(
     packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
 ) -> Tensor | tuple[Tensor, ...]:
-    """Tensors of a padded batch as packed rows, all in one launch.
+    """Pack tensors of a padded batch into rows without padding, all in one launch.
 
     Args:
         packed: the layout of the batch's mask; None hands everything through.
         tensors: `[batch, seqlen, ...]` of any dtype and trailing shape, contiguous in the last
-            dimension, other strides as they are.
+            dimension, other strides as they are. Or `[planes, batch, seqlen]`, the position ids of
+            multimodal models (M-RoPE); what fits both ways is a batch.
         fill: what pads and tail get, one for all or one for each tensor: -100 for labels.
 
     Returns:
-        One tensor for one, a tuple for several, each `[total_tokens, ...]`. Differentiable: the
-        gradient is `unpack` of the gradient. Never synchronises.
+        One tensor for one, a tuple for several, each `[total_tokens, ...]`, or `[planes,
+        total_tokens]`. Differentiable: the gradient is `unpack` of the gradient. Never
+        synchronises.
 
     Raises:
-        ValueError, TypeError: shapes, strides, devices or fills do not fit.
+        ValueError: shapes, strides, devices or the number of fills do not fit, or a tensor on meta
+            has no values.
+        TypeError: an argument is of another kind.
+
+    Example:
+        >>> packed = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+        >>> cuseq.pack(packed, torch.tensor([[5, 6, 0], [7, 8, 9]]))
+        tensor([5, 6, 7, 8, 9])
     """
     if packed is None:
         return one_or_all(tensors)
@@ -49,27 +58,59 @@ def _packed(
     packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
 ) -> Sequence[Tensor]:
     slots, tokens = packed.batch_rows()
-    for name, tensor in zip(names, tensors, strict=True):
+    rows: list[Tensor] = []  # of every batch; planes are several
+    row_fills: list[Fill] = []
+    planes = []
+    for name, tensor, fill in zip(names, tensors, fills, strict=True):
         check_tensor(tensor, name)
-        if tensor.shape[:2] != tokens.shape:
+        has_planes = _has_planes(name, tensor, tokens.shape)
+        if not has_planes and tensor.shape[:2] != tokens.shape:
             raise ValueError(
                 f"{name} must be [batch, seqlen, ...] with batch and seqlen as in the layout's "
-                f"mask, {list(tokens.shape)}, got shape {list(tensor.shape)}"
+                f"mask, {list(tokens.shape)}, or [planes, batch, seqlen], got shape "
+                f"{list(tensor.shape)}"
             )
-    return _ops.gather_rows(tensors, slots, tokens.view(-1), [packed.total_tokens], 2, fills)
+        own = list(tensor) if has_planes else [tensor]
+        planes.append(len(own) if has_planes else None)
+        rows += own
+        row_fills += [fill] * len(own)
+    moved = iter(
+        _ops.gather_rows(rows, slots, tokens.view(-1), [packed.total_tokens], 2, row_fills)
+    )
+    return [
+        next(moved) if count is None else torch.stack([next(moved) for _ in range(count)])
+        for count in planes
+    ]
+
+
+def _has_planes(name: str, tensor: Tensor, batch: torch.Size) -> bool:
+    """Return whether it is [planes, batch, seqlen]; only position ids are that before a batch."""
+    if tensor.dim() != 3 or tensor.shape[1:] != batch or tensor.shape[0] == 0:
+        return False
+    return name == "position_ids" or tensor.shape[:2] != batch
 
 
 def unpack(
     packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
 ) -> Tensor | tuple[Tensor, ...]:
-    """Packed rows `[total_tokens, ...]` as tensors of the padded batch, the inverse of `pack`.
+    """Unpack rows `[total_tokens, ...]` into tensors of the padded batch, the inverse of `pack`.
 
     Args:
+        packed: as for `pack`.
+        tensors: `[total_tokens, ...]` of any dtype and trailing shape.
         fill: what the padding of the batch gets.
-        packed, tensors: as for `pack`.
 
     Returns:
         `[batch, seqlen, ...]` each; otherwise as `pack`.
+
+    Raises:
+        ValueError, TypeError: as `pack`.
+
+    Example:
+        >>> packed = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+        >>> cuseq.unpack(packed, torch.tensor([5, 6, 7, 8, 9]), fill=-1)
+        tensor([[ 5,  6, -1],
+                [ 7,  8,  9]])
     """
     if packed is None:
         return one_or_all(tensors)
@@ -123,7 +164,7 @@ def run_packed(
     total_tokens: int | None = None,
     **more: Any,
 ) -> Any:
-    """Runs a model that takes packed rows on a padded batch, and gives back a padded batch.
+    """Run a model that takes packed rows on a padded batch, and return a padded batch.
 
     For callers that speak BSHD: no pad is computed with, real tokens get what the padded run would
     give them, gradients included.
@@ -132,13 +173,16 @@ def run_packed(
         model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and `more`, as
             transformers' models with `attn_implementation="cuseq"` are.
         input_ids: `[batch, seqlen]`.
-        attention_mask, segment_multiple, total_multiple, true_is_pad, total_tokens: as for
+        attention_mask: as for `PackedLayout.from_padding_mask`; `[1, 1, seqlen, seqlen]` is that of
+            every row. Without a mask (None) the model is called with the batch as it is.
+        segment_multiple, total_multiple, true_is_pad, total_tokens: as for
             `PackedLayout.from_padding_mask`. Without `total_tokens` a mask on a GPU makes it wait
-            for the lengths. Without a mask the model is called with the batch as it is.
+            for the lengths.
         more: more of the model's arguments. Tensors must be `[batch, seqlen, ...]` and are packed,
-            `position_ids` too; names that end in "labels" get -100 on pads. `labels` themselves
-            get it on the first token of each sequence too, which no other one predicts (a batch
-            padded on the left lets a pad predict it).
+            `position_ids` too, which may be M-RoPE's `[planes, batch, seqlen]` and are then handed
+            on as `[planes, 1, total_tokens]`. Names that end in "labels" get -100 on pads. `labels`
+            themselves get it on the first token of each sequence too, which no other one predicts
+            (a batch padded on the left lets a pad predict it).
 
     Returns:
         What the model returns, with zeros on the padding: a tensor, the tensors `[1, total_tokens,
@@ -150,11 +194,24 @@ def run_packed(
             would let documents see each other; or an output that would be unpacked has not as many
             tokens as the row (`logits_to_keep`).
         TypeError: the model returns something else.
+
+    Example:
+        >>> def model(input_ids, position_ids, packed):  # takes a packed row
+        ...     return input_ids * 10 + position_ids
+        >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> cuseq.run_packed(model, torch.tensor([[5, 6, 0], [7, 8, 9]]), mask)
+        tensor([[50, 61,  0],
+                [70, 81, 92]])
     """
+    if not callable(model):
+        raise TypeError(f"model must be callable, got {shown(model)}")
     check_tensor(input_ids, "input_ids")
+    if input_ids.dim() < 2:
+        raise ValueError(f"input_ids must be [batch, seqlen], got shape {list(input_ids.shape)}")
     if attention_mask is None:
         return model(input_ids=input_ids, **more)
     _check_takes_rows(model, more)
+    attention_mask = _mask_of_batch(attention_mask, input_ids)
     packed = PackedLayout.from_padding_mask(
         attention_mask,
         segment_multiple,
@@ -171,7 +228,9 @@ def run_packed(
     tensors |= {name: value for name, value in more.items() if isinstance(value, Tensor)}
     fills = [IGNORE_INDEX if name.endswith("labels") else 0 for name in tensors]
     rows = _packed(packed, list(tensors), list(tensors.values()), fills)
-    more |= {name: row.unsqueeze(0) for name, row in zip(tensors, rows, strict=True)}
+    batch = input_ids.shape[:2]
+    for (name, tensor), row in zip(tensors.items(), rows, strict=True):
+        more[name] = row.unsqueeze(1 if _has_planes(name, tensor, batch) else 0)
     if isinstance(more.get("labels"), Tensor):
         more["labels"] = mask_boundary_labels(more["labels"], packed)
     if more.get("position_ids") is None:
@@ -194,6 +253,23 @@ def run_packed(
     return out
 
 
+def _mask_of_batch(mask: Tensor, input_ids: Tensor) -> Tensor:
+    """Return the mask with a row for each of the batch, of which one 4-D mask may serve all."""
+    check_tensor(mask, "attention_mask")
+    batch, seqlen = input_ids.shape[:2]
+    if mask.dim() == 4 and mask.shape[0] == 1:
+        mask = mask.expand(batch, -1, -1, -1)
+    shapes = [(batch, seqlen), (batch, *mask.shape[1:2], seqlen, seqlen)]
+    if mask.shape not in shapes:
+        raise ValueError(
+            "attention_mask must be [batch, seqlen] or [batch or 1, heads, seqlen, seqlen] of "
+            f"input_ids, with batch = {batch} and seqlen = {seqlen}, got shape {list(mask.shape)}"
+        )
+    if mask.dim() == 2 and (mask.is_floating_point() or mask.is_complex()):
+        raise TypeError(f"attention_mask must be bool or an integer type, got {mask.dtype}")
+    return mask
+
+
 def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
     """Models of transformers take any keyword, `packed` too, and not all look at it."""
     config = text_config(model)
@@ -203,7 +279,7 @@ def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
     use_cache = more.get("use_cache")
     if getattr(config, "use_cache", False) if use_cache is None else use_cache:
         raise ValueError(
-            "model must take packed rows, by cuseq.integrations.transformers.enable(model) or "
+            "model must take packed rows, by cuseq.enable(model) or "
             f'attn_implementation="cuseq", got attn_implementation={attention!r}, which tells '
             "documents apart only without a cache: use_cache=False"
         )

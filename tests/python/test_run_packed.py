@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import cuseq
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("cuseq.integrations.transformers")  # registers the attention
+integration = pytest.importorskip("cuseq.integrations.transformers")
 
 VOCAB = 64
 MASKS = {
@@ -17,6 +17,14 @@ MASKS = {
     "left": [[0] * 4 + [1] * 5, [1] * 9, [0] * 8 + [1]],
     "an empty row": [[1] * 5 + [0] * 4, [0] * 9, [1] * 9],
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The models here name their attention themselves."""
+    integration.register()
+    yield
+    integration.unregister()
 
 
 def make_model(device: torch.device, implementation: str = "cuseq") -> nn.Module:
@@ -188,7 +196,7 @@ def test_a_model_that_would_mix_documents_is_refused(attention, device):
     model.config.use_cache = True
     with pytest.raises(ValueError, match="model must take packed rows"):
         cuseq.run_packed(model, ids, mask)
-    cuseq.integrations.transformers.enable(model)
+    cuseq.enable(model)
     torch.testing.assert_close(cuseq.run_packed(model, ids, mask).logits, expected)
 
 
@@ -238,7 +246,51 @@ def test_the_attention_that_counts_is_that_to_text(device):
         cuseq.run_packed(model, ids, mask)
     row = Row(None, *torch.zeros(3, 1, dtype=torch.int64))
     assert 'attn_implementation="cuseq"' in _attention_remedy(model, row)
-    cuseq.integrations.transformers.enable(model)
+    cuseq.enable(model)
     logits = cuseq.run_packed(model, ids, mask).logits
     torch.testing.assert_close(logits[1], model(ids[1:2], use_cache=False).logits[0])
     assert "`packed`, from cuseq.PackingCollator" in _attention_remedy(model, row)
+
+
+class Seen:
+    """A model that keeps what it is called with."""
+
+    def __call__(self, input_ids: Tensor, **arguments) -> Tensor:
+        self.arguments = arguments
+        return input_ids.double()
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 3), (2, 5)], ids=str)
+@pytest.mark.parametrize("planes", [3, 4])
+def test_planes_of_positions_are_packed(shape, planes, device):
+    """M-RoPE's, which lie in front of the batch. In `[3, 3, 3]` their name tells."""
+    mask = torch.rand(shape, device=device) < 0.7
+    ids = torch.arange(mask.numel(), device=device).view(shape)
+    positions = torch.stack([ids * 10 + plane for plane in range(planes)])
+    model = Seen()
+    out = cuseq.run_packed(model, ids, mask, segment_multiple=2, position_ids=positions)
+    assert torch.equal(out, (ids * mask).double())
+    found, packed = model.arguments["position_ids"], model.arguments["packed"]
+    assert found.shape == (planes, 1, packed.total_tokens)
+    for plane, row in enumerate(found):
+        assert torch.equal(row[0], cuseq.pack(packed, positions[plane]))
+    if planes != shape[0]:
+        assert torch.equal(cuseq.pack(packed, positions), found.squeeze(1))
+
+
+def test_a_mask_for_every_row_is_expanded(device):
+    real = torch.tensor([True, False, True, True], device=device)
+    mask = (real & torch.ones(4, 4, dtype=torch.bool, device=device).tril())[None, None]
+    ids = torch.arange(12, device=device).view(3, 4)
+    model = Seen()
+    out = cuseq.run_packed(model, ids, mask)
+    assert torch.equal(out, (ids * real).double())
+    assert model.arguments["packed"].lengths.tolist() == [3, 3, 3]
+
+
+def test_what_is_no_model_or_batch_is_named():
+    mask = torch.ones(1, 1, 2, 2)
+    with pytest.raises(TypeError, match="model must be callable, got None"):
+        cuseq.run_packed(None, torch.ones(2, 2).long(), mask)
+    with pytest.raises(ValueError, match=r"input_ids must be \[batch, seqlen\], got shape \[\]"):
+        cuseq.run_packed(Seen(), torch.tensor(3), mask)
