@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -295,24 +296,24 @@ def test_kinds_of_lengths(kind, tmp_path):
     cuts=st.lists(st.integers(0, 3000), max_size=3),
 )
 def test_the_permutation_is_one(count, seed, cuts):
-    whole = torch.ops.cuseq.permutation(count, seed, 0, count)
+    whole = cuseq._C.permutation(count, seed, 0, count)
     assert (whole.dtype, whole.device.type) == (torch.int64, "cpu")
     assert sorted(whole.tolist()) == list(range(count))
     cuts = sorted({0, count, *(cut for cut in cuts if cut < count)})
-    parts = [torch.ops.cuseq.permutation(count, seed, a, b) for a, b in itertools.pairwise(cuts)]
+    parts = [cuseq._C.permutation(count, seed, a, b) for a, b in itertools.pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_the_permutation_of_every_small_set():
     for count in [*range(200), *(2**k + d for k in range(8, 17, 2) for d in (-1, 0, 1))]:
-        numbers = torch.ops.cuseq.permutation(count, 5, 0, count)
+        numbers = cuseq._C.permutation(count, 5, 0, count)
         assert torch.equal(numbers.sort().values, torch.arange(count))
 
 
 @pytest.mark.parametrize("count", [2**31 - 1, 2**31 + 11, 2**40, 10**12])
 def test_a_part_of_a_permutation_of_a_large_set(count):
     for begin in (0, count // 2, count - 20_000):
-        numbers = torch.ops.cuseq.permutation(count, 7, begin, begin + 20_000)
+        numbers = cuseq._C.permutation(count, 7, begin, begin + 20_000)
         assert len(numbers.unique()) == 20_000
         assert 0 <= int(numbers.min()) and int(numbers.max()) < count
         shares = torch.histc(numbers.double(), 10, 0, count)
@@ -323,7 +324,7 @@ def test_a_permutation_looks_random():
     count = 10_007
     places = torch.arange(count, dtype=torch.float64)
     for seed in range(20):
-        numbers = torch.ops.cuseq.permutation(count, seed, 0, count).double()
+        numbers = cuseq._C.permutation(count, seed, 0, count).double()
         pairs = (numbers, places), (numbers[1:], numbers[:-1]), (numbers[7:], numbers[:-7])
         related = [torch.corrcoef(torch.stack(pair))[0, 1] for pair in pairs]
         assert all(abs(r) < 5 / count**0.5 for r in related)
@@ -337,7 +338,7 @@ def test_every_number_of_a_small_set_comes_at_every_place(count):
     seeds = 3000
     times = torch.zeros(count, count)
     for seed in range(seeds):
-        numbers = torch.ops.cuseq.permutation(count, seed, 0, count)
+        numbers = cuseq._C.permutation(count, seed, 0, count)
         times[torch.arange(count), numbers] += 1
     expected = seeds / count
     assert (times - expected).abs().max() < 6 * expected**0.5
@@ -348,7 +349,7 @@ def test_every_number_of_a_small_set_comes_at_every_place(count):
 )
 def test_a_part_that_is_not_there_is_refused(count, begin, end):
     with pytest.raises((ValueError, RuntimeError), match="must"):
-        torch.ops.cuseq.permutation(count, 0, begin, end)
+        cuseq._C.permutation(count, 0, begin, end)
 
 
 @pytest.mark.parametrize("balance", [None, "tokens"])
@@ -416,7 +417,7 @@ def test_coefficients_may_be_an_array():
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_every_order_of_a_few_is_reached(count):
-    seen = {tuple(torch.ops.cuseq.permutation(count, s, 0, count).tolist()) for s in range(500)}
+    seen = {tuple(cuseq._C.permutation(count, s, 0, count).tolist()) for s in range(500)}
     assert len(seen) == math.factorial(count)
 
 
@@ -855,7 +856,6 @@ def test_a_state_is_a_snapshot():
 
 SETTINGS = {
     "capacity": 65,
-    "world_size": 3,
     "strategy": "ffd",
     "balance": "tokens",
     "accumulation": 2,
@@ -929,6 +929,246 @@ def test_steps_beyond_the_epoch_are_refused():
     for steps in (-1, len(sampler) + 1):
         with pytest.raises(ValueError, match=f"steps.*{steps}"):
             sampler.state_dict(steps=steps)
+
+
+# Resuming on another number of ranks.
+
+
+def epoch_over_ranks(lengths, capacity, stages, epoch, **options):
+    """One epoch over stages `(world_size, accumulation, stop)`, the last one to its end.
+
+    Returns what each stage yields, as `make_steps` does, and the samplers of the last one.
+    """
+    state, parts, ranks = None, [], []
+    for number, (world_size, accumulation, stop) in enumerate(stages):
+        ranks = make_ranks(lengths, capacity, world_size, accumulation=accumulation, **options)
+        rows = []
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+            if state is not None:
+                sampler.load_state_dict(through_a_checkpoint(state))
+            until = None if number == len(stages) - 1 else stop
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*of which nothing is left")
+                rows.append(list(itertools.islice(sampler, until)))
+        assert len(set(map(len, rows))) == 1, "or DDP hangs"
+        state = ranks[-1].state_dict()
+        assert state == ranks[0].state_dict(), "the state of one rank is that of all"
+        parts.append(list(zip(*rows, strict=True)))
+    return parts, ranks
+
+
+STAGES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 12))
+
+
+@settings(max_examples=200)
+@given(
+    case=cases(drop_last=False),
+    stages=st.lists(STAGES, min_size=2, max_size=4),
+    epoch=st.integers(0, 2),
+)
+@example(
+    case=([1] * 9, 1, 1, FEW | {"buffer": None, "drop_last": False}),
+    stages=[(4, 1, 2), (2, 1, 0)],
+    epoch=0,
+)
+def test_every_sample_once_on_changing_ranks(case, stages, epoch):
+    lengths, capacity, _, options = case
+    options = {name: value for name, value in options.items() if name != "accumulation"}
+    # On as many ranks another accumulation is refused.
+    stages = [(w, stages[0][1] if w == stages[0][0] else 1 + w % 3, stop) for w, _, stop in stages]
+    parts, ranks = epoch_over_ranks(lengths, capacity, stages, epoch, **options)
+    rows = [row for steps in parts for step in steps for row in step]
+    assert all(rows), "no row is empty"
+    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    counts = Counter(sample for row in rows for sample in row)
+    assert set(counts) == set(range(len(lengths))), "none is lost"
+    repeated = sum(counts.values()) - len(lengths)
+    assert all(sampler.repeated == repeated for sampler in ranks)
+    # Only where the samples left were fewer than the places of a step, and so at its end.
+    assert repeated <= sum(w * a - 1 for w, a, _ in stages)
+
+
+@settings(max_examples=200)
+@given(
+    case=cases(drop_last=True),
+    stages=st.lists(STAGES, min_size=2, max_size=4),
+    epoch=st.integers(0, 2),
+)
+def test_no_sample_twice_on_changing_ranks(case, stages, epoch):
+    """With drop_last the rows are left out that do not fill a group of the last ranks."""
+    lengths, capacity, _, options = case
+    options = {name: value for name, value in options.items() if name != "accumulation"}
+    stages = [(w, stages[0][1] if w == stages[0][0] else 1 + w % 3, stop) for w, _, stop in stages]
+    parts, ranks = epoch_over_ranks(lengths, capacity, stages, epoch, **options)
+    rows = [row for steps in parts for step in steps for row in step]
+    assert all(rows) and all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    counts = Counter(sample for row in rows for sample in row)
+    assert max(counts.values(), default=1) == 1
+    assert all(sampler.repeated == 0 for sampler in ranks)
+    left = set(range(len(lengths))) - set(counts)
+    # A stage that reached the end of the epoch ended it; its own ranks say what is left out.
+    group = max(w * a for w, a, _ in stages)
+    assert sum(lengths[i] for i in left) <= (group - 1) * capacity
+
+
+@settings(max_examples=50)
+@given(case=cases(), stops=st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_the_same_ranks_go_on_bit_equal(case, stops):
+    """Also if a stage on others was started and had no batch."""
+    lengths, capacity, world_size, options = case
+    accumulation = options.pop("accumulation")
+    ranks = make_ranks(lengths, capacity, world_size, accumulation=accumulation, **options)
+    stages = [(world_size, accumulation, stop) for stop in stops]
+    idle = [(world_size + 1, accumulation, 0)]
+    stages = [stage for each in stages for stage in [each, *idle]] + [(world_size, accumulation, 0)]
+    parts, _ = epoch_over_ranks(lengths, capacity, stages, 1, **options)
+    assert [step for steps in parts for step in steps] == make_steps(ranks, 1)
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=str)
+def test_resume_on_other_ranks_literally(options):
+    """4 ranks stop after 3 steps, 2 go on with what is left: each sample once, rows as full."""
+    lengths = make_lengths(400, 64)
+    accumulation = options.get("accumulation", 1)
+    options = {name: value for name, value in options.items() if name != "accumulation"}
+    stages = [(4, accumulation, 3), (2, 2 * accumulation, 0)]
+    (first, second), ranks = epoch_over_ranks(lengths, 64, stages, 2, **options)
+    assert len(first) == 3 and len(second) == len(ranks[0]) > 3
+    assert len(second) % (2 * accumulation) == 0
+    seen = samples_of(first) + samples_of(second)
+    assert len(set(seen)) == len(seen)
+    if not options.get("drop_last"):
+        assert sorted(seen) == list(range(400))
+    ((same, rest), _) = epoch_over_ranks(lengths, 64, [stages[0], stages[0]], 2, **options)
+    assert same == first and 2 * len(second) <= 4 * (len(rest) + accumulation)
+
+
+def test_steps_count_from_where_the_ranks_changed():
+    lengths = make_lengths(600, 64)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, rank=1, world_size=4)
+    state = sampler.state_dict(steps=5)
+    resumed = cuseq.data.PackedBatchSampler(lengths, 64)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["step"] == 0
+    left = len(resumed)
+    rows = list(resumed)
+    assert len(rows) == left < len(cuseq.data.PackedBatchSampler(lengths, 64))
+    resumed.load_state_dict(state)
+    again = cuseq.data.PackedBatchSampler(lengths, 64)
+    again.load_state_dict(resumed.state_dict(steps=3))
+    assert list(again) == rows[3:]
+    assert len(list(again)) == len(cuseq.data.PackedBatchSampler(lengths, 64)), "a whole epoch"
+    assert len(again) == len(cuseq.data.PackedBatchSampler(lengths, 64))
+    with pytest.raises(ValueError, match=f"steps must be at most the {left} batches"):
+        resumed.state_dict(steps=left + 1)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_an_epoch_that_has_ended_stays_ended_on_other_ranks(drop_last):
+    """Also where its last rows, left out on eight ranks, would fill a step of one."""
+    lengths = make_lengths(600, 64)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64, world_size=8, drop_last=drop_last)
+    state = sampler.state_dict(steps=len(sampler))
+    resumed = cuseq.data.PackedBatchSampler(lengths, 64, drop_last=drop_last)
+    resumed.load_state_dict(state)
+    assert len(resumed) == 0
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="the end of epoch 0, of which nothing is left"):
+            assert list(resumed) == []
+    resumed.set_epoch(1)
+    plain = cuseq.data.PackedBatchSampler(lengths, 64, drop_last=drop_last)
+    plain.set_epoch(1)
+    assert list(resumed) == list(plain)
+
+
+def test_balance_on_other_ranks():
+    lengths = make_lengths(20_000, 4096)
+    for accumulation in (1, 2):
+        stages = [(8, 1, 20), (4, accumulation, 0)]
+        (_, steps), ranks = epoch_over_ranks(lengths, 4096, stages, 0, balance="attention")
+        costs = costs_of(lengths, steps, attention).reshape(-1, accumulation, 4).sum(1)
+        ratios = costs.max(1) / costs.mean(1)
+        assert ratios.mean() < 1.02
+        report = ranks[1].imbalance().attention
+        assert report.mean == pytest.approx(ratios.mean(), rel=1e-9)
+
+
+def test_two_iterations_at_a_time_on_other_ranks():
+    lengths = make_lengths(200, 64)
+    state = cuseq.data.PackedBatchSampler(lengths, 64, world_size=4).state_dict(steps=4)
+    sampler = cuseq.data.PackedBatchSampler(lengths, 64)
+    whole = list(sampler)
+    sampler.load_state_dict(state)
+    rest = list(sampler)
+    sampler.load_state_dict(state)
+    rows = iter(sampler)
+    started = [next(rows), next(rows)]
+    first = sampler.state_dict()
+    other = iter(sampler)
+    assert next(other) == whole[0]
+    second = sampler.state_dict()
+    assert started + list(rows) == rest
+    resumed = cuseq.data.PackedBatchSampler(lengths, 64)
+    for state, expected in ((first, rest[2:]), (second, whole[1:])):
+        resumed.load_state_dict(state)
+        assert list(resumed) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_loader_on_other_ranks(workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    seen, state = [], None
+    for rank in range(3):
+        sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64, rank=rank, world_size=3)
+        loader = make_loader(sampler, workers, stateful)
+        seen += [rows_of(batch) for batch in itertools.islice(loader, 2)]
+        batches = iter(loader)
+        next(batches), next(batches)
+        state = loader.state_dict()
+        del batches
+    for rank in range(2):
+        sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64, rank=rank, world_size=2)
+        loader = make_loader(sampler, workers, stateful)
+        loader.load_state_dict(state)
+        seen += [rows_of(batch) for batch in loader]
+    assert sorted(sample for row in seen for sample in row) == list(range(120))
+
+
+def test_another_accumulation_on_as_many_ranks_is_refused():
+    lengths = make_lengths(50, 64)
+    state = cuseq.data.PackedBatchSampler(lengths, 64, world_size=2).state_dict(steps=1)
+    other = cuseq.data.PackedBatchSampler(lengths, 64, world_size=2, accumulation=2)
+    with pytest.raises(ValueError, match="accumulation is 2 and was 1"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"before": None}, TypeError, "before must be a list, got NoneType"),
+        ({"before": [3]}, TypeError, "before must hold world_size, accumulation and steps, got 3"),
+        ({"before": [[2, 1]]}, TypeError, "before must hold world_size, accumulation and steps"),
+        ({"before": [[2, 1, 1.5]]}, TypeError, "step must be an int, got 1.5"),
+        ({"before": [[0, 1, 1]]}, ValueError, "world_size must be at least 1, got 0"),
+        ({"world_size": "2"}, TypeError, "world_size must be an int, got '2'"),
+        ({"step": -1}, ValueError, "step must be at least 0, got -1"),
+    ],
+)
+def test_wrong_positions_are_refused(change, error, message):
+    sampler = cuseq.data.PackedBatchSampler([3, 4, 5], 8)
+    expected = list(sampler)
+    state = sampler.state_dict(steps=0)
+    with pytest.raises(error, match=message):
+        sampler.load_state_dict(state | change)
+    assert list(sampler) == expected, "as it was"
+
+
+def test_steps_beyond_the_epoch_of_other_ranks_are_refused():
+    sampler = cuseq.data.PackedBatchSampler([3, 5, 8], 8)
+    sampler.load_state_dict(sampler.state_dict() | {"step": 2, "world_size": 2})
+    with pytest.raises(ValueError, match="step must be at most the 1 of the epoch, got 2"):
+        list(sampler)
 
 
 # With DataLoader.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,34 +14,21 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from cuseq._arguments import as_int, one_of
-from cuseq.data._balance import (
-    deal,
-    order_of,
-    rows_to_take_apart,
-    seed_of,
-    shuffle_groups,
-    take_apart,
-)
+from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
 from cuseq.data._state import refuse_other
 
 if TYPE_CHECKING:
     import numpy
 
-_ops = torch.ops.cuseq
-
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
 _CUTTING = {"strategy": "wrapped", "overlong": "split"}
-_STATE_VERSION = 1
+_STATE_VERSION = 2
+_POSITION = ("epoch", "step", "world_size", "accumulation", "before")
 
-# Quadratic, linear and constant coefficient of a sample's length.
-_TOKENS = (0.0, 1.0, 0.0)
-_ATTENTION = (1.0, 0.0, 0.0)
-
-# Lengths looked at, and rows balanced, in one go, so that a large set needs little more memory.
+# Lengths looked at in one go, so that a large set needs little more memory.
 _CHUNK = 1 << 22
-_ROWS = 1 << 17
 
 
 class Ratio(NamedTuple):
@@ -59,20 +45,16 @@ class Imbalance(NamedTuple):
     attention: Ratio
 
 
-@dataclass
-class _Window:
-    """Rows of one window: row b is `samples[begins[b]:ends[b]]`."""
+class _Position(NamedTuple):
+    """Where an iteration stands in its epoch.
 
-    samples: Tensor
-    begins: Tensor
-    ends: Tensor
-    start: int
-    repeated: int = 0
-    grid: Tensor | None = None
+    Attributes:
+        before: the parts of the epoch that other numbers of ranks had.
+        step: batches that each rank had since then.
+    """
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.begins)
+    before: tuple[Stage, ...] = ()
+    step: int = 0
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -186,9 +168,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._lengths = host_lengths(lengths)
         self.skipped = self._check_lengths()
         self.epoch = 0
-        self._start = 0  # of the next iteration
-        self._step = 0  # batches that were yielded
-        self._forget_plan()
+        self._next = _Position()  # where the next iteration starts
+        self._position = _Position()  # of the iteration that went on last
+        self._epochs: dict[tuple[Stage, ...], Epoch] = {}
 
     def _check_lengths(self) -> int:
         """Raises what is wrong with the lengths, or counts those above the capacity."""
@@ -218,50 +200,63 @@ class PackedBatchSampler(Sampler[list[int]]):
         if epoch == self.epoch:
             return
         self.epoch = epoch
-        self._start = self._step = 0
-        self._forget_plan()
+        self._next = self._position = _Position()
+        self._epochs.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
         # Told at once, but used up by the first batch only: torchdata's StatefulDataLoader loads a
         # state into what it has called iter() of, and drops iterators that it never starts.
-        self._step = self._start
+        self._position = self._next
         return self._iterate()
 
     def _iterate(self) -> Iterator[list[int]]:
-        start, self._start = self._start, 0
-        step = self._step = start
-        passed = 0
-        for window in self._windows():
-            steps = window.num_rows // self.world_size
-            skip = max(0, step - passed)
-            if skip < steps:
-                for batch in self._batches(window, skip):
-                    step += 1
-                    self._step = step
-                    yield batch
-            passed += steps
-            del window  # the next one is made meanwhile
-        if step > passed:
-            raise ValueError(f"step must be at most the {passed} of the epoch, got {step}")
-        if start == passed > 0:
+        start, self._next = self._next, _Position()
+        self._position = start
+        batches = self._epoch_after(start.before).batches(self.rank, start.step)
+        for step, batch in enumerate(batches, start.step + 1):
+            self._position = _Position(start.before, step)
+            yield batch
+        if start != _Position() and self._position == start:
             # With workers StatefulDataLoader starts an iterator that it drops, then another one.
-            self._start = start
+            self._next = start
             warnings.warn(
                 f"the state that was loaded is of the end of epoch {self.epoch}, of which nothing "
                 "is left: set_epoch chooses another one",
                 stacklevel=2,
             )
 
-    def __len__(self) -> int:
-        """Batches of the epoch, the same on every rank.
+    def _epoch_after(self, before: tuple[Stage, ...]) -> Epoch:
+        """The epoch, or what these stages left of it."""
+        if before not in self._epochs:
+            packing = Packing(
+                capacity=self.capacity,
+                strategy=self.strategy,
+                balance=self.balance,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                drop_last=self.drop_last,
+                buffer=self.buffer,
+            )
+            self._epochs[before] = Epoch(
+                self._lengths, packing, self.epoch, self.world_size, self.accumulation, before
+            )
+        return self._epochs[before]
 
+    @property
+    def _current(self) -> Epoch:
+        return self._epoch_after(self._position.before)
+
+    def __len__(self) -> int:
+        """Return the number of batches of the epoch, the same on every rank.
+
+        Where a state of another number of ranks was loaded, those that it leaves to these ranks.
         With `buffer` that takes a pass over all windows, once for each epoch.
         """
-        return self._counted[0]
+        return self._current.counts[0]
 
     @property
     def repeated(self) -> int:
-        return self._counted[1]
+        return self._current.counts[1]
 
     def imbalance(self) -> Imbalance:
         """How far the slowest rank of a step of the optimizer is from the mean of the ranks.
@@ -271,18 +266,14 @@ class PackedBatchSampler(Sampler[list[int]]):
             the current epoch; 1.0 is even. With `buffer` it takes a pass over all windows.
         """
         totals, largest, groups = [0.0, 0.0], [1.0, 1.0], 0
-        for window in self._windows():
-            if window.num_rows == 0:
-                continue
-            grid = self._dealt(window)
-            groups += len(grid)
-            for i, coefficients in enumerate((_TOKENS, _ATTENTION)):
-                ranks = self._costs(window, coefficients)[grid].sum(1)
+        for costs in self._current.costs_of_ranks((TOKENS, ATTENTION)):
+            groups += len(costs[0])
+            for i, ranks in enumerate(costs):
                 # A step without any cost is even.
                 ratios = (ranks.amax(1) / ranks.mean(1)).nan_to_num(1.0)
                 totals[i] += float(ratios.sum())
                 largest[i] = max(largest[i], float(ratios.max()))
-            del window, grid, ranks, ratios  # the next one is made meanwhile
+            del costs, ranks, ratios  # the next window is made meanwhile
         means = [total / groups if groups else 1.0 for total in totals]
         return Imbalance(Ratio(means[0], largest[0]), Ratio(means[1], largest[1]))
 
@@ -305,36 +296,65 @@ class PackedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: `steps` is beyond the epoch.
         """
-        step = self._step
+        before, step = self._position
         if steps is not None:
             step = as_int(steps, "steps", least=0)
             if step > len(self):
                 raise ValueError(
                     f"steps must be at most the {len(self)} batches of the epoch, got {steps}"
                 )
-        return {"epoch": self.epoch, "step": step, **self._settings()}
+        return {
+            "epoch": self.epoch,
+            "step": step,
+            "world_size": self.world_size,
+            "accumulation": self.accumulation,
+            "before": [list(stage) for stage in before],
+            **self._settings(),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration go on where `state` was taken.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration go on where `state` was taken.
+
+        A state of another `world_size` counts the rows that all its ranks had together: these
+        ranks share what is left. `accumulation` may then be another one too, so that a step of the
+        optimizer keeps its size. Batches are counted from there on.
 
         Raises:
             ValueError: the state is of other lengths or arguments; the message says which differ.
                 During the iteration: its step is beyond the epoch.
             TypeError: it is no state.
         """
-        refuse_other(state, self._settings(), ("epoch", "step"))
+        refuse_other(state, self._settings(), _POSITION)
+        position = self._position_of(state)
         self.set_epoch(state["epoch"])
-        self._start = self._step = as_int(state["step"], "step", least=0)
+        self._next = self._position = position
+        # Of the plans only that of the whole epoch may be of use again.
+        self._epochs = {before: epoch for before, epoch in self._epochs.items() if before == ()}
+
+    def _position_of(self, state: Mapping[str, Any]) -> _Position:
+        if not isinstance(state["before"], Sequence):
+            raise TypeError(f"before must be a list, got {type(state['before']).__name__}")
+        stages = [_checked_stage(stage) for stage in state["before"]]
+        last = [state[name] for name in ("world_size", "accumulation", "step")]
+        stages.append(_checked_stage(last))
+        ranks = (self.world_size, self.accumulation)
+        if stages[-1].world_size == self.world_size and stages[-1][:2] != ranks:
+            raise ValueError(
+                "state must be of the same accumulation on as many ranks, but accumulation is "
+                f"{self.accumulation} and was {stages[-1].accumulation}"
+            )
+        while stages and stages[-1].steps == 0:
+            stages.pop()
+        step = stages.pop().steps if stages and stages[-1][:2] == ranks else 0
+        return _Position(tuple(stages), step)
 
     def _settings(self) -> dict[str, Any]:
         return {
             "version": _STATE_VERSION,
             "lengths": self._fingerprint,
             "capacity": self.capacity,
-            "world_size": self.world_size,
             "strategy": self.strategy,
             "balance": list(self.balance) if isinstance(self.balance, tuple) else self.balance,
-            "accumulation": self.accumulation,
             "overlong": self.overlong,
             "seed": self.seed,
             "shuffle": self.shuffle,
@@ -350,125 +370,6 @@ class PackedBatchSampler(Sampler[list[int]]):
             values = chunk.to(torch.int64).contiguous()
             digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
         return f"{len(self._lengths)}:{digest.hexdigest()}"
-
-    # ----------------------------------------------------------------------------- its plan
-
-    def _forget_plan(self) -> None:
-        self._kept: list[_Window] | None = None
-        self.__dict__.pop("_counted", None)
-
-    def _windows(self) -> Iterable[_Window]:
-        """The windows of the epoch; one that holds the whole set is kept."""
-        if self.buffer is not None and self.buffer < len(self._lengths):
-            return self._plan()
-        if self._kept is None:
-            self._kept = list(self._plan())
-        return self._kept
-
-    def _plan(self) -> Iterator[_Window]:
-        total = len(self._lengths)
-        size = total if self.buffer is None else self.buffer
-        seed = self._seed("samples") if self.shuffle else None
-        carried = torch.empty(0, dtype=torch.int32, device="cpu")
-        for begin in range(0, total, max(size, 1)):
-            end = min(begin + size, total)
-            samples, offsets = _ops.pack_window(
-                self._lengths, carried, seed, begin, end, self.capacity, self.strategy
-            )
-            window = _Window(samples, offsets[:-1], offsets[1:], begin)
-            del samples, offsets
-            group = self.world_size * self.accumulation
-            spare = window.num_rows % group
-            if end < total or self.drop_last:
-                if end < total <= end + size and group > 1 and not self.drop_last:
-                    # However small the last window is, it has a whole group to make even.
-                    spare = min(spare + group, window.num_rows)
-                carried = self._leave_out(window, spare)
-            elif spare > 0:
-                self._fill_up(window, spare)
-            yield window
-            del window  # before the next one is made
-
-    def _leave_out(self, window: _Window, spare: int) -> Tensor:
-        """Takes so many rows out of the window and returns their samples."""
-        if spare == 0:
-            return window.samples.new_empty(0)
-        first, end = window.num_rows - spare, window.num_rows
-        if self.shuffle:
-            seed = self._seed("spare", window.start)
-            rows = _ops.permutation(window.num_rows, seed, first, end).tolist()
-        else:
-            rows = list(range(first, end))
-        return torch.cat(_take_out(window, rows))
-
-    def _fill_up(self, window: _Window, spare: int) -> None:
-        """Takes rows apart until the rows are a multiple of what a step of all ranks needs."""
-        missing = self.world_size * self.accumulation - spare
-        numbers = rows_to_take_apart(window.ends - window.begins, spare, missing)
-        first_spare = int(window.begins[window.num_rows - spare])
-        rows = [row.tolist() for row in _take_out(window, numbers)]
-        lengths = {sample: int(self._lengths[sample]) for row in rows for sample in row}
-        a, b, c = self._coefficients[0]
-        costs = {sample: (a * n + b) * n + c for sample, n in lengths.items()}
-        made, window.repeated = take_apart(rows, len(rows) + missing, lengths, costs, self.capacity)
-        _write_rows(window, made, first_spare)
-
-    def _dealt(self, window: _Window) -> Tensor:
-        """Row numbers `[groups, accumulation, world_size]`."""
-        if window.grid is None:
-            seed = self._seed("steps", window.start) if self.shuffle else None
-            shape = (-1, self.accumulation, self.world_size)
-            if self.balance is None:
-                window.grid = order_of(window.num_rows, seed).view(shape)
-            else:
-                window.grid = shuffle_groups(self._balanced(window), seed)
-        return window.grid
-
-    def _balanced(self, window: _Window) -> Tensor:
-        """The same with even ranks, sorted by cost in parts that spare memory."""
-        group = self.accumulation * self.world_size
-        size = max(_ROWS // group, 1) * group
-        numbers = torch.empty(window.num_rows, dtype=torch.int64, device="cpu")
-        for first, part in zip(range(0, window.num_rows, size), numbers.split(size), strict=True):
-            rows = slice(first, first + size)
-            costs = [self._costs(window, c, rows) for c in self._coefficients]
-            torch.add(deal(costs, self.accumulation, self.world_size).flatten(), first, out=part)
-        return numbers.view(-1, self.accumulation, self.world_size)
-
-    def _batches(self, window: _Window, skip: int) -> Iterator[list[int]]:
-        mine = self._dealt(window)[:, :, self.rank].flatten()[skip:]
-        for rows in mine.split(1024):
-            begins, ends = window.begins[rows].tolist(), window.ends[rows].tolist()
-            for begin, end in zip(begins, ends, strict=True):
-                yield window.samples[begin:end].tolist()
-
-    def _costs(
-        self, window: _Window, coefficients: Sequence[float], rows: slice = slice(None)
-    ) -> Tensor:
-        begins, ends = window.begins[rows], window.ends[rows]
-        return _ops.row_costs(self._lengths, window.samples, begins, ends, *coefficients)
-
-    @property
-    def _coefficients(self) -> list[Sequence[float]]:
-        """What is balanced, and what decides among equals."""
-        if self.balance == "attention":
-            return [_ATTENTION, _TOKENS]
-        if self.balance is None or self.balance == "tokens":
-            return [_TOKENS, _ATTENTION]
-        return [self.balance]
-
-    @cached_property
-    def _counted(self) -> tuple[int, int]:
-        """Steps of a rank, and samples that are repeated."""
-        rows = repeated = 0
-        for window in self._windows():
-            rows += window.num_rows
-            repeated += window.repeated
-            del window
-        return rows // self.world_size, repeated
-
-    def _seed(self, *purpose: str | int) -> int:
-        return seed_of(self.seed, self.epoch, *purpose)
 
 
 def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:
@@ -495,23 +396,12 @@ def _chunks(lengths: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield begin, lengths[begin : begin + _CHUNK]
 
 
-def _take_out(window: _Window, rows: list[int]) -> list[Tensor]:
-    """Takes rows out of the window and returns the samples of each."""
-    taken = [window.samples[window.begins[row] : window.ends[row]] for row in rows]
-    stays = torch.ones(window.num_rows, dtype=torch.bool, device="cpu")
-    stays[rows] = False
-    window.begins, window.ends = window.begins[stays], window.ends[stays]
-    return taken
-
-
-def _write_rows(window: _Window, rows: list[list[int]], begin: int) -> None:
-    """Puts rows at the end, their samples from `begin` on."""
-    samples = window.samples.new_tensor([sample for row in rows for sample in row])
-    ends = window.ends.new_tensor([len(row) for row in rows]).cumsum(0) + begin
-    begins = torch.cat([ends.new_tensor([begin]), ends[:-1]])
-    if begin + len(samples) <= len(window.samples):
-        window.samples[begin : begin + len(samples)] = samples
-    else:
-        window.samples = torch.cat([window.samples[:begin], samples])
-    window.begins = torch.cat([window.begins, begins])
-    window.ends = torch.cat([window.ends, ends])
+def _checked_stage(stage: Any) -> Stage:
+    if not isinstance(stage, Sequence) or len(stage) != 3:
+        raise TypeError(f"before must hold world_size, accumulation and steps, got {stage!r}")
+    world_size, accumulation, steps = stage
+    return Stage(
+        as_int(world_size, "world_size", least=1),
+        as_int(accumulation, "accumulation", least=1),
+        as_int(steps, "step", least=0),
+    )
