@@ -413,6 +413,118 @@ def test_interrupted_at_random(case, stops, source):
         assert rows == expected
 
 
+# Resuming on another number of ranks.
+
+
+def pass_over_ranks(case, stages, source):
+    """One pass over stages `(world_size, stop)`, the last one to its end: rows of each rank."""
+    lengths, capacity, _, options = case
+    state, rows = None, []
+    for number, (world_size, stop) in enumerate(stages):
+        ranks, states = [], []
+        for rank in range(world_size):
+            stream = cuseq.data.PackedStream(
+                source(lengths), capacity, rank=rank, world_size=world_size, **options
+            )
+            if state is not None:
+                stream.load_state_dict(through_a_checkpoint(state))
+            last = number == len(stages) - 1
+            ranks.append(make_rows(itertools.islice(stream, None if last else stop)))
+            states.append(stream.state_dict())
+        assert len(set(map(len, ranks))) == 1, "or DDP hangs"
+        assert all(other == states[0] for other in states)
+        state = states[-1]
+        rows += [row for of_rank in ranks for row in of_rank]
+    return rows, ranks
+
+
+STAGES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 8)), min_size=2, max_size=4)
+
+
+@settings(max_examples=150)
+@given(
+    case=cases(drop_last=False),
+    stages=STAGES,
+    source=st.sampled_from([Resumable, Source]),
+)
+def test_every_sample_once_on_changing_ranks(case, stages, source):
+    lengths, capacity, _, options = case
+    rows, _ = pass_over_ranks(case, stages, source)
+    assert all(rows), "no row is empty"
+    assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    counts = Counter(sample for row in rows for sample in row)
+    assert set(counts) == set(range(len(lengths))), "none is lost"
+    repeated = sum(counts.values()) - len(lengths)
+    assert repeated <= sum(world_size - 1 for world_size, _ in stages)
+    if options["strategy"] == "sequential" and not options["shuffle"] and repeated == 0:
+        world_sizes = {world_size for world_size, _ in stages}
+        if world_sizes == {1}:
+            assert [i for row in rows for i in row] == list(range(len(lengths)))
+
+
+@settings(max_examples=150)
+@given(case=cases(drop_last=True), stages=STAGES, source=st.sampled_from([Resumable, Source]))
+def test_no_sample_twice_on_changing_ranks(case, stages, source):
+    """With drop_last less than a row for each rank of a stage is left out."""
+    lengths, capacity, _, _ = case
+    rows, _ = pass_over_ranks(case, stages, source)
+    assert all(rows) and all(sum(lengths[i] for i in row) <= capacity for row in rows)
+    counts = Counter(sample for row in rows for sample in row)
+    assert max(counts.values(), default=1) == 1
+    left = [length for number, length in enumerate(lengths) if number not in counts]
+    most = max(world_size for world_size, _ in stages)
+    assert sum(left) <= (most - 1) * capacity
+
+
+@settings(max_examples=50)
+@given(case=cases(), stops=st.lists(st.integers(0, 9), min_size=1, max_size=3))
+def test_the_same_ranks_go_on_bit_equal(case, stops):
+    """Also if others began with the state and had no row."""
+    lengths, capacity, world_size, options = case
+    options["window"] = max(options["window"], world_size + 1)
+    for rank in range(world_size):
+
+        def make(rank=rank, world_size=world_size):
+            return cuseq.data.PackedStream(
+                Source(lengths), capacity, rank=rank, world_size=world_size, **options
+            )
+
+        expected, stream, rows = make_rows(make()), make(), []
+        for stop in stops:
+            rows += make_rows(itertools.islice(stream, min(stop, len(expected) - len(rows))))
+            state = stream.state_dict()
+            idle = make(0, world_size + 1)
+            idle.load_state_dict(state)
+            iter(idle)
+            stream = make()
+            stream.load_state_dict(through_a_checkpoint(idle.state_dict()))
+        assert rows + make_rows(stream) == expected
+
+
+def test_resume_on_other_ranks_literally():
+    """Three ranks had a row each, the samples of the fourth and what stayed go to one."""
+    lengths = make_lengths(300, 64)
+    case = lengths, 64, 1, {"window": 50}
+    for source in SOURCES.values():
+        rows, (last,) = pass_over_ranks(case, [(3, 4), (1, 0)], source)
+        assert sorted(sample for row in rows for sample in row) == list(range(300))
+        assert len(rows) == 12 + len(last) and len(last) > 12
+        assert sum(lengths) / (64 * len(rows)) > 0.9, "rows are full"
+
+
+def test_the_end_on_other_ranks():
+    """Nothing comes again, and the next pass is whole."""
+    source = as_list(make_lengths(120, 40))
+    for drop_last in (False, True):
+        options = {"window": 25, "drop_last": drop_last}
+        stream = cuseq.data.PackedStream(source, 40, world_size=4, **options)
+        assert len(make_rows(stream)) > 2
+        resumed = cuseq.data.PackedStream(source, 40, **options)
+        resumed.load_state_dict(stream.state_dict())
+        assert make_rows(resumed) == []
+        assert make_rows(resumed) == make_rows(cuseq.data.PackedStream(source, 40, **options))
+
+
 def test_a_source_with_a_state_is_not_read_again():
     lengths = make_lengths(2000, 64)
     stream = cuseq.data.PackedStream(Resumable(lengths), 64, window=50)
@@ -557,6 +669,17 @@ def test_the_seed_is_an_int_however_it_is_set():
         (lambda state: {k: v for k, v in state.items() if k != "done"}, ValueError, "no 'done'"),
         (lambda state: state | {"done": -1}, ValueError, "done must be at least 0, got -1"),
         (lambda state: state | {"done": 99}, ValueError, "done must be at most the .*, got 99"),
+        (lambda state: state | {"held": None}, TypeError, "held must be a list, got NoneType"),
+        (
+            lambda state: state | {"world_size": 0},
+            ValueError,
+            "world_size must be at least 1, got 0",
+        ),
+        (
+            lambda state: state | {"world_size": 2, "done": 99},
+            ValueError,
+            "done must be at most the .*, got 99",
+        ),
     ],
 )
 def test_what_is_no_state_is_refused(change, error, message):
@@ -613,7 +736,6 @@ def test_a_state_is_a_snapshot():
         ("capacity", 65),
         ("window", 51),
         ("strategy", "ffd"),
-        ("world_size", 2),
         ("shuffle", True),
         ("drop_last", True),
     ],

@@ -9,24 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from cuseq import _C
 from cuseq._arguments import as_int, one_of
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
 from cuseq.data._state import refuse_other
 
-_ops = torch.ops.cuseq
-
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
 _MOST_WINDOWS = 8  # that a sample is held over
-_STATE_VERSION = 1
-_START: dict[str, Any] = {
-    "window_number": 0,
-    "done": 0,
-    "consumed": 0,
-    "skipped": 0,
-    "held": [],
-    "source": None,
-}
+_STATE_VERSION = 2
+_COUNTS = ("window_number", "done", "consumed", "skipped")
 _END = object()
 
 
@@ -37,6 +29,13 @@ class _Held(NamedTuple):
     since: int
     length: int
     sample: Any
+
+
+class _Window(NamedTuple):
+    """A packed window: the rows that go out, in their order over all ranks, and what stays."""
+
+    rows: list[list[_Held]]
+    staying: list[_Held]
 
 
 class _Pass:
@@ -132,7 +131,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self.seed = seed
         self.overlong = one_of(overlong, "overlong", _OVERLONG)
         self.drop_last = bool(drop_last)
-        self._pass = _Pass(_START)  # the one that went on last
+        self._pass = self._new_pass()  # the one that went on last
         self._loaded: _Pass | None = None  # the next one
         self._source_start: Any = None  # state of a source that has one, before its first pass
         self._source_moved = False  # whether another state was loaded into it since
@@ -160,22 +159,29 @@ class PackedStream(IterableDataset[list[Any]]):
             )
         # Told at once, but a loaded state is used up by the first row only: torchdata's
         # StatefulDataLoader drops iterators that it never starts.
-        self._pass = self._loaded or _Pass(copy.deepcopy(_START))
+        self._pass = self._loaded or self._new_pass()
         return self._rows()
+
+    def _new_pass(self) -> _Pass:
+        position: dict[str, Any] = dict.fromkeys(_COUNTS, 0)
+        return _Pass(position | {"world_size": self.world_size, "held": [], "source": None})
 
     def _rows(self) -> Iterator[list[Any]]:
         loaded, self._loaded = self._loaded, None
-        at = self._pass = loaded or _Pass(copy.deepcopy(_START))
+        at = self._pass = loaded or self._new_pass()
         samples, held = self._resumed(at) if loaded else (self._from_the_start(), [])
+        ended = self._refill(at, held, samples)
+        if at.position["world_size"] != self.world_size:
+            held, ended = self._taken_over(at, held, samples, ended)
+            if ended and not held:
+                return
         while True:
-            ended = self._refill(at, held, samples)
-            rows, held = self._packed(at, held, ended)
-            done = at.position["done"]
-            if done > len(rows):
-                raise ValueError(
-                    f"done must be at most the {len(rows)} rows of the state's window, got {done}"
-                )
+            window = self._packed(at, held, ended, self.world_size)
+            done = _checked_done(at, window)
             # From the end, so that none is held once it is yielded.
+            rows = [_samples_of(row) for row in window.rows[self.rank :: self.world_size]]
+            held = window.staying
+            del window
             rows = rows[done:][::-1]
             while rows:
                 at.position["done"] += 1
@@ -184,6 +190,24 @@ class PackedStream(IterableDataset[list[Any]]):
             if ended:
                 return
             at.position = self._window_start(at, held)
+            ended = self._refill(at, held, samples)
+
+    def _taken_over(
+        self, at: _Pass, held: list[_Held], samples: Iterator[Any], ended: bool
+    ) -> tuple[list[_Held], bool]:
+        """A window of what the state's ranks, others than these, left of theirs."""
+        world_size = at.position["world_size"]
+        window = self._packed(at, held, ended, world_size)
+        done = _checked_done(at, window)
+        seen = {entry.number for row in window.rows[: done * world_size] for entry in row}
+        if ended and done * world_size == len(window.rows):
+            return [], True
+        if done == 0:  # the window is anybody's
+            at.position["world_size"] = self.world_size
+            return held, ended
+        left = [entry for entry in held if entry.number not in seen]
+        at.position = self._window_start(at, left)
+        return left, self._refill(at, left, samples)
 
     def _window_start(self, at: _Pass, held: list[_Held]) -> dict[str, Any]:
         """What a state says of the window that begins now."""
@@ -191,6 +215,7 @@ class PackedStream(IterableDataset[list[Any]]):
         return {
             "window_number": at.window + 1,
             "done": 0,
+            "world_size": self.world_size,
             "consumed": at.consumed,
             "skipped": at.skipped,
             # Copies: who gets a sample may change it.
@@ -269,20 +294,18 @@ class PackedStream(IterableDataset[list[Any]]):
 
     # ----------------------------------------------------------------------------- one window
 
-    def _packed(
-        self, at: _Pass, held: list[_Held], ended: bool
-    ) -> tuple[list[list[Any]], list[_Held]]:
-        """This rank's rows of the window, and what stays in it."""
+    def _packed(self, at: _Pass, held: list[_Held], ended: bool, world_size: int) -> _Window:
+        """The rows of the window for so many ranks, and what stays in it."""
         held = [held[i] for i in self._order(at, len(held), "samples")]
         lengths = [entry.length for entry in held]
         values = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-        indices, offsets, _, _ = _ops.bin_pack(values, self.capacity, self.strategy)
+        indices, offsets, _, _ = _C.bin_pack(values, self.capacity, self.strategy, "raise")
         numbers, ends = indices.tolist(), offsets.tolist()
         rows = [numbers[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
-        rows, staying = self._chosen(at, rows, held, ended)
-        mine = [rows[i] for i in self._order(at, len(rows), "rows")][self.rank :: self.world_size]
-        return (
-            [[held[i].sample for i in row] for row in mine],
+        rows, staying = self._chosen(at, rows, held, ended, world_size)
+        order = self._order(at, len(rows), "rows")
+        return _Window(
+            [[held[i] for i in rows[number]] for number in order],
             [held[i] for row in staying for i in row],
         )
 
@@ -290,23 +313,28 @@ class PackedStream(IterableDataset[list[Any]]):
         if not self.shuffle:
             return list(range(count))
         seed = seed_of(self.seed, purpose, at.window)
-        return _ops.permutation(count, seed, 0, count).tolist()
+        return _C.permutation(count, seed, 0, count).tolist()
 
     def _chosen(
-        self, at: _Pass, rows: list[list[int]], held: list[_Held], ended: bool
+        self,
+        at: _Pass,
+        rows: list[list[int]],
+        held: list[_Held],
+        ended: bool,
+        world_size: int,
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Rows that go out, a multiple of the ranks, and rows that stay."""
-        spare = len(rows) % self.world_size
+        spare = len(rows) % world_size
         numbers = range(len(rows))
         if ended and not self.drop_last:
-            return self._evened(rows, held), []
+            return self._evened(rows, held, world_size), []
         if not ended:
             # At least one stays, in whose place the next window finds better company.
-            spare = spare or self.world_size
+            spare = spare or world_size
             oldest = at.window - _MOST_WINDOWS
             numbers = [n for n in numbers if all(held[i].since > oldest for i in rows[n])]
             if spare > len(numbers) or spare == len(rows):
-                return self._evened(rows, held), []
+                return self._evened(rows, held, world_size), []
         if self.strategy != "sequential":
             # The emptiest come last.
             numbers = sorted(numbers, key=lambda n: -sum(held[i].length for i in rows[n]))
@@ -314,14 +342,14 @@ class PackedStream(IterableDataset[list[Any]]):
         going = [row for n, row in enumerate(rows) if n not in stay]
         return going, [row for n, row in enumerate(rows) if n in stay]
 
-    def _evened(self, rows: list[list[int]], held: list[_Held]) -> list[list[int]]:
+    def _evened(self, rows: list[list[int]], held: list[_Held], world_size: int) -> list[list[int]]:
         """All rows, some taken apart where they are no multiple of the ranks."""
-        missing = -len(rows) % self.world_size
+        missing = -len(rows) % world_size
         if missing == 0:
             return rows
         lengths = {i: held[i].length for row in rows for i in row}
         counts = torch.tensor([len(row) for row in rows], device="cpu")
-        numbers = rows_to_take_apart(counts, self.world_size - missing, missing)
+        numbers = rows_to_take_apart(counts, world_size - missing, missing)
         apart = [rows[n] for n in numbers]
         made, _ = take_apart(apart, len(apart) + missing, lengths, lengths, self.capacity)
         return [row for n, row in enumerate(rows) if n not in set(numbers)] + made
@@ -329,28 +357,36 @@ class PackedStream(IterableDataset[list[Any]]):
     # ----------------------------------------------------------------------------- its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands, to go on from there after `load_state_dict`.
+        """Return where the pass stands, to go on from there after `load_state_dict`.
 
-        It says where the window began and how many of its rows were yielded. If the iterable has
-        `state_dict` and `load_state_dict`, its own state there goes in, with the samples held over;
-        otherwise resuming reads the iterable from its start up to there again. At the end of a
-        pass it says so: the pass that resumes it yields nothing, the one after it is whole. (With a
-        worker torchdata's StatefulDataLoader begins that one at once.)
+        The state is the same on every rank. It says where the window began and how many of its rows
+        each rank has yielded. If the iterable has `state_dict` and `load_state_dict`, its own state
+        there goes in, with the samples held over; otherwise resuming reads the iterable from its
+        start up to there again. At the end of a pass it says so: the pass that resumes it yields
+        nothing, the one after it is whole. (With a worker torchdata's StatefulDataLoader begins
+        that one at once.)
         """
         return copy.deepcopy(self._pass.position) | self._settings()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next pass go on where `state` was taken.
+        """Make the next pass go on where `state` was taken.
+
+        A state of another `world_size` counts the rows that all its ranks had together. These ranks
+        share the samples of its window that were in none of them, and the rest of the stream. A
+        pass that had reached its end stays at its end.
 
         Raises:
             ValueError: the state is of other arguments; the message says which differ. During the
                 pass: the iterable is shorter than what the state had read.
             TypeError: it is no state.
         """
-        refuse_other(state, self._settings(), _START)
-        position = {key: copy.deepcopy(state[key]) for key in _START}
-        for key in ("window_number", "done", "consumed", "skipped"):
-            position[key] = as_int(position[key], key, least=0)
+        refuse_other(state, self._settings(), (*_COUNTS, "world_size", "held", "source"))
+        position = {name: as_int(state[name], name, least=0) for name in _COUNTS}
+        position["world_size"] = as_int(state["world_size"], "world_size", least=1)
+        if not isinstance(state["held"], list):
+            raise TypeError(f"held must be a list, got {type(state['held']).__name__}")
+        position["held"] = copy.deepcopy(state["held"])
+        position["source"] = copy.deepcopy(state["source"])
         self._pass = self._loaded = _Pass(position)
 
     def _settings(self) -> dict[str, Any]:
@@ -359,7 +395,6 @@ class PackedStream(IterableDataset[list[Any]]):
             "capacity": self.capacity,
             "window": self.window,
             "strategy": self.strategy,
-            "world_size": self.world_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "overlong": self.overlong,
@@ -369,3 +404,15 @@ class PackedStream(IterableDataset[list[Any]]):
 
 def _tokens(sample: Any) -> int:
     return len(sample["input_ids"])
+
+
+def _samples_of(row: list[_Held]) -> list[Any]:
+    return [entry.sample for entry in row]
+
+
+def _checked_done(at: _Pass, window: _Window) -> int:
+    """Rows of the window that each rank of the state had."""
+    done, rows = at.position["done"], len(window.rows) // at.position["world_size"]
+    if done > rows:
+        raise ValueError(f"done must be at most the {rows} rows of the state's window, got {done}")
+    return done
