@@ -474,6 +474,12 @@ def test_fill_of_rows_beyond_int64_together():
 
 
 def test_lengths_elsewhere_are_refused():
+    values = torch.tensor([3, 4])
+    for wrong in (values.to_sparse(), torch.nested.nested_tensor([values])):
+        with pytest.raises(TypeError, match="lengths must be a dense tensor, got a .* one"):
+            cuseq.data.bin_pack(wrong, 10)
+        with pytest.raises(TypeError, match="lengths must be a dense tensor, got a .* one"):
+            cuseq.data.PackedBatchSampler(wrong, 10)
     with pytest.raises((TypeError, ValueError), match="lengths must.*meta"):
         cuseq.data.bin_pack(torch.ones(3, dtype=torch.int64, device="meta"), 10)
 

@@ -143,6 +143,13 @@ def test_wrong_labels_are_refused(device):
         mask_boundary_labels(labels, [4, -3])
     with pytest.raises(ValueError, match="labels must be contiguous"):
         mask_boundary_labels(labels.reshape(2, 3).t(), [2, 3])
+    for wrong, kind in ((labels.to_sparse(), "torch.sparse_coo"), (nested(labels), "nested")):
+        with pytest.raises(TypeError, match=f"labels must be a dense tensor, got a {kind} one"):
+            mask_boundary_labels(wrong, [2, 3])
+
+
+def nested(values: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([values])
 
 
 def test_collator_literal_case():
@@ -246,6 +253,19 @@ def test_attention_mask_of_ones_is_dropped_and_others_are_refused():
         ({}, [{"input_ids": [[5, 6]]}], TypeError, r"input_ids.*examples\[0\]"),
         ({}, [{"input_ids": [5.5, 6.0]}], TypeError, r"input_ids.*examples\[0\]"),
         ({}, [{**A, "labels": [5.5, 6.0]}], TypeError, r"labels.*examples\[0\]"),
+        ({"max_seqs": 1}, [A, B], ValueError, "examples must be at most max_seqs = 1, got 2"),
+        (
+            {},
+            [A, {"input_ids": torch.tensor([5, 6]).to_sparse()}],
+            TypeError,
+            r"input_ids of examples\[1\] must be a dense tensor, got a torch.sparse_coo one",
+        ),
+        (
+            {},
+            [{"input_ids": torch.nested.nested_tensor([torch.tensor([5, 6])])}],
+            TypeError,
+            r"input_ids of examples\[0\] must be a dense tensor, got a nested one",
+        ),
     ],
 )
 def test_wrong_examples_are_named(options, examples, error, message):
@@ -259,6 +279,7 @@ def test_wrong_examples_are_named(options, examples, error, message):
         ({"capacity": 0}, "capacity.*0"),
         ({"total_tokens": -1}, "total_tokens.*-1"),
         ({"total_multiple": 0}, "total_multiple.*0"),
+        ({"max_seqs": 0}, "max_seqs must be at least 1, got 0"),
         ({"total_tokens": 10, "total_multiple": 4}, "total_tokens.*total_multiple = 4.*10"),
         ({"capacity": 9, "total_tokens": 8}, "capacity.*total_tokens = 8.*9"),
     ],
@@ -282,6 +303,19 @@ def test_options_are_keywords_and_kept():
         PackingCollator(8)
     exactly = PackingCollator(capacity=5)([A, B])
     assert exactly["packed"].total_tokens == 5
+
+
+def test_rows_hold_at_most_max_seqs_sequences():
+    """It is the capacity of the layout too, whatever the row's length."""
+    collate = PackingCollator(max_seqs=3, total_multiple=4)
+    for examples in ([A], [A, B], [A, A, B]):
+        packed = collate(examples)["packed"]
+        assert packed.cu_seqlens_static.tolist()[: len(examples) + 1] == packed.cu_seqlens.tolist()
+        assert packed.cu_seqlens_static.shape == (4,)
+    assert PackingCollator(total_tokens=8)([A, B])["packed"].cu_seqlens_static.shape == (9,)
+    assert PackingCollator().max_seqs is None
+    with pytest.raises(TypeError, match="max_seqs must be an int, got 2.5"):
+        PackingCollator(max_seqs=2.5)
 
 
 def test_positions_of_examples_must_count_from_zero():

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cuseq._arguments import check_tensor
+
 if TYPE_CHECKING:
     import numpy
 
@@ -22,6 +24,7 @@ _WIDE = (torch.uint32, torch.uint64)
 def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
     """Lengths as an int32 or int64 tensor; what has that type already is shared, not copied."""
     if isinstance(lengths, Tensor):
+        check_tensor(lengths, "lengths")
         values = lengths
     elif is_array(lengths):
         values = _from_array(lengths)

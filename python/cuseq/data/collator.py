@@ -78,11 +78,13 @@ def mask_boundary_labels(
 
 
 class PackingCollator:
-    """Concatenates examples into one packed row and says where each lies.
+    """Concatenate examples into one packed row and say where each lies.
 
     Args:
-        capacity: most tokens a row may hold, before padding; more raise. None for no limit.
         total_tokens: fixed length of every row, for compiled code; implies `capacity=total_tokens`.
+        capacity: most tokens a row may hold, before padding; more raise. None for no limit.
+        max_seqs: most examples a row may hold, at least 1; more raise. It is the capacity of the
+            layout's `cu_seqlens_static`. None for no limit, and a capacity of the row's tokens.
         total_multiple: rows are padded to a multiple of it (8, say, for tensor cores).
         pad_token_id: token of the padding, which belongs to no sequence.
 
@@ -96,9 +98,9 @@ class PackingCollator:
     row's `PackedLayout`. Everything is on the host: move the dict as any batch, `packed` has `.to`.
 
     Raises:
-        ValueError: an example is empty or longer than `capacity`, all together are longer, or an
-            example lacks a key that others have, or values are of other shapes; the message names
-            the example.
+        ValueError: an example is empty or longer than `capacity`, all together are longer or more
+            than `max_seqs`, or an example lacks a key that others have, or values are of other
+            shapes; the message names the argument or the example.
         TypeError: examples are no mappings, or a key is not one value per token.
 
     Example:
@@ -114,8 +116,9 @@ class PackingCollator:
     def __init__(
         self,
         *,
-        capacity: int | None = None,
         total_tokens: int | None = None,
+        capacity: int | None = None,
+        max_seqs: int | None = None,
         total_multiple: int = 1,
         pad_token_id: int = 0,
     ):
@@ -133,6 +136,7 @@ class PackingCollator:
             )
         self.capacity = total_tokens if capacity is None else capacity
         self.total_tokens = total_tokens
+        self.max_seqs = None if max_seqs is None else as_int(max_seqs, "max_seqs", 1)
         self.total_multiple = total_multiple
         self.pad_token_id = as_int(pad_token_id, "pad_token_id")
 
@@ -147,6 +151,10 @@ class PackingCollator:
                     f"examples must be a list of mappings, got {type(example).__name__} as "
                     f"examples[{i}]"
                 )
+        if self.max_seqs is not None and len(examples) > self.max_seqs:
+            raise ValueError(
+                f"examples must be at most max_seqs = {self.max_seqs}, got {len(examples)}"
+            )
         keys = [key for key in examples[0] if key not in self._MADE_HERE]
         columns = {key: _column(examples, key) for key in keys}
         if "input_ids" not in columns:
@@ -157,7 +165,7 @@ class PackingCollator:
         columns.setdefault("labels", columns["input_ids"])
 
         total = self._row_length(sum(lengths))
-        packed = PackedLayout.from_lengths(lengths, total)
+        packed = PackedLayout.from_lengths(lengths, total, max_seqs=self.max_seqs)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}
         batch: dict[str, Any] = {
             key: _pack(pieces, total, fills.get(key, 0)) for key, pieces in columns.items()
@@ -231,6 +239,7 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
                 f"{key} must hold one number per token, got {type(example[key]).__name__} in "
                 f"examples[{i}]; drop the keys that are not per token first"
             ) from error
+        check_tensor(values, f"{key} of examples[{i}]")
         if values.dim() == 0 or (key in PackingCollator._KNOWN and values.dim() != 1):
             raise TypeError(
                 f"{key} must hold one value per token, got shape {tuple(values.shape)} in "

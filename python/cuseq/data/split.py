@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int
+from cuseq._arguments import as_int, check_tensor
 from cuseq.data.collator import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 
@@ -51,6 +51,7 @@ def split_by_tokens(
         ValueError: a sequence is longer than `budget`, a tensor is not per token, `packed` or
             `labels` is missing, or the lengths of `packed` are on the GPU alone: make the layout
             from lengths on the host.
+        TypeError: a tensor is not dense, or `packed` is not a `PackedLayout`.
 
     Example:
         >>> batch = cuseq.PackingCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
@@ -79,6 +80,8 @@ def _checked_layout(batch: Mapping[str, Any]) -> PackedLayout:
     for key, value in batch.items():
         if key == "packed":
             continue
+        if isinstance(value, Tensor):
+            check_tensor(value, key)
         if not isinstance(value, Tensor) or value.shape[:2] != (1, packed.total_tokens):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
