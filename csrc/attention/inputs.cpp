@@ -46,11 +46,23 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_tokens(q.size(0));
 }
 
-void check_options(const Tensor& q, const AttentionOptions& options, OptionalInt bound) {
+// The layout's numbers, unless a graph is captured, which will replay with others.
+std::optional<HostMeta> host_meta_of(const Tensor& q, const AttentionOptions& options) {
   const Tensor& cu_seqlens = options.cu_seqlens;
   check_offsets(cu_seqlens);
   TORCH_CHECK_VALUE(cu_seqlens.device() == q.device(), "packed must lie on q's device, ",
                     q.device(), ", got ", cu_seqlens.device(), ": move it with packed.to(device)");
+  if (!options.host_meta.has_value() || is_capturing(q)) return std::nullopt;
+  const HostMeta meta = HostMeta::of(*options.host_meta);
+  TORCH_CHECK_VALUE(meta.total_tokens == q.size(0),
+                    "q must have packed.total_tokens = ", meta.total_tokens, " tokens, got ",
+                    q.size(0));
+  meta.check_offsets(cu_seqlens);
+  return meta;
+}
+
+void check_options(const Tensor& q, const AttentionOptions& options, OptionalInt bound) {
+  const Tensor& cu_seqlens = options.cu_seqlens;
   check_offset_values(cu_seqlens, q.size(0));
   check_padded_offsets(options.cu_seqlens_padded, cu_seqlens, q.size(0));
   check_window(options.window);
@@ -87,24 +99,19 @@ Tensor brought_inside(const Tensor& offsets, int64_t longest, int64_t total_toke
 }
 
 // The sequences as the host knows them: from host_meta, or from offsets that lie there. Where only
-// the device knows them, or a graph will replay with others, they are bounds.
-Sequences sequences_of(const Tensor& q, const AttentionOptions& options, OptionalInt bound) {
-  const Tensor& cu_seqlens = options.cu_seqlens;
+// the device knows them they are bounds.
+Sequences sequences_of(const Tensor& q, const Tensor& cu_seqlens,
+                       const std::optional<HostMeta>& meta, OptionalInt bound) {
   const int64_t total_tokens = q.size(0);
   Sequences sequences;
   sequences.cu_seqlens = cu_seqlens;
   sequences.offsets = cu_seqlens;
-  if (options.host_meta.has_value() && !is_capturing(q)) {
-    const HostMeta meta = HostMeta::of(*options.host_meta);
-    TORCH_CHECK_VALUE(meta.total_tokens == total_tokens,
-                      "q must have packed.total_tokens = ", meta.total_tokens, " tokens, got ",
-                      total_tokens);
-    meta.check_offsets(cu_seqlens);
-    sequences.longest = meta.max_seqlen;
-    sequences.num_real_tokens = meta.num_real_tokens;
+  if (meta.has_value()) {
+    sequences.longest = meta->max_seqlen;
+    sequences.num_real_tokens = meta->num_real_tokens;
     // cu_seqlens_static has room for more sequences.
-    if (meta.num_seqs + 1 < cu_seqlens.size(0)) {
-      sequences.offsets = cu_seqlens.narrow(0, 0, meta.num_seqs + 1);
+    if (meta->num_seqs + 1 < cu_seqlens.size(0)) {
+      sequences.offsets = cu_seqlens.narrow(0, 0, meta->num_seqs + 1);
     }
   } else if (cu_seqlens.is_cpu()) {
     sequences.longest = total_tokens;
@@ -124,6 +131,7 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
     bound = options.max_seqlen_bound->guard_int(__FILE__, __LINE__);
   }
   check_tensors(q, k, v);
+  const std::optional<HostMeta> meta = host_meta_of(q, options);
   check_options(q, options, bound);
   Row row;
   row.cu_seqlens_padded = options.cu_seqlens_padded;
@@ -131,7 +139,7 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   call.q = q;
   call.k = k;
   call.v = v;
-  call.queries = sequences_of(q, options, bound);
+  call.queries = sequences_of(q, options.cu_seqlens, meta, bound);
   call.keys = call.queries;
   call.causal = options.causal;
   call.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));

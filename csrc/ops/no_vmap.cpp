@@ -8,7 +8,7 @@ namespace {
 void refuse_vmap(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, op.operator_name().name,
                               " has no batching rule for vmap: pass the batch as dimensions of "
-                              "its own, as layout \"bshd\" or \"bhsd\" say, or as one packed row");
+                              "its own, as qkv_format \"bshd\" or \"bhsd\", or as one packed row");
 }
 
 }  // namespace

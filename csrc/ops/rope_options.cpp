@@ -226,20 +226,24 @@ void read_segments(const RopeOptions& options, const Tensor& query, const Sizes&
   TORCH_CHECK_VALUE(offsets.device() == query.device(), "packed must lie on q's device, ",
                     query.device(), ", got ", offsets.device(), ": move it with packed.to(device)");
   const int64_t total_tokens = positions.global_tokens;
-  check_offset_values(offsets, total_tokens);
   positions.source = PositionSource::kSegments;
   positions.seqlens = {offsets.const_data_ptr<int32_t>(), offsets.size(0) - 1};
   const int64_t divisor = 2 * positions.cp_size;
+  std::optional<HostMeta> meta;
   if (options.host_meta.has_value() && !is_capturing(query)) {
-    const HostMeta meta = HostMeta::of(*options.host_meta);
-    TORCH_CHECK_VALUE(
-        meta.total_tokens == total_tokens, "q must have packed.total_tokens = ", meta.total_tokens,
-        positions.cp_size == 1 ? "" : " / cp_size", " tokens, got ", sizes.batch * sizes.tokens);
-    meta.check_offsets(offsets);
-    positions.seqlens.n_seqs = meta.num_seqs;
-    check_reach(meta.max_seqlen, args, "the longest sequence");
-    check_reach(total_tokens - meta.num_real_tokens, args, "the tail");
-    if (positions.cp_size > 1) check_divisible(meta.length_divisor, divisor, "lengths");
+    meta = HostMeta::of(*options.host_meta);
+    TORCH_CHECK_VALUE(meta->total_tokens == total_tokens,
+                      "q must have packed.total_tokens = ", meta->total_tokens,
+                      positions.cp_size == 1 ? "" : " / cp_size", " tokens, got ",
+                      sizes.batch * sizes.tokens);
+    meta->check_offsets(offsets);
+  }
+  check_offset_values(offsets, total_tokens);
+  if (meta.has_value()) {
+    positions.seqlens.n_seqs = meta->num_seqs;
+    check_reach(meta->max_seqlen, args, "the longest sequence");
+    check_reach(total_tokens - meta->num_real_tokens, args, "the tail");
+    if (positions.cp_size > 1) check_divisible(meta->length_divisor, divisor, "lengths");
   } else if (values_can_be_read(offsets)) {
     const Tensor host = offsets.cpu();
     const int32_t* values = host.const_data_ptr<int32_t>();

@@ -405,6 +405,10 @@ def test_autocast_takes_the_dtype_of_the_region(device):
             dict(packed=PackedLayout.from_lengths([2], 5)),
             r"q must have packed.total_tokens = 5 .*got 6",
         ),
+        (
+            dict(packed=PackedLayout.from_lengths([8])),
+            r"q must have packed.total_tokens = 8 .*got 6",
+        ),
         (dict(q=[1.0]), "q must be a tensor, got list"),
         (dict(k=None), "k must be a tensor, got NoneType"),
         (dict(v="v"), "v must be a tensor, got str"),

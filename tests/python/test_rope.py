@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -631,6 +632,38 @@ def test_heads_that_q_and_k_share_cannot_be_turned_in_place(norm, qkv_format, de
     assert torch.equal(base, kept), "a refused call changes nothing"
     turn(heads(0, 4), heads(4, 6))  # side by side
     assert not torch.equal(base, kept)
+
+
+def test_overlap_is_found_exactly():
+    """Against sets of addresses, for views of one buffer with strides of any kind."""
+    generator = torch.Generator().manual_seed(11)
+    buffer, (cos, sin) = torch.zeros(400), tables(4, 1)
+    addresses = torch.arange(400)
+
+    def draw(bound):
+        return int(torch.randint(bound, (1,), generator=generator))
+
+    found = Counter()
+    while sum(found.values()) < 400:
+        tokens, strides = 1 + draw(4), None
+        views = []
+        for heads in (1 + draw(4), 1 + draw(4)):
+            if strides is None or draw(3) == 0:
+                strides = (2 + draw(30), 2 + draw(30), 1)
+            size, offset = (tokens, heads, 2), draw(150)
+            views.append((size, strides, offset))
+        held = [addresses.as_strided(*view).flatten().tolist() for view in views]
+        if any(len(set(numbers)) < len(numbers) for numbers in held):
+            continue  # refused for itself
+        shared = not set(held[0]).isdisjoint(held[1])
+        found[shared] += 1
+        q, k = (buffer.as_strided(*view) for view in views)
+        if shared:
+            with pytest.raises(ValueError, match="q and k must not overlap"):
+                cuseq.apply_rope(q, k, cos, sin, inplace=True)
+        else:
+            cuseq.apply_rope(q, k, cos, sin, inplace=True)
+    assert min(found.values()) > 50
 
 
 def test_heads_that_begin_inside_one_another_are_refused(device):
