@@ -1384,6 +1384,7 @@ def check_packed_rows_go_to_cuseq():
         dict(lengths=LENGTHS, tail=2, sdpa_kwargs={"scale": 0.7}),
         dict(lengths=LENGTHS, is_causal=False),
         dict(lengths=LENGTHS, training=True),
+        dict(lengths=LENGTHS, tail=1, sliding_window=4),
     ]
     for case in cases:
         case = dict(case)
@@ -1407,6 +1408,52 @@ def check_packed_rows_go_to_cuseq():
             actual = torch.autograd.grad(ours, tensors, gradient)
         for mine, right in zip(actual, expected, strict=True):
             assert_close(mine, right)
+
+
+@real
+def check_rows_of_xformers_go_to_cuseq():
+    for more in ({}, {"sliding_window": 3}, {"is_causal": False}):
+        tensors = qkv(sum(LENGTHS) + 2)
+        with enabled():
+            assert_close(
+                dispatch(tensors, LENGTHS, "xformers", **more), dispatch(tensors, LENGTHS, **more)
+            )
+
+
+@real
+def check_rows_of_flash_attn_stay_its_own():
+    from unsloth.utils import attention_dispatch
+
+    calls = []
+
+    def flash(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args[2].tolist())
+        return torch.zeros_like(query)
+
+    kept = attention_dispatch.flash_attn_varlen_func
+    tensors = [heads.detach().float() for heads in qkv(sum(LENGTHS) + 2)]
+    try:
+        attention_dispatch.flash_attn_varlen_func = flash
+        with enabled(), without(attention, "varlen_attention"):
+            dispatch(tensors, LENGTHS, attention_dispatch.FLASH_VARLEN)
+    finally:
+        attention_dispatch.flash_attn_varlen_func = kept
+    assert calls == [reference.cu_seqlens([*LENGTHS, 2])]
+
+
+@real
+def check_recurrent_layers_get_the_same_boundaries():
+    from unsloth.utils import packing
+
+    batch = {"input_ids": torch.zeros(1, sum(LENGTHS) + 2), "packed_seq_lengths": None}
+    positions = torch.tensor([reference.position_ids([4, 16], 20)])
+    for more in ({"packed_seq_lengths": int_lengths(LENGTHS)}, {"position_ids": positions}):
+        packing.clear_packed_caches()
+        theirs = packing._hybrid_varlen_metadata(batch | more)
+        with enabled():
+            ours = packing._hybrid_varlen_metadata(batch | more)
+        for mine, right in zip(ours, theirs, strict=True):
+            check_same_bits(mine, right)
 
 
 @real
