@@ -169,6 +169,8 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
             f"block_size must be an int or two, of queries and of keys, got {block_size!r}"
         )
     query_block, key_block = (as_int(size, "block_size", least=1) for size in both)
+    if max(query_block, key_block) >= 2**31:
+        raise ValueError(f"block_size must be at most 2^31 - 1, got {block_size!r}")
     return query_block, key_block
 
 

@@ -2,8 +2,7 @@
 
 Only `max_seqlen_sync` synchronises. Lengths on the host are always checked. Checking lengths on a
 GPU would stall, so the kernels stay inside their tensors whatever the lengths hold, and the
-environment variable `CUSEQ_CHECK=1` pays for a check with a clear error. Tensors on the meta device
-give shapes.
+environment variable `CUSEQ_CHECK=1` pays for a check with a clear error.
 
 `cached_*` functions return what the identity cache holds for a tensor; the others compute a fresh
 result in every call.

@@ -110,7 +110,7 @@ def apply_rope(
         return _apply_rope_op(q, k, cos, sin, *positions, *options)
     try:
         return _C.apply_rope(q, k, cos, sin, *positions, *options)
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         # The binding and the dispatcher print signatures; checking first would cost every call.
         _check_types({"q": q, "k": k, "cos": cos, "sin": sin}, position_ids, options)
         raise
@@ -191,7 +191,7 @@ def apply_qk_norm_rope(
         return _apply_qk_norm_rope_op(q, k, *norm, cos, sin, *positions, *options)
     try:
         return _C.apply_qk_norm_rope(q, k, *norm, cos, sin, *positions, *options)
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         _check_norm_types(q, k, norm, cos, sin, position_ids, options)
         raise
 
@@ -267,6 +267,12 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
     flags = ((interleaved, "interleaved"), (alternates, "mrope_interleaved"), (inplace, "inplace"))
     for value, name in flags:
         check_flag(value, name)
+    if inplace:
+        for name in ("q", "k"):
+            if tensors[name] is not None and tensors[name].is_neg():
+                raise ValueError(
+                    f"{name} must hold its own numbers for inplace, got a negated view"
+                )
 
 
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:
