@@ -23,7 +23,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGS_AFTER = 60.0  # seconds for one call
+STARTS_WITHIN = 300.0  # seconds, for the child's imports
+NOT_STARTED = struct.pack("q", -1)
 ROOM = 3 << 30  # bytes that the child may ask for beyond what it has after its imports
+COUNT_EVERY = 1000  # calls
 SYNCHRONIZE_EVERY = 50  # calls, on a GPU
 
 
@@ -100,6 +103,9 @@ def run_calls(options: Options, progress: mmap.mmap) -> None:
         if what is not None:
             _say({"number": number, "target": target.name, "what": what, "arguments": arguments})
         number += 1
+        if number % COUNT_EVERY == 0:  # a later crash must not lose them
+            _say({"outcomes": outcomes})
+            outcomes = Counter()
         if options.device != "cpu" and number % SYNCHRONIZE_EVERY == 0:
             torch.cuda.synchronize()
     if options.device != "cpu":
@@ -173,8 +179,10 @@ def _described(value: Any) -> str:
         return f"[{', '.join(map(_described, value))}]"
     if not isinstance(value, torch.Tensor):
         return repr(value)[:200]
+    from tests.fuzz.values import readable
+
     try:
-        numbers = value.tolist() if value.numel() <= 12 else "..."
+        numbers = value.tolist() if readable(value) and value.numel() <= 12 else "..."
         text = f"{value.dtype} {list(value.shape)} strides {value.stride()} {value.device}"
         return f"<{text} {numbers}>"
     except Exception:
@@ -209,10 +217,9 @@ def fuzz(options: Options, verbose: bool = True) -> Report:
 def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | None]:
     """The number that the child came to, and how it died if it did."""
     with tempfile.NamedTemporaryFile() as file:
-        file.write(bytes(8))
+        file.write(NOT_STARTED)
         file.flush()
         progress = mmap.mmap(file.fileno(), 8)
-        progress[:8] = struct.pack("q", options.first)
         child = subprocess.Popen(
             [*options.command(), "--child", file.name],
             stdout=subprocess.PIPE,
@@ -227,18 +234,16 @@ def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | 
                 fate = f"hang: no answer in {HANGS_AFTER:.0f} s"
                 break
             last = json.loads(line)
+            report.outcomes.update(last.get("outcomes", {}))
             if "target" in last and report.add(last) and verbose:
                 _print(last, options)
         code = child.wait()
         at = struct.unpack("q", progress[:8])[0]
     if "done" in last:
-        report.outcomes.update(last["outcomes"])
         return options.first + last["done"], None
-    return at, fate or f"crash: the process ended with {_ending(code)}"
-
-
-def _ending(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if at < 0 or (fate is None and code > 0):
+        raise RuntimeError(f"the fuzzer itself failed at call {at}: see the traceback above")
+    return at, fate or f"crash: the process ended with {signal.Signals(-code).name}"
 
 
 def _lines(child: subprocess.Popen[bytes], progress: mmap.mmap) -> Iterator[bytes | None]:
@@ -255,13 +260,13 @@ def _lines(child: subprocess.Popen[bytes], progress: mmap.mmap) -> Iterator[byte
                 yield from lines
             if progress[:8] != seen:
                 seen, since = progress[:8], time.monotonic()
-            elif time.monotonic() - since > HANGS_AFTER:
+            elif time.monotonic() - since > (STARTS_WITHIN if seen == NOT_STARTED else HANGS_AFTER):
                 yield None
 
 
 def _print(finding: dict[str, Any], options: Options) -> None:
     again = ["python", *options.command(first=finding["number"], calls=1, seconds=None)[1:]]
-    print(f"{finding['target']}: {finding['what']}")
+    print(f"{finding['target']}: {' '.join(finding['what'].split())[:600]}")
     if finding["arguments"]:
         print(f"  with {finding['arguments']}")
     print(f"  {' '.join(again)}", flush=True)

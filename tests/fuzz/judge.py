@@ -14,6 +14,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import reference
 
+from tests.fuzz.values import readable
+
 MOST_TOKENS = 200  # of a row that the slow reference computes
 
 # What PyTorch's dispatcher, pybind11 and C++ say of calls that nobody checked.
@@ -26,11 +28,15 @@ RAW = re.compile(
 )
 # Limits of the machine and rules of PyTorch itself, which no argument breaks.
 ELSEWHERE = re.compile(
-    r"can't allocate memory|out of memory|bad_alloc|bad allocation|Storage size calculation overflowed"
+    r"can't allocate memory|out of memory|bad_alloc|bad allocation"
+    r"|Storage size calculation overflowed"
     r"|numel: integer multiplication overflow|invalid array size"
     r"|leaf [Vv]ariable|Inference tensors? cannot be|Inplace update to inference tensor"
+    r"|ZeroTensors are immutable|Default process group has not been|Invariant encountered"
+    r"|fallback doesn't currently support mutable TensorLists"
     r"|Cannot set version_counter for inference|was built without CUDA|No module named"
-    r"|Cannot access accelerator device|CUDA driver version|Torch not compiled with CUDA|Found no NVIDIA driver"
+    r"|Cannot access accelerator device|CUDA driver version"
+    r"|Torch not compiled with CUDA|Found no NVIDIA driver"
 )
 
 
@@ -53,8 +59,7 @@ def complaint(error: BaseException, names: frozenset[str]) -> str | None:
 
 def _ints(value: Any) -> list[int] | None:
     """The numbers of a vector, where it is one that can be read."""
-    readable = isinstance(value, Tensor) and not value.is_meta and value.layout is torch.strided
-    if not readable or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
+    if not readable(value) or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
         return None
     return value.tolist()
 
@@ -63,7 +68,7 @@ def _plain(*values: Any) -> bool:
     """Whether all tensors have finite numbers that can be read."""
     for value in values:
         if isinstance(value, Tensor):
-            if value.is_meta or value.layout is not torch.strided or value.is_complex():
+            if not readable(value) or value.is_complex():
                 return False
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 return False
@@ -135,7 +140,7 @@ def cu_seqlens_from_position_ids(arguments: dict[str, Any], result: Any) -> None
     ids, plane = arguments["position_ids"], arguments["plane"]
     if not isinstance(ids, Tensor) or not _plain(ids):
         return
-    rows = ids[plane] if ids.dim() == 3 else ids.view(1, -1) if ids.dim() == 1 else ids
+    rows = ids[int(plane)] if ids.dim() == 3 else ids.view(1, -1) if ids.dim() == 1 else ids
     capacity = rows.numel() if arguments["max_seqs"] is None else int(arguments["max_seqs"])
     if capacity > MOST_TOKENS:
         return
@@ -219,7 +224,13 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
         return
     window, causal = arguments["window"], bool(arguments["causal"])
     expected = reference.attention(
-        q, k, v, lengths, causal=causal, window=window, scale=None if scale is None else float(scale)
+        q,
+        k,
+        v,
+        lengths,
+        causal=causal,
+        window=window,
+        scale=None if scale is None else float(scale),
     )
     _close(out, expected, "varlen_attention")
 
@@ -245,6 +256,10 @@ def rope(arguments: dict[str, Any], result: Any) -> None:
         return  # full tables, or of a part of each head
     positions = packed.position_ids.tolist()
     expected = reference.rope(
-        q.detach().cpu(), cos.cpu(), sin.cpu(), positions, interleaved=bool(arguments["interleaved"])
+        q.detach().cpu(),
+        cos.cpu(),
+        sin.cpu(),
+        positions,
+        interleaved=bool(arguments["interleaved"]),
     )
     _close(result[0], expected, "apply_rope")

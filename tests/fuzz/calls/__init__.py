@@ -1,4 +1,4 @@
-"""What is called: every schema of torch.ops.cuseq and every public function, with right arguments."""
+"""What is called, with right arguments: every op and every public function."""
 
 from tests.fuzz.calls.target import TARGETS, Target
 

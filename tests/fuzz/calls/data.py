@@ -20,10 +20,9 @@ def _sample_lengths(draw: Draw) -> Any:
 
 
 def _check_plan(arguments: dict[str, Any], plan: Any) -> None:
-    rows = list(plan)
     if arguments["overlong"] == "raise":
         count = len(list(arguments["lengths"]))
-        samples = sorted(int(sample) for row in rows for sample in row)
+        samples = sorted(plan.indices.tolist())
         assert samples == list(range(count)), f"bin_pack of {count} samples gives {samples}"
 
 
@@ -33,7 +32,7 @@ def _(draw):
         "lengths": _sample_lengths(draw),
         "capacity": 8,
         "strategy": draw.choice(("bfd", "ffd", "sequential")),
-        "overlong": draw.choice(("raise", "drop", "split")),
+        "overlong": draw.choice(("raise", "truncate", "split")),
     }
 
 
@@ -133,12 +132,14 @@ def _(draw):
     }
 
 
-@function("cuseq.data.mask_boundary_labels", data.mask_boundary_labels)
+@function("cuseq.data.mask_boundary_labels", data.mask_boundary_labels, also=("lengths",))
 def _(draw):
     row = a_row(draw)
     return {
         "labels": draw.ints([draw.randrange(100) for _ in range(row.total)], torch.int64),
-        "lengths_or_layout": draw.choice((row.lengths, draw.ints(row.lengths), a_layout(draw, row))),
+        "lengths_or_layout": draw.choice(
+            (row.lengths, draw.ints(row.lengths), a_layout(draw, row))
+        ),
         "ignore_index": -100,
     }
 

@@ -100,7 +100,9 @@ def _spread(function: Any) -> Any:
     def call(arguments: dict[str, Any]) -> Any:
         tensors = arguments["tensors"]
         tensors = tensors if isinstance(tensors, list) else [tensors]
-        rest = {name: value for name, value in arguments.items() if name not in ("packed", "tensors")}
+        rest = {
+            name: value for name, value in arguments.items() if name not in ("packed", "tensors")
+        }
         plan = [rest.pop(name) for name in ("plan", "rank") if name in rest]
         return function(arguments["packed"], *plan, *tensors, **rest)
 
@@ -162,7 +164,7 @@ def _(draw):
 cp = cuseq.distributed
 
 
-@function("cuseq.distributed.cp_plan", cp.cp_plan, weight=2)
+@function("cuseq.distributed.cp_plan", cp.cp_plan, also=("lengths",), weight=2)
 def _(draw):
     cp_size = draw.choice((1, 2, 3))
     row = a_row(draw, multiple=2 * cp_size)

@@ -17,7 +17,13 @@ Layout = cuseq.PackedLayout
 for _name in ("cu_seqlens", "max_seqlen", "max_seqlen_sync", "last_token_indices"):
     _target = TARGETS[f"torch.ops.cuseq.{_name}"]
     function(f"cuseq.ops.{_name}", getattr(cuseq.ops, _name), check=_target.check)(_target.make)
-for _name in ("position_ids", "seq_ids", "cached_cu_seqlens", "cached_position_ids", "cached_seq_ids"):
+for _name in (
+    "position_ids",
+    "seq_ids",
+    "cached_cu_seqlens",
+    "cached_position_ids",
+    "cached_seq_ids",
+):
     _target = TARGETS[f"torch.ops.cuseq.{_name}"]
     function(f"cuseq.ops.{_name}", getattr(cuseq.ops, _name), check=_target.check)(_target.make)
 
@@ -129,7 +135,9 @@ def _method(name: str, **options: Any) -> Any:
         packed, *rest = arguments.values()
         return getattr(packed, name)(**dict(zip(list(arguments)[1:], rest, strict=True)))
 
-    return function(f"PackedLayout.{name}", getattr(Layout, name), call=call, also=("packed",), **options)
+    return function(
+        f"PackedLayout.{name}", getattr(Layout, name), call=call, also=("packed",), **options
+    )
 
 
 def _some_layout(draw: Draw) -> Layout:
@@ -165,7 +173,9 @@ def _(draw):
 
 @_method("xformers_bias", weight=1)
 def _(draw):
-    return {"self": _some_layout(draw), "window": draw.choice((None, 2))}
+    packed = a_layout(draw, a_row(draw))
+    packed = packed.with_total_tokens(packed.total_tokens + 1)  # a row without tokens is refused
+    return {"self": packed, "window": draw.choice((None, 2))}
 
 
 @_method("with_total_tokens", check=judge.layout)

@@ -137,7 +137,12 @@ def position_ids_and_plane(draw: Draw) -> dict[str, Any]:
     batch, seqlen = draw.choice((1, 2)), draw.choice((0, 1, 6))
     planes = draw.choice((None, None, 3))
     shape = (batch, seqlen) if planes is None else (planes, batch, seqlen)
-    ids = (draw.floats(*shape, dtype=torch.float32) * 2).int().abs().to(draw.choice((torch.int32, torch.int64)))
+    ids = (
+        (draw.floats(*shape, dtype=torch.float32) * 2)
+        .int()
+        .abs()
+        .to(draw.choice((torch.int32, torch.int64)))
+    )
     return {
         "position_ids": ids,
         "max_seqs": draw.choice((None, 3, 9)),
@@ -261,7 +266,10 @@ def rotation(draw: Draw) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor
     """Tensors to rotate, tables, and the row."""
     row, dim = a_row(draw), draw.choice((4, 8, 16))
     dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
-    tensors = [draw.floats(row.total, draw.choice((1, 3)), dim, dtype=dtype) for _ in range(draw.choice((1, 2)))]
+    tensors = [
+        draw.floats(row.total, draw.choice((1, 3)), dim, dtype=dtype)
+        for _ in range(draw.choice((1, 2)))
+    ]
     angles = draw.floats(row.total + 1, dim // 2, dtype=torch.float32)
     return tensors, angles.cos(), angles.sin(), row
 

@@ -61,6 +61,15 @@ def function(
     return register
 
 
+# What a message calls an argument that holds one of several things.
+_CALLED = {
+    "source": frozenset(("lengths", "cu_seqlens")),
+    "cu_seqlens": frozenset(("lengths",)),
+    "tensors": frozenset(("q", "k")),
+    "weights": frozenset(("q_weight", "k_weight")),
+}
+
+
 def schema(
     name: str, *, check: Check | None = None, weight: int = 4
 ) -> Callable[[Callable[[Draw], Arguments]], None]:
@@ -69,8 +78,8 @@ def schema(
     def register(make: Callable[[Draw], Arguments]) -> None:
         op = getattr(torch.ops.cuseq, name).default
         names = frozenset(argument.name for argument in op._schema.arguments)
-        if "source" in names:  # which of them it is another argument says
-            names |= {"lengths", "cu_seqlens"}
+        for argument, aliases in _CALLED.items():
+            names |= aliases if argument in names else frozenset()
         TARGETS[f"torch.ops.cuseq.{name}"] = Target(
             f"torch.ops.cuseq.{name}",
             make,
