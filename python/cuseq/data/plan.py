@@ -36,6 +36,13 @@ class PackingPlan(tuple):
         num_rows: how many rows there are.
         row_lengths: int64 `[num_rows]`, tokens of each row.
         fill: tokens divided by what the rows could hold; 1.0 where there are no rows.
+
+    Example:
+        >>> plan = cuseq.data.bin_pack([6, 5, 7, 3], capacity=10)
+        >>> plan
+        PackingPlan(4 pieces in 3 rows of 10 tokens, fill 0.7000)
+        >>> [plan.row(number) for number in range(plan.num_rows)]
+        [[2, 3], [0], [1]]
     """
 
     starts: Tensor

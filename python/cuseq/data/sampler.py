@@ -95,6 +95,10 @@ class PackedBatchSampler(Sampler[list[int]]):
     last window) hold more than one sample are some repeated, counted in `repeated` (`drop_last`
     leaves such rows out instead).
 
+    A state counts the rows that all ranks had together, so any number of ranks may go on from it.
+    The same number sees the rows it would have seen. Others plan the rest of the epoch anew, for
+    the samples that no rank had: again each goes to one rank, once.
+
     An epoch is a function of the arguments and the epoch's number. Iterating again without
     `set_epoch` repeats it, as torch's `DistributedSampler` does. Of several iterations at a time
     the state is that of the one that went on last.
@@ -283,7 +287,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Where the epoch stands, to go on from there after `load_state_dict`.
 
         Args:
-            steps: how many batches of this epoch were used. Default those that were yielded, which
+            steps: how many batches of this epoch (of the rest of it, where a state of another
+                number of ranks was loaded) were used. Default those that were yielded, which
                 with DataLoader workers is more, since they fetch ahead: count your own there. The
                 StatefulDataLoader of torchdata keeps count itself; it loads when it is next
                 iterated, so call `set_epoch` for another epoch after that.
@@ -316,8 +321,13 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Make the next iteration go on where `state` was taken.
 
         A state of another `world_size` counts the rows that all its ranks had together: these
-        ranks share what is left. `accumulation` may then be another one too, so that a step of the
-        optimizer keeps its size. Batches are counted from there on.
+        ranks share what is left. `accumulation` may then differ as well, so that a step of the
+        optimizer keeps its size. Steps count from there on: 0 is the first batch of these ranks,
+        and `len(sampler)` is the number of batches that are left to each. With `drop_last`, rows
+        that were left out for the other ranks are shared too, unless the epoch had ended.
+
+        With torchdata's StatefulDataLoader keep `snapshot_every_n_steps=1`, its default: otherwise
+        it repeats steps from its last snapshot on, which are other rows on other ranks.
 
         Raises:
             ValueError: the state is of other lengths or arguments; the message says which differ.
