@@ -527,7 +527,9 @@ def test_a_model_that_was_enabled_before(make_trainer):
 
 def test_a_renamed_method_of_trainer_is_named(make_trainer, monkeypatch):
     trainer = make_trainer()
-    monkeypatch.delattr(transformers.Trainer, "_set_signature_columns_if_needed")
+    name = "_set_signature_columns_if_needed"  # TRL has one of its own
+    for owner in (trl.SFTTrainer, transformers.Trainer):
+        monkeypatch.delattr(owner, name)
     message = rf"this transformers \({transformers.__version__}\).*_if_needed is missing"
     with pytest.raises(ValueError, match=message):
         cuseq.enable(trainer)
