@@ -58,7 +58,8 @@ def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:
     """Return one of the names that an argument may have."""
     if not isinstance(value, str) or value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
-        raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {shown(value)}")
+        rule = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{name} must be {rule}, got {shown(value)}")
     return value
 
 

@@ -88,6 +88,8 @@ def of_segments(
 ) -> LayoutState:
     """Return the state for lengths whose segments are filled up to multiples."""
     segment_multiple = common_multiple(segment_multiple, "segment_multiple")
+    if segment_multiple >= 2**31:  # the sums below are int64
+        raise ValueError(f"segment_multiple must be at most 2^31 - 1, got {segment_multiple}")
     total_multiple = common_multiple(total_multiple, "total_multiple")
     total_multiple = as_int(lcm(segment_multiple, total_multiple), "total_multiple")
     if total_tokens is None:

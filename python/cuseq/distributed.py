@@ -187,7 +187,7 @@ def cp_plan(
         ContextParallelPlan(zigzag, 8 tokens over 2 ranks)
     """
     cp_size = as_int(cp_size, "cp_size", least=1)
-    if policy == "auto":
+    if isinstance(policy, str) and policy == "auto":
         raise ValueError('policy must be "zigzag", the one that is built, got "auto"')
     policy = one_of(policy, "policy", ("zigzag",))
     if isinstance(lengths_or_layout, PackedLayout):

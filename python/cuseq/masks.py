@@ -133,6 +133,11 @@ def block_mask(
 
     Raises:
         ValueError, TypeError: as `mask_ranges`; a block without tokens.
+
+    Example:
+        >>> mask = cuseq.ops.block_mask(torch.tensor([200, 56]), 256)
+        >>> mask.kv_num_blocks + mask.full_kv_num_blocks
+        tensor([[[1, 2]]], dtype=torch.int32)
     """
     rule = _checked_rule(lengths, total_tokens, causal, window, spans, cu_seqlens_padded)
     row_length, sizes = as_size(row_length, "row_length"), block_sizes(block_size)

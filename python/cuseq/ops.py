@@ -71,6 +71,10 @@ def max_seqlen(lengths: Tensor) -> Tensor:
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
+
+    Example:
+        >>> cuseq.ops.max_seqlen(torch.tensor([2, 3]))
+        tensor(3, dtype=torch.int32)
     """
     check_tensor(lengths, "lengths")
     return _ops.max_seqlen(lengths)
@@ -88,6 +92,10 @@ def max_seqlen_sync(lengths: Tensor) -> int:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
         RuntimeError: a CUDA graph is being captured, which cannot wait.
+
+    Example:
+        >>> cuseq.ops.max_seqlen_sync(torch.tensor([2, 3]))
+        3
     """
     check_tensor(lengths, "lengths")
     return _ops.max_seqlen_sync(lengths)
@@ -104,6 +112,10 @@ def last_token_indices(lengths: Tensor) -> Tensor:
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
+
+    Example:
+        >>> cuseq.ops.last_token_indices(torch.tensor([2, 3]))
+        tensor([1, 4], dtype=torch.int32)
     """
     check_tensor(lengths, "lengths")
     return _ops.last_token_indices(lengths)
@@ -169,6 +181,10 @@ def lengths_from_padding_mask(mask: Tensor) -> Tensor:
 
     Raises:
         ValueError, TypeError: `mask` has another number of dimensions, or is floating point.
+
+    Example:
+        >>> cuseq.ops.lengths_from_padding_mask(torch.tensor([[1, 1, 0], [0, 1, 0]]))
+        tensor([2, 1], dtype=torch.int32)
     """
     check_tensor(mask, "mask")
     return _ops.lengths_from_padding_mask(mask)
@@ -207,6 +223,8 @@ def cu_seqlens_from_position_ids(
     """
     check_tensor(position_ids, "position_ids")
     max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
+    if type(max_seqs) is int and max_seqs >= 2**31 - 1 and not is_compiling():
+        raise ValueError(f"max_seqs must be less than 2^31 - 1, got {max_seqs}")
     return _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
 
 
@@ -225,6 +243,11 @@ def cached_cu_seqlens(lengths: Tensor) -> Tensor:
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
+
+    Example:
+        >>> lengths = torch.tensor([2, 3])
+        >>> cuseq.ops.cached_cu_seqlens(lengths) is cuseq.ops.cached_cu_seqlens(lengths)
+        True
     """
     check_tensor(lengths, "lengths")
     if is_compiling():
@@ -244,6 +267,11 @@ def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
 
     Raises:
         ValueError, TypeError: as `position_ids`.
+
+    Example:
+        >>> lengths = torch.tensor([2, 3])
+        >>> cuseq.ops.cached_position_ids(lengths, 6)
+        tensor([0, 1, 0, 1, 2, 0], dtype=torch.int32)
     """
     check_tensor(lengths, "lengths")
     if is_compiling():
@@ -257,6 +285,11 @@ def cached_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
 
     Returns:
         int32 `[total_tokens]`, shared: do not edit it.
+
+    Example:
+        >>> lengths = torch.tensor([2, 3])
+        >>> cuseq.ops.cached_seq_ids(lengths, 6)
+        tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
     """
     check_tensor(lengths, "lengths")
     if is_compiling():

@@ -92,6 +92,7 @@ def apply_rope(
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 128, device=q.device)
         >>> q, k = cuseq.apply_rope(q, k, cos, sin, packed=packed)
     """
+    check_tensor(q, "q")
     options = (
         offset,
         table,
@@ -110,7 +111,7 @@ def apply_rope(
         return _apply_rope_op(q, k, cos, sin, *positions, *options)
     try:
         return _C.apply_rope(q, k, cos, sin, *positions, *options)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:
         # The binding and the dispatcher print signatures; checking first would cost every call.
         _check_types({"q": q, "k": k, "cos": cos, "sin": sin}, position_ids, options)
         raise
@@ -172,6 +173,7 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
+    check_tensor(q, "q")
     options = (
         offset,
         table,
@@ -191,7 +193,7 @@ def apply_qk_norm_rope(
         return _apply_qk_norm_rope_op(q, k, *norm, cos, sin, *positions, *options)
     try:
         return _C.apply_qk_norm_rope(q, k, *norm, cos, sin, *positions, *options)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:
         _check_norm_types(q, k, norm, cos, sin, position_ids, options)
         raise
 
@@ -258,7 +260,7 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
     one_of(qkv_format, "qkv_format", ("thd", "bshd", "bhsd"))
     as_size(rotary_dim, "rotary_dim")
     if section is not None:
-        if not isinstance(section, Sequence) or isinstance(section, str):
+        if not isinstance(section, Sequence) or isinstance(section, str | bytes):
             raise TypeError(f"mrope_section must be three ints, got {shown(section)}")
         for count in section:
             as_int(count, "mrope_section")
