@@ -61,7 +61,7 @@ class Report:
 
     def add(self, finding: dict[str, Any]) -> bool:
         """Count a finding; True for the first one of its kind."""
-        kind = f"{finding['target']}: {re.sub(r'-?[0-9.e+]+', '#', finding['what'])[:160]}"
+        kind = f"{finding['target']}: {re.sub(r'-?[0-9][-+.e0-9]*', '#', finding['what'])[:160]}"
         first = kind not in self.findings
         self.findings.setdefault(kind, {**finding, "times": 0})["times"] += 1
         return first

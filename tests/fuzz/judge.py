@@ -32,7 +32,7 @@ ELSEWHERE = re.compile(
     r"|Storage size calculation overflowed"
     r"|numel: integer multiplication overflow|invalid array size"
     r"|leaf [Vv]ariable|Inference tensors? cannot be|Inplace update to inference tensor"
-    r"|ZeroTensors are immutable|Default process group has not been|Invariant encountered"
+    r"|Default process group has not been|Invariant encountered"
     r"|fallback doesn't currently support mutable TensorLists"
     r"|Cannot set version_counter for inference|was built without CUDA|No module named"
     r"|Cannot access accelerator device|CUDA driver version"

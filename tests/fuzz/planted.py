@@ -30,13 +30,16 @@ def _faulty(number: int) -> int:
 
 
 def _check(arguments: dict[str, Any], result: Any) -> None:
-    assert result == 2 * arguments["number"], f"got {result}"
+    assert result == 2 * arguments["self"], f"got {result}"
 
 
 def plant() -> None:
     """Register a function that fails."""
 
-    @function("planted", _faulty, check=_check, weight=40)
+    def call(arguments: dict[str, Any]) -> int:
+        return _faulty(arguments["self"])
+
+    @function("planted", _faulty, call=call, check=_check)
     def _(draw: Draw) -> dict[str, Any]:
         hangs = 1 if "CUSEQ_FUZZ_HANGS" in os.environ else 0
-        return {"number": draw.choices(range(7), (9, 9, 1, 9, 9, 9, hangs))[0]}
+        return {"self": draw.choices(range(7), (9, 9, 1, 9, 9, 9, hangs))[0]}  # never bent

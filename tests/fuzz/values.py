@@ -186,10 +186,6 @@ def _late_negation(draw: Draw, value: Tensor) -> Tensor:
     return torch._neg_view(value.neg()) if value.dtype in FLOATS + INTEGERS else value
 
 
-def _without_memory(draw: Draw, value: Tensor) -> Tensor:
-    return torch._efficientzerotensor(value.shape, dtype=value.dtype, device=value.device)
-
-
 def _one_dimension_more(draw: Draw, value: Tensor) -> Tensor:
     return value.unsqueeze(draw.choice((0, -1)))
 
@@ -202,7 +198,7 @@ _STRANGE: tuple[Callable[[Draw, Tensor], Tensor], ...] = (
     *(_strided, _overlapping, _sliding, _transposed, _turned_in_memory, _other_dtype, _other_dtype),
     *(_longer, _shorter, _empty, _wild_elements, _wild_elements, _wild_elements),
     *(_last_dimension_apart, _inference, _with_gradient, _parameter, _late_negation),
-    *(_without_memory, _one_dimension_more, _one_dimension_less),
+    *(_one_dimension_more, _one_dimension_less),
 )
 
 
@@ -220,9 +216,9 @@ def _not_dense(draw: Draw, value: Tensor) -> Any:
 
 
 def readable(value: Any) -> bool:
-    """Whether a tensor's numbers can be listed: torch crashes where there is no memory."""
+    """Whether a tensor's numbers can be listed."""
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-    return dense and not value.is_meta and not value._is_zerotensor()
+    return dense and not value.is_meta
 
 
 def same_kind(draw: Draw, value: Any) -> Any:

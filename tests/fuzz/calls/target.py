@@ -67,6 +67,8 @@ _CALLED = {
     "cu_seqlens": frozenset(("lengths",)),
     "tensors": frozenset(("q", "k")),
     "weights": frozenset(("q_weight", "k_weight")),
+    "host_meta": frozenset(("max_seqs",)),  # what its status says
+    "cp_size": frozenset(("the tail",)),
 }
 
 
@@ -80,6 +82,7 @@ def schema(
         names = frozenset(argument.name for argument in op._schema.arguments)
         for argument, aliases in _CALLED.items():
             names |= aliases if argument in names else frozenset()
+        names |= {"inplace"} if name.endswith("_") else frozenset()
         TARGETS[f"torch.ops.cuseq.{name}"] = Target(
             f"torch.ops.cuseq.{name}",
             make,
