@@ -63,6 +63,11 @@ void check_tokens(int64_t total_tokens) {
                     "total_tokens must lie in [0, 2^31 - 1], got ", total_tokens);
 }
 
+void check_max_seqs(int64_t max_seqs) {
+  TORCH_CHECK_VALUE(max_seqs >= 0 && max_seqs <= kMaxTokens,
+                    "max_seqs must lie in [0, 2^31 - 1], got ", max_seqs);
+}
+
 void check_window(std::optional<int64_t> window) {
   TORCH_CHECK_VALUE(!window.has_value() || *window >= 1,
                     "window must be None or at least 1, the keys that a query sees with itself "

@@ -16,6 +16,7 @@ void check_integer(const at::Tensor& tensor, const char* name);
 void check_vector(const at::Tensor& tensor, const char* name);
 void check_offsets(const at::Tensor& cu_seqlens);
 void check_tokens(int64_t total_tokens);
+void check_max_seqs(int64_t max_seqs);
 CUSEQ_API void check_window(std::optional<int64_t> window);
 
 // Host values are always checked. Values on the device cost a stall, which CUSEQ_CHECK=1 pays.

@@ -70,7 +70,8 @@ std::tuple<Tensor, Tensor, Tensor> layout_metadata_kernel(const Tensor& source,
   check_tokens(total_tokens);
   check_source(source, total_tokens, from_cu_seqlens);
   const int64_t n_seqs = source.size(0) - (from_cu_seqlens ? 1 : 0);
-  TORCH_CHECK_VALUE(max_seqs >= 0 && (num_seqs.has_value() || n_seqs <= max_seqs),
+  check_max_seqs(max_seqs);
+  TORCH_CHECK_VALUE(num_seqs.has_value() || n_seqs <= max_seqs,
                     "there must be at most max_seqs = ", max_seqs, " sequences, got ", n_seqs,
                     ": pass a larger max_seqs");
 
@@ -121,6 +122,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> segment_metadata_kern
   constexpr int64_t kLargestMultiple = 1 << 20;  // so that sums of segments fit in 64 bits
   TORCH_CHECK_VALUE(segment_multiple >= 1 && segment_multiple <= kLargestMultiple,
                     "segment_multiple must lie in [1, 2^20], got ", segment_multiple);
+  check_max_seqs(max_seqs);
   TORCH_CHECK_VALUE(lengths.size(0) <= max_seqs, "there must be at most max_seqs = ", max_seqs,
                     " sequences, got ", lengths.size(0), ": pass a larger max_seqs");
   check_segments(lengths, total_tokens, segment_multiple);

@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> cu_seqlens_from_position_ids_kernel(const Tensor& pos
   const Tensor rows = rows_of(position_ids, plane);
   check_tokens(rows.numel());
   const int64_t capacity = max_seqs.value_or(rows.numel());
-  TORCH_CHECK_VALUE(capacity >= 0, "max_seqs must not be negative, got ", capacity);
+  check_max_seqs(capacity);
   Tensor offsets = at::empty({capacity + 1}, int32_on(rows));
   Tensor num_seqs = at::empty({1}, int32_on(rows));
   PositionIdsArgs args;

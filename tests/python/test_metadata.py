@@ -401,3 +401,18 @@ def test_runs_on_the_current_stream(cuda):
     side.synchronize()
     assert offsets.tolist() == [0, 2, 5]
     assert positions.tolist() == [0, 1, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("max_seqs", [2**31, 2**63 - 1, -1])
+def test_max_seqs_that_no_offset_can_count_is_refused(max_seqs):
+    lengths = torch.tensor([2, 3])
+    calls = (
+        lambda: torch.ops.cuseq.layout_metadata(lengths, 6, max_seqs, False),
+        lambda: torch.ops.cuseq.segment_metadata(lengths, 8, max_seqs, 4),
+        lambda: torch.ops.cuseq.cu_seqlens_from_position_ids(lengths, max_seqs),
+    )
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=rf"max_seqs must lie in \[0, 2\^31 - 1\], got {max_seqs}"
+        ):
+            call()
