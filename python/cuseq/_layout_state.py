@@ -9,10 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cuseq import _C
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import copy_pair
 
-NUM_SEQS, MAX_SEQLEN, TOTAL_TOKENS, NUM_REAL_TOKENS, STATUS, LENGTH_DIVISOR = range(6)
+# Slots of host_meta.
+NUM_SEQS: int = _C.HostMeta.NUM_SEQS
+MAX_SEQLEN: int = _C.HostMeta.MAX_SEQLEN
+TOTAL_TOKENS: int = _C.HostMeta.TOTAL_TOKENS
+NUM_REAL_TOKENS: int = _C.HostMeta.NUM_REAL_TOKENS
+LENGTH_DIVISOR: int = _C.HostMeta.LENGTH_DIVISOR
 
 # In pairs that one copy to a GPU takes.
 _ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions")
