@@ -365,6 +365,24 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ragged lengths": (lambda: raw([[1, 2], [3]]), TypeError, "seq_lengths must be integers"),
     "words": (lambda: raw(["a"]), TypeError, "seq_lengths must be integers"),
     "65 bits": (lambda: raw([2**64]), TypeError, "seq_lengths must be integers of 64 bits"),
+    "sparse lengths": (
+        lambda: raw(torch.tensor([2, 4]).to_sparse()),
+        TypeError,
+        "seq_lengths must be a dense tensor",
+    ),
+    "ignored word": (
+        lambda: integration.mask_packed_boundary_labels(torch.arange(6), [2], ignore_index="a"),
+        TypeError,
+        "ignore_index must be an int, got 'a'",
+    ),
+    "direction": (lambda: sdpa_mask(is_causal=None), TypeError, "is_causal must be True or False"),
+    "norm": (
+        lambda: integration.fast_qk_norm_rope(
+            None, None, *[torch.zeros(1, 6, 2, 8)] * 2, *[torch.zeros(9, 8)] * 2
+        ),
+        TypeError,
+        "q_norm.weight must be a tensor, got NoneType",
+    ),
     "negative": (lambda: shifted([-1]), ValueError, "lengths must not be negative"),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuseq._arguments import check_tensor
+from cuseq._arguments import as_int, check_tensor
 from cuseq.integrations.unsloth._layouts import as_integers, layout_of_lengths
 
 
@@ -27,7 +27,7 @@ def mask_packed_sequence_boundaries(
         Whether a sequence ends within the labels.
 
     Raises:
-        TypeError: `shift_labels` is no tensor, or the lengths are not integers.
+        TypeError: `shift_labels` is no tensor, or the lengths or `ignore_index` no integers.
         ValueError: the labels cannot be viewed as one row, or a length is negative.
 
     Lengths on a GPU cost one wait for one small copy, once for each tensor.
@@ -39,6 +39,7 @@ def mask_packed_sequence_boundaries(
         (True, [1, -100, 3, 4, -100])
     """
     check_tensor(shift_labels, "shift_labels")
+    ignore_index = as_int(ignore_index, "ignore_index")
     lengths = _as_tensor(seq_lengths)
     if lengths is None:
         return False
@@ -70,7 +71,7 @@ def mask_packed_boundary_labels(
         New labels, or `labels` themselves where there is nothing to do.
 
     Raises:
-        TypeError: the lengths are not integers.
+        TypeError: the lengths or `ignore_index` are no integers.
         ValueError: a length is negative.
 
     Never synchronises where the lengths lie beside the labels or on the host.
@@ -83,6 +84,8 @@ def mask_packed_boundary_labels(
     lengths = _as_tensor(seq_lengths)
     if not isinstance(labels, Tensor) or labels.numel() == 0 or lengths is None:
         return labels
+    check_tensor(labels, "labels")
+    ignore_index = as_int(ignore_index, "ignore_index")
     if lengths.device == labels.device:
         offsets = torch.ops.cuseq.cu_seqlens(as_integers(lengths, "seq_lengths"))
     else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuseq._arguments import check_flag
 from cuseq.integrations.unsloth._layouts import as_window, lengths_of, row_of
 
 
@@ -37,7 +38,8 @@ def build_sdpa_packed_attention_mask(
         drawn in every call. Synchronises as `get_packed_info_from_kwargs` does.
 
     Raises:
-        TypeError: `seq_info` is no tuple of lengths, or `sliding_window` or `total_tokens` no int.
+        TypeError: `seq_info` is no tuple of lengths, `sliding_window` or `total_tokens` no int, or
+            `is_causal` no bool.
 
     Example:
         >>> from cuseq.integrations.unsloth import build_sdpa_packed_attention_mask
@@ -47,6 +49,7 @@ def build_sdpa_packed_attention_mask(
                   [-inf, 0., -inf],
                   [-inf, 0., 0.]]]])
     """
+    check_flag(is_causal, "is_causal")
     packed, window = row_of(seq_info, total_tokens).to(device), as_window(sliding_window)
     if is_causal or window is None:
         return packed.dense_mask(dtype, causal=is_causal, window=window)
@@ -83,6 +86,7 @@ def build_xformers_block_causal_mask(
         >>> from cuseq.integrations.unsloth import build_xformers_block_causal_mask
         >>> bias = build_xformers_block_causal_mask((torch.tensor([2, 3]),))
     """
+    check_flag(is_causal, "is_causal")
     window = as_window(sliding_window)
     if seq_info is None:
         return _with_window(base_mask, window)

@@ -95,7 +95,8 @@ def fast_qk_norm_rope(
     positions = _positions(position_ids, "position_ids", *Q.shape[:2], Q.device)
     options: dict[str, Any] = {"position_ids": positions, "qkv_format": "bshd"}
     tables = _table(cos, "cos"), _table(sin, "sin")
-    weights, eps = (q_norm.weight, k_norm.weight), (_eps(q_norm), _eps(k_norm))
+    weights = _weight(q_norm, "q_norm"), _weight(k_norm, "k_norm")
+    eps = _eps(q_norm, "q_norm"), _eps(k_norm, "k_norm")
     if eps[0] == eps[1] and weights[0].dtype == weights[1].dtype and Q.dtype == K.dtype:
         Q, K = apply_qk_norm_rope(Q, K, *weights, *tables, eps=eps[0], **options)
     else:  # one kernel has one of each
@@ -135,11 +136,17 @@ def _table(angles: Tensor, name: str) -> Tensor:
         raise ValueError(
             f"{name} must be a table [positions, head_dim], got shape {tuple(angles.shape)}"
         )
-    return angles.reshape(-1, angles.shape[-1])
+    return angles.unsqueeze(0) if angles.dim() == 1 else angles.flatten(0, -2)
 
 
-def _eps(norm: nn.Module) -> float:
-    for name in ("variance_epsilon", "eps"):  # transformers' name, and torch's
-        if hasattr(norm, name):
-            return getattr(norm, name)
-    raise TypeError(f"a norm must have variance_epsilon or eps, got {type(norm).__name__}")
+def _weight(norm: nn.Module, name: str) -> Tensor:
+    weight = getattr(norm, "weight", None)
+    check_tensor(weight, f"{name}.weight")
+    return weight
+
+
+def _eps(norm: nn.Module, name: str) -> float:
+    for attribute in ("variance_epsilon", "eps"):  # transformers' name, and torch's
+        if hasattr(norm, attribute):
+            return getattr(norm, attribute)
+    raise TypeError(f"{name} must have variance_epsilon or eps, got {type(norm).__name__}")
