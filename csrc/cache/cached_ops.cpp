@@ -2,6 +2,9 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
+#include <array>
+
+#include "cache/cached_op.h"
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
 #include "ops/checks.h"
@@ -16,7 +19,6 @@ using at::Tensor;
 using OptionalInt = std::optional<int64_t>;
 using OptionalSymInt = std::optional<c10::SymInt>;
 using OptionalTensor = std::optional<Tensor>;
-using Tensors = c10::SmallVector<Tensor, 1>;
 
 OptionalTensor other(const CacheQuery& query, size_t index) {
   return query.others[index] == nullptr ? std::nullopt : OptionalTensor(*query.others[index]);
@@ -40,50 +42,73 @@ OptionalSymInt row_length_of(const CacheParameters& parameters) {
   return one_row ? std::nullopt : OptionalSymInt(parameters.row_length);
 }
 
-Tensors compute(const CacheQuery& query) {
-  const CacheParameters& p = query.parameters;
-  switch (query.op) {
-    case CachedOp::kCuSeqlens:
-      return {cu_seqlens(query.key)};
-    case CachedOp::kHostCopy:
-      return {query.key.cpu()};
-    case CachedOp::kPositionIds:
-      return {position_ids(query.key, p.total_tokens)};
-    case CachedOp::kSeqIds:
-      return {seq_ids(query.key, p.total_tokens)};
-    case CachedOp::kSegmentRows: {
-      const auto rows = segment_rows(query.key, *query.others[1], p.total_tokens);
-      return {std::get<0>(rows), std::get<1>(rows)};
-    }
-    case CachedOp::kMaskRanges:
-      return {mask_ranges(options_of(query))};
-    case CachedOp::kDenseMask:
-      return {dense_mask(options_of(query), row_length_of(p), p.dtype, p.finite)};
-    case CachedOp::kBlockMask: {
-      const Tensor ranges = mask_ranges(options_of(query));
-      auto tensors = block_mask(ranges, row_length_of(p), p.block_size[0], p.block_size[1]);
-      tensors.push_back(ranges);
-      return {tensors.begin(), tensors.end()};
-    }
-    case CachedOp::kXformersBias:
-      break;  // its binding makes it
-  }
-  TORCH_INTERNAL_ASSERT(false);
+CachedTensors compute_segment_rows(const CacheQuery& query) {
+  const auto rows = segment_rows(query.key, *query.others[1], query.parameters.total_tokens);
+  return {std::get<0>(rows), std::get<1>(rows)};
 }
 
-// Where it is worth knowing before the memory is allocated.
-int64_t bytes_of(const CacheQuery& query) {
+CachedTensors compute_dense_mask(const CacheQuery& query) {
   const CacheParameters& p = query.parameters;
-  const int64_t rows = p.row_length == 0 ? 1 : p.total_tokens / p.row_length;
-  switch (query.op) {
-    case CachedOp::kDenseMask:
-      return dense_mask_bytes(rows, p.row_length, p.dtype);
-    case CachedOp::kBlockMask:
-      return block_mask_bytes(rows, p.row_length, p.block_size[0], p.block_size[1]);
-    default:
-      return 0;
-  }
+  return {dense_mask(options_of(query), row_length_of(p), p.dtype, p.finite)};
 }
+
+CachedTensors compute_block_mask(const CacheQuery& query) {
+  const CacheParameters& p = query.parameters;
+  const Tensor ranges = mask_ranges(options_of(query));
+  auto tensors = block_mask(ranges, row_length_of(p), p.block_size[0], p.block_size[1]);
+  tensors.push_back(ranges);
+  return {tensors.begin(), tensors.end()};
+}
+
+int64_t rows_of(const CacheParameters& parameters) {
+  return parameters.row_length == 0 ? 1 : parameters.total_tokens / parameters.row_length;
+}
+
+int64_t bytes_of_dense_mask(const CacheQuery& query) {
+  const CacheParameters& p = query.parameters;
+  return dense_mask_bytes(rows_of(p), p.row_length, p.dtype);
+}
+
+int64_t bytes_of_block_mask(const CacheQuery& query) {
+  const CacheParameters& p = query.parameters;
+  return block_mask_bytes(rows_of(p), p.row_length, p.block_size[0], p.block_size[1]);
+}
+
+using Turn = CachedOpRow::Turn;
+using Query = const CacheQuery&;
+
+constexpr std::array<CachedOpRow, kCachedOps> kRows{{
+    {CachedOp::kCuSeqlens, "cu_seqlens", Turn::kOffsets,
+     [](Query query) -> CachedTensors { return {cu_seqlens(query.key)}; }, nullptr},
+    {CachedOp::kHostCopy, "host_copy", Turn::kOffsets,
+     [](Query query) -> CachedTensors { return {query.key.cpu()}; }, nullptr},
+    {CachedOp::kPositionIds, "position_ids", Turn::kTokens,
+     [](Query query) -> CachedTensors {
+       return {position_ids(query.key, query.parameters.total_tokens)};
+     },
+     nullptr},
+    {CachedOp::kSeqIds, "seq_ids", Turn::kTokens,
+     [](Query query) -> CachedTensors {
+       return {seq_ids(query.key, query.parameters.total_tokens)};
+     },
+     nullptr},
+    {CachedOp::kSegmentRows, "segment_rows", Turn::kTokens, &compute_segment_rows, nullptr},
+    {CachedOp::kMaskRanges, "mask_ranges", Turn::kTokens,
+     [](Query query) -> CachedTensors { return {mask_ranges(options_of(query))}; }, nullptr},
+    {CachedOp::kDenseMask, "dense_mask", Turn::kMasksAndObjects, &compute_dense_mask,
+     &bytes_of_dense_mask},
+    {CachedOp::kBlockMask, "block_mask", Turn::kMasksAndObjects, &compute_block_mask,
+     &bytes_of_block_mask},
+    {CachedOp::kObject, "object", Turn::kMasksAndObjects, nullptr, nullptr},
+}};
+
+constexpr bool rows_are_in_order() {
+  for (size_t i = 0; i < kCachedOps; ++i) {
+    if (kRows[i].op != static_cast<CachedOp>(i)) return false;
+  }
+  return true;
+}
+static_assert(rows_are_in_order());
 
 // What is the same for every mask of these options.
 CacheQuery query_of(const MaskOptions& options, CachedOp op) {
@@ -165,22 +190,27 @@ OptionalInt concrete(const OptionalSymInt& number) {
   return number.has_value() ? OptionalInt(number->expect_int()) : std::nullopt;
 }
 
-CachedValuePtr value_of(Tensors tensors) {
+CachedValuePtr value_of(CachedTensors tensors) {
   return std::make_shared<const CachedValue>(CachedValue{std::move(tensors), nullptr});
 }
 
 }  // namespace
 
+const CachedOpRow& row_of(CachedOp op) { return kRows[static_cast<size_t>(op)]; }
+
+const char* name_of(CachedOp op) { return row_of(op).name; }
+
 CachedValuePtr packed(const CacheQuery& query) {
+  const CachedOpRow& row = row_of(query.op);
   IdentityCache& cache = IdentityCache::instance();
   if (!cache.usable_for(query)) {
     cache.count_bypass();
-    return value_of(compute(query));
+    return value_of(row.compute(query));
   }
   if (auto hit = cache.find(query)) return hit;
   Identities before = identities_of(query);
-  cache.make_room_for(bytes_of(query));
-  CachedValuePtr value = value_of(compute(query));
+  if (row.bytes != nullptr) cache.make_room_for(row.bytes(query));
+  CachedValuePtr value = value_of(row.compute(query));
   // A tensor made in inference mode could not be saved by a later training step.
   if (!c10::InferenceMode::is_enabled()) cache.insert(query, std::move(before), value);
   return value;

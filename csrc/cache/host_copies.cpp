@@ -110,4 +110,6 @@ void wait_host_copy(const at::Tensor& on_host) {
   number_pending = static_cast<int64_t>(pending().size());
 }
 
+int64_t pending_host_copies() { return number_pending.load(std::memory_order_relaxed); }
+
 }  // namespace cuseq

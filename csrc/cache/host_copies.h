@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <tuple>
 #include <vector>
 
@@ -22,5 +23,8 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& fi
 // Waits for the host copy of which the tensor is the first part, by its event, never for the
 // stream. Returns at once for any other tensor.
 CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
+
+// How many host copies nobody has waited for yet.
+CUSEQ_API int64_t pending_host_copies();
 
 }  // namespace cuseq

@@ -10,6 +10,7 @@
 #include <limits>
 #include <utility>
 
+#include "cache/cached_op.h"
 #include "cuseq/cache.h"
 #include "ops/checks.h"
 
@@ -31,20 +32,31 @@ constexpr DispatchKeySet kNotPlainData = DispatchKeySet(
 // Innermost open scope last. Entries made outside any scope have number 0.
 thread_local std::vector<uint64_t> open_scopes;
 
-// Plain data whose edits a version counter tells.
+std::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// Memory that several of the tensors share counts once.
+int64_t bytes_held_by(const c10::SmallVector<at::Tensor, 1>& tensors) {
+  int64_t bytes = 0;
+  for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
+    const bool counted = std::any_of(tensors.begin(), tensor, [&](const at::Tensor& earlier) {
+      return earlier.storage().is_alias_of(tensor->storage());
+    });
+    if (!counted) bytes += static_cast<int64_t>(tensor->storage().nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace
+
 bool has_identity(const at::Tensor& tensor) {
   return !tensor.key_set().has_any(kNotPlainData) && !tensor.is_meta() && tensor.has_storage() &&
          !tensor.is_inference() &&
          // What cudagraph trees return at every replay: new values, the same version.
          !at::caching::is_cached_tensor(tensor);
 }
-
-std::optional<c10::Stream> current_stream(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-}  // namespace
 
 TensorIdentity::TensorIdentity(const at::Tensor& tensor)
     : impl_(tensor.getIntrusivePtr()),
@@ -94,10 +106,8 @@ struct IdentityCache::Entry {
         value(std::move(made_value)),
         scope(outlives_scopes || open_scopes.empty() ? 0 : open_scopes.back()),
         stream(current_stream(query.device)) {
-    for (const at::Tensor& tensor : value->tensors) {
-      value_versions.push_back(tensor._version());
-      bytes += static_cast<int64_t>(tensor.storage().nbytes());
-    }
+    for (const at::Tensor& tensor : value->tensors) value_versions.push_back(tensor._version());
+    bytes = bytes_held_by(value->tensors);
     if (stream.has_value()) {
       made = std::make_shared<c10::Event>(stream->device_type());
       made->record(*stream);
@@ -147,23 +157,15 @@ struct IdentityCache::Entry {
            });
   }
 
-  // Which goes first where bytes are short: masks, facts about tokens, offsets.
-  int turn() const {
-    switch (op) {
-      case CachedOp::kCuSeqlens:
-      case CachedOp::kHostCopy:
-        return 2;
-      case CachedOp::kPositionIds:
-      case CachedOp::kSeqIds:
-      case CachedOp::kSegmentRows:
-      case CachedOp::kMaskRanges:
-        return 1;
-      case CachedOp::kDenseMask:
-      case CachedOp::kBlockMask:
-      case CachedOp::kXformersBias:
-        return 0;
-    }
-    TORCH_INTERNAL_ASSERT(false);
+  bool lies_in(const c10::StorageImpl* storage) const {
+    return identities.key.lies_in(storage) ||
+           std::ranges::any_of(identities.others,
+                               [storage](const auto& identity) {
+                                 return identity.has_value() && identity->lies_in(storage);
+                               }) ||
+           std::ranges::any_of(value->tensors, [storage](const at::Tensor& tensor) {
+             return tensor.storage().unsafeGetStorageImpl() == storage;
+           });
   }
 };
 
@@ -194,7 +196,9 @@ void IdentityCache::unlock_all() {
 bool IdentityCache::usable_for(const CacheQuery& query) const {
   return enabled_ && !c10::impl::dispatch_mode_enabled() &&
          !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchingModes) &&
-         has_identity(query.key) && !is_capturing(query.key) &&
+         has_identity(query.key) && !is_capturing(query.key.device()) &&
+         !query.device.is_meta() &&
+         (query.device == query.key.device() || !is_capturing(query.device)) &&
          std::ranges::all_of(query.others, [](const at::Tensor* other) {
            return other == nullptr || has_identity(*other);
          });
@@ -247,7 +251,8 @@ void IdentityCache::make_room(int64_t more_bytes, std::optional<uint64_t> newest
         // Other threads may have used it since the clock was read.
         const auto age = static_cast<double>(now > entry.last_use ? now - entry.last_use : 0);
         const std::pair<int, double> worth =
-            short_of_bytes ? std::pair{-entry.turn(), age * static_cast<double>(entry.bytes + 1)}
+            short_of_bytes ? std::pair{-static_cast<int>(row_of(entry.op).turn),
+                                       age * static_cast<double>(entry.bytes + 1)}
                            : std::pair{0, age};
         if (shard_of_best != nullptr && worth <= best) continue;
         best = worth;
@@ -305,7 +310,9 @@ CachedValuePtr IdentityCache::find(const CacheQuery& query) {
   Hit hit = look_up(query, current, Count::kAlways);
   if (hit.value != nullptr && hit.made_elsewhere != nullptr) {
     hit.made_elsewhere->block(*current);
-    for (const at::Tensor& tensor : hit.value->tensors) tensor.record_stream(*current);
+    for (const at::Tensor& tensor : hit.value->tensors) {
+      if (tensor.device() == query.device) tensor.record_stream(*current);
+    }
   }
   return std::move(hit.value);
 }
@@ -345,9 +352,16 @@ void IdentityCache::insert(const CacheQuery& query, Identities identities, Cache
   }
 }
 
-void IdentityCache::invalidate(const at::Tensor& key) {
-  const c10::TensorImpl* address = key.unsafeGetTensorImpl();
-  drop_key(address);
+void IdentityCache::invalidate(const at::Tensor& tensor) {
+  const c10::TensorImpl* address = tensor.unsafeGetTensorImpl();
+  const c10::StorageImpl* storage =
+      tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+  Entries dead;
+  move_out_if(
+      [&](const Entry& entry) {
+        return entry.refers_to(address) || (storage != nullptr && entry.lies_in(storage));
+      },
+      dead);
   if (watcher_.unwatch != nullptr) watcher_.unwatch(address);
 }
 
@@ -387,6 +401,27 @@ CacheStats IdentityCache::stats() {
   stats.bypasses = bypasses_.load(std::memory_order_relaxed);
   stats.evictions = evictions_.load(std::memory_order_relaxed);
   return stats;
+}
+
+std::vector<CacheHolding> IdentityCache::holdings() {
+  Entries dead;
+  move_out_expired(dead);
+  std::vector<CacheHolding> holdings;
+  for (Shard& shard : shards_) {
+    const std::lock_guard<std::mutex> lock(shard.mutex);
+    for (const Entry& entry : shard.entries) {
+      const int64_t fact = entry.parameters.fact;
+      auto holding = std::ranges::find_if(holdings, [&](const CacheHolding& known) {
+        return known.op == entry.op && known.fact == fact;
+      });
+      if (holding == holdings.end()) {
+        holding = holdings.insert(holdings.end(), {entry.op, fact, 0, 0});
+      }
+      ++holding->entries;
+      holding->bytes += entry.bytes;
+    }
+  }
+  return holdings;
 }
 
 }  // namespace cuseq

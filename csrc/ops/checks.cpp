@@ -170,17 +170,18 @@ Segments segments_of(const Tensor& cu_seqlens, const OptionalTensor& cu_seqlens_
   return segments;
 }
 
-bool is_capturing([[maybe_unused]] const Tensor& tensor) {
+bool is_capturing([[maybe_unused]] c10::Device device) {
 #ifdef CUSEQ_WITH_CUDA
-  if (tensor.is_cuda()) {
+  if (device.is_cuda()) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(
-        cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(tensor.device().index()), &status));
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
     return status != cudaStreamCaptureStatusNone;
   }
 #endif
   return false;
 }
+
+bool is_capturing(const at::Tensor& tensor) { return is_capturing(tensor.device()); }
 
 bool switch_from_environment(const char* name, bool fallback) {
   const char* value = std::getenv(name);

@@ -41,6 +41,7 @@ Segments segments_of(const at::Tensor& cu_seqlens,
                      const std::optional<at::Tensor>& cu_seqlens_padded, int64_t total_tokens);
 
 // True while the current stream of the tensor's device is being captured into a CUDA graph.
+bool is_capturing(c10::Device device);
 bool is_capturing(const at::Tensor& tensor);
 
 // An environment variable that is 0 or 1.

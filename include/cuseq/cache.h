@@ -19,7 +19,7 @@
 
 namespace cuseq {
 
-// What is computed from a key tensor.
+// What is computed from a key tensor. csrc/cache/cached_ops.cpp has one row for each.
 enum class CachedOp : uint8_t {
   kCuSeqlens,
   kHostCopy,
@@ -29,14 +29,17 @@ enum class CachedOp : uint8_t {
   kMaskRanges,
   kDenseMask,
   kBlockMask,
-  kXformersBias
+  kObject,  // made by the caller; CacheParameters::fact says what it is
 };
+constexpr size_t kCachedOps = static_cast<size_t>(CachedOp::kObject) + 1;
+CUSEQ_API const char* name_of(CachedOp op);
 
 // What else decides a value, normalised by the caller: equal calls, equal parameters.
 struct CacheParameters {
   int64_t total_tokens = 0;
   int64_t row_length = 0;
   int64_t window = 0;
+  int64_t fact = 0;  // the caller's number for the kind of an object and its parameters
   std::array<int64_t, 2> block_size{};
   at::ScalarType dtype = at::kInt;
   bool from_cu_seqlens = false;
@@ -57,8 +60,9 @@ struct CacheQuery {
 
 // A value, whole: what is kept and dropped together.
 struct CachedValue {
+  // Counted in bytes; an edit of one of them ends the entry.
   c10::SmallVector<at::Tensor, 1> tensors;
-  std::shared_ptr<void> object;  // what a binding made of them, such as a BlockMask
+  std::shared_ptr<void> object;  // a binding's object made of them, such as a BlockMask
 };
 using CachedValuePtr = std::shared_ptr<const CachedValue>;
 
@@ -70,6 +74,7 @@ class CUSEQ_API TensorIdentity {
 
   bool is(const c10::TensorImpl* tensor) const { return address_ == tensor; }
   bool expired() const { return impl_.expired(); }
+  bool lies_in(const c10::StorageImpl* storage) const { return storage_address_ == storage; }
   // Of the tensor that `is` this one: it may have been edited or rebound since.
   bool unchanged(const at::Tensor& now) const;
 
@@ -93,6 +98,9 @@ struct Identities {
 };
 CUSEQ_API Identities identities_of(const CacheQuery& query);
 
+// Whether a tensor is plain data with a version counter, such as keys and values have to be.
+CUSEQ_API bool has_identity(const at::Tensor& tensor);
+
 struct CacheStats {
   int64_t hits = 0;
   int64_t misses = 0;
@@ -102,7 +110,15 @@ struct CacheStats {
   int64_t entries = 0;    // held now
 };
 
-// Facts about a pack, kept for as long as the tensor of its lengths lives and is not changed.
+// What is held of one kind.
+struct CacheHolding {
+  CachedOp op;
+  int64_t fact;
+  int64_t entries;
+  int64_t bytes;
+};
+
+// Facts about a tensor, kept for as long as the tensor lives and is not changed.
 //
 // A key is the identity of a tensor, not its values. Nothing is pinned: entries of a dead key go
 // when it dies (see watch), or at the next call where nobody watches.
@@ -139,10 +155,10 @@ class CUSEQ_API IdentityCache {
 
   void count_bypass() { bypasses_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Drops what was computed from one tensor, and what is watching it, so that nothing refers to it
-  // any more.
-  void invalidate(const at::Tensor& key);
-  // The same for a tensor that is being destroyed.
+  // Drops every entry that the memory of a tensor has a part in, as the key, as another input or in
+  // the value, through any view; and the references to the tensor itself.
+  void invalidate(const at::Tensor& tensor);
+  // Drops what was computed from a tensor that is being destroyed.
   void drop_key(const c10::TensorImpl* key);
 
   void clear();
@@ -152,6 +168,7 @@ class CUSEQ_API IdentityCache {
   void exit_scope(uint64_t scope);
 
   CacheStats stats();
+  std::vector<CacheHolding> holdings();
 
   // Called, without locks, for a key's first entry, for other tensors at every one, and when one is
   // invalidated. The Python module attaches a weak-reference callback here, so that a key's death
@@ -212,7 +229,7 @@ class CUSEQ_API IdentityCache {
 };
 
 // The value from the cache, computed and kept on a miss. Computed only, where the cache may not be
-// touched. Not for values of which `object` is all.
+// touched. Not for kObject, which the caller makes.
 CUSEQ_API CachedValuePtr packed(const CacheQuery& query);
 
 // What the cached ops ask for. The options must outlive the query.

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import OrderedDict
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cuseq._arguments import as_int, check_tensor
+from cuseq.cache import keeps, new_key, remember
 
-_KEPT = 8
 _FIRST_ROWS = 1024
+# Tables of theta belong to no tensor.
+_THETA = new_key()
 
 
 def rope_table(
@@ -33,9 +29,10 @@ def rope_table(
     for a float64 table). Scaled variants (linear, dynamic NTK, YaRN, Llama 3, LongRoPE) come in by
     `inv_freq` and `attention_factor`, which transformers' `ROPE_INIT_FUNCTIONS` return.
 
-    The last few tables are kept and shared, with more rows than were asked for (the next power of
-    two, at least 1,024): do not edit them. `cache_stats()` counts them. `clear_cache()` frees them,
-    as is needed after a write to `inv_freq` that the version counter cannot see (`.data.copy_`).
+    The identity cache keeps the last few tables, with more rows than were asked for (the next power
+    of two, at least 1,024): they are shared, do not edit them. Those of `inv_freq` go with it;
+    after a write to it that the version counter cannot see (`.data.copy_`) call
+    `cuseq.cache.invalidate(inv_freq)`.
 
     Args:
         length: positions.
@@ -83,26 +80,24 @@ def rope_table(
         return _make(length, rotary_dim, theta, inv_freq, attention_factor, dtype, device)
     if device is None:
         device = torch.get_default_device()
-    target = torch.device(device)
-    if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
-    make = (rotary_dim, theta, inv_freq, attention_factor, dtype, target)
-    if not _may_keep(target, inv_freq):
+    key = _THETA if inv_freq is None else inv_freq
+    make = (rotary_dim, theta, inv_freq, attention_factor, dtype, device)
+    if not keeps(key, device):
         return _make(length, *make)
-    key = (
+    rows = max(_FIRST_ROWS, 1 << max(0, length - 1).bit_length())
+    cos, sin = remember(
+        key,
+        "rope_table",
+        lambda: _make(rows, *make),
         rotary_dim,
         theta if inv_freq is None else None,
-        None if inv_freq is None else id(inv_freq),
         attention_factor,
         dtype,
-        target,
+        rows,
+        device=device,
+        outlives_scopes=True,
     )
-    found = _tables.find(key, length, inv_freq)
-    if found is None:
-        rows = max(_FIRST_ROWS, 1 << max(0, length - 1).bit_length())
-        found = _Table(*_make(rows, *make), inv_freq)
-        _tables.keep(key, found)
-    return found.cos[:length], found.sin[:length]
+    return cos[:length], sin[:length]
 
 
 def _make(
@@ -129,96 +124,3 @@ def _make(
         (angles.cos() * attention_factor).to(dtype),
         (angles.sin() * attention_factor).to(dtype),
     )
-
-
-def _may_keep(device: torch.device, inv_freq: Tensor | None) -> bool:
-    """Whether a table made now may serve others, as the identity cache asks of its values."""
-    traced = _get_current_dispatch_mode() is not None or torch._C._functorch.maybe_current_level()
-    data = inv_freq is None or (type(inv_freq) in (Tensor, torch.nn.Parameter, torch.nn.Buffer))
-    return (
-        not traced
-        and data
-        and device.type != "meta"
-        and not torch.is_inference_mode_enabled()
-        and (inv_freq is None or not inv_freq.is_inference())
-        and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
-    )
-
-
-def _identity(inv_freq: Tensor) -> tuple[Any, ...]:
-    """Besides the object: edits in place, and `.data = other`, which has a version of its own."""
-    return inv_freq._version, inv_freq.data_ptr(), inv_freq.dtype, inv_freq.device
-
-
-class _Table:
-    def __init__(self, cos: Tensor, sin: Tensor, inv_freq: Tensor | None):
-        self.cos, self.sin = cos, sin
-        self._versions = (cos._version, sin._version)
-        self._inv_freq = None if inv_freq is None else weakref.ref(inv_freq)
-        self._inv_freq_is = None if inv_freq is None else _identity(inv_freq)
-        self._made_on: Any = None
-        self._made: Any = None
-        if cos.is_cuda:
-            self._made_on = torch.cuda.current_stream(cos.device)
-            self._made = self._made_on.record_event()
-
-    @property
-    def bytes(self) -> int:
-        return self.cos.nbytes + self.sin.nbytes
-
-    def serves(self, length: int, inv_freq: Tensor | None) -> bool:
-        same = inv_freq is None or (
-            self._inv_freq() is inv_freq and self._inv_freq_is == _identity(inv_freq)
-        )
-        unedited = self._versions == (self.cos._version, self.sin._version)
-        return same and unedited and length <= self.cos.shape[0]
-
-    def use_here(self) -> None:
-        """Orders the current stream behind the table's making."""
-        if self._made is None:
-            return
-        stream = torch.cuda.current_stream(self.cos.device)
-        if stream != self._made_on:
-            stream.wait_event(self._made)
-            self.cos.record_stream(stream)
-            self.sin.record_stream(stream)
-
-
-class _Tables:
-    """The tables used last. One that does not serve any more is replaced by the one made next."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[Any, _Table] = OrderedDict()
-
-    def find(self, key: Any, length: int, inv_freq: Tensor | None) -> _Table | None:
-        with self._lock:
-            table = self._kept.get(key)
-            if table is None or not table.serves(length, inv_freq):
-                return None
-            self._kept.move_to_end(key)
-        table.use_here()
-        return table
-
-    def keep(self, key: Any, table: _Table) -> None:
-        dropped = []  # outside the lock
-        with self._lock:
-            dropped.append(self._kept.pop(key, None))
-            self._kept[key] = table
-            while len(self._kept) > _KEPT:
-                dropped.append(self._kept.popitem(last=False))
-
-    def clear(self) -> None:
-        with self._lock:
-            dropped, self._kept = self._kept, OrderedDict()
-        del dropped
-
-    def held(self) -> tuple[int, int]:
-        """How many tables there are, and their bytes."""
-        with self._lock:
-            return len(self._kept), sum(table.bytes for table in self._kept.values())
-
-
-_tables = _Tables()
-clear_tables = _tables.clear
-tables_held = _tables.held

@@ -1,0 +1,46 @@
+#include "python/arguments.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+
+namespace cuseq::python {
+
+const at::Tensor& tensor_argument(py::handle value, const char* name) {
+  if (!THPVariable_Check(value.ptr())) {
+    throw py::type_error(std::string(name) + " must be a tensor, got " +
+                         Py_TYPE(value.ptr())->tp_name);
+  }
+  return THPVariable_Unpack(value.ptr());
+}
+
+int64_t int_argument(py::handle value, const char* name) {
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  if (!number) {
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " must be an int, got " +
+                         py::repr(value).cast<std::string>());
+  }
+  int overflow = 0;
+  const int64_t result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow != 0) {
+    throw py::value_error(std::string(name) + " must fit in int64, got " +
+                          py::repr(number).cast<std::string>());
+  }
+  return result;
+}
+
+c10::Device device_argument(py::handle value, c10::Device fallback) {
+  if (value.is_none()) return fallback;
+  py::object made = py::reinterpret_borrow<py::object>(value);
+  if (!THPDevice_Check(made.ptr())) {
+    made = py::handle(reinterpret_cast<PyObject*>(&THPDeviceType))(made);
+  }
+  const c10::Device device = reinterpret_cast<THPDevice*>(made.ptr())->device;
+  if (device.is_cpu()) return c10::kCPU;
+  return device.has_index() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+}  // namespace cuseq::python
