@@ -19,8 +19,8 @@ namespace {
 
 using Tensors = decltype(CachedValue::tensors);
 
-// Numbers for facts, (name, parameters), so that no Python runs under the cache's mutexes. They
-// stay for ever: parameters are configuration, not data. Guarded by the GIL, never destroyed.
+// Numbers for facts, (name, parameters), so that no Python runs under the cache's mutexes. A number
+// is never given twice. Guarded by the GIL, never destroyed.
 class FactNumbers {
  public:
   static FactNumbers& instance() {
@@ -32,17 +32,35 @@ class FactNumbers {
     PyObject* known = PyDict_GetItemWithError(numbers_.ptr(), fact.ptr());
     if (known != nullptr) return PyLong_AsLongLong(known);
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    names_.push_back(py::cast<std::string>(fact[py::int_(0)]));
-    numbers_[fact] = names_.size();
-    return static_cast<int64_t>(names_.size());
+    // Parameters that no entry has any more would pile up. Entries of forgotten numbers are made
+    // anew when asked for, and go as the least recently used.
+    if (numbers_.size() >= kMostNumbers) numbers_.clear();
+    const int64_t number =
+        (last_++ << kKindBits) | kind_of(py::cast<std::string>(fact[py::int_(0)]));
+    numbers_[fact] = number;
+    return number;
   }
 
-  const std::string& name_of(int64_t number) const { return names_[number - 1]; }
+  const std::string& name_of(int64_t number) const {
+    return names_[number & ((int64_t{1} << kKindBits) - 1)];
+  }
   const std::vector<std::string>& names() const { return names_; }
 
  private:
+  static constexpr size_t kMostNumbers = 4096;
+  static constexpr int kKindBits = 10;
+
+  int64_t kind_of(const std::string& name) {
+    const auto found = std::ranges::find(names_, name);
+    if (found != names_.end()) return found - names_.begin();
+    TORCH_INTERNAL_ASSERT(names_.size() < size_t{1} << kKindBits, "facts have too many names");
+    names_.push_back(name);
+    return static_cast<int64_t>(names_.size()) - 1;
+  }
+
   py::dict numbers_;
-  std::vector<std::string> names_;  // of fact 1, 2, ...
+  int64_t last_ = 0;
+  std::vector<std::string> names_;  // a few, in this package's source
 };
 
 CacheQuery query_of(const at::Tensor& key, py::handle device) {

@@ -133,8 +133,8 @@ def remember(
         key: tensor that the fact is about, or `new_key()` of an object without one.
         fact: name of the kind of fact, as `info` shows it and docs/cache.md lists it.
         make: makes the value. The value must not refer to the key: neither would ever go.
-        parameters: what else decides the value. They are remembered for ever, so they must be
-            configuration (a dtype, a number of heads), never data.
+        parameters: what else decides the value. All facts together should have few thousand
+            different ones: use configuration (a dtype, a window), and sizes, but no data.
         device: where the value lies, default the key's device. A hit on another stream of it waits
             for the stream that made the value. It is a parameter too.
         tensors: lists the tensors in a value; default the value itself, or the items of a tuple.
