@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "cache/host_copies.h"
-#include "ops/checks.h"
 #include "python/arguments.h"
 #include "python/cache.h"
 
@@ -112,15 +111,6 @@ py::object remember(py::handle key, py::handle fact, py::handle make, py::handle
   return value;
 }
 
-// build() makes xformers' bias of a layout, and lists the tensors that it made for it.
-py::object cached_xformers_bias(py::handle lengths, std::optional<int64_t> window,
-                                py::handle build) {
-  check_window(window);
-  const auto fact = py::make_tuple("xformers_bias", py::make_tuple(window.value_or(0)));
-  const py::object tensors = py::module_::import("operator").attr("itemgetter")(1);
-  return remember(lengths, fact, build, py::none(), tensors, false)[py::int_(0)];
-}
-
 bool keeps(py::handle key, py::handle device) {
   return !c10::InferenceMode::is_enabled() &&
          IdentityCache::instance().usable_for(query_of(tensor_argument(key, "key"), device));
@@ -164,7 +154,6 @@ py::dict info() {
 
 void bind_facts(py::module_& m) {
   m.def("remember", &remember);
-  m.def("cached_xformers_bias", &cached_xformers_bias);
   m.def("keeps", &keeps);
   m.def("new_key", &new_key);
   m.def("cache_info", &info);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from cuseq._layout_facts import LayoutFacts
 from cuseq._layout_state import LayoutState
 from cuseq._modes import is_capturing, outside_inference_mode
 from cuseq._spans import Spans, check_pairs, sorted_pairs, spans_on
+from cuseq.cache import remember
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -165,9 +167,14 @@ class LayoutMasks(LayoutFacts):
         window = as_window(window)
         from cuseq.integrations import xformers
 
-        return _C.cached_xformers_bias(
-            self.state.lengths, window, lambda: xformers.causal_bias(self, window)
+        bias, _ = remember(
+            self.state.lengths,
+            "xformers_bias",
+            lambda: xformers.causal_bias(self, window),
+            window,
+            tensors=itemgetter(1),
         )
+        return bias
 
     def _mask_facts(
         self, window: int | None, spans: Spans | None, row_length: int | None
