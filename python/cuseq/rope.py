@@ -255,6 +255,8 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
     cp_size, cp_rank, inplace = last
     if is_compiling():
         return
+    if isinstance(offset, bool):  # the binding takes integers and symbols for them alone
+        raise TypeError(f"offset must be an int, got {offset}")
     as_size(offset, "offset", optional=False)
     one_of(table, "table", ("position", "token"))
     one_of(qkv_format, "qkv_format", ("thd", "bshd", "bhsd"))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
+from cuseq._arguments import as_int, check_tensor, shown
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.layout import PackedLayout
 
@@ -143,6 +143,8 @@ class PackingCollator:
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if isinstance(examples, Mapping):
             raise TypeError("examples must be a list of mappings, got one mapping")
+        if not isinstance(examples, Sequence):
+            raise TypeError(f"examples must be a list of mappings, got {shown(examples)}")
         if len(examples) == 0:
             raise ValueError("examples must not be empty, got none")
         for i, example in enumerate(examples):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from cuseq._arguments import as_int, one_of
+from cuseq._arguments import as_int, check_flag, one_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
 from cuseq.data._state import refuse_other
@@ -165,6 +165,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.balance = _checked_balance(balance)
         self.accumulation = as_int(accumulation, "accumulation", least=1)
         self.seed = as_int(seed, "seed")
+        check_flag(shuffle, "shuffle")
+        check_flag(drop_last, "drop_last")
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self.buffer = None if buffer is None else as_int(buffer, "buffer", least=1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
+from cuseq._arguments import as_int, check_tensor, shown
 from cuseq.data.collator import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 
@@ -62,6 +62,7 @@ def split_by_tokens(
     """
     budget = as_int(budget, "budget", least=1)
     total_multiple = as_int(total_multiple, "total_multiple", least=1)
+    pad_token_id = as_int(pad_token_id, "pad_token_id")
     packed = _checked_layout(batch)
     packed.check_whole()
     if packed.pads_between_sequences:
@@ -72,6 +73,8 @@ def split_by_tokens(
 
 
 def _checked_layout(batch: Mapping[str, Any]) -> PackedLayout:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a mapping, got {shown(batch)}")
     for key in ("packed", "labels"):
         if key not in batch:
             raise ValueError(f"batch must have {key}, as PackingCollator makes it")

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cuseq import _C
-from cuseq._arguments import as_int, one_of
+from cuseq._arguments import as_int, check_flag, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
 from cuseq.data._state import refuse_other
 
@@ -118,6 +118,12 @@ class PackedStream(IterableDataset[list[Any]]):
         overlong: str = "raise",
         drop_last: bool = False,
     ):
+        if not isinstance(iterable, Iterable) and not hasattr(iterable, "__getitem__"):
+            raise TypeError(f"iterable must be an iterable of samples, got {shown(iterable)}")
+        if length is not None and not callable(length):
+            raise TypeError(f"length must be a function of a sample, got {shown(length)}")
+        check_flag(shuffle, "shuffle")
+        check_flag(drop_last, "drop_last")
         self.iterable = iterable
         self.capacity = as_int(capacity, "capacity", least=1)
         self.world_size = as_int(world_size, "world_size", least=1)
@@ -403,7 +409,12 @@ class PackedStream(IterableDataset[list[Any]]):
 
 
 def _tokens(sample: Any) -> int:
-    return len(sample["input_ids"])
+    try:
+        return len(sample["input_ids"])
+    except (TypeError, LookupError) as error:
+        raise TypeError(
+            f"samples must be mappings with input_ids where length is None, got {shown(sample)}"
+        ) from error
 
 
 def _samples_of(row: list[_Held]) -> list[Any]:
