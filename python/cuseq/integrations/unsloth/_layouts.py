@@ -11,31 +11,33 @@ from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor
 from cuseq._transfer import to_host
-from cuseq.integrations._remember import remember
+from cuseq.cache import remember
 from cuseq.layout import PackedLayout
+
+# Live layouts by the `id` of their lengths, which unsloth passes on alone. It keeps nothing alive.
+_by_lengths: weakref.WeakValueDictionary[int, PackedLayout] = weakref.WeakValueDictionary()
 
 
 class PackedInfo(tuple):
     """unsloth's description of a pack, `(lengths, cu_seqlens, max_seqlen)`, and its layout.
 
     Attributes:
-        layout: a weak reference to the layout, whose tensors are those of the tuple.
+        layout: the layout, whose tensors are those of the tuple.
 
     Example:
         >>> from cuseq.integrations.unsloth import PackedInfo
         >>> packed = PackedLayout.from_lengths([2, 3])
         >>> info = PackedInfo(packed)
-        >>> info[1].tolist(), info[2], info.layout() is packed
+        >>> info[1].tolist(), info[2], info.layout is packed
         ([0, 2, 5], 3, True)
     """
 
-    layout: weakref.ref[PackedLayout]
+    layout: PackedLayout
 
     def __new__(cls, packed: PackedLayout) -> PackedInfo:
         self = super().__new__(cls, (packed.lengths, packed.cu_seqlens, packed.max_seqlen))
-        self.layout = weakref.ref(packed)
-        # unsloth passes the lengths on alone. The reference is weak: the layout holds its lengths.
-        remember(packed.lengths, "layout", lambda: self.layout)
+        self.layout = packed
+        _by_lengths[id(packed.lengths)] = packed
         return self
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
@@ -44,8 +46,9 @@ class PackedInfo(tuple):
 
 def layout_behind(lengths: Tensor) -> PackedLayout | None:
     """Return the layout that these lengths are a field of, where a `PackedInfo` handed them out."""
-    known = remember(lengths, "layout", lambda: None)
-    return None if known is None else known()
+    packed = _by_lengths.get(id(lengths))
+    # Another tensor may have the number now.
+    return packed if packed is not None and packed.lengths is lengths else None
 
 
 def layout_of_lengths(lengths: Tensor, name: str) -> PackedLayout:
@@ -59,15 +62,28 @@ def layout_of_lengths(lengths: Tensor, name: str) -> PackedLayout:
     if packed is not None:
         return packed
     return remember(
-        lengths, "lengths", lambda: PackedLayout.from_lengths(as_integers(lengths, name))
+        lengths,
+        "unsloth_lengths",
+        lambda: PackedLayout.from_lengths(as_integers(lengths, name)),
+        tensors=_tensors,
     )
 
 
-def layout_of_positions(position_ids: Tensor) -> PackedLayout:
-    """Return the layout of a row whose sequences start where positions are 0.
+def row_of_positions(position_ids: Tensor) -> PackedLayout:
+    """Return the layout of a row `[1, tokens]` whose sequences start where positions are 0.
 
-    A row that does not start with 0 is one sequence: its positions mean something else.
+    It is made once for the tensor.
     """
+    return remember(
+        position_ids,
+        "unsloth_positions",
+        lambda: _of_positions(position_ids),
+        tensors=_tensors,
+    )
+
+
+def _of_positions(position_ids: Tensor) -> PackedLayout:
+    # A row that does not start with 0 is one sequence: its positions mean something else.
     if to_host(position_ids[0, :1]).tolist() != [0]:
         return PackedLayout.from_lengths([position_ids.numel()])
     # In a plane sequences start where numbers drop, or stay 0.
@@ -81,7 +97,7 @@ def row_of(seq_info: Sequence[Any], total_tokens: int | None) -> PackedLayout:
         seq_info: a tuple that starts with the lengths of the sequences.
         total_tokens: tokens of the row; None, and less than the lengths, for the lengths' sum.
     """
-    packed = seq_info.layout() if isinstance(seq_info, PackedInfo) else None
+    packed = seq_info.layout if isinstance(seq_info, PackedInfo) else None
     if packed is None:
         packed = layout_of_lengths(lengths_of(seq_info), "seq_info[0]")
     if packed.pads_between_sequences:
@@ -90,7 +106,9 @@ def row_of(seq_info: Sequence[Any], total_tokens: int | None) -> PackedLayout:
     total = real if total_tokens is None else max(real, as_int(total_tokens, "total_tokens"))
     if total == packed.total_tokens == real:
         return packed
-    return remember(packed.lengths, ("row", total), lambda: _whole_row(packed, total))
+    return remember(
+        packed.lengths, "unsloth_row", lambda: _whole_row(packed, total), total, tensors=_tensors
+    )
 
 
 def _whole_row(packed: PackedLayout, total: int) -> PackedLayout:
@@ -98,6 +116,10 @@ def _whole_row(packed: PackedLayout, total: int) -> PackedLayout:
     if tail > 0:
         lengths = torch.nn.functional.pad(lengths, (0, 1), value=tail)
     return PackedLayout.from_lengths(lengths, total)
+
+
+def _tensors(packed: PackedLayout) -> tuple[Tensor, Tensor]:
+    return packed.lengths, packed.cu_seqlens
 
 
 def lengths_of(seq_info: Any) -> Tensor:
@@ -127,6 +149,7 @@ def as_integers(values: Sequence[int] | Tensor, name: str) -> Tensor:
             values = torch.tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{name} must be integers of 64 bits, got {values!r}") from error
+    check_tensor(values, name)
     row = values.reshape(-1)
     if not row.numel():
         return row.new_zeros(0, dtype=torch.int64)  # an empty list makes floats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import check_tensor
-from cuseq.integrations._remember import remember
 from cuseq.integrations.unsloth._layouts import (
     PackedInfo,
     as_integers,
     layout_behind,
     layout_of_lengths,
-    layout_of_positions,
+    row_of_positions,
 )
 from cuseq.integrations.unsloth._state import LENGTHS, original_of
 from cuseq.layout import PackedLayout, check_layout
@@ -73,7 +71,7 @@ def get_packed_info_from_kwargs(
     check_tensor(position_ids, "position_ids")
     if position_ids.dim() != 2 or len(position_ids) != 1:
         return None
-    packed = remember(position_ids, "row", lambda: layout_of_positions(position_ids))
+    packed = row_of_positions(position_ids)
     if packed.num_sequences == 1:
         return None
     return PackedInfo(packed.to(device))
@@ -83,24 +81,20 @@ def _agree(packed: PackedLayout, lengths: Tensor) -> bool:
     """Return whether the lengths are those of the layout, False for a part of them.
 
     What lies on a GPU is judged by its number of sequences alone: reading it would wait.
+
+    Raises:
+        ValueError: they are known on the host, and contradict the layout.
     """
-    if layout_behind(lengths) is packed:
-        return True
-    if lengths.device.type == "cpu" and packed.known_lengths is not None:
-        # The reference is weak: the lengths do not keep a layout alive.
-        key = ("agrees", weakref.ref(packed))
-        remember(lengths, key, lambda: _refuse_contradiction(packed, lengths))
+    on_host = lengths.device.type == "cpu" and packed.known_lengths is not None
+    if on_host and layout_behind(lengths) is not packed:
+        whole, given = packed.lengths_on_host().tolist(), as_integers(lengths, LENGTHS).tolist()
+        starts = range(len(whole) - len(given) + 1)
+        if not any(whole[start : start + len(given)] == given for start in starts):
+            raise ValueError(
+                f"{LENGTHS} must be the lengths of packed, or those of neighbouring sequences of "
+                f"it, got {given} beside a layout of {whole}"
+            )
     return packed.num_sequences == lengths.numel()
-
-
-def _refuse_contradiction(packed: PackedLayout, lengths: Tensor) -> None:
-    whole, given = packed.lengths_on_host().tolist(), as_integers(lengths, LENGTHS).tolist()
-    starts = range(len(whole) - len(given) + 1)
-    if not any(whole[start : start + len(given)] == given for start in starts):
-        raise ValueError(
-            f"{LENGTHS} must be the lengths of packed, or those of neighbouring sequences of it, "
-            f"got {given} beside a layout of {whole}"
-        )
 
 
 def cached_host_lengths(
