@@ -166,7 +166,8 @@ def _(draw):
     return {"x": torch.nn.Linear(2, 2)}
 
 
-@function("cuseq.check_packing", cuseq.check_packing, weight=1, wrong=True)
+# What the model raises is raised, as of an argument that it does not take.
+@function("cuseq.check_packing", cuseq.check_packing, also=("input_ids",), weight=1, wrong=True)
 def _(draw):
     return {"model": torch.nn.Linear(2, 2), "examples": [[1, 2], [3]], "rtol": None}
 

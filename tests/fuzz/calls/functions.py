@@ -58,13 +58,13 @@ def _rope_arguments(draw: Draw) -> tuple[dict[str, Any], dict[str, Any]]:
     }
 
 
-@function("cuseq.apply_rope", cuseq.apply_rope, check=judge.rope)
+@function("cuseq.apply_rope", cuseq.apply_rope, check=judge.rope, also=("head_dim",))
 def _(draw):
     both, options = _rope_arguments(draw)
     return {**both, **options}
 
 
-@function("cuseq.apply_qk_norm_rope", cuseq.apply_qk_norm_rope)
+@function("cuseq.apply_qk_norm_rope", cuseq.apply_qk_norm_rope, also=("head_dim",))
 def _(draw):
     both, options = _rope_arguments(draw)
     q, k = both.values()

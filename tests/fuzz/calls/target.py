@@ -65,7 +65,7 @@ def function(
 _CALLED = {
     "source": frozenset(("lengths", "cu_seqlens")),
     "cu_seqlens": frozenset(("lengths",)),
-    "tensors": frozenset(("q", "k")),
+    "tensors": frozenset(("q", "k", "head_dim")),
     "weights": frozenset(("q_weight", "k_weight")),
     "host_meta": frozenset(("max_seqs",)),  # what its status says
     "cp_size": frozenset(("the tail",)),
