@@ -38,9 +38,13 @@ def tool(name: str) -> str:
 
 
 class CMakeBuild(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.fills_source_tree = bool(self.inplace)  # which setuptools resets before it builds
+
     def build_extension(self, ext: Extension) -> None:
         prefixes = [Path(self.get_ext_fullpath(ext.name)).resolve().parent]
-        if self.inplace or self.editable_mode:
+        if self.fills_source_tree or self.editable_mode:
             # setuptools copies only the module itself into the source tree.
             prefixes.append(ROOT / "python" / "cuseq")
         version = ".".join(map(str, sys.version_info[:2]))
