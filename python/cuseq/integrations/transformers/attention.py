@@ -36,7 +36,8 @@ from transformers.utils.import_utils import is_tracing
 
 import cuseq
 from cuseq._arguments import as_size
-from cuseq.integrations._remember import remember
+from cuseq._modes import outside_inference_mode
+from cuseq.cache import remember
 from cuseq.integrations.transformers._lengths import (
     check_agreement,
     check_lengths,
@@ -236,16 +237,30 @@ def _layout_of(position_ids: Tensor | None, batch: int) -> cuseq.PackedLayout | 
     """Return the layout that position ids describe, None if each row is one sequence.
 
     It waits for one event, once for each tensor until the tensor is edited in place, since all
-    layers share the answer. Tensors made in inference mode have no version, so every layer waits.
+    layers share the answer. Tensors made in inference mode have no version, so every layer waits,
+    and so it does with CUSEQ_CACHE=0.
     """
     if position_ids is None:
         return None
-    return remember(position_ids, batch, lambda: _several_sequences(position_ids, batch))
+    with outside_inference_mode():
+        return remember(
+            position_ids,
+            "packed_positions",
+            lambda: _several_sequences(position_ids, batch),
+            batch,
+            tensors=_tensors_of,
+        )
 
 
 def _several_sequences(position_ids: Tensor, batch: int) -> cuseq.PackedLayout | None:
     layout = cuseq.PackedLayout.from_position_ids(position_ids.expand(batch, -1))
     return None if layout.num_sequences == batch else layout
+
+
+def _tensors_of(layout: cuseq.PackedLayout | None) -> tuple[Tensor, ...]:
+    if layout is None:
+        return ()
+    return layout.state.lengths, layout.state.cu_seqlens_static, layout.state.host_meta
 
 
 def _check_packable(

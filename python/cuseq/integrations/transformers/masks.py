@@ -16,6 +16,8 @@ import transformers
 from transformers import masking_utils
 
 from cuseq._arguments import as_size
+from cuseq._modes import outside_inference_mode
+from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers._recurrent import recurrent_layers
 from cuseq.integrations.transformers.names import NAME
 
@@ -58,7 +60,7 @@ class DeferredMask:
         self.position_ids = position_ids
         self.recurrent = recurrent
         self.arguments = arguments
-        self._built: dict[torch.device, torch.Tensor | None] = {}
+        self._key: torch.Tensor | None = None  # made in eager code, for facts about this mask
 
     def __getattr__(self, name: str):
         raise AttributeError(
@@ -119,10 +121,14 @@ class DeferredMask:
 
     def build_once(self, device: torch.device) -> torch.Tensor | None:
         """Return `build()` without position ids; later layers on this device get the same mask."""
-        if device not in self._built:
-            mask = self.build()
-            self._built[device] = mask if mask is None else mask.to(device)
-        return self._built[device]
+        if self._key is None:
+            self._key = new_key()
+        with outside_inference_mode():
+            return remember(self._key, "deferred_mask", lambda: self._on(device), device=device)
+
+    def _on(self, device: torch.device) -> torch.Tensor | None:
+        mask = self.build()
+        return mask if mask is None else mask.to(device)
 
 
 def cuseq_mask(
