@@ -1027,6 +1027,19 @@ def test_the_same_ranks_go_on_bit_equal(case, stops):
 
 
 @pytest.mark.parametrize("options", RESUMED, ids=str)
+def test_ranks_that_had_no_batch_leave_no_trace(options):
+    lengths = make_lengths(400, 64)
+    accumulation = options.get("accumulation", 1)
+    options = {name: value for name, value in options.items() if name != "accumulation"}
+    stages = [(2, accumulation, 3), (3, accumulation, 0), (2, accumulation, 0)]
+    parts, ranks = epoch_over_ranks(lengths, 64, stages, 2, **options)
+    assert [len(steps) for steps in parts[:2]] == [3, 0]
+    assert parts[0] + parts[2] == make_steps(
+        make_ranks(lengths, 64, 2, accumulation=accumulation, **options), 2
+    )
+
+
+@pytest.mark.parametrize("options", RESUMED, ids=str)
 def test_resume_on_other_ranks_literally(options):
     """4 ranks stop after 3 steps, 2 go on with what is left: each sample once, rows as full."""
     lengths = make_lengths(400, 64)
