@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
+from cuseq._arguments import as_device, as_float, as_int, check_dtype, check_tensor
 from cuseq.cache import keeps, new_key, remember
 
 _FIRST_ROWS = 1024
@@ -57,6 +57,12 @@ def rope_table(
     """
     if not torch.compiler.is_compiling():  # where they may be symbols
         length, rotary_dim = as_int(length, "length"), as_int(rotary_dim, "rotary_dim")
+        theta = theta if inv_freq is not None else as_float(theta, "theta")
+        attention_factor = as_float(attention_factor, "attention_factor")
+        device = None if device is None else as_device(device, "device")
+        for name, value in (("length", length), ("rotary_dim", rotary_dim)):
+            if value >= 2**31:
+                raise ValueError(f"{name} must be at most 2^31 - 1, got {value}")
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     if rotary_dim <= 0 or rotary_dim % 2 != 0:
@@ -70,6 +76,7 @@ def rope_table(
         )
     if inv_freq is None and not 0 < theta < float("inf"):
         raise ValueError(f"theta must be a finite number above 0, got {theta}")
+    check_dtype(dtype, "dtype")
     if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
     if inv_freq is not None and inv_freq.requires_grad and torch.is_grad_enabled():

@@ -110,6 +110,8 @@ def invalidate(tensor: Tensor) -> None:
         >>> cuseq.ops.cached_cu_seqlens(lengths).tolist()
         [0, 4, 7]
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a tensor, got {type(tensor).__name__}")
     _C.invalidate(tensor)
 
 

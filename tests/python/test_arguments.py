@@ -87,7 +87,10 @@ REFUSED = {
         lambda: cuseq.varlen_attention(Q, Q, Q, PACKED, causal="yes"),
     ],
     "finite": [lambda: ops.dense_mask(LENGTHS, 6, finite=None)],
-    "dtype": [lambda: ops.dense_mask(LENGTHS, 6, "bf16")],
+    "dtype": [
+        lambda: ops.dense_mask(LENGTHS, 6, "bf16"),
+        lambda: cuseq.rope_table(4, 8, dtype=LENGTHS.numpy()),
+    ],
     "spans": [
         lambda: ops.mask_ranges(LENGTHS, 6, spans=[(0, 2)]),
         lambda: ops.block_mask(LENGTHS, 6, spans=((0, 2),)),
@@ -115,7 +118,10 @@ REFUSED = {
         lambda: cuseq.apply_rope(Q, Q, TABLE, TABLE, offset=False),
     ],
     "iterable": [lambda: cuseq.data.PackedStream(3, 8)],
-    "length": [lambda: cuseq.data.PackedStream([], 8, length=3)],
+    "length": [
+        lambda: cuseq.data.PackedStream([], 8, length=3),
+        lambda: cuseq.rope_table(2**63 - 1, 8),
+    ],
     "shuffle": [lambda: cuseq.data.PackedStream([], 8, shuffle=LENGTHS)],
     "drop_last": [
         lambda: cuseq.data.PackedStream([], 8, drop_last=None),
@@ -138,6 +144,14 @@ REFUSED = {
     "eps": [
         lambda: cuseq.apply_qk_norm_rope(Q, None, Q[0, 0], None, TABLE, TABLE, eps="small"),
     ],
+    "theta": [lambda: cuseq.rope_table(4, 8, theta="a"), lambda: cuseq.rope_table(4, 8, theta=Q)],
+    "attention_factor": [lambda: cuseq.rope_table(4, 8, attention_factor=[1.0])],
+    "device": [
+        lambda: cuseq.rope_table(4, 8, device="-1"),
+        lambda: cuseq.rope_table(4, 8, device=2**70),
+        lambda: PACKED.to("nowhere"),
+    ],
+    "tensor": [lambda: cuseq.cache.invalidate([2, 3]), lambda: cuseq.cache.invalidate(None)],
     "segment_multiple": [
         lambda: cuseq.PackedLayout.from_lengths([1, 7], segment_multiple=2**63 - 1),
     ],
