@@ -232,6 +232,11 @@ def _(draw):
     return {}
 
 
+@function("cuseq.cache.info", cuseq.cache.info, weight=1)
+def _(draw):
+    return {}
+
+
 @function("cuseq.cache.clear", cuseq.cache.clear, weight=1)
 def _(draw):
     return {}
