@@ -799,6 +799,63 @@ def test_position_ids_are_read_once(device, built):
         assert torch.equal(logits, make_model("gemma3", device, "sdpa")(ids).logits)
 
 
+REWRITES = {
+    "numpy": lambda ids, new: ids.cpu().numpy().__setitem__(..., new.cpu().numpy()),
+    "data": lambda ids, new: ids.data.copy_(new),
+    "dlpack": lambda ids, new: torch.from_dlpack(ids.detach()).copy_(new),
+}
+
+
+@pytest.mark.parametrize("how", REWRITES)
+@pytest.mark.parametrize("reached", ["invalidate", "clear"])
+def test_position_ids_rewritten_past_the_version_counter(how, reached):
+    """`invalidate` and `clear` reach what is kept of them: the new documents count."""
+    model, cpu = make_model("qwen3", "cpu"), torch.device("cpu")
+    ids, layout = make_ids(cpu), make_layout(cpu)
+    other = make_layout(cpu, TOKENS, [5, 19]).position_ids[None].long()
+    position_ids = layout.position_ids[None].long().clone()
+    with torch.no_grad():
+        expected = model(ids, position_ids=other.clone()).logits
+        first = model(ids, position_ids=position_ids).logits
+        REWRITES[how](position_ids, other)
+        if reached == "invalidate":
+            cuseq.cache.invalidate(position_ids)
+        else:
+            cuseq.cache.clear()
+        assert_near(model(ids, position_ids=position_ids).logits, expected)
+    assert not torch.allclose(first, expected, atol=1e-2)
+
+
+def test_what_is_kept_of_a_forward_is_listed(device, fresh_cache):
+    """Layouts of position ids and deferred masks, which go with their tensors and objects."""
+    model, ids, layout = make_model("qwen3", device), make_ids(device), make_layout(device)
+    position_ids = layout.position_ids[None].clone()
+    deferred = masks.cuseq_mask(2, 6, 6, attention_mask=torch.ones(2, 6).tril().bool())
+    with torch.no_grad():
+        model(ids, position_ids=position_ids)
+    mask = deferred.build_once(device)
+    assert deferred.build_once(device) is mask
+    for fact in ("packed_positions", "deferred_mask"):
+        assert cuseq.cache.info()[fact]["entries"] == 1
+    del position_ids, deferred
+    for fact in ("packed_positions", "deferred_mask"):
+        assert cuseq.cache.info()[fact]["entries"] == 0
+
+
+def test_nothing_is_kept_with_the_cache_off(run_python):
+    code = """
+import torch
+from cuseq.integrations.transformers.attention import _layout_of
+position_ids = torch.tensor([[0, 1, 0, 1]])
+first = _layout_of(position_ids, 1)
+position_ids.numpy()[0] = [0, 0, 1, 2]
+assert first.lengths.tolist() == [2, 2]
+assert _layout_of(position_ids, 1).lengths.tolist() == [1, 3]
+"""
+    done = run_python(code, CUSEQ_CACHE="0")
+    assert done.returncode == 0, done.stderr
+
+
 def test_position_ids_are_not_read_where_lengths_or_masks_are_given(device, built, searched):
     model = make_model("gemma3", device)
     ids, layout = make_ids(device), make_layout(device)
