@@ -776,6 +776,8 @@ def test_logits_of_zero(device):
         ([[1, 2], [1j, 2j]], TypeError, r"complex64 of shape \(2,\) in examples\[1\]"),
         ([{1: 2, "ids": 3}], ValueError, r"got \['1', 'ids'\] in examples\[0\]"),
         (3, TypeError, "examples must be a sequence of documents, got 3"),
+        (torch.tensor(3), TypeError, "examples must be a sequence of documents, got a tensor"),
+        (torch.nested.nested_tensor([torch.ones(2)] * 2), TypeError, "examples must be a sequence"),
         ({"input_ids": [[1, 2]]}, TypeError, "examples must be a sequence of documents"),
         ([{"ids": [1, 2]}], ValueError, r"got \['ids'\] in examples\[0\]"),
         (

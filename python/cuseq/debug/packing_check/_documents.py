@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,9 +73,13 @@ def read_documents(
     Raises:
         ValueError, TypeError: what is wrong with which example.
     """
-    if isinstance(examples, str | Mapping) or not isinstance(examples, Iterable):
+    try:
+        given = None if isinstance(examples, str | Mapping) else list(examples)
+    except (TypeError, RuntimeError):  # a number, a tensor that is nested or has no dimension
+        given = None
+    if given is None:
         raise TypeError(f"examples must be a sequence of documents, got {shown(examples)}")
-    documents = [_document(example, i) for i, example in enumerate(examples)]
+    documents = [_document(example, i) for i, example in enumerate(given)]
     long = [document for document in documents if document.length >= 2]
     if len(long) < 2:
         raise ValueError(
