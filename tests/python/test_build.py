@@ -60,11 +60,12 @@ def examples(page: str) -> list[str]:
 
 PAGES = {
     "README.md": 3,
+    "docs/cache.md": 1,
     "docs/check.md": 2,
     "docs/compile.md": 3,
     "docs/index.md": 1,
     "docs/masks.md": 3,
-    "docs/packing.md": 5,
+    "docs/packing.md": 6,
     "docs/thd.md": 7,
     "docs/trainer.md": 2,
     "docs/trl.md": 2,
