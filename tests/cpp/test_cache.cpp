@@ -142,6 +142,46 @@ TEST_F(Cache, ScopesInvalidateAndClear) {
   EXPECT_EQ(end.evictions, 0) << "none of these was for room";
 }
 
+TEST_F(Cache, InvalidateReachesAllViewsOfTheMemory) {
+  IdentityCache& cache = IdentityCache::instance();
+  const at::Tensor buffer = ints({2, 3, 4, 5});
+  const at::Tensor lengths = buffer.narrow(0, 0, 2);
+  const at::Tensor other = ints({2, 3});
+  const at::Tensor offsets = cuseq::cached_cu_seqlens(lengths);
+  const at::Tensor kept = cuseq::cached_cu_seqlens(other);
+  cache.invalidate(buffer);
+  EXPECT_FALSE(cuseq::cached_cu_seqlens(lengths).is_same(offsets));
+  cache.invalidate(cuseq::cached_cu_seqlens(lengths).view({1, -1}));  // the memory of a value
+  EXPECT_EQ(changes().entries, 1);
+  EXPECT_TRUE(cuseq::cached_cu_seqlens(other).is_same(kept));
+}
+
+TEST_F(Cache, ObjectsAreKeptByTheirFact) {
+  IdentityCache& cache = IdentityCache::instance();
+  const at::Tensor key = ints({2, 3});
+  auto object = std::make_shared<int>(7);
+  const std::weak_ptr<int> watched = object;
+  CacheQuery query{key, CachedOp::kObject, key.device()};
+  query.parameters.fact = 5;
+  const at::Tensor half = at::zeros({10}, at::kFloat).narrow(0, 0, 5);
+  cache.insert(query, cuseq::identities_of(query),
+               std::make_shared<const cuseq::CachedValue>(
+                   cuseq::CachedValue{{half, half.view({5, 1})}, std::move(object)}));
+  EXPECT_EQ(cache.find(query)->object.get(), watched.lock().get());
+  const auto holdings = cache.holdings();
+  ASSERT_EQ(holdings.size(), 1);
+  EXPECT_EQ(holdings[0].op, CachedOp::kObject);
+  EXPECT_EQ(holdings[0].fact, 5);
+  EXPECT_EQ(holdings[0].entries, 1);
+  EXPECT_EQ(holdings[0].bytes, 40) << "memory that two tensors share counts once";
+  query.parameters.fact = 6;
+  EXPECT_EQ(cache.find(query), nullptr);
+  query.parameters.fact = 5;
+  half.fill_(1);
+  EXPECT_EQ(cache.find(query), nullptr) << "a tensor of the value was edited";
+  EXPECT_TRUE(watched.expired());
+}
+
 TEST_F(Cache, InferenceMode) {
   const at::Tensor lengths = ints({2, 3});
   {
@@ -238,6 +278,7 @@ TEST_F(Cache, NothingIsDestroyedUnderAMutex) {
     for (int64_t i = 0; i < 65; ++i) keep(key, i);
   });
   EXPECT_EQ(destroyed, 1) << "evicted for room";
+  cache.clear();  // while `destroyed` is there
 }
 
 TEST_F(Cache, TheWatcherIsCalledWithoutLocks) {
