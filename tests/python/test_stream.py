@@ -512,6 +512,15 @@ def test_resume_on_other_ranks_literally():
         assert sum(lengths) / (64 * len(rows)) > 0.9, "rows are full"
 
 
+def test_a_state_of_no_row_starts_the_pass_of_any_ranks():
+    options = {"window": 50, "shuffle": True, "seed": 3}
+    source = as_list(make_lengths(300, 64))
+    state = cuseq.data.PackedStream(source, 64, world_size=3, **options).state_dict()
+    resumed = cuseq.data.PackedStream(source, 64, **options)
+    resumed.load_state_dict(state)
+    assert make_rows(resumed) == make_rows(cuseq.data.PackedStream(source, 64, **options))
+
+
 def test_the_end_on_other_ranks():
     """Nothing comes again, and the next pass is whole."""
     source = as_list(make_lengths(120, 40))
