@@ -40,7 +40,16 @@ except ImportError as error:
 
 
 def build_info() -> dict[str, Any]:
-    """What this was built with: `torch`, `torch_cuda`, `cuda` (kernels built), `cuda_archs`."""
+    """Return what the library was built with. Never synchronises.
+
+    Returns:
+        `torch`, the version of torch; `torch_cuda`, its CUDA version or None; `cuda`, whether the
+        CUDA kernels were built; `cuda_archs`, their architectures, such as "80,90".
+
+    Example:
+        >>> sorted(cuseq.build_info())
+        ['cuda', 'cuda_archs', 'torch', 'torch_cuda']
+    """
     return {
         "torch": _build_config.TORCH_VERSION,
         "torch_cuda": _build_config.TORCH_CUDA,

@@ -53,7 +53,9 @@ def rope_table(
     Never synchronises, unless `inv_freq` has to come to another device.
 
     Example:
-        >>> cos, sin = cuseq.rope_table(4096, 128, theta=1e6, device="cuda")
+        >>> cos, sin = cuseq.rope_table(4096, 128, theta=1e6)
+        >>> cos.shape
+        torch.Size([4096, 64])
     """
     if not torch.compiler.is_compiling():  # where they may be symbols
         length, rotary_dim = as_int(length, "length"), as_int(rotary_dim, "rotary_dim")

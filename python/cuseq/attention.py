@@ -71,8 +71,10 @@ def varlen_attention(
     dtype, as scaled_dot_product_attention does.
 
     Example:
-        >>> packed = cuseq.PackedLayout.from_lengths([2, 3], device=q.device)
-        >>> out = cuseq.varlen_attention(q, k, v, packed)
+        >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
+        >>> q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+        >>> cuseq.varlen_attention(q, k, v, packed).shape
+        torch.Size([5, 4, 16])
     """
     for value, name in ((q, "q"), (k, "k"), (v, "v")):
         check_tensor(value, name)

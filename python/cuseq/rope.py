@@ -89,8 +89,12 @@ def apply_rope(
     by its event.
 
     Example:
-        >>> cos, sin = cuseq.rope_table(packed.total_tokens, 128, device=q.device)
+        >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
+        >>> q, k = torch.randn(5, 8, 64), torch.randn(5, 2, 64)
+        >>> cos, sin = cuseq.rope_table(packed.total_tokens, 64)
         >>> q, k = cuseq.apply_rope(q, k, cos, sin, packed=packed)
+        >>> q.shape, k.shape
+        (torch.Size([5, 8, 64]), torch.Size([5, 2, 64]))
     """
     check_tensor(q, "q")
     options = (
@@ -166,9 +170,15 @@ def apply_qk_norm_rope(
     Waits as `apply_rope` does.
 
     Example:
+        >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
+        >>> q, k = torch.randn(5, 8, 64), torch.randn(5, 2, 64)
+        >>> cos, sin = cuseq.rope_table(packed.total_tokens, 64)
+        >>> weight = torch.ones(64)
         >>> q, k = cuseq.apply_qk_norm_rope(
-        ...     q, k, norm_q.weight, norm_k.weight, cos, sin, eps=1e-6, packed=packed
+        ...     q, k, weight, weight, cos, sin, eps=1e-6, packed=packed
         ... )
+        >>> q.shape
+        torch.Size([5, 8, 64])
     """
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")

@@ -72,9 +72,15 @@ def check_packing(
     Synchronises all the time; takes about three forwards and backwards for each document.
 
     Example:
-        >>> report = cuseq.check_packing(model, [[5, 6, 7], [8], [9, 10, 11, 12]])
-        >>> print(report)
-        >>> assert report.ok
+        >>> class Bigrams(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.table = torch.nn.Embedding(16, 16)
+        ...     def forward(self, input_ids, **unused):
+        ...         return self.table(input_ids)
+        >>> report = cuseq.check_packing(Bigrams(), [[5, 6, 7], [8, 2], [9, 10, 11, 12]])
+        >>> report.ok
+        True
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")

@@ -70,10 +70,10 @@ def profile_step(
         RuntimeError: another profiler is at work.
 
     Example:
-        >>> before = cuseq.profile_step(lambda: train_step(model, batch), batch=batch)
-        >>> print(before)
-        >>> after = cuseq.profile_step(lambda: train_step(faster, packed_batch), batch=packed_batch)
-        >>> print(before.compare(after))
+        >>> model = torch.nn.Linear(4, 4)
+        >>> profile = cuseq.profile_step(lambda: model(torch.ones(2, 4)).sum().backward())
+        >>> print(profile)
+        A step on ...
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function without arguments, got {shown(fn)}")
