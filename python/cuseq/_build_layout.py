@@ -65,6 +65,8 @@ def of_sequences(
     """
     total_tokens = as_size(total_tokens, "total_tokens")
     max_seqs = as_size(max_seqs, "max_seqs")
+    if type(total_tokens) is int and total_tokens >= 2**31:
+        raise ValueError(f"total_tokens must be at most 2^31 - 1, got {total_tokens}")
     if total_tokens is None:
         source = source if source.device.type == "cpu" else to_host(source)
         total_tokens = _C.tokens_of(source, from_cu_seqlens)

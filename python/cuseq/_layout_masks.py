@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, masks
-from cuseq._arguments import as_size, as_window, check_dtype, check_flag, check_tensor
+from cuseq._arguments import as_window, check_dtype, check_flag, check_tensor
 from cuseq._layout_facts import LayoutFacts
 from cuseq._layout_state import LayoutState
 from cuseq._modes import is_capturing, outside_inference_mode
@@ -181,7 +181,7 @@ class LayoutMasks(LayoutFacts):
     ) -> tuple[Tensor, int, int | None, Tensor | None, Tensor | None, int | None]:
         """Check the arguments that masks share; return them with what they need of the layout."""
         self.check_unedited()
-        window, row_length = as_window(window), as_size(row_length, "row_length")
+        window, row_length = as_window(window), masks.as_row_length(row_length)
         if spans is not None or row_length is not None:
             spans = self.checked_spans(spans, row_length)
         padded = self.cu_seqlens_padded_static

@@ -81,8 +81,10 @@ def varlen_attention(
     check_layout(packed)
     check_flag(causal, "causal")
     window = as_size(window, "window")
-    if scale is not None and type(scale) is not float and not is_compiling():
+    if scale is not None and not is_compiling():
         scale = as_float(scale, "scale")
+        if 0 < scale < 2**-126 and q.dtype != torch.float64:  # zero times -inf would be NaN
+            raise ValueError(f"scale must be at least 2^-126 for {q.dtype}, got {scale}")
     if spans is not None:
         spans = packed.checked_spans(spans)
     one_by_one = (

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 
 from cuseq._arguments import as_int, as_size, check_dtype, check_flag, check_tensor
@@ -105,7 +106,7 @@ def dense_mask(
     rule = _checked_rule(lengths, total_tokens, causal, window, spans, cu_seqlens_padded)
     check_dtype(dtype, "dtype")
     check_flag(finite, "finite")
-    return _ops.dense_mask(*rule, as_size(row_length, "row_length"), dtype, finite)
+    return _ops.dense_mask(*rule, as_row_length(row_length), dtype, finite)
 
 
 def block_mask(
@@ -140,7 +141,7 @@ def block_mask(
         tensor([[[1, 2]]], dtype=torch.int32)
     """
     rule = _checked_rule(lengths, total_tokens, causal, window, spans, cu_seqlens_padded)
-    row_length, sizes = as_size(row_length, "row_length"), block_sizes(block_size)
+    row_length, sizes = as_row_length(row_length), block_sizes(block_size)
     ranges = _ops.mask_ranges(*rule)
     parts = _ops.block_mask(ranges, row_length, *sizes)
     return build_block_mask(ranges, parts, row_length, sizes, not causal or spans is not None)
@@ -164,6 +165,14 @@ def _checked_rule(
         check_tensor(cu_seqlens_padded, "cu_seqlens_padded")
     window = as_size(window, "window")
     return lengths, total_tokens, False, causal, window, spans, cu_seqlens_padded
+
+
+def as_row_length(row_length: int | None) -> int | None:
+    """Return the tokens of each row of a batch, at most those that a row can have."""
+    row_length = as_size(row_length, "row_length")
+    if type(row_length) is int and row_length >= 2**31 and not is_compiling():
+        raise ValueError(f"row_length must be at most 2^31 - 1, got {row_length}")
+    return row_length
 
 
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:

@@ -76,6 +76,7 @@ REFUSED = {
         lambda: ops.cached_position_ids(LENGTHS, "6"),
         lambda: ops.mask_ranges(LENGTHS, None),
         lambda: ops.dense_mask(LENGTHS, 2**70),
+        lambda: cuseq.PackedLayout.from_lengths([], 2**31),
     ],
     "window": [
         lambda: ops.mask_ranges(LENGTHS, 6, window=2.5),
@@ -96,7 +97,11 @@ REFUSED = {
         lambda: ops.block_mask(LENGTHS, 6, spans=((0, 2),)),
     ],
     "cu_seqlens_padded": [lambda: ops.mask_ranges(LENGTHS, 6, cu_seqlens_padded=[0, 2, 5])],
-    "row_length": [lambda: ops.dense_mask(LENGTHS, 6, row_length=3.0)],
+    "row_length": [
+        lambda: ops.dense_mask(LENGTHS, 6, row_length=3.0),
+        lambda: ops.dense_mask(LENGTHS[:0], 0, row_length=2**62),
+        lambda: PACKED.dense_mask(row_length=2**63 - 1),
+    ],
     "block_size": [
         lambda: ops.block_mask(LENGTHS, 6, block_size=(4, 4, 4)),
         lambda: ops.block_mask(LENGTHS, 6, block_size=2.0),
@@ -112,12 +117,13 @@ REFUSED = {
         lambda: cuseq.varlen_attention(Q, Q, Q, PACKED, scale="a"),
         lambda: cuseq.varlen_attention(Q, Q, Q, PACKED, scale=torch.tensor(0.5)),
         lambda: cuseq.varlen_attention(Q, Q, Q, PACKED, scale=10**400),
+        lambda: cuseq.varlen_attention(Q, Q, Q, PACKED, scale=1e-300),
     ],
     "offset": [
         lambda: cuseq.apply_rope(Q, Q, TABLE, TABLE, offset=2**64),
         lambda: cuseq.apply_rope(Q, Q, TABLE, TABLE, offset=False),
     ],
-    "iterable": [lambda: cuseq.data.PackedStream(3, 8)],
+    "iterable": [lambda: list(cuseq.data.PackedStream(torch.tensor(3), 8))],
     "length": [
         lambda: cuseq.data.PackedStream([], 8, length=3),
         lambda: cuseq.rope_table(2**63 - 1, 8),
@@ -155,6 +161,7 @@ REFUSED = {
     "segment_multiple": [
         lambda: cuseq.PackedLayout.from_lengths([1, 7], segment_multiple=2**63 - 1),
     ],
+    "overlong": [lambda: cuseq.data.PackedBatchSampler([3], 8, overlong=LENGTHS.numpy())],
     "policy": [lambda: cuseq.distributed.cp_plan([4], 2, policy=LENGTHS.numpy())],
 }
 

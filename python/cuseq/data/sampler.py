@@ -150,7 +150,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         buffer: int | None = None,
     ):
         for name, value in (("strategy", strategy), ("overlong", overlong)):
-            if value == _CUTTING[name]:
+            if isinstance(value, str) and value == _CUTTING[name]:
                 raise ValueError(
                     f'{name}="{value}" cuts samples, which a batch of dataset indices cannot say: '
                     "use bin_pack and cut the dataset by its starts and lengths"

@@ -118,8 +118,6 @@ class PackedStream(IterableDataset[list[Any]]):
         overlong: str = "raise",
         drop_last: bool = False,
     ):
-        if not isinstance(iterable, Iterable) and not hasattr(iterable, "__getitem__"):
-            raise TypeError(f"iterable must be an iterable of samples, got {shown(iterable)}")
         if length is not None and not callable(length):
             raise TypeError(f"length must be a function of a sample, got {shown(length)}")
         check_flag(shuffle, "shuffle")
@@ -241,7 +239,12 @@ class PackedStream(IterableDataset[list[Any]]):
         if self._source_moved:
             self.iterable.load_state_dict(copy.deepcopy(self._source_start))
             self._source_moved = False
-        return iter(self.iterable)
+        try:
+            return iter(self.iterable)
+        except TypeError as error:
+            raise TypeError(
+                f"iterable must be an iterable of samples, got {shown(self.iterable)}"
+            ) from error
 
     def _note_start(self) -> None:
         if self._source_start is None and self._is_stateful():
