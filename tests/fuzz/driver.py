@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 HANGS_AFTER = 60.0  # seconds for one call
 STARTS_WITHIN = 300.0  # seconds, for the child's imports
+MARK = "fuzz: "  # of the child's own lines: what is called may print too
 NOT_STARTED = struct.pack("q", -1)
 ROOM = 3 << 30  # bytes that the child may ask for beyond what it has after its imports
 COUNT_EVERY = 1000  # calls
@@ -120,7 +121,7 @@ def _limit_memory() -> None:
 
 
 def _say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+    print(MARK + json.dumps(line), flush=True)
 
 
 def _one_call(target: Any, draw: Any) -> tuple[str, str | None, str | None]:
@@ -233,7 +234,9 @@ def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | 
                 child.send_signal(signal.SIGKILL)
                 fate = f"hang: no answer in {HANGS_AFTER:.0f} s"
                 break
-            last = json.loads(line)
+            if not line.startswith(MARK.encode()):
+                continue
+            last = json.loads(line.removeprefix(MARK.encode()))
             report.outcomes.update(last.get("outcomes", {}))
             if "target" in last and report.add(last) and verbose:
                 _print(last, options)

@@ -145,7 +145,8 @@ def _model(input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
     return input_ids.unsqueeze(-1).float() + 1
 
 
-@function("cuseq.run_packed", cuseq.run_packed, weight=2)
+# What the model raises is raised, as of an argument that it does not take.
+@function("cuseq.run_packed", cuseq.run_packed, also=("packed",), weight=2)
 def _(draw):
     _, mask = _batch(draw)
     return {
@@ -164,7 +165,9 @@ def _(draw):
 cp = cuseq.distributed
 
 
-@function("cuseq.distributed.cp_plan", cp.cp_plan, also=("lengths",), weight=2)
+@function(
+    "cuseq.distributed.cp_plan", cp.cp_plan, also=("segments", "the tail", "lengths"), weight=2
+)
 def _(draw):
     cp_size = draw.choice((1, 2, 3))
     row = a_row(draw, multiple=2 * cp_size)
