@@ -318,8 +318,11 @@ def test_loader_workers(start, device):
 
 
 @pytest.mark.slow
-def test_trainer_accumulates(monkeypatch, tmp_path):
+def test_trainer_accumulates(monkeypatch, request, tmp_path):
     trainer = pytest.importorskip("test_trainer")
+    transformers = pytest.importorskip("cuseq.integrations.transformers")
+    transformers.register()
+    request.addfinalizer(transformers.unregister)
     options = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
     dense = trainer.train(
         trainer.make_model("sdpa"),

@@ -74,8 +74,8 @@ class Worker:
         """One cached op on a key, its value checked."""
         lengths = key.tensor if lengths is None else lengths
         name, *rest = self.random.choice([("cu_seqlens",), ("position_ids", 30), ("seq_ids", 26)])
-        where = self.random.choice((cuseq, torch.ops.cuseq))
-        value = getattr(where, f"packed_{name}")(lengths, *rest)
+        where = self.random.choice((cuseq.ops, torch.ops.cuseq))
+        value = getattr(where, f"cached_{name}")(lengths, *rest)
         expected = getattr(reference, name)(key.values, *rest)
         found = value.tolist()
         assert found == expected, f"{name} of {key.values}: {found}, not {expected}"

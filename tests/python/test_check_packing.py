@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import math
 import subprocess
@@ -1101,8 +1101,9 @@ def test_the_function_and_its_module_have_their_own_names():
 
     assert isinstance(module, ModuleType)
     assert cuseq.check_packing is module.check_packing
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("cuseq.check_packing")
+    # A folder of compiled files, left by an older checkout, is found as a package without a file.
+    spec = importlib.util.find_spec("cuseq.check_packing")
+    assert spec is None or spec.origin is None
 
 
 def test_no_framework_is_imported(run_python):
