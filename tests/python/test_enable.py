@@ -186,7 +186,7 @@ def test_packed_rows_equal_the_documents(name, device):
 
 
 def test_the_table_of_families_is_printed(capsys, device):
-    """What README's table says comes from here."""
+    """docs/support.md names these families."""
     rows = []
     for name in models():
         model = make_model(name, device)
