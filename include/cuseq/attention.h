@@ -9,23 +9,25 @@
 
 #include "cuseq/macros.h"
 
-// Attention inside each sequence of a packed row, for programs that load libcuseq without Python.
-// What the options mean, and their errors, are those of cuseq.varlen_attention in Python.
+// Attention within each sequence of a packed row, for programs that load libcuseq without Python.
+// The options and the errors are those of cuseq.varlen_attention in Python.
 namespace cuseq {
 
 struct AttentionOptions {
-  at::Tensor cu_seqlens;                // int32 [n_seqs + 1], on q's device
-  std::optional<at::Tensor> host_meta;  // of a PackedLayout; without it the device is asked
+  at::Tensor cu_seqlens;  // int32 [n_seqs + 1], on q's device
+  // Of a PackedLayout. Without it, offsets on a GPU are not known on the host: kernels get a bound
+  // on the longest length, and attention that runs sequence by sequence synchronises.
+  std::optional<at::Tensor> host_meta;
   bool causal = true;
-  std::optional<int64_t> window;  // keys that a query sees, itself included
+  std::optional<int64_t> window;  // keys that a query sees, including itself
   std::optional<double> scale;
   std::optional<c10::SymInt> max_seqlen_bound;
   std::optional<at::Tensor> spans;              // int32 [n_spans, 2]
-  std::optional<at::Tensor> cu_seqlens_padded;  // where segments start, if longer than sequences
+  std::optional<at::Tensor> cu_seqlens_padded;  // segment starts, if segments are padded
 };
 
-// q [tokens, heads, head_dim], k and v [tokens, key heads, head_dim]. Returns out and logsumexp
-// [heads, tokens].
+// Compute attention of q [tokens, heads, head_dim] over k and v [tokens, key heads, head_dim].
+// Return out and logsumexp [heads, tokens].
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> varlen_attention(const at::Tensor& q,
                                                               const at::Tensor& k,
                                                               const at::Tensor& v,

@@ -19,7 +19,7 @@
 
 namespace cuseq {
 
-// What is computed from a key tensor. csrc/cache/cached_ops.cpp has one row for each.
+// Kinds of cached values. Each has one row in csrc/cache/cached_ops.cpp.
 enum class CachedOp : uint8_t {
   kCuSeqlens,
   kHostCopy,
@@ -29,17 +29,18 @@ enum class CachedOp : uint8_t {
   kMaskRanges,
   kDenseMask,
   kBlockMask,
-  kObject,  // made by the caller; CacheParameters::fact says what it is
+  kObject,  // made by the caller; CacheParameters::fact identifies the kind
 };
 constexpr size_t kCachedOps = static_cast<size_t>(CachedOp::kObject) + 1;
 CUSEQ_API const char* name_of(CachedOp op);
 
-// What else decides a value, normalised by the caller: equal calls, equal parameters.
+// The other inputs that determine a value. Callers normalise them, so that equal calls have equal
+// parameters.
 struct CacheParameters {
   int64_t total_tokens = 0;
   int64_t row_length = 0;
   int64_t window = 0;
-  int64_t fact = 0;  // the caller's number for the kind of an object and its parameters
+  int64_t fact = 0;  // caller-defined number for an object's kind and parameters
   std::array<int64_t, 2> block_size{};
   at::ScalarType dtype = at::kInt;
   bool from_cu_seqlens = false;
@@ -52,22 +53,23 @@ struct CacheParameters {
 struct CacheQuery {
   const at::Tensor& key;
   CachedOp op;
-  c10::Device device;  // where the value lies
+  c10::Device device;  // device of the value
   CacheParameters parameters{};
-  // Other tensors that it is computed from, by their identity as the key; null where there is none.
+  // Other input tensors, matched by identity like the key; null where unused.
   std::array<const at::Tensor*, 2> others{};
 };
 
-// A value, whole: what is kept and dropped together.
+// A cached value. Its parts are kept and dropped together.
 struct CachedValue {
-  // Counted in bytes; an edit of one of them ends the entry.
+  // Count towards the byte limit. An in-place edit of any of them invalidates the entry.
   c10::SmallVector<at::Tensor, 1> tensors;
-  std::shared_ptr<void> object;  // a binding's object made of them, such as a BlockMask
+  std::shared_ptr<void> object;  // made by a binding, such as a BlockMask
 };
 using CachedValuePtr = std::shared_ptr<const CachedValue>;
 
-// Which tensor it was and what was in it: a held weak reference to its TensorImpl, whose address
-// therefore cannot be recycled, with version counter, storage, offset, sizes, strides and dtype.
+// The identity of a tensor and of its contents: a weak reference to its TensorImpl, plus version
+// counter, storage, offset, sizes, strides and dtype. The weak reference keeps the address of the
+// TensorImpl from being recycled.
 class CUSEQ_API TensorIdentity {
  public:
   explicit TensorIdentity(const at::Tensor& tensor);
@@ -75,11 +77,12 @@ class CUSEQ_API TensorIdentity {
   bool is(const c10::TensorImpl* tensor) const { return address_ == tensor; }
   bool expired() const { return impl_.expired(); }
   bool lies_in(const c10::StorageImpl* storage) const { return storage_address_ == storage; }
-  // Of the tensor that `is` this one: it may have been edited or rebound since.
+  // Return whether the tensor still has the recorded contents. Requires is(now); the tensor may
+  // have been edited or rebound since.
   bool unchanged(const at::Tensor& now) const;
 
  private:
-  // Weak references keep the addresses from being recycled, not the data alive.
+  // Weak references keep the addresses from being recycled, but do not keep the data alive.
   c10::weak_intrusive_ptr<c10::TensorImpl> impl_;
   const c10::TensorImpl* address_;
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
@@ -91,26 +94,26 @@ class CUSEQ_API TensorIdentity {
   std::vector<int64_t> strides_;
 };
 
-// The tensors of a query as they were before its value was computed.
+// The identities of a query's tensors, taken before its value is computed.
 struct Identities {
   TensorIdentity key;
   std::array<std::optional<TensorIdentity>, 2> others;
 };
 CUSEQ_API Identities identities_of(const CacheQuery& query);
 
-// Whether a tensor is plain data with a version counter, such as keys and values have to be.
+// Return whether a tensor is plain data with a version counter, as keys and values must be.
 CUSEQ_API bool has_identity(const at::Tensor& tensor);
 
 struct CacheStats {
   int64_t hits = 0;
   int64_t misses = 0;
-  int64_t bypasses = 0;   // calls that may not touch the cache: traced, watched, captured
-  int64_t evictions = 0;  // entries dropped for room, not because their key went
-  int64_t bytes = 0;      // of the values held now
-  int64_t entries = 0;    // held now
+  int64_t bypasses = 0;   // calls that must skip the cache: traced, under a dispatch mode, captured
+  int64_t evictions = 0;  // entries dropped to make room, not because their key died
+  int64_t bytes = 0;      // bytes of the current values
+  int64_t entries = 0;    // current entries
 };
 
-// What is held of one kind.
+// Current entries of one kind.
 struct CacheHolding {
   CachedOp op;
   int64_t fact;
@@ -118,61 +121,66 @@ struct CacheHolding {
   int64_t bytes;
 };
 
-// Facts about a tensor, kept for as long as the tensor lives and is not changed.
+// A cache of values computed from a tensor. A value stays for as long as the tensor lives
+// unchanged.
 //
-// A key is the identity of a tensor, not its values. Nothing is pinned: entries of a dead key go
-// when it dies (see watch), or at the next call where nobody watches.
+// The key is the identity of a tensor, not its values. The cache keeps no key alive: entries of a
+// dead key are dropped when it dies if there is a Watcher, otherwise at the next call.
 //
-// One process-wide cache, since checkpoint recompute runs on autograd's threads. All entries of a
-// key lie in one shard, so that threads with keys of their own do not queue for one mutex. Under a
-// shard's mutex nothing is allocated on a device, no Python runs, no tensor is destroyed and no
-// other mutex is taken: entries are spliced into a list that is destroyed after unlocking.
+// There is one cache per process, because checkpoint recompute runs on autograd's threads. All
+// entries of a key are in one shard, so that threads with different keys do not contend for one
+// mutex. While a shard's mutex is held, no device memory is allocated, no Python runs, no tensor is
+// destroyed and no other mutex is taken: dropped entries are spliced into a list that is destroyed
+// after unlocking.
 class CUSEQ_API IdentityCache {
  public:
   static IdentityCache& instance();
 
-  // Whether a call may touch the cache: it is not traced, watched or captured, and its tensors are
-  // plain data with version counters.
+  // Return whether a call may use the cache: it must not be traced, under a dispatch mode or
+  // captured, and its tensors must be plain data with version counters.
   bool usable_for(const CacheQuery& query) const;
 
-  // The value if it is held and still right, waited for by the current stream where another one
-  // made it.
+  // Return the value if it is cached and still valid, else null. If another stream made the value,
+  // the current stream waits for it.
   CachedValuePtr find(const CacheQuery& query);
 
-  // The same for callers who hold a lock of their own, such as the GIL: it calls no device. Without
-  // a hit, or where a stream would have to wait, it returns and counts nothing.
+  // Like find, but makes no device call, for callers that hold a lock such as the GIL. On a miss,
+  // or if a stream would have to wait, return null and count nothing.
   CachedValuePtr find_at_once(const CacheQuery& query);
 
-  // A value that alone is above the limit in bytes is not kept. What outlives scopes goes with its
-  // key alone.
+  // Insert a value, unless it alone exceeds the byte limit. With outlives_scopes, closing a scope
+  // does not drop the entry.
   void insert(const CacheQuery& query, Identities identities, CachedValuePtr value,
               bool outlives_scopes = false);
 
-  // Drops what has to go before a value of so many bytes is allocated: masks, then facts about
-  // tokens, offsets last; among those what is old and large, by its age times its bytes. Nothing,
-  // where the value alone is above the limit. Where entries are too many the oldest goes.
+  // Evict entries so that a value of this many bytes can be allocated. Masks and objects go first,
+  // then values per token, offsets last; within each group, the largest product of age and bytes
+  // goes first. If there are too many entries, the least recently used goes. Do nothing if the
+  // value alone exceeds the limit.
   void make_room_for(int64_t bytes);
 
   void count_bypass() { bypasses_.fetch_add(1, std::memory_order_relaxed); }
 
-  // Drops every entry that the memory of a tensor has a part in, as the key, as another input or in
-  // the value, through any view; and the references to the tensor itself.
+  // Drop every entry whose key, other input or value shares memory with the tensor, through any
+  // view. Also stop watching the tensor.
   void invalidate(const at::Tensor& tensor);
-  // Drops what was computed from a tensor that is being destroyed.
+  // Drop the entries computed from a tensor that is being destroyed.
   void drop_key(const c10::TensorImpl* key);
 
   void clear();
 
-  // Entries that this thread inserts between the two go at the second; scopes nest.
+  // Open and close a scope. Entries that this thread inserts within a scope are dropped when it
+  // closes; scopes nest.
   uint64_t enter_scope();
   void exit_scope(uint64_t scope);
 
   CacheStats stats();
   std::vector<CacheHolding> holdings();
 
-  // Called, without locks, for a key's first entry, for other tensors at every one, and when one is
-  // invalidated. The Python module attaches a weak-reference callback here, so that a key's death
-  // is noticed at once. Set before the first insertion.
+  // Functions called without locks held: watch for a key's first entry and for the other tensors of
+  // every entry, unwatch when a tensor is invalidated. The Python module attaches a weak-reference
+  // callback here, so that entries are dropped as soon as their key dies. Set before the first
+  // insertion.
   struct Watcher {
     void (*watch)(const at::Tensor& key);
     void (*unwatch)(const c10::TensorImpl* key);
@@ -184,26 +192,27 @@ class CUSEQ_API IdentityCache {
   using Entries = std::list<Entry>;
   using Condition = std::function<bool(const Entry&)>;
 
-  // A cache line of its own, or threads on neighbouring shards would slow each other.
+  // Aligned to a cache line to avoid false sharing between neighbouring shards.
   struct alignas(64) Shard {
     std::mutex mutex;
     Entries entries;
     int64_t hits = 0;
     int64_t misses = 0;
-    // As many as `entries`, written under the mutex; read without it, to pass over empty shards.
+    // The size of `entries`. Written under the mutex; read without it to skip empty shards.
     std::atomic<size_t> size = 0;
   };
   static constexpr size_t kShards = 64;
 
   struct Hit {
     CachedValuePtr value;
-    std::shared_ptr<c10::Event> made_elsewhere;  // to be waited for, unless null
+    std::shared_ptr<c10::Event> made_elsewhere;  // null on the current stream
   };
   enum class Count : uint8_t { kAlways, kHitsAtOnce };
 
   IdentityCache();
 
-  // A child of fork() has one thread: what the others had locked would stay locked for ever.
+  // A child of fork() has only the forking thread: a mutex held by another thread would stay locked
+  // forever. So the forking thread holds all of them across the fork.
   void lock_all();
   void unlock_all();
 
@@ -228,24 +237,27 @@ class CUSEQ_API IdentityCache {
   std::atomic<int64_t> evictions_ = 0;
 };
 
-// The value from the cache, computed and kept on a miss. Computed only, where the cache may not be
-// touched. Not for kObject, which the caller makes.
+// Return the value from the cache; on a miss, compute and insert it. If the cache may not be used,
+// only compute it. Not for kObject, which the caller makes.
 CUSEQ_API CachedValuePtr packed(const CacheQuery& query);
 
-// What the cached ops ask for. The options must outlive the query.
+// Return the cache query of cached_mask_ranges, cached_dense_mask or cached_block_mask. The options
+// must outlive the query.
 CUSEQ_API CacheQuery mask_ranges_query(const MaskOptions& options);
 CUSEQ_API CacheQuery dense_mask_query(const MaskOptions& options, std::optional<int64_t> row_length,
                                       std::optional<at::ScalarType> dtype, bool finite);
 CUSEQ_API CacheQuery block_mask_query(const MaskOptions& options, std::optional<int64_t> row_length,
                                       int64_t query_block, int64_t key_block);
 
-// Places and ranks of the real tokens of a row whose segments have padding
-// (torch.ops.cuseq.segment_rows).
+// Return the places and the ranks of the real tokens of a row with padded segments
+// (torch.ops.cuseq.segment_rows), through the identity cache.
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> cached_segment_rows(
     const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_padded, int64_t total_tokens);
 
-// Small tensors of a device, such as offsets and spans, on the host for as long as they live:
-// copied, which waits, unless somebody who has them there said so.
+// Host copies of small device tensors, such as offsets and spans, kept for as long as those live.
+// cached_on_host copies, which synchronises, unless a copy is cached. remembered_on_host returns
+// the cached copy or nullopt and never copies. remember_on_host caches a copy that the caller
+// already has.
 CUSEQ_API at::Tensor cached_on_host(const at::Tensor& on_device);
 CUSEQ_API std::optional<at::Tensor> remembered_on_host(const at::Tensor& on_device);
 CUSEQ_API void remember_on_host(const at::Tensor& on_device, const at::Tensor& on_host);

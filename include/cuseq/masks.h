@@ -5,8 +5,8 @@
 #include "cuseq/macros.h"
 #include "cuseq/seqlens.h"
 
-// Which keys a token sees, in closed form, free of torch. They always lie side by side, so a mask
-// is two numbers for each token, whatever its rule.
+// The keys that each token may attend to, in closed form, without torch. They are always
+// contiguous, so every mask is two numbers per token.
 //
 // Worked example, lengths [2, 3] in a row of 6 tokens, causal:
 //   token   0 1 2 3 4 5
@@ -23,13 +23,13 @@ struct KeyRange {
 struct MaskRule {
   Segments segments{};
   bool causal = true;
-  int64_t window = 0;              // keys that a token sees, itself included; 0: all
-  const int32_t* spans = nullptr;  // [n_spans, 2]: start and end, ascending, apart from each other
+  int64_t window = 0;              // keys that a token sees, including itself; 0: all
+  const int32_t* spans = nullptr;  // [n_spans, 2]: start and end, ascending and disjoint
   int64_t n_spans = 0;
 
-  // Of a token that lies in `segment`, where `span` is the last one that starts at or before it, -1
-  // where none does. Tail and padding see themselves alone. A span sees all of itself, whatever
-  // causality and window say, but no other sequence.
+  // Return the keys of a token in `segment`. `span` is the last span that starts at or before the
+  // token, or -1 if none does. Tokens of the tail and of padding see only themselves. The tokens of
+  // a span see the whole span regardless of `causal` and `window`, but never another sequence.
   CUSEQ_HOST_DEVICE KeyRange keys_of(int64_t token, int64_t segment, int64_t span) const {
     const KeyRange alone{token, token + 1};
     if (!segments.is_real(token, segment)) return alone;
@@ -69,16 +69,17 @@ struct MaskRule {
   }
 };
 
-// Key blocks that a block of queries sees, of `block` keys each: [first, end) at least in part, and
-// of those [full_first, full_end) whole. Both lie side by side because each token's keys hold
-// itself.
+// Blocks of `block` keys that a block of queries sees: [first, end) at least partly, and of these
+// [full_first, full_end) completely. Both ranges are contiguous because each token's keys include
+// the token itself.
 struct BlockRange {
   int64_t first;
   int64_t end;
   int64_t full_first;
   int64_t full_end;
 
-  // From the least and the largest bounds over the block's queries.
+  // Compute the range from bounds over the block's queries: `any` is [least first, greatest end),
+  // `all` is [greatest first, least end).
   CUSEQ_HOST_DEVICE static BlockRange of(KeyRange any, KeyRange all, int64_t block) {
     BlockRange range{any.first / block, ceil_div(any.end, block), ceil_div(all.first, block),
                      all.end / block};

@@ -10,8 +10,8 @@
 
 #include "cuseq/macros.h"
 
-// The C++ side of torch.ops.cuseq, for programs that load libcuseq without Python. Shapes, dtypes
-// and errors are those of the Python functions of the same names.
+// The C++ interface of torch.ops.cuseq, for programs that load libcuseq without Python. Shapes,
+// dtypes and errors are those of the Python functions of the same names.
 namespace cuseq {
 
 CUSEQ_API at::Tensor cu_seqlens(const at::Tensor& lengths);
@@ -20,23 +20,23 @@ CUSEQ_API at::Tensor last_token_indices(const at::Tensor& lengths);
 CUSEQ_API at::Tensor position_ids(const at::Tensor& lengths, int64_t total_tokens);
 CUSEQ_API at::Tensor seq_ids(const at::Tensor& lengths, int64_t total_tokens);
 
-// The same through the identity cache.
+// The same ops through the identity cache.
 CUSEQ_API at::Tensor cached_cu_seqlens(const at::Tensor& lengths);
 CUSEQ_API at::Tensor cached_position_ids(const at::Tensor& lengths, int64_t total_tokens);
 CUSEQ_API at::Tensor cached_seq_ids(const at::Tensor& lengths, int64_t total_tokens);
 
-// Rows of many tensors by an index, in one launch (csrc/ops/gather_rows.cpp).
+// Gather rows of several tensors by one index, in one launch (csrc/ops/gather_rows.cpp).
 CUSEQ_API std::vector<at::Tensor> gather_rows(at::TensorList tensors, const at::Tensor& index,
                                               const at::Tensor& inverse, at::IntArrayRef rows,
                                               int64_t leading, at::ArrayRef<at::Scalar> fill);
 
-// Where the real tokens of a row with padded segments lie, and which of them each token is; -1
-// where there is none. int32 [total_tokens] both.
+// Return two int32 [total_tokens] tensors for a row with padded segments: the place of each real
+// token, and the rank of each token among the real ones. Entries without a value are -1.
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> segment_rows(const at::Tensor& cu_seqlens,
                                                           const at::Tensor& cu_seqlens_padded,
                                                           int64_t total_tokens);
 
-// Which keys each token of a row may see.
+// The rule that says which keys each token of a row may attend to.
 struct MaskOptions {
   at::Tensor source;  // lengths, or their offsets
   c10::SymInt total_tokens;
@@ -44,22 +44,23 @@ struct MaskOptions {
   bool causal = true;
   std::optional<int64_t> window;
   std::optional<at::Tensor> spans;              // int32 [n_spans, 2]
-  std::optional<at::Tensor> cu_seqlens_padded;  // where segments start, if longer than sequences
+  std::optional<at::Tensor> cu_seqlens_padded;  // segment starts, if segments are padded
 };
 
-// The keys [first, end) of each token, int32 [2, total_tokens].
+// Return the keys [first, end) of each token, int32 [2, total_tokens].
 CUSEQ_API at::Tensor mask_ranges(const MaskOptions& options);
-// [rows, 1, row_length, row_length]; bool unless there is a dtype.
+// Return a mask [rows, 1, row_length, row_length]: bool without a dtype, else additive.
 CUSEQ_API at::Tensor dense_mask(const MaskOptions& options,
                                 const std::optional<c10::SymInt>& row_length = std::nullopt,
                                 std::optional<at::ScalarType> dtype = std::nullopt,
                                 bool finite = false);
-// The tensors of a FlexAttention BlockMask, in the order of its arguments.
+// Return the tensors of a FlexAttention BlockMask, in the order of its arguments.
 CUSEQ_API std::vector<at::Tensor> block_mask(
     const at::Tensor& ranges, const std::optional<c10::SymInt>& row_length = std::nullopt,
     int64_t query_block = 128, int64_t key_block = 128);
 
-// Masks through the identity cache. Lengths and offsets are keys of their own.
+// Masks through the identity cache. Lengths and offsets are separate keys, so a mask made from
+// lengths is not found from their offsets.
 CUSEQ_API at::Tensor cached_mask_ranges(const MaskOptions& options);
 CUSEQ_API at::Tensor cached_dense_mask(const MaskOptions& options,
                                        const std::optional<c10::SymInt>& row_length = std::nullopt,

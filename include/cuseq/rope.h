@@ -11,11 +11,11 @@
 
 #include "cuseq/macros.h"
 
-// Rotary position embedding, for programs that load libcuseq without Python. What the options mean,
-// and their errors, are those of cuseq.apply_rope in Python.
+// Rotary position embedding, for programs that load libcuseq without Python. The options and the
+// errors are those of cuseq.apply_rope in Python.
 namespace cuseq {
 
-// Names and sections are borrowed: they must outlive the call that takes the options.
+// Strings and sections are not owned: they must outlive the call that takes the options.
 struct RopeOptions {
   at::Tensor cos;
   at::Tensor sin;
@@ -38,7 +38,7 @@ struct RopeOptions {
 CUSEQ_API std::vector<at::Tensor> apply_rope(at::TensorList tensors, const RopeOptions& options);
 CUSEQ_API void apply_rope_(at::TensorList tensors, const RopeOptions& options);
 
-// Returns what is rotated, and one reciprocal of the root mean square for each head.
+// Return the rotated tensors, and for each of them the reciprocal root mean square of every head.
 CUSEQ_API std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> apply_qk_norm_rope(
     at::TensorList tensors, at::TensorList weights, double eps, double weight_offset,
     const RopeOptions& options);

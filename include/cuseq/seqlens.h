@@ -4,8 +4,8 @@
 
 #include "cuseq/macros.h"
 
-// All arithmetic on offsets lives here, free of torch, so that the CPU code, the CUDA kernels and
-// the unit tests run the same lines.
+// All arithmetic on offsets, without torch, so that the CPU code, the CUDA kernels and the unit
+// tests share one implementation.
 //
 // Worked example, lengths [2, 3] in a row of 6 tokens:
 //   cu_seqlens    0 2 5
@@ -14,13 +14,13 @@
 //   position      0 1 0 1 2 0
 namespace cuseq {
 
-// A length as the kernels count it: negative ones are zero, huge ones stop just above `limit`, so
-// that sums of up to 2^31 of them cannot overflow 64 bits.
+// Return the length clamped to [0, limit + 1], so that sums of up to 2^31 lengths cannot overflow
+// 64 bits.
 CUSEQ_HOST_DEVICE int64_t bounded_length(int64_t length, int64_t limit) {
   return length < 0 ? 0 : (length > limit ? limit + 1 : length);
 }
 
-// The segment of a sequence: its length, filled up to a multiple.
+// Return the length of a sequence's segment: its length rounded up to a multiple.
 CUSEQ_HOST_DEVICE int64_t segment_length(int64_t length, int64_t multiple) {
   return multiple == 1 ? length : (length + multiple - 1) / multiple * multiple;
 }
@@ -44,14 +44,14 @@ CUSEQ_HOST_DEVICE int64_t greatest_common_divisor(int64_t a, int64_t b) {
   return a;
 }
 
-// For counts of tokens, which fit in 32 bits: GPUs divide those several times faster.
+// Divide token counts in 32 bits, which they fit in: GPUs do so several times faster than in 64.
 CUSEQ_HOST_DEVICE int64_t divide_tokens(int64_t tokens, int64_t divisor) {
   return static_cast<uint32_t>(tokens) / static_cast<uint32_t>(divisor);
 }
 
-// Context parallelism cuts a segment into 2 * cp_size equal parts and gives rank r parts r and
-// 2 * cp_size - 1 - r, so that causal attention costs every rank the same. The position in the
-// whole segment of the rank's own token number `index`.
+// Return the position in the whole segment of a rank's token number `index`. Context parallelism
+// cuts a segment into 2 * cp_size equal parts and gives rank r the parts r and 2 * cp_size - 1 - r,
+// so that causal attention costs every rank the same.
 //
 // Worked example, length 8 over 2 ranks: rank 0 holds positions 0 1 6 7, rank 1 holds 2 3 4 5.
 CUSEQ_HOST_DEVICE int64_t zigzag_position(int64_t index, int64_t length, int64_t cp_size,
@@ -60,14 +60,14 @@ CUSEQ_HOST_DEVICE int64_t zigzag_position(int64_t index, int64_t length, int64_t
   return index < part ? cp_rank * part + index : (2 * cp_size - 2 - cp_rank) * part + index;
 }
 
-// Offsets of the sequences of one packed row: a view, it owns nothing.
+// Offsets of the sequences of one packed row: a view that owns no memory.
 struct SeqLens {
   const int32_t* cu_seqlens;  // [n_seqs + 1]
   int64_t n_seqs;
 
-  // The segment of `token`: the last one that starts at or before it, so that zero-length sequences
-  // own nothing and tokens past the last offset, the tail, get n_seqs. Searches [low, high], which
-  // must hold the answer.
+  // Return the segment of `token`: the last one that starts at or before it. Empty sequences
+  // therefore own no token, and tokens after the last offset, the tail, get n_seqs. Searches [low,
+  // high], which must contain the answer.
   CUSEQ_HOST_DEVICE int64_t segment_of(int64_t token, int64_t low, int64_t high) const {
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
@@ -84,18 +84,18 @@ struct SeqLens {
 
   CUSEQ_HOST_DEVICE int64_t begin(int64_t segment) const { return cu_seqlens[segment]; }
 
-  // Where the real tokens end and the tail begins.
+  // Return the offset at which the tail begins.
   CUSEQ_HOST_DEVICE int64_t tail_begin() const { return cu_seqlens[n_seqs]; }
 };
 
-// The segments of a row, which may be longer than their sequences: what is left of one is padding.
+// The segments of a row. A segment may be longer than its sequence; the rest of it is padding.
 struct Segments {
-  SeqLens seqlens{};  // where they lie in memory
-  const int32_t* cu_seqlens_real =
-      nullptr;  // offsets of the real tokens; null: there is no padding
+  SeqLens seqlens{};                         // offsets of the segments in memory
+  const int32_t* cu_seqlens_real = nullptr;  // offsets of the real tokens; null: no padding
   int64_t total_tokens = 0;
 
-  // Where the real tokens of a segment end, inside it and the row whatever the offsets hold.
+  // Return the end of a segment's real tokens, clamped to the segment and to the row whatever the
+  // offsets hold.
   CUSEQ_HOST_DEVICE int64_t real_end(int64_t segment) const {
     int64_t end = seqlens.begin(segment + 1);
     if (end > total_tokens) end = total_tokens;
@@ -109,7 +109,7 @@ struct Segments {
     return segment < seqlens.n_seqs && token >= seqlens.begin(segment) && token < real_end(segment);
   }
 
-  // Where the real token number `rank` lies, or -1 if there are not so many.
+  // Return the place of the real token number `rank`, or -1 if there are fewer tokens.
   CUSEQ_HOST_DEVICE int64_t place_of(int64_t rank) const {
     const SeqLens real{cu_seqlens_real, seqlens.n_seqs};
     const int64_t segment = real.segment_of(rank);
@@ -118,28 +118,28 @@ struct Segments {
     return place >= 0 && is_real(place, segment) ? place : -1;
   }
 
-  // The other way round: which of the real tokens lies there, or -1.
+  // Return the rank of a token among the real tokens, or -1 if it is not real.
   CUSEQ_HOST_DEVICE int64_t rank_of(int64_t token) const {
     const int64_t segment = seqlens.segment_of(token);
     if (!is_real(token, segment)) return -1;
     return cu_seqlens_real[segment] + token - seqlens.begin(segment);
   }
 
-  // True where a label would ask for a prediction across a boundary. With shift 0 a label is the
-  // token it lies on, and the first token of a sequence has no predecessor to predict it. With
-  // shift k it is the token k places later, and the last k tokens of a sequence have no such token.
+  // Return whether the label of a token would need a prediction across a boundary. With shift 0 the
+  // label is the token itself, and the first token of a sequence has no predecessor. With shift k
+  // the label is the token k places later, which the last k tokens of a sequence do not have.
   // Padding and tail never carry a label.
   CUSEQ_HOST_DEVICE bool label_crosses_boundary(int64_t token, int64_t shift) const {
     const int64_t segment = seqlens.segment_of(token);
     if (!is_real(token, segment)) return true;
     if (shift == 0) return token == seqlens.begin(segment);
-    return shift >= real_end(segment) - token;  // token + shift could overflow
+    return shift >= real_end(segment) - token;  // not token + shift, which could overflow
   }
 };
 
-// The tokens of a row as context parallelism deals them: each segment, and the tail, cut into
-// 2 * cp_size equal parts, of which rank r has parts r and 2 * cp_size - 1 - r (zigzag). Ranks have
-// their tokens in order, and follow one another in the dealt row.
+// The tokens of a row as context parallelism distributes them (zigzag): each segment, and the tail,
+// is cut into 2 * cp_size equal parts, and rank r gets the parts r and 2 * cp_size - 1 - r. Within
+// a rank the tokens stay in ascending order; the dealt row holds the ranks one after the other.
 //
 // Worked example, lengths [8, 4] over 2 ranks: rank 0 has 0 1 6 7 8 11, rank 1 has 2 3 4 5 9 10.
 struct ContextParallel {
@@ -152,7 +152,7 @@ struct ContextParallel {
     return end - segments.begin(segment);
   }
 
-  // Which token of the row is number `index` of a rank, of total_tokens / cp_size.
+  // Return the row index of a rank's token number `index`, which is below total_tokens / cp_size.
   CUSEQ_HOST_DEVICE int64_t token_of(int64_t index, int64_t rank) const {
     const int64_t segment = segments.segment_of(index * cp_size);
     const int64_t begin = segments.begin(segment);
@@ -161,13 +161,13 @@ struct ContextParallel {
     return begin + zigzag_position(inside, length, cp_size, rank);
   }
 
-  // Where a token of the row lies in the dealt one.
+  // Return the index of a row's token in the dealt row.
   CUSEQ_HOST_DEVICE int64_t dealt(int64_t token) const {
     const int64_t segment = segments.segment_of(token);
     const int64_t begin = segments.begin(segment);
     const int64_t parts = 2 * cp_size;
     const int64_t part_length = length_of(segment) / parts;
-    if (part_length <= 0) return -1;  // no length that could be dealt
+    if (part_length <= 0) return -1;  // fewer than 2 * cp_size tokens
     const int64_t part = (token - begin) / part_length;
     const int64_t inside = token - begin - part * part_length;
     const bool second = part >= cp_size;
@@ -176,14 +176,14 @@ struct ContextParallel {
   }
 };
 
-// Where a new sequence starts in a row of positions. Text positions step by exactly one inside a
-// sequence. A plane of multimodal positions repeats a value inside an image and jumps behind it, so
-// there only a drop, or two zeros in a row, is a restart.
+// Return whether a new sequence starts between two neighbouring positions. Text positions step by
+// exactly one inside a sequence. A plane of multimodal positions repeats a value inside an image
+// and jumps after it, so only a decrease, or two zeros in a row, is a restart.
 CUSEQ_HOST_DEVICE bool position_restarts(int64_t previous, int64_t current, bool is_plane) {
   if (is_plane) {
     return current < previous || (current == 0 && previous == 0);
   }
-  // Positions on a device may hold anything, the largest int64 too, which has no successor.
+  // Device positions are unchecked and may be INT64_MAX, whose successor would overflow.
   return previous == INT64_MAX || current != previous + 1;
 }
 
