@@ -1,1 +1,1 @@
-"""Tools that look at a model from outside: is packing right in it, and what makes a step wait."""
+"""Debugging tools: check that packing is correct, and find what makes a step wait."""

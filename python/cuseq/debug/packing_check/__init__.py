@@ -1,4 +1,4 @@
-"""`check_packing`: is a packed row the same to a model as its documents one by one?"""
+"""`check_packing`: compare a model on a packed row with the same model on each document alone."""
 
 from __future__ import annotations
 
@@ -27,49 +27,52 @@ def check_packing(
     forward: Callable[[nn.Module, list[dict[str, Any]]], Any] | None = None,
     rtol: float | None = None,
 ) -> PackingReport:
-    """Compares a model on a packed row with the same model on each document alone.
+    """Compare a model on a packed row with the same model on each document alone.
 
-    Compared are logits, the loss, the gradients of it in all parameters and in the embeddings of
-    the tokens. Leaks are looked for exactly: another first or last token in one document must
-    change no bit of another's logits, and another's embeddings must have a gradient of zero; of
-    more than 8 documents whole groups are changed as well, so that any two are told apart. Tokens
-    that all documents begin or end with stay, as a model may cut there: those beside them are
-    changed. Where something is wrong, the report says what most likely is.
+    The check compares logits, the loss, and the gradients of the loss in all parameters and in the
+    token embeddings.
 
-    Packed the model is called as training loops do, `model(**batch)`, with what the collator made
-    and nothing else, so that a keyword that was forgotten (`use_cache=False`, say) is found;
-    alone as `model(input_ids=[1, n], labels=[1, n])`, uncompiled, with those of the example's other
-    keys that hold a number for each token and are in the packed batch too. It runs in eval mode.
-    Afterwards its modes, buffers and gradients, its modules' attributes that are numbers, strings
-    or tensors, and torch's random numbers are what they were; state that a model keeps elsewhere is
-    not.
+    Leaks between documents are tested exactly. Changing the first or last token of one document
+    must not change a bit of another document's logits, and the gradient of one document's logits in
+    another's embeddings must be zero. With more than 8 documents, groups of documents are changed
+    together, chosen so that any two documents are told apart. Tokens that all documents begin or
+    end with are kept, because a model may use them to find boundaries; the tokens beside them are
+    changed instead. If a check fails, the report names the most likely cause.
+
+    The packed run calls the model as a training loop does: `model(**batch)`, with exactly what the
+    collator returned, so that a forgotten keyword (such as `use_cache=False`) is found. The single
+    runs call `model(input_ids=[1, n], labels=[1, n])`, uncompiled, plus the example's other keys
+    that hold one number per token and are also in the packed batch. The model runs in eval mode.
+    Afterwards the function restores its modes, buffers and gradients, the attributes of its modules
+    that are numbers, strings or tensors, and torch's random state. It does not restore state that
+    the model keeps elsewhere.
 
     Args:
-        model: causal language model, any `torch.nn.Module`: its loss, if it gives one, is the mean
-            over unshifted labels. If it gives none, the labels of the packed batch must be those of
-            the examples, unshifted or shifted.
-        examples: documents, mappings with `input_ids` (and `labels`) or the ids alone, lists or
-            int `[n]`; at least two of them with two tokens or more. Several lengths, and one
-            token, show most.
+        model: causal language model, any `torch.nn.Module`. If it returns a loss, that loss must be
+            the mean over unshifted labels. If it returns none, the labels of the packed batch must
+            be those of the examples, unshifted or shifted.
+        examples: documents: mappings with `input_ids` (and optionally `labels`), or the ids alone,
+            as lists or int `[n]`. At least two must have two tokens or more. Documents of several
+            lengths, one of them a single token, find the most errors.
         collator: makes a batch of examples, default `cuseq.PackingCollator()`. Its `input_ids` must
-            hold the documents in their order, padding wherever it likes.
-        forward: `forward(model, examples)` for any other loop: packs and runs the examples (dicts
-            of lists) and returns logits `[total_tokens, vocabulary]`, in the examples' order,
-            padding behind them, or an object, dict or tuple with these and a `loss`. One by one it
-            is called with one example.
-        rtol: largest relative difference of logits (L2, of each token), loss and gradients (L2, of
-            each parameter). Default the square root of the widest machine epsilon at work, inside
-            of the model too, half of its digits: 3.5e-4 in fp32, 0.031 in fp16 and with TF32, 0.088
-            in bf16.
+            hold the documents in order, with padding anywhere.
+        forward: `forward(model, examples)` for any other loop. It packs and runs the examples
+            (dicts of lists) and returns logits `[total_tokens, vocabulary]` in the order of the
+            examples, with padding last, or an object, dict or tuple with the logits and a `loss`.
+            For the single runs it is called with one example.
+        rtol: largest relative difference of logits (L2, per token), loss and gradients (L2, per
+            parameter). The default is the square root of the largest machine epsilon in use,
+            including inside the model (half of the digits): 3.5e-4 in fp32, 0.031 in fp16 and with
+            TF32, 0.088 in bf16.
 
     Returns:
         A `PackingReport`: `ok`, the numbers by name, the suspect, and a table as `str`.
 
     Raises:
-        ValueError, TypeError: what is wrong with an argument, or with what `forward` or the
-            collator returned. What the model raises is raised.
+        ValueError, TypeError: an argument is wrong, or `forward` or the collator returned something
+            wrong. Errors that the model raises are passed on.
 
-    Synchronises all the time; takes about three forwards and backwards for each document.
+    Synchronises many times. Takes about three forward and backward passes per document.
 
     Example:
         >>> class Bigrams(torch.nn.Module):
@@ -99,14 +102,16 @@ def check_packing(
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Eval mode and gradients on; afterwards modes, buffers, plain attributes and random numbers as
-    before."""
+    """Run the body in eval mode with gradients on, then restore the model and the random state.
+
+    Modes, buffers and plain attributes of the modules are restored.
+    """
     modes = [(module, module.training) for module in model.modules()]
     kept = [
         _Kept(values) for module in model.modules() for values in (vars(module), module._buffers)
     ]
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    # In eval mode cuDNN's recurrent layers have no backward, PyTorch's own do.
+    # cuDNN's recurrent layers have no backward in eval mode; PyTorch's own do.
     recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
     cudnn = torch.backends.cudnn
     with (
@@ -121,7 +126,8 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         finally:
             for module, training in modes:
                 if module.training != training:
-                    module.train(training)  # which may do more, as LoRA layers that merge
+                    # train() may do more than set the flag: LoRA layers merge their weights
+                    module.train(training)
             with torch.no_grad():
                 for values in kept:
                     values.put_back()
@@ -130,7 +136,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
 
 
 class _Kept:
-    """The plain values of a module's attributes or buffers, `training` among them."""
+    """Copy of the plain values of a module's attributes or buffers, including `training`."""
 
     def __init__(self, values: dict[str, Any]):
         self.values = values

@@ -1,8 +1,9 @@
-"""Checks a model of transformers: are packed rows the same to it as documents one by one?
+"""Check a transformers model: does a packed row give the same result as each document alone?
 
     python -m cuseq.debug.packing_check MODEL [--attn cuseq] [--tiny] [--json FILE]
 
-Exit code: 0 they are, 1 they are not, 2 it could not be run, or the JSON not be written.
+Exit codes: 0 the results agree; 1 they differ; 2 the check could not run or the JSON file could not
+be written.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the check and prints its table; returns the exit code."""
+    """Run the check, print its table and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         report = _run(options)
-    except Exception as error:  # whatever it is, the caller must be able to tell it from a verdict
+    except Exception as error:  # any error: callers must not mistake it for a verdict
         print(f"could not be run: {type(error).__name__}: {error}", file=sys.stderr)
         return NOT_RUN
     print(report, flush=True)
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> PackingReport:
-    from cuseq.debug.packing_check import _load  # transformers: --help does without
+    from cuseq.debug.packing_check import _load  # imports transformers, which --help does not need
 
     _load.quiet()
     model = _load.load_model(

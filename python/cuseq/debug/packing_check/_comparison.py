@@ -1,4 +1,4 @@
-"""All runs of one check, in order, and what they mean."""
+"""Run all parts of one check in order and judge the results."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from cuseq.debug.packing_check._numbers import (
 from cuseq.debug.packing_check._report import Check, PackingReport, Suspect
 from cuseq.debug.packing_check._runs import Row, Runs, TokensNotFound
 
-# Runs that are not deterministic differ by this many times what two of them did.
+# Nondeterministic runs may differ by this factor times the difference between two equal runs.
 _NOISE = 4
 
 
 class Comparison:
-    """One check.
+    """One check of one model.
 
     Args:
-        runs: how to run the model.
-        documents: what to run it on.
-        rtol: largest relative difference, None for what suits the dtype.
+        runs: runs the model.
+        documents: the documents to run.
+        rtol: largest relative difference; None chooses one for the dtype.
     """
 
     def __init__(self, runs: Runs, documents: Sequence[Document], rtol: float | None):
@@ -75,7 +75,7 @@ class Comparison:
         backward = backward_leak(packed, row)
         self._judge_leaks(forward, backward, padding, scale)
         together = packed_totals(self.runs, self.documents, packed)
-        del packed  # and its graph
+        del packed  # frees its autograd graph
         alone = alone_totals(self.runs, self.documents, row.batch or ())
         errors = token_errors(together.logits, alone.logits)
         self._judge_numbers(row, errors, together, alone)
@@ -92,7 +92,7 @@ class Comparison:
         self, forward: Leak, backward: Leak | None, padding: float | None, scale: float
     ) -> None:
         limit = _NOISE * self.checks["repeat"].value
-        # What tokens share an expert's matrix product with decides how it rounds. A real leak of
+        # An expert's matrix product rounds differently when other tokens share it. A real leak of
         # that size would have a gradient.
         connected = backward is None or backward.size != 0
         if not connected and _suspects.has_experts(self.runs.model):
@@ -150,7 +150,7 @@ class Comparison:
         return None
 
     def _mixing_module(self, row: Row, changes: Changes) -> tuple[str, nn.Module] | None:
-        """The first module that lets changed tokens through to other documents."""
+        """Return the first module that lets changed tokens through to other documents."""
         changed = with_other_tokens(self.documents, changes)
         others = ~row.belongs_to([i for i, _ in changes])
         with torch.no_grad():
@@ -163,7 +163,7 @@ class Comparison:
             return _suspects.not_finite("a document alone")
         wrong = errors > self.rtol
         documents = row.document[wrong].unique().tolist()
-        # Another position moves all tokens of a document, and the first document has the right one.
+        # Wrong positions change all tokens of a document, but never the first document.
         whole = all(bool(wrong[row.document == i].all()) for i in documents)
         if whole and documents[0] > 0:
             return _suspects.positions(row, documents[0])
@@ -172,8 +172,8 @@ class Comparison:
         return _suspects.logits(documents)
 
     def _suspect_of_loss(self, row: Row, packed: Totals, alone: Totals) -> Suspect | None:
-        # Beside the cross entropy of the same logits a leak of any size shows, and what the model
-        # adds to its loss is taken off.
+        # Compare each loss with the cross entropy of its own logits: that shows crossing labels
+        # however small their effect, and the difference cancels terms the model adds to its loss.
         surplus = (packed.loss - packed.cross_entropy) - (alone.loss - alone.cross_entropy)
         gap = crossing_gap(packed, self.documents)
         if abs(surplus - gap) < 0.1 * abs(gap):
@@ -188,7 +188,7 @@ class Comparison:
         return None
 
     def _suspect_of_gradients(self, row: Row, where: str) -> Suspect:
-        # What a module mixes is not heard where a weight of zero follows, which has a gradient.
+        # A module's mixing stays hidden if a zero weight follows; that weight has a gradient.
         if not _suspects.has_experts(self.runs.model):
             for group in groups_of(len(self.documents)):
                 for changes in changes_of(self.documents, group):
@@ -213,7 +213,8 @@ class Comparison:
 
 
 def _default_rtol(model: nn.Module, logits: Tensor, at_work: Collection[torch.dtype] = ()) -> float:
-    """The square root of the widest machine epsilon of parameters, logits and what ops return."""
+    """Return the square root of the largest machine epsilon of parameters, logits and op
+    results."""
     tensors = [*model.parameters(), logits]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     dtypes.update(at_work)
@@ -221,7 +222,7 @@ def _default_rtol(model: nn.Module, logits: Tensor, at_work: Collection[torch.dt
     if torch.is_autocast_enabled(kind):
         dtypes.add(torch.get_autocast_dtype(kind))
     widest = max(torch.finfo(dtype).eps for dtype in dtypes)
-    # The older functions raise where the newer switch was used, as Trainer's torch_compile does.
+    # The older getters raise once the newer switch was used, as Trainer's torch_compile does.
     if kind == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         widest = max(widest, 2**-10)
     return math.sqrt(widest)

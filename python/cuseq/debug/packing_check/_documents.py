@@ -1,4 +1,4 @@
-"""The documents of a check: read from what the user gives, and with a token changed."""
+"""The documents of a check: parse the user's examples and change single tokens."""
 
 from __future__ import annotations
 
@@ -35,25 +35,28 @@ class Document:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that the loss counts: the first of a document is nobody's target."""
+        """Return the number of tokens in the loss; the first token of a document is not a
+        target."""
         return int((self.labels[1:] != IGNORE_INDEX).sum())
 
     def example(self) -> dict[str, Any]:
-        """What a collator gets: lists, which all of them take."""
+        """Return the example for a collator, as lists, which every collator accepts."""
         example = {**self.others, "input_ids": self.ids.tolist()}
         if self.own_labels:
             example["labels"] = self.labels.tolist()
         return example
 
     def per_token(self, keys: Collection[str]) -> dict[str, Tensor]:
-        """Those of the other keys that hold a number for each token; packing makes mask and
-        positions."""
+        """Return the other keys in `keys` that hold one number per token.
+
+        Mask and positions are left out, because packing makes them.
+        """
         made = {"attention_mask", "position_ids"}
         values = {}
         for key in self.others.keys() & set(keys) - made:
             try:
                 value = torch.as_tensor(self.others[key])
-            except (TypeError, ValueError, RuntimeError):  # no numbers
+            except (TypeError, ValueError, RuntimeError):  # not numeric
                 continue
             if value.shape[:1] == self.ids.shape:
                 values[key] = value
@@ -71,11 +74,11 @@ def read_documents(
     """Check the user's examples and read their tokens and labels.
 
     Raises:
-        ValueError, TypeError: what is wrong with which example.
+        ValueError, TypeError: an example is wrong; the message says which.
     """
     try:
         given = None if isinstance(examples, str | Mapping) else list(examples)
-    except (TypeError, RuntimeError):  # a number, a tensor that is nested or has no dimension
+    except (TypeError, RuntimeError):  # a number, a nested tensor or a 0-d tensor
         given = None
     if given is None:
         raise TypeError(f"examples must be a sequence of documents, got {shown(examples)}")
@@ -97,16 +100,20 @@ def read_documents(
 
 
 def boundaries(documents: Sequence[Document]) -> set[int]:
-    """Tokens that all documents begin or end with, by which a model may tell them apart; none
-    where that leaves fewer than two other tokens."""
+    """Return the tokens that all documents begin or end with; a model may use them as separators.
+
+    Returns an empty set if fewer than two other tokens would remain.
+    """
     firsts, lasts = ({int(document.ids[end]) for document in documents} for end in (0, -1))
     alike = set().union(*(ends for ends in (firsts, lasts) if len(ends) == 1))
     return alike if len(_known(documents).keys() - alike) >= 2 else set()
 
 
 def two_tokens(documents: Sequence[Document]) -> tuple[int, int]:
-    """Two that the model knows, since they occur, and that are no boundaries: any token can be
-    changed into one of them."""
+    """Return two tokens to substitute: any token can be changed into one of them.
+
+    Both occur in the documents, so the model knows them, and neither is a boundary token.
+    """
     edges = boundaries(documents)
     first, second, *_ = (token for token in _known(documents) if token not in edges)
     return first, second
@@ -151,4 +158,4 @@ def _tokens(values: Any, name: str, i: int) -> Tensor:
             f"{name} must hold one integer per token, got {tokens.dtype} of shape "
             f"{tuple(tokens.shape)} in examples[{i}]"
         )
-    return tokens.to(torch.int64, copy=True)  # the user's may be an inference tensor
+    return tokens.to(torch.int64, copy=True)  # a copy: the user's tensor may be an inference tensor

@@ -11,16 +11,17 @@ from torch.utils._pytree import tree_leaves
 
 
 class DtypesAtWork(TorchDispatchMode):
-    """Collects the floating dtypes of what ops return: models cast and autocast inside.
+    """Mode that collects the floating dtypes of op results, since models cast and autocast inside.
 
     Args:
-        least: elements of the smallest tensors that count; smaller ones are counters and the like.
+        least: number of elements of the smallest tensors that count. Smaller tensors are counters
+            and the like.
 
     Attributes:
-        found: dtypes of at least 16 bits; shorter ones hold weights and scales of others.
+        found: dtypes of at least 16 bits. Shorter ones hold quantised weights and scales.
     """
 
-    supports_higher_order_operators = True  # flex_attention is one
+    supports_higher_order_operators = True  # needed by flex_attention
 
     def __init__(self, least: int):
         super().__init__()

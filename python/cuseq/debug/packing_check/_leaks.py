@@ -1,4 +1,4 @@
-"""Which document hears of which: what changes with a token, and what has a gradient."""
+"""Find leaks between documents, by changing tokens and by gradients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from cuseq.debug.packing_check._documents import Document, boundaries, two_tokens
 from cuseq.debug.packing_check._runs import Outcome, Row, Runs
 
-# Documents that are probed one by one; each costs two forwards and a backward.
+# Most documents to probe one by one; each costs two forward passes and a backward pass.
 _MAX_ALONE = 8
 
-# The numbers of documents and the places in them whose tokens are changed.
+# Pairs (document, position in it) of the changed tokens.
 Changes = tuple[tuple[int, int], ...]
 
 
@@ -24,10 +24,10 @@ class Leak:
     """The largest effect of one document on another.
 
     Attributes:
-        size: absolute; 0 where there is none, NaN where it is no number.
-        sources, targets: numbers of the document that is heard and of the one that hears; several
-            where it is one of these.
-        changes: the changed tokens of the sources; empty backward.
+        size: absolute effect; 0 if there is none, NaN if the result was NaN.
+        sources, targets: indices of the documents that leak and of those that they leak into.
+            Several are given if the leak was only narrowed down to a group.
+        changes: the changed tokens of the sources; empty for the backward pass.
     """
 
     size: float = 0.0
@@ -44,10 +44,10 @@ class Leak:
 def forward_leak(
     runs: Runs, documents: Sequence[Document], row: Row, logits: Tensor, noise: float
 ) -> Leak:
-    """The largest change of logits `[tokens, vocabulary]` in documents whose tokens stay.
+    """Return the largest change of logits `[tokens, vocabulary]` in unchanged documents.
 
     Args:
-        noise: what counts as no change.
+        noise: changes up to this size do not count.
     """
 
     def largest(groups: Iterable[Collection[int]]) -> Leak:
@@ -64,8 +64,11 @@ def forward_leak(
 
 
 def backward_leak(packed: Outcome, row: Row) -> Leak | None:
-    """The largest gradient of a document's logits in the embeddings of others, with fixed random
-    weights; None where no module was seen to look the tokens up. Keeps the graph."""
+    """Return the largest gradient of one document's logits in another's embeddings.
+
+    The logits are weighted with fixed random numbers. Returns None if no module was seen to look up
+    the tokens. Keeps the graph.
+    """
     if not packed.embeddings or not packed.logits.requires_grad:
         return None
 
@@ -91,7 +94,7 @@ def backward_leak(packed: Outcome, row: Row) -> Leak | None:
 def padding_leak(
     runs: Runs, documents: Sequence[Document], row: Row, logits: Tensor
 ) -> float | None:
-    """How much other pad tokens change the logits; None where there is no padding."""
+    """Return how much other pad tokens change the logits; None if there is no padding."""
     pads = row.pads()
     if len(pads) == 0:
         return None
@@ -112,8 +115,11 @@ def with_other_tokens(documents: Sequence[Document], changes: Changes) -> list[D
 
 
 def changes_of(documents: Sequence[Document], group: Iterable[int]) -> list[Changes]:
-    """First the first token of each document of a group, then the last ones. Boundaries stay: the
-    token beside them is changed, and none in a document of nothing else."""
+    """Return the changes to try: the first token of each document of a group, then the last ones.
+
+    If that token is a boundary token, the token beside it is changed instead. A document of
+    boundary tokens alone is not changed.
+    """
     edges = boundaries(documents)
     first: Changes = ()
     last: Changes = ()
@@ -126,8 +132,11 @@ def changes_of(documents: Sequence[Document], group: Iterable[int]) -> list[Chan
 
 
 def groups_of(count: int) -> list[list[int]]:
-    """Documents to probe together: each alone; or where they are many, some alone, and halves, so
-    that for any two documents one holds the first and not the second."""
+    """Return the groups of documents to probe together.
+
+    Few documents are probed one by one. Of many, some are probed alone, and the rest in halves
+    chosen so that for any two documents one group holds the first and not the second.
+    """
     alone = min(count, _MAX_ALONE)
     groups = [[i] for i in sorted({round(i * (count - 1) / (alone - 1)) for i in range(alone)})]
     if count > alone:
@@ -138,7 +147,8 @@ def groups_of(count: int) -> list[list[int]]:
 
 
 def _of_one(largest: Callable[[Iterable[Collection[int]]], Leak], count: int) -> Leak:
-    """The largest leak, of one document to one other wherever a single one shows it."""
+    """Return the largest leak, narrowed to one source and one target where a single pair shows
+    it."""
     leak = largest(groups_of(count))
     group = max(leak.sources, leak.targets, key=len)
     if len(group) == 1:
@@ -148,14 +158,14 @@ def _of_one(largest: Callable[[Iterable[Collection[int]]], Leak], count: int) ->
 
 
 def _largest_elsewhere(rows: Tensor, row: Row, group: Collection[int]) -> tuple[float, int]:
-    """The largest absolute value outside a group, of `[tokens, ...]`, and its document."""
+    """Return the largest absolute value of `[tokens, ...]` outside a group, and its document."""
     sizes = rows.detach().abs().amax(-1).masked_fill(row.belongs_to(group), 0)
     token = int(sizes.nan_to_num(nan=math.inf).argmax())
     return float(sizes[token]), int(row.document[token])
 
 
 def _exceeds(size: float, limit: float) -> bool:
-    """NaN exceeds every number, and nothing exceeds NaN."""
+    """Return whether size is above limit. NaN exceeds every number, and nothing exceeds NaN."""
     return not (math.isnan(limit) or size <= limit)
 
 

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from cuseq.integrations.transformers import register
 
-# The most that a tiny model has of each. Sizes of a head stay, which rotary sections, latent
-# attention and kernels are made for.
+# Upper bounds for a tiny model. Head sizes are kept, because rotary sections, latent attention and
+# kernels depend on them.
 _MOST: dict[str, int] = dict(
     vocab_size=1024,
     intermediate_size=128,
@@ -40,12 +40,13 @@ _LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")
 def load_model(
     name: str, *, attention: str, dtype: torch.dtype, device: torch.device, tiny: bool
 ) -> PreTrainedModel:
-    """Load a model by name or folder; build a tiny one with random weights if `tiny` is set or the
-    folder holds a config.json alone.
+    """Load a model by name or folder.
+
+    Builds a tiny model with random weights if `tiny` is set or the folder holds only a config.json.
 
     Raises:
         OSError: the model was not found.
-        ValueError: it is not a causal language model, or does not take this attention.
+        ValueError: it is not a causal language model, or does not support this attention.
     """
     if attention == "cuseq":
         register()
@@ -58,12 +59,14 @@ def load_model(
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same family with few layers and heads, narrow, and with windows of 16 tokens.
+    """Return a config of the same family that is narrow, with few layers and heads and windows of
+    16.
 
-    Every type of layer stays, and whether key heads are as many as query heads, fewer, or one.
+    Every type of layer is kept, and so is the kind of attention: as many key heads as query heads,
+    fewer, or one.
     """
     values = config.to_dict()
-    names = config.attribute_map  # of those that the family calls otherwise
+    names = config.attribute_map  # names that differ in this family
     for key, most in _MOST.items():
         key = names.get(key, key)
         if isinstance(values.get(key), int):
@@ -77,14 +80,14 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     if getattr(config, "num_attention_heads", None) is not None:
         _shrink_heads(config, values)
-    # Special tokens may lie beyond the smaller vocabulary.
+    # Special tokens may lie outside the smaller vocabulary.
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         values[key] = None
     return type(config).from_dict(values)
 
 
 def _shrink_heads(config: PreTrainedConfig, values: dict[str, Any]) -> None:
-    """Writes heads, and the width that they give, into the values of a tiny config."""
+    """Write the reduced heads, and the width that follows from them, into a tiny config."""
     names = config.attribute_map
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -96,13 +99,13 @@ def _shrink_heads(config: PreTrainedConfig, values: dict[str, Any]) -> None:
         values["num_key_value_heads"] = tiny_kv_heads
     width = tiny_heads * head_dim
     values[names.get("hidden_size", "hidden_size")] = width
-    if "mamba_n_heads" in values:  # as many as the width has room for
+    if "mamba_n_heads" in values:  # as many as fit into the width
         inner = width * values["mamba_expand"]
         values["mamba_n_heads"] = inner // values["mamba_d_head"]
 
 
 def random_documents(config: PreTrainedConfig, tokens: int, documents: int) -> list[list[int]]:
-    """Documents of various lengths, 1 and 2 among them, the same for the same arguments.
+    """Return documents of various lengths, including 1 and 2; equal arguments give equal documents.
 
     Raises:
         ValueError: there are too few tokens or documents.
@@ -113,7 +116,7 @@ def random_documents(config: PreTrainedConfig, tokens: int, documents: int) -> l
     ids = torch.randint(0, config.vocab_size - 1, (tokens,), generator=generator)
     pad = config.pad_token_id
     if pad is not None:
-        ids += ids >= pad  # never the pad token, whose embedding may have no gradient
+        ids += ids >= pad  # skip the pad token, whose embedding may have no gradient
     return [part.tolist() for part in ids.split(lengths)]
 
 
@@ -128,7 +131,7 @@ def _lengths(tokens: int, documents: int) -> list[int]:
     parts = count * (count + 1) // 2
     rest = [1 + (left - count) * (i + 1) // parts for i in range(count)]
     rest[-1] += left - sum(rest)
-    # The short ones between others, the longest neither first nor last.
+    # Put the short documents between others, and the longest neither first nor last.
     return [rest[0], 1, rest[-1], 2, *rest[1:-1]]
 
 
@@ -139,7 +142,7 @@ def _is_config_alone(folder: Path) -> bool:
 
 
 def _layers_to_keep(config: PreTrainedConfig) -> int:
-    """So many that every type of layer is among them."""
+    """Return the number of layers that includes every type of layer."""
     keep = _LAYERS
     for key in _LAYER_LISTS:
         types = getattr(config, key, None)
@@ -149,6 +152,6 @@ def _layers_to_keep(config: PreTrainedConfig) -> int:
 
 
 def quiet() -> None:
-    """Keeps transformers' progress bars and advice out of the table."""
+    """Silence transformers' progress bars and advice."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Logits, loss and gradients of the documents, packed and one by one."""
+"""Logits, loss and gradients of the documents, packed and alone."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from cuseq.data.collator import IGNORE_INDEX
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._runs import Outcome, Runs
 
-# A tensor that is smaller than this part of all together is measured against that: a gradient that
-# is zero but for rounding has no relative error.
+# A tensor smaller than this share of all tensors together is measured against that share: a
+# gradient that is zero up to rounding has no meaningful relative error.
 _SMALL = 0.01
 
 
 @dataclass
 class Totals:
-    """What all documents give together.
+    """Results over all documents.
 
     Attributes:
         logits: `[tokens, vocabulary]`.
-        loss: mean over all targets, the model's own where it gives one.
-        own_loss: whether it gives one.
-        cross_entropy: the same, from the logits.
-        gradients: of the loss in each parameter that takes one, by name; None means zero.
-        embeddings: of the loss in each document's looked-up embeddings, by document; empty where
-            they were not seen.
+        loss: mean over all targets; the model's own if it returns one.
+        own_loss: whether the model returns a loss.
+        cross_entropy: mean over all targets, computed from the logits.
+        gradients: gradients of the loss in each parameter that requires one, by name; None means
+            zero.
+        embeddings: gradients of the loss in each document's looked-up embeddings, by document;
+            empty if the lookups were not seen.
     """
 
     logits: Tensor
@@ -42,7 +43,7 @@ class Totals:
 
 
 def packed_totals(runs: Runs, documents: Sequence[Document], packed: Outcome) -> Totals:
-    """Of a packed run, whose graph goes with it."""
+    """Compute the totals of a packed run; frees its graph."""
     names, parameters = _parameters(runs.model)
     plain = _cross_entropy(packed.logits, documents)
     loss = plain if packed.loss is None else packed.loss
@@ -58,11 +59,11 @@ def packed_totals(runs: Runs, documents: Sequence[Document], packed: Outcome) ->
 
 
 def alone_totals(runs: Runs, documents: Sequence[Document], keys: Collection[str]) -> Totals:
-    """Of the documents one by one, each weighted with its targets.
+    """Compute the totals of the single runs, each weighted with its number of targets.
 
     Args:
         runs, documents: what to run.
-        keys: what the packed batch had.
+        keys: keys of the packed batch.
     """
     names, parameters = _parameters(runs.model)
     totals = Totals(torch.empty(0), gradients=dict.fromkeys(names))
@@ -88,18 +89,20 @@ def alone_totals(runs: Runs, documents: Sequence[Document], keys: Collection[str
 
 
 def crossing_gap(totals: Totals, documents: Sequence[Document]) -> float:
-    """By how much the loss would grow if each document's last token predicted the next one's
-    first."""
+    """Return how much the loss would grow if labels crossed document boundaries.
+
+    That is, if each document's last token had to predict the first token of the next document.
+    """
     labels = torch.cat([document.labels for document in documents])
     targets = F.pad(labels[1:], (0, 1), value=IGNORE_INDEX)
     return float(_mean_loss(totals.logits, targets)) - totals.cross_entropy
 
 
 def token_errors(packed: Tensor, alone: Tensor) -> Tensor:
-    """Relative L2 error of each row of two `[tokens, vocabulary]`; infinity for NaN.
+    """Return the relative L2 error of each row of two `[tokens, vocabulary]`; infinity for NaN.
 
-    Rows smaller than they are on average are measured against that; equal ones have no error, be
-    they zero.
+    Rows with a norm below average are measured against the average. Equal rows have error 0, even
+    if they are zero.
     """
     if packed.shape != alone.shape:
         raise ValueError(
@@ -116,8 +119,10 @@ def token_errors(packed: Tensor, alone: Tensor) -> Tensor:
 def worst_error(
     packed: dict[str, Tensor | None], alone: dict[str, Tensor | None]
 ) -> tuple[float, str] | None:
-    """The largest relative L2 error of tensors of the same names, None among them meaning zero, and
-    its name; None where there is nothing to compare."""
+    """Return the largest relative L2 error of tensors with equal names, and that name.
+
+    A tensor of None means zero. Returns None if there is nothing to compare.
+    """
     if not packed or packed.keys() != alone.keys():
         return None
     norms = {name: _norm(tensor) for name, tensor in alone.items()}
@@ -138,7 +143,7 @@ def relative(error: float, norm: float) -> float:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """At least fp32, so that the comparison rounds less than what is compared."""
+    """Return the tensor in at least fp32, so that the comparison rounds less than the model did."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -152,7 +157,7 @@ def _parameters(model: nn.Module) -> tuple[list[str], list[Tensor]]:
 
 
 def _cross_entropy(logits: Tensor, documents: Sequence[Document]) -> Tensor:
-    """Mean over the documents' targets, of `[tokens, vocabulary]`."""
+    """Return the mean cross entropy of `[tokens, vocabulary]` over the documents' targets."""
     targets = [F.pad(document.labels[1:], (0, 1), value=IGNORE_INDEX) for document in documents]
     return _mean_loss(logits, torch.cat(targets))
 

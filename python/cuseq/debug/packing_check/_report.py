@@ -1,4 +1,4 @@
-"""What `check_packing` found, as numbers and as a table."""
+"""The findings of `check_packing`, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Check:
 
     Attributes:
         name: what was compared.
-        value: the largest difference; None where it could not be looked at. NaN never passes.
-        limit: what is allowed.
-        where: where the difference is largest, or why there is none.
+        value: the largest difference; None if it could not be measured. NaN never passes.
+        limit: the largest difference allowed.
+        where: where the difference is largest, or why there is no value.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Suspect:
-    """What is most likely wrong.
+    """The most likely cause of a failure.
 
     Attributes:
         name: a word: tokens, not finite, repeat, padding, attention, state, mixing, backward,
@@ -45,18 +45,18 @@ class Suspect:
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What `cuseq.check_packing` found. `print(report)` shows a table and the verdict.
+    """The findings of `cuseq.check_packing`. `print(report)` shows a table and the verdict.
 
     Attributes:
         subject: what was checked, one line.
         checks: the comparisons that were made, by name: tokens, repeat, leak forward, leak
-            backward, leak from padding, logits, loss, labels (where the model gives no loss and
+            backward, leak from padding, logits, loss, labels (only if the model returns no loss and
             they are wrong), gradients, gradients of embeddings.
-        loss_packed, loss_alone: mean over all targets, packed and one by one; from the logits where
-            the model gives none.
-        suspect: what is most likely wrong, None where nothing is.
-        notes: what the reader should know all the same.
-        ok: whether packed equals one by one and no document hears of another.
+        loss_packed, loss_alone: mean over all targets, packed and alone; computed from the logits
+            if the model returns no loss.
+        suspect: the most likely cause of a failure; None if nothing failed.
+        notes: remarks that do not change the verdict.
+        ok: whether packed and single runs agree and no document leaks into another.
     """
 
     subject: str
@@ -71,7 +71,7 @@ class PackingReport:
         return self.suspect is None and all(check.ok for check in self.checks.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings, lists and dicts, for JSON; numbers that are not finite as strings."""
+        """Return numbers, strings, lists and dicts for JSON; non-finite numbers become strings."""
         return {
             "ok": self.ok,
             "subject": self.subject,
@@ -120,7 +120,7 @@ class PackingReport:
 
 
 def _plain(value: float | None) -> float | str | None:
-    """JSON has no NaN and no infinity."""
+    """Return the value, or a string for NaN and infinity, which JSON lacks."""
     if value is None or abs(value) < float("inf"):
         return value
     return str(value)

@@ -1,4 +1,4 @@
-"""Runs of a model over documents: packed in a row, and each alone."""
+"""Run a model over documents: packed in a row, and each document alone."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from cuseq.layout import PackedLayout
 
 
 class TokensNotFound(Exception):
-    """A batch does not hold the documents' tokens in their order."""
+    """Raised if a batch does not hold the documents' tokens in their order."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The documents' tokens in what the model is given.
+    """Where the documents' tokens lie in the model's input.
 
     Attributes:
-        batch: the model's keywords; None where the user's `forward` makes them.
-        slots: int64 `[tokens]`, where each token of the documents lies in the flat row.
-        ids: int64 `[tokens]`, these tokens.
-        document: int64 `[tokens]`, the number of each token's document.
+        batch: the model's keywords; None if the user's `forward` makes them.
+        slots: int64 `[tokens]`, index of each document token in the flat row.
+        ids: int64 `[tokens]`, the token ids.
+        document: int64 `[tokens]`, index of each token's document.
     """
 
     batch: dict[str, Any] | None
@@ -39,11 +39,11 @@ class Row:
     document: Tensor
 
     def belongs_to(self, documents: Collection[int]) -> Tensor:
-        """bool `[tokens]`: the tokens of these documents."""
+        """Return bool `[tokens]`: which tokens belong to these documents."""
         return torch.isin(self.document, torch.tensor(list(documents)).to(self.document))
 
     def pads(self) -> Tensor:
-        """int64: slots of the row that belong to no document."""
+        """Return int64: the slots of the row that belong to no document."""
         if self.batch is None:
             return self.slots[:0]
         free = torch.ones(
@@ -55,14 +55,14 @@ class Row:
 
 @dataclass
 class Outcome:
-    """What a run gave, in the order of the documents' tokens.
+    """The result of a run, in the order of the documents' tokens.
 
     Attributes:
         logits: `[tokens, vocabulary]`.
-        loss: the model's own, a scalar, if it gave one.
-        slots: where the documents' tokens lie in the flat embeddings.
-        embeddings: the looked-up embeddings, as the modules returned them, call by call.
-        lookups: the number of the module behind each of `embeddings`.
+        loss: the model's own loss, a scalar, if it returned one.
+        slots: index of each document token in the flat embeddings.
+        embeddings: the looked-up embeddings as the modules returned them, one per call.
+        lookups: for each of `embeddings`, the index of the module that returned it.
     """
 
     logits: Tensor
@@ -72,7 +72,8 @@ class Outcome:
     lookups: list[int]
 
     def of_tokens(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """`[tokens, dim]` by module: the sums of gradients of `embeddings`, None meaning zero."""
+        """Sum the gradients of `embeddings` (None means zero) into `[tokens, dim]` for each
+        module."""
         sums: dict[int, Tensor] = {}
         for number, embedding, gradient in zip(
             self.lookups, self.embeddings, gradients, strict=True
@@ -88,8 +89,8 @@ class Runs:
 
     Args:
         model: the model.
-        collator: makes the packed batch from examples; not used beside `forward`.
-        forward: `forward(model, examples)`, None for `model(**collator(examples))`.
+        collator: makes the packed batch from examples; not used if `forward` is given.
+        forward: `forward(model, examples)`; None for `model(**collator(examples))`.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Runs:
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
     def row(self, documents: Sequence[Document]) -> Row:
-        """Collates.
+        """Collate the documents.
 
         Raises:
             TokensNotFound: the batch does not hold these tokens in this order.
@@ -124,7 +125,7 @@ class Runs:
         return Row(batch, *(tensor.to(self.device) for tensor in (slots, ids, number)))
 
     def packed(self, documents: Sequence[Document], row: Row | None = None) -> Outcome:
-        """All documents in one run, of a row that may have been made before."""
+        """Run all documents at once, from a given row or a new one."""
         row = self.row(documents) if row is None else row
         with self._captured(row.slots, row.ids) as (embeddings, lookups):
             if self.forward is not None:
@@ -134,12 +135,14 @@ class Runs:
         return Outcome(*_logits_and_loss(output, row.slots), row.slots, embeddings, lookups)
 
     def alone(self, document: Document, keys: Collection[str]) -> Outcome:
-        """One document, without any packing. Not compiled: what was compiled for the packed row's
-        shape would be compiled again for each length, or fail.
+        """Run one document without packing.
+
+        The run is not compiled: code compiled for the packed row's shape would be compiled again
+        for each length, or fail.
 
         Args:
             document: the document.
-            keys: what the model is given beside its tokens in the packed run.
+            keys: keys that the packed run gave the model besides its tokens.
         """
         ids = document.ids.to(self.device)
         slots = torch.arange(len(ids), device=self.device)
@@ -155,7 +158,7 @@ class Runs:
         return Outcome(*_logits_and_loss(output, slots), slots, embeddings, lookups)
 
     def find_embeddings(self, documents: Sequence[Document]) -> Outcome:
-        """A packed run that learns which modules look the tokens up."""
+        """Run packed and find out which modules look up the tokens."""
         row = self.row(documents)
         found = []
 
@@ -170,15 +173,17 @@ class Runs:
         return outcome
 
     def dtypes_at_work(self, documents: Sequence[Document], row: Row) -> set[torch.dtype]:
-        """The floating dtypes that a packed run computes in. A run of its own, since to be watched
-        it must be eager, and may then round otherwise."""
+        """Return the floating dtypes that a packed run computes in.
+
+        This needs a run of its own: it must be eager to be watched, and may then round differently.
+        """
         with _eager(), DtypesAtWork(len(row.slots)) as at_work:
             self.packed(documents, row)
         return at_work.found
 
     @contextmanager
     def _captured(self, slots: Tensor, ids: Tensor) -> Iterator[tuple[list[Tensor], list[int]]]:
-        """Collects what the embedding modules return for these tokens, and their numbers."""
+        """Collect what the embedding modules return for these tokens, and the modules' indices."""
         embeddings: list[Tensor] = []
         lookups: list[int] = []
 
@@ -186,7 +191,8 @@ class Runs:
             if not _looks_up(args, kwargs, output, slots, ids):
                 return None
             if torch.is_grad_enabled() and not output.requires_grad:
-                # Frozen weights. A copy, so that it is no leaf, which could not be edited in place.
+                # Frozen weights: require a gradient, and clone so that the tensor is no leaf and
+                # may be edited in place.
                 output = output.detach().requires_grad_().clone()
             embeddings.append(output)
             lookups.append(self.embedding_modules.index(module))
@@ -198,11 +204,12 @@ class Runs:
     def first_mixing_module(
         self, documents: Sequence[Document], changed: Sequence[Document], others: Tensor
     ) -> tuple[str, nn.Module] | None:
-        """The first module whose inputs are the same for the other documents and whose outputs are
-        not; or, where a weight of zero hides that, whose child has other inputs.
+        """Return the first module whose outputs differ for the other documents but inputs do not.
+
+        If a zero weight hides that, returns the first module with a child whose inputs differ.
 
         Args:
-            documents, changed: the same but for some tokens.
+            documents, changed: two lists that are equal except for some tokens.
             others: bool `[tokens]`, the tokens of the documents that were not changed.
         """
         before, after = self._trace(documents, others), self._trace(changed, others)
@@ -217,7 +224,8 @@ class Runs:
         return None
 
     def _trace(self, documents: Sequence[Document], others: Tensor) -> dict[tuple[str, int], tuple]:
-        """Inputs and outputs of each module's calls in a packed run, the innermost first."""
+        """Record inputs and outputs of each module call in a packed run, innermost modules
+        first."""
         row = self.row(documents)
         total = self._width(documents, row)
         kept = row.slots[others]
@@ -233,12 +241,13 @@ class Runs:
             )
             counts[name] += 1
 
-        with _eager(), _hooked(names, keep):  # compiled code calls no hooks of what it is made of
+        # compiled code does not call the hooks of its submodules
+        with _eager(), _hooked(names, keep):
             self.packed(documents, row)
         return calls
 
     def _width(self, documents: Sequence[Document], row: Row) -> int:
-        """Tokens of the packed row, padding among them."""
+        """Return the number of tokens of the packed row, including padding."""
         if row.batch is not None:
             return row.batch["input_ids"].numel()
         embeddings = self.packed(documents, row).embeddings
@@ -246,12 +255,12 @@ class Runs:
 
 
 def _eager() -> AbstractContextManager[None]:
-    """Runs as if nothing were compiled."""
+    """Run the body without compiled code."""
     return torch.compiler.set_stance("force_eager")
 
 
 def _find_slots(batch: Mapping[str, Any], documents: Sequence[Document]) -> Tensor:
-    """int64 `[tokens]`: where the documents lie in the flat `input_ids` of a batch."""
+    """Return int64 `[tokens]`: where the documents lie in the flat `input_ids` of a batch."""
     if not isinstance(batch.get("input_ids"), Tensor):
         raise TypeError(
             "collator must return a dict with a tensor input_ids, got "
@@ -268,7 +277,7 @@ def _find_slots(batch: Mapping[str, Any], documents: Sequence[Document]) -> Tens
 def _candidates(
     batch: Mapping[str, Any], documents: Sequence[Document], total: int
 ) -> Iterator[Tensor]:
-    """What the batch says about where documents lie, the most trustworthy first."""
+    """Yield what the batch says about where documents lie, most reliable first."""
     packed, mask = batch.get("packed"), batch.get("attention_mask")
     lengths = [document.length for document in documents]
     if isinstance(packed, PackedLayout) and packed.lengths.tolist() == lengths:
@@ -283,7 +292,7 @@ def _candidates(
 
 
 def _search(row: list[int], documents: Sequence[Document]) -> Tensor:
-    """Each document's first occurrence after the one before it."""
+    """Find each document's first occurrence after the previous document."""
     slots, start = [], 0
     for i, document in enumerate(documents):
         ids = document.ids.tolist()
@@ -304,8 +313,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _logits_and_loss(output: Any, slots: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The slots' logits, from a tensor, an object or dict with `logits` and perhaps `loss`, or a
-    tuple of these."""
+    """Return the logits of the slots, and the loss if there is one.
+
+    The output is a tensor, an object or dict with `logits` and perhaps `loss`, or a tuple of these.
+    """
     if hasattr(output, "logits"):
         logits, loss = output.logits, getattr(output, "loss", None)
     elif isinstance(output, Mapping):
@@ -330,7 +341,7 @@ def _logits_and_loss(output: Any, slots: Tensor) -> tuple[Tensor, Tensor | None]
 
 
 def _looks_up(args: tuple, kwargs: dict, output: Any, slots: Tensor, ids: Tensor) -> bool:
-    """Whether a module was called with the row's tokens and returned a vector for each."""
+    """Return whether a module got the row's tokens and returned a vector for each of them."""
     given = next((leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)), None)
     if given is None or given.is_floating_point() or given.numel() <= int(slots.max()):
         return False
@@ -342,12 +353,12 @@ def _looks_up(args: tuple, kwargs: dict, output: Any, slots: Tensor, ids: Tensor
 
 
 def _attributes(output: Any) -> Any:
-    """A model's output, which may be of a class that pytree does not know, as a dict."""
+    """Return a model's output as a dict, since pytree may not know its class."""
     return vars(output) if hasattr(output, "logits") else output
 
 
 def _rows_of(tree: Any, total: int, kept: Tensor) -> list[Tensor]:
-    """Copies of the kept tokens' rows of all tensors that have a row for each token."""
+    """Copy the kept tokens' rows of all tensors that have one row per token."""
     rows = []
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""From numbers to the first suspect."""
+"""Derive the most likely cause from the numbers of a check."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuseq.debug.packing_check._leaks import Leak
 from cuseq.debug.packing_check._report import Suspect
 from cuseq.debug.packing_check._runs import Row
 
-# "ssm" is a word of its own, not a part of CrossMultiheadAttention.
+# "ssm" must be a whole word: CrossMultiheadAttention contains it too.
 _STATEFUL = re.compile(
     r"rnn|gru|lstm|mamba|(?-i:SSM|Ssm|(?<![a-z])ssm)|mixer|conv|delta|recurrent|rwkv|retention"
     r"|linear_?attn",
@@ -27,15 +27,16 @@ _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether a module's class is named like those of a mixture of experts."""
+    """Return whether a module's class name looks like a mixture of experts."""
     return any(_EXPERTS.search(type(module).__name__) for module in model.modules())
 
 
 def mixing(model: nn.Module, row: Row, heard: str, found: tuple[str, nn.Module] | None) -> Suspect:
-    """Names what lets a changed token through, by the first module that does.
+    """Name the cause of a leak, from the first module that lets a changed token through.
 
     Args:
-        heard: what showed it.
+        heard: the observation, which begins the finding.
+        found: name and module, or None if no module shows the leak.
     """
     if found is None:
         return Suspect(
@@ -196,7 +197,7 @@ def _attention_remedy(model: nn.Module, row: Row) -> str:
 
 
 def _wrong_position(row: Row) -> str | None:
-    """What is wrong with the batch's position ids, None if nothing is or there are none."""
+    """Return what is wrong with the batch's position ids; None if nothing or if it has none."""
     given = (row.batch or {}).get("position_ids")
     if not isinstance(given, Tensor) or given.numel() <= int(row.slots.max()):
         return None
@@ -212,7 +213,7 @@ def _wrong_position(row: Row) -> str | None:
 def wrong_label(
     row: Row, documents: Sequence[Document], *, may_be_shifted: bool = False
 ) -> str | None:
-    """What is wrong with the batch's labels, None if nothing is or there are none."""
+    """Return what is wrong with the batch's labels; None if nothing or if it has none."""
     given = (row.batch or {}).get("labels")
     if not isinstance(given, Tensor) or given.numel() != row.batch["input_ids"].numel():
         return None
@@ -232,5 +233,5 @@ def wrong_label(
 
 
 def _is_shifted(labels: Tensor, document: Document) -> bool:
-    """Whether each label is the next token's."""
+    """Return whether each label is the next token's."""
     return torch.equal(labels[:-1], document.labels[1:]) and int(labels[-1]) == IGNORE_INDEX

@@ -1,4 +1,4 @@
-"""`profile_step`: what one training step does beside its arithmetic."""
+"""`profile_step`: count what one training step does besides arithmetic."""
 
 from cuseq.debug.profile.result import StepProfile
 from cuseq.debug.profile.step import profile_step

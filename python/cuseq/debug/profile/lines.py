@@ -1,8 +1,8 @@
-"""Which line of the user's code a thread was at, and when.
+"""Record which line of the user's code a thread ran, and when.
 
-torch.profiler can record the Python stack, but names a frame by the line of its `def`, and makes
-traces many times as large. A trace function knows the line, and costs little in the frames that
-it declines to follow.
+torch.profiler can record the Python stack, but names a frame by the line of its `def`, and its
+traces become many times as large. A trace function knows the line, and costs little in frames that
+it does not follow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGES = ("site-packages", "dist-packages")
 
 
 def _folders() -> tuple[str, ...]:
-    """Return the folders of code that is not the user's: cuseq, torch and what torch generates."""
+    """Return the folders of code that is not the user's: cuseq, torch and generated code."""
     named = [os.path.dirname(torch.__file__)]
     for name in ("cuseq", "functorch", "triton"):
         spec = importlib.util.find_spec(name)
@@ -37,7 +37,8 @@ _STANDARD_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def is_users(filename: str) -> bool:
-    """Whether a code object's file is neither torch's, cuseq's, Python's nor generated."""
+    """Return whether a code object's file is the user's: not torch's, cuseq's, Python's or
+    generated."""
     if filename.startswith(("<frozen", "<eval_with_key")) or "torchinductor_" in filename:
         return False
     if filename.startswith(_STANDARD_LIBRARY):
@@ -48,11 +49,11 @@ def is_users(filename: str) -> bool:
 
 
 class LineLog:
-    """Follows the thread that enters it: `at` says at which of the user's lines it was.
+    """Context manager that records the lines of the thread that enters it; `at` looks one up.
 
-    The line is that of the innermost frame outside torch, cuseq and the standard library. Where
-    another trace function is at work (a debugger, a coverage tool), it is left alone and `active`
-    is False: then there are no lines.
+    The line is that of the innermost frame outside torch, cuseq and the standard library. If
+    another trace function is installed (a debugger, a coverage tool), it is left alone, `active` is
+    False and no lines are recorded.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class LineLog:
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is not None:
-            # So that a built-in function, which has no lines, has that of its caller.
+            # A built-in function has no lines; it gets the line of its caller.
             self._times.append(time.time_ns())
             self._places.append((frame.f_code, frame.f_lineno))
         sys.settrace(trace)
@@ -80,7 +81,7 @@ class LineLog:
             sys.settrace(None)
 
     def at(self, when: float) -> tuple[int, str] | None:
-        """Since when the thread was at its line of that moment, and the line; ns of `time_ns`."""
+        """Return the line the thread was at, and since when; times in ns of `time_ns`."""
         index = bisect.bisect_right(self._times, when) - 1
         if index < 0:
             return None
@@ -110,7 +111,8 @@ def _tracer(times: list[int], places: list[tuple[CodeType, int]]) -> Any:
 
 
 def name_line(code: CodeType, line: int) -> str:
-    """`file.py:123 in function`, the file relative to where packages or the program lie."""
+    """Return `file.py:123 in function`, the file relative to the packages folder or working
+    folder."""
     path = code.co_filename
     for folder in _PACKAGES:
         _, found, inside = path.rpartition(f"/{folder}/")
@@ -119,6 +121,6 @@ def name_line(code: CodeType, line: int) -> str:
             break
     else:
         path = path.removeprefix(os.path.join(os.getcwd(), ""))
-    # Dynamo cuts functions at graph breaks and names the parts.
+    # Dynamo splits functions at graph breaks and names the parts.
     name = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", code.co_name)
     return f"{path}:{line} in {name}"

@@ -1,6 +1,6 @@
-"""How a `StepProfile` is printed, compared and drawn.
+"""Print, compare and draw a `StepProfile`.
 
-Works on figures and rows, not on the class, which imports this module.
+Works on figures and rows instead of the class, because the class imports this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Figures = Mapping[str, float | int | None]
 
 
 class Listing(NamedTuple):
-    """A titled table: its head, its rows, and for each column "<" or ">"."""
+    """A table with a title, a head, rows, and "<" or ">" for each column's alignment."""
 
     title: str
     head: Sequence[str]
@@ -50,7 +50,7 @@ class Timeline:
 
 
 def count(number: float | None) -> str:
-    """Write a count, which is a fraction where it is a mean over steps; "-" for None."""
+    """Format a count, which may be a fraction if it is a mean over steps; "-" for None."""
     if number is None:
         return "-"
     return f"{number:,.0f}" if number == int(number) else f"{number:,.1f}"
@@ -69,7 +69,7 @@ def _percent(share: float) -> str:
     return f"{share:.1%}"
 
 
-# Rows of both tables: label, name of the figure, how to write it.
+# Rows of both tables: label, name of the figure, formatter.
 _FIGURES: list[tuple[str, str, Callable[[float], str]]] = [
     ("wall time, ms", "wall_us", _ms),
     ("GPU busy, ms", "gpu_busy_us", _ms),
@@ -95,7 +95,7 @@ _FIGURES: list[tuple[str, str, Callable[[float], str]]] = [
 
 
 def text(head: str, figures: Figures, lists: Sequence[Listing], notes: Sequence[str]) -> str:
-    """Lay out one profile for a terminal; figures that are None are left out."""
+    """Format one profile for a terminal; figures that are None are left out."""
     rows = [
         [label, write(figures[name])]
         for label, name, write in _FIGURES
@@ -111,7 +111,7 @@ def comparison(
     lists: Sequence[Listing],
     notes: Sequence[str],
 ) -> str:
-    """Lay out two profiles side by side."""
+    """Format two profiles side by side."""
     rows = [["a step", *names, "ratio"]]
     for label, name, write in _FIGURES:
         one, two = before[name], after[name]
@@ -124,7 +124,7 @@ def comparison(
 
 
 def drawing() -> Callable[[Path, str, Timeline, bool], None]:
-    """Return the function that draws; raises ImportError if matplotlib is missing."""
+    """Return the drawing function; raise ImportError if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -142,7 +142,7 @@ def drawing() -> Callable[[Path, str, Timeline, bool], None]:
         for index, kind in enumerate(kinds):
             marks = [(s / 1e3, (e - s) / 1e3) for name, s, e in line.marks if name == kind]
             colour = _COLOURS.get(kind, f"C{index + 1}")
-            # The edge keeps short marks visible; matplotlib hides labels that begin with "_".
+            # The edge keeps short marks visible. matplotlib hides labels that begin with "_".
             axes.broken_barh(
                 marks, (1.15, 0.6), color=colour, linewidth=0.8, label=kind.lstrip("_")
             )
@@ -168,7 +168,7 @@ def _wrapped(note: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], align: str) -> str:
-    """Columns as wide as their longest cell, two spaces before each."""
+    """Format a table with each column as wide as its longest cell, after two spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "".join(

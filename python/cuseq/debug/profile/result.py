@@ -1,4 +1,4 @@
-"""What `profile_step` returns: the counts and times of the recorded steps."""
+"""The result of `profile_step`: counts and times of the recorded steps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of the batches: all that the model is given, and those that are not padding."""
+    """Tokens of the batches: all tokens in memory, and those that are not padding."""
 
     in_memory: int
     real: int
@@ -83,27 +83,27 @@ class Tokens:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Counts and times of the recorded steps: sums over `steps`; tables show the mean step.
+    """Counts and times of the recorded steps: sums over `steps`. Tables show the mean step.
 
     Attributes:
         steps: number of recorded steps.
         device: the GPU's name, or "CPU".
-        gpu: whether a GPU was in use. Without one no wait can be seen.
+        gpu: whether a GPU was in use. Without one, waits cannot be seen.
         wall_us: microseconds of the steps without the profiler, until the GPU had finished.
         gpu_busy_us: microseconds in which the busiest GPU ran anything; kernels that overlap on
             several streams count once. None without a GPU.
         syncs: waits of the host by kind and line, the most frequent first.
-        host_reads: reads of tensors' values by op and line, on any device. `tolist`, `.cpu()` and
-            `.numpy()` of a tensor on the CPU call no op and are not seen.
-        kernel_table: kernels by name, the longest first; kernels inside CUDA graphs are included.
+        host_reads: reads of tensor values by op and line, on any device. `tolist`, `.cpu()` and
+            `.numpy()` of a CPU tensor call no op and are not seen.
+        kernel_table: kernels by name, the longest first, including kernels inside CUDA graphs.
         copies: copies and fills by kind.
         graph_launches: launches of CUDA graphs.
         allocations: calls that allocate or free driver memory, which may wait for the GPU.
         op_table: PyTorch's ops by name, the most frequent first; an op's time includes that of the
             ops it calls.
-        tokens: tokens of the batch that was given, else None.
-        notes: what limits these numbers, in sentences.
-        timeline: what the picture shows.
+        tokens: tokens of the batch; None if no batch was given.
+        notes: limits of these numbers, in sentences.
+        timeline: data of the picture.
     """
 
     steps: int
@@ -123,7 +123,8 @@ class StepProfile:
     timeline: report.Timeline = field(repr=False)
 
     def sync_count(self, kind: str | None = None) -> int | None:
-        """Count the waits of a kind, or all; None without a GPU, where no wait can be seen."""
+        """Count the waits of one kind, or all waits; None without a GPU, where waits cannot be
+        seen."""
         if kind is not None and kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         if not self.gpu:
@@ -163,7 +164,7 @@ class StepProfile:
         return max(0.0, 1 - self.gpu_busy_us / self.wall_us)
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the figures of one step by name; None for those that cannot be known."""
+        """Return the figures of one step by name; None for figures that cannot be known."""
         tokens = self.tokens
         sums = {"wall_us": self.wall_us, "host_reads": self.read_count, "ops": self.ops}
         on_gpu = {
@@ -192,7 +193,7 @@ class StepProfile:
         return report.text(head, self.summary(), self._listings(), self.notes)
 
     def compare(self, after: StepProfile, names: tuple[str, str] = ("before", "after")) -> str:
-        """Return a table of this profile beside a later one, per step, with the waits of both."""
+        """Return a table of this profile next to a later one, per step, with the waits of both."""
         waits: dict[tuple[str, str], list[float | None]] = {}
         for side, profile in enumerate((self, after)):
             for wait in profile.syncs:
@@ -244,7 +245,7 @@ class StepProfile:
             draw(folder / f"{name}.png", self._title(), self.timeline, self.gpu)
 
     def _listings(self) -> list[report.Listing]:
-        """Return the tables that follow the figures, counts and times per step."""
+        """Return the tables after the figures: counts and times per step."""
         count, steps = report.count, self.steps
         waits = [
             [count(w.count / steps), f"{w.us / steps:,.1f}", w.kind, w.line] for w in self.syncs

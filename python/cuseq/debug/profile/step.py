@@ -1,4 +1,4 @@
-"""`profile_step`: what one step of a training loop costs beside its arithmetic."""
+"""`profile_step`: measure what one step of a training loop does besides arithmetic."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ def profile_step(
     steps: int = 1,
     batch: Mapping[str, Any] | PackedLayout | Sequence[Any] | None = None,
 ) -> StepProfile:
-    """What one step of a training loop does beside its arithmetic: waits, copies, launches, pads.
+    """Measure what one training step does besides arithmetic: waits, copies, launches, padding.
 
-    `fn` runs `warmup` times unseen, `steps` times against the clock, and `steps` times more under
-    torch.profiler with a trace function that notes the lines: profilers slow the host, so wall time
-    is not taken from what they record. Counts are exact for the recorded steps; what the profiler
-    itself waits for lies outside of them. The GPU's are of every thread, ops and reads of values of
-    the calling one and of autograd's.
+    `fn` runs `warmup` times unmeasured, then `steps` times for the wall time, then `steps` times
+    under torch.profiler with a trace function that records lines. Wall time is measured without the
+    profiler, because the profiler slows the host. Counts are exact for the recorded steps; waits of
+    the profiler itself are not counted. GPU counts include every thread. Ops and reads of values
+    are counted on the calling thread and autograd's threads.
 
-    A wait is a call in which the CUDA runtime keeps the host: synchronising a stream, an event or
-    the device, and copies of memory that is not pinned. The copy of one op and the wait at its end
-    count once. Polling an event (as NCCL's watchdog does) is none. On a machine without a GPU no
-    wait can be seen; the reads of tensors' values are, and each would wait for a tensor on a GPU.
+    A wait is a call in which the CUDA runtime blocks the host: synchronising a stream, an event or
+    the device, or copying memory that is not pinned. An op's copy and the wait at its end count
+    once. Polling an event (as NCCL's watchdog does) is not a wait. Without a GPU, waits cannot be
+    seen; reads of tensor values can, and each would wait if its tensor were on a GPU.
 
-    Lines are those of the thread that calls. Work of autograd's threads has the line of its forward
-    op, another thread's the names of PyTorch's ops. Where a debugger or a coverage tool traces
-    already, there are ops' names only. From Python 3.13 on Dynamo gives a branch on a tensor, in
-    code that it compiled, the first line of the function.
+    Lines are those of the calling thread. Work of autograd's threads gets the line of its forward
+    op; work of any other thread gets the names of PyTorch's ops. If a debugger or a coverage tool
+    is tracing already, all work gets the names of ops. From Python 3.13 on, Dynamo reports a branch
+    on a tensor in compiled code at the first line of the function.
 
-    Waits for the GPU itself, before and after the steps. A process whose profiler ran once may
-    launch kernels more slowly from then on.
+    Waits for the GPU itself, before and after the steps. After the profiler has run once, the
+    process may launch kernels more slowly.
 
     Args:
-        fn: one step, without arguments; what it raises is passed on.
-        warmup: calls before anything is measured, that compile, allocate and load kernels.
+        fn: one step, called without arguments; its exceptions are passed on.
+        warmup: calls before the measurement, which compile, allocate and load kernels.
         steps: calls to sum over.
-        batch: for the share of pads. A mapping with `packed` (a `PackedLayout`), or with
-            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask`, the first found; or a
-            layout; or a sequence of these, for the micro-batches of a step. The pads of anything
-            else are nobody's to know: a label of -100 and a pad's token id may be real tokens, and
-            how many tokens went through attention cannot be seen from outside.
+        batch: tells the share of padding. A mapping with `packed` (a `PackedLayout`), with
+            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask`; the first one found
+            counts. Or a layout, or a sequence of these for the micro-batches of a step. Padding
+            cannot be derived from anything else: a token with label -100 or with the pad token's id
+            may be real, and the number of tokens in attention cannot be seen from outside.
 
     Raises:
         TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
@@ -94,7 +94,7 @@ def profile_step(
     log = LineLog()
     trace = record(all_steps, gpu=gpu, lines=log)
     notes = _notes(gpu, log, broken)
-    # Counted last: it may wait, and a layout that was waited for would not wait in the step.
+    # Counted last: counting may wait, and would make the layout's values known to the step.
     tokens = _count_tokens(batches)
     name = torch.cuda.get_device_name() if gpu else None
     return summarise(trace, log, steps=steps, wall_us=wall_us, gpu=name, tokens=tokens, notes=notes)
@@ -110,7 +110,11 @@ def summarise(
     tokens: Tokens | None = None,
     notes: tuple[str, ...] = (),
 ) -> StepProfile:
-    """The profile of a recorded trace: `log` the lines of `WINDOW`'s thread, `gpu` its name."""
+    """Make the profile of a recorded trace; `log` has the lines of the calling thread.
+
+    Args:
+        gpu: name of the GPU.
+    """
     seen = trace.within(WINDOW)
     (window,) = seen.spans
     place = _Places(trace, log, window.thread)
@@ -134,7 +138,7 @@ def summarise(
 
 
 class _Places:
-    """Says which line caused what a trace saw."""
+    """Finds the line that caused an event of a trace."""
 
     def __init__(self, trace: Trace, log: LineLog, thread: Any) -> None:
         self._trace, self._log, self._thread = trace, log, thread
@@ -143,7 +147,7 @@ class _Places:
         ops = self._trace.ops_around(span)
         at = self._at(span) if span.thread == self._thread else None
         nodes = [op for op in ops if op.is_backward]
-        # Since the node began, no line of the user's has run: it is autograd that is at work.
+        # No line of the user's ran since the node began, so autograd caused it.
         if nodes and (at is None or at[0] <= self._ns(nodes[-1].start)):
             forward = self._trace.forward_of(nodes[-1], self._thread)
             origin = None if forward is None else self._at(forward)
@@ -236,7 +240,7 @@ def _wall_us(fn: Callable[[], object], steps: int) -> float:
 
 
 def _finish() -> None:
-    # Not asked of a process that uses no GPU: it would get a context.
+    # Only if CUDA is in use: asking would create a context.
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -253,7 +257,7 @@ def _notes(gpu: bool, log: LineLog, broken: str | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# A layout, or total tokens and what tells the real ones: offsets or a mask.
+# A layout; or total tokens, and the offsets or mask that tell which are real.
 _Source = PackedLayout | tuple[int, str, Tensor]
 
 
@@ -271,7 +275,7 @@ def _batches(batch: Any) -> list[_Source] | None:
 
 
 def _source(batch: Any, name: str) -> _Source:
-    """What tells a batch's tokens, taken out now: a step may take its batch apart."""
+    """Return what tells a batch's real tokens; read early, since a step may modify its batch."""
     if isinstance(batch, PackedLayout):
         return batch
     if not isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""A trace of torch.profiler, read as what counts: work of the GPU, waits and reads of the host.
+"""Parse a trace of torch.profiler into GPU work, waits and reads of the host.
 
 Times are microseconds of the trace's own clock.
 """
@@ -21,8 +21,8 @@ import torch
 
 WINDOW = "cuseq.profile_step"
 
-# Runtime and driver calls that keep the host until the device got somewhere. The rest of the API
-# returns at once, apart from copies of pageable memory and from allocations.
+# Runtime and driver calls that block the host until the device reaches some point. Other calls
+# return at once, except copies of pageable memory and allocations.
 _KINDS = {
     "cudaStreamSynchronize": "stream",
     "cuStreamSynchronize": "stream",
@@ -36,7 +36,7 @@ _ALLOCATION = re.compile(r"cuda(Malloc|Free|HostAlloc)(Host|Managed)?$")
 _OP = re.compile(r"(?!autograd::|torch::autograd)\w+::\w+$")
 _GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 
-# Ops that return a tensor's values, or a shape that depends on them, to the host.
+# Ops that return tensor values, or a shape that depends on them, to the host.
 HOST_READS = frozenset(
     f"aten::{name}"
     for name in (
@@ -55,7 +55,7 @@ HOST_READS = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """A stretch of time with a name: an op, a call of the CUDA runtime, or work of the device.
+    """A named interval: an op, a call of the CUDA runtime, or work of the device.
 
     Attributes:
         thread: the host thread, or the stream.
@@ -79,7 +79,7 @@ class Span:
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a node of autograd, which knows its forward op."""
+        """Return whether this is an autograd node, which names its forward op."""
         return self.args.get("Fwd thread id", 0) > 0 and "Sequence number" in self.args
 
 
@@ -101,17 +101,17 @@ class HostWait:
 
 @dataclass(frozen=True)
 class Stretch:
-    """What happened in a stretch of host code, on any thread.
+    """What happened in an interval of host code, on any thread.
 
     Attributes:
-        spans: the stretches themselves, as the host ran them.
+        spans: the intervals themselves, as the host ran them.
         waits: in the order of their start.
-        allocations: calls that take memory of the driver or give it back; they may wait too.
-        graph_launches: of CUDA graphs.
-        work: kernels, copies and fills that it made the device do, whenever that was.
-        ops: PyTorch's ops, nested ones too, without what else it records as such (autograd's nodes,
-            Dynamo's own stages).
-        reads: those of `HOST_READS`, without the ones inside another.
+        allocations: calls that allocate or free driver memory; they may wait too.
+        graph_launches: launches of CUDA graphs.
+        work: kernels, copies and fills that the code launched, whenever they ran.
+        ops: PyTorch's ops, including nested ones, without other records of that category
+            (autograd's nodes, Dynamo's stages).
+        reads: ops of `HOST_READS`, except those called by another one.
     """
 
     spans: list[Span]
@@ -124,11 +124,11 @@ class Stretch:
 
 
 class Trace:
-    """The events of a Chrome trace; `within` gathers those that a label's code caused.
+    """The events of a Chrome trace; `within` selects those that a label's code caused.
 
     Args:
         events: `traceEvents` of the trace.
-        base_ns: what its times count from, ns of `time.time_ns`.
+        base_ns: origin of its times, in ns of `time.time_ns`.
     """
 
     def __init__(self, events: Iterable[dict[str, Any]], base_ns: int = 0) -> None:
@@ -159,14 +159,15 @@ class Trace:
                     self._forward.setdefault(key, []).append(op)
 
     def within(self, *labels: str) -> Stretch:
-        """What host code inside these `record_function` labels did and caused, any thread."""
+        """Return what host code inside these `record_function` labels did and caused, on any
+        thread."""
         spans = [span for label in labels for span in self._labels.get(label, [])]
 
         def inside(found: Iterable[Span]) -> list[Span]:
             return [x for x in found if any(s.start <= x.middle <= s.end for s in spans)]
 
         calls = inside(self._calls)
-        # A launch may show as a call of the runtime and as one of the driver.
+        # A launch may be recorded both as a runtime call and as a driver call.
         caused = dict.fromkeys(x.args["correlation"] for x in calls if "correlation" in x.args)
         ops = inside(op for nest in self._ops.values() for op in nest.spans)
         return Stretch(
@@ -180,14 +181,14 @@ class Trace:
         )
 
     def ops_around(self, span: Span) -> list[Span]:
-        """The ops in which it happened, outermost first; an op is around itself."""
+        """Return the ops that contain the span, outermost first; an op contains itself."""
         nest = self._ops.get(span.thread)
         return [] if nest is None else nest.around(span)
 
     def forward_of(self, backward: Span, thread: Any) -> Span | None:
-        """The op on that thread for which autograd made a node, or None."""
+        """Return the op on that thread for which autograd made a node, or None."""
         same = self._forward.get((thread, backward.args["Sequence number"]), [])
-        # The number goes up when a node is made: ops before that have it too, none after it.
+        # Making a node increments the number: earlier ops have it too, later ones do not.
         return max(
             (op for op in same if op.start < backward.start),
             key=lambda op: op.start,
@@ -206,7 +207,7 @@ class Trace:
             kind = self._kind(call)
             before = last.get(call.thread)
             if kind is None or (before is not None and call.end <= before.calls[-1].end):
-                continue  # no wait, or the driver's part of one
+                continue  # no wait, or the driver call inside one
             if kind == "stream" and before is not None and self._belongs(before, call):
                 waits.remove(before)
                 wait = HostWait("copy", (before.call, call))
@@ -225,7 +226,7 @@ class Trace:
         return "copy" if any("Pageable" in copy.name for copy in copies) else None
 
     def _belongs(self, copy: HostWait, call: Span) -> bool:
-        """Whether a stream's wait is the end of one op's copy of pageable memory."""
+        """Return whether a stream wait is the end of the same op's copy of pageable memory."""
         if copy.kind != "copy" or len(copy.calls) == 2:
             return False
         ops, others = self.ops_around(copy.call), self.ops_around(call)
@@ -233,7 +234,7 @@ class Trace:
 
 
 class _Nest:
-    """Spans of one thread, each inside another or apart from it."""
+    """Spans of one thread, nested or disjoint."""
 
     def __init__(self, spans: list[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start, -span.end))
@@ -257,7 +258,7 @@ class _Nest:
 
 
 def union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The times at which any of the spans was, in order, without overlaps."""
+    """Return the intervals covered by any of the spans, in order and without overlaps."""
     merged: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if merged and span.start <= merged[-1][1]:
@@ -273,18 +274,18 @@ def record(
     gpu: bool,
     lines: AbstractContextManager[Any] | None = None,
 ) -> Trace:
-    """Runs `body` under torch.profiler, as the label `WINDOW`, and waits for the GPU after it.
+    """Run `body` under torch.profiler with the label `WINDOW`, and wait for the GPU afterwards.
 
     Args:
-        body: its parts may have labels of their own, by `torch.profiler.record_function`.
+        body: may label its parts with `torch.profiler.record_function`.
         gpu: whether to record the GPU's work.
-        lines: entered around the body alone.
+        lines: context manager entered around the body alone.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
-    # Without acc_events the profiler warns that it keeps one cycle only; there is only one.
+    # Without acc_events the profiler warns that it keeps only one cycle; there is only one.
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         before = time.time_ns()
         with torch.profiler.record_function(WINDOW):
@@ -310,10 +311,10 @@ def record(
 
 @lru_cache
 def check_gpu_profiler() -> str | None:
-    """Records a kernel, a wait for an event and a read: the sentence to print if some are missed.
+    """Record a kernel, an event wait and a read; return a warning if the profiler missed some.
 
     A profiler that sees nothing would report that nothing waits. The first profile of a process
-    also starts CUPTI and may miss events, so this one goes first.
+    also starts CUPTI and may miss events, so one runs before the check.
     """
     value = torch.ones(1, device="cuda")
 
@@ -338,7 +339,7 @@ def check_gpu_profiler() -> str | None:
 
 
 def _clock_error(trace: Trace, before: int, after: int) -> int:
-    """What to add to the trace's times in ns, where its clock is not that of `time.time_ns`."""
+    """Return the ns to add to the trace's times if its clock is not that of `time.time_ns`."""
     spans = trace.within(WINDOW).spans
     if len(spans) != 1:
         raise RuntimeError(
@@ -354,6 +355,6 @@ def _span(event: dict[str, Any]) -> Span:
     name, start = event["name"], float(event["ts"])
     category = event.get("cat", "")
     if category in ("cuda_runtime", "cuda_driver"):
-        name = name.split("_")[0]  # without "_v3020" or "_ptsz"
+        name = name.split("_")[0]  # drop "_v3020" or "_ptsz"
     end = start + float(event.get("dur", 0.0))
     return Span(name, start, end, event.get("tid"), category, event.get("args", {}))
