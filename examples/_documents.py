@@ -1,4 +1,4 @@
-"""Reads the documents to train on: the standard library's source files, or a user's own folder."""
+"""Read the training documents: the standard library's source files, or a folder of the user's."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ PROSE_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html"}
 CODE_SUFFIXES = {".py", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".java", ".js", ".ts", ".rs"}
 TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 JSONL_SUFFIX = ".jsonl"
-# Installed packages lie inside the standard library's folder, and differ between machines.
+# Installed packages lie inside the standard library's folder and differ between machines.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class UserError(Exception):
-    """A mistake in what the user asked for; its message names the mistake in one sentence."""
+    """A mistake in the user's options or data; the message names it in one sentence."""
 
 
 @dataclass
 class Documents:
-    """Texts in the order of training, and what was left out on the way.
+    """Texts in training order, and counts of what was skipped.
 
     Attributes:
-        source: Where they come from, for people.
-        texts: The documents, none of them blank.
-        places: Where each text was found: a file, or a line of one.
-        empty: Number of blank documents skipped.
-        undecodable: Number of files skipped because they are not UTF-8.
+        source: where they come from, for messages.
+        texts: the documents, none of them blank.
+        places: where each text was found: a file, or a line of one.
+        empty: number of blank documents skipped.
+        undecodable: number of files skipped because they are not UTF-8.
     """
 
     source: str
@@ -42,12 +42,12 @@ class Documents:
 
 
 def read_documents(path: Path | None, max_characters: int, seed: int) -> Documents:
-    """Reads documents in an order that depends on `seed` and the file names alone.
+    """Read documents in an order that depends only on `seed` and the file names.
 
     Args:
-        path: A text file, a JSONL file or a folder of them; None takes Python's standard library.
-        max_characters: Reading stops once the texts are that long together.
-        seed: Seed of the shuffle of the files.
+        path: a text file, a JSONL file or a folder of them; None takes Python's standard library.
+        max_characters: reading stops once the texts together reach this length.
+        seed: seed of the shuffle of the files.
 
     Returns:
         At least one document.
@@ -105,7 +105,7 @@ def _files_below(root: Path, suffixes: set[str]) -> list[Path]:
 
 
 def _texts(files: list[Path], documents: Documents) -> Iterator[tuple[str, str]]:
-    """Yields place and text of every document; counts undecodable files in `documents`."""
+    """Yield place and text of every document; count undecodable files in `documents`."""
     for file in files:
         try:
             if file.suffix.lower() == JSONL_SUFFIX:

@@ -1,4 +1,4 @@
-"""Draws the measurements as one picture."""
+"""Draw the measurements as one picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLORS = {
     "cuseq": "#f58518",
     "cuseq-compiled": "#b5384f",
 }
-# Wide pale lines below thin ones, so that losses which agree are all visible.
+# Wide pale lines below thin ones, so that curves of equal losses all stay visible.
 LINES: dict[str, dict[str, Any]] = {
     "padded": dict(linewidth=11, alpha=0.3),
     "packed": dict(linewidth=6, alpha=0.5),
@@ -31,7 +31,7 @@ BACKWARD_OPACITY = 0.55
 
 
 def draw(path: Path, measurements: list[Measurement], plan: TrainingPlan) -> None:
-    """Writes a PNG: losses, speed, padding, times, memory and, on CUDA, synchronisations."""
+    """Write a PNG: losses, speed, padding, times, memory and, on CUDA, synchronisations."""
     on_cuda = plan.device.type == "cuda"
     figure = Figure(figsize=(14, 8), layout="constrained")
     axes = figure.subplot_mosaic(_layout(["padding", "time", "memory"] + ["waits"] * on_cuda))
@@ -54,7 +54,7 @@ def draw(path: Path, measurements: list[Measurement], plan: TrainingPlan) -> Non
 
 
 def _layout(small_panels: list[str]) -> list[list[str]]:
-    """A grid of twelve columns: losses and speed above, the small panels below."""
+    """Return a grid of twelve columns: losses and speed on top, the small panels below."""
     above = ["loss"] * 8 + ["speed"] * 4
     below = [name for name in small_panels for _ in range(12 // len(small_panels))]
     return [above, below]
@@ -124,7 +124,7 @@ def _draw_waits(axes: Axes, measurements: list[Measurement]) -> None:
 def _bars(
     axes: Axes, measurements: list[Measurement], values: list[float | None], **style: Any
 ) -> BarContainer:
-    """One bar for each mode, none where the value was not measured."""
+    """Draw one bar for each mode that has a value."""
     names = [MODES[m.mode].label.replace(", ", "\n") for m in measurements]
     heights = [value or 0 for value in values]
     colors = [COLORS[m.mode] for m in measurements]

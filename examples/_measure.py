@@ -1,4 +1,4 @@
-"""Time, peak memory and synchronisations of training steps, measured without stalling them."""
+"""Measure time, peak memory and synchronisations of training steps without stalling them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-Mark = Any  # seconds of the host, or a torch.cuda.Event
+Mark = Any  # host time in seconds, or a torch.cuda.Event
 
 SYNCHRONISING_CALLS = (
     "cudaStreamSynchronize",
@@ -25,7 +25,7 @@ DEVICE_TO_HOST = "Memcpy DtoH"
 
 
 class Clock:
-    """Marks points in the device's work; a mark on CUDA is an event, which stalls nothing."""
+    """Marks points in the device's work. On CUDA a mark is an event, which does not stall."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,7 +38,7 @@ class Clock:
         return event
 
     def wait(self) -> None:
-        """Waits for the device; marks made earlier can be compared afterwards."""
+        """Wait for the device; afterwards, earlier marks can be compared."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -52,7 +52,7 @@ class Clock:
 class PeakMemory:
     """Peak memory since `start()`: of CUDA's allocator, or on Linux the growth of the process.
 
-    The process's growth also counts what malloc keeps, so it is a coarser figure than CUDA's.
+    The growth of the process includes memory that malloc keeps, so it is less exact than CUDA's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,18 +68,19 @@ class PeakMemory:
             self._base = _reset_peak_rss()
 
     def bytes(self) -> int | None:
-        """None where the system does not tell."""
+        """Return the peak in bytes; None if the system does not report it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return None if self._base is None else _status_bytes("VmHWM") - self._base
 
 
 def _reset_peak_rss() -> int | None:
-    """Resets the kernel's high-water mark of this process and returns its memory now."""
+    """Reset the kernel's high-water mark of this process and return its current memory."""
     if sys.platform != "linux":
         return None
     try:
-        # Memory that an earlier mode freed would hide the growth of the next one.
+        # Return memory freed by an earlier mode to the system; it would hide the next mode's
+        # growth.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return _status_bytes("VmRSS")
@@ -95,11 +96,11 @@ def _status_bytes(field: str) -> int:
 
 
 def count_synchronisations(step: Callable[[], object]) -> dict[str, int]:
-    """Runs `step` on CUDA under the profiler and counts what makes the host wait in it.
+    """Run `step` on CUDA under the profiler and count what makes the host wait in it.
 
     Returns:
         Counts by name: CUDA's synchronising calls, copies from device to host, and reads of a
-        tensor's value.
+            tensor's value.
     """
     window_name = "counted_step"
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -114,12 +115,12 @@ def count_synchronisations(step: Callable[[], object]) -> dict[str, int]:
     calls = Counter(
         event.name for event in on_host if window.start <= event.time_range.start <= window.end
     )
-    # The copies themselves run on the device, possibly after the host left the window.
+    # The copies run on the device, possibly after the host has left the window.
     copies = sum(event.name.startswith(DEVICE_TO_HOST) for event in events)
     counts = {name: calls[name] for name in SYNCHRONISING_CALLS + HOST_READS}
     return {**counts, DEVICE_TO_HOST: copies}
 
 
 def waits(counts: dict[str, int]) -> int:
-    """Times the host waited; a copy or a read that waits shows up among these calls."""
+    """Return how often the host waited; a copy or read that waits appears among these calls."""
     return sum(counts[name] for name in SYNCHRONISING_CALLS)

@@ -1,4 +1,4 @@
-"""The model to train: a Qwen3 of our own size, or a local checkpoint or config folder."""
+"""The model to train: a small Qwen3, or a local checkpoint or config folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL: dict[str, Any] = dict(
     num_key_value_heads=2,
     head_dim=32,
 )
-# Qwen3-0.6B, with a vocabulary as large as the tokenizer's.
+# Shape of Qwen3-0.6B; the vocabulary is as large as the tokenizer's.
 LARGE: dict[str, Any] = dict(
     hidden_size=1024,
     intermediate_size=3072,
@@ -41,15 +41,16 @@ class ModelSource:
     """Builds the same model again for every mode.
 
     Attributes:
-        config: Its shape.
-        checkpoint: Folder with weights to start from; None starts from random ones.
+        config: the model's configuration.
+        checkpoint: folder with initial weights; None starts from random weights.
     """
 
     config: PretrainedConfig
     checkpoint: Path | None = None
 
     def build(self, device: torch.device, seed: int) -> PreTrainedModel:
-        """A model in training mode, bf16 on CUDA and fp32 elsewhere, equal for equal seeds."""
+        """Return a model in training mode, bf16 on CUDA and fp32 elsewhere, equal for equal
+        seeds."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         options: dict[str, Any] = dict(attn_implementation="sdpa", dtype=dtype)
         torch.manual_seed(seed)
@@ -64,7 +65,7 @@ class ModelSource:
 
 
 def qwen3(vocab_size: int, row_length: int, device: torch.device) -> ModelSource:
-    """A Qwen3 that suits the device."""
+    """Return a Qwen3 of a size that suits the device."""
     shape = LARGE if device.type == "cuda" else SMALL
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -76,10 +77,10 @@ def qwen3(vocab_size: int, row_length: int, device: torch.device) -> ModelSource
 
 
 def local_model(folder: Path) -> ModelSource:
-    """A model from a folder with a config.json, and its weights where they lie beside it.
+    """Return the model of a folder with a config.json, with its weights if the folder has them.
 
     Raises:
-        UserError: There is no config.json.
+        UserError: there is no config.json.
     """
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {folder}: no config.json there")
@@ -89,16 +90,16 @@ def local_model(folder: Path) -> ModelSource:
 
 
 def local_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, None if there is none."""
+    """Return the tokenizer of a checkpoint folder; None if there is none."""
     file = folder / "tokenizer.json"
     return Tokenizer.from_file(str(file)) if file.is_file() else None
 
 
 def check_fit(source: ModelSource, documents: list[list[int]], row_length: int) -> None:
-    """Checks that the model takes these token ids and rows.
+    """Check that the model accepts these token ids and rows.
 
     Raises:
-        UserError: The model is too small for them.
+        UserError: the model is too small for them.
     """
     config = source.config
     largest = max(max(document, default=0) for document in documents)

@@ -1,4 +1,4 @@
-"""The ways to train on the same documents: padded, packed by transformers, packed by cuseq."""
+"""Ways to train on the same documents: padded, packed by transformers, packed by cuseq."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Mode:
     """One way to train.
 
     Attributes:
-        name: As given to --modes, and in the results file.
-        label: For tables and pictures.
-        packed: One row of documents end to end; else padded batches.
-        cuseq: The model is enabled and each batch carries its layout; else transformers' sdpa.
-        compiled: Decoder layers compiled, which requires rows of one length.
+        name: name for --modes and in the results file.
+        label: name in tables and pictures.
+        packed: True for one row of documents end to end, False for padded batches.
+        cuseq: True if the model is enabled and each batch carries its layout, False for
+            transformers' sdpa.
+        compiled: True if decoder layers are compiled, which requires rows of one length.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Mode:
     compiled: bool = False
 
     def batches(self, row: Row, row_length: int, batch_size: int) -> list[Batch]:
-        """Return what the model is given in the step that trains on `row`."""
+        """Return the model's inputs for the step that trains on `row`."""
         if not self.packed:
             return padded_batches(row, batch_size)
         batch = packed_batch(row, total_tokens=row_length if self.compiled else None)
@@ -56,20 +57,22 @@ MODES = {
 
 
 def packed_batch(row: Row, total_tokens: int | None) -> Batch:
-    """The row's documents end to end, followed by a tail of pads up to `total_tokens` tokens."""
+    """Return the row's documents end to end, padded at the end up to `total_tokens` tokens."""
     collate = cuseq.PackingCollator(total_tokens=total_tokens)
     return collate([{"input_ids": sequence} for sequence in row])
 
 
 def padded_batches(row: Row, batch_size: int) -> list[Batch]:
-    """The row's documents in padded batches whose losses add up to the mean over its targets."""
+    """Return padded batches of the row's documents; their losses add up to the mean over
+    targets."""
     targets = sum(len(sequence) - 1 for sequence in row)
     groups = [row[at : at + batch_size] for at in range(0, len(row), batch_size)]
     return [{**padded_batch(group), "num_items_in_batch": targets} for group in groups]
 
 
 def padded_batch(sequences: list[Tokens]) -> Batch:
-    """input_ids, attention_mask and labels, int64 [sequences, longest], padded on the right."""
+    """Return input_ids, attention_mask and labels, int64 [sequences, longest], padded on the
+    right."""
     shape = len(sequences), max(map(len, sequences))
     input_ids = torch.zeros(shape, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.int64)

@@ -27,14 +27,14 @@ CUDA_DEFAULTS: dict[str, Any] = dict(
     vocab_size=16384,
     learning_rate=3e-4,
 )
-MODEL_LEARNING_RATE = 2e-5  # pretrained weights want small steps
+MODEL_LEARNING_RATE = 2e-5  # pretrained weights need small steps
 
 
 def parse_options(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options as given, and the device's defaults for the others.
+    """Return the given options, with the device's defaults for the others.
 
     Raises:
-        UserError: Options that cannot work, together or on this machine.
+        UserError: options that do not work, together or on this machine.
     """
     options = _parser(description).parse_args(arguments)
     if options.device is None:

@@ -1,4 +1,4 @@
-"""Says in words, in a table and in a JSON file what was trained and measured."""
+"""Report what was trained and measured: in words, as a table and as a JSON file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Value = TypeVar("Value")
 def print_documents(
     documents: Documents, fitted: FittedSequences, rows: list[Row], options: argparse.Namespace
 ) -> None:
-    """Where the documents come from, and every one that is not trained on as it is."""
+    """Print where the documents come from, and how many are skipped, cut or split."""
     tokens = sum(map(len, fitted.sequences))
     print(f"Documents: {len(documents.texts):,} from {documents.source}.")
     if documents.empty:
@@ -56,7 +56,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def print_plan(plan: TrainingPlan) -> None:
-    """The model, the machine and the length of the run."""
+    """Print the model, the machine and the length of the run."""
     config = plan.source.config
     tokens = sum(len(sequence) for row in plan.rows for sequence in row)
     sequences = sum(map(len, plan.rows))
@@ -82,7 +82,7 @@ def device_name(device: torch.device) -> str:
 
 
 def print_table(measurements: list[Measurement], plan: TrainingPlan) -> None:
-    """One line for each mode, without the columns that no mode fills."""
+    """Print one line for each mode, without the columns that no mode fills."""
     columns = {
         "": [MODES[m.mode].label for m in measurements],
         "real tokens/s": _cells((m.tokens_per_second for m in measurements), "{:,.0f}".format),
@@ -109,7 +109,7 @@ def print_table(measurements: list[Measurement], plan: TrainingPlan) -> None:
 
 
 def speedups(measurements: list[Measurement]) -> list[float | None]:
-    """Real tokens per second of each mode over those of packed sdpa."""
+    """Return the real tokens per second of each mode over those of packed sdpa."""
     speeds = {m.mode: m.tokens_per_second for m in measurements}
     baseline = speeds.get(BASELINE)
     return [
@@ -118,7 +118,7 @@ def speedups(measurements: list[Measurement]) -> list[float | None]:
 
 
 def loss_difference(measurements: list[Measurement]) -> float | None:
-    """Largest difference in the loss of any step between packed sdpa and packed cuseq."""
+    """Return the largest difference in any step's loss between packed sdpa and packed cuseq."""
     losses = {m.mode: m.losses for m in measurements}
     if not {BASELINE, "cuseq"} <= losses.keys():
         return None
@@ -126,7 +126,10 @@ def loss_difference(measurements: list[Measurement]) -> float | None:
 
 
 def memory_title(device: torch.device) -> str:
-    """CUDA's allocator counts tensors; elsewhere only the growth of the process can be seen."""
+    """Return the title of the memory column.
+
+    CUDA's allocator counts tensors; elsewhere only the growth of the process is known.
+    """
     return "peak memory" if device.type == "cuda" else "peak RSS growth"
 
 
@@ -145,7 +148,7 @@ def _gibibytes(count: int) -> str:
 def write_results(
     path: Path, measurements: list[Measurement], plan: TrainingPlan, options: argparse.Namespace
 ) -> None:
-    """Writes options, environment, rows and measurements as JSON."""
+    """Write options, environment, rows and measurements as JSON."""
     results = {
         "options": {name: _plain(value) for name, value in vars(options).items()},
         "environment": {

@@ -1,4 +1,4 @@
-"""Turns documents into rows: tokenised, cut to a longest length, and packed by first fit."""
+"""Turn documents into rows: tokenise, cut to the maximum length and pack by first fit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Row = list[Tokens]
 
 @dataclass
 class FittedSequences:
-    """Sequences short enough to train on, and how many documents were not.
+    """Sequences short enough to train on, and counts of the documents that were not.
 
     Attributes:
-        sequences: Token ids, each list at least 2 long.
-        too_long: Number of documents longer than the longest sequence.
-        pieces: Number of pieces those were split into; 0 where they were dropped.
-        too_short: Number of one-token sequences, which hold nothing to predict.
+        sequences: token ids, each list at least 2 long.
+        too_long: number of documents longer than the maximum length.
+        pieces: number of pieces those were split into; 0 if they were dropped.
+        too_short: number of one-token sequences, which hold nothing to predict.
     """
 
     sequences: list[Tokens]
@@ -33,7 +33,7 @@ class FittedSequences:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer; small corpora give fewer tokens than `vocab_size`."""
+    """Train a byte-level BPE tokenizer; a small corpus gives fewer tokens than `vocab_size`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,14 +48,14 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def tokenize(texts: list[str], tokenizer: Tokenizer, end_of_text: int | None) -> list[Tokens]:
-    """Token ids of every text, each followed by the `end_of_text` id unless that is None."""
+    """Return the token ids of every text, each followed by the `end_of_text` id if there is one."""
     suffix = [] if end_of_text is None else [end_of_text]
     encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     return [encoding.ids + suffix for encoding in encodings]
 
 
 def end_of_text(tokenizer: Tokenizer, config: PretrainedConfig) -> int | None:
-    """Id of the token that ends a document, None if neither tokenizer nor config names one."""
+    """Return the id of the token that ends a document; None if tokenizer and config name none."""
     token = tokenizer.token_to_id(END_OF_TEXT)
     if token is not None:
         return token
@@ -66,16 +66,16 @@ def end_of_text(tokenizer: Tokenizer, config: PretrainedConfig) -> int | None:
 def fit_sequences(
     documents: list[Tokens], places: list[str], max_length: int, policy: str
 ) -> FittedSequences:
-    """Cuts the documents to at most `max_length` tokens.
+    """Cut the documents to at most `max_length` tokens.
 
     Args:
-        documents: Token ids.
-        places: Where each document was found, for messages.
-        max_length: Tokens of the longest sequence.
-        policy: What to do with a longer document: "split", "drop" or "error".
+        documents: token ids.
+        places: where each document was found, for messages.
+        max_length: tokens of the longest sequence.
+        policy: what to do with a longer document: "split", "drop" or "error".
 
     Raises:
-        UserError: The policy is "error" and a document is too long, or nothing is left.
+        UserError: the policy is "error" and a document is too long, or nothing is left.
     """
     fitted = FittedSequences([])
     for document, place in zip(documents, places):
@@ -106,7 +106,7 @@ def _shorten(document: Tokens, max_length: int, policy: str, place: str) -> list
 
 
 def pack(sequences: list[Tokens], row_length: int) -> list[Row]:
-    """Packs by first fit in the order given, so that every row is a mix of lengths."""
+    """Pack by first fit in the given order, so that every row is a mix of lengths."""
     rows: list[Row] = []
     room: list[int] = []
     for sequence in sequences:
@@ -120,6 +120,6 @@ def pack(sequences: list[Tokens], row_length: int) -> list[Row]:
 
 
 def choose_rows(rows: list[Row], steps: int) -> list[Row]:
-    """One row for each step; all are used before any is repeated."""
+    """Return one row for each step; all rows are used before any is repeated."""
     # First fit fills the first rows best.
     return list(itertools.islice(itertools.cycle(rows), steps))

@@ -1,4 +1,4 @@
-"""Trains one mode and measures it."""
+"""Train one mode and measure it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import cuseq
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What all modes have in common.
+    """The settings that all modes share.
 
     Attributes:
-        source: The model.
-        rows: One for each optimiser step.
-        row_length: Tokens in a full row.
-        batch_size: Documents in a padded batch.
-        warmup: Number of first steps left out of the timings.
-        learning_rate: AdamW's.
-        device: Where to train.
-        seed: Of the initial weights.
+        source: the model.
+        rows: one for each optimiser step.
+        row_length: tokens in a full row.
+        batch_size: documents in a padded batch.
+        warmup: number of first steps left out of the timings.
+        learning_rate: learning rate of AdamW.
+        device: where to train.
+        seed: seed of the initial weights.
     """
 
     source: ModelSource
@@ -44,21 +44,21 @@ class TrainingPlan:
 
 @dataclass
 class Measurement:
-    """What one mode did; times are None until a step after the warm-up ended.
+    """Measurements of one mode; times are None until a step after the warm-up has ended.
 
     Attributes:
-        mode: Name of the mode.
-        losses: One per step, mean over the step's targets.
-        real_tokens: Tokens of documents in each step.
-        targets: Tokens predicted in each step.
-        padding_share: Pads among all tokens the model was given.
-        tokens_per_second: Real tokens over time, optimiser included.
-        step_seconds, forward_seconds, backward_seconds: Medians.
-        compile_seconds: What the first step took beyond the median, for compiled modes.
-        peak_memory_bytes: Above what the process held before the model was built on a CPU; in
-            all on CUDA.
-        synchronisations: Counts of one forward and backward on CUDA, by name.
-        interrupted: The user stopped it.
+        mode: name of the mode.
+        losses: one per step, mean over the step's targets.
+        real_tokens: tokens of documents in each step.
+        targets: tokens predicted in each step.
+        padding_share: share of padding among all tokens given to the model.
+        tokens_per_second: real tokens over time, optimiser included.
+        step_seconds, forward_seconds, backward_seconds: medians.
+        compile_seconds: time of the first step beyond the median, for compiled modes.
+        peak_memory_bytes: on a CPU, growth of the process since before the model was built; on
+            CUDA, the total.
+        synchronisations: counts of one forward and backward on CUDA, by name.
+        interrupted: True if the user stopped the run.
     """
 
     mode: str
@@ -77,13 +77,13 @@ class Measurement:
 
     @property
     def waits(self) -> int | None:
-        """How often the host waited in one forward and backward."""
+        """Return how often the host waited in one forward and backward."""
         return None if self.synchronisations is None else waits(self.synchronisations)
 
 
 @dataclass
 class StepRecord:
-    """Marks and losses of one step; nothing here has been waited for."""
+    """Marks and losses of one step, on the device; reading them waits."""
 
     start: Mark
     end: Mark
@@ -92,7 +92,7 @@ class StepRecord:
 
 
 def train_mode(mode: Mode, plan: TrainingPlan) -> Measurement:
-    """Trains a fresh model for the plan's steps; Ctrl-C ends it early and keeps what was done."""
+    """Train a fresh model for the plan's steps; Ctrl-C ends it early and keeps the measurements."""
     memory = PeakMemory(plan.device)
     memory.start()
     clock = Clock(plan.device)
@@ -125,7 +125,7 @@ def train_mode(mode: Mode, plan: TrainingPlan) -> Measurement:
 
 
 def _collate(mode: Mode, row: Row, plan: TrainingPlan) -> list[Batch]:
-    """The step's batches, ready to be sent, as a DataLoader's workers would have left them."""
+    """Return the step's batches as a DataLoader's workers would leave them."""
     batches = mode.batches(row, plan.row_length, plan.batch_size)
     if plan.device.type != "cuda":
         return batches
@@ -137,7 +137,7 @@ def _to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def _map_tensors(batch: Batch, function: Any) -> Batch:
-    """Applies `function` to tensors and layouts, and leaves plain numbers alone."""
+    """Apply `function` to tensors and layouts, and leave plain numbers alone."""
     return {key: function(value) if hasattr(value, "to") else value for key, value in batch.items()}
 
 
@@ -165,7 +165,7 @@ def _step(
 def _forward_backward(
     model: PreTrainedModel, batches: list[Batch], clock: Clock
 ) -> tuple[list[torch.Tensor], list[tuple[Mark, Mark, Mark]]]:
-    """One forward and backward for each batch; gradients add up."""
+    """Run one forward and backward for each batch; gradients accumulate."""
     losses, passes = [], []
     for batch in batches:
         start = clock.mark()
@@ -191,7 +191,7 @@ def _count_tokens(measurement: Measurement, steps: list[list[Batch]], rows: list
 def _read_records(
     measurement: Measurement, records: list[StepRecord], warmup: int, clock: Clock
 ) -> None:
-    """Turns marks into times and device losses into numbers, after the device was waited for."""
+    """Convert marks to times and device losses to numbers, after waiting for the device."""
     measurement.losses = [sum(loss.item() for loss in record.losses) for record in records]
     timed = records[warmup:]
     if not timed:

@@ -1,10 +1,11 @@
-"""A top-k router that padding neither teaches nor burdens, in plain PyTorch.
+"""A top-k router that ignores padding, in plain PyTorch.
 
     python examples/moe_router.py
 
-A row that is filled up for context parallelism or FP8 holds pads, and to a router they are tokens
-like others, which all want the same experts. Given `packed.moe_padding_mask` this one leaves them
-out of the load-balancing loss and out of the dispatch. It prints one batch of documents three ways.
+A row padded for context parallelism or FP8 contains pad tokens. A router treats them like other
+tokens, and they all choose the same experts. Given `packed.moe_padding_mask`, this router leaves
+padding out of the load-balancing loss and out of the dispatch. The script prints the routing of one
+batch of documents in three ways.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ N_EXPERTS, TOP_K, DIM, VOCABULARY = 4, 1, 16, 64
 
 @dataclass
 class Routing:
-    """Where tokens go.
+    """The experts of each token.
 
     Attributes:
-        dispatch: bool `[tokens, n_experts]`, True where an expert gets a token; False on pads.
-        weights: `[tokens, n_experts]`, factors of the experts' outputs, zero where there is none.
+        dispatch: bool `[tokens, n_experts]`, True if the expert gets the token; False on padding.
+        weights: `[tokens, n_experts]`, factors of the experts' outputs, zero where not dispatched.
         load: `[n_experts]`, tokens that each expert gets.
-        aux_loss: scalar, 1 where all experts get as much.
+        aux_loss: scalar, 1 if the load is balanced.
     """
 
     dispatch: Tensor
@@ -38,7 +39,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Softmax over the experts, of which each token gets the `top_k` likeliest."""
+    """Router that takes the softmax over the experts and chooses the `top_k` most probable."""
 
     def __init__(self, dim: int, n_experts: int, top_k: int):
         super().__init__()
@@ -46,11 +47,11 @@ class Router(nn.Module):
         self.top_k = top_k
 
     def forward(self, hidden: Tensor, moe_padding_mask: Tensor | None = None) -> Routing:
-        """Routes a row. Never synchronises.
+        """Route a row. Never synchronises.
 
         Args:
             hidden: `[tokens, dim]`.
-            moe_padding_mask: bool `[tokens]`, True is pad; None where all tokens are real.
+            moe_padding_mask: bool `[tokens]`, True on padding; None if all tokens are real.
         """
         probabilities = self.scores(hidden).softmax(-1)
         chosen = probabilities.topk(self.top_k).indices
@@ -65,24 +66,25 @@ class Router(nn.Module):
 
 
 def load_balancing_loss(probabilities: Tensor, load: Tensor, top_k: int) -> Tensor:
-    """`n_experts * sum_i f_i * P_i` over real tokens (Switch: Fedus et al., arXiv:2101.03961).
+    """Return `n_experts * sum_i f_i * P_i` over real tokens (Switch: Fedus et al.,
+    arXiv:2101.03961).
 
-    `f_i` is expert i's share of what was dispatched, `P_i` its mean probability. Pads are in
-    neither, nor in the number of tokens: the loss would fall with more padding.
+    `f_i` is expert i's share of the dispatched tokens, `P_i` its mean probability. Padding is left
+    out of both, and out of the number of tokens; otherwise the loss would fall with more padding.
 
     Args:
-        probabilities: `[tokens, n_experts]`, zero on pads.
+        probabilities: `[tokens, n_experts]`, zero on padding.
         load: `[n_experts]`, tokens dispatched to each expert.
-        top_k: experts of a token.
+        top_k: experts per token.
     """
     load = load.to(probabilities.dtype)
-    real_tokens = (load.sum() / top_k).clamp(min=1)  # a row may hold none
+    real_tokens = (load.sum() / top_k).clamp(min=1)  # a row may have none
     share = load / (real_tokens * top_k)
     return load.numel() * (share * probabilities.sum(0) / real_tokens).sum()
 
 
 def route_three_ways(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Routing]]:
-    """Embedding and router, and how they route the same documents unpadded and padded."""
+    """Return embedding and router, and the routing of the same documents unpadded and padded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Router(DIM, N_EXPERTS, TOP_K)).to(dtype)
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -102,7 +104,7 @@ def route_three_ways(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dic
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     print(f"{'':24}{'tokens':>8}{'aux loss':>10}  tokens of each expert")
     for name, routing in route_three_ways()[1].items():
         tokens = len(routing.dispatch)

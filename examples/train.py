@@ -1,11 +1,11 @@
-"""Trains a causal language model on the same documents padded, packed, and packed with cuseq.
+"""Train a causal language model on the same documents padded, packed, and packed with cuseq.
 
     python examples/train.py                        # the source files of Python's standard library
     python examples/train.py --data my_texts        # a file or folder of text or JSONL
     python examples/train.py --model my_checkpoint  # a local checkpoint or config folder
 
-Prints a table and writes results.json and results.png. The modes share the initial weights and,
-step by step, the documents, so their losses can be laid on top of each other.
+Prints a table and writes results.json and results.png. The modes share the initial weights and the
+documents of each step, so their losses can be compared step by step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from _training import Measurement, TrainingPlan, train_mode
 from transformers.utils import logging as transformers_logging
 
 EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+EXIT_INTERRUPTED = 130  # the exit code that a shell reports after Ctrl-C
 
-# Enough text for a fair tokenizer and a choice of documents, little enough to be read in seconds.
+# Enough text to train a tokenizer and to choose documents from, and read within seconds.
 MIN_CHARACTERS = 16_000_000
 CHARACTERS_PER_TRAINED_TOKEN = 16  # some are in documents that are too long, some in unused rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the example and returns the process's exit code."""
+    """Run the example and return the process's exit code."""
     transformers_logging.disable_progress_bar()
     try:
         options = parse_options(__doc__, arguments)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> TrainingPlan:
-    """Reads and packs the documents, and says what was done with them."""
+    """Read and pack the documents, and print how they were treated."""
     trained_tokens = options.steps * options.row_length
     max_characters = max(MIN_CHARACTERS, CHARACTERS_PER_TRAINED_TOKEN * trained_tokens)
     documents = read_documents(options.data, max_characters, options.seed)
@@ -81,7 +81,7 @@ def make_plan(options: argparse.Namespace) -> TrainingPlan:
 def prepare_model(
     documents: Documents, options: argparse.Namespace
 ) -> tuple[ModelSource, list[Tokens]]:
-    """The model to train and the documents' tokens for it."""
+    """Return the model to train and the documents' tokens for it."""
     if options.model is None:
         tokenizer = train_tokenizer(documents.texts, options.vocab_size)
         source = qwen3(tokenizer.get_vocab_size(), options.row_length, options.device)
@@ -95,7 +95,7 @@ def prepare_model(
 
 
 def train_modes(names: list[str], plan: TrainingPlan) -> tuple[list[Measurement], bool]:
-    """Trains one mode after the other; returns what was measured and whether Ctrl-C ended it."""
+    """Train one mode after the other; return the measurements and whether Ctrl-C ended the run."""
     measurements: list[Measurement] = []
     try:
         for name in names:
@@ -112,7 +112,7 @@ def train_modes(names: list[str], plan: TrainingPlan) -> tuple[list[Measurement]
 def report(
     measurements: list[Measurement], plan: TrainingPlan, options: argparse.Namespace
 ) -> None:
-    """Prints the table and writes the results and the picture."""
+    """Print the table and write the results and the picture."""
     print_table(measurements, plan)
     options.out.mkdir(parents=True, exist_ok=True)
     write_results(options.out / "results.json", measurements, plan, options)

@@ -1,4 +1,4 @@
-// Planning of rows on the host, against loops.
+// Planning of rows on the host, compared with plain loops.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

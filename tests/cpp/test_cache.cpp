@@ -1,5 +1,5 @@
-// cuseq/cache.h, as a program without Python uses it. Also built and run under ThreadSanitizer:
-// see scripts/run_thread_sanitizer.sh.
+// Tests of cuseq/cache.h as a program without Python uses it. Also built and run under
+// ThreadSanitizer: see scripts/run_thread_sanitizer.sh.
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
@@ -39,7 +39,7 @@ class Cache : public testing::Test {
   }
   void TearDown() override { IdentityCache::instance().clear(); }
 
-  // What changed since the test began, or since the last call.
+  // Changes since the test began or since the last call.
   cuseq::CacheStats changes() {
     const cuseq::CacheStats now = IdentityCache::instance().stats();
     const cuseq::CacheStats change{now.hits - before_.hits,
@@ -98,7 +98,7 @@ TEST_F(Cache, NothingIsPinned) {
   value.reset();
   EXPECT_FALSE(watched.expired());
   lengths.reset();
-  // Without a Python wrapper nobody hears of the key's death before the next call.
+  // Without a Python wrapper, the key's death is noticed only at the next call.
   EXPECT_EQ(changes().entries, 0);
   EXPECT_TRUE(watched.expired());
 }
@@ -151,7 +151,8 @@ TEST_F(Cache, InvalidateReachesAllViewsOfTheMemory) {
   const at::Tensor kept = cuseq::cached_cu_seqlens(other);
   cache.invalidate(buffer);
   EXPECT_FALSE(cuseq::cached_cu_seqlens(lengths).is_same(offsets));
-  cache.invalidate(cuseq::cached_cu_seqlens(lengths).view({1, -1}));  // the memory of a value
+  // invalidated through a view of a cached value
+  cache.invalidate(cuseq::cached_cu_seqlens(lengths).view({1, -1}));
   EXPECT_EQ(changes().entries, 1);
   EXPECT_TRUE(cuseq::cached_cu_seqlens(other).is_same(kept));
 }
@@ -208,8 +209,8 @@ TEST_F(Cache, IsBoundedInNumber) {
   EXPECT_EQ(change.evictions, 36);
 }
 
-// A tensor whose destruction calls the cache, as one with a Python wrapper may run any code. Were
-// it destroyed under a mutex of the cache, that call would never return.
+// A tensor whose destruction calls the cache, as a tensor with a Python wrapper may run any code.
+// If it were destroyed under a mutex of the cache, that call would deadlock.
 at::Tensor calls_the_cache_when_destroyed(std::atomic<int>& destroyed) {
   static int32_t numbers[2] = {0, 1};
   return at::from_blob(
@@ -221,7 +222,7 @@ at::Tensor calls_the_cache_when_destroyed(std::atomic<int>& destroyed) {
       at::kInt);
 }
 
-// Runs it on a thread of its own; a deadlock ends the program instead of hanging it.
+// Runs the body on a thread of its own, so that a deadlock ends the program instead of hanging it.
 void expect_return(const std::function<void()>& body) {
   std::packaged_task<void()> task(body);
   std::future<void> done = task.get_future();
@@ -278,7 +279,7 @@ TEST_F(Cache, NothingIsDestroyedUnderAMutex) {
     for (int64_t i = 0; i < 65; ++i) keep(key, i);
   });
   EXPECT_EQ(destroyed, 1) << "evicted for room";
-  cache.clear();  // while `destroyed` is there
+  cache.clear();  // while `destroyed` exists
 }
 
 TEST_F(Cache, TheWatcherIsCalledWithoutLocks) {
@@ -311,7 +312,7 @@ void on_threads(const std::function<void(int)>& work) {
 }
 
 TEST_F(Cache, ThreadsInsertHitClearInvalidateAndDrop) {
-  // What a thread finds in a slot may be replaced by another thread, so keys die anywhere.
+  // Other threads may replace the tensor in a slot, so keys are destroyed on any thread.
   struct Slot {
     std::mutex mutex;
     at::Tensor key;
@@ -368,7 +369,7 @@ TEST_F(Cache, ThreadsBeyondItsSize) {
   expect_return([] {
     on_threads([](int seed) {
       std::vector<at::Tensor> keys;
-      // More than the cache holds, so that a thread that runs alone drives some out too.
+      // More keys than the cache holds, so that a thread running alone evicts entries too.
       for (int64_t i = 0; i < 80; ++i) keys.push_back(ints({seed, i}));
       for (int round = 0; round < 20; ++round) {
         for (const at::Tensor& key : keys) cuseq::cached_cu_seqlens(key);

@@ -1,4 +1,5 @@
-// cuseq/masks.h, free of torch, against loops over all pairs; and the masks' ops without Python.
+// Tests of cuseq/masks.h (free of torch) against loops over all pairs, and of the mask ops without
+// Python.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,12 +25,12 @@ using cuseq_tests::ints;
 using cuseq_tests::Values;
 using cuseq_tests::values_of;
 
-// A pack with segments that may be longer than their sequences, and what each token sees by pairs.
+// A packed row whose segments may be longer than their sequences, and a pairwise reference.
 struct Pack {
   std::vector<int32_t> real = {0};
   std::vector<int32_t> padded = {0};
   std::vector<int32_t> spans;
-  std::vector<int64_t> segment_of;  // -1 on pads and tail
+  std::vector<int64_t> segment_of;  // -1 on padding and tail
   bool causal = true;
   int64_t window = 0;
 

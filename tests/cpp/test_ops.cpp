@@ -1,5 +1,5 @@
-// The C++ API of cuseq/ops.h and cuseq/attention.h, as a program without Python uses it, and the
-// host's copies of layouts.
+// Tests of the C++ API of cuseq/ops.h and cuseq/attention.h as a program without Python uses it,
+// and of the host copies of layouts.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gtest/gtest.h>
@@ -105,7 +105,7 @@ TEST(HostMeta, SlotsAreAContractWithPython) {
   EXPECT_EQ(cuseq::kStatus, 4);
   EXPECT_EQ(cuseq::kLengthDivisor, 5);
   EXPECT_EQ(cuseq::kHostMetaSize, 6);
-  // Bits: several things may be wrong at once.
+  // Status values are bits: several errors may occur at once.
   EXPECT_EQ(cuseq::kNegativeLength & cuseq::kSumAboveTotal, 0);
   EXPECT_EQ(cuseq::kFirstOffsetNotZero & cuseq::kTooManySequences, 0);
   EXPECT_EQ((cuseq::kNegativeLength | cuseq::kSumAboveTotal) &

@@ -4,7 +4,7 @@
 #include "cuseq/rope.h"
 #include "tensors.h"
 
-// The C++ side of what tests/python/test_rope.py tests from Python.
+// C++ tests of the behaviour that tests/python/test_rope.py tests from Python.
 namespace {
 
 using cuseq_tests::ints;
@@ -20,7 +20,7 @@ TEST(ApplyRope, PositionsRestartAndTheConjugateTurnsBack) {
   const auto turned = cuseq::apply_rope({q, k}, options);
   ASSERT_EQ(turned.size(), 2u);
 
-  // Tokens 1 and 3 are both the second of their sequence.
+  // Tokens 1 and 3 are each the second token of their sequence.
   const at::Tensor a = q.narrow(2, 0, 2);
   const at::Tensor b = q.narrow(2, 2, 2);
   for (const int64_t token : {1, 3}) {

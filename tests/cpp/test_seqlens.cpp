@@ -1,4 +1,4 @@
-// The arithmetic of cuseq/seqlens.h, which needs no torch.
+// Tests of the arithmetic in cuseq/seqlens.h, which needs no torch.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct Pack {
 
   cuseq::SeqLens view() const { return {cu_seqlens.data(), static_cast<int64_t>(lengths.size())}; }
 
-  // For each token its segment, written out one sequence after the other; the tail is segment n.
+  // The segment of each token, written out sequence by sequence; the tail is segment n.
   std::vector<int64_t> segments() const {
     std::vector<int64_t> result;
     for (size_t i = 0; i < lengths.size(); ++i) {
@@ -75,7 +75,7 @@ TEST(SeqLens, SegmentOfEveryToken) {
     for (int64_t token = 0; token < pack.total_tokens; ++token) {
       const int64_t expected = segments[token];
       ASSERT_EQ(pack.view().segment_of(token), expected);
-      // Any range that holds the answer gives it.
+      // Any search range that contains the answer gives the same result.
       ASSERT_EQ(pack.view().segment_of(token, expected, expected), expected);
       ASSERT_EQ(pack.view().segment_of(token, 0, expected), expected);
       ASSERT_EQ(pack.view().segment_of(token, expected, n_seqs), expected);
@@ -120,7 +120,7 @@ TEST(Bounds, LengthsAreClampedJustAboveTheLimit) {
   EXPECT_EQ(cuseq::bounded_length(kInt64Min, 10), 0);
   EXPECT_EQ(cuseq::bounded_length(0, 10), 0);
   EXPECT_EQ(cuseq::bounded_length(10, 10), 10);
-  // Above, so that a sum still tells that it is too large, and small enough to be summed.
+  // Above the limit, so that a sum still shows the overflow, yet small enough to be summed.
   EXPECT_EQ(cuseq::bounded_length(11, 10), 11);
   EXPECT_EQ(cuseq::bounded_length(kInt64Max, 10), 11);
   const int64_t most = cuseq::bounded_length(kInt64Max, kInt32Max);
@@ -201,7 +201,8 @@ TEST(Segments, RealTokensAndTheirRanks) {
   EXPECT_EQ(segments.place_of(5), -1);
   EXPECT_EQ(segments.real_end(0), 2);
   EXPECT_EQ(segments.real_end(1), 7);
-  // Labels: the first of a sequence, or the last `shift` where they are shifted, and all padding.
+  // Crossing labels: the first token of a sequence (the last `shift` if labels are shifted), and
+  // all padding.
   EXPECT_TRUE(segments.label_crosses_boundary(4, 0));
   EXPECT_FALSE(segments.label_crosses_boundary(1, 0));
   EXPECT_TRUE(segments.label_crosses_boundary(1, 1));
@@ -229,7 +230,7 @@ TEST(Segments, StayInsideTheRowWhateverTheOffsets) {
   }
 }
 
-// Each rank's tokens in order, and back to where they lie in the dealt row.
+// Tokens of each rank in order, and back to their places in the row.
 TEST(ContextParallel, DealsEachTokenOnce) {
   for (int64_t ranks = 1; ranks <= 4; ++ranks) {
     const auto unit = static_cast<int32_t>(2 * ranks);
