@@ -1,4 +1,4 @@
-"""Batches of packed rows: planning which samples share a row, sampling, streaming and collating."""
+"""Planning, sampling, streaming and collating of packed rows."""
 
 from cuseq.data.collator import PackingCollator, mask_boundary_labels
 from cuseq.data.plan import PackingPlan, bin_pack

@@ -1,4 +1,7 @@
-"""Rows to steps, accumulation slots and ranks: as many for each, none waiting long for another."""
+"""Assignment of rows to steps, accumulation slots and ranks.
+
+Every rank gets the same number of rows, and the ranks of one step get rows of about equal cost.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +18,44 @@ _GROUPS = 1 << 14
 
 
 def seed_of(*purpose: str | int) -> int:
-    """One of 2^64 seeds for each purpose, the same on every machine."""
+    """Return a 64-bit seed hashed from `purpose`, the same on every machine."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def deal(costs: Sequence[Tensor], accumulation: int, world_size: int) -> Tensor:
-    """Row numbers `[groups, accumulation, world_size]`, a group being one step of the optimizer.
+    """Assign rows to groups, slots and ranks such that the ranks of a group have similar costs.
 
     Args:
-        costs: float64 `[num_rows]` each, a multiple of `accumulation * world_size` rows: what to
-            balance, and what decides among equals.
-        accumulation, world_size: slots of a group and ranks.
+        costs: float64 `[num_rows]` each. The first is the cost to balance, the others break ties.
+            `num_rows` is a multiple of `accumulation * world_size`.
+        accumulation: slots in a group, which is one step of the optimizer.
+        world_size: number of ranks.
+
+    Returns:
+        Row numbers, int64 `[groups, accumulation, world_size]`.
     """
     order = torch.arange(len(costs[0]), device="cpu")
     for cost in reversed(costs):
         order = order[cost[order].argsort(descending=True, stable=True)]
-    # Neighbours in the order of cost share a slot, so ranks differ by little in each.
+    # Rows next to each other in the sorted order share a slot, so the ranks' costs differ little.
     grid = order.view(-1, accumulation, world_size)
     _even_out(grid, costs[0])
     return grid
 
 
 def shuffle_groups(grid: Tensor, seed: int | None) -> Tensor:
-    """Groups in an order of the seed, None keeps it, and no rank always the costliest of a slot."""
+    """Return the groups in an order drawn from `seed`, each with its ranks rotated.
+
+    The rotation keeps one rank from always getting the costliest row of a slot. With `seed=None`
+    the groups keep their order.
+    """
     groups, accumulation, world_size = grid.shape
     order = order_of(groups, seed)
-    # Within a slot the costs descend: each group is turned by another number of ranks.
+    # Costs descend within a slot, so each group is rotated by a different number of ranks.
     turns = order_of(groups, None if seed is None else seed ^ 1) % world_size
     shuffled = torch.empty_like(grid)
-    # In parts, which spares the memory of two more grids.
+    # Working in parts avoids the memory of two more grids.
     for chosen, turn, out in zip(
         *(t.split(_GROUPS) for t in (order, turns, shuffled)), strict=True
     ):
@@ -55,14 +66,14 @@ def shuffle_groups(grid: Tensor, seed: int | None) -> Tensor:
 
 
 def order_of(count: int, seed: int | None) -> Tensor:
-    """The numbers up to `count` in an order of the seed; None keeps it."""
+    """Return the numbers in `[0, count)` in an order drawn from `seed`; None means ascending."""
     if seed is None:
         return torch.arange(count, device="cpu")
     return _C.permutation(count, seed, 0, count)
 
 
 def _even_out(grid: Tensor, costs: Tensor) -> None:
-    """Gives the largest row of each slot to the rank with the least so far, in place."""
+    """Give the costliest row of each slot to the rank with the lowest sum so far, in place."""
     sums = costs[grid[:, 0]]
     for slot in range(1, grid.shape[1]):
         lightest_first = sums.argsort(stable=True)
@@ -73,15 +84,15 @@ def _even_out(grid: Tensor, costs: Tensor) -> None:
 
 
 def rows_to_take_apart(counts: Tensor, spare: int, missing: int) -> list[int]:
-    """Which rows to make `missing` more rows of: the last ones, and others if these have too few.
+    """Return the numbers of the rows to split so that there are `missing` more rows.
 
-    Where all together have too few samples, so many are taken that none is repeated more often than
-    another has to be.
+    These are the last `spare` rows, and further rows if those hold too few samples. If all rows
+    together hold too few samples, enough rows are chosen to repeat their samples evenly.
 
     Args:
-        counts: samples of each row.
-        spare: rows that are too many for the ranks.
-        missing: rows that they lack for one more step.
+        counts: number of samples of each row.
+        spare: number of rows beyond the last full step.
+        missing: number of rows needed to fill one more step.
     """
     rows = list(range(len(counts) - spare, len(counts)))
     samples = int(counts[rows].sum())
@@ -102,14 +113,18 @@ def take_apart(
     costs: Mapping[int, float],
     capacity: int,
 ) -> tuple[list[list[int]], int]:
-    """The samples of some rows in more rows, about equal in cost, and how many are there twice.
+    """Spread the samples of some rows over more rows of about equal cost.
 
     Args:
-        rows: sample numbers.
-        num_rows: how many rows to make, at least as many as there are. With fewer samples than
-            that, the first ones are repeated.
-        lengths, costs: of each sample; what is longer costs as much at least.
+        rows: sample numbers of each row.
+        num_rows: number of rows to make, at least `len(rows)`. If there are fewer samples than
+            that, the first samples are repeated.
+        lengths: tokens of each sample.
+        costs: cost of each sample; a longer sample must not cost less.
         capacity: most tokens of a row.
+
+    Returns:
+        The new rows, and how many of them repeat a sample.
     """
     samples = [sample for row in rows for sample in row]
     single = min(num_rows, len(samples))
@@ -125,16 +140,19 @@ def _spread(
     costs: Mapping[int, float],
     capacity: int,
 ) -> list[list[int]] | None:
-    """From the costliest sample on, each into the cheapest row; None if one fits nowhere.
+    """Place samples into rows in descending order of cost, each into the cheapest row.
 
-    What costs more is as long at least, so lengths descend: a row without room for a sample is out
-    of the way until one comes that it has room for.
+    Lengths descend too, because a longer sample never costs less. A row without room for the
+    current sample is set aside until a sample fits into it.
+
+    Returns:
+        The rows, or None if a sample fits into none of them.
     """
     made: list[list[int]] = [[] for _ in range(num_rows)]
     room = [capacity] * num_rows
-    # Cost, samples, number: an empty row comes first, so that none stays empty.
+    # (cost, samples, number): among equal costs an empty row comes first, so no row stays empty.
     cheapest = [(0.0, 0, number) for number in range(num_rows)]
-    roomiest: list[tuple[int, tuple[float, int, int]]] = []  # of those out of the way
+    roomiest: list[tuple[int, tuple[float, int, int]]] = []  # rows set aside
     for sample in sorted(samples, key=lambda sample: (-costs[sample], -lengths[sample])):
         length = lengths[sample]
         while roomiest and -roomiest[0][0] >= length:
@@ -152,7 +170,10 @@ def _spread(
 
 
 def _cut(rows: list[list[int]], num_rows: int) -> list[list[int]]:
-    """The row of most samples cut into halves until there are enough: always fits."""
+    """Halve the row with the most samples until there are `num_rows` rows.
+
+    This always fits, because no row gets longer.
+    """
     largest_first = [(-len(row), number, row) for number, row in enumerate(rows)]
     heapify(largest_first)
     for number in range(len(rows), num_rows):

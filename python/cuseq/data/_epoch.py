@@ -1,4 +1,4 @@
-"""The rows of one epoch, a window at a time, and which rank takes which row."""
+"""The rows of one epoch, planned one window at a time, and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from cuseq.data._balance import (
     take_apart,
 )
 
-# Quadratic, linear and constant coefficient of a sample's length.
+# Coefficients (quadratic, linear, constant) of a sample's cost as a function of its length.
 TOKENS = (0.0, 1.0, 0.0)
 ATTENTION = (1.0, 0.0, 0.0)
 
-# Rows balanced in one go, so that a large set needs little more memory.
+# Rows balanced at a time, which bounds the extra memory for a large set.
 _ROWS = 1 << 17
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How samples are packed and ordered: the arguments of `PackedBatchSampler` of these names."""
+    """How samples are packed and ordered.
+
+    The fields are the arguments of `PackedBatchSampler` with the same names.
+    """
 
     capacity: int
     strategy: str
@@ -42,7 +45,7 @@ class Packing:
 
     @property
     def coefficients(self) -> list[Sequence[float]]:
-        """What is balanced, and what decides among equals."""
+        """Return the coefficients of the cost to balance, then those that break ties."""
         if self.balance == "attention":
             return [ATTENTION, TOKENS]
         if self.balance is None or self.balance == "tokens":
@@ -52,7 +55,7 @@ class Packing:
 
 
 class Stage(NamedTuple):
-    """A part of an epoch that is over: so many steps on so many ranks."""
+    """A finished part of an epoch: `steps` batches on each of `world_size` ranks."""
 
     world_size: int
     accumulation: int
@@ -60,12 +63,12 @@ class Stage(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What a stage leaves of an epoch.
+    """The part of an epoch that remains after a stage.
 
     Attributes:
         samples: int32, the unseen samples of the window in which the stage ended.
         begin: where the next window begins.
-        repeated: how many samples the stages up to here have repeated.
+        repeated: number of samples that the stages so far have repeated.
     """
 
     samples: Tensor
@@ -78,11 +81,11 @@ class Window:
     """Rows that are packed together: row b is `samples[begins[b]:ends[b]]`.
 
     Attributes:
-        name: what its seeds are made of, other than that of each other window of the epoch.
+        name: the input of the window's seeds, unique within the epoch.
         end: where the next window begins.
-        left_out: int32, samples whose rows do not fill a step: they go into the next window.
-        repeated: how many rows, the last ones, repeat a sample of another row.
-        grid: row numbers `[groups, accumulation, world_size]`, once they are dealt.
+        left_out: int32, samples of the rows that do not fill a step; the next window packs them.
+        repeated: number of rows, at the end, that repeat a sample of another row.
+        grid: row numbers `[groups, accumulation, world_size]`; None before they are assigned.
     """
 
     samples: Tensor
@@ -99,14 +102,14 @@ class Window:
         return len(self.begins)
 
     def samples_of(self, rows: Tensor) -> Tensor:
-        """The samples of some rows, row after row."""
+        """Return the samples of the given rows, row after row."""
         begins, counts = self.begins[rows], self.ends[rows] - self.begins[rows]
         shifts = begins - counts.cumsum(0) + counts
         places = torch.arange(int(counts.sum()), device="cpu")
         return self.samples[places + shifts.repeat_interleave(counts)]
 
     def take_out(self, rows: list[int]) -> list[Tensor]:
-        """Removes rows and returns the samples of each."""
+        """Remove rows and return the samples of each."""
         taken = [self.samples[self.begins[row] : self.ends[row]] for row in rows]
         stays = torch.ones(self.num_rows, dtype=torch.bool, device="cpu")
         stays[rows] = False
@@ -114,7 +117,7 @@ class Window:
         return taken
 
     def append(self, rows: list[list[int]], begin: int) -> None:
-        """Adds rows at the end; their samples are written from `begin` on."""
+        """Append rows and write their samples to `samples`, starting at index `begin`."""
         samples = self.samples.new_tensor([sample for row in rows for sample in row])
         ends = self.ends.new_tensor([len(row) for row in rows]).cumsum(0) + begin
         begins = torch.cat([ends.new_tensor([begin]), ends[:-1]])
@@ -127,17 +130,18 @@ class Window:
 
 
 class Epoch:
-    """The rows of one epoch, or of what earlier stages on other numbers of ranks left of it.
+    """The rows of one epoch, or of the rest that earlier stages with other rank counts left.
 
-    The windows of a new stage are planned as if its number of ranks had been there from the start,
-    but for the first one: that packs the samples which the last stage left of its window.
+    The first window of a new stage packs the samples that the last stage left of its window. All
+    later windows are planned as if the epoch had started with the new number of ranks.
 
     Args:
         lengths: int32 or int64 `[n_samples]`.
-        packing: how they are packed and ordered.
-        number: which epoch.
-        world_size, accumulation: ranks, and rows of each that make one step of the optimizer.
-        before: the stages that are over, the first one first.
+        packing: how the samples are packed and ordered.
+        number: number of the epoch.
+        world_size: number of ranks.
+        accumulation: rows of each rank in one step of the optimizer.
+        before: the finished stages, oldest first.
     """
 
     def __init__(
@@ -158,10 +162,10 @@ class Epoch:
         self._kept: list[Window] | None = None
 
     def batches(self, rank: int, step: int) -> Iterator[list[int]]:
-        """The rows of one rank, from that of number `step` on.
+        """Yield the rows of one rank, starting with row number `step`.
 
         Raises:
-            ValueError: there are fewer steps.
+            ValueError: the epoch has fewer than `step` steps.
         """
         passed = 0
         for window in self._windows():
@@ -170,12 +174,12 @@ class Epoch:
             if skip < steps:
                 yield from self._rows_of(window, rank, skip)
             passed += steps
-            del window  # the next one is made meanwhile
+            del window  # free it before the next one is made
         _check_step(step, passed)
 
     @cached_property
     def counts(self) -> tuple[int, int]:
-        """Steps of a rank, and samples that the epoch repeats, its earlier stages included."""
+        """Return the steps of a rank and the samples the epoch repeats, earlier stages included."""
         rows, repeated = 0, self._rest.repeated
         for window in self._windows():
             rows += window.num_rows
@@ -184,19 +188,19 @@ class Epoch:
         return rows // self._world_size, repeated
 
     def costs_of_ranks(self, coefficients: Sequence[Sequence[float]]) -> Iterator[list[Tensor]]:
-        """For each window, and for each of the costs, float64 `[groups, world_size]`."""
+        """Yield, for each window, one float64 `[groups, world_size]` per set of coefficients."""
         for window in self._windows():
             if window.num_rows > 0:
                 grid = self._dealt(window)
                 yield [self._costs(window, each)[grid].sum(1) for each in coefficients]
                 del grid
-            del window  # the next one is made meanwhile
+            del window  # free it before the next one is made
 
     def rest_after(self, steps: int) -> Rest:
-        """What is left of the epoch once each rank has had so many of its rows.
+        """Return what remains of the epoch after each rank has had `steps` rows.
 
-        An epoch that has reached its end leaves nothing: rows that `drop_last` left out are back
-        only if the stage ends before that.
+        Nothing remains at the end of the epoch. Rows that `drop_last` left out are included only if
+        the stage ended before that.
         """
         rows = steps * self._world_size
         repeated = self._rest.repeated
@@ -218,7 +222,7 @@ class Epoch:
 
     @cached_property
     def _rest(self) -> Rest:
-        """What the earlier stages left."""
+        """Return what the earlier stages left."""
         if not self._before:
             return Rest(_no_samples(), 0, 0)
         *before, last = self._before
@@ -235,7 +239,7 @@ class Epoch:
     # ----------------------------------------------------------------------------- its windows
 
     def _windows(self) -> Iterable[Window]:
-        """The windows; one that holds the whole set is kept."""
+        """Return the windows; a single window over the whole set is kept for later passes."""
         buffer = self._packing.buffer
         if buffer is not None and buffer < len(self._lengths):
             return self._planned()
@@ -258,17 +262,17 @@ class Epoch:
             spare = window.num_rows % group
             if end < total or packing.drop_last:
                 if end < total <= end + size and group > 1 and not packing.drop_last:
-                    # However small the last window is, it has a whole group to make even.
+                    # The last window may be small: this gives it at least one whole group.
                     spare = min(spare + group, window.num_rows)
                 self._leave_out(window, spare)
             elif spare > 0:
                 self._fill_up(window, spare)
             carried = window.left_out
             yield window
-            del window  # before the next one is made
+            del window  # free it before the next one is made
 
     def _spans(self, size: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-        """Begin and end of each window, and its name."""
+        """Yield the begin, end and name of each window."""
         total = len(self._lengths)
         first = self._rest.begin
         if len(self._rest.samples) > 0:
@@ -277,7 +281,7 @@ class Epoch:
             yield begin, min(begin + size, total), (begin,)
 
     def _leave_out(self, window: Window, spare: int) -> None:
-        """Takes so many rows out of the window and keeps their samples in `left_out`."""
+        """Remove `spare` rows from the window and keep their samples in `left_out`."""
         if spare == 0:
             return
         first, end = window.num_rows - spare, window.num_rows
@@ -289,7 +293,7 @@ class Epoch:
         window.left_out = torch.cat(window.take_out(rows))
 
     def _fill_up(self, window: Window, spare: int) -> None:
-        """Takes rows apart until the rows are a multiple of what a step of all ranks needs."""
+        """Split rows until their number is a multiple of `world_size * accumulation`."""
         missing = self._world_size * self._accumulation - spare
         numbers = rows_to_take_apart(window.ends - window.begins, spare, missing)
         first_spare = int(window.begins[window.num_rows - spare])
@@ -305,7 +309,7 @@ class Epoch:
     # ----------------------------------------------------------------------------- its ranks
 
     def _dealt(self, window: Window) -> Tensor:
-        """Row numbers `[groups, accumulation, world_size]`."""
+        """Return row numbers `[groups, accumulation, world_size]`."""
         if window.grid is None:
             seed = self._seed("steps", *window.name) if self._packing.shuffle else None
             shape = (-1, self._accumulation, self._world_size)
@@ -316,7 +320,7 @@ class Epoch:
         return window.grid
 
     def _balanced(self, window: Window) -> Tensor:
-        """The same with even ranks, sorted by cost in parts that spare memory."""
+        """Return row numbers balanced over the ranks; sorting in parts saves memory."""
         group = self._accumulation * self._world_size
         size = max(_ROWS // group, 1) * group
         numbers = torch.empty(window.num_rows, dtype=torch.int64, device="cpu")
@@ -353,7 +357,7 @@ def _check_step(step: int, steps: int) -> None:
 
 
 def _without_repeats(seen: Tensor, unseen: Tensor) -> tuple[Tensor, int]:
-    """The unseen samples once each, and how many of the seen ones were there twice."""
+    """Return each unseen sample once, and how many samples in `seen` are repetitions."""
     once = set(seen.tolist())
     samples = [sample for sample in dict.fromkeys(unseen.tolist()) if sample not in once]
     return unseen.new_tensor(samples), len(seen) - len(once)

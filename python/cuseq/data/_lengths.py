@@ -1,4 +1,4 @@
-"""Lengths of samples on the host, as the packing ops read them."""
+"""Conversion of sample lengths to the host tensors that the planning functions read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDE = (torch.uint32, torch.uint64)
 
 
 def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
-    """Lengths as an int32 or int64 tensor; what has that type already is shared, not copied."""
+    """Return lengths as an int32 or int64 tensor, without a copy if they have such a type."""
     if isinstance(lengths, Tensor):
         check_tensor(lengths, "lengths")
         values = lengths
@@ -49,7 +49,7 @@ def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
 
 
 def is_array(values: Any) -> bool:
-    """Whether it is one of NumPy's, which need not be installed."""
+    """Return whether `values` is a NumPy array; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(values, numpy.ndarray)
 
@@ -61,12 +61,15 @@ def _from_array(lengths: numpy.ndarray) -> Tensor:
 
 
 def array_as_tensor(values: numpy.ndarray) -> Tensor:
-    """A tensor that is only read: over the array's memory where a tensor can be."""
+    """Return a read-only tensor that shares the array's memory where PyTorch can.
+
+    Arrays that are not contiguous or not in native byte order are copied.
+    """
     if not values.flags.c_contiguous or not values.dtype.isnative:
         values = values.astype(values.dtype.newbyteorder("="), order="C")
     if values.flags.writeable:
         return torch.from_numpy(values)
-    with warnings.catch_warnings():  # a tensor cannot say that it must not be written to
+    with warnings.catch_warnings():  # tensors have no read-only flag, so PyTorch warns
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(values)
 
@@ -89,7 +92,7 @@ def _from_ints(lengths: Iterable[int]) -> Tensor:
 
 
 def _first_wrong(lengths: Any) -> str:
-    """The first that is no int of 64 bits, where it can be looked for; else what was given."""
+    """Describe the first length that is not a 64-bit int, or else the whole argument."""
     if isinstance(lengths, Sequence) and not isinstance(lengths, (str, bytes, bytearray)):
         for number, length in enumerate(lengths):
             try:

@@ -1,4 +1,4 @@
-"""What the states of sampler and stream have in common."""
+"""Checks that the states of `PackedBatchSampler` and `PackedStream` share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 def refuse_other(
     state: Mapping[str, Any], settings: Mapping[str, Any], position: Iterable[str]
 ) -> None:
-    """Raises which settings of a state are not these, or what it lacks of a position."""
+    """Raise ValueError if `state` differs from `settings` or lacks a key of `position`.
+
+    The message names each setting that differs. A state that is not a mapping raises TypeError.
+    """
     if not isinstance(state, Mapping):
         raise TypeError(f"state must be what state_dict returned, got {type(state).__name__}")
     lacking = [name for name in (*settings, *position) if name not in state]

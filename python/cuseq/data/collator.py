@@ -1,4 +1,4 @@
-"""Examples in, one packed row out."""
+"""`PackingCollator`, which makes one packed row of a list of examples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuseq.layout import PackedLayout
 _ops = torch.ops.cuseq
 
 IGNORE_INDEX = -100
-# Converted to int64 others may become other numbers.
+# These convert to int64 exactly; values of other dtypes may change.
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.int32, torch.int64),
@@ -29,27 +29,27 @@ def mask_boundary_labels(
     shift: int = 0,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Return labels that ask no token to predict a token of another sequence.
+    """Return a copy of `labels` in which no token has to predict a token of another sequence.
 
-    `labels[t]` is token `t + shift` of the row. Unshifted labels (`shift=0`: the loss shifts them,
-    as in transformers) lose the first of each sequence; labels shifted left by k lose the last k of
-    each sequence, or all of a sequence that has no more. Labels of padding and of the tail are
-    masked too. A second call with the same `shift` changes nothing.
+    `labels[t]` is token `t + shift` of the row. With `shift=0` (the loss shifts the labels, as in
+    transformers) the first label of each sequence is masked. With labels shifted left by k, the
+    last k labels of each sequence are masked, or all of them if it has at most k. Labels of padding
+    and of the tail are masked too. A second call with the same `shift` changes nothing.
 
     Args:
-        labels: int32 or int64, `[total_tokens]` or any shape of as many elements, contiguous.
+        labels: int32 or int64, `[total_tokens]` or any shape with as many elements, contiguous.
         lengths_or_layout: the row's `PackedLayout`, or its lengths.
-        shift: by how many tokens the labels are already shifted left, at least 0: 0 for the token
-            itself, 1 for the next token, k for multi-token prediction k tokens ahead.
+        shift: number of tokens by which the labels are already shifted left, at least 0: 0 for the
+            token itself, 1 for the next token, k for multi-token prediction k tokens ahead.
         ignore_index: the label that the loss ignores.
 
     Returns:
-        A new tensor like `labels`.
+        A new tensor with the shape and dtype of `labels`.
 
     Raises:
-        ValueError: labels of another size or not contiguous; `shift` is negative; lengths as for
-            `PackedLayout.from_lengths`.
-        TypeError: labels are not a dense integer tensor; `shift` or `ignore_index` is not an int.
+        ValueError: `labels` has another size or is not contiguous; `shift` is negative; the lengths
+            are invalid, as for `PackedLayout.from_lengths`.
+        TypeError: `labels` is not a dense integer tensor; `shift` or `ignore_index` is not an int.
 
     Never synchronises, unless the lengths lie on a GPU and the labels on the host.
 
@@ -78,30 +78,33 @@ def mask_boundary_labels(
 
 
 class PackingCollator:
-    """Concatenate examples into one packed row and say where each lies.
+    """Collate function that concatenates examples into one packed row with its layout.
 
     Args:
         total_tokens: fixed length of every row, for compiled code; implies `capacity=total_tokens`.
-        capacity: most tokens a row may hold, before padding; more raise. None for no limit.
-        max_seqs: most examples a row may hold, at least 1; more raise. It is the capacity of the
-            layout's `cu_seqlens_static`. None for no limit, and a capacity of the row's tokens.
-        total_multiple: rows are padded to a multiple of it (8, say, for tensor cores).
+        capacity: most tokens a row may hold before padding; a batch with more raises ValueError.
+            None means no limit.
+        max_seqs: most examples a row may hold, at least 1; a batch with more raises ValueError. It
+            is also the capacity of the layout's `cu_seqlens_static`. None means no limit; that
+            capacity is then the number of tokens in the row.
+        total_multiple: rows are padded to a multiple of this (such as 8 for tensor cores).
         pad_token_id: token of the padding, which belongs to no sequence.
 
-    Called with a list of examples, mappings from names to one value per token (lists or tensors):
-    `input_ids`, and optionally `labels` (default the input ids) and other per-token keys, which are
-    concatenated. `position_ids` are made here and must count from 0 where an example has them;
-    `attention_mask` must be all ones, a packed row has none.
+    Call it with a list of examples. Each is a mapping from names to one value per token (a list or
+    a tensor): `input_ids`, and optionally `labels` (default: the input ids) and other per-token
+    keys, which are concatenated. The collator makes `position_ids` itself; those of an example must
+    count from 0. An `attention_mask` must be all ones; the packed row has no mask.
 
     Returns a dict with `input_ids`, `labels` (unshifted, -100 on each sequence's first token and on
-    padding), `position_ids`, int64 `[1, total_tokens]`, the other keys likewise, and `packed`, the
-    row's `PackedLayout`. Everything is on the host: move the dict as any batch, `packed` has `.to`.
+    padding) and `position_ids`, each int64 `[1, total_tokens]`, the other keys likewise, and
+    `packed`, the row's `PackedLayout`. Everything is on the host: move the dict like any batch,
+    `packed` has `.to`.
 
     Raises:
-        ValueError: an example is empty or longer than `capacity`, all together are longer or more
-            than `max_seqs`, or an example lacks a key that others have, or values are of other
-            shapes; the message names the argument or the example.
-        TypeError: examples are no mappings, or a key is not one value per token.
+        ValueError: an example is empty or longer than `capacity`; all examples together are longer
+            than `capacity` or more than `max_seqs`; an example lacks a key that others have; or
+            shapes differ. The message names the argument or the example.
+        TypeError: the examples are not mappings, or a key does not hold one value per token.
 
     Example:
         >>> collate = cuseq.PackingCollator(total_tokens=6)
@@ -272,13 +275,13 @@ def _counts(positions: Any, length: int) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     if values.dtype in _INTEGERS:
-        values = values.long()  # PyTorch compares uint16 with its own kind only
+        values = values.long()  # PyTorch compares uint16 only with uint16
     counted = torch.arange(length, device="cpu")
     return values.shape == counted.shape and bool((values == counted).all())
 
 
 def _pack(pieces: list[Tensor], total: int, fill: int) -> Tensor:
-    """`[1, total, ...]`: the pieces one after the other, then `fill`."""
+    """Return `[1, total, ...]`: the pieces concatenated, then `fill`."""
     row = torch.cat(pieces)
     tail = row.new_full((total - row.shape[0], *row.shape[1:]), fill)
     return torch.cat([row, tail]).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""`bin_pack`: which samples share a row, and `PackingPlan`, what it answers."""
+"""`bin_pack`, which plans the samples of each row, and its result, `PackingPlan`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _OVERLONG = ("raise", "split", "truncate")
 
 
 class PackingPlan(tuple):
-    """Which samples share a row: the pair `(indices, offsets)`, made by `bin_pack`.
+    """The assignment of samples to rows: the pair `(indices, offsets)`, made by `bin_pack`.
 
     Row b holds the samples `indices[offsets[b]:offsets[b + 1]]`.
 
     Attributes:
         indices: int64 `[n_pieces]`, numbers of the samples, row after row.
         offsets: int64 `[num_rows + 1]`, where each row starts in `indices`.
-        starts: int64 `[n_pieces]`, the first token that the row takes of the sample; 0 unless
+        starts: int64 `[n_pieces]`, the first token of the sample that the row takes; 0 unless
             samples were cut.
-        lengths: int64 `[n_pieces]`, how many tokens it takes.
+        lengths: int64 `[n_pieces]`, the number of tokens that the row takes.
         capacity: most tokens of a row.
-        num_rows: how many rows there are.
+        num_rows: number of rows.
         row_lengths: int64 `[num_rows]`, tokens of each row.
-        fill: tokens divided by what the rows could hold; 1.0 where there are no rows.
+        fill: all tokens divided by `num_rows * capacity`; 1.0 if there are no rows.
 
     Example:
         >>> plan = cuseq.data.bin_pack([6, 5, 7, 3], capacity=10)
@@ -86,10 +86,10 @@ class PackingPlan(tuple):
         return self.row_lengths.sum(dtype=torch.float64).item() / (self.num_rows * self.capacity)
 
     def row(self, number: int) -> list[int]:
-        """The samples of one row, as ints.
+        """Return the samples of one row as ints.
 
         Raises:
-            IndexError: there is no such row.
+            IndexError: `number` is not in `[0, num_rows)`.
         """
         if not 0 <= number < self.num_rows:
             raise IndexError(f"number must lie in [0, {self.num_rows}), got {number}")
@@ -110,40 +110,42 @@ def bin_pack(
     *,
     overlong: str = "raise",
 ) -> PackingPlan:
-    """Which samples share a row, so that few rows of `capacity` tokens hold them all.
+    """Assign samples to few rows of at most `capacity` tokens each.
 
     Strategies:
 
-    - `"bfd"`, best fit: from the longest sample to the shortest, each into the row with the least
-      room that fits; of those with equal room into the one opened first.
-    - `"ffd"`, first fit: in the same order, each into the first row that fits.
-    - `"sequential"`: in the order given, a new row where the next sample does not fit the last.
-    - `"wrapped"`: in the order given, rows cut exactly at `capacity`, so that samples are split
-      over rows; `starts` and `lengths` of the plan say which tokens a row takes.
+    - `"bfd"`, best fit decreasing: place samples from the longest to the shortest, each into the
+      row with the least room that fits; among rows with equal room, into the one opened first.
+    - `"ffd"`, first fit decreasing: place samples in the same order, each into the first row that
+      fits.
+    - `"sequential"`: place samples in the given order; open a new row when the next sample does not
+      fit into the last one.
+    - `"wrapped"`: place samples in the given order and cut rows exactly at `capacity`, so samples
+      are split over rows. The plan's `starts` and `lengths` say which tokens a row takes.
 
-    Samples of equal length keep their order, rows stand in the order in which they were opened, the
-    samples of a row in the order in which they were placed: the same lengths give the same plan,
-    everywhere. A sample of length zero is a sample like any other.
+    The plan is deterministic: samples of equal length keep their order, rows are in the order in
+    which they were opened, and the samples of a row in the order in which they were placed. Samples
+    of length zero are placed like all others.
 
     Args:
         lengths: tokens of each sample: ints, a NumPy integer array, or an integer tensor on the
-            CPU, `[n_samples]`, fewer than 2^31. int32 and int64 are read where they lie, other
+            CPU, `[n_samples]`, fewer than 2^31. int32 and int64 are read without a copy, other
             integers are converted.
         capacity: most tokens of a row, at least 1.
         strategy: one of the above.
-        overlong: what happens to samples longer than `capacity`: `"raise"`; `"split"`, pieces of
-            `capacity` tokens and the rest, each placed by itself; `"truncate"`, the first
-            `capacity` tokens. "wrapped" cuts them whatever this says.
+        overlong: how to treat samples longer than `capacity`: `"raise"` a ValueError; `"split"`
+            them into pieces of `capacity` tokens and the rest, each placed by itself; or
+            `"truncate"` them to the first `capacity` tokens. "wrapped" always cuts them.
 
     Returns:
-        A `PackingPlan`: `(indices, offsets)` with further attributes, on the CPU. In O(n) memory,
-        never synchronises.
+        A `PackingPlan`: `(indices, offsets)` with further attributes, on the CPU. It takes O(n)
+        memory and never synchronises.
 
     Raises:
-        ValueError: a length is negative or, unless asked for, above `capacity` (the message names
-            the first such one), `capacity` is below 1, an option is unknown, or lengths lie on
-            another device.
-        TypeError: lengths or capacity are not integers.
+        ValueError: a length is negative; a length is above `capacity` with `overlong="raise"` (the
+            message names the first such length); `capacity` is below 1; an option is unknown; or
+            the lengths are on another device.
+        TypeError: the lengths or the capacity are not integers.
 
     Example:
         >>> indices, offsets = plan = cuseq.data.bin_pack([6, 5, 7, 3, 4, 3], capacity=10)

@@ -1,4 +1,4 @@
-"""`PackedBatchSampler`: batches that are packed rows, the same number on every rank."""
+"""`PackedBatchSampler`, whose batches are packed rows, the same number on every rank."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _CUTTING = {"strategy": "wrapped", "overlong": "split"}
 _STATE_VERSION = 2
 _POSITION = ("epoch", "step", "world_size", "accumulation", "before")
 
-# Lengths looked at in one go, so that a large set needs little more memory.
+# Lengths read at a time, which bounds the extra memory for a large set.
 _CHUNK = 1 << 22
 
 
 class Ratio(NamedTuple):
-    """Of the slowest rank to the mean of the ranks, over the steps of an epoch; 1.0 is even."""
+    """Ratio of the costliest rank to the mean of the ranks, over all steps; 1.0 is even."""
 
     mean: float
     max: float
 
 
 class Imbalance(NamedTuple):
-    """How far the slowest rank is from the mean: in tokens, and in squares of the lengths."""
+    """Ratio of the costliest rank to the mean: in tokens, and in squared sequence lengths."""
 
     tokens: Ratio
     attention: Ratio
 
 
 class _Position(NamedTuple):
-    """Where an iteration stands in its epoch.
+    """The position of an iteration in its epoch.
 
     Attributes:
-        before: the parts of the epoch that other numbers of ranks had.
-        step: batches that each rank had since then.
+        before: the finished parts of the epoch, which ran with other numbers of ranks.
+        step: batches that each rank has had since then.
     """
 
     before: tuple[Stage, ...] = ()
@@ -58,55 +58,56 @@ class _Position(NamedTuple):
 
 
 class PackedBatchSampler(Sampler[list[int]]):
-    """Batches of dataset indices whose samples fill one packed row each, for one rank.
+    """Batch sampler whose batches are lists of dataset indices, one packed row of this rank each.
 
-    It is a `batch_sampler`: with `PackingCollator` it is all that a DataLoader needs.
+    Give it to a DataLoader as `batch_sampler`, with `PackingCollator` as `collate_fn`.
 
     Args:
         lengths: tokens of each sample of the dataset, as for `bin_pack`. int32 and int64 arrays and
-            tensors, memory-mapped ones too, are read where they lie and must not change.
+            tensors, memory-mapped ones too, are read without a copy and must not change.
         capacity: most tokens of a row.
-        rank: which of the ranks this is, in `[0, world_size)`.
-        world_size: how many ranks share the epoch.
-        strategy: `"bfd"`, `"ffd"` or `"sequential"` as in `bin_pack`. "wrapped" cuts samples, which
-            indices cannot say, and is refused.
-        balance: what is made even over the ranks: None; `"tokens"`; `"attention"`, the sum of the
-            squares of a row's lengths; or coefficients `(quadratic, linear, constant)`, not
-            negative, of what n tokens cost: `quadratic * n * n + linear * n +
-            constant`. Rows of about equal cost then share a step.
-        accumulation: rows of each rank that make one step of the optimizer. What is balanced is
-            their sum; the number of rows is a multiple of it.
-        overlong: what happens to samples above `capacity`: `"raise"`, or `"skip"`, which leaves
-            them out and counts them in `skipped`.
-        seed: of the order. Every rank must give the same.
-        shuffle: whether samples are put in an order of (seed, epoch) before they are packed, and
-            the steps after it. Without it rows come as `strategy` opens them, or, balanced, the
-            costliest first.
-        drop_last: whether rows that do not fill `world_size * accumulation` are left out; with
-            `shuffle` other ones in each epoch.
-        buffer: pack the epoch in windows of so many samples, taken in turn from a pseudo-random
-            order of the whole set which needs no memory, so memory follows `buffer` and each window
-            is a random sample of the set. Rows that do not fill `world_size * accumulation` go into
-            the next window. None packs the whole set at once.
+        rank: number of this rank, in `[0, world_size)`.
+        world_size: number of ranks that share the epoch.
+        strategy: `"bfd"`, `"ffd"` or `"sequential"` as in `bin_pack`. "wrapped" is refused, because
+            it cuts samples, which a list of indices cannot express.
+        balance: the cost to balance over the ranks: None; `"tokens"`; `"attention"`, the sum of the
+            squared lengths of a row; or non-negative coefficients `(quadratic, linear, constant)`
+            for a cost of `quadratic * n * n + linear * n + constant` per sample of n tokens. Rows
+            of about equal cost then share a step.
+        accumulation: rows of each rank in one step of the optimizer. Their total cost is balanced;
+            the number of rows of each rank is a multiple of it.
+        overlong: how to treat samples longer than `capacity`: `"raise"` a ValueError, or `"skip"`
+            them and count them in `skipped`.
+        seed: seed of the order, the same on every rank.
+        shuffle: whether to shuffle the samples by (seed, epoch) before packing, and the steps after
+            packing. Without it rows come in the order in which `strategy` opens them or, if
+            balanced, the costliest first.
+        drop_last: whether to leave out rows that do not fill `world_size * accumulation`. With
+            `shuffle` these are different rows in each epoch.
+        buffer: number of samples in a window. The epoch is packed one window at a time. The windows
+            are taken from a pseudo-random order of the whole set that needs no memory, so memory
+            grows with `buffer` and each window is a random sample of the set. Rows that do not
+            fill `world_size * accumulation` go into the next window. None packs the whole set at
+            once.
 
-    Guarantees: every sample goes to one rank, once; no row holds more than `capacity` tokens; every
-    rank has the same number of steps. Where rows are no multiple of `world_size * accumulation`,
-    some are taken apart, so that nothing is repeated; only where too few rows (with `buffer` of the
-    last window) hold more than one sample are some repeated, counted in `repeated` (`drop_last`
-    leaves such rows out instead).
+    Guarantees: every sample goes to exactly one rank, once; no row holds more than `capacity`
+    tokens; every rank has the same number of steps. If the number of rows is not a multiple of
+    `world_size * accumulation`, some rows are split, so that no sample is repeated. Samples are
+    repeated, and counted in `repeated`, only if too few rows (of the last window, with `buffer`)
+    hold more than one sample. `drop_last` leaves such rows out instead.
 
-    A state counts the rows that all ranks had together, so any number of ranks may go on from it.
-    The same number sees the rows it would have seen. Others plan the rest of the epoch anew, for
-    the samples that no rank had: again each goes to one rank, once.
+    A state counts the rows of all ranks together, so any number of ranks can resume from it. The
+    same number of ranks gets the rows it would have got. Another number plans the rest of the epoch
+    anew, from the samples that no rank has had; each of them again goes to one rank, once.
 
-    An epoch is a function of the arguments and the epoch's number. Iterating again without
-    `set_epoch` repeats it, as torch's `DistributedSampler` does. Of several iterations at a time
-    the state is that of the one that went on last.
+    An epoch depends only on the arguments and the number of the epoch. Iterating again without
+    `set_epoch` repeats it, as torch's `DistributedSampler` does. With several iterators at a time,
+    the state is that of the one that advanced last.
 
     Attributes:
         epoch: number of the epoch, set with `set_epoch`.
-        skipped: how many samples are longer than `capacity`.
-        repeated: how many samples the current epoch repeats.
+        skipped: number of samples longer than `capacity`.
+        repeated: number of samples that the current epoch repeats.
 
     Raises:
         ValueError: a length is negative or above `capacity`, or an argument is out of range; the
@@ -175,11 +176,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.skipped = self._check_lengths()
         self.epoch = 0
         self._next = _Position()  # where the next iteration starts
-        self._position = _Position()  # of the iteration that went on last
+        self._position = _Position()  # of the iterator that advanced last
         self._epochs: dict[tuple[Stage, ...], Epoch] = {}
 
     def _check_lengths(self) -> int:
-        """Raises what is wrong with the lengths, or counts those above the capacity."""
+        """Raise ValueError if a length is invalid; otherwise return how many exceed `capacity`."""
         skipped = 0
         for begin, chunk in _chunks(self._lengths):
             shortest, longest = (int(value) for value in chunk.aminmax())
@@ -201,7 +202,11 @@ class PackedBatchSampler(Sampler[list[int]]):
     # ----------------------------------------------------------------------------- the epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that comes next; the one loaded with `load_state_dict` goes on."""
+        """Select the next epoch.
+
+        Does nothing if `epoch` is the current one, so an epoch that was loaded with
+        `load_state_dict` continues.
+        """
         epoch = as_int(epoch, "epoch", least=0)
         if epoch == self.epoch:
             return
@@ -210,8 +215,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._epochs.clear()
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Told at once, but used up by the first batch only: torchdata's StatefulDataLoader loads a
-        # state into what it has called iter() of, and drops iterators that it never starts.
+        # The position is set here, but a loaded state is consumed by the first batch only:
+        # torchdata's StatefulDataLoader calls iter() before it loads a state, and drops some
+        # iterators without ever starting them.
         self._position = self._next
         return self._iterate()
 
@@ -223,7 +229,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             self._position = _Position(start.before, step)
             yield batch
         if start != _Position() and self._position == start:
-            # With workers StatefulDataLoader starts an iterator that it drops, then another one.
+            # With workers StatefulDataLoader starts one iterator, drops it and starts another.
             self._next = start
             warnings.warn(
                 f"the state that was loaded is of the end of epoch {self.epoch}, of which nothing "
@@ -232,7 +238,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             )
 
     def _epoch_after(self, before: tuple[Stage, ...]) -> Epoch:
-        """The epoch, or what these stages left of it."""
+        """Return the epoch, or the rest of it after the stages in `before`."""
         if before not in self._epochs:
             packing = Packing(
                 capacity=self.capacity,
@@ -255,8 +261,8 @@ class PackedBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches of the epoch, the same on every rank.
 
-        Where a state of another number of ranks was loaded, those that it leaves to these ranks.
-        With `buffer` that takes a pass over all windows, once for each epoch.
+        If a state of another number of ranks was loaded, these are the batches that remain for each
+        of the present ranks. With `buffer` this takes a pass over all windows, once per epoch.
         """
         return self._current.counts[0]
 
@@ -265,43 +271,43 @@ class PackedBatchSampler(Sampler[list[int]]):
         return self._current.counts[1]
 
     def imbalance(self) -> Imbalance:
-        """How far the slowest rank of a step of the optimizer is from the mean of the ranks.
+        """Compute the cost of the costliest rank of an optimizer step over the mean of the ranks.
 
         Returns:
             An `Imbalance`: `tokens` and `attention`, each with `mean` and `max` over the steps of
-            the current epoch; 1.0 is even. With `buffer` it takes a pass over all windows.
+            the current epoch; 1.0 is even. With `buffer` this takes a pass over all windows.
         """
         totals, largest, groups = [0.0, 0.0], [1.0, 1.0], 0
         for costs in self._current.costs_of_ranks((TOKENS, ATTENTION)):
             groups += len(costs[0])
             for i, ranks in enumerate(costs):
-                # A step without any cost is even.
+                # Where all costs are 0 the ratio is NaN: such a step is even.
                 ratios = (ranks.amax(1) / ranks.mean(1)).nan_to_num(1.0)
                 totals[i] += float(ratios.sum())
                 largest[i] = max(largest[i], float(ratios.max()))
-            del costs, ranks, ratios  # the next window is made meanwhile
+            del costs, ranks, ratios  # free them before the next window is made
         means = [total / groups if groups else 1.0 for total in totals]
         return Imbalance(Ratio(means[0], largest[0]), Ratio(means[1], largest[1]))
 
     # ----------------------------------------------------------------------------- its state
 
     def state_dict(self, steps: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, to go on from there after `load_state_dict`.
+        """Return the position in the epoch, from which `load_state_dict` resumes.
 
         Args:
-            steps: how many batches of this epoch (of the rest of it, where a state of another
-                number of ranks was loaded) were used. Default those that were yielded, which
-                with DataLoader workers is more, since they fetch ahead: count your own there. The
-                StatefulDataLoader of torchdata keeps count itself; it loads when it is next
+            steps: number of batches of this epoch that were used; if a state of another number of
+                ranks was loaded, counted from there. Default: the batches yielded. DataLoader
+                workers fetch ahead, so with workers count the used batches yourself. torchdata's
+                StatefulDataLoader keeps this count itself. It loads a state when it is next
                 iterated, so call `set_epoch` for another epoch after that.
 
         Returns:
-            A dict of plain values, the same on every rank. At the end of an epoch it says so: once
-            it is loaded, iterations yield nothing, with a warning, until `set_epoch` chooses
+            A dict of plain values, the same on every rank. A state from the end of an epoch records
+            that: once it is loaded, iterations yield nothing and warn, until `set_epoch` selects
             another epoch.
 
         Raises:
-            ValueError: `steps` is beyond the epoch.
+            ValueError: `steps` is beyond the end of the epoch.
         """
         before, step = self._position
         if steps is not None:
@@ -320,27 +326,28 @@ class PackedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next iteration go on where `state` was taken.
+        """Make the next iteration resume where `state` was taken.
 
-        A state of another `world_size` counts the rows that all its ranks had together: these
-        ranks share what is left. `accumulation` may then differ as well, so that a step of the
-        optimizer keeps its size. Steps count from there on: 0 is the first batch of these ranks,
-        and `len(sampler)` is the number of batches that are left to each. With `drop_last`, rows
-        that were left out for the other ranks are shared too, unless the epoch had ended.
+        A state of another `world_size` counts the rows of all its ranks together; the present ranks
+        share the rest. `accumulation` may then differ too, so that a step of the optimizer can keep
+        its size. Steps are counted from there: step 0 is the first batch of the present ranks, and
+        `len(sampler)` is the number of batches that remain for each. With `drop_last`, rows that
+        were left out for the former ranks are shared too, unless the epoch had ended.
 
-        With torchdata's StatefulDataLoader keep `snapshot_every_n_steps=1`, its default: otherwise
-        it repeats steps from its last snapshot on, which are other rows on other ranks.
+        With torchdata's StatefulDataLoader keep `snapshot_every_n_steps=1`, its default. Otherwise
+        it replays the steps since its last snapshot, and with another number of ranks those are
+        different rows.
 
         Raises:
-            ValueError: the state is of other lengths or arguments; the message says which differ.
-                During the iteration: its step is beyond the epoch.
-            TypeError: it is no state.
+            ValueError: the state was taken with other lengths or arguments; the message says which
+                differ. Raised during the iteration: the step is beyond the end of the epoch.
+            TypeError: `state` is not what `state_dict` returns.
         """
         refuse_other(state, self._settings(), _POSITION)
         position = self._position_of(state)
         self.set_epoch(state["epoch"])
         self._next = self._position = position
-        # Of the plans only that of the whole epoch may be of use again.
+        # Only the plan of the whole epoch can be used again.
         self._epochs = {before: epoch for before, epoch in self._epochs.items() if before == ()}
 
     def _position_of(self, state: Mapping[str, Any]) -> _Position:
@@ -376,7 +383,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Of the lengths' number and values, whatever type they have."""
+        """Return a hash of the number and values of the lengths, independent of their dtype."""
         digest = hashlib.blake2b(digest_size=12)
         for _, chunk in _chunks(self._lengths):
             values = chunk.to(torch.int64).contiguous()

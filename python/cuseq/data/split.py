@@ -1,4 +1,4 @@
-"""`split_by_tokens`: one micro-batch in passes that fit the memory."""
+"""`split_by_tokens`, which splits one micro-batch into passes that fit into memory."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from cuseq.layout import PackedLayout, check_layout
 def split_by_tokens(
     batch: Mapping[str, Any], budget: int, *, total_multiple: int = 1, pad_token_id: int = 0
 ) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """One packed row as passes of at most `budget` tokens, with loss and gradients unchanged.
+    """Split a packed row into passes of at most `budget` tokens with the same loss and gradients.
 
-    Passes are cut between sequences, in order, as few as that allows. The weights make a sum of
-    mean losses the mean over the whole row::
+    Passes are cut between sequences, in order, as few as possible. Each pass comes with a weight:
+    the weighted sum of the passes' mean losses is the mean loss of the whole row::
 
         for part, weight in cuseq.data.split_by_tokens(batch, 8192):
             (model(**part).loss * weight).backward()
 
-    That needs a label that counts in every pass: where a pass has none (a masked prompt alone, a
-    sequence of one token), a model that takes the mean over nothing answers NaN, and NaN times a
-    weight of 0 is NaN. A model that takes `num_items_in_batch`, as those of transformers do, has no
-    such trouble and needs no weight::
+    This needs at least one counted label in every pass. In a pass without one (only a masked
+    prompt, or a sequence of one token) a mean loss is NaN, and NaN times a weight of 0 is NaN.
+    A model that takes `num_items_in_batch`, as the models of transformers do, avoids this and needs
+    no weight::
 
         counted = (batch["labels"] != -100).sum()
         for part, _ in cuseq.data.split_by_tokens(batch, 8192):
             model(**part, num_items_in_batch=counted).loss.backward()
 
     Args:
-        batch: what `PackingCollator` makes: `packed`, `labels` (integers `[1, total_tokens]`, -100
-            where a token does not count, which the first of each sequence never does) and other
-            tensors `[1, total_tokens, ...]`, on any device.
+        batch: a dict as `PackingCollator` makes it, on any device: `packed`, `labels` (integers
+            `[1, total_tokens]`, -100 for labels that do not count, such as the first of each
+            sequence) and other tensors `[1, total_tokens, ...]`.
         budget: most tokens of a pass, padding not counted.
-        total_multiple: passes are padded to a multiple of it; the padding of `batch` goes away.
-        pad_token_id: token of that padding.
+        total_multiple: passes are padded to a multiple of this; the padding of `batch` is dropped.
+        pad_token_id: token of the padding.
 
     Returns:
         An iterator over `(part, weight)`. `part` is a dict with the keys of `batch`: views of its
-        tensors where nothing has to be padded, and a `packed` of its own. `weight`, float32 `[]` on
-        the labels' device, is the part of the row's counted labels that are in this pass; 0 for all
-        if none counts. Never synchronises.
+        tensors unless the pass is padded, and a new `packed`. `weight`, float32 `[]` on the
+        labels' device, is the fraction of the row's counted labels in this pass; 0 for every pass
+        if no label counts. Never synchronises.
 
     Raises:
-        ValueError: a sequence is longer than `budget`, a tensor is not per token, `packed` or
-            `labels` is missing, or the lengths of `packed` are on the GPU alone: make the layout
+        ValueError: a sequence is longer than `budget`; a tensor is not per token; `packed` or
+            `labels` is missing; or the lengths of `packed` are on the GPU alone: make the layout
             from lengths on the host.
         TypeError: a tensor is not dense, or `packed` is not a `PackedLayout`.
 
@@ -104,7 +104,7 @@ def _host_lengths(packed: PackedLayout) -> list[int]:
 
 
 def _passes(lengths: list[int], budget: int) -> list[list[int]]:
-    """The lengths of each pass."""
+    """Return the lengths of each pass's sequences."""
     passes: list[list[int]] = []
     left = -1
     for number, length in enumerate(lengths):
@@ -152,7 +152,7 @@ def _counted(labels: Tensor) -> Tensor:
 
 
 def _padded(values: Tensor, total: int, fill: int | None) -> Tensor:
-    """`[1, total, ...]`: the values, then `fill`, or where it is None positions from 0 on."""
+    """Return `[1, total, ...]`: the values, then `fill`, or positions 0, 1, ... if it is None."""
     missing = total - values.shape[1]
     if missing == 0:
         return values

@@ -1,4 +1,4 @@
-"""`PackedStream`: packed rows from an iterable of unknown length, a window of it at a time."""
+"""`PackedStream`, which packs an iterable of unknown length one window at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cuseq.data._state import refuse_other
 
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
-_MOST_WINDOWS = 8  # that a sample is held over
+_MOST_WINDOWS = 8  # a sample stays in at most so many windows
 _STATE_VERSION = 2
 _COUNTS = ("window_number", "done", "consumed", "skipped")
 _END = object()
 
 
 class _Held(NamedTuple):
-    """A sample of the window: its number in the stream and the window in which it came."""
+    """A sample in the window, with its number in the stream and the window that first held it."""
 
     number: int
     since: int
@@ -32,14 +32,14 @@ class _Held(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """A packed window: the rows that go out, in their order over all ranks, and what stays."""
+    """A packed window: the rows to yield, in order over all ranks, and the samples that stay."""
 
     rows: list[list[_Held]]
     staying: list[_Held]
 
 
 class _Pass:
-    """Where one pass stands: what a state says of its window, and how far it has read."""
+    """The position of one pass: the state of its window, and how much of the stream was read."""
 
     def __init__(self, position: dict[str, Any]):
         self.position = position
@@ -52,45 +52,46 @@ class _Pass:
 
 
 class PackedStream(IterableDataset[list[Any]]):
-    """Rows, lists of samples, from an iterable of samples that need not know its length.
+    """IterableDataset that packs samples from an iterable of unknown length into rows.
 
-    It holds at most `window` samples. It fills the window, packs it, and yields the rows but for
-    the emptiest, whose samples stay in the window for better company; at most as many rows stay as
-    there are ranks, and no sample for more than 8 windows. With "sequential" the last rows stay, so
-    that the order is that of the stream.
+    A row is a list of samples. The stream holds at most `window` samples. It fills the window,
+    packs it and yields all rows but the emptiest, whose samples stay in the window to be packed
+    with the samples that follow. At most `world_size` rows stay, and no sample stays for more than
+    8 windows. With "sequential" the last rows stay, so that samples keep the order of the stream.
 
-    An IterableDataset: give it to a DataLoader with `batch_size=None` and `PackingCollator` as
-    `collate_fn`. Workers would each read the whole stream, so `num_workers` may be 0 or 1. With a
-    worker the pass is in that process, and so is its state: torchdata's StatefulDataLoader fetches
-    it, `state_dict` here knows nothing of it.
+    Give it to a DataLoader with `batch_size=None` and `PackingCollator` as `collate_fn`. Each
+    worker would read the whole stream, so `num_workers` must be 0 or 1. With one worker the pass
+    and its state are in the worker's process: torchdata's StatefulDataLoader fetches that state,
+    while `state_dict` of the main process's object does not see it.
 
     Args:
-        iterable: of samples. A pass starts with `iter(iterable)`.
+        iterable: an iterable of samples. A pass starts with `iter(iterable)`.
         capacity: most tokens of a row.
-        window: most samples to hold, at least `world_size`. Larger ones make fuller rows.
+        window: most samples to hold, at least `world_size`. A larger window makes fuller rows.
         strategy: `"bfd"`, `"ffd"` or `"sequential"` as in `bin_pack`.
-        length: tokens of a sample; default `len(sample["input_ids"])`.
-        rank: which of the ranks this is, in `[0, world_size)`.
-        world_size: how many ranks share the stream. Each reads all of it, packs the same rows and
-            yields its own, so the stream must be the same on every rank.
-        shuffle: whether the samples of a window, and its rows, are put in an order of `seed`.
-        seed: of that order. Every rank must give the same. Every pass repeats it; set the attribute
-            `seed` before a pass for another.
-        overlong: what happens to samples above `capacity`: `"raise"`, or `"skip"`, which leaves
-            them out and counts them in `skipped`.
-        drop_last: whether at the end of the stream the rows that do not fill `world_size` are left
-            out.
+        length: function that returns the tokens of a sample; default `len(sample["input_ids"])`.
+        rank: number of this rank, in `[0, world_size)`.
+        world_size: number of ranks that share the stream. Each rank reads the whole stream, packs
+            the same rows and yields its own, so the stream must be the same on every rank.
+        shuffle: whether to shuffle the samples of each window, and its rows, by `seed`.
+        seed: seed of that order, the same on every rank. Every pass repeats the order; set the
+            attribute `seed` before a pass to change it.
+        overlong: how to treat samples longer than `capacity`: `"raise"` a ValueError, or `"skip"`
+            them and count them in `skipped`.
+        drop_last: whether to leave out the rows at the end of the stream that do not fill
+            `world_size`.
 
-    Guarantees: every sample goes to one rank, once in each pass; no row holds more than `capacity`
-    tokens; every rank has the same number of rows. For that rows may be taken apart at the end of
-    the stream, and where a whole window makes fewer rows than there are ranks; only where too few
-    of these rows hold more than one sample are some repeated (`drop_last` leaves them out instead).
+    Guarantees: every sample goes to exactly one rank, once in each pass; no row holds more than
+    `capacity` tokens; every rank has the same number of rows. To keep that number equal, rows may
+    be split at the end of the stream, and in a window that makes fewer rows than there are ranks.
+    Samples are repeated only if too few of these rows hold more than one sample (at the end of the
+    stream `drop_last` leaves such rows out instead).
 
     Attributes:
-        skipped: how many samples of the pass that went on last were longer than `capacity`.
+        skipped: number of samples longer than `capacity` in the pass that advanced last.
 
     Raises:
-        ValueError: an argument is out of range, or, during the pass, a length is negative or above
+        ValueError: an argument is out of range or, during the pass, a length is negative or above
             `capacity`; the message names it and the sample's number in the stream.
         RuntimeError: a DataLoader has more than one worker.
 
@@ -135,10 +136,10 @@ class PackedStream(IterableDataset[list[Any]]):
         self.seed = seed
         self.overlong = one_of(overlong, "overlong", _OVERLONG)
         self.drop_last = bool(drop_last)
-        self._pass = self._new_pass()  # the one that went on last
-        self._loaded: _Pass | None = None  # the next one
-        self._source_start: Any = None  # state of a source that has one, before its first pass
-        self._source_moved = False  # whether another state was loaded into it since
+        self._pass = self._new_pass()  # the pass that advanced last
+        self._loaded: _Pass | None = None  # the next pass, if a state was loaded
+        self._source_start: Any = None  # the iterable's own state before its first pass, if any
+        self._source_moved = False  # whether another state was loaded into the iterable since
 
     @property
     def seed(self) -> int:
@@ -161,8 +162,8 @@ class PackedStream(IterableDataset[list[Any]]):
                 "PackedStream would be read by each worker of a DataLoader, and repeated: "
                 f"num_workers must be 0 or 1, got {worker.num_workers}"
             )
-        # Told at once, but a loaded state is used up by the first row only: torchdata's
-        # StatefulDataLoader drops iterators that it never starts.
+        # The position is set here, but a loaded state is consumed by the first row only:
+        # torchdata's StatefulDataLoader drops some iterators without ever starting them.
         self._pass = self._loaded or self._new_pass()
         return self._rows()
 
@@ -182,7 +183,7 @@ class PackedStream(IterableDataset[list[Any]]):
         while True:
             window = self._packed(at, held, ended, self.world_size)
             done = _checked_done(at, window)
-            # From the end, so that none is held once it is yielded.
+            # Reversed, so that pop() releases each row as it is yielded.
             rows = [_samples_of(row) for row in window.rows[self.rank :: self.world_size]]
             held = window.staying
             del window
@@ -199,14 +200,17 @@ class PackedStream(IterableDataset[list[Any]]):
     def _taken_over(
         self, at: _Pass, held: list[_Held], samples: Iterator[Any], ended: bool
     ) -> tuple[list[_Held], bool]:
-        """A window of what the state's ranks, others than these, left of theirs."""
+        """Return a window of the samples that a state of another number of ranks left unseen.
+
+        Also returns whether the stream has ended. Nothing is left if the pass had reached its end.
+        """
         world_size = at.position["world_size"]
         window = self._packed(at, held, ended, world_size)
         done = _checked_done(at, window)
         seen = {entry.number for row in window.rows[: done * world_size] for entry in row}
         if ended and done * world_size == len(window.rows):
             return [], True
-        if done == 0:  # the window is anybody's
+        if done == 0:  # no rank has had a row of this window: pack it for the present ranks
             at.position["world_size"] = self.world_size
             return held, ended
         left = [entry for entry in held if entry.number not in seen]
@@ -214,7 +218,7 @@ class PackedStream(IterableDataset[list[Any]]):
         return left, self._refill(at, left, samples)
 
     def _window_start(self, at: _Pass, held: list[_Held]) -> dict[str, Any]:
-        """What a state says of the window that begins now."""
+        """Return the state at the start of the next window, which begins with `held`."""
         stateful = self._is_stateful()
         return {
             "window_number": at.window + 1,
@@ -222,7 +226,7 @@ class PackedStream(IterableDataset[list[Any]]):
             "world_size": self.world_size,
             "consumed": at.consumed,
             "skipped": at.skipped,
-            # Copies: who gets a sample may change it.
+            # Copies, because the consumer of a sample may modify it.
             "held": [
                 [e.number, e.since, copy.deepcopy(e.sample) if stateful else None] for e in held
             ],
@@ -234,7 +238,11 @@ class PackedStream(IterableDataset[list[Any]]):
         return all(hasattr(self.iterable, method) for method in methods)
 
     def _from_the_start(self) -> Iterator[Any]:
-        """All samples. Some sources go on from a loaded state in every later pass."""
+        """Return an iterator over all samples.
+
+        The iterable's start state is loaded first if another state was loaded, because some
+        iterables resume from a loaded state in every later pass.
+        """
         self._note_start()
         if self._source_moved:
             self.iterable.load_state_dict(copy.deepcopy(self._source_start))
@@ -251,7 +259,7 @@ class PackedStream(IterableDataset[list[Any]]):
             self._source_start = copy.deepcopy(self.iterable.state_dict())
 
     def _resumed(self, at: _Pass) -> tuple[Iterator[Any], list[_Held]]:
-        """The samples from the window's start on, and those held over into it."""
+        """Return an iterator from the window's start on, and the samples held over into it."""
         source, held = at.position["source"], at.position["held"]
         if source is not None:
             self._note_start()
@@ -273,7 +281,7 @@ class PackedStream(IterableDataset[list[Any]]):
         return samples, [self._measured(n, since, found[n]) for n, since, _ in held]
 
     def _refill(self, at: _Pass, held: list[_Held], samples: Iterator[Any]) -> bool:
-        """Reads until the window is full, or says that the stream has ended."""
+        """Read samples until the window is full; return whether the stream has ended."""
         while len(held) < self.window:
             sample = next(samples, _END)
             if sample is _END:
@@ -304,7 +312,7 @@ class PackedStream(IterableDataset[list[Any]]):
     # ----------------------------------------------------------------------------- one window
 
     def _packed(self, at: _Pass, held: list[_Held], ended: bool, world_size: int) -> _Window:
-        """The rows of the window for so many ranks, and what stays in it."""
+        """Pack the window for `world_size` ranks."""
         held = [held[i] for i in self._order(at, len(held), "samples")]
         lengths = [entry.length for entry in held]
         values = torch.tensor(lengths, dtype=torch.int64, device="cpu")
@@ -332,27 +340,27 @@ class PackedStream(IterableDataset[list[Any]]):
         ended: bool,
         world_size: int,
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows that go out, a multiple of the ranks, and rows that stay."""
+        """Return the rows to yield, a multiple of `world_size`, and the rows that stay."""
         spare = len(rows) % world_size
         numbers = range(len(rows))
         if ended and not self.drop_last:
             return self._evened(rows, held, world_size), []
         if not ended:
-            # At least one stays, in whose place the next window finds better company.
+            # At least one row stays, so that the next window can repack its samples better.
             spare = spare or world_size
             oldest = at.window - _MOST_WINDOWS
             numbers = [n for n in numbers if all(held[i].since > oldest for i in rows[n])]
             if spare > len(numbers) or spare == len(rows):
                 return self._evened(rows, held, world_size), []
         if self.strategy != "sequential":
-            # The emptiest come last.
+            # The emptiest rows come last, and the last rows stay.
             numbers = sorted(numbers, key=lambda n: -sum(held[i].length for i in rows[n]))
         stay = set(numbers[len(numbers) - spare :])
         going = [row for n, row in enumerate(rows) if n not in stay]
         return going, [row for n, row in enumerate(rows) if n in stay]
 
     def _evened(self, rows: list[list[int]], held: list[_Held], world_size: int) -> list[list[int]]:
-        """All rows, some taken apart where they are no multiple of the ranks."""
+        """Return all rows, some of them split to make the number a multiple of `world_size`."""
         missing = -len(rows) % world_size
         if missing == 0:
             return rows
@@ -366,28 +374,28 @@ class PackedStream(IterableDataset[list[Any]]):
     # ----------------------------------------------------------------------------- its state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the pass stands, to go on from there after `load_state_dict`.
+        """Return the position of the pass, from which `load_state_dict` resumes.
 
-        The state is the same on every rank. It says where the window began and how many of its rows
-        each rank has yielded. If the iterable has `state_dict` and `load_state_dict`, its own state
-        there goes in, with the samples held over; otherwise resuming reads the iterable from its
-        start up to there again. At the end of a pass it says so: the pass that resumes it yields
-        nothing, the one after it is whole. (With a worker torchdata's StatefulDataLoader begins
-        that one at once.)
+        The state is the same on every rank. It records where the window began and how many of its
+        rows each rank has yielded. If the iterable has `state_dict` and `load_state_dict`, it also
+        holds the iterable's state at that point and the samples held over; otherwise resuming reads
+        the iterable again from its start up to that point. If the pass had reached its end, the
+        resumed pass yields nothing and the one after it is complete. (With a worker, torchdata's
+        StatefulDataLoader begins that one at once.)
         """
         return copy.deepcopy(self._pass.position) | self._settings()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next pass go on where `state` was taken.
+        """Make the next pass resume where `state` was taken.
 
-        A state of another `world_size` counts the rows that all its ranks had together. These ranks
-        share the samples of its window that were in none of them, and the rest of the stream. A
-        pass that had reached its end stays at its end.
+        A state of another `world_size` counts the rows of all its ranks together. The present ranks
+        share the samples of its window that were in none of those rows, and the rest of the stream.
+        A pass that had reached its end stays at its end.
 
         Raises:
-            ValueError: the state is of other arguments; the message says which differ. During the
-                pass: the iterable is shorter than what the state had read.
-            TypeError: it is no state.
+            ValueError: the state was taken with other arguments; the message says which differ.
+                Raised during the pass: the iterable ends before the point of the state.
+            TypeError: `state` is not what `state_dict` returns.
         """
         refuse_other(state, self._settings(), (*_COUNTS, "world_size", "held", "source"))
         position = {name: as_int(state[name], name, least=0) for name in _COUNTS}
@@ -425,7 +433,7 @@ def _samples_of(row: list[_Held]) -> list[Any]:
 
 
 def _checked_done(at: _Pass, window: _Window) -> int:
-    """Rows of the window that each rank of the state had."""
+    """Return how many rows of the window each rank has had; raise ValueError if too many."""
     done, rows = at.position["done"], len(window.rows) // at.position["world_size"]
     if done > rows:
         raise ValueError(f"done must be at most the {rows} rows of the state's window, got {done}")
