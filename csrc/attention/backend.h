@@ -2,7 +2,7 @@
 
 #include "attention/call.h"
 
-// What answers a call. A backend is one file that registers itself here:
+// A backend executes attention calls. It is one file that registers itself here:
 //
 //   static const RegisterBackend registered({"flash", /*preference=*/100, takes, forward,
 //   backward});
@@ -10,11 +10,11 @@ namespace cuseq::attention {
 
 struct Backend {
   const char* name;
-  int preference;  // of the backends that take a call the largest one answers it
+  int preference;  // among backends that take a call, the largest wins
   bool (*takes)(const Call& call);
   Output (*forward)(const Call& call);
   Gradients (*backward)(const Call& call, const Outer& outer);
-  // Warns, once a process, of what it costs that no preferred backend takes the call; may be null.
+  // Warn once per process about the cost of falling back to this backend; may be null.
   void (*warn)(const Call& call) = nullptr;
 };
 

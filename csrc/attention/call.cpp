@@ -10,7 +10,7 @@
 namespace cuseq::attention {
 namespace {
 
-// The preferred ones first.
+// Sorted by descending preference.
 std::vector<Backend>& backends() {
   static auto* all = new std::vector<Backend>();
   return *all;

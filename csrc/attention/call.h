@@ -6,16 +6,16 @@
 
 #include "ops/types.h"
 
-// One call of attention: rows of queries against rows of keys, sequence by sequence. Compositions
-// make calls, backends answer them, and neither knows the other.
+// One attention call: rows of queries against rows of keys, sequence by sequence. Compositions make
+// calls and backends execute them; neither knows the other.
 namespace cuseq::attention {
 
-// The sequences of the queries, or of the keys.
+// The sequences of the queries or of the keys.
 struct Sequences {
-  Tensor offsets;       // int32 [n_seqs + 1] beside the rows, ascending and inside them
-  Tensor cu_seqlens;    // what the caller gave the offsets in: a key of what is known on the host
-  int64_t longest = 0;  // exact, or a bound where only the device knows
-  OptionalInt num_real_tokens;  // the last offset; none where only the device knows
+  Tensor offsets;               // int32 [n_seqs + 1] on the rows' device, ascending and inside them
+  Tensor cu_seqlens;            // tensor the caller gave; the cache key of host copies
+  int64_t longest = 0;          // exact, or a bound if only the device knows it
+  OptionalInt num_real_tokens;  // the last offset; none if only the device knows it
 
   int64_t count() const { return offsets.size(0) - 1; }
 };
@@ -25,31 +25,30 @@ struct Call {
   Tensor k;  // [keys, key_heads, head_dim]; heads are a multiple of key_heads
   Tensor v;  // [keys, key_heads, value_dim]
   Sequences queries;
-  Sequences keys;  // as many as queries, each seen by the queries of its number
+  Sequences keys;  // as many as queries; queries of sequence i see keys of sequence i
   bool causal = true;
-  OptionalInt window;    // keys that a query sees, itself included; none where all fit
-  OptionalTensor spans;  // int32 [n_spans, 2], seen whole by their own tokens
+  OptionalInt window;    // keys that a query sees, including itself; none: all
+  OptionalTensor spans;  // int32 [n_spans, 2]; their tokens see the whole span
   double scale = 1.0;
 
-  // True where queries and keys are the tokens of the same row.
+  // Return whether queries and keys are the tokens of the same row.
   bool is_of_one_row() const { return queries.offsets.is_same(keys.offsets); }
 };
 
-// out is contiguous [tokens, heads, value_dim], logsumexp [heads, tokens] in fp32 (fp64 for fp64
-// inputs). Both are zero on tokens after the last sequence, and so are gradients, which are
-// contiguous too.
+// out is contiguous [tokens, heads, value_dim]; logsumexp is [heads, tokens] in fp32 (fp64 for fp64
+// inputs); gradients are contiguous. All are zero on tokens after the last sequence.
 using Output = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-// What the gradient of a call needs beside the call itself. out and logsumexp may be those of
-// several calls, merged.
+// The inputs of a backward besides the call itself. out and logsumexp may be merged from several
+// calls.
 struct Outer {
   Tensor grad_out;
   Tensor out;
   Tensor logsumexp;
 };
 
-// Answer a call with the first backend that takes it.
+// Execute a call with the preferred backend that takes it.
 Output attend(const Call& call);
 Gradients attend_backward(const Call& call, const Outer& outer);
 

@@ -2,22 +2,22 @@
 
 #include "attention/call.h"
 
-// What a layout asks for, as calls. A composition is one file that registers itself here, and knows
-// the layout but no backend:
+// A composition turns a row with its layout into attention calls. It is one file that registers
+// itself here; it knows the layout but no backend:
 //
 //   static const RegisterComposition registered({"padded", fits, forward, backward});
 namespace cuseq::attention {
 
-// A layout's row with the tensors that lie in it, checked: the call that would attend to the whole
-// row, and what else the layout says.
+// The checked tensors and layout of a row: the call that would attend over the whole row, and the
+// rest of what the layout says.
 struct Row {
   Call call;
-  OptionalTensor cu_seqlens_padded;  // where segments start, if longer than their sequences
+  OptionalTensor cu_seqlens_padded;  // segment starts, if segments are padded
 };
 
 struct Composition {
   const char* name;
-  bool (*fits)(const Row& row);  // true where the layout asks for it
+  bool (*fits)(const Row& row);  // whether the row's layout needs it
   Output (*forward)(const Row& row);
   Gradients (*backward)(const Row& row, const Outer& outer);
 };
@@ -26,7 +26,7 @@ struct RegisterComposition {
   explicit RegisterComposition(const Composition& composition);
 };
 
-// Attend to a row by the composition that its layout asks for, or in one call.
+// Attend over a row through the composition that fits its layout, or in one call if none does.
 Output attend(const Row& row);
 Gradients attend_backward(const Row& row, const Outer& outer);
 

@@ -46,7 +46,8 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_tokens(q.size(0));
 }
 
-// The layout's numbers, unless a graph is captured, which will replay with others.
+// Check the offsets and return the layout's host_meta, if any. Return none during a graph capture,
+// because the graph will be replayed with other lengths.
 std::optional<HostMeta> host_meta_of(const Tensor& q, const AttentionOptions& options) {
   const Tensor& cu_seqlens = options.cu_seqlens;
   check_offsets(cu_seqlens);
@@ -82,8 +83,8 @@ void check_options(const Tensor& q, const AttentionOptions& options, OptionalInt
                        /*row_length=*/std::nullopt);
 }
 
-// Offsets that stay inside the row, and lengths that stay under the caller's bound. A layout's do;
-// others may hold anything, and the kernels of PyTorch would follow them out of their tensors.
+// Return offsets clamped to the row, with lengths clamped to `longest`. Those of a layout are valid
+// already; others may hold any values, and PyTorch's kernels would read out of bounds.
 Tensor brought_inside(const Tensor& offsets, int64_t longest, int64_t total_tokens) {
   Tensor inside = at::empty_like(offsets);
   ScanLengthsArgs args;
@@ -98,8 +99,8 @@ Tensor brought_inside(const Tensor& offsets, int64_t longest, int64_t total_toke
   return inside;
 }
 
-// The sequences as the host knows them: from host_meta, or from offsets that lie there. Where only
-// the device knows them they are bounds.
+// Return the sequences with the numbers that the host knows, from host_meta or from offsets on the
+// CPU. If only the device knows them, the numbers are bounds.
 Sequences sequences_of(const Tensor& q, const Tensor& cu_seqlens,
                        const std::optional<HostMeta>& meta, OptionalInt bound) {
   const int64_t total_tokens = q.size(0);
@@ -109,7 +110,7 @@ Sequences sequences_of(const Tensor& q, const Tensor& cu_seqlens,
   if (meta.has_value()) {
     sequences.longest = meta->max_seqlen;
     sequences.num_real_tokens = meta->num_real_tokens;
-    // cu_seqlens_static has room for more sequences.
+    // cu_seqlens_static has room for more sequences than there are.
     if (meta->num_seqs + 1 < cu_seqlens.size(0)) {
       sequences.offsets = cu_seqlens.narrow(0, 0, meta->num_seqs + 1);
     }
@@ -144,7 +145,8 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   call.causal = options.causal;
   call.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));
   call.spans = options.spans;
-  // A window that reaches over the longest sequence hides nothing. The caller's bound is no proof.
+  // A window at least as long as the longest sequence has no effect. The caller's bound does not
+  // prove that, since lengths may exceed it.
   const int64_t longest =
       call.queries.num_real_tokens.has_value() ? call.queries.longest : q.size(0);
   if (options.window.has_value() && *options.window < longest) call.window = options.window;

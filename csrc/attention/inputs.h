@@ -3,14 +3,14 @@
 #include "attention/composition.h"
 #include "cuseq/attention.h"
 
-// From the arguments of the ops to a checked row.
+// Conversion of the ops' arguments to a checked row.
 namespace cuseq::attention {
 
-// Checks q, k, v and every option, fills in defaults, and reads the layout's numbers where the host
-// knows them. May launch a kernel: offsets that only the device knows are brought inside the row.
+// Check q, k, v and every option, fill in defaults, and read the layout's numbers if the host knows
+// them. May launch a kernel that clamps offsets known only on the device to the row.
 Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOptions& options);
 
-// Checks what the backward is given beside the forward's arguments.
+// Check the tensors that the backward gets in addition to the forward's arguments.
 Outer outer_of(const Tensor& grad_out, const Tensor& out, const Tensor& logsumexp, const Tensor& q,
                const Tensor& v);
 

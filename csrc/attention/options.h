@@ -7,16 +7,16 @@
 #include "ops/dispatch.h"
 #include "ops/types.h"
 
-// AttentionOptions and the flat list of arguments that stands for them in the schemas.
+// Conversion between AttentionOptions and the flat list of arguments in the schemas.
 namespace cuseq::attention {
 
-// (front..., every option), in their order in the schemas.
+// The signature (front..., every option), in the order of the schemas.
 template <typename Return, typename... Front>
 using Signature = Return(Front..., const Tensor&, const OptionalTensor&, bool, OptionalInt,
                          OptionalDouble, OptionalSymInt, const OptionalTensor&,
                          const OptionalTensor&);
 
-// Makes of function(options, front...) the kernel of such a schema.
+// Adapt function(options, front...) to a kernel with such a signature.
 template <auto function>
 struct Kernel;
 
@@ -38,7 +38,7 @@ decltype(auto) call_op(const Op& op, const AttentionOptions& options, const Fron
                  options.scale, options.max_seqlen_bound, options.spans, options.cu_seqlens_padded);
 }
 
-// Adds the options' tensors to those that an autograd node saves, and keeps the rest.
+// Save `saved` and the options on an autograd node. The options' tensors follow those of `saved`.
 inline void save_options(torch::autograd::AutogradContext* ctx, const AttentionOptions& options,
                          torch::autograd::variable_list saved) {
   saved.insert(saved.end(), {options.cu_seqlens, or_undefined(options.host_meta),
@@ -50,7 +50,7 @@ inline void save_options(torch::autograd::AutogradContext* ctx, const AttentionO
   ctx->saved_data["max_seqlen_bound"] = options.max_seqlen_bound;
 }
 
-// `first` is where the options' tensors start among the saved ones.
+// Return the saved options. `first` is the index of the options' first tensor in `saved`.
 inline AttentionOptions saved_options(torch::autograd::AutogradContext* ctx,
                                       const torch::autograd::variable_list& saved, size_t first) {
   auto& data = ctx->saved_data;

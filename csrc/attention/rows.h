@@ -4,21 +4,21 @@
 
 #include "attention/call.h"
 
-// Rows in the form that PyTorch's kernels want, and back.
+// Conversion of rows to the form that PyTorch's kernels need, and back.
 namespace cuseq::attention {
 
-// The tensor itself where its rows start at multiples of 16 bytes, as the kernels of PyTorch want
-// them, else a copy.
+// Return the tensor itself if its rows start at multiples of 16 bytes, as PyTorch's kernels
+// require, else a copy.
 Tensor aligned_rows(const Tensor& rows);
 
-// The last dimension filled up with zeros to `size`; the tensor itself where it has that size.
+// Pad the last dimension with zeros to `size`. Return the tensor itself if it has that size.
 Tensor pad_last_dim(const Tensor& tensor, int64_t size);
 
-// Zeros the rows after the last sequence, in place: kernels leave them uninitialised, and one NaN
-// there would poison weight gradients.
+// Zero the rows after the last sequence, in place. Kernels leave them uninitialised, and one NaN
+// there would make weight gradients NaN.
 void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences);
 
-// The same for the gradients of q, k and v.
+// Zero the tails of the gradients of q, k and v, in place, and return them.
 Gradients with_zero_tails(const Call& call, Gradients gradients);
 
 }  // namespace cuseq::attention

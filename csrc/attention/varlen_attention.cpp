@@ -6,8 +6,8 @@
 #include "attention/options.h"
 #include "cuseq/attention.h"
 
-// The ops cuseq::varlen_attention and cuseq::varlen_attention_backward: one name each for the
-// autograd, autocast and device kernels, which redispatch to it.
+// The ops cuseq::varlen_attention and cuseq::varlen_attention_backward. The autograd, autocast and
+// device kernels of an op are registered under its one name and redispatch to it.
 namespace cuseq::attention {
 namespace {
 
@@ -52,7 +52,8 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
     auto [out, logsumexp] = call_op(forward_op(), options, q, k, v);
     save_options(ctx, options, {q, k, v, out, logsumexp});
     ctx->set_materialize_grads(false);
-    // Beside autograd: compiled autograd takes no output that is marked as not differentiable.
+    // Returned outside of autograd: compiled autograd accepts no output marked as not
+    // differentiable.
     *returned_logsumexp = logsumexp;
     return {out};
   }
@@ -66,7 +67,7 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
   }
 };
 
-// The gradient of the gradient is not implemented: asking for it raises instead of being zero.
+// The second derivative is not implemented. Asking for it raises instead of returning zero.
 class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttentionBackward> {
  public:
   static constexpr bool is_traceable = true;
@@ -112,7 +113,7 @@ Gradients backward_autograd(const AttentionOptions& options, const Tensor& grad_
   return {grads[0], grads[1], grads[2]};
 }
 
-// As scaled_dot_product_attention does: the lower precision of the region, for all three.
+// Cast q, k and v to the autocast dtype of the region, as scaled_dot_product_attention does.
 template <c10::DeviceType device>
 Output forward_autocast(const AttentionOptions& options, const Tensor& q, const Tensor& k,
                         const Tensor& v) {

@@ -11,17 +11,17 @@ namespace cuseq {
 
 using CachedTensors = decltype(CachedValue::tensors);
 
-// All that the cache knows of one cached op. To cache another one, add it to CachedOp and to the
-// table of rows in cached_ops.cpp.
+// The description of one cached op. To add a cached op, add it to CachedOp and to the table of rows
+// in cached_ops.cpp.
 struct CachedOpRow {
-  // Where bytes are short the lowest goes first.
+  // Order of eviction when bytes run out, lowest first.
   enum class Turn : uint8_t { kMasksAndObjects, kTokens, kOffsets };
 
   CachedOp op;
   const char* name;
   Turn turn;
-  CachedTensors (*compute)(const CacheQuery& query);  // null where the caller makes the value
-  // For values so large that room is made before they are allocated, else null.
+  CachedTensors (*compute)(const CacheQuery& query);  // null if the caller makes the value
+  // Size of a value so large that room must be made before it is allocated; else null.
   int64_t (*bytes)(const CacheQuery& query);
 };
 

@@ -10,8 +10,8 @@
 #include "ops/checks.h"
 #include "ops/mask_options.h"
 
-// The cached ops decompose into the pure ones. Where a call is traced or watched they do nothing
-// else, so that a cached tensor never becomes the output of an op in somebody's graph.
+// The cached ops decompose into the pure ones. If a call is traced or runs under a dispatch mode
+// they only do that, so that a cached tensor never becomes the output of an op in a traced graph.
 namespace cuseq {
 namespace {
 
@@ -24,8 +24,8 @@ OptionalTensor other(const CacheQuery& query, size_t index) {
   return query.others[index] == nullptr ? std::nullopt : OptionalTensor(*query.others[index]);
 }
 
-// The options that a query of a mask was made of. Offsets of lengths are a fact of their own, which
-// others need as well.
+// Return the mask options that a query was made from. Offsets of lengths are cached separately,
+// because other ops need them too.
 MaskOptions options_of(const CacheQuery& query) {
   const CacheParameters& p = query.parameters;
   return {p.from_cu_seqlens ? query.key : cached_cu_seqlens(query.key),
@@ -110,7 +110,7 @@ constexpr bool rows_are_in_order() {
 }
 static_assert(rows_are_in_order());
 
-// What is the same for every mask of these options.
+// Return a query with the fields that every kind of mask with these options shares.
 CacheQuery query_of(const MaskOptions& options, CachedOp op) {
   const auto pointer = [](const OptionalTensor& tensor) {
     return tensor.has_value() ? &*tensor : nullptr;
@@ -122,7 +122,7 @@ CacheQuery query_of(const MaskOptions& options, CachedOp op) {
   query.others = {pointer(options.spans), pointer(options.cu_seqlens_padded)};
   check_tokens(query.parameters.total_tokens);
   check_window(options.window);
-  // A window that reaches over the row hides nothing.
+  // A window at least as long as the row has no effect.
   if (options.window.has_value() && *options.window < query.parameters.total_tokens) {
     query.parameters.window = *options.window;
   }
@@ -180,7 +180,8 @@ std::vector<Tensor> cached_block_mask_op(const Tensor& source, c10::SymInt total
       query_block, key_block);
 }
 
-// Numbers while compilers trace, symbols where sizes are dynamic: those are no keys.
+// Return whether the sizes are known numbers. While compilers trace dynamic sizes they are symbols,
+// which cannot be cache keys.
 bool is_concrete(const MaskOptions& options, const OptionalSymInt& row_length) {
   return options.total_tokens.maybe_as_int().has_value() &&
          (!row_length.has_value() || row_length->maybe_as_int().has_value());
@@ -211,7 +212,7 @@ CachedValuePtr packed(const CacheQuery& query) {
   Identities before = identities_of(query);
   if (row.bytes != nullptr) cache.make_room_for(row.bytes(query));
   CachedValuePtr value = value_of(row.compute(query));
-  // A tensor made in inference mode could not be saved by a later training step.
+  // A tensor made in inference mode could not be saved for backward by a later training step.
   if (!c10::InferenceMode::is_enabled()) cache.insert(query, std::move(before), value);
   return value;
 }
@@ -244,7 +245,7 @@ void remember_on_host(const Tensor& on_device, const Tensor& on_host) {
   IdentityCache& cache = IdentityCache::instance();
   const CacheQuery query{on_device, CachedOp::kHostCopy, at::kCPU};
   if (!cache.usable_for(query) || cache.find_at_once(query) != nullptr) return;
-  // A backward after the scope needs it too.
+  // A backward that runs after the scope needs the copy too.
   cache.insert(query, identities_of(query), value_of({on_host}), /*outlives_scopes=*/true);
 }
 
@@ -312,8 +313,8 @@ static void register_cached_ops(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_cached_ops(m); }
 
-// functorch and torch.jit.trace hide themselves before the composite kernel runs: here, in front of
-// them, they can still be seen.
+// functorch and torch.jit.trace remove themselves from the dispatch keys before the composite
+// kernel runs. Registering here, before them, keeps them visible.
 TORCH_LIBRARY_IMPL(cuseq, FuncTorchDynamicLayerFrontMode, m) { register_cached_ops(m); }
 TORCH_LIBRARY_IMPL(cuseq, Tracer, m) { register_cached_ops(m); }
 

@@ -14,9 +14,9 @@
 
 #include "ops/checks.h"
 
-// Host values of lengths that exist only on the device: one asynchronous copy to pinned memory and
-// an event. Whoever first needs a value waits for that event, in Python or inside an op that a
-// compiled graph runs, where Python cannot wait.
+// Host copies of lengths that exist only on the device: one asynchronous copy to pinned memory and
+// an event. The first reader waits for the event, in Python or inside an op: in a compiled graph
+// Python cannot wait.
 namespace cuseq {
 namespace {
 
@@ -25,17 +25,18 @@ using Pending = std::unordered_map<const void*, std::shared_ptr<c10::Event>>;
 std::mutex mutex;
 std::atomic<int64_t> number_pending{0};
 
-// A child of fork() has one thread: had another one held the mutex, it would stay locked for ever.
+// A child of fork() has only the forking thread: a mutex held by another thread would stay locked
+// forever. So the forking thread holds it across the fork.
 const int at_fork =
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
-// By address of the pinned numbers: a copy to recycled memory replaces what was there.
+// Keyed by address of the pinned memory: a copy to recycled memory replaces the old entry.
 Pending& pending() {
   static auto* copies = new Pending();
   return *copies;
 }
 
-// Copies that finished and that nobody asked for would pile up.
+// Remove finished copies, which would accumulate if they were never waited for.
 void forget_finished(std::vector<std::shared_ptr<c10::Event>>& finished) {
   constexpr size_t kFew = 64;
   if (pending().size() < kFew) return;
@@ -105,7 +106,7 @@ void wait_host_copy(const at::Tensor& on_host) {
   copied->synchronize();
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = pending().find(on_host.const_data_ptr());
-  // Not a later copy to the same memory.
+  // Do not erase a later copy to the same memory.
   if (found != pending().end() && found->second == copied) pending().erase(found);
   number_pending = static_cast<int64_t>(pending().size());
 }

@@ -10,21 +10,21 @@
 
 namespace cuseq {
 
-// Starts the one copy of device numbers to pinned memory that host code may later wait for, and
-// returns where they will lie: vectors of one dtype. Never waits.
+// Start an asynchronous copy of device vectors of one dtype to pinned memory. Return the host
+// tensors; their values are valid after wait_host_copy. Never synchronises.
 CUSEQ_API std::vector<at::Tensor> start_host_copy(const std::vector<at::Tensor>& on_device);
 
-// Copies both int32 vectors, contiguous on the CPU, in one copy from pinned memory to the device.
-// Never waits, where a copy from pageable memory would.
+// Copy two contiguous int32 CPU vectors to the device in one copy. Uses pinned memory, because a
+// copy from pageable memory would synchronise; this one never does.
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& first,
                                                             const at::Tensor& second,
                                                             c10::Device device);
 
-// Waits for the host copy of which the tensor is the first part, by its event, never for the
-// stream. Returns at once for any other tensor.
+// Wait for the host copy that the tensor is the first part of, by its event, not for the whole
+// stream. Return at once for any other tensor.
 CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
 
-// How many host copies nobody has waited for yet.
+// Return the number of host copies that have not been waited for.
 CUSEQ_API int64_t pending_host_copies();
 
 }  // namespace cuseq

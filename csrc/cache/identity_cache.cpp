@@ -29,7 +29,7 @@ constexpr DispatchKeySet kNotPlainData = DispatchKeySet(
     {DispatchKey::Python, DispatchKey::Fake, DispatchKey::Functionalize,
      DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::ZeroTensor});
 
-// Innermost open scope last. Entries made outside any scope have number 0.
+// Open scopes, innermost last. Entries made outside any scope have scope 0.
 thread_local std::vector<uint64_t> open_scopes;
 
 std::optional<c10::Stream> current_stream(c10::Device device) {
@@ -37,7 +37,7 @@ std::optional<c10::Stream> current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// Memory that several of the tensors share counts once.
+// Memory shared by several tensors counts once.
 int64_t bytes_held_by(const c10::SmallVector<at::Tensor, 1>& tensors) {
   int64_t bytes = 0;
   for (auto tensor = tensors.begin(); tensor != tensors.end(); ++tensor) {
@@ -54,7 +54,7 @@ int64_t bytes_held_by(const c10::SmallVector<at::Tensor, 1>& tensors) {
 bool has_identity(const at::Tensor& tensor) {
   return !tensor.key_set().has_any(kNotPlainData) && !tensor.is_meta() && tensor.has_storage() &&
          !tensor.is_inference() &&
-         // What cudagraph trees return at every replay: new values, the same version.
+         // Outputs of CUDA graph trees get new values at every replay with the same version.
          !at::caching::is_cached_tensor(tensor);
 }
 
@@ -94,7 +94,7 @@ struct IdentityCache::Entry {
   uint64_t scope;
   uint64_t last_use = 0;
 
-  // Where and when the value was made, for hits from other streams.
+  // Stream and event of the value's creation, for hits from other streams.
   std::optional<c10::Stream> stream;
   std::shared_ptr<c10::Event> made;
 
@@ -114,7 +114,7 @@ struct IdentityCache::Entry {
     }
   }
 
-  // Whether it is true of the key and its identity, and of every other tensor and its own.
+  // Return whether is_true(identity, tensor) holds for the key and for every other tensor.
   template <typename F>
   bool true_of_all(const CacheQuery& query, const F& is_true) const {
     if (!is_true(identities.key, query.key)) return false;
@@ -133,7 +133,7 @@ struct IdentityCache::Entry {
            });
   }
 
-  // The tensors, or the value that a caller was given, may have been edited since.
+  // Return whether neither the query's tensors nor the cached value were edited since.
   bool still_right(const CacheQuery& query) const {
     for (size_t i = 0; i < value_versions.size(); ++i) {
       if (value_versions[i] != value->tensors[i]._version()) return false;
@@ -170,8 +170,8 @@ struct IdentityCache::Entry {
 };
 
 IdentityCache& IdentityCache::instance() {
-  // Never destroyed: at exit, tensors may outlive the library's statics, and their death would
-  // reach for the cache.
+  // Never destroyed: at exit, tensors may outlive the library's statics, and their destruction
+  // would access the cache.
   static auto* cache = new IdentityCache();
   return *cache;
 }
@@ -196,8 +196,7 @@ void IdentityCache::unlock_all() {
 bool IdentityCache::usable_for(const CacheQuery& query) const {
   return enabled_ && !c10::impl::dispatch_mode_enabled() &&
          !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchingModes) &&
-         has_identity(query.key) && !is_capturing(query.key.device()) &&
-         !query.device.is_meta() &&
+         has_identity(query.key) && !is_capturing(query.key.device()) && !query.device.is_meta() &&
          (query.device == query.key.device() || !is_capturing(query.device)) &&
          std::ranges::all_of(query.others, [](const at::Tensor* other) {
            return other == nullptr || has_identity(*other);
@@ -205,7 +204,7 @@ bool IdentityCache::usable_for(const CacheQuery& query) const {
 }
 
 IdentityCache::Shard& IdentityCache::shard_of(const c10::TensorImpl* key) {
-  // The low bits of an address are its alignment.
+  // The low bits of an address are constant because of alignment.
   return shards_[(reinterpret_cast<uintptr_t>(key) >> 6) % kShards];
 }
 
@@ -238,7 +237,7 @@ void IdentityCache::make_room(int64_t more_bytes, std::optional<uint64_t> newest
   while (true) {
     const bool short_of_bytes = bytes_.load(std::memory_order_relaxed) > max_bytes_ - more_bytes;
     if (!short_of_bytes && entries_.load(std::memory_order_relaxed) <= max_entries_) return;
-    // The turn, and behind it how much it is worth to drop the entry.
+    // The turn, then the benefit of dropping the entry; the largest pair is evicted.
     std::pair<int, double> best;
     Shard* shard_of_best = nullptr;
     uint64_t use_of_best = 0;
@@ -248,7 +247,7 @@ void IdentityCache::make_room(int64_t more_bytes, std::optional<uint64_t> newest
       const std::lock_guard<std::mutex> lock(shard.mutex);
       for (const Entry& entry : shard.entries) {
         if (entry.last_use == newest) continue;
-        // Other threads may have used it since the clock was read.
+        // Another thread may have used the entry since the clock was read.
         const auto age = static_cast<double>(now > entry.last_use ? now - entry.last_use : 0);
         const std::pair<int, double> worth =
             short_of_bytes ? std::pair{-static_cast<int>(row_of(entry.op).turn),
@@ -262,7 +261,7 @@ void IdentityCache::make_room(int64_t more_bytes, std::optional<uint64_t> newest
     }
     if (shard_of_best == nullptr) return;
     const size_t dead_before = dead.size();
-    // Used again meanwhile: then another one has its turn.
+    // If the entry was used meanwhile, nothing matches and the loop picks another one.
     move_out_if(
         *shard_of_best, [use_of_best](const Entry& entry) { return entry.last_use == use_of_best; },
         dead);
@@ -335,7 +334,7 @@ void IdentityCache::insert(const CacheQuery& query, Identities identities, Cache
       const auto current = other++;
       if (!current->identities.key.is(key)) continue;
       first_of_key = false;
-      // Another thread may have computed the same meanwhile.
+      // Another thread may have inserted the same value meanwhile.
       if (current->asked_by(query)) move_out(shard, current, dead);
     }
     newest = entry.last_use = clock_.fetch_add(1, std::memory_order_relaxed);

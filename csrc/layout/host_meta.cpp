@@ -8,7 +8,7 @@
 namespace cuseq {
 namespace {
 
-// Raises ValueError for what the status of a host_meta says is wrong.
+// Raise ValueError for the errors that the status of a host_meta reports.
 void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens) {
   if (status == kLayoutOk) return;
   TORCH_CHECK_VALUE((status & kTooManySequences) == 0,
@@ -25,7 +25,7 @@ void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens)
                     "to more");
 }
 
-// The numbers of a host_meta, waited for and with a good status.
+// Return the numbers of a host_meta; wait for its copy and check its status.
 const int32_t* checked(const at::Tensor& host_meta) {
   TORCH_CHECK_VALUE(host_meta.is_cpu() && host_meta.scalar_type() == at::kInt &&
                         host_meta.dim() == 1 && host_meta.size(0) == kHostMetaSize &&

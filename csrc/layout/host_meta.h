@@ -8,11 +8,11 @@ namespace at {
 class Tensor;
 }
 
-// host_meta is an int32 tensor on the CPU with the few numbers about a pack that host code needs.
-// Kernels write it on the device and it is copied from there, so nothing here includes torch.
+// host_meta is an int32 CPU tensor with the few numbers about a layout that host code needs.
+// Kernels write it on the device and it is copied from there, so this header includes no torch.
 namespace cuseq {
 
-// What each entry of host_meta holds. Python reads these numbers as `_C.HostMeta`.
+// Index of each entry of host_meta. Python reads these numbers as `_C.HostMeta`.
 enum HostMetaSlot : int32_t {
   kNumSeqs = 0,
   kMaxSeqlen = 1,
@@ -23,8 +23,8 @@ enum HostMetaSlot : int32_t {
   kHostMetaSize = 6,
 };
 
-// What can be wrong with lengths whose values only the device knows. Kernels stay inside their
-// tensors whatever they read, set these bits, and the host raises when it first looks.
+// Errors in lengths whose values only the device knows, as bits. Kernels stay inside their tensors
+// whatever values they read and set these bits; the host raises when it first reads the host_meta.
 enum LayoutStatus : int32_t {
   kLayoutOk = 0,
   kNegativeLength = 1,
@@ -40,15 +40,15 @@ struct HostMeta {
   int64_t num_real_tokens = 0;
   int64_t length_divisor = 0;
 
-  // Reads a host_meta, after its copy from the device if one is on its way. Raises ValueError where
-  // the tensor is not a host_meta and for what its status says.
+  // Read a host_meta; wait for its copy from the device if one is pending. Raise ValueError if the
+  // tensor is not a host_meta or if its status reports an error.
   static HostMeta of(const at::Tensor& host_meta);
 
-  // Raises ValueError unless cu_seqlens has an entry for each offset of this pack.
+  // Raise ValueError unless cu_seqlens has an entry for each offset of this layout.
   void check_offsets(const at::Tensor& cu_seqlens) const;
 };
 
-// One number of a host_meta, by its HostMetaSlot; waits and checks as HostMeta::of does.
+// Return one number of a host_meta by its HostMetaSlot; waits and checks as HostMeta::of does.
 CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);
 
 }  // namespace cuseq

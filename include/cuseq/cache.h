@@ -205,7 +205,7 @@ class CUSEQ_API IdentityCache {
 
   struct Hit {
     CachedValuePtr value;
-    std::shared_ptr<c10::Event> made_elsewhere;  // null on the current stream
+    std::shared_ptr<c10::Event> made_elsewhere;  // null if made on the current stream
   };
   enum class Count : uint8_t { kAlways, kHitsAtOnce };
 

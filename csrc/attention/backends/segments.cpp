@@ -21,26 +21,26 @@
 #include <ATen/cuda/CUDAContext.h>
 #endif
 
-// Exact attention one segment at a time, with PyTorch's own dense kernels. Work is the sum of the
-// squared lengths; with a window, of length times window. A mask is of one run of queries at a
-// time. For the CPU, and for what no CUDA varlen kernel takes.
+// Exact attention, one segment at a time, with PyTorch's dense kernels. The work is the sum of the
+// squared lengths, or with a window the sum of length times window. Masks are built for one run of
+// queries at a time. Used on the CPU, and for CUDA inputs that no varlen kernel takes.
 namespace cuseq::attention {
 namespace {
 
-// Queries [query_begin, query_end) see keys of [key_begin, key_end) only.
+// Queries [query_begin, query_end) see only keys in [key_begin, key_end).
 struct Tile {
   int64_t query_begin;
   int64_t query_end;
   int64_t key_begin;
   int64_t key_end;
-  bool masked;  // a mask says which of the keys; else all, or their causal half
+  bool masked;  // needs a mask; if not, sees all keys or their causal half
 
   int64_t queries() const { return query_end - query_begin; }
   int64_t keys() const { return key_end - key_begin; }
 };
 
-// A layout's offsets are brought to the host once, or never left it; others are copied in each
-// call.
+// Return the offsets on the host. Those of a layout are copied at most once and then cached; others
+// are copied in each call. A copy synchronises.
 Tensor offsets_on_host(const Sequences& sequences) {
   const Tensor& offsets = sequences.offsets;
   if (offsets.is_cpu()) return offsets;
@@ -55,13 +55,13 @@ Tensor offsets_on_host(const Sequences& sequences) {
   return host;
 }
 
-// What masks are computed from, where the inputs lie and on the host.
+// The mask rule on the inputs' device and on the host.
 struct Rules {
-  Tensor host_offsets;  // holds what host points to
+  Tensor host_offsets;  // owns the memory that `host` points to
   MaskRule device;
   MaskRule host;
-  // Of spans that only the device knows nothing is asked, since that would wait: any segment may
-  // have one, and any query see all of its segment.
+  // Spans known only on the device are not copied, since that would synchronise. Then any segment
+  // is assumed to have a span, and any query to see all of its segment.
   OptionalTensor host_spans;
   bool spans_are_known = true;
 
@@ -85,14 +85,15 @@ struct Rules {
     }
   }
 
-  // The keys of the queries [first, last) of a segment: bounds of keys ascend with the tokens.
+  // Return the keys of the queries [first, last) of a segment. The bounds of keys ascend with the
+  // tokens, so the first and the last query determine them.
   KeyRange keys_of(int64_t first, int64_t last, int64_t segment) const {
     if (!spans_are_known)
       return {host.segments.seqlens.begin(segment), host.segments.seqlens.begin(segment + 1)};
     return {host.keys_of(first, segment).first, host.keys_of(last - 1, segment).end};
   }
 
-  // Whether a span may start in the tokens [begin, end).
+  // Return whether a span may start in the tokens [begin, end).
   bool has_span(int64_t begin, int64_t end) const {
     if (!spans_are_known) return true;
     const int64_t last = host.span_before(end - 1);
@@ -100,8 +101,8 @@ struct Rules {
   }
 };
 
-// A segment is one tile. Where it needs a mask, for a window or for spans, it is cut into runs of
-// queries, each with the keys in its reach.
+// Call `visit` for each tile. A segment is one tile, unless a window or spans need a mask: then it
+// is cut into runs of queries, each with the keys within its reach.
 template <typename F>
 void for_each_tile(const Rules& rules, const F& visit) {
   const MaskRule& rule = rules.host;
@@ -125,13 +126,13 @@ void for_each_tile(const Rules& rules, const F& visit) {
   }
 }
 
-// One call's attention of a tile, over PyTorch's dense kernels. q, k and v are [1, heads, tokens,
+// The attention of one tile, with one of PyTorch's dense kernels. q, k and v are [1, heads, tokens,
 // dim].
 class TileAttention {
  public:
   TileAttention(const Tile& tile, const MaskRule& rule, const Call& call, const Tensor& q)
       : causal_(call.causal && !tile.masked), scale_(call.scale), kernel_(kernel_for(q)) {
-    // The plain kernel knows no causality of its own.
+    // The plain kernel has no causal option.
     if (tile.masked || (causal_ && kernel_ == Kernel::kPlain)) {
       mask_ = mask_of_tile(rule, tile.query_begin, tile.queries(), tile.key_begin, tile.keys(), q);
     }
@@ -164,7 +165,8 @@ class TileAttention {
         return at::_scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out, q, k, v, out, logsumexp, /*dropout_p=*/0.0, causal_, mask_, scale_);
       case Kernel::kEfficient: {
-        // It reads whole groups of 32 rows; those past the end must not contribute.
+        // The kernel reads whole groups of 32 rows. Padding with infinity makes the extra rows
+        // contribute zero.
         const int64_t rest = (32 - logsumexp.size(2) % 32) % 32;
         const Tensor padded =
             at::constant_pad_nd(logsumexp, {0, rest}, std::numeric_limits<double>::infinity());
@@ -186,7 +188,7 @@ class TileAttention {
             at::matmul(weights.transpose(-2, -1), grad_out)};
   }
 
-  // PyTorch's memory-efficient kernel has no fp64, and bf16 from sm_80 on.
+  // PyTorch's memory-efficient kernel does not support fp64, and supports bf16 from sm_80 on.
   static bool is_efficient([[maybe_unused]] const Tensor& q) {
 #ifdef CUSEQ_WITH_CUDA
     return q.is_cuda() && q.scalar_type() != at::kDouble &&
@@ -220,26 +222,27 @@ class TileAttention {
   OptionalTensor mask_;  // additive, [1, 1, queries, keys]
 };
 
-// [tokens, heads, dim] to [1, heads, tokens, dim], a view.
+// Return a [1, heads, tokens, dim] view of rows [tokens, heads, dim].
 Tensor to_bhsd(const Tensor& rows, int64_t begin, int64_t end) {
   return rows.narrow(0, begin, end - begin).transpose(0, 1).unsqueeze(0);
 }
 
-// Key and value heads repeated for the query heads that share them.
+// Repeat key and value heads for the query heads that share them.
 Tensor expand_heads(const Tensor& bhsd, int64_t heads) {
   const int64_t group = heads / bhsd.size(1);
   if (group == 1) return bhsd;
   return bhsd.unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
 }
 
-// The transpose of expand_heads followed by to_bhsd: sums groups, returns [tokens, heads, dim].
+// Apply the transpose of to_bhsd followed by expand_heads: sum the heads of each group and return
+// [tokens, heads, dim].
 Tensor reduce_heads(const Tensor& bhsd, int64_t heads) {
   const int64_t group = bhsd.size(1) / heads;
   const Tensor reduced = group == 1 ? bhsd : bhsd.unflatten(1, {heads, group}).sum(2);
   return reduced.squeeze(0).transpose(0, 1);
 }
 
-// One head_dim for all, whose rows the kernels can take.
+// Return a head_dim for q, k and v that the kernels accept.
 int64_t common_head_dim(const Tensor& query, const Tensor& value) {
   const int64_t longest = std::max(query.size(2), value.size(2));
   return TileAttention::is_efficient(query) ? round_up(longest, 8) : longest;
@@ -250,7 +253,7 @@ Tensor prepared(const Tensor& rows, int64_t head_dim) {
   return TileAttention::is_efficient(rows) ? aligned_rows(padded) : padded;
 }
 
-// True on the CPU, whose only backend this is, and for any CUDA call of one row.
+// Takes every call on the CPU, where it is the only backend, and every CUDA call of one row.
 bool takes(const Call& call) { return call.is_of_one_row(); }
 
 void warn(const Call& call) {
@@ -310,7 +313,7 @@ Gradients backward(const Call& call, const Outer& outer) {
                       outer.logsumexp.narrow(1, tile.query_begin, tile.queries()).unsqueeze(0));
     grad_q.narrow(0, tile.query_begin, tile.queries())
         .copy_(reduce_heads(tile_q, heads).narrow(2, 0, call.q.size(2)));
-    // Windows overlap, so keys may collect from several tiles.
+    // Keys of overlapping windows get gradients from several tiles.
     grad_k.narrow(0, tile.key_begin, tile.keys())
         .add_(reduce_heads(tile_k, key_heads).narrow(2, 0, call.k.size(2)));
     grad_v.narrow(0, tile.key_begin, tile.keys())

@@ -7,14 +7,14 @@
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
 
-// A row whose segments have padding: gather, call, scatter. The real tokens, moved together, are a
-// row of their own, and nothing is computed with the others, whose outputs and gradients are zero.
+// A row with padded segments: gather, call, scatter. The real tokens are gathered into a row
+// without padding, so that padding costs no attention. Outputs and gradients of padding are zero.
 namespace cuseq::attention {
 namespace {
 
 struct RealTokens {
-  Tensor places;  // where each of them lies
-  Tensor ranks;   // which of them each token is
+  Tensor places;  // index in the row of each real token
+  Tensor ranks;   // index among the real tokens of each token, -1 on padding
   int64_t total_tokens;
 
   explicit RealTokens(const Row& row) : total_tokens(row.call.q.size(0)) {
@@ -36,14 +36,14 @@ struct RealTokens {
                        std::vector<at::Scalar>(tensors.size(), 0));
   }
 
-  // The call among the real tokens alone, of whose q, k and v are given.
+  // Return the call over the real tokens, given their q, k and v.
   Call call_of(const Row& row, const Tensor& q, const Tensor& k, const Tensor& v) const {
     Call call = row.call;
     call.q = q;
     call.k = k;
     call.v = v;
     if (call.spans.has_value()) {
-      // On a device they may hold anything.
+      // Spans on a device are unchecked and may hold any values.
       const Tensor inside = call.spans->to(at::kLong).clamp(0, total_tokens);
       const Tensor begins = ranks.index({inside.select(1, 0).clamp_max(total_tokens - 1)});
       const Tensor lasts = ranks.index({inside.select(1, 1).sub(1).clamp_min(0)});
@@ -59,7 +59,7 @@ Output forward(const Row& row) {
   const RealTokens tokens(row);
   const auto real = tokens.gathered({row.call.q, row.call.k, row.call.v});
   const auto [out, logsumexp] = attend(tokens.call_of(row, real[0], real[1], real[2]));
-  // In the order of the real tokens, for the backward alone.
+  // Kept in the order of the real tokens: only the backward reads it.
   Tensor all = at::zeros({logsumexp.size(0), tokens.total_tokens}, logsumexp.options());
   all.narrow(1, 0, logsumexp.size(1)).copy_(logsumexp);
   return {tokens.scattered({out})[0], all};

@@ -15,7 +15,7 @@
 #include "ops/dispatch.h"
 #include "ops/token_metadata.h"
 
-// PyTorch's memory-efficient kernel, for fp32, for wide heads and for GPUs without flash attention.
+// PyTorch's memory-efficient kernel: for fp32, wide heads and GPUs without flash attention.
 namespace cuseq::attention {
 namespace {
 
@@ -35,12 +35,13 @@ void warn(const Call& call) {
 
 bool has_bf16() { return at::cuda::getCurrentDeviceProperties()->major >= 8; }
 
-// The memory-efficient kernel wants [1, tokens, heads, dim] with as many key heads as query heads.
+// Return rows as the memory-efficient kernel takes them: [1, tokens, heads, dim], with as many key
+// heads as query heads.
 Tensor efficient_rows(const Tensor& rows, int64_t heads) {
   const int64_t group = heads / rows.size(1);
   const Tensor expanded =
       group == 1 ? aligned_rows(rows) : rows.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
-  // Before sm_80 it has no bf16.
+  // The kernel does not support bf16 before sm_80.
   const bool narrow = expanded.scalar_type() == at::kBFloat16 && !has_bf16();
   return (narrow ? expanded.to(at::kFloat) : expanded).unsqueeze(0);
 }
@@ -50,11 +51,11 @@ Tensor reduce_groups(const Tensor& rows, int64_t heads) {
   return group == 1 ? rows : rows.unflatten(1, {heads, group}).sum(2);
 }
 
-// 1 is a causal mask aligned at the top left, which for equal lengths is the only one.
+// 1 is a causal mask aligned at the top left. For equal lengths this is the only alignment.
 int64_t mask_type(const Call& call) { return call.causal ? 1 : 0; }
 
-// Its logsumexp is [n_seqs, heads, longest rounded up to 32], ours is [heads, tokens]: these two
-// functions take the one to the other.
+// The kernel's logsumexp is [n_seqs, heads, longest rounded up to 32], ours is [heads, tokens].
+// unpad_logsumexp and pad_logsumexp convert between them.
 Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t total_tokens) {
   Tensor positions = at::empty({total_tokens}, offsets.options());
   Tensor segments = at::empty({total_tokens}, offsets.options());
@@ -63,7 +64,7 @@ Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t tota
   args.position_ids = positions.mutable_data_ptr<int32_t>();
   args.seq_ids = segments.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(token_metadata, offsets, args);
-  // The tail has no place in it and reads any: the caller zeroes it.
+  // The tail has no entry, so it reads an arbitrary one; the caller zeroes it.
   const Tensor rows = segments.clamp_max_(padded.size(0) - 1).to(at::kLong);
   const Tensor columns = positions.clamp_(0, padded.size(2) - 1).to(at::kLong);
   return padded.transpose(1, 2).index({rows, columns}).t().contiguous();

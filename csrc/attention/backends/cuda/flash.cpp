@@ -11,8 +11,8 @@
 #include "attention/rows.h"
 #include "cuseq/seqlens.h"
 
-// PyTorch's flash attention, called through the dispatcher, where FA3 or FA4 stand in its place
-// once torch.nn.attention.activate_flash_attention_impl was called.
+// PyTorch's flash attention. It is called through the dispatcher, so that FA3 or FA4 replaces it
+// after torch.nn.attention.activate_flash_attention_impl.
 namespace cuseq::attention {
 namespace {
 
@@ -30,13 +30,14 @@ bool takes(const Call& call) {
          at::cuda::getCurrentDeviceProperties()->major >= 8;
 }
 
-// The first `size` of the last dimension, contiguous; the tensor itself where that is what it is.
+// Return the first `size` entries of the last dimension, contiguous, without a copy if possible.
 Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
   return (tensor.size(-1) == size ? tensor : tensor.narrow(-1, 0, size)).contiguous();
 }
 
-// flash counts the keys beside the query, we count the query too. Without a window both are absent:
-// FA4 behind PyTorch's operator takes any bound for a window, and has no backward for windows.
+// flash-attention's window does not count the query itself, ours does. Without a window both bounds
+// are absent: FA4 through PyTorch's operator treats any bound as a window, and its backward does
+// not support windows.
 struct FlashWindow {
   OptionalInt left;
   OptionalInt right;
@@ -48,10 +49,12 @@ struct FlashWindow {
   }
 };
 
-// A longest length of 1 makes flash take a decoding path that assumes a row without a tail.
+// With a longest length of 1, flash-attention takes a decoding path that assumes a row without a
+// tail.
 int64_t longest_of(const Sequences& sequences) { return std::max<int64_t>(sequences.longest, 2); }
 
-// It loads 16 bytes at a time and checks nothing: rows off alignment end in a misaligned address.
+// flash-attention loads 16 bytes at a time without checking alignment: unaligned rows would cause a
+// misaligned address error.
 Tensor flash_rows(const Tensor& rows, int64_t head_dim) {
   return aligned_rows(pad_last_dim(rows, head_dim));
 }
@@ -70,7 +73,7 @@ Output forward(const Call& call) {
   return {out, logsumexp};
 }
 
-// `call` and `outer` as the kernel wants their rows.
+// Run the backward kernel once. The rows must be prepared by flash_rows.
 Gradients backward_once(const Call& call, const Outer& outer) {
   const FlashWindow window(call);
   const Tensor no_dropout_state = at::empty({2}, call.q.options().dtype(at::kLong));
@@ -81,7 +84,7 @@ Gradients backward_once(const Call& call, const Outer& outer) {
 }
 
 // flash-attention 2 indexes its backward workspace of (tokens + 128 * n_seqs) x heads x head_dim
-// with 32 bits (unsloth#8957). Heads are independent, so as many go into one call as fit.
+// with 32 bits (unsloth#8957). Heads are independent, so each call gets as many as fit.
 int64_t heads_per_backward(const Call& call) {
   const int64_t own = call.q.size(2);
   const int64_t head_dim = own <= 192 ? round_up(own, 32) : 256;
@@ -100,7 +103,8 @@ Gradients backward_by_heads(const Call& call, const Outer& outer, int64_t heads_
   Tensor grad_q = at::empty(call.q.sizes(), call.q.options());
   Tensor grad_k = at::zeros(call.k.sizes(), call.k.options());
   Tensor grad_v = at::zeros(call.v.sizes(), call.v.options());
-  // Whole groups while they fit, else parts of one group, whose key gradients add up.
+  // Use whole groups of query heads if they fit, else parts of one group, whose key gradients are
+  // added up.
   const int64_t key_step = std::max<int64_t>(1, heads_per_call / group);
   const int64_t query_step = heads_per_call >= group ? key_step * group : heads_per_call;
   const auto heads = [](const Tensor& tensor, int64_t first, int64_t count) {
