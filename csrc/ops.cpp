@@ -1,9 +1,9 @@
 #include <torch/library.h>
 
-// Every schema, and nothing else. One op, one name: NAME here is csrc/ops/NAME.h (the kernels and
-// their arguments), csrc/ops/NAME.cpp (checks and registration), csrc/cpu/NAME.cpp and
-// csrc/cuda/NAME.cu, or the file of the kernel that it shares; its fake is in
-// python/cuseq/_fakes.py. CONTRIBUTING.md says how to add one.
+// All schemas, and nothing else. The op NAME has its kernels and their arguments in
+// csrc/ops/NAME.h, checks and registration in csrc/ops/NAME.cpp, and implementations in
+// csrc/cpu/NAME.cpp and csrc/cuda/NAME.cu, or in the files of a kernel that it shares. Its fake is
+// in python/cuseq/_fakes.py. CONTRIBUTING.md explains how to add one.
 TORCH_LIBRARY(cuseq, m) {
   const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
 
@@ -53,14 +53,14 @@ TORCH_LIBRARY(cuseq, m) {
       "int ignore_index=-100, Tensor? cu_seqlens_padded=None) -> Tensor",
       pure);
 
-  // csrc/ops/gather_rows.cpp. Row r of an output is slot index[r] of its tensor, and slot s was
-  // copied into row inverse[s]; -1 stands for none in both.
+  // csrc/ops/gather_rows.cpp. Row r of an output is slot index[r] of its tensor; slot s was copied
+  // to row inverse[s]. In both, -1 means none.
   m.def(
       "gather_rows(Tensor[] tensors, Tensor index, Tensor inverse, SymInt[] rows, int leading, "
       "Scalar[] fill) -> Tensor[]",
       pure);
 
-  // csrc/ops/masks.cpp. Ranges are the keys [first, end) that each token sees, [2, total_tokens].
+  // csrc/ops/masks.cpp. Ranges are the keys [first, end) of each token, [2, total_tokens].
   const std::string rule =
       "Tensor source, SymInt total_tokens, bool from_cu_seqlens=False, bool causal=True, "
       "int? window=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None";
@@ -72,8 +72,8 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(("dense_mask(" + dense).c_str(), pure);
   m.def(("block_mask(Tensor ranges" + blocks).c_str(), pure);
 
-  // csrc/attention/varlen_attention.cpp. host_meta is read on the host when the op runs: a graph
-  // that replayed it would replay stale lengths.
+  // csrc/attention/varlen_attention.cpp. host_meta is read on the host when the op runs, so
+  // replaying the op in a graph would reuse stale lengths.
   const std::vector<at::Tag> reads_host = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
@@ -88,8 +88,8 @@ TORCH_LIBRARY(cuseq, m) {
       "Tensor? cu_seqlens_padded=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       reads_host);
 
-  // csrc/ops/apply_rope.cpp and csrc/ops/apply_qk_norm_rope.cpp, which read host_meta too. In a
-  // capture of the user's own they leave it alone and read the offsets on the device.
+  // csrc/ops/apply_rope.cpp and csrc/ops/apply_qk_norm_rope.cpp, which also read host_meta. During
+  // a capture by the user they ignore it and read the offsets on the device.
   const auto def_rope = [&](const std::string& name_and_arguments, const std::string& returns) {
     const std::string options =
         "Tensor cos, Tensor sin, Tensor? cu_seqlens=None, Tensor? host_meta=None, "

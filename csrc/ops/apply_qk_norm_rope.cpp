@@ -135,7 +135,7 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
                       "tensors must be contiguous in their last dimension, got strides ",
                       tensors[i].strides());
     norm.input = tensors[i].const_data_ptr();
-    norm.rstd = const_cast<void*>(rstds[i].const_data_ptr());  // only the forward writes it
+    norm.rstd = const_cast<void*>(rstds[i].const_data_ptr());  // only the forward writes rstd
     read_strides(tensors[i], options.qkv_format, norm.input_strides);
     grad_tensors.push_back(empty_output(tensors[i]));
     write_to(grad_tensors[i], options, tensor);
@@ -172,7 +172,7 @@ Tensors joined(TensorList first, TensorList second) {
   return all;
 }
 
-// Whether there is a gradient of output `i`, and somebody wants one of what it was made from.
+// Return whether output `i` has a gradient and its tensor or its weight needs one.
 bool has_gradient(AutogradContext* ctx, const variable_list& output_grads, size_t i) {
   return output_grads[i].defined() &&
          (ctx->needs_input_grad(i) || ctx->needs_input_grad(output_grads.size() + i));
@@ -192,7 +192,8 @@ class ApplyQkNormRope : public torch::autograd::Function<ApplyQkNormRope> {
     SavedRopeOptions::save(ctx, options, std::move(saved));
     ctx->saved_data["weight_offset"] = weight_offset;
     ctx->set_materialize_grads(false);
-    // Beside autograd: compiled autograd takes no output that is marked as not differentiable.
+    // Returned outside of autograd: compiled autograd accepts no output marked as not
+    // differentiable.
     *returned_rstds = std::move(rstds);
     return outputs;
   }
@@ -215,7 +216,7 @@ class ApplyQkNormRope : public torch::autograd::Function<ApplyQkNormRope> {
       weights.push_back(all[n + i]);
       rstds.push_back(all[2 * n + i]);
     }
-    variable_list result(2 * n + 4);  // none for what is no tensor
+    variable_list result(2 * n + 4);  // undefined for arguments that are not tensors
     if (grads.empty()) return result;
     const auto [grad_tensors, grad_weights] = call_rope(
         backward_op(), options.options, TensorList(grads), TensorList(tensors), TensorList(weights),
@@ -231,7 +232,7 @@ class ApplyQkNormRope : public torch::autograd::Function<ApplyQkNormRope> {
   }
 };
 
-// The gradient of the gradient is not implemented: asking for it raises instead of being zero.
+// The second derivative is not implemented. Asking for it raises instead of returning zero.
 class QkNormRopeBackward : public torch::autograd::Function<QkNormRopeBackward> {
  public:
   static constexpr bool is_traceable = true;

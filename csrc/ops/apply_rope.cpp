@@ -44,7 +44,7 @@ void rope_in_place_kernel(const RopeOptions& options, TensorList tensors) {
   CUSEQ_RUN(apply_rope, tensors[0], args);
 }
 
-// Turns the gradients that there are and that somebody wants, together, the other way.
+// Rotate the gradients that exist and are needed back by the same angles, in one call.
 variable_list turn_back(AutogradContext* ctx, const variable_list& grads) {
   SavedRopeOptions saved(ctx, ctx->get_saved_variables(), 0);
   saved.options.conjugate = !saved.options.conjugate;
@@ -53,7 +53,7 @@ variable_list turn_back(AutogradContext* ctx, const variable_list& grads) {
   for (size_t i = 0; i < grads.size(); ++i) {
     if (wanted(i)) defined.push_back(with_contiguous_heads(grads[i]));
   }
-  variable_list result(grads.size() + 1);  // and none for the options
+  variable_list result(grads.size() + 1);  // the options have no gradient
   if (defined.empty()) return result;
   const std::vector<Tensor> turned = call_rope(rope(), saved.options, TensorList(defined));
   size_t next = 0;
@@ -80,8 +80,8 @@ class ApplyRope : public torch::autograd::Function<ApplyRope> {
   }
 };
 
-// Gives a tensor that has been rotated in place its history. One tensor at a time: autograd allows
-// no function with two outputs to modify views, such as slices of a fused projection.
+// Autograd node for a tensor that was rotated in place. One node per tensor: autograd does not
+// allow a function with two outputs to modify views, such as slices of a fused projection.
 class RotatedInPlace : public torch::autograd::Function<RotatedInPlace> {
  public:
   static constexpr bool is_traceable = true;

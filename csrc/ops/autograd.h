@@ -4,15 +4,15 @@
 
 #include <optional>
 
-// What the autograd kernels of the ops share.
+// Helpers shared by the autograd kernels of the ops.
 namespace cuseq {
 
 bool any_requires_grad(at::TensorList tensors);
 
-// Raises where forward-mode derivatives are asked for.
+// Raise NotImplementedError if a tensor has a forward-mode derivative.
 void refuse_forward_mode(at::TensorList tensors, const char* name);
 
-// Saved tensors are undefined where an optional one was not given.
+// Autograd saves an absent optional tensor as an undefined one. These two functions convert.
 inline at::Tensor or_undefined(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }

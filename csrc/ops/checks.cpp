@@ -83,7 +83,7 @@ void check_length_values(const Tensor& lengths, int64_t total_tokens) {
   for (int64_t i = 0; i < host.numel(); ++i) {
     TORCH_CHECK_VALUE(values[i] >= 0, "lengths must not be negative, got lengths[", i,
                       "] = ", values[i]);
-    // Compared before adding, so that no sum of int64 values can overflow.
+    // Compared before adding, so that the sum cannot overflow.
     TORCH_CHECK_VALUE(values[i] <= kMaxTokens - sum,
                       "lengths must sum to at most 2^31 - 1 tokens, offsets are int32, but "
                       "lengths[",

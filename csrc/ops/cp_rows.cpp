@@ -9,7 +9,8 @@
 namespace cuseq {
 namespace {
 
-// Host values alone: what a device holds, the layout's host_meta says.
+// Check that lengths and tail divide into `parts`. Only values on the host are checked here; for
+// those on a device, see the layout's host_meta.
 void check_parts(const Tensor& cu_seqlens, int64_t total_tokens, int64_t parts) {
   if (!values_can_be_read(cu_seqlens)) return;
   const Tensor host = cu_seqlens.cpu();

@@ -9,8 +9,8 @@ namespace cuseq {
 
 struct CpRowsArgs {
   ContextParallel deal;
-  int32_t* tokens = nullptr;  // [total_tokens], of each place of the dealt row
-  int32_t* places = nullptr;  // [total_tokens], of each token
+  int32_t* tokens = nullptr;  // [total_tokens], token at each place of the dealt row
+  int32_t* places = nullptr;  // [total_tokens], place of each token in the dealt row
 };
 
 namespace cpu {

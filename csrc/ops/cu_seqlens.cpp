@@ -102,7 +102,8 @@ std::tuple<Tensor, Tensor, Tensor> layout_metadata_kernel(const Tensor& source,
   return {lengths, offsets, host_meta};
 }
 
-// Segments are checked on the host where lengths are there; elsewhere their host_meta says it.
+// Check that the segments fit in the row, if the lengths can be read on the host. Otherwise the
+// status in host_meta reports it.
 void check_segments(const Tensor& lengths, int64_t total_tokens, int64_t multiple) {
   if (!values_can_be_read(lengths)) return;
   const Tensor host = lengths.cpu().to(at::kLong).contiguous();
@@ -119,7 +120,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> segment_metadata_kern
     const Tensor& lengths, int64_t total_tokens, int64_t max_seqs, int64_t segment_multiple) {
   check_tokens(total_tokens);
   check_source(lengths, total_tokens, /*is_cu_seqlens=*/false);
-  constexpr int64_t kLargestMultiple = 1 << 20;  // so that sums of segments fit in 64 bits
+  constexpr int64_t kLargestMultiple = 1 << 20;  // keeps sums of segments within 64 bits
   TORCH_CHECK_VALUE(segment_multiple >= 1 && segment_multiple <= kLargestMultiple,
                     "segment_multiple must lie in [1, 2^20], got ", segment_multiple);
   check_max_seqs(max_seqs);
@@ -143,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> segment_metadata_kern
   const auto real = outputs_of(args.lengths);
   const auto padded = outputs_of(args.segments);
   args.segments.segment_multiple = segment_multiple;
-  args.lengths.fit_multiple = segment_multiple;  // one status is read for both
+  args.lengths.fit_multiple = segment_multiple;  // one status covers both
   CUSEQ_RUN(scan_segments, lengths, args);
   return std::tuple_cat(real, padded);
 }

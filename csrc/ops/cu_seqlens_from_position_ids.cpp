@@ -11,7 +11,7 @@
 namespace cuseq {
 namespace {
 
-// The rows to read, [rows, seqlen]: position_ids themselves, or the one plane the caller chose.
+// Return the rows to read, [rows, seqlen]: position_ids, or the plane that the caller chose.
 Tensor rows_of(const Tensor& position_ids, std::optional<int64_t> plane) {
   check_integer(position_ids, "position_ids");
   if (position_ids.dim() == 3) {
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> cu_seqlens_from_position_ids_kernel(const Tensor& pos
   args.num_seqs = num_seqs.mutable_data_ptr<int32_t>();
   Tensor tile_counts;
   if (rows.is_cuda()) {
-    // At most 1,024 tiles, so that adding up their counts stays far below reading the tokens.
+    // At most 1,024 tiles, so that summing their counts costs far less than reading the tokens.
     constexpr int64_t kMinTile = 4096;
     constexpr int64_t kMaxTiles = 1024;
     args.tile_size = std::max(kMinTile, (rows.numel() + kMaxTiles - 1) / kMaxTiles);

@@ -17,8 +17,8 @@ struct PositionIdsArgs {
   int64_t max_seqs = 0;
   int64_t tile_size = 0;           // tokens of one tile, CUDA only
   int32_t* tile_counts = nullptr;  // [number of tiles], scratch, CUDA only
-  int32_t* cu_seqlens = nullptr;   // [max_seqs + 1], last offset repeated
-  int32_t* num_seqs = nullptr;     // [1], the true count, above max_seqs too
+  int32_t* cu_seqlens = nullptr;   // [max_seqs + 1], filled up with the last offset
+  int32_t* num_seqs = nullptr;     // [1], the true count, even if it exceeds max_seqs
 };
 
 namespace cpu {

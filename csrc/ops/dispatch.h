@@ -8,20 +8,21 @@
 #include <c10/cuda/CUDAGuard.h>
 #endif
 
-// How an op is found, how it runs its kernel, and how it is registered.
+// Helpers to look up an op, to run its kernel and to register it.
 namespace cuseq {
 
-// The op of a schema's name, such as "cuseq::cu_seqlens". Look it up once: `static const auto op`.
+// Return the op with this schema name, such as "cuseq::cu_seqlens". Look it up only once: `static
+// const auto op`.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>();
 }
 
 #ifdef CUSEQ_WITH_CUDA
-// Raises what the last launch reported.
+// Raise the error of the last kernel launch, if any.
 void check_launch();
 
-// Runs cpu::kernel(args) or cuda::kernel(args, stream), whichever the tensor's device needs.
+// Run cpu::kernel(args) or cuda::kernel(args, stream), depending on the tensor's device.
 #define CUSEQ_RUN(kernel, where, args)                               \
   do {                                                               \
     if ((where).is_cuda()) {                                         \
@@ -36,7 +37,7 @@ void check_launch();
 #else
 #define CUSEQ_RUN(kernel, where, args) cpu::kernel(args)
 
-// Raises NotImplementedError, which says how to build the CUDA kernels.
+// Raise NotImplementedError with instructions to build the CUDA kernels.
 void built_without_cuda(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                         torch::jit::Stack* stack);
 #endif
@@ -62,8 +63,8 @@ class Registry {
   [[maybe_unused]] c10::DispatchKey device_;
 };
 
-// Registers one block of `m.impl(NAME, KERNEL)` for the CPU and for CUDA. In a build without CUDA
-// the same block makes a CUDA call of those ops say how to get the kernels.
+// Register one block of `m.impl(NAME, KERNEL)` for the CPU and for CUDA. In a build without CUDA,
+// calling these ops with CUDA tensors raises an error that explains how to build the kernels.
 #define CUSEQ_REGISTER(m)                                                                         \
   static void register_kernels(const cuseq::Registry& m);                                         \
   TORCH_LIBRARY_IMPL(cuseq, CPU, library) { register_kernels({library, c10::DispatchKey::CPU}); } \

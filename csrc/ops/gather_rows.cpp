@@ -46,7 +46,7 @@ void check_indices(const Tensor& indices, const char* name) {
                     indices.numel());
 }
 
-// How many there are in one or two dimensions, or -1 where it is more than an index can say.
+// Return the product of one or two sizes, or -1 if a size is negative or above 2^31 - 1.
 int64_t product(at::IntArrayRef sizes) {
   int64_t product = 1;
   for (const int64_t size : sizes) {
@@ -75,14 +75,15 @@ void check_tensor(const Tensor& tensor, size_t i, const Tensor& first, const Ten
                     tensor.strides());
 }
 
-// Floats round, as everywhere in PyTorch; nothing else may change.
+// Return whether a fill value is representable. Floats may round, as everywhere in PyTorch;
+// integers must be exact.
 template <typename T>
 bool represents(const Scalar& fill) {
   if constexpr (std::is_integral_v<T>) {
     if (fill.isComplex()) return false;
     if (fill.isFloatingPoint()) {
       const double value = fill.toDouble();
-      // Those beyond are whole, but would not fit in int64 either.
+      // Larger values are whole numbers, but do not fit in int64.
       if (std::trunc(value) != value || std::abs(value) >= 0x1p63) return false;
     }
     return !c10::overflows<T, int64_t>(fill.to<int64_t>(), /*strict_unsigned=*/true);
@@ -105,7 +106,8 @@ void write_fill(const Scalar& fill, at::ScalarType dtype, size_t i, GatheredTens
                  AT_EXPAND(AT_FLOAT8_TYPES), at::kBool, at::kHalf, at::kBFloat16, at::kComplexHalf);
 }
 
-// Where its slots lie. A stride that is never taken is 0, so that it forbids no vectors.
+// Describe where the slots lie. The stride of a dimension of size 1 is set to 0, so that it does
+// not prevent vectorised access.
 void read_slots(const Tensor& tensor, int64_t leading, int64_t slots, GatheredTensor& gathered) {
   const int64_t size = tensor.element_size();
   const auto stride = [&](int64_t dim) {
@@ -116,14 +118,14 @@ void read_slots(const Tensor& tensor, int64_t leading, int64_t slots, GatheredTe
   gathered.slot_strides[1] = stride(leading - 1);
   if (leading == 1) return;
   gathered.slot_strides[0] = stride(0);
-  if (columns == 1 || stride(0) == columns * stride(1)) {  // one dimension in effect
+  if (columns == 1 || stride(0) == columns * stride(1)) {  // collapses to one dimension
     gathered.columns = static_cast<int32_t>(std::max<int64_t>(1, slots));
     gathered.slot_strides[1] = columns == 1 ? stride(0) : stride(1);
   }
 }
 
-// What lies in a slot: a chunk of neighbours, and the dimensions around it that do not continue it
-// or each other.
+// Describe the memory of a slot: a contiguous chunk, and the dimensions around it that do not
+// collapse into it or into each other.
 void read_trailing(const Tensor& tensor, size_t i, int64_t leading, GatheredTensor& gathered) {
   const int64_t bytes = c10::multiply_integers(tensor.sizes().slice(leading)) *
                         static_cast<int64_t>(tensor.element_size());
@@ -197,8 +199,8 @@ class GatherRows : public torch::autograd::Function<GatherRows> {
  public:
   static constexpr bool is_traceable = true;
 
-  // Rows of tensors that need no gradient are returned beside autograd: compiled autograd takes no
-  // output that is marked as not differentiable.
+  // Rows of tensors that need no gradient are returned outside of autograd: compiled autograd
+  // accepts no output marked as not differentiable.
   static variable_list forward(AutogradContext* ctx, TensorList tensors, const Tensor& index,
                                const Tensor& inverse, c10::SymIntArrayRef rows, int64_t leading,
                                Scalars fill, std::vector<Tensor>* all) {
@@ -220,7 +222,7 @@ class GatherRows : public torch::autograd::Function<GatherRows> {
     return outputs;
   }
 
-  // Each slot's gradient is that of the row which copied it.
+  // The gradient of a slot is that of the row which copied it.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const std::vector<int64_t> sources = ctx->saved_data["sources"].toIntVector();
     const int64_t leading = ctx->saved_data["leading"].toInt();
@@ -229,12 +231,12 @@ class GatherRows : public torch::autograd::Function<GatherRows> {
     for (size_t i = 0; i < grads.size(); ++i) {
       const Tensor& grad = grads[i];
       if (!grad.defined() || !ctx->needs_input_grad(sources[i])) continue;
-      // Gradients come with any strides, such as the zeros of sum().
+      // Gradients may have any strides, such as the expanded zeros of sum().
       const bool fits = grad.dim() == leading || grad.sym_size(-1) <= 1 || grad.sym_stride(-1) == 1;
       wanted.push_back(sources[i]);
       defined.push_back(fits ? grad : grad.contiguous());
     }
-    constexpr int64_t kOthers = 6;  // arguments behind the tensors
+    constexpr int64_t kOthers = 6;  // arguments after the tensors
     variable_list result(ctx->saved_data["tensors"].toInt() + kOthers);
     if (defined.empty()) return result;
     const variable_list saved = ctx->get_saved_variables();

@@ -36,7 +36,7 @@ Tensor lengths_from_padding_mask_kernel(const Tensor& mask, c10::string_view kin
 PaddingMaskArgs padding_mask_args(const Tensor& mask, std::string_view kind) {
   TORCH_CHECK_VALUE(mask.dim() == 2, "mask must have shape [batch, seqlen], got ", mask.sizes());
   check_tokens(mask.numel());
-  check_tokens(mask.size(0) + 1);  // a block each
+  check_tokens(mask.size(0) + 1);  // one block per row
   PaddingMaskArgs args;
   args.kind = kind_of(mask, kind);
   args.mask = mask.const_data_ptr();

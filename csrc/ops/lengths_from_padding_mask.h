@@ -12,14 +12,14 @@ class Tensor;
 
 namespace cuseq {
 
-// Which elements of a mask stand for real tokens.
+// The elements of a mask that mark real tokens.
 enum class MaskKind : uint8_t {
   kNonZeroIsReal,
   kZeroIsReal,
   kNegativeIsHidden,  // additive, floating point
 };
 
-// Of an element, as an unsigned number of its bits.
+// Return whether an element marks a real token. `bits` are its bits as an unsigned integer.
 template <typename T>
 CUSEQ_HOST_DEVICE bool is_real_token(T bits, MaskKind kind) {
   if (kind == MaskKind::kNonZeroIsReal) return bits != 0;
@@ -39,9 +39,9 @@ struct PaddingMaskArgs {
   int32_t* lengths = nullptr;  // [rows]
 };
 
-// Checks the mask [batch, seqlen] of a padded batch and describes it to the kernels. `kind` says
-// which of its elements are real tokens: "nonzero", "zero" or, of an additive mask, "additive":
-// those that are not negative.
+// Check the mask [batch, seqlen] of a padded batch and describe it for the kernels. `kind` says
+// which elements mark real tokens: "nonzero", "zero" or, for an additive mask, "additive": those
+// that are not negative.
 PaddingMaskArgs padding_mask_args(const at::Tensor& mask, std::string_view kind);
 
 namespace cpu {

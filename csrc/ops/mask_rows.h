@@ -7,16 +7,17 @@
 
 namespace cuseq {
 
-// Where each slot of a padded batch lies in the packed row, the other way round, and what there is
-// to say about each token on the way.
+// Arguments to map between the slots of a padded batch and the tokens of the packed row. The same
+// pass computes the metadata of each token.
 struct MaskRowsArgs {
-  PaddingMaskArgs mask;                 // its lengths are not written
-  const int32_t* cu_seqlens = nullptr;  // [rows + 1], of the segments
+  PaddingMaskArgs mask;                 // `lengths` is not written
+  const int32_t* cu_seqlens = nullptr;  // [rows + 1], offsets of the segments
   int64_t total_tokens = 0;
-  int32_t* slots = nullptr;   // [total_tokens], row * cols + col of each token, -1 on pads and tail
-  int32_t* tokens = nullptr;  // [rows, cols], token of each slot, -1 where there is none
-  int32_t* position_ids = nullptr;  // [total_tokens], in the segment; the tail restarts
-  int32_t* seq_ids = nullptr;       // [total_tokens], rows on the tail
+  // [total_tokens], slot of each token: row * cols + col; -1 on padding and tail
+  int32_t* slots = nullptr;
+  int32_t* tokens = nullptr;        // [rows, cols], token of each slot; -1 if none
+  int32_t* position_ids = nullptr;  // [total_tokens], position in the segment; the tail restarts
+  int32_t* seq_ids = nullptr;       // [total_tokens]; `rows` on the tail
   bool* is_pad = nullptr;           // [total_tokens]
 };
 

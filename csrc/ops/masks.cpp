@@ -17,13 +17,13 @@
 namespace cuseq {
 namespace {
 
-// PyTorch's memory-efficient kernel takes masks whose lines start at multiples of 8 elements, 16 in
-// older releases, and copies others.
+// PyTorch's memory-efficient kernel needs mask lines that start at multiples of 8 elements, 16 in
+// older releases, and copies other masks.
 constexpr int64_t kLineAlignment = 16;
 
-// What a mask is made from, checked.
+// The checked inputs of a mask.
 struct MaskInputs {
-  Tensor offsets;  // holds what rule points to
+  Tensor offsets;  // owns the memory that `rule` points to
   MaskRule rule;
 
   MaskInputs(const Tensor& source, int64_t total_tokens, bool from_cu_seqlens, bool causal,
@@ -51,7 +51,7 @@ struct MaskInputs {
     }
     rule.segments = segments_of(offsets, padded, total_tokens);
     rule.causal = causal;
-    // One that reaches over the row hides nothing.
+    // A window at least as long as the row has no effect.
     rule.window = window.has_value() && *window < total_tokens ? *window : 0;
     if (spans.has_value()) {
       rule.spans = spans->const_data_ptr<int32_t>();
@@ -60,7 +60,7 @@ struct MaskInputs {
   }
 };
 
-// Rows of `row_length` tokens each that a flat row holds.
+// The rows of `row_length` tokens each that a flat row is divided into.
 struct Rows {
   int64_t count;
   int64_t length;
@@ -75,7 +75,7 @@ struct Rows {
   }
 };
 
-// At most the largest number.
+// Return the product, or the largest int64 if it overflows.
 int64_t product(std::initializer_list<int64_t> factors) {
   int64_t result = 1;
   for (const int64_t factor : factors) {
@@ -100,7 +100,7 @@ Tensor mask_ranges_kernel(const Tensor& source, int64_t total_tokens, bool from_
   return ranges;
 }
 
-// The bits of an element where a key is seen and where it is hidden.
+// The bits of an element for a visible key and for a hidden one.
 struct MaskBits {
   uint64_t seen;
   uint64_t hidden;
@@ -131,7 +131,7 @@ struct MaskBits {
   }
 };
 
-// Writes args.rows of queries x keys into fresh memory.
+// Write args.rows masks of queries x keys into new memory.
 Tensor fresh_mask(DenseMaskArgs args, const MaskBits& bits, const at::TensorOptions& options) {
   args.stride = round_up(args.keys, kLineAlignment);
   args.seen = bits.seen;
@@ -227,7 +227,7 @@ int64_t dense_mask_bytes(int64_t rows, int64_t row_length, at::ScalarType dtype)
 int64_t block_mask_bytes(int64_t rows, int64_t row_length, int64_t query_block, int64_t key_block) {
   const int64_t queries = ceil_div(row_length, query_block);
   const int64_t keys = ceil_div(row_length, key_block);
-  // Four lists of counts and of indices, and the ranges.
+  // Four lists of counts and of indices, plus the ranges.
   constexpr int64_t kSize = sizeof(int32_t);
   const int64_t indices = product({rows, queries, keys, 4, kSize});
   const int64_t rest = rows * 2 * (queries + keys + row_length) * kSize;
@@ -236,7 +236,7 @@ int64_t block_mask_bytes(int64_t rows, int64_t row_length, int64_t query_block, 
 
 void check_dense_mask(int64_t total_tokens, OptionalInt row_length, at::ScalarType dtype) {
   static const int64_t limit = limit_from_environment("CUSEQ_DENSE_MASK_MAX_BYTES");
-  MaskBits(dtype, /*finite=*/false);  // has a say on the dtype
+  MaskBits(dtype, /*finite=*/false);  // raises for an unsupported dtype
   const Rows rows(total_tokens, row_length);
   const int64_t bytes = dense_mask_bytes(rows.count, rows.length, dtype);
   TORCH_CHECK_VALUE(bytes <= limit, "a dense mask of [", rows.count, ", 1, ", rows.length, ", ",

@@ -5,7 +5,7 @@
 #include "cuseq/masks.h"
 #include "ops/kernel.h"
 
-// What the kernels of masks see.
+// Arguments of the mask kernels.
 namespace cuseq {
 
 struct MaskRangesArgs {
@@ -15,8 +15,8 @@ struct MaskRangesArgs {
   int32_t* end = nullptr;    // [total_tokens]
 };
 
-// Rows of `queries` x `keys`. Row 0 has the tokens from query_begin and key_begin on, each other
-// row those row_step tokens further on.
+// `rows` masks of `queries` x `keys`. Mask 0 starts at the tokens query_begin and key_begin; each
+// further one starts row_step tokens later.
 struct DenseMaskArgs {
   MaskRule rule;
   int64_t rows = 1;
@@ -25,14 +25,14 @@ struct DenseMaskArgs {
   int64_t query_begin = 0;
   int64_t key_begin = 0;
   int64_t row_step = 0;
-  void* out = nullptr;  // [rows, queries, stride], written whole
+  void* out = nullptr;  // [rows, queries, stride], fully written
   int64_t stride = 0;   // elements, a multiple of 16 bytes
   int64_t element_size = 1;
-  uint64_t seen = 0;  // bits of an element
+  uint64_t seen = 0;  // bits of the element of a visible key
   uint64_t hidden = 0;
 };
 
-// Rows of one flat row, `row_length` tokens each.
+// A flat row, divided into rows of `row_length` tokens.
 struct BlockMaskArgs {
   const int32_t* first = nullptr;  // [rows * row_length]
   const int32_t* end = nullptr;
@@ -43,10 +43,10 @@ struct BlockMaskArgs {
   int64_t query_blocks = 0;
   int64_t key_blocks = 0;
   int32_t* ranges = nullptr;       // [rows, query_blocks, 4], scratch, CUDA only
-  int32_t* key_counts[2] = {};     // [rows, query_blocks]: seen in part, seen whole
-  int32_t* key_indices[2] = {};    // [rows, query_blocks, key_blocks], 0 behind the count
+  int32_t* key_counts[2] = {};     // [rows, query_blocks]: blocks seen partly, and completely
+  int32_t* key_indices[2] = {};    // [rows, query_blocks, key_blocks], 0 after the count
   int32_t* query_counts[2] = {};   // [rows, key_blocks]
-  int32_t* query_indices[2] = {};  // [rows, key_blocks, query_blocks], 0 behind the count
+  int32_t* query_indices[2] = {};  // [rows, key_blocks, query_blocks], 0 after the count
 };
 
 namespace cpu {

@@ -1,7 +1,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
-// vmap would otherwise run these ops once for each slice, or say that it cannot take lists.
+// Without this, vmap would run these ops once per slice, or raise that it does not support lists.
 namespace cuseq {
 namespace {
 

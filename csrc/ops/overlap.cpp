@@ -11,7 +11,7 @@
 namespace cuseq {
 namespace {
 
-// steps * stride for every number of steps in [least, most].
+// The values steps * stride for every number of steps in [least, most].
 struct Term {
   int64_t stride;
   int64_t least;
@@ -20,8 +20,9 @@ struct Term {
 
 using Terms = c10::SmallVector<Term, 8>;
 
-// Searches for steps of all terms that add up to a distance. Terms go from the longest stride down,
-// and each leaves the few choices that the shorter ones can still make up for: usually one or two.
+// A search for steps of all terms whose sum is a given distance. Terms are visited by descending
+// stride. Each allows only the few steps that the terms with shorter strides can still complete,
+// usually one or two.
 class Search {
  public:
   explicit Search(Terms terms) : terms_(std::move(terms)) {
@@ -35,7 +36,8 @@ class Search {
     }
   }
 
-  // True, too, where strides are so entangled that the search would take long.
+  // Return whether the distance can be reached. Also return true if the strides are so entangled
+  // that the search would take too long.
   bool reaches(int64_t distance, bool without_standing_still) {
     return from(0, distance, without_standing_still);
   }
@@ -46,7 +48,7 @@ class Search {
     if (i == terms_.size()) return !must_move;
     if (++visited_ > kMostVisited) return true;
     const Term& term = terms_[i];
-    // What is left has to lie in [low_, high_] of the shorter strides.
+    // The rest must lie in [low_, high_] of the shorter strides.
     const int64_t first = std::max(term.least, ceil_of(distance - high_[i + 1], term.stride));
     const int64_t last = std::min(term.most, floor_of(distance - low_[i + 1], term.stride));
     for (int64_t steps = first; steps <= last; ++steps) {
@@ -61,12 +63,12 @@ class Search {
   static constexpr int64_t kMostVisited = 100'000;
 
   Terms terms_;
-  c10::SmallVector<int64_t, 9> low_;  // the least that the terms from here on add up to
+  c10::SmallVector<int64_t, 9> low_;  // least sum of the terms from here on
   c10::SmallVector<int64_t, 9> high_;
   int64_t visited_ = 0;
 };
 
-// Elements between the first and the last of the tensor, both included.
+// Return the number of elements from the first to the last of the tensor, both included.
 int64_t span_of(const Tensor& tensor) {
   int64_t span = 1;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -97,11 +99,11 @@ bool overlap(const Tensor& a, const Tensor& b) {
   const auto size = static_cast<int64_t>(a.element_size());
   const int64_t bytes = first_of(b) - first_of(a);
   if (bytes >= span_of(a) * size || -bytes >= span_of(b) * size) return false;
-  if (bytes % size != 0) return true;  // elements that straddle each other
+  if (bytes % size != 0) return true;  // elements that partly overlap
   Terms terms;
   const auto add = [&](int64_t stride, int64_t least, int64_t most) {
     if (stride == 0 || least == most) return;
-    // Steps along a stride that both have are one difference, not two sums.
+    // Steps along a stride that both tensors have are one difference: merge them into one term.
     const auto same = std::ranges::find(terms, stride, &Term::stride);
     if (same == terms.end()) {
       terms.push_back({stride, least, most});

@@ -2,14 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 
-// Whether strided tensors share elements, exactly: PyTorch's own test gives up on slices of one
+// Exact tests for shared elements of strided tensors. PyTorch's own test gives up on slices of one
 // projection, such as q and k.
 namespace cuseq {
 
-// True where two positions of the tensor are one element in memory.
+// Return whether two positions of the tensor are the same element in memory.
 bool overlaps_itself(const at::Tensor& tensor);
 
-// True where an element of one is an element of the other. The dtypes must be the same.
+// Return whether the tensors share an element in memory. The dtypes must be equal.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace cuseq

@@ -5,13 +5,14 @@
 #include "cuseq/seqlens.h"
 #include "ops/kernel.h"
 
-// Rotary position embedding: what its kernels see, and which angle belongs to which token.
+// Rotary position embedding: the arguments of its kernels, and the position of each token.
 
 namespace cuseq {
 
 enum class FloatType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
-// One of the tensors that rotate together, as [batch, tokens, heads, head_dim] whatever its layout.
+// One of the tensors that are rotated together, as [batch, tokens, heads, head_dim] for every
+// qkv_format.
 struct RopeTensor {
   const void* in = nullptr;
   void* out = nullptr;  // may be `in`
@@ -21,16 +22,16 @@ struct RopeTensor {
 };
 
 enum class PositionSource : int32_t {
-  kDense,     // counted in each batch row
-  kSegments,  // counted in each segment of the flat row
-  kIds,       // given for each token
-  kToken,     // the table has a row for each token
+  kDense,     // position in the batch row
+  kSegments,  // position in the segment of the flat row
+  kIds,       // position_ids, given for each token
+  kToken,     // none: the table has a row for each token
 };
 
 struct RopePositions {
   PositionSource source = PositionSource::kDense;
-  int64_t first = 0;          // kDense: of the first token
-  int64_t global_tokens = 0;  // kDense, kSegments: tokens of the row over all ranks
+  int64_t first = 0;          // kDense: position of the first token
+  int64_t global_tokens = 0;  // kDense, kSegments: tokens of the row on all ranks together
   SeqLens seqlens{};          // kSegments: global offsets
   const void* ids = nullptr;  // kIds
   bool ids_are_int64 = false;
@@ -42,7 +43,8 @@ struct RopePositions {
     return first + (cp_size == 1 ? token : zigzag_position(token, global_tokens, cp_size, cp_rank));
   }
 
-  // `token` counts in this rank's part of the flat row; its segment is that of token * cp_size.
+  // `token` is an index into this rank's part of the flat row; its segment is that of token *
+  // cp_size.
   CUSEQ_HOST_DEVICE int64_t in_segment(int64_t token, int64_t segment) const {
     const int64_t begin = seqlens.begin(segment);
     if (cp_size == 1) return token - begin;
@@ -61,23 +63,24 @@ struct RopeTable {
   const void* cos = nullptr;
   const void* sin = nullptr;
   FloatType dtype = FloatType::kFloat32;
-  int64_t rows = 0;             // positions that it holds
+  int64_t rows = 0;             // number of positions
   int64_t cos_strides[3] = {};  // plane, batch, row; elements
   int64_t sin_strides[3] = {};
-  int64_t column_step = 1;  // 2 where each angle stands twice, side by side
+  int64_t column_step = 1;  // 2 if each angle is stored twice, side by side
 };
 
 enum class Planes : int32_t { kOne, kBlocked, kInterleaved };
 
-// Multimodal positions: time, height and width turn different pairs.
+// Multimodal positions: time, height and width rotate different pairs.
 struct RopePlanes {
   Planes kind = Planes::kOne;
-  int64_t ends[3] =
-      {};  // kBlocked: where the section of each plane ends; kInterleaved: 3 * section
+  // kBlocked: end of each plane's section; kInterleaved: 3 * section
+  int64_t ends[3] = {};
 
   CUSEQ_HOST_DEVICE int count() const { return kind == Planes::kOne ? 1 : 3; }
 
-  // Blocked (Qwen2-VL): ttt hhh www. Interleaved (Qwen3-VL): thw thw ... t, the rest being time.
+  // Return the plane that rotates a pair. Blocked (Qwen2-VL): ttt hhh www. Interleaved (Qwen3-VL):
+  // thw thw ... t; the remaining pairs belong to time.
   CUSEQ_HOST_DEVICE int plane_of(int pair) const {
     if (kind == Planes::kOne) return 0;
     if (kind == Planes::kBlocked) return pair < ends[0] ? 0 : (pair < ends[1] ? 1 : 2);
@@ -91,25 +94,26 @@ struct RopeArgs {
   int n_tensors = 0;
   FloatType dtype = FloatType::kFloat32;
   int64_t batch = 0;
-  int64_t tokens = 0;  // of each batch row
+  int64_t tokens = 0;  // tokens of each batch row
   int64_t head_dim = 0;
   int64_t rotary_dim = 0;
   bool interleaved = false;  // pairs (2i, 2i + 1), not (i, i + rotary_dim / 2)
-  bool conjugate = false;    // turns back
+  bool conjugate = false;    // rotate by the negative angles
   RopePositions positions;
   RopeTable table;
   RopePlanes planes;
 };
 
-// RMS norm of each head in front of the rotation.
+// RMS norm of each head, applied before the rotation.
 struct HeadNorm {
   const void* weight = nullptr;  // [head_dim]
-  void* rstd = nullptr;  // [batch, tokens, heads] in the arithmetic's type; forward writes it
+  // [batch, tokens, heads], in the dtype of the arithmetic; written by the forward
+  void* rstd = nullptr;
 
-  // Backward, where `in` and `out` of the rotated tensor are gradients.
+  // For the backward, in which `in` and `out` of the RopeTensor are gradients.
   const void* input = nullptr;
   int64_t input_strides[3] = {};
-  void* weight_grad = nullptr;  // [head_dim] of the weight's type, or null
+  void* weight_grad = nullptr;  // [head_dim] in the weight's dtype, or null
 };
 
 struct QkNormRopeArgs {
@@ -119,8 +123,8 @@ struct QkNormRopeArgs {
   double eps = 0.0;
   double mean_factor = 0.0;  // 1 / head_dim
   double weight_offset = 0.0;
-  // Backward: [n_partials, 2, head_dim], or null; float64 on the CPU, where one thread adds up many
-  // tokens, the arithmetic's type elsewhere.
+  // For the backward: [n_partials, 2, head_dim], or null. float64 on the CPU, where one thread sums
+  // many tokens, else the dtype of the arithmetic.
   void* partials = nullptr;
   int64_t n_partials = 0;
 };

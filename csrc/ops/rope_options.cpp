@@ -16,7 +16,7 @@ namespace cuseq {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
-constexpr int64_t kMaxHeads = 65536;  // so that a grid holds them in whatever way they are cut up
+constexpr int64_t kMaxHeads = 65536;  // fits in a CUDA grid however the heads are divided
 
 enum Layout : int64_t { kThd, kBshd, kBhsd };
 constexpr std::array<std::string_view, 3> kFormats = {"thd", "bshd", "bhsd"};
@@ -49,7 +49,7 @@ void check_tensor(const Tensor& tensor, const char* name, const Tensor& query, i
                     " must be contiguous in its last dimension, got strides ", tensor.strides());
 }
 
-// Heads that begin inside one another would be written to in an order that nobody can say.
+// Reject heads that partly overlap: the order of writes to them would be undefined.
 void check_heads_apart(const Tensor& tensor, const char* name) {
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
     TORCH_CHECK_VALUE(
@@ -96,7 +96,8 @@ int64_t rotary_dim_of(const RopeOptions& options, int64_t head_dim) {
   return rotary;
 }
 
-// The row of the table that turns most, on the host: a reading of the wrong width shows there.
+// Check on the host that the table repeats angles as its width implies. The last row has the
+// largest angles, so a misread width shows there.
 void check_width(const RopeOptions& options, int64_t rotary_dim) {
   const Tensor& sin = options.sin;
   if (!values_can_be_read(sin) || sin.numel() == 0) return;
@@ -126,9 +127,10 @@ void check_width(const RopeOptions& options, int64_t rotary_dim) {
   }
 }
 
-// Strides of plane, batch and token of what is given for each token, [3, batch, tokens, ...]: with
-// `trailing` more dimensions, without the planes where there are none, and with a batch of one, or
-// none, where its rows are shared. False where the tensor has another shape.
+// Read the strides of plane, batch and token of a tensor with an entry per token, [3, batch,
+// tokens, ...] with `trailing` more dimensions. The planes are absent unless `planes`. The batch
+// may be 1 or absent if all batch rows share the entries. Return false if the tensor has another
+// shape.
 bool read_per_token(const Tensor& tensor, int64_t trailing, bool planes, const Sizes& sizes,
                     int64_t (&strides)[3]) {
   const int64_t batch = planes ? 1 : 0;
@@ -414,7 +416,7 @@ enum SavedNumber : size_t {
   kCpSize,
   kCpRank,
   kConjugate,
-  kSections,  // and what follows
+  kSections,  // the sections take the remaining entries
 };
 
 }  // namespace

@@ -10,22 +10,23 @@
 #include "ops/rope.h"
 #include "ops/types.h"
 
-// What the rotary ops share: the way from their schemas' flat lists of options to checked arguments
-// of a kernel.
+// Conversion, shared by the rotary ops, of their schemas' flat lists of options to checked kernel
+// arguments.
 namespace cuseq {
 
-// Checks everything before any memory is touched, and fills in all but the pointers to outputs.
+// Check everything before any memory is accessed, and fill in all arguments except the output
+// pointers.
 RopeArgs plan_rope(at::TensorList tensors, const RopeOptions& options);
 
-// The tensor as [batch, tokens, heads], in elements.
+// Read the strides of batch, token and head, in elements.
 void read_strides(const at::Tensor& tensor, std::string_view qkv_format, int64_t (&strides)[3]);
 
-// Makes `output` what the kernel writes; it may be the input.
+// Make the kernel write to `output`, which may be the input.
 void write_to(const at::Tensor& output, const RopeOptions& options, RopeTensor& tensor);
 
 FloatType float_type(const at::Tensor& tensor, const char* name);
 
-// In their order in the schemas.
+// The signature (front..., every option), in the order of the schemas.
 template <typename Return, typename... Front>
 using RopeSignature = Return(Front..., const at::Tensor&, const at::Tensor&,
                              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
@@ -33,7 +34,7 @@ using RopeSignature = Return(Front..., const at::Tensor&, const at::Tensor&,
                              std::string_view, bool, std::optional<int64_t>,
                              at::OptionalIntArrayRef, bool, int64_t, int64_t, bool);
 
-// Makes of function(options, front...) the kernel of a schema (front..., every option).
+// Adapt function(options, front...) to a kernel with the schema (front..., every option).
 template <auto function>
 struct RopeKernel;
 
@@ -66,16 +67,16 @@ decltype(auto) call_rope(const Op& op, const RopeOptions& options, const Front&.
                  options.mrope_interleaved, options.cp_size, options.cp_rank, options.conjugate);
 }
 
-// Options kept by an autograd node, whose strings and sections outlive the call.
+// Options saved on an autograd node. Owns the strings and sections, so that they outlive the call.
 class SavedRopeOptions {
  public:
   static void save(torch::autograd::AutogradContext* ctx, const RopeOptions& options,
                    torch::autograd::variable_list saved);
 
-  // `first` is where the options' tensors start among the saved ones.
+  // `first` is the index of the options' first tensor in `saved`.
   SavedRopeOptions(torch::autograd::AutogradContext* ctx,
                    const torch::autograd::variable_list& saved, size_t first);
-  SavedRopeOptions(const SavedRopeOptions&) = delete;  // options point into it
+  SavedRopeOptions(const SavedRopeOptions&) = delete;  // `options` points into this object
 
   RopeOptions options;
 

@@ -28,7 +28,7 @@ void check_written_in_place(TensorList tensors) {
 
 Tensor empty_output(const Tensor& like) {
 #ifdef CUSEQ_WITH_CUDA
-  // In deterministic mode PyTorch may want to fill what is empty.
+  // In deterministic mode PyTorch may need to fill empty tensors.
   if (like.is_cuda() && !at::globalContext().deterministicAlgorithms()) {
     const auto strides = [&] {
       return like.is_non_overlapping_and_dense()

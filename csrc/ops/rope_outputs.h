@@ -4,22 +4,23 @@
 
 #include "cuseq/rope.h"
 
-// What the rotary ops write to, and what their autograd kernels check and bring into shape.
+// Outputs of the rotary ops, and checks of their autograd kernels.
 namespace cuseq {
 
-// Raises ValueError where a tensor overlaps itself or the other, which would be rotated twice or
-// raced for.
+// Raise ValueError if a tensor overlaps itself or the other one. Shared elements would be rotated
+// twice or written by several threads.
 void check_written_in_place(at::TensorList tensors);
 
-// An output as at::empty_like makes it, dense and with the dimensions in the input's order, without
-// its way through the dispatcher, which takes longer than the rest of a call's checks.
+// Return an output like at::empty_like: dense, with the dimensions in the input's memory order. It
+// skips the dispatcher, which takes longer than all other checks of a call.
 at::Tensor empty_output(const at::Tensor& like);
 
-// The table takes no gradient: silence would train it wrongly.
+// Raise NotImplementedError if cos or sin needs a gradient. They get none, and ignoring that would
+// train them wrongly.
 void refuse_table_gradients(const RopeOptions& options);
 
-// Gradients come with any strides, such as the zeros of sum(); the kernels want a contiguous last
-// dimension.
+// Return a gradient with a contiguous last dimension, as the kernels need. Gradients may have any
+// strides, such as the expanded zeros of sum().
 at::Tensor with_contiguous_heads(const at::Tensor& grad);
 
 }  // namespace cuseq

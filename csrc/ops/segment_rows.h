@@ -7,11 +7,11 @@
 
 namespace cuseq {
 
-// Between a row whose segments have padding and the same sequences without it.
+// Arguments to map between a row with padded segments and the same sequences without padding.
 struct SegmentRowsArgs {
   Segments segments;
-  int32_t* places = nullptr;  // [total_tokens], where each real token lies; -1 behind the last
-  int32_t* ranks = nullptr;   // [total_tokens], which of the real tokens each is; -1 on padding
+  int32_t* places = nullptr;  // [total_tokens], place of each real token; -1 after the last
+  int32_t* ranks = nullptr;   // [total_tokens], rank among the real tokens; -1 on padding
 };
 
 namespace cpu {

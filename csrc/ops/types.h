@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <optional>
 
-// Short names of the types that the ops' signatures are made of.
+// Short names for types in the ops' signatures.
 namespace cuseq {
 
 using at::Tensor;

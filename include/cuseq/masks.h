@@ -10,7 +10,7 @@
 //
 // Worked example, lengths [2, 3] in a row of 6 tokens, causal:
 //   token   0 1 2 3 4 5
-//   first   0 0 2 2 2 5   <- the tail sees itself alone
+//   first   0 0 2 2 2 5   <- the tail sees only itself
 //   end     1 2 3 4 5 6
 namespace cuseq {
 
