@@ -1,19 +1,20 @@
-"""Packed causal attention: cuseq against PyTorch's own kernels and against SDPA with a mask.
+"""Benchmark packed causal attention against PyTorch's flash kernels and SDPA with a mask.
 
     python benchmarks/bench_attention.py [--device cpu] [--tokens T ...] [--means M ...]
 
-On CUDA in bf16, on a CPU in fp32; 16 query and 8 key-value heads of 128 unless told otherwise.
-"PyTorch's kernels" are `aten::_flash_attention_forward` and `_backward` called one after the other
-with the exact longest length, the least that any wrapper can cost; "bound" gives them the row's
-length instead. Where flash-attn-4 is installed the last line has cuseq over its kernels, by
-`torch.nn.attention.activate_flash_attention_impl`. The error column compares output and gradients
-with the first line of its case.
+bf16 on CUDA, fp32 on a CPU; 16 query and 8 key-value heads of size 128 unless the options say
+otherwise. "PyTorch's kernels" calls `aten::_flash_attention_forward` and `_backward` directly with
+the exact longest length, which is the lowest cost of any wrapper; "bound" passes the row's length
+as the longest length instead. If flash-attn-4 is installed, the last line is cuseq over its
+kernels, by `torch.nn.attention.activate_flash_attention_impl`. The error column compares output and
+gradients with the first line of each case.
 
-Host time is taken twice: of one call with a backward of its own, which pays for starting autograd's
-engine and waking its thread, and per call of a stack of LAYERS under one backward, as in a model.
+Host time is measured in two ways: for one call with its own backward, which includes starting
+autograd's engine and waking its thread, and per call of a stack of LAYERS calls under one backward,
+as in a model.
 
 Target (on the H200): host time in the stack, forward and backward, at most 30 us above PyTorch's
-kernels, called one after the other or under PyTorch's own autograd.
+kernels, called directly or under PyTorch's own autograd.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ LAYERS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one case, THD: q `[T, Hq, D]`, k and v `[T, Hk, D]`, a gradient like q."""
+    """Inputs of one case, THD: q `[T, Hq, D]`, k and v `[T, Hk, D]`, and a gradient shaped like
+    q."""
 
     lengths: list[int]
     q: Tensor
@@ -54,15 +56,17 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the row; there is no tail."""
+        """Return the number of tokens of the row; there is no tail."""
         return self.q.size(0)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A forward on plain tensors, the same with its backward (output, dq, dk, dv), and LAYERS
-    forwards, each of the output before it, with one backward through all. `flash` is what stands in
-    the place of PyTorch's flash attention meanwhile.
+    """One attention implementation.
+
+    It consists of a forward on plain tensors; the same with its backward (output, dq, dk, dv); and
+    LAYERS chained forwards under one backward. `flash` names the replacement of PyTorch's flash
+    attention that is active meanwhile.
     """
 
     name: str
@@ -73,7 +77,7 @@ class Contender:
 
 
 def make_case(tokens: int, mean: int, heads: tuple[int, int, int], device: torch.device) -> Case:
-    """Random inputs; q and k at the scale that a normalised head has."""
+    """Return random inputs; q and k have the scale of a normalised head."""
     query_heads, key_heads, dim = heads
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device=device).manual_seed(tokens + mean)
@@ -94,7 +98,7 @@ def make_case(tokens: int, mean: int, heads: tuple[int, int, int], device: torch
 def with_autograd(
     name: str, case: Case, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Contender:
-    """A contender from a differentiable function of q, k and v."""
+    """Make a contender from a differentiable function of q, k and v."""
     leaves = [x.detach().clone().requires_grad_() for x in (case.q, case.k, case.v)]
 
     def forward() -> Tensor:
@@ -105,7 +109,7 @@ def with_autograd(
         out = attend(*leaves)
         return out, torch.autograd.grad(out, leaves, case.grad)
 
-    # Keys and values of their own in each layer, or their gradients would have to be added up.
+    # Separate keys and values for each layer; otherwise their gradients would have to be summed.
     layers = [[x.detach().requires_grad_() for x in (case.k, case.v)] for _ in range(LAYERS)]
 
     def stacked() -> object:
@@ -120,7 +124,8 @@ def with_autograd(
 
 
 def kernels_alone(name: str, case: Case, offsets: Tensor, longest: int) -> Contender:
-    """PyTorch's flash kernels without autograd, `longest` given to them as maximum."""
+    """Make a contender of PyTorch's flash kernels without autograd, with `longest` as the
+    maximum."""
     q, k, v = case.q, case.k, case.v
     # Only dropout reads these two.
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -145,7 +150,7 @@ def kernels_alone(name: str, case: Case, offsets: Tensor, longest: int) -> Conte
 
 
 def contenders(case: Case, device: torch.device) -> list[Contender]:
-    """All of them, the reference of the errors first."""
+    """Return all contenders, the reference of the errors first."""
     offsets = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32).to(device)
     longest, total = max(case.lengths), case.tokens
     layout = cuseq.PackedLayout.from_lengths(case.lengths, total).to(device)
@@ -170,7 +175,7 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
         )[0]
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Keys and values repeated, as transformers does wherever there is a mask.
+        # Keys and values are repeated, as transformers does whenever there is a mask.
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -198,13 +203,13 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
 
 
 def error(found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients]) -> float:
-    """Largest relative L2 distance among output, dq, dk and dv."""
+    """Return the largest relative L2 distance among output, dq, dk and dv."""
     pairs = zip((found[0].detach(), *found[1]), (expected[0].detach(), *expected[1]), strict=True)
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
 
 
 def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]:
-    """One row a contender; one that fails says why instead of its times."""
+    """Return one row per contender; a failed one has the error instead of times."""
     rows = []
     expected = None
     for contender in contenders(case, device):
@@ -224,7 +229,8 @@ def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]
                 taken = timer.device_time(call, device=device)
                 row |= {f"{part}_us": taken.median, f"{part}_p90_us": taken.high}
                 if device.type == "cuda":
-                    # Batches of about 20 ms on the device: slow calls say no more in longer ones.
+                    # Batches of about 20 ms on the device; longer batches add nothing for slow
+                    # calls.
                     calls = max(3, min(20, int(20e3 / taken.median)))
                     host = timer.host_time(call, device=device, calls=calls)
                     row[f"{part}_host_us"] = host.median
@@ -244,7 +250,7 @@ def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]
 
 
 def _median_above(rows: list[dict[str, Any]], base: str) -> float | None:
-    """By how much cuseq keeps the host longer than `base`; autograd's thread makes outliers."""
+    """Return the median extra host time of cuseq over `base`; autograd's thread makes outliers."""
     of = {
         (row["name"], row["tokens"], row["mean"]): row["stacked_host_us"]
         for row in rows

@@ -1,10 +1,10 @@
-"""What the identity cache costs a call: a hit, a miss, and the ops without it; on threads too.
+"""Benchmark the identity cache: host time of a hit, a miss and the ops without it, also on threads.
 
     python benchmarks/bench_cache.py [--device cpu] [--out FOLDER]
 
-Targets (on the H200): a hit at most 0.6 us through pybind11 and 2.5 us through torch.ops, a miss
-at most 25 us of host time and 2 kernels; eight threads together hit at least as often as one; what
-was never a key is dropped as fast as without a cache.
+Targets (on the H200): a hit at most 0.6 us through pybind11 and 2.5 us through torch.ops; a miss at
+most 25 us of host time and 2 kernels; eight threads together make at least as many hits per second
+as one; a tensor that was never a key is dropped as fast as without a cache.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from workload import lognormal_lengths
 import cuseq
 
 TOTAL_TOKENS = 8192
-# Fewer than the cache holds, so that a miss does not also evict.
+# Fewer keys than the cache holds, so that a miss does not also evict.
 KEYS = 50
 
 
 def measure_hit(
     call: Callable[..., object], key: tuple[Any, ...], device: torch.device, others: int = 0
 ) -> timer.Timing:
-    """Host time of a hit, with `others` more entries in the cache; fails if it was no hit."""
+    """Measure host time of a hit with `others` more entries in the cache; fail if it was no hit."""
     fillers = [key[0].clone() for _ in range(others)]
     cuseq.cache.clear()
     call(*key)
@@ -50,7 +50,7 @@ def measure_hit(
 def measure_miss(
     call: Callable[..., object], key: tuple[Any, ...], device: torch.device
 ) -> timer.Timing:
-    """Host time of a miss with its insertion; fails if one was a hit."""
+    """Measure host time of a miss with its insertion; fail if one was a hit."""
     lengths, *rest = key
     keys = itertools.cycle([lengths.clone() for _ in range(KEYS)])
     cuseq.cache.clear()
@@ -71,7 +71,7 @@ def measure_miss(
 def python_throughput(
     call: Callable[..., object], keys: list[torch.Tensor], seconds: float = 0.4
 ) -> float:
-    """Millions of calls a second of one thread for each key, together; median of five."""
+    """Return millions of calls per second over all threads, one thread per key; median of five."""
 
     def once() -> float:
         counts = [0] * len(keys)
@@ -102,7 +102,10 @@ def python_throughput(
 
 
 def cpp_throughput(device: torch.device) -> dict[tuple[int, str], float]:
-    """By number of threads and kind of key, from the program that has no GIL; median of five."""
+    """Return throughput by number of threads and kind of key, from a C++ program without a GIL.
+
+    Each figure is the median of five.
+    """
     folder = ROOT / "build" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     program = folder / "cuseq_cache_threads"
     if not program.exists():
@@ -119,7 +122,7 @@ def cpp_throughput(device: torch.device) -> dict[tuple[int, str], float]:
 
 
 def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
-    """Hits a second over all threads; every thread has a key of its own, or all share one."""
+    """Measure hits per second over all threads, with one key per thread and with a shared key."""
     calls = {
         "Python, cuseq.ops.cached_cu_seqlens": cuseq.ops.cached_cu_seqlens,
         "Python, torch.ops.cuseq.cached_cu_seqlens": torch.ops.cuseq.cached_cu_seqlens,
@@ -143,7 +146,8 @@ def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[st
 
 
 def measure_drop(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
-    """Host time of making and dropping a tensor that is no key, beside a cache with many."""
+    """Measure host time of making and dropping a tensor that is no key, with many cached
+    entries."""
 
     def make_and_drop() -> None:
         lengths.clone()
@@ -160,7 +164,7 @@ def measure_drop(lengths: torch.Tensor, device: torch.device) -> list[dict[str, 
 
 
 def row(name: str, timing: timer.Timing, activity: timer.Activity | None = None) -> dict[str, Any]:
-    """One line of the table."""
+    """Return one line of the table."""
     return {
         "what": name,
         "host_us": timing.median,
@@ -226,7 +230,7 @@ def main() -> None:
 
     threads = measure_threads(lengths, device)
 
-    # Profiled last: times of the host are taken before the profiler has run.
+    # The profiler runs last: it may change host times measured after it.
     note = timer.check_profiler(device)
 
     def seen(call: Callable[..., object], on: tuple[Any, ...]) -> timer.Activity | None:

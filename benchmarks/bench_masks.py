@@ -1,33 +1,34 @@
-"""Masks: cuseq against a fill, unsloth, transformers, PyTorch's BlockMask, attention-gym, xformers.
+"""Benchmark masks against a fill, unsloth, transformers, BlockMask, attention-gym and xformers.
 
     python benchmarks/bench_masks.py [--device cpu]
 
-Causal masks of one packed row of T tokens; `-inf` where an additive one hides. Five tables.
+Causal masks of one packed row of T tokens; additive masks hide with `-inf`. Five tables:
 
-- Dense: bool and additive (bf16, on a CPU fp32), 1 to 2,000 documents, one case with a tail. `fill`
-  writes as many bytes by `fill_` into a tensor of the same shape. "In a graph" is one call of many
-  in a CUDA graph, each into memory of its own, ROTATED_BYTES or more before any is written again;
-  GB/s and "of fill" are of that. "Alone" is one call by events, behind an overwritten L2 cache, the
-  only way to time the peers, which wait for the device. unsloth's cache is emptied before each call
-  and its copy of the lengths on the host kept; transformers' mask is made from position ids, as its
-  models do it.
-- BlockMask: everything that one launches, for lognormal lengths and for one document.
-  create_block_mask tells documents apart by an id of each token, which is there beforehand;
-  attention-gym makes it from offsets. Compiled, the seconds of the first call are apart.
-- Flex attention with cuseq's BlockMask and with create_block_mask's, made eagerly. It is compiled
-  for each T by itself and measured in turns; the forward is that of training. On a CPU it is not
+- Dense: bool and additive masks (bf16, on a CPU fp32), 1 to 2,000 documents, one case with a tail.
+  `fill` writes as many bytes by `fill_` into a tensor of the same shape. "In a graph" is one of
+  many calls in a CUDA graph; each call writes to memory of its own, and ROTATED_BYTES or more are
+  written before any memory is reused. GB/s and "of fill" refer to that. "Alone" is one call timed
+  by events after overwriting the L2 cache, which is the only way to time the peers, since they wait
+  for the device. unsloth's cache is emptied before each call, but its host copy of the lengths is
+  kept. transformers' mask is made from position ids, as its models do.
+- BlockMask: everything that one call launches, for lognormal lengths and for one document.
+  create_block_mask tells documents apart by an id per token, made beforehand; attention-gym makes
+  that from offsets. For compiled calls, the seconds of the first call are listed separately.
+- Flex attention with cuseq's BlockMask and with an eagerly made one of create_block_mask. It is
+  compiled for each T and measured in turns; the forward is that of training. On a CPU it is not
   compiled and has no backward.
-- xformers' bias, from lengths on the host, beside `BlockDiagonalCausalMask.from_seqlens`.
-- What one call of each does to the device, as the profiler sees it.
+- xformers' bias from host lengths, compared with `BlockDiagonalCausalMask.from_seqlens`.
+- Kernels, copies and waits of one call of each, as the profiler counts them.
 
-Host time of cuseq is of the op (or the function), which looks nothing up; of a layout's first call,
-each layout new; and of a hit, the same layout again. "Same" says whether a peer's mask hides what
-cuseq's hides, real tokens only: on the tail they differ by intention.
+Host time of cuseq is measured for the op (or function) without any lookup; for the first call on a
+new layout; and for a hit, the same layout again. "Same" tells whether a peer's mask equals cuseq's
+on real tokens; on the tail they differ by design.
 
-The peers' packages come from the folder in PEERS (default .peers; peers.txt says how to fill it);
-what is not there is said, and left out. No step is begun that may end after LIMIT_S (CPU_LIMIT_S).
+The peers' packages come from the folder in PEERS (default .peers; peers.txt says how to fill it). A
+missing package is reported and left out. A step that might end after LIMIT_S (CPU_LIMIT_S) is not
+started.
 
-Targets are the project's, for the H200; on a CPU that against transformers.
+Targets are the project's, for the H200; on a CPU there is one, against transformers.
 """
 
 from __future__ import annotations
@@ -59,17 +60,17 @@ Row = dict[str, Any]
 MEAN_LENGTH = 350
 DOCUMENTS = (1, 16, 254, 2000)
 TAIL = 100
-# The project's figure for dense masks counts from here on; shorter ones fit the L2 cache.
+# The target for dense masks applies from this length on; shorter masks fit the L2 cache.
 LARGE = 4096
 PEER_TOKENS = (4096, 8192)
-# Host time does not grow with the row, and long ones would only wait for the device.
+# Host time does not grow with the row, and long rows would only make the host wait.
 HOST_TOKENS = 8192
 BLOCK_TOKENS = [8192, 32_768, 131_072]
 FLEX_HEADS = (16, 8, 128)
 # Several times the L2 cache of any GPU.
 ROTATED_BYTES = 2**28
 
-# Seconds: of the whole program, and of these what is kept for the profiler at its end.
+# Time limit of the whole program in seconds, and the part reserved for the profiler at the end.
 LIMIT_S = 150
 PROFILE_S = 12
 CPU_LIMIT_S = 30
@@ -81,7 +82,7 @@ XFORMERS = "xformers"
 
 @dataclass(frozen=True)
 class Pack:
-    """One packed row on a device; what the lengths leave is the tail."""
+    """One packed row on a device; tokens beyond the lengths are the tail."""
 
     lengths: tuple[int, ...]
     tokens: int
@@ -96,16 +97,16 @@ class Pack:
         return sum(self.lengths)
 
     def layout(self) -> cuseq.PackedLayout:
-        """A new one, of which nothing is in the cache."""
+        """Return a new layout, of which nothing is cached."""
         return cuseq.PackedLayout.from_lengths(self.lengths, self.tokens).to(self.device)
 
     def device_lengths(self) -> Tensor:
-        """int32 `[n_seqs]`."""
+        """Return the lengths, int32 `[n_seqs]`."""
         return torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
 
 
 class Steps:
-    """Runs the steps that there is time for, and remembers of the others why they are missing."""
+    """Runs the steps that there is time for, and records why the others are missing."""
 
     def __init__(self, begun: float, device: torch.device):
         self.notes: list[str] = []
@@ -121,13 +122,13 @@ class Steps:
     def run(
         self, name: str, needs_s: float, step: Callable[[], list[Row]], *, last: bool = False
     ) -> list[Row]:
-        """The step's rows.
+        """Return the step's rows.
 
         Args:
-            name: for the notes.
-            needs_s: seconds that it may take at most.
+            name: name of the step in the notes.
+            needs_s: the most seconds it may take.
             step: makes the rows.
-            last: takes what is kept for the end.
+            last: whether it may use the time reserved for the end.
         """
         if self.seconds + needs_s + (0 if last else self._kept) > self._end:
             self.notes.append(f"Left out for lack of time: {name}.")
@@ -145,13 +146,13 @@ class Steps:
 
 
 def reason(failure: Exception) -> str:
-    """The first line of what went wrong."""
+    """Return the first line of an error."""
     return (str(failure).splitlines() or [""])[0][:200] or type(failure).__name__
 
 
 @contextmanager
 def noting(row: Row) -> Iterator[None]:
-    """Puts into the row why its measurement failed, where it does."""
+    """Write the reason into the row if its measurement fails."""
     try:
         yield
     except Exception as failure:
@@ -160,7 +161,7 @@ def noting(row: Row) -> Iterator[None]:
 
 @functools.lru_cache
 def document_lengths(tokens: int, documents: int) -> tuple[int, ...]:
-    """Lengths of exactly so many documents: lognormal, equal where the mean is below 8."""
+    """Return lengths of that many documents: lognormal, or equal if the mean is below 8."""
     if documents > 1 and tokens >= 8 * documents:
         for seed in range(2000):
             found = lognormal_lengths(tokens, tokens / documents, seed)
@@ -171,7 +172,8 @@ def document_lengths(tokens: int, documents: int) -> tuple[int, ...]:
 
 
 def first_call_us(pack: Pack, call: Callable[[cuseq.PackedLayout], object], layouts: int) -> float:
-    """Host time of the first call on a layout: each call gets a layout of its own, made untimed."""
+    """Measure host time of the first call on a layout; each call gets a new layout, made
+    untimed."""
     held: list[cuseq.PackedLayout] = []
     unused: list[cuseq.PackedLayout] = []
 
@@ -188,11 +190,11 @@ def first_call_us(pack: Pack, call: Callable[[cuseq.PackedLayout], object], layo
 
 
 def measure_peer(make: Callable[[], object], device: torch.device, row: Row) -> None:
-    """Device time by events and, on a GPU, host time."""
+    """Measure device time by events and, on a GPU, host time."""
     taken = timer.device_time(make, device=device, repeats=20, warmup=2)
     row["alone_us"] = taken.median
     if device.type == "cuda":
-        # No more calls a batch than the device works off in about 20 ms.
+        # At most as many calls per batch as the device completes in about 20 ms.
         calls = max(1, min(20, int(20e3 / taken.median)))
         host = timer.host_time(make, device=device, calls=calls, batches=15, warmup=1)
         row["host_us"] = host.median
@@ -206,12 +208,12 @@ def short(dtype: torch.dtype) -> str:
 
 
 def measure_dense(make: Callable[[], Tensor], size: int, device: torch.device, row: Row) -> None:
-    """Device time of `size` bytes, in a graph and by events, and their bandwidth."""
+    """Measure device time of writing `size` bytes, in a graph and by events, and the bandwidth."""
     row["alone_us"] = timer.device_time(make, device=device, repeats=20).median
     taken_us = row["alone_us"]
     if device.type == "cuda":
         calls = min(200, max(4, ROTATED_BYTES // size + 1))
-        # What the graph's calls return is kept, so that each writes to memory of its own.
+        # Keep what the graph's calls return, so that each call writes to memory of its own.
         kept: deque[Tensor] = deque(maxlen=calls)
         taken_us = timer.graph_time(lambda: kept.append(make()), calls=calls, repeats=15).median
         row["graph_us"] = taken_us
@@ -219,14 +221,14 @@ def measure_dense(make: Callable[[], Tensor], size: int, device: torch.device, r
 
 
 def filled(tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Writes what a mask that hides everything would hold."""
+    """Return a function that fills a mask's memory with the value that hides."""
     hidden = False if dtype == torch.bool else float("-inf")
     shape = (1, 1, tokens, tokens)
     return lambda: torch.empty(shape, dtype=dtype, device=device).fill_(hidden)
 
 
 def dense_rows(tokens: int, counts: tuple[int, ...], device: torch.device) -> list[Row]:
-    """The fill, cuseq and the peers, for each dtype and number of documents."""
+    """Return rows of the fill, cuseq and the peers, for each dtype and number of documents."""
     on_gpu = device.type == "cuda"
     cases = [(documents, 0) for documents in counts if documents <= tokens // 2]
     cases.append((min(254, cases[-1][0]), TAIL))
@@ -252,7 +254,7 @@ def dense_rows(tokens: int, counts: tuple[int, ...], device: torch.device) -> li
 
 
 def measure_own_dense(pack: Pack, dtype: torch.dtype, row: Row) -> None:
-    """One mask by the op, by a new layout and by the same one."""
+    """Measure one mask by the op, by a new layout and by the same layout."""
     device, layout = pack.device, pack.layout()
     offsets = layout.cu_seqlens
 
@@ -272,7 +274,7 @@ def measure_own_dense(pack: Pack, dtype: torch.dtype, row: Row) -> None:
 
 
 def dense_peers(pack: Pack, dtype: torch.dtype) -> Iterator[Row]:
-    """The peers' masks of that kind."""
+    """Yield rows of the peers' masks of that dtype."""
     makers = {TRANSFORMERS: by_transformers}
     # On a CPU it takes seconds for more documents.
     if dtype != torch.bool and (pack.device.type == "cuda" or len(pack.lengths) <= 16):
@@ -292,19 +294,22 @@ def dense_peers(pack: Pack, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def visible(mask: Tensor, pack: Pack) -> Tensor:
-    """Which real tokens see which."""
+    """Return which real tokens see which."""
     mask = mask[..., : pack.real_tokens, : pack.real_tokens]
     return mask if mask.dtype == torch.bool else mask == 0
 
 
 def by_transformers(pack: Pack, dtype: torch.dtype) -> Callable[[], Tensor | None]:
-    """What a model makes once a forward: bool for sdpa, additive for eager attention."""
+    """Return the function that makes transformers' mask, once per forward.
+
+    The mask is bool for sdpa and additive for eager attention.
+    """
     from transformers import Qwen3Config
     from transformers.masking_utils import create_causal_mask
 
     config = Qwen3Config(num_hidden_layers=1)
     config._attn_implementation = "sdpa" if dtype == torch.bool else "eager"
-    # Only its shape, dtype and device are looked at.
+    # Only its shape, dtype and device are read.
     floats = torch.float32 if dtype == torch.bool else dtype
     embeds = torch.empty(1, pack.tokens, 1, dtype=floats, device=pack.device)
     ids = pack.layout().position_ids.long()[None]
@@ -319,7 +324,7 @@ def by_transformers(pack: Pack, dtype: torch.dtype) -> Callable[[], Tensor | Non
 
 @functools.lru_cache
 def unsloth_packing() -> ModuleType:
-    """unsloth's module of packing by itself: the whole package would patch torch."""
+    """Import unsloth's packing module alone; importing the whole package would patch torch."""
     folder = peers_folder()
     path = folder / "unsloth" / "utils" / "packing.py" if folder is not None else None
     if path is None or not path.exists():
@@ -331,7 +336,7 @@ def unsloth_packing() -> ModuleType:
 
 
 def by_unsloth(pack: Pack, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """unsloth's mask for SDPA, as it makes it for the first layer of a forward."""
+    """Return the function that makes unsloth's SDPA mask, as in the first layer of a forward."""
     packing = unsloth_packing()
     lengths = torch.tensor(pack.lengths, dtype=torch.int32)
     info = packing.get_packed_info_from_kwargs({"packed_seq_lengths": lengths}, pack.device)
@@ -348,7 +353,7 @@ def by_unsloth(pack: Pack, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def document_mask(ids: Tensor) -> Callable[..., Tensor]:
-    """The mask_mod that users write, from the document of each token, `[T]`."""
+    """Return the mask_mod that users write, from the document id of each token, `[T]`."""
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (ids[query] == ids[key]) & (query >= key)
@@ -357,14 +362,14 @@ def document_mask(ids: Tensor) -> Callable[..., Tensor]:
 
 
 def by_create_block_mask(pack: Pack, create: Callable = create_block_mask) -> Callable[[], object]:
-    """PyTorch's own, eager unless told otherwise."""
+    """Return the function that calls PyTorch's create_block_mask, eager by default."""
     mask_mod = document_mask(pack.layout().seq_ids)
     where = pack.device.type
     return lambda: create(mask_mod, 1, 1, pack.tokens, pack.tokens, device=where)
 
 
 def by_attention_gym(pack: Pack) -> Callable[[], object]:
-    """attention-gym's document mask, handed to PyTorch."""
+    """Return the function that makes a BlockMask from attention-gym's document mask."""
     if not import_peer("attn_gym"):
         raise ImportError("attn_gym is neither installed nor in PEERS")
     from attn_gym.masks import causal_mask, generate_doc_mask_mod
@@ -379,7 +384,7 @@ def by_attention_gym(pack: Pack) -> Callable[[], object]:
 
 
 def own_block_rows(sizes: list[int], device: torch.device) -> list[Row]:
-    """cuseq's BlockMask for each T, of lognormal lengths and of one document."""
+    """Return rows of cuseq's BlockMask for each T, with lognormal lengths and with one document."""
     rows = []
     for tokens in sizes:
         for pack in (Pack.lognormal(tokens, device), Pack((tokens,), tokens, device)):
@@ -391,7 +396,7 @@ def own_block_rows(sizes: list[int], device: torch.device) -> list[Row]:
 
 
 def measure_own_block(pack: Pack, row: Row) -> None:
-    """One BlockMask by the function, by a new layout and by the same one."""
+    """Measure one BlockMask by the function, by a new layout and by the same layout."""
     device, lengths, layout = pack.device, pack.device_lengths(), pack.layout()
 
     def make() -> BlockMask:
@@ -406,7 +411,7 @@ def measure_own_block(pack: Pack, row: Row) -> None:
 
 
 def peer_block_rows(name: str, sizes: list[int], device: torch.device) -> list[Row]:
-    """A peer's BlockMask for each T, compared with cuseq's."""
+    """Return rows of a peer's BlockMask for each T, compared with cuseq's."""
     makers = {
         EAGER: by_create_block_mask,
         COMPILED: lambda pack: by_create_block_mask(pack, torch.compile(create_block_mask)),
@@ -433,7 +438,7 @@ def peer_block_rows(name: str, sizes: list[int], device: torch.device) -> list[R
 
 
 def same_blocks(ours: BlockMask, theirs: BlockMask) -> bool:
-    """The same blocks visited, and as many of them whole, for each block of queries."""
+    """Return whether both masks visit the same blocks, with equal counts of full blocks."""
     return torch.equal(ours.to_dense().bool(), theirs.to_dense().bool()) and torch.equal(
         ours.full_kv_num_blocks.long(), theirs.full_kv_num_blocks.long()
     )
@@ -443,7 +448,7 @@ def same_blocks(ours: BlockMask, theirs: BlockMask) -> bool:
 
 
 def flex_rows(tokens: int, device: torch.device) -> list[Row]:
-    """Flex attention with either mask, and how far their results lie apart."""
+    """Return rows of flex attention with either mask, and the difference of their results."""
     on_gpu = device.type == "cuda"
     query_heads, key_heads, dim = FLEX_HEADS if on_gpu else (4, 2, 64)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -485,7 +490,7 @@ def flex_rows(tokens: int, device: torch.device) -> list[Row]:
         ours, theirs = ([x.detach().double() for x in results[name]] for name in masks)
         pairs = zip(ours, theirs, strict=True)
         rows[CUSEQ]["error"] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
-    # In turns, so that a clock that drifts favours neither.
+    # In turns, so that clock drift affects both alike.
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     rounds, repeats = (3, 20) if on_gpu else (1, 5)
     for _ in range(rounds):
@@ -505,7 +510,7 @@ def flex_rows(tokens: int, device: torch.device) -> list[Row]:
 
 
 def xformers_bias() -> type:
-    """xformers' class; its compiled kernels are not needed."""
+    """Return xformers' class; its compiled kernels are not needed."""
     if not import_peer("xformers"):
         raise ImportError("xformers is neither installed nor in PEERS")
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
@@ -514,7 +519,7 @@ def xformers_bias() -> type:
 
 
 def xformers_rows(tokens: int, counts: tuple[int, ...], device: torch.device) -> list[Row]:
-    """Host time of making the bias, theirs and ours."""
+    """Return rows of the host time of making the bias, xformers' and cuseq's."""
     bias = xformers_bias()
     rows = []
     for documents in counts:
@@ -538,7 +543,8 @@ def xformers_rows(tokens: int, counts: tuple[int, ...], device: torch.device) ->
 
 
 def count_rows(tokens: int, device: torch.device) -> list[Row]:
-    """Kernels, copies and waits of one call of each; last, since the profiler slows launches."""
+    """Return kernels, copies and waits of one call of each; last, as the profiler slows
+    launches."""
     pack = Pack(document_lengths(tokens, 254), tokens, device)
     lengths, offsets = pack.device_lengths(), pack.layout().cu_seqlens
     dtype = torch.bfloat16
@@ -588,7 +594,7 @@ def count_rows(tokens: int, device: torch.device) -> list[Row]:
 def targets(
     dense: list[Row], blocks: list[Row], flex: list[Row], device: torch.device
 ) -> list[Target]:
-    """The project's figures, each with the worst that was measured."""
+    """Return the project's targets, each with its worst measurement."""
     own_dense = [row for row in dense if row["name"] == CUSEQ]
     if device.type != "cuda":
         return cpu_targets(dense, own_dense)
@@ -600,7 +606,7 @@ def targets(
                 for row in own_dense
                 if (row["dtype"], row["documents"]) == (dtype, documents) and row["tokens"] >= LARGE
             ]
-            # A length that failed must not make the others' least the figure.
+            # If one length failed, do not report the minimum of the others.
             reached = None if not shares or None in shares else min(shares)
             what = (
                 f"dense, {dtype}, {documents:,} documents: bandwidth over the fill's, "
@@ -628,7 +634,7 @@ def targets(
 
 
 def cpu_targets(dense: list[Row], own: list[Row]) -> list[Target]:
-    """How many times as fast as transformers' mask of the same case, of several documents."""
+    """Return the speedup over transformers' mask of the same case, with several documents."""
     found = []
     for dtype in ("bool", "fp32"):
         theirs = {
@@ -651,7 +657,7 @@ def cpu_targets(dense: list[Row], own: list[Row]) -> list[Target]:
 
 
 def table(title: str, columns: dict[str, str], rows: list[Row]) -> Table:
-    """Without the columns that no row fills."""
+    """Return a table without the columns that no row fills."""
     filled_in = {key: text for key, text in columns.items() if any(key in row for row in rows)}
     return Table(title, filled_in, rows)
 
@@ -659,7 +665,7 @@ def table(title: str, columns: dict[str, str], rows: list[Row]) -> Table:
 def tables(
     dense: list[Row], blocks: list[Row], flex: list[Row], biases: list[Row], counts: list[Row]
 ) -> list[Table]:
-    """All five."""
+    """Return all five tables."""
     case = {"tokens": "tokens", "documents": "documents"}
     host = {"host_us": "host us a call", "first_us": "layout's first", "hit_us": "hit"}
     ends = {"same": "same as cuseq's", "note": "failed"}
@@ -691,7 +697,7 @@ def tables(
 
 
 def draw(dense: list[Row], blocks: list[Row], out: Path) -> None:
-    """Dense masks of 254 documents, additive, and BlockMasks of lognormal lengths."""
+    """Plot dense additive masks of 254 documents, and BlockMasks of lognormal lengths."""
     additive = [
         row for row in dense
         if row["dtype"] != "bool" and row.get("documents", 254) == 254 and not row.get("tail")
@@ -744,7 +750,7 @@ def main() -> None:
             step = functools.partial(flex_rows, tokens, device)
             flex.extend(steps.run(f"flex attention, {tokens:,} tokens", needs_s, step))
 
-    # What matters most comes first.
+    # The most important steps run first.
     if device.type == "cuda":
         measure_denses([8192, 4096], DOCUMENTS, 15)
         measure_denses([16_384, 32_768], DOCUMENTS, 8)

@@ -1,11 +1,11 @@
-"""Metadata of a packed row: once a forward with cuseq, and as other code makes it in every layer.
+"""Benchmark the metadata of a packed row: once per forward with cuseq, in every layer elsewhere.
 
     python benchmarks/bench_metadata.py [--device cpu] [--layers 1 28 40] [--out FOLDER]
 
-Three tables: a whole forward's metadata (host time on an idle and on a busy GPU, kernels, waits),
-each op by itself against the PyTorch calls that do the same, and the kernels' bandwidth against
-that of a copy. On the busy GPU a matrix product is queued before each layer's metadata, as the
-layers of a model are: what stalls shows as host time. Nothing of the model runs besides.
+Three tables: the metadata of a whole forward (host time on an idle and on a busy GPU, kernels,
+waits), each op against the equivalent PyTorch calls, and the kernels' bandwidth against that of a
+copy. On the busy GPU a matrix product is queued before each layer's metadata, in place of the
+model's layers, so that waits show as host time. Nothing else of the model runs.
 
 Targets (on the H200): a miss at most 25 us of host time and 2 kernels; no wait with host lengths,
 at most one event wait with device lengths.
@@ -37,14 +37,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Way:
-    """One way to the metadata of a forward, in four steps; the first is not timed.
+    """One way to make the metadata of a forward, in four steps; the first is not timed.
 
     Attributes:
-        name: for the table.
-        prepare: what a data loader would have done before; its result goes to `begin`.
-        begin: once a forward; its result goes to each `layer`.
-        layer: once a layer.
-        end: once, after the last layer.
+        name: name in the table.
+        prepare: does the data loader's work beforehand; its result goes to `begin`.
+        begin: runs once per forward; its result goes to each `layer`.
+        layer: runs once per layer.
+        end: runs once, after the last layer.
     """
 
     name: str
@@ -55,17 +55,18 @@ class Way:
 
 
 def offsets_by_cumsum(lengths: Tensor) -> tuple[Tensor, int]:
-    """`cu_seqlens` and the longest length, as unsloth's packing helper makes them."""
+    """Return `cu_seqlens` and the longest length, as unsloth's packing helper makes them."""
     offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths, dim=0, dtype=torch.int32, out=offsets[1:])
     return offsets, int(lengths.max().item())
 
 
 def offsets_from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
-    """The same from packed position ids `[1, T]`, as transformers' flash path does per layer.
+    """Return the same from packed position ids `[1, T]`, as transformers' flash path does per
+    layer.
 
-    First a test whether the row is packed at all, then the places where positions restart, then
-    the longest difference; the flash kernel's wrapper wants that as an int.
+    It first tests whether the row is packed at all, then finds where positions restart, then the
+    longest difference, as an int because the flash kernel's wrapper requires one.
     """
     device = position_ids.device
     unpacked = torch.arange(position_ids.shape[1], device=device) + position_ids.min()
@@ -79,20 +80,20 @@ def offsets_from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
 
 
 def position_ids_by_repeat(lengths: Tensor, total_tokens: int) -> Tensor:
-    """Positions that restart, from device lengths without a wait; the row has no tail."""
+    """Return restarting positions from device lengths without a wait; the row has no tail."""
     starts = lengths.cumsum(0) - lengths
     first = torch.repeat_interleave(starts, lengths, output_size=total_tokens)
     return torch.arange(total_tokens, device=lengths.device) - first
 
 
 def seq_ids_by_repeat(lengths: Tensor, total_tokens: int) -> Tensor:
-    """Segment numbers, from device lengths without a wait; the row has no tail."""
+    """Return segment indices from device lengths without a wait; the row has no tail."""
     number = torch.arange(lengths.numel(), dtype=torch.int32, device=lengths.device)
     return torch.repeat_interleave(number, lengths, output_size=total_tokens)
 
 
 def ways(lengths: list[int], device: torch.device) -> list[Way]:
-    """Everything that the first table compares, on the same lengths."""
+    """Return everything that the first table compares, on the same lengths."""
     total = sum(lengths)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
     position_ids = position_ids_by_repeat(on_device, total).long()[None]
@@ -184,7 +185,7 @@ def ways(lengths: list[int], device: torch.device) -> list[Way]:
 
 
 class BusyWork:
-    """Matrix products that keep the GPU busy without the host: one stands for a layer."""
+    """Matrix products that keep the GPU busy without the host; one stands for a layer."""
 
     def __init__(self, device: torch.device) -> None:
         self._a = torch.randn(4096, 8192, dtype=torch.bfloat16, device=device)
@@ -196,7 +197,7 @@ class BusyWork:
 
 
 def forward_host_us(way: Way, layers: int, work: Callable[[], None] | None) -> float:
-    """Host time of one forward's metadata in us; queueing `work` is not counted."""
+    """Return host time of one forward's metadata in us, without the time to queue `work`."""
     state = way.prepare()
     if work is not None:
         work()
@@ -217,7 +218,7 @@ def forward_host_us(way: Way, layers: int, work: Callable[[], None] | None) -> f
 def host_timing(
     way: Way, layers: int, device: torch.device, work: Callable[[], None] | None
 ) -> timer.Timing:
-    """`forward_host_us` over many forwards, each from an idle device."""
+    """Time `forward_host_us` over many forwards, each from an idle device."""
     samples = []
     for _ in range(3):
         forward_host_us(way, layers, work)
@@ -229,7 +230,7 @@ def host_timing(
 
 
 def forward_activity(way: Way, layers: int, device: torch.device) -> timer.Activity:
-    """What one forward's metadata does to the device, the loader's part excluded."""
+    """Return the device activity of one forward's metadata, without the loader's part."""
     prepared = way.prepare()
 
     def forward() -> None:
@@ -242,7 +243,7 @@ def forward_activity(way: Way, layers: int, device: torch.device) -> timer.Activ
 
 
 def op_pairs(lengths: list[int], device: torch.device) -> dict[str, Callable[[], object]]:
-    """Each op and, after it, the PyTorch calls that do the same."""
+    """Return each op followed by the equivalent PyTorch calls."""
     total = sum(lengths)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
     position_ids = position_ids_by_repeat(on_device, total).long()[None]
@@ -271,14 +272,14 @@ def op_pairs(lengths: list[int], device: torch.device) -> dict[str, Callable[[],
 
 
 def bandwidth_rows(device: torch.device, sizes: list[int]) -> list[dict[str, Any]]:
-    """Device time of the ops that write a value per token, beside a copy of as many bytes."""
+    """Return device time of the ops that write a value per token, next to a copy of equal size."""
     rows = []
     for total in sizes:
         lengths = torch.tensor(
             lognormal_lengths(total, MEAN_LENGTH, seed=1), dtype=torch.int32, device=device
         )
         position_ids = cuseq.ops.position_ids(lengths, total)[None]
-        # Read and written, a copy of half the tokens moves the bytes of one int32 per token.
+        # A copy of half the tokens, read and written, moves the bytes of one int32 per token.
         source = torch.randint(1000, (total // 2,), dtype=torch.int32, device=device)
         target = torch.empty_like(source)
         calls: dict[str, Callable[[], object]] = {
@@ -309,7 +310,7 @@ def main() -> None:
     report = Report("metadata", environment(args.device))
     report.notes.append(f"{len(lengths)} lengths, {args.tokens:,} tokens, mean {MEAN_LENGTH}.")
 
-    # Host times come first and the profiler last, since it may slow the launches after it.
+    # Host times come first and the profiler last, since it may slow later launches.
     forwards: list[dict[str, Any]] = []
     work = BusyWork(device) if on_gpu else None
     if work is not None:
@@ -370,7 +371,7 @@ def main() -> None:
 
 
 def targets(forwards: list[dict[str, Any]], singles: list[dict[str, Any]]) -> list[Target]:
-    """The figures to reach, from the rows with most layers and the op alone."""
+    """Return the targets, from the rows with the most layers and the single op."""
     most = max(line["layers"] for line in forwards)
     host = [f for f in forwards if f["layers"] == most and "host lengths" in f["way"]]
     ondevice = [f for f in forwards if f["layers"] == most and "device lengths" in f["way"]]

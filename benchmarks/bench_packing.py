@@ -1,18 +1,17 @@
-"""Which samples share a row: rows, fill and seconds of each strategy, the sampler and the stream.
+"""Benchmark packing strategies, the sampler and the stream: rows, fill and seconds.
 
     python benchmarks/bench_packing.py [--samples N] [--large N]
 
-Lengths are lognormal with a mean near 350 and clipped to a capacity of 4,096 tokens. Everything
-runs on the CPU. TRL's packer is measured beside ours where it is installed; it moves tokens too,
-here one byte each, and its default packs each thousand samples by itself.
+Lengths are lognormal with a mean near 350, clipped to a capacity of 4,096 tokens. Everything runs
+on the CPU. TRL's packer is measured too if it is installed. It also moves tokens, here one byte
+each, and by default packs each thousand samples separately.
 
-The sampler's seconds are from the lengths to the first batch, for one of 8 ranks. `--large` plans
-that many samples in windows of a tenth, in a process of its own whose memory is read at its peak; 0
-leaves it out.
+The sampler's time is from the lengths to the first batch, for one of 8 ranks. `--large` plans that
+many samples in windows of a tenth, in a process of its own whose peak memory is read; 0 skips it.
 
-Targets: bfd of 1,000,000 lengths in 0.1 s, one row above the bound; balanced over 8 ranks in 1 s,
-the slowest within 0.5 % of the mean in tokens and 2 % in attention; 100,000,000 lengths within 1
-GiB.
+Targets: bfd of 1,000,000 lengths in 0.1 s, at most one row above the bound; balanced over 8 ranks
+in 1 s, the slowest within 0.5 % of the mean in tokens and 2 % in attention; 100,000,000 lengths
+within 1 GiB.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ BALANCES = (None, "tokens", "attention")
 
 
 def make_lengths(count: int, dtype: type = np.int64) -> np.ndarray:
-    """Tokens of each sample, made in parts so that memory is that of the lengths."""
+    """Return the tokens of each sample, made in parts to need no memory beyond the lengths."""
     lengths = np.empty(count, dtype)
     draw = np.random.default_rng(0)
     for begin in range(0, count, 250_000):
@@ -52,17 +51,18 @@ def make_lengths(count: int, dtype: type = np.int64) -> np.ndarray:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Median of several calls."""
+    """Return the median time of several calls."""
     return timer.host_time(call, device=torch.device("cpu")).median / 1e6
 
 
 def percent(fill: float) -> str:
-    """More digits than a table's numbers have."""
+    """Format with more digits than the numbers of other tables."""
     return f"{100 * fill:.3f}"
 
 
 def strategy_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
-    """Every strategy on the lengths as an array and as a list, and TRL's."""
+    """Return rows of every strategy, with lengths as an array and as a list, and of TRL's
+    packer."""
     tokens = int(lengths.sum())
     as_list = lengths.tolist()
     rows = []
@@ -86,7 +86,7 @@ def strategy_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
 
 
 def trl_packings(lengths: np.ndarray) -> list[tuple[str, int, float]]:
-    """Name, rows and seconds of TRL's packer, once each; nothing where it is not installed."""
+    """Return name, rows and seconds of TRL's strategies; empty if TRL is not installed."""
     try:
         import datasets
         import pyarrow
@@ -110,7 +110,7 @@ def trl_packings(lengths: np.ndarray) -> list[tuple[str, int, float]]:
 
 
 def sampler_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
-    """Planning an epoch for one of 8 ranks, and how even it is."""
+    """Return the time to plan an epoch for one of 8 ranks, and the balance of the plan."""
     rows = []
     for balance in BALANCES:
         for accumulation in (1, 4):
@@ -144,7 +144,7 @@ def sampler_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
 
 
 def stream_rows(lengths: list[int]) -> list[dict[str, Any]]:
-    """Fill and speed of the stream by window."""
+    """Return fill and speed of the stream by window size."""
     rows = []
     for window in (64, 256, 1024, 4096):
         for ranks in (1, RANKS):
@@ -166,7 +166,7 @@ def stream_rows(lengths: list[int]) -> list[dict[str, Any]]:
 
 
 def memory_mib(what: str) -> float:
-    """`VmHWM` for the peak of this process, `VmRSS` for what is resident now."""
+    """Return the peak memory (`VmHWM`) or resident memory (`VmRSS`) of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what):
             return int(line.split()[1]) / 1024
@@ -174,7 +174,7 @@ def memory_mib(what: str) -> float:
 
 
 def run_large(count: int) -> dict[str, Any]:
-    """One epoch in windows of a tenth of the set, and the memory that it took."""
+    """Plan one epoch in windows of a tenth of the set; return its time and memory."""
     imported = memory_mib("VmRSS")
     lengths = make_lengths(count, np.int32)
     with_lengths = memory_mib("VmHWM")
@@ -198,7 +198,7 @@ def run_large(count: int) -> dict[str, Any]:
 
 
 def large_row(count: int) -> dict[str, Any]:
-    """`run_large` in a process of its own."""
+    """Call `run_large` in a process of its own."""
     command = [sys.executable, __file__, "--run-large", str(count)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
@@ -276,7 +276,7 @@ def main() -> None:
 def targets(
     packings: list[dict[str, Any]], samplers: list[dict[str, Any]], large: dict[str, Any] | None
 ) -> list[Target]:
-    """The figures to reach."""
+    """Return the targets."""
     packing = {row["packer"]: row for row in packings}
     balanced = {row["balance"]: row for row in samplers if row["accumulation"] == 1}
     above = packing["cuseq, bfd"]["rows"] - packing["bound"]["rows"]

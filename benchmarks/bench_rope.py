@@ -1,30 +1,30 @@
-"""RoPE: cuseq against a copy of the same bytes, unsloth, Liger, torch.compile and transformers.
+"""Benchmark RoPE against a copy of equal size, unsloth, Liger, torch.compile and transformers.
 
     python benchmarks/bench_rope.py [--device cpu] [--quick]
 
-On CUDA in bf16, on a CPU reduced, in fp32 and bf16. A packed row of T tokens (lognormal lengths,
+bf16 on CUDA; a reduced run in fp32 and bf16 on a CPU. A packed row of T tokens (lognormal lengths,
 mean 350), positions restarting in each sequence, q and k of (query + key heads) x head size.
 
-- `copy`: as many bytes as q and k hold, from one buffer to another: what no rotation can beat.
-- `unsloth`, `Liger`, `torch.compile`, `transformers` rotate the same row, q and k strided as models
-  hand them over. All but unsloth take cos and sin gathered for each token beforehand, untimed.
-  torch.compile compiles transformers' code, once for all T, for the first shape alone.
-- `cuseq` reads the layout; its other lines say what differs from that. "dense" is one sequence.
+- `copy`: copies as many bytes as q and k hold between two buffers; no rotation can be faster.
+- `unsloth`, `Liger`, `torch.compile` and `transformers` rotate the same row, with q and k strided
+  as in models. All but unsloth take cos and sin gathered for each token beforehand, untimed.
+  torch.compile compiles transformers' code once for all T, for the first shape only.
+- `cuseq` reads the layout; its other lines name how they differ from that. "dense" is one sequence.
 
-GB/s counts the fewest bytes of the job: q and k read once and written once, the table's rows that
-are used read once; with q/k norm the backward reads q and k again beside their gradients. "Of copy"
-is that bandwidth over the copy's. Host time is of one call: without autograd; with it; forward and
+GB/s counts the minimum of bytes: q and k read once and written once, and the used rows of the table
+read once; with q/k norm, the backward also reads q and k besides their gradients. "Of copy" is that
+bandwidth over the copy's. Host time is of one call: without autograd; with it; forward and
 backward; and forward and backward within a stack of LAYERS calls under one backward, as in a model,
-where autograd starts its engine once. Errors are relative L2, against fp32. unsloth's norm kernel
-takes frozen weights only, so there is a line of cuseq with those.
+where autograd starts its engine once. Errors are relative L2 against fp32. unsloth's norm kernel
+supports only frozen weights, so one line of cuseq uses those.
 
-The last table is the sweep that came with unsloth's sample packing, with that kernel measured again
-beside cuseq: dense and varlen, 256 to 8,192 tokens, microseconds, and by how much two results
-differ at most and in the mean.
+The last table repeats the sweep of unsloth's sample packing, measuring its kernel again next to
+cuseq: dense and varlen, 256 to 8,192 tokens, in microseconds, with the largest and the mean
+difference of the two results.
 
-unsloth patches transformers and torch when it is imported, so a process of its own measures it and
-the sweep. The peers' packages come from the folder in PEERS (default .peers; peers.txt
-says how to fill it); what is not there is said, and left out.
+unsloth patches transformers and torch on import, so it and the sweep are measured in a separate
+process. The peers' packages come from the folder in PEERS (default .peers; peers.txt says how to
+fill it). A missing package is reported and left out.
 
 Targets are the project's, for the H200.
 """
@@ -67,16 +67,16 @@ SHAPES: dict[Heads, list[int]] = {MAIN: SIZES} | {
 }
 QUICK_SHAPES: dict[Heads, list[int]] = {MAIN: [512, 8192], (64, 8, 64): [8192]}
 CPU_SHAPES: dict[Heads, list[int]] = {(8, 2, 64): [256, 2048]}
-# Llama 3 8B's, chosen here: the published sweep's own shape and columns could not be looked up.
+# Heads of Llama 3 8B, chosen here: the shape and columns of the published sweep could not be found.
 SWEEP_HEADS: Heads = (32, 8, 128)
 SWEEP_SIZES = [256, 512, 1024, 2048, 4096, 8192]
 
-# Host time does not grow with the row, and long ones would only wait for the device.
+# Host time does not grow with the row, and long rows would only make the host wait.
 HOST_TOKENS = 8192
 ERROR_TOKENS = 8192
-# From here on the project's figures are about bandwidth; from SMALL on, about the peers.
+# From LARGE on, the targets are about bandwidth; from SMALL on, about the peers.
 LARGE, SMALL = 8192, 512
-# Seconds after which no further case is begun, so that what is measured gets written.
+# Seconds after which no further case is started, so that the results are written in time.
 STOP_S = 140
 WORKER_LIMIT_S = 100
 
@@ -89,7 +89,8 @@ PEERS = (UNSLOTH, LIGER, COMPILED)
 
 @dataclass(frozen=True)
 class Case:
-    """One packed row: q `[T, Hq, D]`, k `[T, Hk, D]`, gradients like them, and its positions."""
+    """One packed row: q `[T, Hq, D]`, k `[T, Hk, D]`, gradients of the same shapes, and
+    positions."""
 
     q: Tensor
     k: Tensor
@@ -110,26 +111,27 @@ class Case:
 
     @property
     def as_in_transformers(self) -> tuple[Pair, Pair]:
-        """Inputs and gradients as transformers has them, `[1, H, T, D]`."""
+        """Return inputs and gradients in transformers' shape, `[1, H, T, D]`."""
         return (bhsd(self.q), bhsd(self.k)), tuple(bhsd(grad) for grad in self.grads)
 
     def table(self) -> Pair:
-        """cos and sin in fp32, one row a position, `[T, D / 2]`."""
+        """Return cos and sin in fp32, one row per position, `[T, D / 2]`."""
         return cuseq.rope_table(self.tokens, self.q.size(2), device=self.device)
 
     def job(self) -> Job:
-        """The row's rotation, and with it cos and sin of each token."""
+        """Return the rotation of the row, with cos and sin of each token."""
         ids = self.packed.position_ids
         return Job(*(t[ids] for t in self.table()))
 
     def table_bytes(self) -> int:
-        """Of the fp32 table's rows that the row uses: the same job whatever a contender reads."""
+        """Return the bytes of the fp32 table's rows in use; equal for all contenders."""
         return 2 * self.packed.max_seqlen * self.q.size(2) // 2 * 4
 
 
 @dataclass(frozen=True)
 class Job:
-    """What has to come out: cos and sin in fp32 `[T, rotary_dim / 2]`, the pairing, the weights."""
+    """The expected rotation: cos and sin in fp32 `[T, rotary_dim / 2]`, the pairing, the
+    weights."""
 
     cos: Tensor
     sin: Tensor
@@ -137,7 +139,7 @@ class Job:
     weights: Pair | None = None
 
     def result(self, q: Tensor, k: Tensor, dtype: torch.dtype = torch.float32) -> Pair:
-        """q and k, THD, rotated by the plain formula in `dtype`."""
+        """Return q and k, THD, rotated by the plain formula in `dtype`."""
         return tuple(self._one(x.to(dtype), i) for i, x in enumerate((q, k)))
 
     def _one(self, x: Tensor, index: int) -> Tensor:
@@ -161,13 +163,13 @@ class Contender:
     """One way to rotate q and k.
 
     Attributes:
-        name: in the tables.
-        rotate: takes q and k as in `inputs`, returns them rotated.
-        inputs: q and k in the layout that `rotate` wants.
-        grads: of its outputs.
-        job: what has to come out; None for the copy.
-        table_bytes: of the table's rows that are used.
-        weights: norm weights that `rotate` reads and that want gradients.
+        name: name in the tables.
+        rotate: takes q and k as in `inputs` and returns them rotated.
+        inputs: q and k in the shape that `rotate` expects.
+        grads: gradients of its outputs.
+        job: the expected result; None for the copy.
+        table_bytes: bytes of the table's rows in use.
+        weights: norm weights that `rotate` reads and that require gradients.
         repeats: most samples of device time.
         differentiable: whether the backward is measured.
     """
@@ -183,7 +185,7 @@ class Contender:
     differentiable: bool = True
 
     def bytes(self, part: str) -> int:
-        """Fewest bytes that its forward or backward moves."""
+        """Return the fewest bytes that its forward or backward moves."""
         values = sum(x.numel() * x.element_size() for x in self.inputs)
         moved = 2 * values + self.table_bytes
         if NORM in self.name and part == "backward":
@@ -193,7 +195,7 @@ class Contender:
 
 
 def make_case(tokens: int, heads: Heads, device: torch.device, dtype: torch.dtype) -> Case:
-    """The same random inputs in every process."""
+    """Return random inputs that are equal in every process."""
     query_heads, key_heads, dim = heads
     generator = torch.Generator(device=device).manual_seed(tokens)
 
@@ -211,24 +213,25 @@ def make_case(tokens: int, heads: Heads, device: torch.device, dtype: torch.dtyp
 
 
 def bhsd(x: Tensor) -> Tensor:
-    """`[T, H, D]` as transformers has it, `[1, H, T, D]`, memory as it was."""
+    """Return a view of `[T, H, D]` in transformers' shape, `[1, H, T, D]`, without a copy."""
     return x[None].transpose(1, 2)
 
 
 def thd(x: Tensor, tokens: int) -> Tensor:
-    """Input or output of any contender as `[T, H, D]`; there are fewer heads than tokens."""
+    """Return a contender's input or output as `[T, H, D]`; there are fewer heads than tokens."""
     x = x[0] if x.dim() == 4 else x
     return x if x.size(0) == tokens else x.transpose(0, 1)
 
 
 def token_table(job: Job, dtype: torch.dtype) -> Pair:
-    """What transformers hands to its layers: cos and sin `[1, T, D]`, halves repeated."""
+    """Return cos and sin as transformers passes them to its layers: `[1, T, D]`, halves
+    repeated."""
     return tuple(torch.cat((t, t), -1)[None].to(dtype) for t in (job.cos, job.sin))
 
 
 @functools.lru_cache
 def norm_modules(dim: int, device: torch.device, dtype: torch.dtype, trainable: bool) -> tuple:
-    """q_norm and k_norm of transformers' Qwen3, with weights about 1."""
+    """Return q_norm and k_norm of transformers' Qwen3, with weights around 1."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
     generator = torch.Generator().manual_seed(1)
@@ -241,33 +244,36 @@ def norm_modules(dim: int, device: torch.device, dtype: torch.dtype, trainable: 
 
 
 def norm_weights(case: Case, trainable: bool) -> Pair:
-    """Weights for q's and k's normalisation, `[D]`."""
+    """Return the weights of q's and k's norm, `[D]`."""
     modules = norm_modules(case.q.size(2), case.device, case.q.dtype, trainable)
     return tuple(module.weight for module in modules)
 
 
 def rotation() -> Callable:
-    """transformers' own eager rotation."""
+    """Return transformers' eager rotation."""
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
     return apply_rotary_pos_emb
 
 
 def compile_for_timing(function: Callable) -> Callable:
-    """torch.compile whose backward may run twice over one forward, as its measurement does."""
+    """Return torch.compile(function) with a backward that may run twice over one forward.
+
+    The measurement needs that.
+    """
     torch._functorch.config.donated_buffer = False
     return torch.compile(function)
 
 
 @functools.lru_cache
 def compiled_rotation() -> Callable:
-    """The same, compiled: one graph for all T."""
+    """Return transformers' rotation, compiled: one graph for all T."""
     return compile_for_timing(rotation())
 
 
 @functools.lru_cache
 def normed_rotation(dim: int, device: torch.device, dtype: torch.dtype, compiled: bool) -> Callable:
-    """transformers' q_norm, k_norm and rotation of q and k `[1, T, H, D]`."""
+    """Return transformers' q_norm, k_norm and rotation of q and k `[1, T, H, D]`."""
     q_norm, k_norm = norm_modules(dim, device, dtype, True)
     rotate = rotation()
 
@@ -278,13 +284,13 @@ def normed_rotation(dim: int, device: torch.device, dtype: torch.dtype, compiled
 
 
 def of_any_length(tensors: Sequence[Tensor], tokens: int) -> None:
-    """Tells the compiler that the tensors' dimension of `tokens` may be another one next time."""
+    """Mark the dimension of size `tokens` as dynamic for the compiler."""
     for x in tensors:
         torch._dynamo.maybe_mark_dynamic(x, list(x.shape).index(tokens))
 
 
 def with_copy(case: Case) -> Contender:
-    """Bytes of q and k from one buffer to another."""
+    """Make the contender that copies the bytes of q and k between two buffers."""
     size = sum(x.numel() * x.element_size() for x in (case.q, case.k))
     source = torch.empty(size, dtype=torch.int8, device=case.device)
     target = torch.empty_like(source)
@@ -300,7 +306,7 @@ def with_copy(case: Case) -> Contender:
 
 
 def with_cuseq(case: Case) -> Iterator[Contender]:
-    """cuseq, and everything that it may be asked for instead."""
+    """Yield cuseq in all its variants."""
     q, k, packed, ids = case.q, case.k, case.packed, case.packed.position_ids
     tokens, dim, device, longest = case.tokens, q.size(2), case.device, packed.max_seqlen
     cos, sin = case.table()
@@ -319,7 +325,7 @@ def with_cuseq(case: Case) -> Iterator[Contender]:
     yield contender("", job, packed=packed)
     yield contender(", dense", Job(cos, sin), tokens)
     yield contender(", position_ids", job, position_ids=ids)
-    # What replaces transformers' own call, with what that is given.
+    # Replaces transformers' own call and takes its arguments.
     given = token_table(job, q.dtype)
     by_token = contender(
         ", token table, BHSD", job, tokens, given, table="token", qkv_format="bhsd"
@@ -343,7 +349,7 @@ def with_cuseq(case: Case) -> Iterator[Contender]:
     plane = torch.arange(3, device=device).repeat_interleave(torch.tensor(section, device=device))
     picked = Job(*(t[planes[plane].T, torch.arange(pairs, device=device)] for t in (cos, sin)))
     yield contender(", MRoPE", picked, position_ids=planes, mrope_section=section)
-    # As Qwen3-VL deals them out: t h w t h w ..., time where a section is used up.
+    # Qwen3-VL's interleaving: t h w t h w ..., then time once a section is used up.
     plane = torch.arange(pairs, device=device) % 3
     plane[torch.arange(pairs, device=device) >= 3 * torch.tensor(section, device=device)[plane]] = 0
     picked = Job(*(t[planes[plane].T, torch.arange(pairs, device=device)] for t in (cos, sin)))
@@ -367,7 +373,7 @@ def with_cuseq(case: Case) -> Iterator[Contender]:
 
 
 def with_transformers(case: Case, compiled: bool) -> Iterator[Contender]:
-    """transformers' code, eager or compiled, by itself and behind its q_norm and k_norm."""
+    """Yield transformers' code, eager or compiled, alone and after its q_norm and k_norm."""
     job = case.job()
     table = token_table(job, case.q.dtype)
     inputs, grads = case.as_in_transformers
@@ -399,7 +405,7 @@ def with_transformers(case: Case, compiled: bool) -> Iterator[Contender]:
 
 
 def with_liger(case: Case) -> Iterator[Contender]:
-    """Liger's kernel, which rotates in place, incoming gradients too."""
+    """Yield Liger's kernel, which rotates in place, incoming gradients too."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     job = case.job()
@@ -420,7 +426,7 @@ def with_liger(case: Case) -> Iterator[Contender]:
 
 
 def with_unsloth(case: Case) -> Iterator[Contender]:
-    """unsloth's kernels, with the positions that its packing gives them."""
+    """Yield unsloth's kernels, with the positions that its packing passes."""
     from unsloth.kernels.qk_norm_rope import fast_qk_norm_rope
     from unsloth.kernels.rope_embedding import fast_rope_embedding
 
@@ -452,7 +458,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def error(contender: Contender, tokens: int) -> float:
-    """Relative L2 distance of q and k, the larger, from the fp32 formula."""
+    """Return the relative L2 error against the fp32 formula, the larger of q's and k's."""
     expected = contender.job.result(*(thd(x, tokens) for x in contender.inputs))
     with torch.no_grad():
         found = contender.rotate(*contender.inputs)
@@ -461,7 +467,7 @@ def error(contender: Contender, tokens: int) -> float:
 
 
 def measure(contender: Contender, case: Case) -> dict[str, Any]:
-    """Times of one contender; one that fails says why instead."""
+    """Measure one contender; a failed one has the error instead of times."""
     query_heads, key_heads, dim = case.heads
     row: dict[str, Any] = {
         "shape": f"({query_heads}+{key_heads})x{dim}", "dtype": _short(case.q.dtype),
@@ -509,7 +515,7 @@ def _measure_backward(contender: Contender, case: Case, row: dict[str, Any]) -> 
         return torch.autograd.grad(rotate(*leaves), [*leaves, *weights], grads)
 
     def stacked() -> object:
-        # Where a norm comes first, inputs are [1, T, H, D] and outputs [1, H, T, D].
+        # With a norm first, inputs are [1, T, H, D] and outputs [1, H, T, D].
         q, k = leaves
         for _ in range(LAYERS):
             q, k = rotate(q, k)
@@ -527,7 +533,7 @@ def _measure_backward(contender: Contender, case: Case, row: dict[str, Any]) -> 
     if _host_counts(case):
         row["graded_host_us"] = _host(graded, case, taken.median)
         row["both_host_us"] = _host(both, case, taken.median)
-        # transformers launches too much for a whole stack to be queued without waiting.
+        # transformers launches too many kernels to queue a whole stack without waiting.
         if not contender.name.startswith(EAGER):
             found = timer.host_time(stacked, device=case.device, calls=1, batches=15, warmup=2)
             row["stacked_host_us"] = found.median / LAYERS
@@ -538,7 +544,7 @@ def _host_counts(case: Case) -> bool:
 
 
 def _host(call: Callable[[], object], case: Case, device_us: float) -> float:
-    # No more calls a batch than the device works off in about 20 ms.
+    # At most as many calls per batch as the device completes in about 20 ms.
     calls = max(3, min(20, int(20e3 / device_us)))
     return timer.host_time(call, device=case.device, calls=calls, batches=15).median
 
@@ -546,10 +552,10 @@ def _host(call: Callable[[], object], case: Case, device_us: float) -> float:
 def measure_case(
     case: Case, contenders: Callable[[Case], Iterator[Iterator[Contender]]]
 ) -> list[dict[str, Any]]:
-    """All rows of one case, the copy first, each with its bandwidth over the copy's."""
+    """Return all rows of one case, the copy first, each with its bandwidth over the copy's."""
     rows = [measure(with_copy(case), case)]
     for several in contenders(case):
-        # One contender at a time holds its inputs.
+        # Only one contender at a time holds its inputs.
         try:
             rows += [measure(contender, case) for contender in several]
         except ImportError as missing:
@@ -563,7 +569,7 @@ def measure_case(
 
 
 def here(compile_shapes: Sequence[Heads], liger: bool) -> Callable[[Case], Iterator]:
-    """The contenders of the main process."""
+    """Return the contenders of the main process."""
 
     def contenders(case: Case) -> Iterator[Iterator[Contender]]:
         yield with_cuseq(case)
@@ -582,7 +588,7 @@ def measure_cases(
     contenders: Callable[[Case], Iterator],
     stop: float,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of all cases begun before `stop` (of time.monotonic), and the names of the others."""
+    """Return rows of the cases started before `stop` (time.monotonic), and names of the others."""
     rows, left_out = [], []
     dtypes = [torch.bfloat16] if device.type == "cuda" else [torch.float32, torch.bfloat16]
     for heads, sizes in shapes.items():
@@ -601,7 +607,7 @@ def measure_cases(
 
 
 def sweep(sizes: list[int], device: torch.device, unsloth: bool) -> list[dict[str, Any]]:
-    """The sweep of unsloth's sample packing, a line for each mode and length."""
+    """Repeat the sweep of unsloth's sample packing, a line for each mode and length."""
     dtype = torch.bfloat16
     rows = []
     for varlen in (False, True):
@@ -649,7 +655,7 @@ def _sweep_line(case: Case, varlen: bool, unsloth: bool) -> dict[str, Any]:
             taken = timer.device_time(call, device=case.device)
             row[f"{name}_{part}_us"] = taken.median
             host = timer.host_time(call, device=case.device, calls=10, batches=15)
-            # Called one after the other, whichever of host and device is slower decides.
+            # In back-to-back calls, the slower of host and device decides.
             row[f"{name}_{part}_call_us"] = max(taken.median, host.median)
     if unsloth:
         row["max"], row["mean"] = _difference(found[CUSEQ], found[UNSLOTH])
@@ -666,7 +672,7 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[fl
 
 
 def sweep_tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """The sweep, forward and forward with backward; times in microseconds."""
+    """Return the tables of the sweep, forward and forward with backward, in microseconds."""
     query_heads, key_heads, dim = SWEEP_HEADS
     what = f"The sweep of unsloth's sample packing, ({query_heads}+{key_heads})x{dim}, bf16"
     found = []
@@ -684,7 +690,7 @@ def sweep_tables(rows: list[dict[str, Any]]) -> list[Table]:
 
 
 def work(args: argparse.Namespace, shapes: dict[Heads, list[int]], sizes: list[int]) -> None:
-    """A child: unsloth's rows and the sweep, or the reason why not, into a file."""
+    """Run in a child process: write unsloth's rows and the sweep, or the error, to a file."""
     found: dict[str, Any] = {"rows": [], "sweep": [], "left_out": []}
     try:
         import unsloth
@@ -703,7 +709,7 @@ def work(args: argparse.Namespace, shapes: dict[Heads, list[int]], sizes: list[i
 
 
 def run_worker(args: argparse.Namespace) -> dict[str, Any]:
-    """What a process of unsloth's own measured; `failed` where it could not."""
+    """Return what the process with unsloth measured; `failed` if it could not."""
     paths = [str(peers_folder() or ""), os.environ.get("PYTHONPATH", "")]
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
     with tempfile.TemporaryDirectory() as scratch:
@@ -726,7 +732,7 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_rows(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """unsloth's rows behind the copy of their case, without the copy that it measured itself."""
+    """Insert unsloth's rows after the copy of their case, without the copy it measured itself."""
     ordered = []
     for row in rows:
         ordered.append(row)
@@ -741,7 +747,7 @@ def add_rows(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[d
 
 
 def targets(rows: list[dict[str, Any]], on_gpu: bool) -> list[Target]:
-    """The project's figures."""
+    """Return the project's targets."""
     cases: dict[tuple, dict[str, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault((row["shape"], row["dtype"], row["tokens"]), {})[row["name"]] = row
@@ -802,7 +808,7 @@ def targets(rows: list[dict[str, Any]], on_gpu: bool) -> list[Target]:
 
 
 def tables(rows: list[dict[str, Any]], on_gpu: bool) -> list[Table]:
-    """A table for each shape and dtype, and another with q/k norm."""
+    """Return a table for each shape and dtype, and another with q/k norm."""
     headings = {
         "tokens": "tokens", "name": "rotation", "forward_us": "forward us",
         "forward_gb_s": "GB/s", "forward_of_copy": "of copy", "backward_us": "backward us",
@@ -825,7 +831,7 @@ def tables(rows: list[dict[str, Any]], on_gpu: bool) -> list[Table]:
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """Bandwidth of the first shape's forward."""
+    """Plot the bandwidth of the first shape's forward."""
     shape = rows[0]["shape"], rows[0]["dtype"]
     own = [row for row in rows if (row["shape"], row["dtype"]) == shape]
     sizes = list(dict.fromkeys(row["tokens"] for row in own))

@@ -1,14 +1,14 @@
-"""Padded batches as packed rows and back, and what real packing saves attention.
+"""Benchmark packing and unpacking of padded batches, and the time that packing saves attention.
 
     python benchmarks/bench_thd.py [--device cpu] [--out FOLDER]
 
-- Pack and unpack of one tensor of hidden states, forward, and the backward of each, which is the
-  other. Bytes are those read and written, of which a copy of as many reaches "copy". Beside it
-  flash-attention's `unpad_input` and `pad_input` as the PyTorch calls that they are made of.
+- Pack and unpack of one tensor of hidden states, forward and backward; the backward of one is the
+  other. Bytes are those read and written; "copy" is the bandwidth relative to a copy of equal size.
+  For comparison, the PyTorch calls that make up flash-attention's `unpad_input` and `pad_input`.
 - Eight token-sized tensors in one call.
-- Everything that a layout holds, from a 2-D mask on the device, with a fixed total.
-- Attention over a batch of which a third is real: fake packing (each padded row a sequence), real
-  packing, and real packing in segments as long as the padded rows.
+- Everything in a layout, from a 2-D mask on the device, with a fixed total.
+- Attention over a batch of which a third is real: fake packing (each padded row is a sequence),
+  real packing, and real packing in segments as long as the padded rows.
 
 Targets are the project's, for the H200.
 """
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Size:
-    """Of the batch, its hidden states and attention."""
+    """Sizes of the batch, its hidden states and attention."""
 
     batch: int
     seqlen: int
@@ -45,10 +45,10 @@ CPU = Size(4, 128, 250, 64, 4, 2, 16)
 
 
 def padding_mask(size: Size, device: torch.device) -> Tensor:
-    """bool `[batch, seqlen]`, padding on the right, `real_tokens` in all."""
+    """Return bool `[batch, seqlen]`, padded on the right, with `real_tokens` True in total."""
     lengths = [size.real_tokens // size.batch] * size.batch
     lengths[-1] += size.real_tokens - sum(lengths)
-    for i in range(0, size.batch - 1, 2):  # short and long ones
+    for i in range(0, size.batch - 1, 2):  # short and long rows in turn
         moved = min(lengths[i] // 2, size.seqlen - lengths[i + 1])
         lengths[i] -= moved
         lengths[i + 1] += moved
@@ -57,7 +57,7 @@ def padding_mask(size: Size, device: torch.device) -> Tensor:
 
 
 def flash_unpad(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Offsets, the longest length and the rows, as flash-attention's unpad_input finds them."""
+    """Return offsets, the longest length and the rows, as flash-attention's unpad_input does."""
     lengths = mask.sum(dim=-1, dtype=torch.int32)
     indices = torch.nonzero(mask.flatten(), as_tuple=False).flatten()
     lengths.max().item()
@@ -72,7 +72,7 @@ def flash_pad(rows: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
 
 
 def measure_moves(size: Size, device: torch.device) -> list[dict]:
-    """Rows of the table of pack and unpack."""
+    """Return the rows of the table of pack and unpack."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     mask = padding_mask(size, device)
     hidden = torch.randn(size.batch, size.seqlen, size.hidden, device=device, dtype=dtype)
@@ -112,7 +112,7 @@ def measure_moves(size: Size, device: torch.device) -> list[dict]:
 
 
 def measure_small(size: Size, device: torch.device) -> list[dict]:
-    """Eight token-sized tensors, and the layout itself."""
+    """Measure eight token-sized tensors, and the layout itself."""
     mask = padding_mask(size, device)
     shape = (size.batch, size.seqlen)
     ids = [torch.randint(0, 1000, shape, device=device) for _ in range(8)]
@@ -141,7 +141,7 @@ def measure_small(size: Size, device: torch.device) -> list[dict]:
 
 
 def measure_attention(size: Size, device: torch.device) -> list[dict]:
-    """Forward and backward over a batch of which a third is real."""
+    """Measure forward and backward over a batch of which a third is real."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     batch, seqlen = min(size.batch, 8), size.seqlen
     length = seqlen // 3

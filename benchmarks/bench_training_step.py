@@ -1,40 +1,41 @@
-"""A whole training step: padded, packed with transformers' own mask, packed with cuseq.
+"""Benchmark a whole training step: padded, packed with transformers' mask, packed with cuseq.
 
     python benchmarks/bench_training_step.py [--tokens 2048 8192 32768] [--variants NAME ...]
         [--model 0.6b]
 
 On CUDA: the shape of a known model with random weights, transformers' real classes, bf16, fused
-AdamW: Qwen3-0.6B's, or what `--model` names (see `MODELS`). On a CPU: a model of 4 layers in fp32.
-Every variant gets the same documents (lognormal lengths, mean 350) in each step, T tokens of them:
+AdamW. The shape is Qwen3-0.6B's, or what `--model` names (see `MODELS`). On a CPU: a model of 4
+layers in fp32. Every variant gets the same documents (lognormal lengths, mean 350) in each step, T
+tokens in total:
 
-- `padded`, `padded_sorted`: micro-batches of 8 documents, each padded to its longest, as they
-  come or sorted by length; one optimiser step over all of them; sdpa;
+- `padded`, `padded_sorted`: micro-batches of 8 documents, each padded to its longest, in order or
+  sorted by length; one optimiser step over all of them; sdpa;
 - `packed_sdpa`: one row, transformers' sdpa with the mask that it derives from `position_ids`;
-- `packed_flex`: the same row, its flex attention;
+- `packed_flex`: the same row with transformers' flex attention;
 - `packed_flex_compiled_model`: flex attention with cuseq's `packed.block_mask()`, which is made
-  outside of the compiled code and spares transformers its search; model and loss are compiled;
-- `flash_path`: the same row as its flash attention takes it, lengths derived from `position_ids` in
-  every layer by its own functions, over PyTorch's flash kernel;
+  outside of the compiled code and replaces transformers' search; model and loss are compiled;
+- `flash_path`: the same row through transformers' flash attention path: its own functions derive
+  lengths from `position_ids` in every layer, over PyTorch's flash kernel;
 - `cuseq`: the same row, `attn_implementation="cuseq"` and the layout from host lengths;
-- `cuseq_device_lengths`: the layout is made in the step, of lengths that are on the GPU;
-- `cuseq_enabled`: `cuseq.enable(model)`, which also puts q/k norm and rotation into one kernel;
+- `cuseq_device_lengths`: the layout is made in the step, from lengths on the GPU;
+- `cuseq_enabled`: `cuseq.enable(model)`, which also fuses q/k norm and rotation into one kernel;
 - `..._compiled`: each decoder layer compiled, run over 20 different packs; `..._compiled_model`:
   the whole model with its loss;
-- `..._liger`: with Liger's norm and SwiGLU, and its rotation where cuseq's is not enabled;
-  `cuseq_liger_rope` has its rotation alone. Liger is taken where there is a GPU and the package is
+- `..._liger`: with Liger's norm and SwiGLU, and its rotation unless cuseq's is enabled;
+  `cuseq_liger_rope` has only its rotation. Liger needs a GPU and is used if the package is
   installed or in the folder that PEERS names (default .peers);
-- `..._fa4`: attention over FlashAttention 4, where the package flash-attn-4 is installed, which
-  cuseq takes by `torch.nn.attention.activate_flash_attention_impl`.
+- `..._fa4`: attention over FlashAttention 4, if the package flash-attn-4 is installed; cuseq uses
+  it through `torch.nn.attention.activate_flash_attention_impl`.
 
 A step is: batch to the device, forward with the model's own loss, backward, optimiser. From 32,768
-tokens on the loss is computed in parts for every variant, since the logits of a whole row in fp32
+tokens on, the loss is computed in parts for every variant, because the fp32 logits of a whole row
 would leave no memory for the mask of `packed_sdpa`.
 
-Each variant runs in a process of its own, so that no memory, compiled code or profiler is left from
-another; the processes are forks of one that has imported everything and never touched a GPU. Its
-first step, on untouched weights, is compared with that of `packed_sdpa`, where the difference of
-`padded` is what bf16 does to the same documents, and up to 2,048 tokens also with that of
-`packed_sdpa` in fp32. From 32,768 tokens on only a few run unless named.
+Each variant runs in a process of its own, so that memory, compiled code and the profiler of one do
+not affect another. The processes are forks of one that has imported everything and never used a
+GPU. Each variant's first step, on the initial weights, is compared with that of `packed_sdpa`; the
+difference of `padded` shows what bf16 does to the same documents. Up to 2,048 tokens it is also
+compared with `packed_sdpa` in fp32. From 32,768 tokens on only a few variants run unless named.
 Writes `training_step_T.json`, `.md` and `.png` for each T, with `MODEL_T` for other models.
 """
 
@@ -80,18 +81,18 @@ PHASES = ("to device", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Variant:
-    """How one contender feeds the model.
+    """How one variant feeds the model.
 
     Attributes:
-        name: on the command line and in the table.
+        name: name on the command line and in the table.
         attention: transformers' `attn_implementation`.
         batching: `padded`, `sorted` or `packed`.
         lengths: where the layout's lengths come from, `host` or `device`; None for no layout.
         enabled: by `cuseq.enable`: attention, rotation and q/k norm are cuseq's.
-        block_mask: the model is given `packed.block_mask()` instead of the layout.
+        block_mask: the model gets `packed.block_mask()` instead of the layout.
         liger: which parts are Liger's.
         compiled: what is compiled, `layers` or `model`; None for nothing.
-        flash: what stands in the place of PyTorch's flash attention; None for nothing.
+        flash: the replacement of PyTorch's flash attention; None for none.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Variant:
     flash: str | None = None
 
 
-# PyTorch has no backward of flex attention on a CPU, and no flash attention there.
+# On a CPU, PyTorch has no backward of flex attention and no flash attention for this path.
 ATTENTION_OF_GPUS = ("flex_attention", "varlen_path")
 ALL_OF_LIGER = ("rope", "rms_norm", "swiglu")
 ENABLED = Variant("cuseq_enabled", "sdpa", "packed", "host", enabled=True)
@@ -164,10 +165,10 @@ class Model:
     Attributes:
         config: name of transformers' configuration class.
         shape: its arguments.
-        describe: for the report.
+        describe: description for the report.
         lora: train adapters of all projections, with checkpointing of every layer.
-        liger: the function of Liger that patches it, None where it is not asked for.
-        steps: warm-up and timed steps, None for the usual ones.
+        liger: Liger's function that patches the model; None to not use Liger.
+        steps: warm-up and timed steps; None for the default.
     """
 
     config: str
@@ -224,12 +225,12 @@ OTHER_MODELS_VARIANTS = [
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward takes.
+    """Input of one forward.
 
     Attributes:
         inputs: arguments of the model, on the host.
         share: the micro-batch's share of the step's targets.
-        block_mask: whether a mask is made of the layout once it is on the device.
+        block_mask: whether a mask is made from the layout once it is on the device.
     """
 
     inputs: dict[str, Any]
@@ -238,7 +239,7 @@ class MicroBatch:
 
 
 class StepClock:
-    """Times the phases of steps on the device, without waiting until they are asked for."""
+    """Times the phases of steps on the device; waits only when the times are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -246,14 +247,14 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """One stretch of a step; the same name also marks it for the profiler."""
+        """Time one phase of a step, and label it for the profiler."""
         start = self._now()
         with torch.profiler.record_function(name):
             yield
         self._marks.append((name, start, self._now()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Each phase's time, and the whole step's as `step`. Waits for the device."""
+        """Return each phase's time, and the whole step's as `step`. Waits for the device."""
         timer.synchronize(self._device)
         total = dict.fromkeys(PHASES, 0.0)
         for name, start, end in self._marks:
@@ -275,7 +276,7 @@ class StepClock:
 
 
 def build_model(variant: Variant, name: str, device: torch.device) -> torch.nn.Module:
-    """The model with the same random weights for every variant."""
+    """Build the model, with equal random weights for every variant."""
     import transformers
 
     shape = MODELS[name]
@@ -298,7 +299,7 @@ def build_model(variant: Variant, name: str, device: torch.device) -> torch.nn.M
 
 
 def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
-    """LoRA and checkpointing. Both matrices are random, so that both have gradients at once."""
+    """Add LoRA and checkpointing. Both matrices are random, so that both get gradients at once."""
     import peft
 
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -309,7 +310,7 @@ def add_adapters(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def decoder(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without its head, from under adapters."""
+    """Return the model without its head and adapters."""
     return getattr(model, "get_base_model", lambda: model)().model
 
 
@@ -325,11 +326,12 @@ def flash_path(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers' flash attention does of a packed row, over the kernel that is here.
+    """Compute attention as transformers' flash path does for a packed row, over an available
+    kernel.
 
-    It looks whether the row is packed, derives lengths, and its kernel wants the longest as an int:
-    three waits in every layer. Over FlashAttention 4 it calls that package's function, since
-    PyTorch's has no backward there.
+    It tests whether the row is packed, derives lengths, and passes the longest as an int: three
+    waits in every layer. Over FlashAttention 4 it calls that package's function, since PyTorch's
+    has no backward there.
     """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import modeling_flash_attention_utils as flash
@@ -360,7 +362,7 @@ def register_flash_path() -> None:
 
 
 def apply_liger(parts: tuple[str, ...], patch: str) -> None:
-    """Before the model is built."""
+    """Patch the model classes with Liger; called before the model is built."""
     import_peer("liger_kernel")
     import liger_kernel.transformers
 
@@ -370,7 +372,7 @@ def apply_liger(parts: tuple[str, ...], patch: str) -> None:
 
 
 def compile_parts(model: torch.nn.Module, what: str, tokens: int) -> None:
-    """Long rows call the decoder, since their loss is computed in parts."""
+    """Compile layers or the model; long rows call the decoder, whose loss is computed in parts."""
     parts = [model if tokens < LONG_ROW else decoder(model)]
     if what == "layers":
         parts = list(decoder(model).layers)
@@ -379,7 +381,7 @@ def compile_parts(model: torch.nn.Module, what: str, tokens: int) -> None:
 
 
 def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
-    """One row of all documents; they fill it exactly."""
+    """Return one row of all documents, which fill it exactly."""
     import cuseq
 
     row = cuseq.PackingCollator(total_tokens=tokens)([{"input_ids": doc} for doc in docs])
@@ -391,7 +393,7 @@ def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[M
 
 
 def padded_batches(variant: Variant, docs: list[list[int]]) -> list[MicroBatch]:
-    """Micro-batches padded on the right, with a 2-D mask and -100 as the pads' label."""
+    """Return micro-batches padded on the right, with a 2-D mask and label -100 on padding."""
     if variant.batching == "sorted":
         docs = sorted(docs, key=len)
     targets = sum(len(doc) - 1 for doc in docs)
@@ -414,7 +416,7 @@ def padded_batches(variant: Variant, docs: list[list[int]]) -> list[MicroBatch]:
 def prepare(
     variant: Variant, tokens: int, seed: int, vocab_size: int, pin: bool
 ) -> list[MicroBatch]:
-    """What a data loader would hand to the step, pinned where there is a GPU."""
+    """Return what a data loader would pass to the step, pinned if there is a GPU."""
     docs = documents(lognormal_lengths(tokens, MEAN_LENGTH, seed), vocab_size, seed)
     if variant.batching == "packed":
         batches = packed_batch(variant, docs, tokens)
@@ -429,7 +431,7 @@ def prepare(
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Copies asynchronously; device lengths become a layout, and a layout a mask, only here."""
+    """Copy asynchronously; make layouts of device lengths, and masks of layouts, only here."""
     moved = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
     if batch.block_mask:
         moved["attention_mask"] = moved.pop("packed").block_mask()
@@ -442,7 +444,8 @@ def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
 
 
 class LossInParts(torch.autograd.Function):
-    """Cross entropy whose gradients are made part by part in the forward: nothing runs twice."""
+    """Cross entropy whose forward computes the gradients part by part, so that nothing runs
+    twice."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -469,7 +472,7 @@ class LossInParts(torch.autograd.Function):
 
 
 def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """The model's own loss, or for long rows the same from parts of the logits."""
+    """Return the model's own loss, or for long rows the same loss from parts of the logits."""
     if inputs["input_ids"].numel() < LONG_ROW:
         return model(**inputs, use_cache=False).loss
     labels = inputs.pop("labels")[:, 1:].flatten()
@@ -480,13 +483,13 @@ def loss_of(model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
 def forward_backward(
     model: torch.nn.Module, batches: list[MicroBatch], device: torch.device, clock: StepClock
 ) -> Tensor:
-    """Accumulates the gradients of one step; returns its loss, still on the device."""
+    """Accumulate the gradients of one step; return its loss, still on the device."""
     total = torch.zeros((), device=device)
     for batch in batches:
         with clock.phase("to device"):
             inputs = to_device(batch, device)
         with clock.phase("forward"):
-            # Without a cache: transformers looks for packed rows only then.
+            # Without a cache: only then does transformers look for packed rows.
             loss = loss_of(model, inputs) * batch.share
         with clock.phase("backward"):
             loss.backward()
@@ -500,7 +503,7 @@ def train_step(
     batches: list[MicroBatch],
     device: torch.device,
 ) -> StepClock:
-    """One whole step."""
+    """Run one whole step."""
     clock = StepClock(device)
     forward_backward(model, batches, device, clock)
     with clock.phase("optimizer"):
@@ -514,7 +517,7 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def compare_gradients(model: torch.nn.Module, reference: Path) -> float:
-    """Relative L2 distance of all gradients from the saved ones."""
+    """Return the relative L2 distance of all gradients from the saved ones."""
     saved = torch.load(reference, mmap=True, weights_only=True)
     apart = norm = 0.0
     for parameter, expected in zip(trained(model), saved, strict=True):
@@ -525,14 +528,14 @@ def compare_gradients(model: torch.nn.Module, reference: Path) -> float:
 
 
 def save_gradients(model: torch.nn.Module, path: Path) -> None:
-    """Leaves the gradients for the other variants' processes."""
+    """Save the gradients for the other variants' processes."""
     torch.save([parameter.grad.cpu() for parameter in trained(model)], path)
 
 
 def save_fp32_gradients(
     model: torch.nn.Module, batches: list[MicroBatch], device: torch.device, path: Path
 ) -> None:
-    """The same step on the same weights in fp32; leaves no file where memory is too small."""
+    """Run the same step in fp32 and save its gradients; writes no file if memory is too small."""
     exact = copy.deepcopy(model).float()
     exact.zero_grad(set_to_none=True)
     try:
@@ -549,7 +552,8 @@ def compare_first_step(
     device: torch.device,
     scratch: Path,
 ) -> dict[str, Any]:
-    """Loss and gradients of untouched weights against the reference's, which it leaves itself."""
+    """Compare loss and gradients of the initial weights with the reference, or save them if it is
+    it."""
     begun = time.perf_counter()
     loss = forward_backward(model, batches, device, StepClock(device)).item()
     found: dict[str, Any] = {"loss": loss, "first_s": time.perf_counter() - begun}
@@ -575,7 +579,7 @@ def measure(
     plan: tuple[int, int],
     scratch: Path,
 ) -> dict[str, Any]:
-    """Everything about one variant: the row of the table."""
+    """Measure one variant; return its row of the table."""
     from torch._dynamo.utils import counters
 
     import cuseq
@@ -583,7 +587,8 @@ def measure(
 
     warmup, steps = plan
     on_gpu = device.type == "cuda"
-    if variant.attention == "varlen_path":  # transformers looks for a package by names with flash
+    # transformers checks for a package if the name contains flash
+    if variant.attention == "varlen_path":
         register_flash_path()
     if variant.liger:
         apply_liger(variant.liger, MODELS[name].liger)
@@ -641,7 +646,7 @@ def count_waits(
     batches: list[MicroBatch],
     device: torch.device,
 ) -> dict[str, Any]:
-    """The profiler's counts of one step, each phase by itself and forward and backward together."""
+    """Return the profiler's counts of one step: each phase, and forward and backward together."""
     note = timer.check_profiler(device)
     trace = timer.profile(lambda: train_step(model, optimizer, batches, device), device=device)
     both = trace.within("forward", "backward")
@@ -658,7 +663,7 @@ def count_waits(
 
 
 def work(name: str, tokens: int, args: argparse.Namespace, scratch: Path) -> None:
-    """The worker process: measures one variant and leaves its row as JSON."""
+    """Run in a worker process: measure one variant and write its row as JSON."""
     variant = VARIANTS[name]
     try:
         device = torch.device(args.device)
@@ -675,8 +680,8 @@ def work(name: str, tokens: int, args: argparse.Namespace, scratch: Path) -> Non
 
 
 def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
-    """Warm-up and timed steps: fewer where they are slow, or what the command line says."""
-    # Short rows are launched as fast as the host can, which varies.
+    """Return warm-up and timed steps: fewer if they are slow, or as the command line says."""
+    # Short rows run as fast as the host launches them, which varies.
     default = MODELS[args.model].steps or (3, 8 if tokens > SHORT_ROW else 16)
     if tokens >= LONG_ROW or args.device == "cpu":
         default = (2, 4)
@@ -687,7 +692,8 @@ def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
 
 
 def process_maker() -> Any:
-    """Makes processes that have imported everything. A fork works if nobody has asked CUDA yet."""
+    """Return a maker of processes that have imported everything. Forking needs CUDA to be
+    unused."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     maker = multiprocessing.get_context("forkserver")
     models = ["qwen3.modeling_qwen3", "qwen3_moe.modeling_qwen3_moe", "gemma3.modeling_gemma3"]
@@ -701,7 +707,7 @@ def process_maker() -> Any:
 def run_worker(
     maker: Any, name: str, tokens: int, args: argparse.Namespace, scratch: Path
 ) -> dict[str, Any]:
-    """Measures one variant in a process of its own; a process that dies is a failed row."""
+    """Measure one variant in a process of its own; if the process dies, return a failed row."""
     row_file = scratch / "row.json"
     row_file.unlink(missing_ok=True)
     begun = time.perf_counter()
@@ -727,7 +733,7 @@ def run_worker(
 
 
 def add_comparisons(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Adds speed and loss relative to the reference; returns the rows by variant."""
+    """Add speed and loss relative to the reference; return the rows by variant."""
     by_name = {row["variant"]: row for row in rows}
     reference = by_name.get(REFERENCE, {})
     for row in rows:
@@ -739,7 +745,7 @@ def add_comparisons(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def targets(tokens: int, rows: dict[str, dict[str, Any]], model: str, on_gpu: bool) -> list[Target]:
-    """The project's figures that a run at this size can answer."""
+    """Return the project's targets that a run of this size can answer."""
 
     def value(name: str, key: str) -> Any:
         return rows.get(name, {}).get(key)
@@ -760,7 +766,7 @@ def targets(tokens: int, rows: dict[str, dict[str, Any]], model: str, on_gpu: bo
         if ratio:
             what = f"{name} against packed_sdpa"
             found.append(Target(what, value(name, "speedup"), ratio, at_least=True))
-    # The best that users have, eager, against the best that cuseq gives them.
+    # The best eager alternative against the best of cuseq.
     asked = {2048: 2.0, 8192: 1.2}.get(tokens)
     if asked:
         for name in ("cuseq_enabled_liger", "cuseq_enabled_compiled"):
@@ -783,7 +789,7 @@ def targets(tokens: int, rows: dict[str, dict[str, Any]], model: str, on_gpu: bo
         found.append(Target(f"{name}: other waits", value(name, "stream_waits"), 0))
     found.append(Target("compiled graphs", value("cuseq_enabled_compiled", "graphs"), 1))
     found.append(Target("recompiles", value("cuseq_enabled_compiled", "recompiles"), 0))
-    # bf16 takes every variant some way from the exact step; how far, says the stock one.
+    # bf16 moves every variant away from the exact step; the stock variant shows how far.
     for key, what, limit in (
         ("fp32_error", "gradients against fp32, limit from packed_sdpa", FP32_MARGIN),
         ("loss_error", "loss against packed_sdpa, limit from padded", 1.0),
@@ -791,14 +797,14 @@ def targets(tokens: int, rows: dict[str, dict[str, Any]], model: str, on_gpu: bo
         noise = value(REFERENCE if key == "fp32_error" else "padded", key)
         for name in ("cuseq", "cuseq_enabled", "cuseq_enabled_liger", "cuseq_enabled_compiled"):
             if noise is not None and name in rows:
-                # One loss may agree by chance to more digits than bf16 can promise.
+                # A single loss may agree by chance to more digits than bf16 guarantees.
                 allowed = limit * noise if key == "fp32_error" else max(noise, LOSS_NOISE)
                 found.append(Target(f"{name}: {what}", value(name, key), allowed))
     return found
 
 
 def report_size(tokens: int, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Writes the report of one row length."""
+    """Write the report of one row length."""
     on_gpu = args.device == "cuda"
     by_name = add_comparisons(rows)
     size = tokens if args.model == "0.6b" else f"{args.model}_{tokens}"
@@ -870,7 +876,7 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopped, failed = False, []
-    # Its kernels are Triton's, which a CPU does not run.
+    # Liger's kernels are Triton's, which do not run on a CPU.
     liger = on_gpu and MODELS[args.model].liger and import_peer("liger_kernel")
     maker = process_maker()
     for tokens in args.tokens or ([2048, 8192, LONG_ROW] if on_gpu else [2048, 4096]):
@@ -894,7 +900,7 @@ def main() -> None:
             # The reference first, whatever the order on the command line.
             order = sorted(names, key=list(VARIANTS).index)
             rows = []
-            with suppress(KeyboardInterrupt):  # what is stopped reports what it had
+            with suppress(KeyboardInterrupt):  # an interrupted run still reports its results so far
                 for name in order:
                     rows.append(run_worker(maker, name, tokens, args, Path(scratch)))
         report_size(tokens, rows, args)

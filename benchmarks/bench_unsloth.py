@@ -1,32 +1,32 @@
-"""The real unsloth on packed rows, as installed and with cuseq.
+"""Benchmark the real unsloth on packed rows, as installed and with cuseq.
 
     python benchmarks/bench_unsloth.py [--sections rope 0.6b 14b] [--rows 2048 8192]
 
-unsloth comes from the folder of the peers (PEERS, default .peers) and a GPU is needed. Models are
+unsloth comes from the folder of the peers (PEERS, default .peers), and a GPU is needed. Models are
 random checkpoints, loaded by unsloth's FastLanguageModel with LoRA on all projections and its own
 checkpointing. A step is: the packed row to the device, forward with the model's loss under
-autocast, backward, fused AdamW; a different pack in each step (lognormal lengths, mean 350). The
+autocast, backward, fused AdamW; each step has a different pack (lognormal lengths, mean 350). The
 variants of a process take turns, a few steps each, so that a busy host slows them alike.
 
 Sections:
-- `rope`: rotation of queries and keys, with and without their norm, unsloth's functions against
-  cuseq's of the same names, in the form of the table of unsloth's pull request on sample packing;
-- `0.6b`: Qwen3-0.6B's shape, LoRA on 16 bits, rows of 4,096 tokens: launches bound it;
-- `14b`: Qwen3-14B's shape, LoRA on nf4, in the form of unsloth's pull request 4173, which made it
-  keep metadata over the layers.
+- `rope`: rotation of queries and keys, with and without their norm: unsloth's functions against
+  cuseq's of the same names, in the format of the table in unsloth's pull request on sample packing;
+- `0.6b`: Qwen3-0.6B's shape, LoRA on 16 bits, rows of 4,096 tokens: bound by launches;
+- `14b`: Qwen3-14B's shape, LoRA on nf4, in the format of unsloth's pull request 4173, which made it
+  keep metadata across layers.
 
 Variants:
-- `unsloth`: as installed. Beside a torch for CUDA 13 it cannot load PyPI's xformers, and calls SDPA
+- `unsloth`: as installed. With a torch for CUDA 13 it cannot load PyPI's xformers, and calls SDPA
   for each run of equal lengths;
-- `unsloth_emptied`: its caches are emptied before each layer, which is what 4173 removed;
-- `xformers`, `xformers_emptied`: the same where xformers can be loaded;
+- `unsloth_emptied`: its caches are emptied before each layer, which undoes 4173;
+- `xformers`, `xformers_emptied`: the same with xformers, if it can be loaded;
 - `cuseq`, `cuseq_xformers`: `cuseq.enable(unsloth)` over either;
-- `cuseq_blocks`: `cuseq.enable(unsloth, compile_blocks=True)`; in `14b` only where
-  --variants names it.
+- `cuseq_blocks`: `cuseq.enable(unsloth, compile_blocks=True)`; in `14b` only if --variants names
+  it.
 
-What is decided at import, attention and the model, has a process of its own; there is one process
-for `rope` and the first of `0.6b`. Each result is kept as soon as it is there, and the reports
-`unsloth_rope`, `unsloth_0.6b` and `unsloth_14b` (.json, .md, .png) are written after each process.
+Attention and the model are decided at import, so each combination has a process of its own; `rope`
+shares one with the first of `0.6b`. Each result is saved at once, and the reports `unsloth_rope`,
+`unsloth_0.6b` and `unsloth_14b` (.json, .md, .png) are written after each process.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ STEPS = {"0.6b": 4, "14b": 2}
 WORKER_LIMIT_S = 420
 CHECKPOINT_BYTES = 12e9
 PHASES = ("forward", "backward", "batch")
-# Percent of each time that pull request 4173 reports as saved by keeping metadata.
+# Percent of each time saved by keeping metadata, as reported in pull request 4173.
 PUBLISHED = {"forward": 43.3, "backward": 5.8, "batch": 14.3}
-# The second compares two processes, which the host may not serve alike.
+# The second compares two processes, which a busy host may slow differently.
 SPEEDUPS_AT_SMALL = [
     ("cuseq", "unsloth", 1.5),
     ("cuseq", "xformers", 1.05),
@@ -72,14 +72,14 @@ SPEEDUPS_AT_SMALL = [
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures."""
+    """The measurements of one process."""
 
     attention: str
     sections: list[str]
 
 
 def jobs(sections: list[str], names: dict[str, list[str]]) -> list[Job]:
-    """The processes, in order: those without a variant to measure are left out."""
+    """Return the processes in order, without those that have no variant to measure."""
     every = [Job("installed", ["rope", "0.6b"]), Job("xformers", ["0.6b"])]
     every += [Job(attention, ["14b"]) for attention in ATTENTIONS]
     found = []
@@ -96,12 +96,12 @@ def jobs(sections: list[str], names: dict[str, list[str]]) -> list[Job]:
 
 
 def of_attention(attention: str, names: list[str]) -> list[str]:
-    """Those of the variants that need this attention."""
+    """Return the variants that need this attention."""
     return [name for name in names if VARIANTS[name].attention == attention]
 
 
 def chosen(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The variants of each section with a model."""
+    """Return the chosen variants of each section with a model."""
     if args.variants:
         return dict.fromkeys(STEPS, [name for name in VARIANTS if name in args.variants])
     return {
@@ -117,7 +117,7 @@ def run_job(
     scratch: Path,
     results: Path,
 ) -> str | None:
-    """Runs one process; returns what went wrong, if it did not end well."""
+    """Run one process; return what went wrong, or None if nothing did."""
     peers = peers_folder()
     described = {
         "attention": job.attention,
@@ -155,12 +155,12 @@ def run_job(
 
 
 def timed_steps(section: str, args: argparse.Namespace) -> int:
-    """Of a variant in each round."""
+    """Return the timed steps of a variant in each round."""
     return STEPS[section] if args.steps is None else args.steps
 
 
 def read_rows(results: Path) -> list[Row]:
-    """What the processes left; a variant's later lines add to its first."""
+    """Read the rows that the processes wrote; a variant's later lines extend its first."""
     merged: dict[Any, Row] = {}
     if not results.exists():
         return []
@@ -172,7 +172,8 @@ def read_rows(results: Path) -> list[Row]:
 
 
 def saved_by_keeping(rows: dict[str, Row], tokens: int) -> list[Row]:
-    """For each attention and phase: the time with emptied caches, and percent saved without."""
+    """Return, for each attention and phase, the time with emptied caches and percent saved
+    without."""
     table = []
     for emptied, installed, ours in (
         ("unsloth_emptied", "unsloth", "cuseq"),
@@ -194,7 +195,8 @@ def saved_by_keeping(rows: dict[str, Row], tokens: int) -> list[Row]:
 
 
 def add_comparisons(rows: dict[str, Row]) -> None:
-    """Adds speed relative to both of unsloth's own, and the loss relative to `unsloth`'s."""
+    """Add speed relative to both of unsloth's own variants, and the loss relative to
+    `unsloth`'s."""
     for name in ("unsloth", "xformers"):
         reference = rows.get(name, {})
         for row in rows.values():
@@ -207,7 +209,7 @@ def add_comparisons(rows: dict[str, Row]) -> None:
 
 
 def targets(section: str, tokens: int, rows: dict[str, Row], saved: list[Row]) -> list[Target]:
-    """The project's figures for one length of row."""
+    """Return the project's targets for one row length."""
 
     def value(name: str, key: str) -> Any:
         return rows.get(name, {}).get(key)
@@ -227,7 +229,7 @@ def targets(section: str, tokens: int, rows: dict[str, Row], saved: list[Row]) -
         counts = (value(ours, "waits"), value(theirs, "waits"))
         more = None if None in counts else counts[0] - counts[1]
         found.append(Target(f"{where}: waits of a step, {ours} less {theirs}", more, -1))
-    # What another kernel of unsloth's own changes is what bf16 does to the same numbers.
+    # The change from another of unsloth's own kernels shows what bf16 does to the same numbers.
     noise = value("xformers", "gradient_error")
     for name in ("cuseq", "cuseq_xformers", "cuseq_blocks"):
         if noise is not None and name in rows:
@@ -237,7 +239,7 @@ def targets(section: str, tokens: int, rows: dict[str, Row], saved: list[Row]) -
 
 
 def notes(rows: list[Row], problems: list[str]) -> list[str]:
-    """Versions, what was loaded, and what went wrong."""
+    """Return versions, what was loaded, and what went wrong."""
     found = []
     for row in rows:
         if row["section"] == "process":
@@ -256,7 +258,7 @@ def notes(rows: list[Row], problems: list[str]) -> list[str]:
 def report_steps(
     section: str, rows: list[Row], problems: list[str], args: argparse.Namespace
 ) -> None:
-    """Writes the report of one model."""
+    """Write the report of one model."""
     report = Report(f"unsloth_{section}", environment(args.device))
     steps = timed_steps(section, args)
     mine = [row for row in rows if row["section"] == section]
@@ -310,7 +312,7 @@ def report_steps(
 
 
 def step_table(rows: list[Row]) -> Table:
-    """Times, speed, memory and waits of every variant."""
+    """Return the table of times, speed, memory and waits of every variant."""
     headings = {"tokens": "tokens", "variant": "variant", "step": "step ms"}
     headings |= {"step_low": "least", "step_high": "most"}
     headings |= {phase: f"{phase} ms" for phase in PHASES}
@@ -333,7 +335,7 @@ def step_table(rows: list[Row]) -> Table:
 
 
 def saved_table(saved: list[Row]) -> Table:
-    """The form of pull request 4173: before, after, percent saved."""
+    """Return the table of pull request 4173: before, after, percent saved."""
     headings = {
         "tokens": "tokens",
         "attention": "attention",
@@ -349,7 +351,7 @@ def saved_table(saved: list[Row]) -> Table:
 
 
 def wait_sites(rows: list[Row]) -> list[Row]:
-    """The profiler's waits by phase and place."""
+    """Return the profiler's waits by phase and place."""
     return [
         {key: row[key] for key in ("tokens", "variant")}
         | {"phase": phase, "site": site, "count": count}
@@ -360,7 +362,7 @@ def wait_sites(rows: list[Row]) -> list[Row]:
 
 
 def report_rope(rows: list[Row], problems: list[str], args: argparse.Namespace) -> None:
-    """Writes the report of the rotation."""
+    """Write the report of the rotation."""
     report = Report("unsloth_rope", environment(args.device))
     mine = [row for row in rows if row["section"] == "rope"]
     about = [row for row in rows if row["section"] == "process"]
@@ -407,7 +409,7 @@ def report_rope(rows: list[Row], problems: list[str], args: argparse.Namespace) 
 def write_reports(
     sections: list[str], rows: list[Row], problems: list[str], args: argparse.Namespace
 ) -> None:
-    """Those that the last process added to."""
+    """Write the reports that the last process added to."""
     for section in sections:
         if not any(row["section"] == section for row in rows):
             continue
@@ -418,7 +420,7 @@ def write_reports(
 
 
 def scratch_root() -> str | None:
-    """A folder in memory where there is room for the large checkpoint, else the default."""
+    """Return a folder in memory with room for the large checkpoint; None for the default."""
     memory = Path("/dev/shm")
     if memory.is_dir() and shutil.disk_usage(memory).free > 2 * CHECKPOINT_BYTES:
         return str(memory)
@@ -442,7 +444,8 @@ def main() -> None:
         sys.exit("unsloth's kernels need a GPU")
     if peers_folder() is None:
         sys.exit("unsloth is looked for in PEERS (default .peers), which is no folder")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is stopped reports what it had
+    # an interrupted run still reports its results so far
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     names = chosen(args)
     problems: list[str] = []
     with tempfile.TemporaryDirectory(dir=scratch_root()) as temporary:

@@ -1,27 +1,29 @@
 #!/usr/bin/env bash
-# Builds cuseq on a machine with a GPU and runs everything that proves it there.
+# Builds cuseq on a machine with a GPU, then runs its tests, sanitizers and benchmarks there.
 #
 #   bash benchmarks/device.sh                    all stages
 #   bash benchmarks/device.sh build test         the named ones: build test sanitize racecheck fuzz
 #                                                bench example
 #
-# A failed step does not stop the next; the last lines are a table of all steps, and the exit status
-# says whether one failed. Without a GPU the same runs on the CPU, reduced.
+# A failed step does not stop the next. The last lines are a table of all steps, and the exit status
+# tells whether one failed. Without a GPU a reduced run uses the CPU.
 #
 # Environment, all optional:
 #   PYTHON    the interpreter with torch (python3)
-#   OUT       a folder that takes at most a few files: gets results.tar.gz and summary.txt; without
-#             it, results go to benchmarks/results/DATE
+#   OUT       a folder for few files: receives results.tar.gz and summary.txt; without it, results
+#       go
+#             to benchmarks/results/DATE
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks thd training_step);
-#             unsloth is another, of nearly 10 minutes
-#   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth (.peers):
+#             unsloth is another, which takes nearly 10 minutes
+#   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
+#   (.peers);
 #             benchmarks/peers.txt says how to fill it
-#   TOKENS    row lengths of the training step (the benchmark's own choice)
+#   TOKENS    row lengths of the training step (the benchmark's default)
 #   TESTS     test files for test, sanitize and racecheck, as globs under tests/python (all that the
-#             stage can use): a suite that is too long for one call is split over several
+#             stage can use); splits a suite that is too long for one call
 #   JOBS      how many test files run at the same time (a third of the cores with a GPU, else 1)
-#   FUZZ_SECONDS, FUZZ_SEED  how long the fuzzer runs, from which seed (300 with a GPU, else 30; 0)
-#   CUSEQ_COMMIT  the commit to name in the results, where there is no .git
+#   FUZZ_SECONDS, FUZZ_SEED  duration and first seed of the fuzzer (300 with a GPU, else 30; 0)
+#   CUSEQ_COMMIT  the commit to name in the results if there is no .git
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 
@@ -39,7 +41,7 @@ done
 read -ra benches <<<"${BENCHES:-metadata cache attention rope masks thd training_step}"
 read -ra tokens <<<"${TOKENS:-}"
 
-# Tests of the kernels that use shared memory or cub, the only ones that racecheck can judge:
+# Tests of the kernels that use shared memory or cub, the only kernels that racecheck can check:
 # scan_lengths, token_metadata, cu_seqlens_from_position_ids (metadata, layout, values_on_device),
 # lengths_from_padding_mask, mask_rows (padding_mask_layouts, padded_segments), masks (masks,
 # block_masks, cache_masks), apply_rope, apply_qk_norm_rope (rope, rope_autograd, qk_norm_rope).
@@ -70,7 +72,7 @@ jobs=1
 [[ $gpu == no ]] || jobs=$((cores < 3 ? 1 : cores / 3))
 export JOBS=${JOBS:-$jobs}
 
-# The package into $PYTHON's environment; cuseq_tests stays in the build folder.
+# Installs the package into $PYTHON's environment; cuseq_tests stays in the build folder.
 build_cuseq() {
   CUSEQ_BUILD_TESTS=ON "$PYTHON" -m pip install --no-build-isolation --no-deps -v -e . || return
   "$PYTHON" -c 'import cuseq; print(cuseq.build_info())'
@@ -83,7 +85,7 @@ summary() {
   printf '%s\n' "${rows[@]}"
 }
 
-# Keeps what there is so far, in case the machine stops the script.
+# Saves the results so far, in case the machine stops the script.
 keep() {
   summary >"$results/summary.txt"
   if [[ -n ${OUT:-} ]]; then
@@ -93,13 +95,13 @@ keep() {
   fi
 }
 
-# note NAME RESULT SECONDS: one line of the table.
+# note NAME RESULT SECONDS: adds one line to the table.
 note() {
   rows+=("$(printf '%-24s %-10s %8s' "$1" "$2" "$3")")
   keep
 }
 
-# step NAME LIMIT COMMAND...: runs it with a time limit in seconds, its output in NAME.log.
+# step NAME LIMIT COMMAND...: runs COMMAND with a time limit in seconds, its output in NAME.log.
 step() {
   local name=$1 limit=$2 log=$results/$1.log begun=$SECONDS status result
   # In $OUT while it runs, so that the log survives if the machine stops the script.
@@ -114,7 +116,7 @@ step() {
     124 | 137) result='TIMED OUT' ;;
     *) result=FAILED ;;
   esac
-  # Some virtual machines do not let compute-sanitizer run; the code is not at fault then.
+  # Some virtual machines block compute-sanitizer; that is not a failure of the code.
   if [[ $result == FAILED && $name =~ ^(sanitize|racecheck) ]] &&
     grep -q 'Device not supported' "$log"; then
     result=refused
@@ -125,7 +127,7 @@ step() {
   note "$name" "$result" $((SECONDS - begun))
 }
 
-# The C++ tests' program, or nothing.
+# Prints the path of the C++ tests' program, or nothing.
 cpp_tests() {
   find build -type f -name cuseq_tests -perm -u+x 2>/dev/null | head -n 1
 }
@@ -135,7 +137,7 @@ stage_build() {
 }
 
 # python_tests FILES PYTEST...: runs a pytest command over each file, $JOBS at a time, the largest
-# first, and ends with what failed and the sums. FILES are globs under tests/python. Fails if a file
+# first; prints failures and sums at the end. FILES are globs under tests/python. Fails if a file
 # failed.
 python_tests() {
   local files status all
@@ -143,7 +145,7 @@ python_tests() {
   # shellcheck disable=SC2086
   files=$(cd tests/python && ls -S $1) || return
   shift
-  # Exit status 5 says that none of a file's tests was selected.
+  # Exit status 5: none of the file's tests was selected.
   # shellcheck disable=SC2016
   xargs -P "$JOBS" -I{} bash -c '
     file=tests/python/$1 log=$(mktemp)
@@ -175,8 +177,8 @@ stage_test() {
     "$PYTHON" -m pytest -q -ra --durations=3
 }
 
-# check_memory NAME FILES TOOL...: a tool of compute-sanitizer over the C++ tests and the Python
-# tests that launch kernels.
+# check_memory NAME FILES TOOL...: runs a tool of compute-sanitizer over the C++ tests and the
+# Python tests that launch kernels.
 check_memory() {
   local name=$1 files=$2 program
   shift 2
@@ -185,7 +187,7 @@ check_memory() {
     note "$name" 'LEFT OUT' 0
     return
   fi
-  # Without torch's caching allocator every tensor is an allocation of its own, so overruns show.
+  # Without torch's caching allocator every tensor is its own allocation, so overruns show.
   local check=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 86 "$@")
   program=$(cpp_tests)
   if [[ -n $program ]]; then
@@ -198,7 +200,7 @@ check_memory() {
 }
 
 stage_sanitize() {
-  # API errors are left to the tests: torch probes the driver with calls that are meant to fail.
+  # API errors are not checked here: torch probes the driver with calls that are meant to fail.
   check_memory sanitize 'test_*.py' --tool memcheck --report-api-errors no
 }
 

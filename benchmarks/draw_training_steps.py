@@ -1,9 +1,10 @@
-"""One picture of the training steps that bench_training_step measured: a panel for each row length.
+"""Draw the training steps that bench_training_step measured: a panel for each row length.
 
     python benchmarks/draw_training_steps.py [benchmarks/results/h200]
 
 Reads `training_step_2048.json`, `_8192` and `_32768` of a folder and writes `training_step.png`
-beside them. Bars of a panel are of one run; the ratio is over stock packed sdpa of the same run.
+next to them. All bars of a panel are from one run; the ratio is over stock packed sdpa of the same
+run.
 """
 
 from __future__ import annotations

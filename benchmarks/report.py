@@ -1,7 +1,7 @@
-"""Where results go: a JSON file with everything and a Markdown page with the tables.
+"""Write results: a JSON file with everything and a Markdown page with the tables.
 
-Every page starts with the machine and the command, and can end with the targets of the project
-beside what was reached.
+Every page starts with the machine and the command, and can end with the project's targets next to
+the results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Table:
     rows: list[dict[str, Any]]
 
     def markdown(self) -> str:
-        """The table, numbers right-aligned."""
+        """Return the table as Markdown, numbers right-aligned."""
         keys = list(self.columns)
         cells = [[_text(row.get(key)) for key in keys] for row in self.rows]
         numeric = [any(isinstance(row.get(key), (int, float)) for row in self.rows) for key in keys]
@@ -48,7 +48,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure to reach, and what was reached: `reached` None means that it was not measured."""
+    """A target and the measured value; `reached` is None if it was not measured."""
 
     what: str
     reached: float | None
@@ -57,7 +57,7 @@ class Target:
 
     @property
     def verdict(self) -> str:
-        """`met`, `MISSED` or `not measured`."""
+        """Return `met`, `MISSED` or `not measured`."""
         if self.reached is None:
             return "not measured"
         met = self.reached >= self.limit if self.at_least else self.reached <= self.limit
@@ -75,7 +75,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """The whole page."""
+        """Return the whole page."""
         parts = [f"## {self.name}", _environment_line(self.environment)]
         parts += self.notes
         parts += [table.markdown() for table in self.tables]
@@ -84,7 +84,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def write(self, out: Path) -> None:
-        """Prints the page and writes `NAME.json` and `NAME.md` into the folder `out`."""
+        """Print the page and write `NAME.json` and `NAME.md` into the folder `out`."""
         out.mkdir(parents=True, exist_ok=True)
         page = self.markdown()
         print("\n" + page, flush=True)
@@ -109,7 +109,7 @@ class Report:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The machine, the versions, the commit and the command line, for every result.
+    """Return the machine, the versions, the commit and the command line.
 
     Args:
         device: `cpu` or `cuda`.
@@ -130,7 +130,7 @@ def environment(device: str) -> dict[str, Any]:
         "driver": None,
     }
     if device == "cuda":
-        # Not asked of torch, which would take memory for a context in a process that only reports.
+        # torch would create a context, which takes memory, in a process that only reports.
         query = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
         gpu, _, driver = (query or "unknown").splitlines()[0].partition(", ")
         found |= {"gpu": gpu, "driver": driver}
@@ -144,7 +144,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with what every benchmark takes: `--device` and `--out`."""
+    """Return a parser with the options of every benchmark: `--device` and `--out`."""
     import torch
 
     parser = argparse.ArgumentParser(
@@ -165,14 +165,14 @@ def arguments(description: str) -> argparse.ArgumentParser:
 def draw_bars(
     path: Path, title: str, unit: str, groups: Sequence[str], series: dict[str, list[float | None]]
 ) -> None:
-    """Draws grouped bars as a PNG: one group a case, one bar a series; or says why it does not.
+    """Draw grouped bars as a PNG, one group per case and one bar per series; or print why not.
 
     Args:
         path: the PNG to write.
-        title: over the picture.
-        unit: of the vertical axis, which is logarithmic.
+        title: title of the picture.
+        unit: unit of the vertical axis, which is logarithmic.
         groups: names of the cases.
-        series: for each name, one value a group; None leaves a gap.
+        series: for each name, one value per group; None leaves a gap.
     """
     try:
         import matplotlib
@@ -226,7 +226,7 @@ def _environment_line(found: dict[str, Any]) -> str:
 
 
 def _commit() -> str:
-    # A copy of the working tree may come without .git: then the caller says which commit it is.
+    # A copy of the working tree may come without .git; then the caller names its commit.
     if named := os.environ.get("CUSEQ_COMMIT"):
         return named
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")

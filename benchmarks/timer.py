@@ -1,12 +1,12 @@
-"""How every benchmark here measures: device time, host time, and what a profiler sees.
+"""Measure device time, host time and device activity, for all benchmarks.
 
-Times are in microseconds. A `Timing` is the median of its samples with the 10th and the 90th
-percentile beside it.
+Times are in microseconds. A `Timing` is the median of its samples, with the 10th and 90th
+percentiles.
 
 Which function to use:
-- `device_time`: what the GPU needs, by events, L2 flushed before each repetition.
-- `graph_time`: the same for kernels so small that two events would be most of the time.
-- `host_time`: what a call costs the CPU. On a CPU tensor that is the time of the work itself.
+- `device_time`: time on the GPU, by events, with the L2 cache flushed before each repetition.
+- `graph_time`: the same for kernels so short that two events would dominate the time.
+- `host_time`: CPU time of a call. For a CPU tensor that is the time of the work itself.
 - `profile`: kernels, copies and waits of one call, by name.
 """
 
@@ -28,7 +28,7 @@ from cuseq.debug.profile.trace import WINDOW, HostWait, Trace, check_gpu_profile
 
 WHOLE = WINDOW
 
-# Longest that one measurement may take, in seconds: repetitions of slow calls are cut to fit.
+# Longest duration of one measurement in seconds; slow calls get fewer repetitions to fit.
 BUDGET_S = 0.4
 MIN_REPEATS = 5
 
@@ -44,7 +44,7 @@ class Timing:
 
     @staticmethod
     def of(samples: list[float]) -> Timing:
-        """Summarises samples given in microseconds."""
+        """Summarise samples given in microseconds."""
         ordered = sorted(samples)
         tenth = len(ordered) // 10
         return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
@@ -58,10 +58,10 @@ def device_time(
     warmup: int = 5,
     flush_l2: bool = True,
 ) -> Timing:
-    """Time of one call on the device, gaps between its kernels included.
+    """Measure the time of one call on the device, including gaps between its kernels.
 
-    The device is kept busy until the host has queued the call, so host time does not count;
-    where `fn` itself waits for the device it does. On a CPU this is the wall time.
+    The device is kept busy until the host has queued the call, so host time does not count, unless
+    `fn` itself waits for the device. On a CPU this is the wall time.
 
     Args:
         fn: the call; its result is dropped.
@@ -82,7 +82,7 @@ def device_time(
     call_s = time.perf_counter() - begun
     repeats = _affordable(call_s, repeats)
 
-    # Cycles at 2 GHz, about the highest clock: at a lower one the device only waits for longer.
+    # Cycles at 2 GHz, about the highest clock; at a lower clock the device only waits longer.
     hold = int(2e9 * min(2 * host_s + 50e-6, 20e-3))
     flush = _l2_buffer(torch.cuda.current_device()) if flush_l2 else None
     pairs = []
@@ -102,7 +102,7 @@ def device_time(
 def graph_time(
     fn: Callable[[], object], *, calls: int = 20, repeats: int = 20, warmup: int = 3
 ) -> Timing:
-    """Time of one call inside a CUDA graph of `calls` calls: launch gaps shrink to about 1 us.
+    """Measure one call inside a CUDA graph of `calls` calls: launch gaps shrink to about 1 us.
 
     The L2 cache stays warm from call to call. `fn` must be capturable: no waits, no host copies.
     """
@@ -139,14 +139,14 @@ def host_time(
     warmup: int = 5,
     setup: Callable[[], object] | None = None,
 ) -> Timing:
-    """Time that one call keeps the host, over batches that start on an idle device.
+    """Measure how long one call occupies the host, over batches that start on an idle device.
 
     Args:
         fn: the call; its result is dropped.
-        args: handed to `fn`, so that cheap calls need no lambda around them.
+        args: arguments of `fn`, so that cheap calls need no lambda.
         device: where `fn` works; a CUDA device is synchronised between batches, untimed.
-        calls: calls a batch. CUDA blocks the host at about 1,000 queued launches, so keep
-            `calls` times the launches of one call below that.
+        calls: calls per batch. CUDA blocks the host at about 1,000 queued launches, so keep `calls`
+            times the launches of one call below that.
         batches: most batches to take; slow ones get fewer, at least `MIN_REPEATS`.
         warmup: calls before the first batch.
         setup: called before each batch and before the warm-up, untimed.
@@ -179,14 +179,14 @@ def host_time(
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for everything queued on a CUDA device; nothing on a CPU."""
+    """Wait for everything queued on a CUDA device; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass
 class Activity:
-    """What a stretch of host code did to the device.
+    """The device activity caused by an interval of host code.
 
     Attributes:
         kernels: kernels launched.
@@ -194,7 +194,7 @@ class Activity:
         waits: how often the host waited, by kind: "stream", "event", "device", "copy" (of memory
             that is not pinned).
         copies: copies and fills, by kind ("Memcpy DtoH (Device -> Pinned)", "Memset (Device)").
-        allocations: calls that take or give back memory of the driver, by name.
+        allocations: calls that allocate or free driver memory, by name.
         sites: the waits again, by kind and the PyTorch ops around them, outermost first.
     """
 
@@ -207,21 +207,21 @@ class Activity:
 
     @property
     def syncs(self) -> int:
-        """Waits that are not for one event: of a stream, a copy or the whole device."""
+        """Return the number of waits for a stream, a copy or the whole device."""
         return sum(self.waits.values()) - self.event_waits
 
     @property
     def event_waits(self) -> int:
-        """Waits for one event."""
+        """Return the number of waits for one event."""
         return self.waits["event"]
 
     @property
     def dtoh_copies(self) -> int:
-        """Copies from the device to the host."""
+        """Return the number of copies from the device to the host."""
         return sum(n for kind, n in self.copies.items() if "DtoH" in kind)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dict for JSON."""
         return {
             "kernels": self.kernels,
             "device_us": self.device_us,
@@ -242,7 +242,7 @@ class Profile:
     trace: Trace
 
     def within(self, *labels: str) -> Activity:
-        """Everything that host code inside these `record_function` labels caused, any thread."""
+        """Return what host code inside these `record_function` labels caused, on any thread."""
         seen = self.trace.within(*labels)
         kernels = [work for work in seen.work if work.category == "kernel"]
         return Activity(
@@ -260,17 +260,17 @@ class Profile:
 
 
 def profile(fn: Callable[[], object], *, device: torch.device) -> Profile:
-    """Runs `fn` once under torch.profiler; `within(WHOLE)` is everything it did.
+    """Run `fn` once under torch.profiler; `within(WHOLE)` is everything it did.
 
-    `fn` may mark its parts with `torch.profiler.record_function`. Warm it up before, and take
-    times before too: a profiler that has once run may slow every later launch of the process.
+    `fn` may mark its parts with `torch.profiler.record_function`. Warm it up and measure times
+    before: once the profiler has run, it may slow every later launch of the process.
     """
     check_profiler(device)  # the first profile of a process starts CUPTI and may miss events
     return Profile(record(fn, gpu=device.type == "cuda"))
 
 
 def check_profiler(device: torch.device) -> str | None:
-    """What to say in a report where the profiler misses events, else None."""
+    """Return a warning for the report if the profiler misses events, else None."""
     return check_gpu_profiler() if device.type == "cuda" else None
 
 

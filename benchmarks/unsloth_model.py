@@ -1,4 +1,4 @@
-"""A random Qwen3 as the real unsloth loads it: import, checkpoint, LoRA, packed rows."""
+"""Load a random Qwen3 as the real unsloth does: import, checkpoint, LoRA, packed rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from workload import QWEN3
 if TYPE_CHECKING:
     import torch
 
-# torch is imported in the functions: unsloth wants to be first, and xformers its runtime before.
+# torch is imported inside the functions: unsloth must be imported first, and xformers' runtime
+# library before it.
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -37,13 +38,13 @@ SHAPES = {
 
 
 def import_unsloth(peers: Path, xformers: bool) -> None:
-    """Imports unsloth before torch and transformers, as its users do.
+    """Import unsloth before torch and transformers, as its users do.
 
     Args:
         peers: the folder with its packages, which must be on the path already.
-        xformers: make xformers loadable: PyPI's is built for CUDA 12, beside a torch for CUDA 13
-            it needs the runtime library that the folder carries. Without it unsloth says that it
-            cannot load xformers and takes PyTorch's attention.
+        xformers: make xformers loadable. PyPI's xformers is built for CUDA 12; with a torch for
+            CUDA 13 it needs the runtime library in the folder. Without it, unsloth reports that it
+            cannot load xformers and uses PyTorch's attention.
     """
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -55,15 +56,16 @@ def import_unsloth(peers: Path, xformers: bool) -> None:
 def write_checkpoint(
     folder: Path, shape: dict[str, Any], four_bit: bool, device: torch.device
 ) -> None:
-    """A random checkpoint: weights in bf16 or nf4, one file a layer, and a word-level tokenizer.
+    """Write a random checkpoint: bf16 or nf4 weights, one file per layer, and a word-level
+    tokenizer.
 
-    Nothing is written where the folder has a config already: that comes last.
+    Writes nothing if the folder already has a config, which is written last.
 
     Args:
-        folder: is made.
+        folder: folder to create.
         shape: fields of Qwen3's config.
-        four_bit: the projections are quantised as bitsandbytes does with nested statistics, so
-            that loading need not read them in 16 bits.
+        four_bit: quantise the projections as bitsandbytes does with nested statistics, so that
+            loading does not read them in 16 bits.
         device: where the weights are drawn.
     """
     if (folder / "config.json").exists():
@@ -95,10 +97,10 @@ def load_model(
     checkpointing: str | bool = "unsloth",
     **placement: Any,
 ) -> torch.nn.Module:
-    """The checkpoint with LoRA on all seven projections, ready to train.
+    """Load the checkpoint with LoRA on all seven projections, ready to train.
 
-    Both matrices of each adapter are random, the same in every process: with B at zero, as it
-    starts, A would have no gradient to compare.
+    Both matrices of each adapter are random, equal in every process: with B at its initial zero, A
+    would have no gradient to compare.
     """
     import torch
     from unsloth import FastLanguageModel
@@ -130,17 +132,17 @@ def load_model(
 
 
 def adapters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """What is trained."""
+    """Return the parameters that are trained."""
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """Of a model with LoRA."""
+    """Return the decoder layers of a model with LoRA."""
     return model.get_base_model().model.layers
 
 
 def packed_row(lengths: list[int], vocab_size: int, seed: int) -> dict[str, torch.Tensor]:
-    """A packed row on the host, as unsloth's collator makes it of documents with these lengths.
+    """Return a packed row on the host, as unsloth's collator makes it for these lengths.
 
     Returns:
         `input_ids`, `labels`, `position_ids` int64 `[1, sum(lengths)]`, the label of each
@@ -160,7 +162,7 @@ def packed_row(lengths: list[int], vocab_size: int, seed: int) -> dict[str, torc
 
 
 def _shards(shape: dict[str, Any]) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Names and shapes of a Qwen3's weights: those of each layer, then the rest."""
+    """Yield names and shapes of a Qwen3's weights: those of each layer, then the rest."""
     hidden, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
     layer = {

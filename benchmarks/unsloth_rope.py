@@ -1,4 +1,4 @@
-"""Rotation of queries and keys: unsloth's functions against cuseq's of the same names."""
+"""Measure rotation of queries and keys: unsloth's functions against cuseq's of the same names."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ MEAN_LENGTH = 350
 
 
 def measure(emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emits a row of results for each shape."""
+    """Emit a row of results for each shape."""
     for heads in HEADS:
         for tokens in TOKENS:
             emit(measure_shape(*heads, tokens))
 
 
 def measure_shape(query_heads: int, key_heads: int, tokens: int) -> dict[str, Any]:
-    """Forward and backward of each function, in milliseconds, and how far the results are apart."""
+    """Return milliseconds of each function, forward and backward, and the difference of the
+    results."""
     row: dict[str, Any] = {
         "section": "rope",
         "shape": f"({query_heads}, {key_heads}) x {DIM}, {tokens:,}",
         "heads": [query_heads, key_heads],
         "tokens": tokens,
     }
-    # As models have them: projections [B, S, H, D], and gradients of the same shape.
+    # As in models: projections [B, S, H, D], and gradients of the same shape.
     projected, incoming = (
         [
             torch.randn(1, tokens, heads, DIM, device=DEVICE, dtype=torch.bfloat16)
@@ -58,7 +59,7 @@ def measure_shape(query_heads: int, key_heads: int, tokens: int) -> dict[str, An
 
 
 def rotations(tokens: int) -> dict[str, Rotation]:
-    """Each function as a model calls it, on `[1, S, H, D]` queries and keys."""
+    """Return each function as a model calls it, on `[1, S, H, D]` queries and keys."""
     from unsloth.kernels.qk_norm_rope import fast_qk_norm_rope as unsloth_norm_rope
     from unsloth.kernels.rope_embedding import Fast_RoPE_Embedding
     from unsloth.kernels.rope_embedding import fast_rope_embedding as unsloth_rope
@@ -75,7 +76,7 @@ def rotations(tokens: int) -> dict[str, Rotation]:
         return lambda q, k: rope(*norms, q, k, cos, sin, positions)
 
     def two_launches(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # unsloth's kernel for one tensor, in place; it has no position ids.
+        # unsloth's kernel for one tensor, in place; it takes no position ids.
         return Fast_RoPE_Embedding.apply(q, cos, sin), Fast_RoPE_Embedding.apply(k, cos, sin)
 
     return {
@@ -88,7 +89,7 @@ def rotations(tokens: int) -> dict[str, Rotation]:
 
 
 def table(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """cos and sin, bf16 `[S, D]` as unsloth keeps them, and int32 positions `[1, S]` of a pack."""
+    """Return cos and sin, bf16 `[S, D]` as unsloth keeps them, and int32 positions `[1, S]`."""
     frequencies = 1e6 ** (-torch.arange(0, DIM, 2, device=DEVICE) / DIM)
     angles = torch.outer(torch.arange(tokens, device=DEVICE).float(), frequencies).repeat(1, 2)
     lengths = lognormal_lengths(tokens, MEAN_LENGTH, seed=0)
@@ -97,7 +98,7 @@ def table(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def norm() -> SimpleNamespace:
-    """What the functions read of a frozen RMSNorm of one head."""
+    """Return the attributes that the functions read of a frozen RMSNorm of one head."""
     weight = torch.rand(DIM, device=DEVICE).bfloat16() + 0.5
     return SimpleNamespace(weight=weight, variance_epsilon=1e-6)
 
@@ -105,8 +106,8 @@ def norm() -> SimpleNamespace:
 def times(
     rotation: Rotation, projected: list[Tensor], incoming: list[Tensor]
 ) -> tuple[list[Tensor], float, float]:
-    """Outputs and gradients, then milliseconds of the forward and of the backward."""
-    # Copies: one of the functions works in place.
+    """Return outputs and gradients, and milliseconds of the forward and of the backward."""
+    # Copies, because one of the functions works in place.
     leaves = [x.clone().requires_grad_() for x in projected]
     outputs = rotation(*leaves)
     incoming = [
@@ -124,7 +125,7 @@ def times(
 
 
 def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest relative L2 distance of an output or a gradient."""
+    """Return the largest relative L2 distance of an output or a gradient."""
     distances = [
         (a.double() - b.double()).norm() / b.double().norm()
         for a, b in zip(ours, theirs, strict=True)

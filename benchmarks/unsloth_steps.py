@@ -1,7 +1,7 @@
-"""Training steps of the real unsloth, as installed and with cuseq, in one process.
+"""Measure training steps of the real unsloth, as installed and with cuseq, in one process.
 
-A process has one kind of attention and one model, which are decided at import and at loading. The
-rest is switched: `enable` and `disable`, and hooks that empty unsloth's caches.
+A process has one kind of attention and one model, fixed at import and loading. The rest is
+switched: `enable` and `disable`, and hooks that empty unsloth's caches.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from workload import lognormal_lengths
 Tensor = torch.Tensor
 
 MEAN_LENGTH = 350
-# Lengths reach the GPU in the first of them with a layout, in the second without.
+# Lengths reach the GPU in the first phase with a layout, in the second without.
 BATCH = ("to device", "forward", "backward")
 DEVICE = torch.device("cuda")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way through unsloth.
+    """One way to run unsloth.
 
     Attributes:
-        name: on the command line and in the tables.
-        attention: `installed`, or `xformers` where its library can be loaded.
-        emptied: unsloth's caches are emptied before each layer, in the backward's too.
+        name: name on the command line and in the tables.
+        attention: `installed`, or `xformers` if its library can be loaded.
+        emptied: unsloth's caches are emptied before each layer, in the backward too.
         cuseq: `enable` is called, and the batch has a layout.
         blocks: with `compile_blocks`.
     """
@@ -48,8 +48,8 @@ class Variant:
     blocks: bool = False
 
 
-# In the order in which a process measures them: the first leaves the gradients to compare with,
-# and compiled blocks come last.
+# In measuring order: the first variant saves the gradients to compare with, and compiled blocks
+# come last.
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -67,16 +67,17 @@ REFERENCE = "unsloth"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process measures of one model and length of row.
+    """What a process measures for one model and row length.
 
-    Each of `rounds` goes through the variants: what slows the host for a while slows all of them.
+    Each of `rounds` goes through all variants, so that a temporary slowdown of the host affects
+    all.
 
     Attributes:
-        section: named in each row of results.
+        section: name in each row of results.
         tokens: length of the row.
-        warmup: untimed steps whenever a variant's turn comes.
+        warmup: untimed steps at the start of each variant's turn.
         steps: timed steps of a variant in a round.
-        scratch: folder where the reference leaves its gradients for the other processes.
+        scratch: folder where the reference saves its gradients for the other processes.
     """
 
     section: str
@@ -88,9 +89,9 @@ class Plan:
     scratch: Path
 
     def turns(self) -> Iterator[tuple[Variant, range]]:
-        """The variants in their order, with the seeds of the packs that are timed.
+        """Yield the variants in order, with the seeds of the packs that are timed.
 
-        Compiled blocks have one turn, the last: they would be compiled again in each.
+        Compiled blocks have one turn, the last, because each turn would compile them again.
         """
         first = 1 + self.warmup
         for number in range(self.rounds):
@@ -104,9 +105,9 @@ class Plan:
 
 
 def measure(model: torch.nn.Module, plan: Plan, emit: Callable[[dict[str, Any]], None]) -> None:
-    """Emits each variant's row of results after each of its turns, and what the profiler counted.
+    """Emit each variant's row of results after each of its turns, and the profiler's counts.
 
-    All times come first: a profiler that has run may slow the launches of what follows.
+    All times come first, because the profiler may slow later launches.
     """
     start = [weight.detach().clone() for weight in adapters(model)]
     rows: dict[str, dict[str, Any]] = {
@@ -130,7 +131,7 @@ def measure(model: torch.nn.Module, plan: Plan, emit: Callable[[dict[str, Any]],
             row |= summary(clocks[variant.name], plan)
         emit(row)
     note = timer.check_profiler(DEVICE)
-    # Backwards: what the last variant compiled is still there.
+    # In reverse order: the last variant's compiled code still exists.
     for variant in reversed(plan.variants):
         row = rows[variant.name]
         if "failed" in row:
@@ -144,7 +145,7 @@ def measure(model: torch.nn.Module, plan: Plan, emit: Callable[[dict[str, Any]],
 
 
 def first_step(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
-    """Its time, loss and gradients."""
+    """Return time, loss and gradient error of the first step."""
     batch = make_batch(plan.tokens, model, 0)
     begun = time.perf_counter()
     loss = forward_backward(variant, model, batch, StepClock(DEVICE)).item()
@@ -155,8 +156,8 @@ def first_step(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str
 def timed_steps(
     variant: Variant, model: torch.nn.Module, plan: Plan, seeds: range
 ) -> list[StepClock]:
-    """One for each seed, after the warm-up."""
-    # New batches for each variant: a layout remembers what was made of it.
+    """Time one step per seed, after the warm-up."""
+    # New batches for each variant, because results are cached on a layout.
     batches = [
         make_batch(plan.tokens, model, seed) for seed in (*range(1, 1 + plan.warmup), *seeds)
     ]
@@ -167,7 +168,7 @@ def timed_steps(
 
 
 def summary(clocks: list[StepClock], plan: Plan) -> dict[str, Any]:
-    """Medians of phases and steps, in ms."""
+    """Return medians of phases and steps, in ms."""
     times = [clock.milliseconds() for clock in clocks]
     for step in times:
         step["batch"] = sum(step[phase] for phase in BATCH)
@@ -181,7 +182,7 @@ def summary(clocks: list[StepClock], plan: Plan) -> dict[str, Any]:
 
 
 def count_waits(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
-    """The profiler's counts of one step, after another that makes what a first step makes."""
+    """Return the profiler's counts of one step; a step before it does the first step's work."""
     optimizer = _optimizer(model)
     first, second = (make_batch(plan.tokens, model, seed) for seed in (0, 1))
     train_step(variant, model, optimizer, first)
@@ -204,7 +205,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: dict[str, Any],
 ) -> StepClock:
-    """One whole step."""
+    """Run one whole step."""
     clock = StepClock(DEVICE)
     forward_backward(variant, model, batch, clock)
     with clock.phase("optimizer"):
@@ -216,16 +217,16 @@ def train_step(
 def forward_backward(
     variant: Variant, model: torch.nn.Module, batch: dict[str, Any], clock: StepClock
 ) -> Tensor:
-    """Moves the batch as Trainer does and leaves gradients; the loss stays on the device."""
+    """Move the batch as Trainer does and compute gradients; the loss stays on the device."""
     with clock.phase("to device"):
         moved = {
             name: value.to(DEVICE, non_blocking=True)
             for name, value in batch.items()
-            # The layout is what enable adds to unsloth's collator.
+            # enable adds the layout to unsloth's collator.
             if variant.cuseq or name != "packed"
         }
     with clock.phase("forward"), torch.autocast("cuda", torch.bfloat16):
-        # Trainer's arguments for a packed row, by unsloth's own change of it.
+        # Trainer's arguments for a packed row, as changed by unsloth.
         loss = model(**moved, use_cache=False).loss
     with clock.phase("backward"):
         loss.backward()
@@ -233,7 +234,7 @@ def forward_backward(
 
 
 def make_batch(tokens: int, model: torch.nn.Module, seed: int) -> dict[str, Any]:
-    """A row in pinned memory, with its layout and the number of its targets."""
+    """Return a row in pinned memory, with its layout and the number of its targets."""
     import cuseq
 
     lengths = lognormal_lengths(tokens, MEAN_LENGTH, seed)
@@ -245,7 +246,10 @@ def make_batch(tokens: int, model: torch.nn.Module, seed: int) -> dict[str, Any]
 
 
 def compare_gradients(variant: Variant, model: torch.nn.Module, plan: Plan) -> dict[str, Any]:
-    """Relative L2 distance from the reference's gradients, which it leaves itself; drops them."""
+    """Return the relative L2 distance from the reference's gradients, then drop the gradients.
+
+    The reference itself saves its gradients.
+    """
     path = plan.scratch / f"gradients_{plan.section}_{plan.tokens}.pt"
     gradients = [weight.grad for weight in adapters(model)]
     model.zero_grad(set_to_none=True)
@@ -265,7 +269,7 @@ def compare_gradients(variant: Variant, model: torch.nn.Module, plan: Plan) -> d
 
 @torch.no_grad()
 def restore(model: torch.nn.Module, start: list[Tensor]) -> None:
-    """The weights before any step."""
+    """Restore the initial weights."""
     model.zero_grad(set_to_none=True)
     for weight, value in zip(adapters(model), start, strict=True):
         weight.copy_(value)
@@ -277,7 +281,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @contextmanager
 def _switched(variant: Variant, model: torch.nn.Module) -> Iterator[None]:
-    """unsloth as the variant wants it, and as it was afterwards."""
+    """Switch unsloth to the variant, and restore it afterwards."""
     from unsloth.utils.packing import clear_packed_caches
 
     with ExitStack() as undo:
@@ -298,7 +302,7 @@ def _switched(variant: Variant, model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _failures(row: dict[str, Any]) -> Iterator[None]:
-    """A variant that raises is a failed row, and the others go on."""
+    """Turn an exception into a failed row, so that the other variants go on."""
     try:
         yield
     except torch.OutOfMemoryError:

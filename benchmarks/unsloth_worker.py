@@ -24,7 +24,7 @@ PACKAGES = [
 
 
 def emit(file: Path, row: dict[str, Any]) -> None:
-    """Keeps a row and shows it, so that a process that is killed has left what it measured."""
+    """Save and print a row, so that a killed process leaves what it measured."""
     with file.open("a", encoding="utf-8") as out:
         out.write(json.dumps(row) + "\n")
     if line := describe(row):
@@ -32,7 +32,7 @@ def emit(file: Path, row: dict[str, Any]) -> None:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """One line for the terminal."""
+    """Return one line for the terminal."""
     where = " ".join(f"{row[key]}" for key in ("section", "tokens", "variant") if key in row)
     if "failed" in row:
         return f"{where}: FAILED, {row['failed']}"
@@ -56,7 +56,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def about_process(attention: str, seconds: float) -> dict[str, Any]:
-    """What was imported, and whether unsloth takes the attention that was asked for."""
+    """Return what was imported, and whether unsloth uses the requested attention."""
     from unsloth.utils import attention_dispatch
 
     backend = attention_dispatch.select_attention_backend(True)
@@ -79,7 +79,7 @@ def about_process(attention: str, seconds: float) -> dict[str, Any]:
 
 
 def measure_model(job: dict[str, Any], section: str, rows: Path) -> None:
-    """The training steps of one model, each of its variants over each length of row."""
+    """Measure the training steps of one model, each variant over each row length."""
     import torch
     import unsloth_steps
 

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: document lengths, documents of random tokens, and the peers."""
+"""Inputs of the benchmarks: document lengths, documents of random tokens, and the peers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ QWEN3 = {
 
 
 def lognormal_lengths(total_tokens: int, mean: float, seed: int, sigma: float = 0.8) -> list[int]:
-    """Document lengths that add up to `total_tokens` exactly.
+    """Return document lengths that add up to `total_tokens` exactly.
 
     Args:
         total_tokens: tokens of the packed row.
         mean: mean of the lognormal distribution, in tokens.
-        seed: of the draw; the same seed gives the same lengths.
+        seed: seed of the draw; the same seed gives the same lengths.
         sigma: standard deviation of the logarithm.
 
     Returns:
-        Lengths of at least 2 tokens each, so that every document has a target; the last is cut
-        to fit.
+        Lengths of at least 2 tokens each, so that every document has a target; the last is cut to
+        fit.
     """
     draw = random.Random(seed)
     mu = math.log(mean) - sigma * sigma / 2
@@ -55,16 +55,16 @@ def lognormal_lengths(total_tokens: int, mean: float, seed: int, sigma: float = 
 
 
 def documents(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]:
-    """One list of random token ids in `[0, vocab_size)` for each length."""
+    """Return one list of random token ids in `[0, vocab_size)` for each length."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
 @functools.lru_cache
 def peers_folder() -> Path | None:
-    """Folder of the packages that cuseq is measured against, or None where there is none.
+    """Return the folder of the packages that cuseq is measured against; None if there is none.
 
-    The environment's `PEERS`, default `.peers` in the repository, is that folder, or holds the
+    The environment's `PEERS`, default `.peers` in the repository, is that folder, or contains the
     packages as `site.tar.gz`, which is unpacked once to the folder for temporary files.
     """
     given = Path(os.environ.get("PEERS", ROOT / ".peers"))
@@ -74,7 +74,7 @@ def peers_folder() -> Path | None:
     state = archive.stat()
     folder = Path(tempfile.gettempdir()) / f"cuseq-peers-{state.st_size}-{state.st_mtime_ns}"
     if not folder.exists():
-        # Under another name first: a folder that is there is whole.
+        # Unpacked under another name first, so that an existing folder is always complete.
         part = Path(tempfile.mkdtemp(prefix="cuseq-peers-"))
         subprocess.run(["tar", "-xf", str(archive), "-C", str(part)], check=True)
         part.rename(folder)
@@ -82,9 +82,10 @@ def peers_folder() -> Path | None:
 
 
 def import_peer(package: str) -> bool:
-    """Imports a peer, from the peers' folder where it is not installed; False where it is nowhere.
+    """Import a peer, from the peers' folder if it is not installed; return False if it is missing.
 
-    Only this package comes from the folder, which holds others too that could replace what is here.
+    Only this package is imported from the folder, whose other packages could replace installed
+    ones.
     """
     folder = peers_folder()
     if importlib.util.find_spec(package) is None and folder is not None:
@@ -99,7 +100,7 @@ def import_peer(package: str) -> bool:
 
 
 def has_flash_attention_4() -> bool:
-    """Whether flash-attn-4 is installed. It shares its folder with flash-attn."""
+    """Return whether flash-attn-4 is installed. It shares its folder with flash-attn."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     return importlib.util.find_spec("flash_attn.cute") is not None
