@@ -1,4 +1,4 @@
-"""Layout states from lengths, offsets, padding masks and positions."""
+"""Functions that make layout states from lengths, offsets, padding masks and positions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def common_multiple(multiple: Multiple, name: str) -> int:
 
 
 def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
-    """Return ints as an int64 tensor on the host, and a tensor with values as it is."""
+    """Return a one-dimensional tensor: ints as int64 on the host, a tensor unchanged."""
     if isinstance(values, Tensor):
         check_tensor(values, name)
     else:
         try:
-            # index() refuses what int() would cut off. The device is named because a device context
-            # would move host lengths otherwise.
+            # index() refuses fractions, which int() would truncate. The device is explicit, because
+            # torch's default device may be a GPU and these lengths must stay on the host.
             values = torch.tensor([index(v) for v in values], dtype=torch.int64, device="cpu")
         except TypeError as error:
             raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
@@ -54,14 +54,14 @@ def of_sequences(
 ) -> LayoutState:
     """Return the state for lengths or offsets, without padding between sequences.
 
-    It lies where `source` lies, or on the host if `total_tokens` is None: then the values are
-    needed at once, and with them on the host nothing waits again.
+    The state is on the device of `source`. If `total_tokens` is None, it is on the host: the sum of
+    the lengths is needed at once, and once the values are on the host nothing has to wait again.
 
     Args:
         source: int32 or int64, lengths `[n_seqs]` or offsets `[n_seqs + 1]`.
         total_tokens, max_seqs: as for `PackedLayout.from_lengths`.
         from_cu_seqlens: whether `source` holds offsets.
-        num_seqs: int32 `[1]`, how many sequences there are where `source` is longer.
+        num_seqs: int32 `[1]`, the number of sequences if `source` has room for more.
     """
     total_tokens = as_size(total_tokens, "total_tokens")
     max_seqs = as_size(max_seqs, "max_seqs")
@@ -72,7 +72,7 @@ def of_sequences(
         total_tokens = _C.tokens_of(source, from_cu_seqlens)
     n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
     if max_seqs is None:
-        # Positions are as many as tokens, and have no sequence of length zero.
+        # Sequences found from positions are never empty, so there are at most total_tokens of them.
         max_seqs = total_tokens if num_seqs is not None else max(total_tokens, n_seqs)
     if type(max_seqs) is int and max_seqs >= 2**31:
         raise ValueError(f"max_seqs must be at most 2^31 - 1, got {max_seqs}")
@@ -88,7 +88,7 @@ def of_segments(
     total_multiple: Multiple,
     max_seqs: int | None,
 ) -> LayoutState:
-    """Return the state for lengths whose segments are filled up to multiples."""
+    """Return the state for lengths whose segments are padded to multiples."""
     segment_multiple = common_multiple(segment_multiple, "segment_multiple")
     if segment_multiple >= 2**31:  # the sums below are int64
         raise ValueError(f"segment_multiple must be at most 2^31 - 1, got {segment_multiple}")
@@ -96,7 +96,7 @@ def of_segments(
     total_multiple = as_int(lcm(segment_multiple, total_multiple), "total_multiple")
     if total_tokens is None:
         lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
-        _C.tokens_of(lengths, False)  # raises what is wrong with them, not with their sum
+        _C.tokens_of(lengths, False)  # raises if a length is invalid, before they are summed
         segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
         total_tokens = -(-segments * segment_multiple // total_multiple) * total_multiple
         if total_tokens >= 2**31:
@@ -129,7 +129,7 @@ def of_mask(
     total_multiple: Multiple,
     max_seqs: int | None,
 ) -> LayoutState:
-    """Return the state for the mask `[batch, seqlen]` and kind that `real_tokens` returned."""
+    """Return the state for the mask `[batch, seqlen]` and the kind from `real_tokens`."""
     lengths = _ops.lengths_from_padding_mask(real, kind)
     return of_segments(lengths, total_tokens, segment_multiple, total_multiple, max_seqs)
 
@@ -148,7 +148,10 @@ def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) 
 def of_lengths_and_segments(
     lengths: Tensor, segment_lengths: Tensor | None, total_tokens: int, max_seqs: int
 ) -> LayoutState:
-    """Return the state for lengths in segments of given lengths; None where they are equal."""
+    """Return the state for sequences in segments of the given lengths.
+
+    `segment_lengths=None` means that segments are as long as their sequences.
+    """
     state = of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
     if segment_lengths is None:
         return state
@@ -163,7 +166,7 @@ def _started(
     total_tokens: int,
     num_sequences: int | None,
 ) -> LayoutState:
-    """Return the state of what a kernel has made, with its copy to the host on the way."""
+    """Start the copy of a kernel's outputs to the host; return their state."""
     host_meta, host_lengths = _C.start_host_copy([meta, lengths])
     state = LayoutState(lengths, offsets, host_meta, total_tokens, num_sequences)
     if lengths.device.type == "cpu":
@@ -172,14 +175,17 @@ def _started(
 
 
 def _checked(state: LayoutState) -> LayoutState:
-    """Raise what is wrong with lengths on the host; those of a device are checked when read."""
+    """Raise ValueError if lengths on the host are invalid; return the state.
+
+    Lengths on a GPU are checked when a host value is first read.
+    """
     if state.lengths.device.type == "cpu":
         _C.read_host_meta(state.host_meta, NUM_SEQS)
     return state
 
 
 def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
-    """Return the mask `[batch, seqlen]` of real tokens, and how its elements say so."""
+    """Return the mask `[batch, seqlen]` and its kind: which of its elements mark a real token."""
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"mask must be a tensor, got {type(mask).__name__}: without one give lengths, by "

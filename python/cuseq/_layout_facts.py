@@ -1,4 +1,4 @@
-"""Facts of a packed layout: numbers on the host, tensors on the device, made when asked for."""
+"""Properties of a packed layout: numbers on the host and tensors on its device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _ops = torch.ops.cuseq
 
 
 class LayoutFacts:
-    """The facts of a layout. What attention reads is in the state from the start: a tensor first
-    made inside a compiled region would cost a second graph. The rest is made when asked for.
+    """The properties of a layout.
+
+    The state holds from the start what attention reads, because a tensor that is first made inside
+    a compiled region would cost a second graph. Other properties are computed at their first use.
     """
 
     def __init__(self, state: LayoutState):
@@ -31,7 +33,7 @@ class LayoutFacts:
         self._cu_seqlens: Tensor | None = None
         self._tokens: tuple[Tensor, ...] | None = None
         self._seq_idx: Tensor | None = None
-        # The version of each tensor when it was made, for CUSEQ_CHECK=1.
+        # With CUSEQ_CHECK=1: the version that each tensor had when it was made.
         self._versions: list[tuple[str, Tensor, int]] = []
         self._note_versions(cu_seqlens=state.cu_seqlens_static, lengths=state.lengths)
         self._note_versions(host_meta=state.host_meta, position_ids=state.rank_positions)
@@ -45,10 +47,10 @@ class LayoutFacts:
             ]
 
     def check_unedited(self) -> None:
-        """Raise ValueError if a tensor of the layout was edited since it was made.
+        """With `CUSEQ_CHECK=1`, raise ValueError if a tensor of the layout was edited.
 
-        PyTorch's version counters say so, which `.data`, NumPy and raw kernels do not move. It
-        costs nothing unless `CUSEQ_CHECK=1`.
+        The check compares PyTorch's version counters. Writes through `.data`, NumPy or raw kernels
+        do not change those.
         """
         if not CHECKING or is_compiling():
             return
@@ -64,11 +66,11 @@ class LayoutFacts:
             )
 
     def wait(self) -> Self:
-        """Wait until host values are there, check them and return the layout.
+        """Wait until the host values are available, check them and return the layout.
 
-        Only a layout whose lengths came from a GPU can make it wait, once, for one small copy.
+        This waits only if the lengths came from a GPU, and only once, for one small copy.
         """
-        self._host_value(NUM_SEQS)  # its status is that of the segments too
+        self._host_value(NUM_SEQS)  # the status in this host_meta covers the segments too
         return self
 
     def _host_value(self, slot: int) -> int:
@@ -81,7 +83,7 @@ class LayoutFacts:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences there are, those of length zero included."""
+        """Number of sequences, including those of length zero."""
         if self._num_sequences is None:
             self._num_sequences = self._host_value(NUM_SEQS)
         return self._num_sequences
@@ -98,19 +100,21 @@ class LayoutFacts:
 
     @property
     def num_real_tokens(self) -> int:
-        """The sum of the lengths."""
+        """Sum of the lengths."""
         return self._host_value(NUM_REAL_TOKENS)
 
     @property
     def known_lengths(self) -> Tensor | None:
-        """int32 `[n_seqs or more]` on the host, None if reading waits. Must not be edited."""
+        """int32 `[n_seqs or more]` on the host; None if reading them would wait. Must not be
+        edited.
+        """
         state = self.state
         if state.lengths.device.type == "cpu":
             return state.lengths
         return None if state.from_device else state.host_lengths
 
     def lengths_on_host(self) -> Tensor:
-        """int32 `[n_seqs]` on the host; waits for their copy where they came from a GPU."""
+        """Return int32 `[n_seqs]` on the host; waits for lengths that came from a GPU."""
         self.wait()
         state = self.state
         lengths = state.lengths if state.host_lengths is None else state.host_lengths
@@ -118,7 +122,7 @@ class LayoutFacts:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         return self.state.cu_seqlens_static.device
 
     @property
@@ -145,7 +149,7 @@ class LayoutFacts:
     def cu_seqlens_static(self) -> Tensor:
         """int32 `[max_seqs + 1]`, `cu_seqlens` with the last offset repeated. Must not be edited.
 
-        Its shape depends on `max_seqs` alone, so compiled code serves every pack with one graph.
+        Its shape depends only on `max_seqs`, so one compiled graph serves every pack.
         """
         return self.state.cu_seqlens_static
 
@@ -154,66 +158,68 @@ class LayoutFacts:
         """int32 `[6]` on the CPU: number of sequences, longest length, total tokens, real tokens,
         status, greatest common divisor of the lengths. Must not be edited.
 
-        Ops read it when they run, so compiled code never holds a stale length.
+        Ops read it when they run, so compiled code never contains an old length.
         """
         return self.state.host_meta
 
     @property
     def cu_seqlens_padded(self) -> Tensor:
-        """int32 `[n_seqs + 1]`, where segments lie in memory. Must not be edited.
+        """int32 `[n_seqs + 1]`, where segments start in memory. Must not be edited.
 
-        Equal to `cu_seqlens` without padding between sequences.
+        Equal to `cu_seqlens` if there is no padding between sequences.
         """
         return self.segments.cu_seqlens
 
     @property
     def cu_seqlens_padded_static(self) -> Tensor | None:
-        """int32 `[max_seqs + 1]` for ops, None without padding between sequences. Must not be
-        edited.
+        """int32 `[max_seqs + 1]` for ops; None if there is no padding between sequences. Must not
+        be edited.
         """
         self.check_whole()
         return None if self._segments is None else self._segments.cu_seqlens_static
 
     @property
     def segments(self) -> Self:
-        """The layout of the segments: of sequences and the padding after each."""
+        """The layout of the segments: each is a sequence and the padding after it."""
         return self if self._segments is None else self._segments
 
     @property
     def pads_between_sequences(self) -> bool:
-        """Whether segments are longer than their sequences, as the layout was made."""
+        """Whether the layout was made with segments that may be longer than their sequences."""
         return self._segments is not None
 
     @property
     def position_ids(self) -> Tensor:
-        """int32 `[total_tokens]`, position inside the segment, padding counted on. Must not be
-        edited.
+        """int32 `[total_tokens]`, position of each token inside its segment. Must not be edited.
 
-        The tail restarts at 0. Of a rank's part of a row they are those in the whole sequences.
+        Padding continues the positions of its sequence, and the tail restarts at 0. For a rank's
+        part of a row these are the positions in the whole sequences.
         """
         positions = self.state.rank_positions
         return self._token_metadata()[0] if positions is None else positions
 
     @property
     def seq_ids(self) -> Tensor:
-        """int32 `[total_tokens]`, index of the sequence, its padding's too; `n_seqs` on the tail.
-        Must not be edited.
+        """int32 `[total_tokens]`, index of the sequence of each token. Must not be edited.
+
+        Padding has the index of the sequence before it; the tail has `n_seqs`.
         """
         return self._token_metadata()[1]
 
     @property
     def moe_padding_mask(self) -> Tensor:
-        """bool `[total_tokens]`, True on pads and tail, for the statistics of a router. Must not be
-        edited.
+        """bool `[total_tokens]`, True on padding and tail. Must not be edited.
+
+        It excludes padding from the statistics of a mixture-of-experts router.
         """
         return self._token_metadata()[2]
 
     @property
     def seq_idx(self) -> Tensor:
-        """int32 `[1, total_tokens]`, the sequence of each token, -1 on pads and tail. Must not be
-        edited.
+        """int32 `[1, total_tokens]`, index of the sequence of each token, -1 on padding and tail.
+        Must not be edited.
 
-        As causal-conv1d and Mamba-2 take it, for whom negative is padding.
+        causal-conv1d and Mamba-2 take this form and treat negative indices as padding.
         """
         self.check_whole()
         if self._seq_idx is not None:
@@ -228,11 +234,13 @@ class LayoutFacts:
 
     @property
     def rank_positions(self) -> Tensor | None:
-        """`position_ids` of a rank's part of a row; None for a whole row. Must not be edited."""
+        """`position_ids` if this is a rank's part of a row; None for a whole row. Must not be
+        edited.
+        """
         return self.state.rank_positions
 
     def check_whole(self) -> None:
-        """Raise ValueError for a rank's part of a row."""
+        """Raise ValueError if this is a rank's part of a row."""
         if self.state.rank_positions is not None:
             raise ValueError(
                 "packed must describe a whole row here, got the part of it that cp_partition gave "
@@ -240,7 +248,9 @@ class LayoutFacts:
             )
 
     def _token_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return positions in the segments, their numbers, and whether there is padding."""
+        """Return, for each token, its position in its segment, its `seq_ids` and whether it is
+        padding.
+        """
         if self._tokens is not None:
             return self._tokens
         self.check_unedited()
@@ -251,16 +261,17 @@ class LayoutFacts:
         return tokens
 
     def _keep_tokens(self, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
-        # What a graph's capture makes holds nothing before its replay, and later graphs reuse it.
+        # A tensor made during CUDA graph capture holds no values until the replay, and later graphs
+        # may reuse its memory.
         if may_keep(*tokens) and not is_capturing(self.device):
             self._tokens = tokens
             positions, sequences, is_pad = tokens
             self._note_versions(position_ids=positions, seq_ids=sequences, moe_padding_mask=is_pad)
 
     def batch_rows(self) -> tuple[Tensor, Tensor]:
-        """Return the slot of each token and the token of each slot of the padded batch.
+        """Return the batch slot of each token, and the token of each slot of the padded batch.
 
-        Without a mask the batch is padded on the right.
+        If the layout was made without a mask, the batch is padded on the right.
         """
         self.check_whole()
         slots, tokens = self.state.slots, self.state.tokens
@@ -270,7 +281,7 @@ class LayoutFacts:
         return slots, tokens
 
     def take_mask(self, mask: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        """Derive from a batch's mask the slots and the tokens' metadata, in one kernel."""
+        """Compute slots and token metadata from the mask of a padded batch, in one kernel."""
         offsets = self.segments.cu_seqlens_static
         with outside_inference_mode():
             slots, tokens, *of_tokens = _ops.mask_rows(mask, offsets, self.total_tokens, kind)

@@ -1,4 +1,4 @@
-"""Masks and arguments of a packed layout, for attention that is not cuseq's."""
+"""Masks and arguments that a packed layout makes for other attention implementations."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ _ops = torch.ops.cuseq
 
 
 class LayoutMasks(LayoutFacts):
-    """What attention of other kinds takes: masks, xformers' bias, flash attention's keywords."""
+    """Masks, xformers' bias and flash attention's keyword arguments of a layout."""
 
     def __init__(self, state: LayoutState):
         super().__init__(state)
         self._host_offsets: Tensor | None = None
-        # By spans, row_length and stream, once they were found to be right: the spans where the
-        # layout lies, and on the host.
+        # Spans that passed the checks, by (spans, row_length, stream): the tensor on the layout's
+        # device and the one on the host.
         self._spans: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
 
     def flash_kwargs(self) -> dict[str, Any]:
-        """Return transformers' flash attention keywords: offsets as tensors, lengths as ints.
+        """Return the keyword arguments of transformers' flash attention.
 
-        `packed`, the layout itself, goes with them, since the four names alone make compiled code
-        fall back to bounds. Of a layout from lengths on a GPU the first call waits for their copy.
+        The dict also holds `packed`, the layout itself. Compiled code that gets only the other four
+        keywords has to use an upper bound in place of the longest length. If the lengths came from
+        a GPU, the first call waits for their copy to the host.
 
         Returns:
             `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[n_seqs + 1]`; `max_length_q` and
             `max_length_k`, tokens; `packed`.
 
         Raises:
-            ValueError: there is padding between sequences, or the layout is a rank's part.
+            ValueError: there is padding between sequences, or the layout is a rank's part of a
+                row.
         """
         self.check_whole()
         if self.pads_between_sequences:
@@ -70,32 +72,33 @@ class LayoutMasks(LayoutFacts):
         row_length: int | None = None,
         finite: bool = False,
     ) -> Tensor:
-        """Make a mask for `scaled_dot_product_attention`, once for as long as the layout lives.
+        """Return a cached mask for `scaled_dot_product_attention`; it must not be edited.
 
-        It lies in the identity cache, which bounds the memory of all masks by
-        `CUSEQ_CACHE_MAX_BYTES`, and must not be edited. Compiled code makes it anew in each graph:
-        make it outside and pass it in. Never synchronises.
+        The mask is made once and stays in the identity cache while the layout lives.
+        `CUSEQ_CACHE_MAX_BYTES` bounds the memory of all masks. Compiled code makes a new mask in
+        each graph, so make the mask outside and pass it in. Never synchronises.
 
         Args:
-            dtype: bool, where True is visible, or float32, bfloat16, float16 or float64, to be
-                added to the scores: 0 where visible. On a GPU the query's own is faster: SDPA
-                converts a bool mask in every call.
-            causal: whether a token sees only itself and what comes before it.
-            window: keys that a token sees, itself included; with `causal=False` to both sides.
-            spans: (start, end) pairs in tokens of the row, each inside one sequence and apart from
-                each other, whose tokens see each other whatever `causal` and `window` say. Or, as
-                compiled code needs it, an int32 tensor `[n_spans, 2]` beside the layout, ascending;
-                values on a GPU are not checked.
-            row_length: cuts the row into rows of that many tokens, a batch; no sequence may cross
-                an end. Default one row.
-            finite: hides with the dtype's lowest finite value instead of -inf.
+            dtype: bool, where True means visible; or float32, bfloat16, float16 or float64, for a
+                mask that is added to the scores (0 where visible). On a GPU the query's dtype is
+                faster, because SDPA converts a bool mask in every call.
+            causal: whether a token sees only itself and earlier tokens.
+            window: number of keys that a token sees, itself included; with `causal=False` in both
+                directions.
+            spans: disjoint (start, end) pairs in tokens of the row, each inside one sequence. The
+                tokens of a span see each other, whatever `causal` and `window` are. Compiled code
+                needs an ascending int32 tensor `[n_spans, 2]` on the layout's device instead; its
+                values are not checked on a GPU.
+            row_length: cuts the row into a batch of rows of this many tokens. No sequence may cross
+                the end of such a row. Default: one row.
+            finite: whether hidden keys get the dtype's lowest finite value instead of -inf.
 
         Returns:
-            `[rows, 1, row_length, row_length]`, lines aligned to 16 elements in memory. Tokens of
-            the tail see themselves alone.
+            `[rows, 1, row_length, row_length]`; each line starts at a multiple of 16 elements in
+            memory. Tokens of the tail see only themselves.
 
         Raises:
-            ValueError, TypeError: what is wrong with an argument; or the mask would take more than
+            ValueError, TypeError: an argument is invalid, or the mask would take more than
                 `CUSEQ_DENSE_MASK_MAX_BYTES`.
         """
         check_dtype(dtype, "dtype")
@@ -120,19 +123,20 @@ class LayoutMasks(LayoutFacts):
         row_length: int | None = None,
         block_size: int | tuple[int, int] = 128,
     ) -> BlockMask:
-        """Make a mask for `flex_attention`, once for as long as the layout lives.
+        """Return a cached mask for `flex_attention`, made once while the layout lives.
 
-        Block for block what `create_block_mask` finds, in closed form: no memory of tokens x
-        tokens, no synchronisation, no compiling. Arguments otherwise as for `dense_mask`.
+        Its blocks equal those of `create_block_mask`. They are computed in closed form, without
+        memory of size tokens x tokens, without synchronisation and without compilation. The other
+        arguments are those of `dense_mask`.
 
         Args:
-            block_size: tokens of a block, for queries and keys, or of each.
+            block_size: tokens of a block; one number, or one for queries and one for keys.
 
         Returns:
             torch's `BlockMask` of `[rows, 1, row_length, row_length]`.
 
         Raises:
-            ValueError, TypeError: what is wrong with an argument.
+            ValueError, TypeError: an argument is invalid.
         """
         check_flag(causal, "causal")
         sizes = masks.block_sizes(block_size)
@@ -149,14 +153,14 @@ class LayoutMasks(LayoutFacts):
         )
 
     def xformers_bias(self, *, window: int | None = None) -> Any:
-        """Make xformers' `BlockDiagonalCausalMask`, once for as long as the layout lives.
+        """Return a cached xformers `BlockDiagonalCausalMask`, made once while the layout lives.
 
-        Its own constructors copy lengths to the GPU and wait. Here nothing waits, but for the
-        layout's one copy where lengths came from a GPU. The tail is one causal segment of its own,
-        since such a bias knows nothing but segments.
+        xformers' own constructors copy lengths to the GPU and wait. This method waits only if the
+        layout's lengths came from a GPU, for their one copy to the host. The tail becomes one more
+        causal segment, because the bias can only describe segments.
 
         Args:
-            window: keys that a token sees, itself included: xformers' local attention.
+            window: number of keys that a token sees, itself included (xformers' local attention).
 
         Raises:
             ImportError: xformers is not installed.
@@ -179,7 +183,7 @@ class LayoutMasks(LayoutFacts):
     def _mask_facts(
         self, window: int | None, spans: Spans | None, row_length: int | None
     ) -> tuple[Tensor, int, int | None, Tensor | None, Tensor | None, int | None]:
-        """Check the arguments that masks share; return them with what they need of the layout."""
+        """Check the arguments that all masks share; return them with the layout's tensors."""
         self.check_unedited()
         window, row_length = as_window(window), masks.as_row_length(row_length)
         if spans is not None or row_length is not None:
@@ -188,7 +192,9 @@ class LayoutMasks(LayoutFacts):
         return self.cu_seqlens_static, self.total_tokens, window, spans, padded, row_length
 
     def remember_offsets_on_host(self) -> None:
-        """Keep attention that runs sequence by sequence from copying its offsets back."""
+        """Register a host copy of the offsets, so that attention that runs sequence by sequence
+        does not copy them from the GPU.
+        """
         if self.device.type != "cuda" or is_capturing(self.device):
             return
         if self._host_offsets is None:
@@ -197,7 +203,7 @@ class LayoutMasks(LayoutFacts):
         _C.remember_on_host(self.cu_seqlens_static, self._host_offsets)
 
     def checked_spans(self, spans: Spans | None, row_length: int | None = None) -> Tensor | None:
-        """Return spans beside the layout, ascending, once what the host knows of them is checked.
+        """Check the spans against the host's lengths; return them sorted, on the layout's device.
 
         Args:
             spans: (start, end) pairs in tokens of the row, or int32 `[n_spans, 2]`.
@@ -206,7 +212,7 @@ class LayoutMasks(LayoutFacts):
         if is_compiling():
             if spans is None or isinstance(spans, Tensor):
                 return spans
-            # Their numbers would be constants of a graph that serves one pack alone.
+            # Python ints would become constants of the graph, which then serves only one pack.
             raise TypeError(
                 "spans must be an int32 tensor [n_spans, 2] inside compiled code, got "
                 f"{type(spans).__name__}"
@@ -218,7 +224,7 @@ class LayoutMasks(LayoutFacts):
         if not pairs and row_length is None:
             return given
         on_gpu = self.device.type == "cuda"
-        # A tensor that one stream copies is not there yet for another.
+        # A tensor copied on one stream may not be ready yet on another stream.
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         key = (pairs, row_length, stream)
         if key not in self._spans:

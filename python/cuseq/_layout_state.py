@@ -1,4 +1,4 @@
-"""What a `PackedLayout` is made of, and the one map over its tensors."""
+"""The state of a `PackedLayout`, and a map over its tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOTAL_TOKENS: int = _C.HostMeta.TOTAL_TOKENS
 NUM_REAL_TOKENS: int = _C.HostMeta.NUM_REAL_TOKENS
 LENGTH_DIVISOR: int = _C.HostMeta.LENGTH_DIVISOR
 
-# In pairs that one copy to a GPU takes.
+# These tensors are on the layout's device; `_copied` copies two of them at a time.
 _ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions")
 _TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths")
 
@@ -28,35 +28,36 @@ Tensors = dict[str, Any]
 
 
 class LayoutState(NamedTuple):
-    """The facts that a layout cannot derive; everything else is made of them when asked for.
+    """The fields that a layout cannot derive. It derives everything else from them on demand.
 
-    A named tuple, not a dataclass: Dynamo reads a dataclass whole and would guard on its ints.
+    This is a named tuple and not a dataclass, because Dynamo reads all fields of a dataclass and
+    would guard on its ints.
     """
 
-    lengths: Tensor  # int32, at least n_seqs of them
+    lengths: Tensor  # int32, n_seqs elements or more
     cu_seqlens_static: Tensor  # int32 [max_seqs + 1]
     host_meta: Tensor  # int32 [6] on the CPU
     total_tokens: int
     num_sequences: int | None  # None where only host_meta knows
-    # The lengths on the host, of a layout on a device; right after wait().
+    # Host copy of the lengths of a layout on a GPU. Valid after wait().
     host_lengths: Tensor | None = None
-    # Whether the lengths came from the device, so that the host has to wait for its copy.
+    # Whether the lengths came from the GPU, so that the host has to wait for its copy of them.
     from_device: bool = False
-    # The layout of the segments, where they are longer than their sequences.
+    # The layout of the segments, if they are longer than their sequences.
     segments: LayoutState | None = None
-    # Of a padded batch: the slot of each token [total_tokens], the token of each slot [B, S].
+    # For a padded batch: the slot of each token [total_tokens], the token of each slot [B, S].
     slots: Tensor | None = None
     tokens: Tensor | None = None
-    # Of a rank's part of a row: positions in the whole sequences, [total_tokens].
+    # For a rank's part of a row: positions in the whole sequences, [total_tokens].
     rank_positions: Tensor | None = None
 
     def map(self, change: Callable[[Tensors], Tensors], **fields: Any) -> LayoutState:
-        """Return a state with other tensors and other fields, in its segments too.
+        """Return a state with changed tensors and fields, and change its segments alike.
 
         Args:
-            change: called once for the layout and once for its segments, with the tensors that are
-                there by name; returns those that replace them, or None for one that goes.
-            fields: values of the fields that are not tensors.
+            change: called once for the layout and once for its segments, with a dict of the tensors
+                that are not None, by name. Returns a dict of replacements; None removes a tensor.
+            fields: new values of fields that are not tensors.
         """
         tensors = {name: getattr(self, name) for name in _TENSORS}
         changed = change({name: value for name, value in tensors.items() if value is not None})
@@ -78,19 +79,20 @@ class LayoutState(NamedTuple):
         return self.map(change, from_device=self.from_device and not on_host)
 
     def pinned(self) -> LayoutState:
-        """Return the state of a layout on the host in pinned memory."""
+        """Return the state, which must be on the host, in pinned memory."""
         return self.map(
             lambda tensors: {n: tensors[n].pin_memory() for n in _ON_DEVICE if n in tensors}
         )
 
     def lengthened(self, total_tokens: int) -> LayoutState:
-        """Return the state of a longer row: what is added is tail."""
+        """Return the state of a longer row; the added tokens are tail."""
         more = total_tokens - self.total_tokens
 
         def change(tensors: Tensors) -> Tensors:
             lengths, meta = tensors["lengths"], tensors["host_meta"].clone()
             meta[TOTAL_TOKENS] = total_tokens
-            # Another tensor: the cache finds xformers' bias, which covers the tail, by the lengths.
+            # A new tensor object, because the cache keys xformers' bias by `lengths`, and that bias
+            # covers the tail.
             longer = {"host_meta": meta, "lengths": lengths.view_as(lengths)}
             if "slots" in tensors:
                 longer["slots"] = torch.nn.functional.pad(tensors["slots"], (0, more), value=-1)
@@ -102,7 +104,9 @@ class LayoutState(NamedTuple):
         return self.map(change, total_tokens=total_tokens)
 
     def to_buffers(self) -> LayoutState:
-        """Return the state with bytes for tensors; a tensor costs a worker a shared-memory file."""
+        """Return the state with tensors as bytes: a worker sends each tensor by a shared-memory
+        file.
+        """
 
         def change(tensors: Tensors) -> Tensors:
             buffers = {name: _Buffer.of(tensor) for name, tensor in tensors.items()}
@@ -111,7 +115,7 @@ class LayoutState(NamedTuple):
         return self.map(change, from_device=False)
 
     def from_buffers(self) -> LayoutState:
-        """Return the state of `to_buffers` with tensors on the host again."""
+        """Turn the result of `to_buffers` back into a state with tensors on the host."""
         with outside_inference_mode():
             return self.map(lambda buffers: {n: buffer.tensor() for n, buffer in buffers.items()})
 

@@ -20,14 +20,14 @@ from cuseq._transfer import with_index
 class PackedLayout(LayoutMasks):
     """Where the sequences of a packed row lie. It holds no token data.
 
-    Make it where lengths are still Python ints, in the collator, and hand it to the model: then no
-    layer has to derive anything and nothing ever waits for the GPU. Its tensors are shared by
-    everything that asks for them and must not be edited; with `CUSEQ_CHECK=1` the next use of a
-    layout whose tensors were edited raises and names them.
+    Make the layout in the collator, where lengths are still Python ints, and pass it to the model.
+    No layer then derives lengths itself, and nothing waits for the GPU. All callers share the
+    layout's tensors, so they must not be edited. With `CUSEQ_CHECK=1` the next use of a layout
+    whose tensors were edited raises ValueError and names them.
 
-    A layout made from lengths on a GPU starts to copy them to the host. The first use of a host
-    value (`max_seqlen`, `num_real_tokens`, attention) waits for that copy by its event, never for
-    the stream, and raises what is wrong with the lengths.
+    A layout made from lengths on a GPU starts an asynchronous copy of them to the host. The first
+    use of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for the event of that
+    copy, not for the whole stream, and raises ValueError if the lengths are invalid.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3], 6)
@@ -60,22 +60,23 @@ class PackedLayout(LayoutMasks):
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Make a layout from the lengths of the sequences, in the order in which they lie.
+        """Make a layout from the lengths of the sequences, in the order of the row.
 
         Args:
             lengths: ints, or int32 or int64 `[n_seqs]`, tokens.
-            total_tokens: tokens of the row in memory; what the sequences leave is the tail. Default
-                the sum of the lengths, which, for lengths on a GPU, waits for their copy at once.
+            total_tokens: tokens of the row in memory; tokens after the last sequence are the tail.
+                Default: the sum of the lengths. For lengths on a GPU this default waits at once for
+                their copy to the host.
             segment_multiple, total_multiple: as for `from_padding_mask`.
-            max_seqs: capacity of `cu_seqlens_static`, default the larger of `total_tokens` and the
-                number of sequences. Give it to make the buffer smaller, or as large for each pack.
-            device: where the layout shall lie, default where the lengths lie.
+            max_seqs: capacity of `cu_seqlens_static`. Default: the larger of `total_tokens` and the
+                number of sequences. Set it to get a smaller buffer, or one size for every pack.
+            device: device of the layout. Default: the device of the lengths.
 
         Raises:
-            ValueError: a length is negative, they sum to more than `total_tokens` or 2^31 - 1, or
-                there are more than `max_seqs` of them. For lengths on a GPU at the first use of a
-                host value.
-            TypeError: an argument is of another kind.
+            ValueError: a length is negative, the lengths sum to more than `total_tokens` or
+                2^31 - 1, or there are more than `max_seqs` of them. For lengths on a GPU the error
+                comes at the first use of a host value.
+            TypeError: an argument has the wrong type.
         """
         source = build.as_numbers(lengths, "lengths")
         if all(type(one) is int and one == 1 for one in (segment_multiple, total_multiple)):
@@ -95,9 +96,9 @@ class PackedLayout(LayoutMasks):
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Make a layout from offsets, int32 or int64 `[n_seqs + 1]`, from 0 on and not descending.
+        """Make a layout from offsets: int32 or int64 `[n_seqs + 1]`, starting at 0, never falling.
 
-        Arguments, errors and waiting otherwise as for `from_lengths`.
+        The other arguments, errors and synchronisation are those of `from_lengths`.
         """
         source = build.as_numbers(cu_seqlens, "cu_seqlens")
         state = build.of_sequences(source, total_tokens, max_seqs, from_cu_seqlens=True)
@@ -115,34 +116,36 @@ class PackedLayout(LayoutMasks):
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Make a layout from a padded batch's mask: row i is sequence i, its real tokens long.
+        """Make a layout from a padded batch's mask: sequence i holds the real tokens of row i.
 
-        `cuseq.pack` and `cuseq.unpack` move tensors of the batch by such a layout. A mask on a GPU
-        costs three kernels and, with `total_tokens`, no wait.
+        `cuseq.pack` and `cuseq.unpack` use such a layout to move tensors of the batch. A mask on a
+        GPU costs three kernels. With `total_tokens` it does not synchronise.
 
         Args:
-            mask: bool or integer `[batch, seqlen]`, non-zero where a token is real; padding may be
-                on the left, on the right or in between, and a row of padding has length zero. Or
+            mask: bool or integer `[batch, seqlen]`, non-zero where a token is real. Padding may be
+                on the left, on the right or in between; a row of padding has length zero. Or
                 `[batch, 1 or heads, seqlen, seqlen]`, bool, integer or additive floating point
-                (negative where hidden, else 0): tokens whose diagonal is visible are real, of the
-                first head.
-            segment_multiple: each sequence's segment is filled up to a multiple of it, or of all of
-                several: 2 * cp_size, and whatever kernels want of each sequence.
-            total_multiple: the row is filled up to a multiple of it, and of `segment_multiple`: 16
-                or 32 for FP8, the tensor-parallel size, times cp_size.
-            true_is_pad: turns a bool or integer mask round (Megatron's, `key_padding_mask`).
-            total_tokens: tokens of the row in memory, a fixed size. Default what the multiples
-                give, which for a mask on a GPU waits for the lengths.
-            max_seqs: capacity of `cu_seqlens_static`, default the larger of batch and row.
-            device: where the layout shall lie, default where the mask lies.
+                (negative where hidden, else 0). Then a token is real if the first head's mask lets
+                it see itself (the diagonal).
+            segment_multiple: pad each sequence's segment to a multiple of this, or of all of these:
+                2 * cp_size, and what kernels require of each sequence.
+            total_multiple: pad the row to a multiple of this and of `segment_multiple`: 16 or 32
+                for FP8, the tensor-parallel size, times cp_size.
+            true_is_pad: whether True or non-zero marks padding in a bool or integer mask (as in
+                Megatron and in `key_padding_mask`).
+            total_tokens: tokens of the row in memory, a fixed size. Default: the smallest size that
+                the multiples allow. For a mask on a GPU this default waits for the lengths.
+            max_seqs: capacity of `cu_seqlens_static`. Default: the larger of the batch size and
+                the tokens of the row.
+            device: device of the layout. Default: the device of the mask.
 
         Raises:
-            ValueError, TypeError: what is wrong with an argument; segments do not fit in
+            ValueError, TypeError: an argument is invalid, or the segments do not fit in
                 `total_tokens`.
         """
         real, kind = build.real_tokens(mask, true_is_pad)
         state = build.of_mask(real, kind, total_tokens, segment_multiple, total_multiple, max_seqs)
-        layout = cls(state).to(mask.device)  # from the host, where lengths had to be waited for
+        layout = cls(state).to(mask.device)  # the state is on the host if total_tokens was None
         layout.take_mask(real, kind)
         return layout if device is None else layout.to(device)
 
@@ -155,36 +158,38 @@ class PackedLayout(LayoutMasks):
         max_seqs: int | None = None,
         device: torch.device | str | None = None,
     ) -> PackedLayout:
-        """Make a layout from positions that restart; see `cuseq.ops.cu_seqlens_from_position_ids`.
+        """Make a layout from positions that restart with each sequence.
 
-        All tokens belong to a sequence: positions cannot tell padding from text. Several rows
-        become one flat row, row after row.
+        `cuseq.ops.cu_seqlens_from_position_ids` describes how sequences are found. Every token
+        belongs to a sequence, because positions do not distinguish padding from text. The rows of
+        a batch are concatenated into one flat row.
 
         Args:
             position_ids: int32 or int64 `[seqlen]`, `[batch, seqlen]` or `[planes, batch, seqlen]`.
             plane: which plane of three-dimensional positions to read.
-            max_seqs: capacity of `cu_seqlens_static`, default the number of tokens.
-            device: where the layout shall lie, default where the positions lie.
+            max_seqs: capacity of `cu_seqlens_static`. Default: the number of tokens.
+            device: device of the layout. Default: the device of the positions.
 
         Raises:
             ValueError, TypeError: as `cu_seqlens_from_position_ids`; or there are more sequences
-                than `max_seqs`, of positions on a GPU at the first use of a host value.
+                than `max_seqs`. For positions on a GPU that error comes at the first use of a host
+                value.
 
-        Never synchronises. How many sequences there are a GPU knows first: `lengths`, `cu_seqlens`,
-        `position_ids` and `seq_ids` are cut by it, so the first use of one of them waits for the
-        small copy as well.
+        Never synchronises. For positions on a GPU the host does not know the number of sequences,
+        which is the size of `lengths` and `cu_seqlens`. The first use of `lengths`, `cu_seqlens`,
+        `position_ids` or `seq_ids` therefore waits for the small copy to the host too.
         """
         layout = cls(build.of_positions(position_ids, plane, max_seqs))
         return layout if device is None else layout.to(device)
 
     def with_total_tokens(self, total_tokens: int) -> PackedLayout:
-        """Return the same sequences in a longer row: what is added is tail. `max_seqs` stays.
+        """Return the same sequences in a longer row; the added tokens are tail. `max_seqs` stays.
 
-        Waits for the layout's host values where lengths came from a GPU.
+        If the lengths came from a GPU, this waits for their copy to the host.
 
         Raises:
-            ValueError: `total_tokens` is below the row's, or above 2^31 - 1.
-            TypeError: it is not an int.
+            ValueError: `total_tokens` is smaller than the row's, or above 2^31 - 1.
+            TypeError: `total_tokens` is not an int.
         """
         total_tokens = as_int(total_tokens, "total_tokens")
         if total_tokens < self.total_tokens:
@@ -200,29 +205,30 @@ class PackedLayout(LayoutMasks):
             return PackedLayout(self.state.lengthened(total_tokens))
 
     def as_part_of_row(self, positions: Tensor) -> PackedLayout:
-        """Return this layout as a rank's part of a row, of tokens with these positions.
+        """Return this layout as one rank's part of a row whose tokens have the given positions.
 
         Args:
-            positions: int32 `[total_tokens]` on the layout's device, in the whole sequences.
+            positions: int32 `[total_tokens]` on the layout's device, positions in the whole
+                sequences.
         """
         return PackedLayout(self.state._replace(rank_positions=positions))
 
     def _wait_for_all(self) -> None:
-        """Raise what is wrong with the lengths: wrong ones must not become right in a copy."""
+        """Wait for the lengths and raise if they are invalid, so that no copy hides the error."""
         self.wait()
         self.segments.wait()
 
-    # ----------------------------------------------------------------------------- moved about
+    # ----------------------------------------------------------------------------- copies
 
     def to(
         self, device: torch.device | str | int | None, non_blocking: bool = True
     ) -> PackedLayout:
-        """Return this layout on another device: itself where it lies there, else one memoised.
+        """Return this layout on `device`: itself if it is there already, else a memoised copy.
 
-        As with a tensor, None is no device: it stays where it is.
+        As with a tensor, None keeps the device.
 
-        From the CPU to a GPU the copy goes through pinned memory and never waits, whatever
-        `non_blocking` says; the other way it waits for the data.
+        The copy from the CPU to a GPU goes through pinned memory and never waits, whatever the
+        value of `non_blocking`. The copy from a GPU to the CPU waits for the data.
         """
         target = self.device if device is None else with_index(as_device(device, "device"))
         if target == self.device:
@@ -239,7 +245,7 @@ class PackedLayout(LayoutMasks):
             moved = self._on(target)
             # Weak, since a cycle would keep GPU memory until the garbage collector runs.
             moved._origin = weakref.ref(self)
-            # Another thread may have moved it meanwhile: there is one, whoever made it.
+            # Another thread may have moved it meanwhile: setdefault keeps the first copy.
             self._moved.setdefault(target, moved)
         return self._moved[target]
 
@@ -248,7 +254,7 @@ class PackedLayout(LayoutMasks):
             return PackedLayout(self.state.moved(device))
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
-        """Return this layout in pinned memory, as DataLoader asks; itself where it is on a GPU."""
+        """Return this layout in pinned memory, for DataLoader; on a GPU, return itself."""
         if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
             return self
         with outside_inference_mode():
@@ -280,7 +286,10 @@ def _restored(buffers: LayoutState, device: str) -> PackedLayout:
 
 
 def check_layout(packed: object) -> None:
-    """Raise TypeError unless packed is a PackedLayout; with `CUSEQ_CHECK=1` refuse edited ones."""
+    """Raise TypeError unless `packed` is a PackedLayout.
+
+    With `CUSEQ_CHECK=1`, raise ValueError if its tensors were edited.
+    """
     if not isinstance(packed, PackedLayout):
         raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
     packed.check_unedited()

@@ -1,13 +1,14 @@
 """Masks for attention that takes no `cu_seqlens`.
 
-Every token sees keys that lie side by side, so a mask is two numbers for each token and everything
-here is written from those in closed form: no intermediate of tokens x tokens, no synchronisation.
-Layers should ask the layout (`PackedLayout.dense_mask`, `block_mask`, `xformers_bias`), which makes
-each mask once; these functions make it anew in every call.
+Every token sees one contiguous range of keys, so two numbers for each token describe a mask. All
+masks are computed from those numbers in closed form, without an intermediate of size tokens x
+tokens and without synchronisation. Layers should call the layout's methods
+(`PackedLayout.dense_mask`, `block_mask`, `xformers_bias`), which make each mask once. The functions
+here make a new mask in every call.
 
-A token sees its own sequence: up to itself if causal, with `window` only the last keys of that
-many, itself included (to both sides if not causal). A token of a span sees the whole span as well.
-Tail and padding see themselves alone, since a row that sees nothing turns into NaN in softmax.
+A token sees its own sequence: up to itself if causal; with `window`, only the last `window` keys,
+itself included (in both directions if not causal). A token of a span also sees the whole span.
+Tokens of tail and padding see only themselves, because softmax over no keys gives NaN.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ def mask_ranges(
     spans: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> Tensor:
-    """Return the keys that each token sees: those from `first` up to, not including, `end`.
+    """Return the range of keys that each token sees: from `first` up to, not including, `end`.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens of each sequence.
         total_tokens: length of the row in memory, tail included.
-        causal: whether a token sees only itself and what comes before it.
-        window: keys that a token sees, itself included; with `causal=False` to both sides. None for
-            all.
-        spans: int32 `[n_spans, 2]`, (start, end) in tokens of the row, ascending, apart from each
-            other and each inside one sequence, whose tokens see each other whatever `causal` and
-            `window` say: the prefix of a prefix-LM, the images of Gemma 3.
+        causal: whether a token sees only itself and earlier tokens.
+        window: number of keys that a token sees, itself included; with `causal=False` in both
+            directions. None means all keys.
+        spans: int32 `[n_spans, 2]`, ascending and disjoint (start, end) pairs in tokens of the row,
+            each inside one sequence. The tokens of a span see each other, whatever `causal` and
+            `window` are: the prefix of a prefix-LM, the images of Gemma 3.
         cu_seqlens_padded: int32 `[n_seqs + 1]`, where each sequence's segment starts in memory, if
             segments are longer than their sequences. Default: they are not.
 
@@ -52,8 +53,8 @@ def mask_ranges(
         int32 `[2, total_tokens]`, `first` and `end`, in tokens of the row.
 
     Raises:
-        ValueError, TypeError: window below 1, or shapes and dtypes do not fit; for values on the
-            host also lengths and spans that do not.
+        ValueError, TypeError: `window` is below 1, or shapes or dtypes do not fit. Values of
+            lengths and spans are checked only on the host.
 
     Example:
         >>> cuseq.ops.mask_ranges(torch.tensor([2, 3]), 6)
@@ -76,17 +77,17 @@ def dense_mask(
     row_length: int | None = None,
     finite: bool = False,
 ) -> Tensor:
-    """Return a mask for `scaled_dot_product_attention`, each byte written once.
+    """Return a mask for `scaled_dot_product_attention`; the kernel writes each byte once.
 
-    Lines start at multiples of 16 elements in memory, as PyTorch's memory-efficient kernel wants
-    them: with the query's dtype it copies nothing. A bool mask it converts in every call.
+    Lines start at multiples of 16 elements in memory. PyTorch's memory-efficient kernel requires
+    this; it then does not copy a mask of the query's dtype. It converts a bool mask in every call.
 
     Args:
-        dtype: bool, where True is visible, or float32, bfloat16, float16 or float64, to be added to
-            the scores: 0 where visible.
-        row_length: cuts the row into rows of that many tokens, a batch; no sequence may cross an
-            end. Default one row.
-        finite: hides with the dtype's lowest finite value instead of -inf.
+        dtype: bool, where True means visible; or float32, bfloat16, float16 or float64, for a mask
+            that is added to the scores (0 where visible).
+        row_length: cuts the row into a batch of rows of this many tokens. No sequence may cross the
+            end of such a row. Default: one row.
+        finite: whether hidden keys get the dtype's lowest finite value instead of -inf.
         lengths, total_tokens, causal, window, spans, cu_seqlens_padded: as in `mask_ranges`.
 
     Returns:
@@ -120,20 +121,20 @@ def block_mask(
     row_length: int | None = None,
     block_size: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Return a mask for `flex_attention`, equal to `create_block_mask`'s, without its search.
+    """Return the mask for `flex_attention` that `create_block_mask` would make, in closed form.
 
     Args:
-        block_size: tokens of a block, for queries and keys, or of each.
+        block_size: tokens of a block; one number, or one for queries and one for keys.
         lengths, total_tokens, causal, window, spans, cu_seqlens_padded: as in `mask_ranges`.
         row_length: as in `dense_mask`.
 
     Returns:
-        torch's `BlockMask` of `[rows, 1, row_length, row_length]`, key side and query side, whole
-        blocks apart from those seen in part. Its `mask_mod` reads where a query's keys begin, and
-        where they end if causality does not say it.
+        torch's `BlockMask` of `[rows, 1, row_length, row_length]`, with key-side and query-side
+        indices, and with full blocks separate from partial ones. Its `mask_mod` reads where a
+        query's keys begin, and reads where they end only if causality does not determine it.
 
     Raises:
-        ValueError, TypeError: as `mask_ranges`; a block without tokens.
+        ValueError, TypeError: as `mask_ranges`; or a block size is below 1.
 
     Example:
         >>> mask = cuseq.ops.block_mask(torch.tensor([200, 56]), 256)
@@ -155,7 +156,7 @@ def _checked_rule(
     spans: Tensor | None,
     cu_seqlens_padded: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the arguments that every mask op takes first, each of the right type."""
+    """Check the types of the arguments that every mask op takes first; return them in order."""
     check_tensor(lengths, "lengths")
     total_tokens = as_size(total_tokens, "total_tokens", optional=False)
     check_flag(causal, "causal")
@@ -168,7 +169,7 @@ def _checked_rule(
 
 
 def as_row_length(row_length: int | None) -> int | None:
-    """Return the tokens of each row of a batch, at most those that a row can have."""
+    """Return `row_length` as an int below 2^31, or None; raise if it is neither."""
     row_length = as_size(row_length, "row_length")
     if type(row_length) is int and row_length >= 2**31 and not is_compiling():
         raise ValueError(f"row_length must be at most 2^31 - 1, got {row_length}")
@@ -176,7 +177,7 @@ def as_row_length(row_length: int | None) -> int | None:
 
 
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the tokens of a block of queries and of a block of keys."""
+    """Return the number of tokens of a query block and of a key block."""
     both = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(both) != 2:
         raise ValueError(
@@ -195,9 +196,15 @@ def build_block_mask(
     block_size: tuple[int, int],
     reads_end: bool,
 ) -> BlockMask:
-    """The BlockMask of ranges and of the tensors that `torch.ops.cuseq.block_mask` made of them.
+    """Make the BlockMask from ranges and from the output of `torch.ops.cuseq.block_mask`.
 
-    Where keys end has to be read only if causality does not say it.
+    Args:
+        ranges: int32 `[2, total_tokens]`, the output of `mask_ranges`.
+        parts: the eight tensors that `block_mask` made of the ranges.
+        row_length: tokens of each row of the batch; None for one row.
+        block_size: tokens of a query block and of a key block.
+        reads_end: whether the mask must read where a query's keys end. With causality alone they
+            end at the query.
     """
     tokens = ranges.shape[1] if row_length is None else row_length
     return BlockMask(
