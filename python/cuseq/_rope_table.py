@@ -1,4 +1,4 @@
-"""Tables of cosines and sines, made once and kept."""
+"""Cached tables of cosines and sines for rotary embedding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cuseq._arguments import as_device, as_float, as_int, check_dtype, check_ten
 from cuseq.cache import keeps, new_key, remember
 
 _FIRST_ROWS = 1024
-# Tables of theta belong to no tensor.
+# The cache key of tables made from theta, which belong to no tensor.
 _THETA = new_key()
 
 
@@ -23,41 +23,41 @@ def rope_table(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the angles of the positions 0 to `length - 1`, for `apply_rope`.
+    """Return cosines and sines of the angles of positions 0 to `length - 1`, for `apply_rope`.
 
-    Angle i of position p is `p * inv_freq[i]`, multiplied in float32 as transformers does (float64
-    for a float64 table). Scaled variants (linear, dynamic NTK, YaRN, Llama 3, LongRoPE) come in by
-    `inv_freq` and `attention_factor`, which transformers' `ROPE_INIT_FUNCTIONS` return.
+    Angle i of position p is `p * inv_freq[i]`, multiplied in float32 as in transformers (in float64
+    for a float64 table). For scaled variants (linear, dynamic NTK, YaRN, Llama 3, LongRoPE) pass
+    the `inv_freq` and `attention_factor` that transformers' `ROPE_INIT_FUNCTIONS` return.
 
-    The identity cache keeps the last few tables, with more rows than were asked for (the next power
-    of two, at least 1,024): they are shared, do not edit them. Those of `inv_freq` go with it;
-    after a write to it that the version counter cannot see (`.data.copy_`) call
-    `cuseq.cache.invalidate(inv_freq)`.
+    The identity cache keeps the most recently used tables, with more rows than requested (the next
+    power of two, at least 1,024). They are shared and must not be edited. Tables of `inv_freq` are
+    dropped with that tensor. After a write to it that the version counter does not see
+    (`.data.copy_`), call `cuseq.cache.invalidate(inv_freq)`.
 
     Args:
-        length: positions.
-        rotary_dim: elements of a head that turn, even.
+        length: number of positions.
+        rotary_dim: number of elements of a head that are rotated, even.
         theta: base of the frequencies `theta ** (-2 i / rotary_dim)`, computed in float64.
-        inv_freq: `[rotary_dim / 2]`, radians a token, instead of those of `theta`; any device.
+        inv_freq: `[rotary_dim / 2]`, radians per token, used instead of `theta`; any device.
         attention_factor: factor of both tables (YaRN, LongRoPE).
         dtype: float32, float64, bfloat16 or float16.
-        device: default that of `inv_freq`, else torch's default device.
+        device: default the device of `inv_freq`, else torch's default device.
 
     Returns:
         `(cos, sin)`, each `[length, rotary_dim / 2]`.
 
     Raises:
         ValueError, TypeError: a size is negative or odd, `theta` is not above 0, `inv_freq` has
-            another shape or requires grad, or `dtype` is another.
+            another shape or requires grad, or `dtype` is not one of the four.
 
-    Never synchronises, unless `inv_freq` has to come to another device.
+    Never synchronises, unless `inv_freq` has to be copied to another device.
 
     Example:
         >>> cos, sin = cuseq.rope_table(4096, 128, theta=1e6)
         >>> cos.shape
         torch.Size([4096, 64])
     """
-    if not torch.compiler.is_compiling():  # where they may be symbols
+    if not torch.compiler.is_compiling():  # in a traced graph they may be symbols
         length, rotary_dim = as_int(length, "length"), as_int(rotary_dim, "rotary_dim")
         theta = theta if inv_freq is not None else as_float(theta, "theta")
         attention_factor = as_float(attention_factor, "attention_factor")
@@ -85,7 +85,7 @@ def rope_table(
         raise ValueError("inv_freq must not require grad, a table takes no gradient: detach it")
     if device is None and inv_freq is not None:
         device = inv_freq.device
-    if torch.compiler.is_compiling():  # in a graph of its own making nothing may be kept
+    if torch.compiler.is_compiling():  # the cache must not hold a graph's tensors
         return _make(length, rotary_dim, theta, inv_freq, attention_factor, dtype, device)
     if device is None:
         device = torch.get_default_device()
@@ -120,11 +120,11 @@ def _make(
 ) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if inv_freq is None:
-        # Rounded once, from float64: powers in float32 differ from device to device.
+        # Computed in float64 and rounded once, because float32 powers differ between devices.
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
         inv_freq = (theta ** (-exponents / rotary_dim)).to(wide)
     else:
-        # To the host a copy has to wait: its reader could not know when the data is there.
+        # A copy to the host must block, because its reader cannot know when the data has arrived.
         to_device = torch.device(device).type != "cpu"
         inv_freq = inv_freq.detach().to(device=device, dtype=wide, non_blocking=to_device)
     positions = torch.arange(length, dtype=torch.int64, device=inv_freq.device).to(wide)

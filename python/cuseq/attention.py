@@ -31,33 +31,33 @@ def varlen_attention(
 ) -> Tensor:
     """Compute exact softmax attention inside each sequence of a packed row.
 
-    On CUDA it runs PyTorch's own varlen flash kernels, or what
-    `torch.nn.attention.activate_flash_attention_impl` has put in their place (FlashAttention 4
-    loads whole tiles: what lies behind the last sequence has to be finite). On the CPU, and for
-    what flash refuses (fp32, head_dim above 256, GPUs below sm_80), another exact kernel, which is
-    said once. With `spans` sequences run one by one, those with a span under a mask of a few
-    queries at a time; where many layers use spans, `flex_attention` with
-    `packed.block_mask(spans=...)` is faster. Grouped-query attention needs no repeated keys.
-    Nothing of size tokens x tokens is ever made.
+    On CUDA it runs PyTorch's varlen flash kernels, or the implementation that
+    `torch.nn.attention.activate_flash_attention_impl` has activated. FlashAttention 4 loads whole
+    tiles, so the values after the last sequence must be finite. On the CPU, and for inputs that
+    flash attention refuses (fp32, head_dim above 256, GPUs below sm_80), another exact kernel runs,
+    with one warning per process. With `spans`, sequences run one by one, and those with a span use
+    a mask for a few queries at a time. If many layers use spans, `flex_attention` with
+    `packed.block_mask(spans=...)` is faster. Grouped-query attention needs no repeated keys. No
+    tensor of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
-    and zero on padding and tail, for gradients too.
+    The output and the gradients are zero on padding and tail.
 
     Args:
-        q: `[total_tokens, heads, head_dim]`; any strides with a contiguous last dimension.
+        q: `[total_tokens, heads, head_dim]`; the last dimension must be contiguous.
         k: `[total_tokens, key_heads, head_dim]`; `heads` is a multiple of `key_heads`.
         v: `[total_tokens, key_heads, value_dim]`.
         packed: the row's layout, on the device of `q`.
-        causal: whether a token sees only itself and what comes before it.
-        window: keys that a token sees, itself included (transformers' `sliding_window`); with
-            `causal=False` on both sides. None for all.
-        spans: (start, end) pairs in tokens of the row, or, in compiled code, an int32 tensor
-            `[n_spans, 2]`, as in `PackedLayout.dense_mask`: tokens of a span see all of it.
+        causal: whether a token sees only itself and earlier tokens.
+        window: number of keys that a token sees, itself included (transformers' `sliding_window`);
+            with `causal=False` in both directions. None means all keys.
+        spans: (start, end) pairs in tokens of the row; in compiled code an int32 tensor
+            `[n_spans, 2]`, as in `PackedLayout.dense_mask`. Tokens of a span see all of it.
         scale: factor of the scores, default `head_dim ** -0.5`.
-        sinks: floating point `[heads]`, a score of each head that takes its share of the softmax
-            and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453). The layout then has no
-            padding between its sequences.
+        sinks: floating point `[heads]`, one score per head that is added to the softmax's
+            denominator and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453). The layout
+            must then have no padding between its sequences.
 
     Returns:
         `[total_tokens, heads, value_dim]`, contiguous. Differentiable once.
@@ -65,10 +65,10 @@ def varlen_attention(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or the layout do not fit.
 
-    Inside torch.compile one graph serves every pack of a row length: the op reads the lengths when
-    it runs. With a layout from host lengths nothing synchronises; with one from lengths on a GPU
-    the first call waits for one small copy by its event. Under autocast it takes the region's
-    dtype, as scaled_dot_product_attention does.
+    Inside torch.compile one graph serves every pack with the same `total_tokens`, because the op
+    reads the lengths when it runs. With a layout from host lengths nothing synchronises. With a
+    layout from lengths on a GPU the first call waits for the event of one small copy. Under
+    autocast the computation uses the region's dtype, as in scaled_dot_product_attention.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
@@ -113,7 +113,7 @@ def _attention_with_sinks(
 ) -> Tensor:
     check_tensor(sinks, "sinks")
     fits = sinks.shape == q.shape[1:2] and sinks.is_floating_point() and sinks.device == q.device
-    if not fits and q.dim() == 3:  # another q is what the op refuses
+    if not fits and q.dim() == 3:  # the op itself refuses a q of other dimensions
         raise ValueError(
             f"sinks must be floating point [heads = {q.shape[1]}] on {q.device}, got "
             f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
@@ -125,15 +125,18 @@ def _attention_with_sinks(
         dtype = torch.get_autocast_dtype(device)
         q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
     if is_compiling():
-        # Dynamo of torch 2.11 hands a tensor that is given twice in once, and loses a gradient.
+        # Dynamo of torch 2.11 merges arguments that are the same tensor and loses a gradient.
         q, k, v = (rows.view_as(rows) for rows in (q, k, v))
     return _WithSinks.apply(q, k, v, sinks, *arguments)
 
 
 class _WithSinks(torch.autograd.Function):
-    """A sink is a key without a value. With it in the denominator the output shrinks by what the
-    others' share is, and the backward of attention, given that output and that denominator, is
-    already the gradient: what the sink takes enters through `out . grad_out` alone.
+    """Attention with sinks, computed from attention without them.
+
+    A sink is a key without a value. It adds a term to the softmax's denominator, so the output is
+    multiplied by the share that the real keys keep. The backward of attention, called with that
+    output and that log-sum-exp, already gives the right gradients of q, k and v: the sink affects
+    them only through `out . grad_out`.
     """
 
     @staticmethod
@@ -148,7 +151,7 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        saved = ctx.saved_tensors  # a checkpoint hands them out once
+        saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         create_graph = torch.is_grad_enabled() and not is_compiling()
         with torch.no_grad():
             grads = _WithSinks.gradients(grad_out, *saved, ctx.arguments)
@@ -160,21 +163,21 @@ class _WithSinks(torch.autograd.Function):
     def gradients(grad_out, q, k, v, sinks, out, total, arguments) -> tuple[Tensor, ...]:
         grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *arguments)
         share = (sinks.to(total.dtype).unsqueeze(1) - total).exp()
-        # Where `out` is zero, on the tail, `grad_out` may be anything, NaN too.
+        # On padding and tail `out` is zero, and `grad_out` may hold any value, even NaN.
         taken = torch.where(out != 0, grad_out.to(total.dtype) * out, 0).sum(-1)  # [tokens, heads]
         grad_sinks = -torch.einsum("ht,th->h", share, taken.to(total.dtype))
         return *grads, grad_sinks.to(sinks.dtype)
 
 
 class _Once(torch.autograd.Function):
-    """Hands on gradients of what comes before them, and raises where they are differentiated.
+    """Pass gradients through, and raise if they are differentiated again.
 
-    PyTorch's `once_differentiable` does so only if the incoming gradient has a graph.
+    PyTorch's `once_differentiable` raises only if the incoming gradient has a graph.
     """
 
     @staticmethod
     def forward(ctx, grad_out, q, k, v, sinks, *grads):
-        return tuple(grad.clone() for grad in grads)  # views could not be edited in place
+        return tuple(grad.clone() for grad in grads)  # autograd forbids in-place edits of views
 
     @staticmethod
     def backward(ctx, *grads):
@@ -185,10 +188,11 @@ class _Once(torch.autograd.Function):
 
 
 def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) -> int:
-    """Multiply-adds counted twice, over full squares, as torch counts its own attention.
+    """Return the FLOPs of attention, counted as torch counts its own.
 
-    Reads the offsets, which synchronises on a GPU; where there are none to read, as in tracing, the
-    row counts as one sequence.
+    A multiply-add counts as two, and each sequence counts as a full square, without causality. This
+    reads the offsets, which synchronises on a GPU. If they have no values (in tracing), the row
+    counts as one sequence.
     """
     if cu_seqlens.is_meta or isinstance(cu_seqlens, FakeTensor):
         squares = q.shape[0] ** 2
@@ -207,5 +211,5 @@ def _forward_flops(q, k, v, cu_seqlens, *args: Any, out_val: Any = None, **kwarg
 def _backward_flops(
     grad_out, q, k, v, out, logsumexp, cu_seqlens, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    # Scores are computed again, then two products for each of the two of the forward.
+    # The backward computes the scores again, and two products for each of the forward's two.
     return _attention_flops(q, v, cu_seqlens, products=5)

@@ -38,55 +38,57 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate query and key by the angles of their positions, both in one kernel.
 
-    Pair `(a, b)` of a head becomes `(a cos - b sin, b cos + a sin)` (Su et al. 2021,
-    arXiv:2104.09864). Arithmetic is in float32, or float64 for float64 inputs, rounded once.
+    Each pair `(a, b)` of a head becomes `(a cos - b sin, b cos + a sin)` (Su et al. 2021,
+    arXiv:2104.09864). The arithmetic is in float32, or in float64 for float64 inputs, and the
+    result is rounded once.
 
     Args:
         q: `[tokens, heads, head_dim]` with qkv_format "thd", `[batch, seqlen, heads, head_dim]` in
             "bshd", `[batch, heads, seqlen, head_dim]` in "bhsd"; float32, float64, bfloat16 or
-            float16; head_dim up to 512. Any strides with a contiguous last dimension.
+            float16; head_dim up to 512. The last dimension must be contiguous.
         k: as `q`, with any number of heads; or None.
-        cos: cosines of the angles, of any of these dtypes, `[rows, width]`: row p belongs to
-            position p. `width` is `rotary_dim / 2`, or `rotary_dim` where each angle stands twice,
-            as the pairing reads them: `[a, b, a, b]`, or `[a, a, b, b]` with `interleaved`.
+        cos: cosines of the angles, `[rows, width]`, of any of these dtypes. Row p belongs to
+            position p. `width` is `rotary_dim / 2`, or `rotary_dim` if each angle appears twice, in
+            the order of the pairs: `[a, b, a, b]`, or `[a, a, b, b]` with `interleaved`.
         sin: sines, of the same shape and dtype.
-        packed: positions restart in each of its sequences, and in the tail. With batch dimensions
-            its row is that of all their tokens, batch row after batch row.
+        packed: layout of the row; positions restart in each of its segments and in the tail. For
+            tensors with a batch dimension the row is all their tokens, batch row after batch row.
         position_ids: int32 or int64 positions, `[tokens]` or `[1, tokens]` ("thd"),
             `[batch, seqlen]` or `[1, seqlen]` (shared by the batch).
-        offset: position of the first token where neither `packed` nor `position_ids` says more:
-            then positions count up in each batch row, which a decode step continues.
-        table: "position", or "token" where `cos` and `sin` have a row for each token,
+        offset: position of the first token of each batch row, for calls with neither `packed` nor
+            `position_ids`. Positions count up from it; a decode step uses it.
+        table: "position", or "token" if `cos` and `sin` have one row for each token:
             `[tokens, width]`, `[batch, seqlen, width]` or `[1, seqlen, width]`.
         qkv_format: "thd", "bshd" or "bhsd".
         interleaved: pairs are neighbours, `(0, 1), (2, 3), ...` (GPT-J), instead of the two halves,
             `(0, rotary_dim / 2), ...` (GPT-NeoX, Llama).
-        rotary_dim: how many elements of each head turn, the first ones; the others are copied.
-            Default `2 * width` where a head is so wide, else `width`. Give it for tables of full
-            width that turn half a head or less: sizes alone cannot tell them from half tables.
-        mrope_section: three counts of pairs that sum to `rotary_dim / 2`: how many turn by time,
-            height and width (Qwen2-VL). `position_ids`, or the table of "token", then have a first
-            dimension of 3.
-        mrope_interleaved: planes alternate, `t h w t h w ... t`, instead of `t.. h.. w..`
-            (Qwen3-VL). Height and width have every third pair at most: where a count asks for more,
-            the rest turns by time, as in transformers.
-        cp_size: ranks of context parallelism; `packed` is then the layout of the whole row, of
-            which this rank holds its two parts of each sequence in order, and each length is a
-            multiple of `2 * cp_size`. Without `packed`, of each row.
+        rotary_dim: number of elements of each head that are rotated, from the first on; the others
+            are copied. Default: `2 * width` if a head has so many elements, else `width`. Give it
+            for tables of full width that rotate half a head or less, because sizes alone do not
+            distinguish those from half tables.
+        mrope_section: three counts of pairs that sum to `rotary_dim / 2`: how many are rotated by
+            time, height and width (Qwen2-VL). `position_ids`, or the tables with `table="token"`,
+            then have a first dimension of 3.
+        mrope_interleaved: whether the planes alternate, `t h w t h w ... t`, instead of
+            `t.. h.. w..` (Qwen3-VL). Height and width have at most every third pair; pairs beyond
+            that are rotated by time, as in transformers.
+        cp_size: ranks of context parallelism. `packed` is then the layout of the whole row; `q` and
+            `k` hold this rank's two parts of each sequence, in order, and each length is a multiple
+            of `2 * cp_size`. Without `packed` the same holds for each batch row.
         cp_rank: this rank.
-        inplace: write into `q` and `k`, which are then also what is returned.
+        inplace: whether to write the result into `q` and `k` and return those.
 
     Returns:
-        `(q, k)`, dense, with their dimensions in the order in which they lie in memory; `k` is None
-        where it was. Differentiable any number of times.
+        `(q, k)`, dense, with the dimension order in memory of the inputs; `k` is None if it was
+        None. Differentiable any number of times.
 
     Raises:
-        ValueError, TypeError: arguments do not fit each other, or a position known on the host lies
-            beyond the table. Positions that only a GPU knows are not looked up beyond the table:
-            such tokens become NaN, and an error with `CUSEQ_CHECK=1`.
+        ValueError, TypeError: arguments do not fit each other, or a position known on the host is
+            beyond the table. For a position on a GPU that is beyond the table, nothing is read:
+            its token becomes NaN, or an error is raised with `CUSEQ_CHECK=1`.
 
-    Never synchronises; with a layout from lengths on a GPU the first call waits for one small copy
-    by its event.
+    Never synchronises. With a layout from lengths on a GPU the first call waits for the event of
+    one small copy.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
@@ -116,7 +118,8 @@ def apply_rope(
     try:
         return _C.apply_rope(q, k, cos, sin, *positions, *options)
     except Exception:
-        # The binding and the dispatcher print signatures; checking first would cost every call.
+        # Replace the binding's error, which prints signatures. Checking before the call would cost
+        # time in every call.
         _check_types({"q": q, "k": k, "cos": cos, "sin": sin}, position_ids, options)
         raise
 
@@ -146,28 +149,29 @@ def apply_qk_norm_rope(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply RMS norm to each head of query and key, then `apply_rope`, in one kernel.
 
-    Equivalent to, with one rounding instead of one after each step:
+    Equivalent to, but rounded only once:
         `x = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + eps) * (q_weight + weight_offset)`
         followed by `apply_rope` (RMS norm: Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
         q_weight: `[head_dim]`, any of the dtypes of `q`.
-        k_weight: `[head_dim]` of the same dtype; None where `k` is None.
+        k_weight: `[head_dim]` of the same dtype; None if `k` is None.
         eps: added to the mean square.
         weight_offset: added to the weights: 1.0 for models that store them around 0 (Gemma).
-        inplace: only where no gradient is needed, since the norm's needs its input.
+        inplace: only allowed if no gradient is needed, because the norm's gradient needs its input.
 
-    The others as for `apply_rope`; the norm is over the whole head however much of it turns.
+    The other arguments are those of `apply_rope`. The norm covers the whole head, even if only a
+    part of it is rotated.
 
     Returns:
         `(q, k)` as `apply_rope`, of the dtype of `q`. Differentiable once, in `q`, `k` and the
-        weights, whose gradients are the same in every run. Saved for it are the inputs and one
-        number for each head.
+        weights; the gradients of the weights are deterministic. The backward saves the inputs and
+        one number for each head of each token.
 
     Raises:
-        ValueError, TypeError: as `apply_rope`; and where `k` and `k_weight` are not both given.
+        ValueError, TypeError: as `apply_rope`; or only one of `k` and `k_weight` is given.
 
-    Waits as `apply_rope` does.
+    Synchronises as `apply_rope` does.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
@@ -215,7 +219,11 @@ def _positions_of(
     qkv_format: str,
     cp_size: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Offsets and host_meta of the segments in which positions restart, or positions."""
+    """Return `(cu_seqlens, host_meta, position_ids)` for the op.
+
+    The first two are those of the layout's segments, in which positions restart. They are None if
+    there is no layout, or if the layout is a rank's part, which has positions of its own.
+    """
     if packed is None:
         return None, None, position_ids
     check_layout(packed)
@@ -228,7 +236,7 @@ def _positions_of(
             f"position_ids None, got cp_size = {cp_size}"
         )
     positions = packed.rank_positions
-    if qkv_format == "thd" or q.dim() != 4:  # another q is what the op refuses
+    if qkv_format == "thd" or q.dim() != 4:  # the op itself refuses a q of other dimensions
         return None, None, positions
     batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]
     if batch * seqlen != packed.total_tokens:
@@ -257,7 +265,7 @@ def _check_norm_types(
 
 
 def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any, ...]) -> None:
-    """Raise TypeError or ValueError that names the first argument of a wrong type."""
+    """Raise a TypeError or ValueError that names the first argument of a wrong type."""
     for name, value in (*tensors.items(), ("position_ids", position_ids)):
         if value is not None or name not in ("k", "k_weight", "position_ids"):
             check_tensor(value, name)
@@ -265,7 +273,7 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
     cp_size, cp_rank, inplace = last
     if is_compiling():
         return
-    if isinstance(offset, bool):  # the binding takes integers and symbols for them alone
+    if isinstance(offset, bool):  # as_size would accept it; the binding takes only ints and symbols
         raise TypeError(f"offset must be an int, got {offset}")
     as_size(offset, "offset", optional=False)
     one_of(table, "table", ("position", "token"))
@@ -290,9 +298,9 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
 
 
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:
-    """Whether the call has to go through torch.ops: traced, or for `__torch_function__` to see.
+    """Return whether the call must go through torch.ops, for tracing or `__torch_function__`.
 
-    Elsewhere pybind11 makes the same call for less of the host's time.
+    Otherwise the pybind11 binding makes the same call with less host time.
     """
     return is_compiling() or has_torch_function_variadic(q, k)
 
