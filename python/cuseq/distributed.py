@@ -1,4 +1,4 @@
-"""Packed rows over the ranks of context parallelism."""
+"""Distribution of packed rows over the ranks of context parallelism."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ops = torch.ops.cuseq
 
 
 class ContextParallelPlan:
-    """Which tokens of a packed row each rank of context parallelism has; made by `cp_plan`.
+    """The assignment of a packed row's tokens to ranks of context parallelism; made by `cp_plan`.
 
-    It is immutable and pickles as the layout that it was made of.
+    A plan is immutable. Pickling it pickles the layout that it was made for.
 
     Example:
         >>> plan = cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
@@ -37,9 +37,9 @@ class ContextParallelPlan:
 
     def __init__(self, packed: PackedLayout, cp_size: int, policy: str):
         self._packed, self._cp_size, self._policy = packed, cp_size, policy
-        # By device: which tokens ranks have, one rank after the other, and where each token is.
+        # By device: the tokens of all ranks, rank after rank, and the place of each token there.
         self._deals: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._checked = weakref.WeakSet([packed])  # layouts whose segments are the plan's
+        self._checked = weakref.WeakSet([packed])  # layouts that have the plan's segments
 
     @property
     def total_tokens(self) -> int:
@@ -53,15 +53,15 @@ class ContextParallelPlan:
 
     @property
     def policy(self) -> str:
-        """How tokens are dealt, "zigzag"."""
+        """The way tokens are assigned to ranks: "zigzag"."""
         return self._policy
 
     @property
     def attention_balance(self) -> float:
-        """Query-key pairs of causal attention on the busiest rank, over the mean of all ranks.
+        """Query-key pairs of causal attention on the busiest rank, divided by the mean per rank.
 
-        1.0 is even, and also the value for a row without real tokens. Pads cost nothing. Waits for
-        the layout's host values where lengths came from a GPU.
+        1.0 means balanced; a row without real tokens also has 1.0. Padding counts as free. If the
+        lengths came from a GPU, this waits for their copy to the host.
         """
         if self._packed.num_real_tokens == 0:
             return 1.0
@@ -78,13 +78,15 @@ class ContextParallelPlan:
         return max(pairs) * self._cp_size / sum(pairs)
 
     def tokens_of(self, rank: int) -> Tensor:
-        """Return a rank's tokens, as row indices in the rank's order, its part of the tail last.
+        """Return the row indices of a rank's tokens, in the rank's order.
+
+        The rank's part of the tail comes last.
 
         Args:
             rank: from 0 to `cp_size - 1`.
 
         Returns:
-            int64 `[total_tokens / cp_size]`, where the layout lies.
+            int64 `[total_tokens / cp_size]` on the layout's device.
 
         Raises:
             ValueError: there is no such rank.
@@ -110,7 +112,7 @@ class ContextParallelPlan:
             int32 `[total_tokens]` each, on the device of `packed`.
 
         Raises:
-            ValueError: the layout has other segments, where the host knows them.
+            ValueError: the layout has other segments than the plan's.
         """
         check_layout(packed)
         packed.check_whole()
@@ -157,30 +159,30 @@ def cp_plan(
     total_tokens: int | None = None,
     policy: str = "auto",
 ) -> ContextParallelPlan:
-    """Plan which tokens of a packed row each rank of context parallelism has.
+    """Plan which tokens of a packed row each rank of context parallelism holds.
 
-    With "zigzag" each segment is cut into `2 * cp_size` equal parts, and rank r has parts r and
-    `2 * cp_size - 1 - r`, so that causal attention costs all ranks the same (Megatron-Core,
-    TransformerEngine). Its real tokens stay in front of its pads.
+    "zigzag" cuts each segment into `2 * cp_size` equal parts and gives rank r the parts r and
+    `2 * cp_size - 1 - r`. Causal attention then costs every rank the same (as in Megatron-Core and
+    TransformerEngine). On each rank a segment's real tokens come before its padding.
 
     Args:
-        lengths_or_layout: the layout of the whole row, or lengths as for
-            `PackedLayout.from_lengths`, of segments without padding.
+        lengths_or_layout: the layout of the whole row; or lengths as for
+            `PackedLayout.from_lengths`, for segments without padding.
         cp_size: number of ranks.
-        total_tokens: tokens of the row, for lengths; default their sum.
-        policy: "zigzag". "auto", which will choose between policies, is refused until there are
-            several: say which one you want.
+        total_tokens: tokens of the row, only with lengths; default their sum.
+        policy: "zigzag". "auto" will choose between policies; it is refused while there is only
+            one, so name the policy.
 
     Returns:
         The plan, for `cp_partition` and `cp_join`.
 
     Raises:
-        ValueError: the policy is another; or for "zigzag" a segment or the tail is not a multiple
-            of `2 * cp_size` (`segment_multiple`, `total_multiple`), with its index and value where
-            the host knows it.
-        TypeError: an argument is of another kind.
+        ValueError: the policy is unknown; or, for "zigzag", a segment or the tail is not a multiple
+            of `2 * cp_size` (make it one by `segment_multiple` and `total_multiple`). The message
+            has its index and value if the host knows them.
+        TypeError: an argument has the wrong type.
 
-    Never synchronises where lengths are known on the host; else it waits for their copy.
+    Synchronises only if the host does not know the lengths: it then waits for their copy.
 
     Example:
         >>> cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
@@ -206,7 +208,7 @@ def cp_plan(
 
 
 def _segment_lengths(packed: PackedLayout) -> list[int]:
-    """Return the lengths that are not 0, which deal no tokens; wait where they are on a GPU."""
+    """Return the segment lengths without zeros, which hold no tokens; wait if they are on a GPU."""
     known = packed.segments.known_lengths
     lengths = packed.segments.lengths_on_host() if known is None else known
     return [length for length in lengths.tolist() if length > 0]
@@ -214,7 +216,7 @@ def _segment_lengths(packed: PackedLayout) -> list[int]:
 
 def _check_multiples(packed: PackedLayout, cp_size: int, parts: int) -> None:
     segments = packed.segments
-    if segments.known_lengths is None:  # the host knows the divisor of all, not which one it is
+    if segments.known_lengths is None:  # the host knows only their common divisor, no single length
         divisor = _C.read_host_meta(segments.host_meta, LENGTH_DIVISOR)
         tail = packed.total_tokens - segments.num_real_tokens
         if divisor % parts != 0 or tail % parts != 0:
@@ -237,24 +239,24 @@ def _check_multiples(packed: PackedLayout, cp_size: int, parts: int) -> None:
 def cp_partition(
     packed: PackedLayout, plan: ContextParallelPlan, rank: int, *tensors: Tensor
 ) -> tuple[PackedLayout | Tensor, ...]:
-    """Cut one rank's part out of a packed row: its layout and its tokens of each tensor.
+    """Return one rank's part of a packed row: its layout and its tokens of each tensor.
 
     Args:
         packed: the layout of the whole row.
-        plan: what `cp_plan` made of this layout, or of one with the same segments.
+        plan: the result of `cp_plan` for this layout, or for one with the same segments.
         rank: this rank, from 0 to `plan.cp_size - 1`.
         tensors: `[total_tokens, ...]` each, contiguous in the last dimension.
 
     Returns:
-        The rank's layout, whose `position_ids` are those in the whole sequences, and then its
-        `[total_tokens / cp_size, ...]` of each tensor, differentiable.
+        The rank's layout, whose `position_ids` are positions in the whole sequences; then the
+        rank's part `[total_tokens / cp_size, ...]` of each tensor, differentiable.
 
     Raises:
         ValueError: the plan was made for other segments, there is no such rank, or a tensor has
             other leading dimensions.
-        TypeError: an argument is of another kind.
+        TypeError: an argument has the wrong type.
 
-    Never synchronises where lengths are known on the host; else it waits for their copy.
+    Synchronises only if the host does not know the lengths: it then waits for their copy.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([4, 4])
@@ -281,20 +283,20 @@ def cp_partition(
 def cp_join(
     packed: PackedLayout, plan: ContextParallelPlan, *tensors: Tensor
 ) -> Tensor | tuple[Tensor, ...]:
-    """Join the parts of all ranks to the whole row again: the inverse of `cp_partition`.
+    """Join the parts of all ranks into the whole row: the inverse of `cp_partition`.
 
     Args:
         packed, plan: as for `cp_partition`; the layout of the whole row.
-        tensors: `[cp_size, total_tokens / cp_size, ...]` each, rank by rank, as an all-gather
-            stacks them.
+        tensors: `[cp_size, total_tokens / cp_size, ...]` each, in the order of the ranks, as an
+            all-gather stacks them.
 
     Returns:
-        `[total_tokens, ...]` of each, one for one, a tuple for several. Differentiable.
+        `[total_tokens, ...]`: one tensor if one was given, else a tuple. Differentiable.
 
     Raises:
-        ValueError, TypeError: as `cp_partition`; a tensor has other leading dimensions.
+        ValueError, TypeError: as `cp_partition`; or a tensor has other leading dimensions.
 
-    Never synchronises where lengths are known on the host; else it waits for their copy once.
+    Synchronises only if the host does not know the lengths: it then waits for their copy, once.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_lengths([4, 4])
@@ -329,7 +331,7 @@ def _check_rows(packed: PackedLayout, tensors: Sequence[Tensor], leading: tuple[
 
 
 def _places_of_rank(places: Tensor, rank: int, own: int) -> Tensor:
-    """For each token of the row its place in this rank's part, or a number below 0."""
+    """Return each token's place in this rank's part, or a number below 0 if it is not there."""
     place = places - rank * own
     return place.masked_fill(place >= own, -1)
 
@@ -356,19 +358,19 @@ def _local_layout(packed: PackedLayout, cp_size: int, rank: int) -> PackedLayout
 def equalize_tokens(
     packed: PackedLayout | None, group: torch.distributed.ProcessGroup | None = None
 ) -> PackedLayout | None:
-    """Return the layout in a row as long as the longest of all ranks, as HybridEP and others need.
+    """Lengthen the row to the longest row of all ranks, as HybridEP and others need.
 
-    One all-reduce of one integer. Where rows have a fixed total (`total_tokens`), none is needed.
+    This costs one all-reduce of one integer. Rows of a fixed `total_tokens` do not need it.
 
     Args:
-        packed: this rank's layout; None is handed through, without a word to the others.
-        group: whose ranks, default all. Over a backend of the CPU (gloo) nothing touches a device;
-            over one of a device alone (NCCL, or another vendor's) the number goes by the current
-            device and comes back by a synchronisation. A row that gets longer waits for the
-            layout's host values where lengths came from a GPU.
+        packed: this rank's layout. None is returned unchanged, without communication.
+        group: the process group; default all ranks. With a CPU backend (gloo) no device is used.
+            With a backend of only a device (NCCL, or another vendor's) the number goes through the
+            current device and reading it synchronises. If the row gets longer and the layout's
+            lengths came from a GPU, this also waits for their copy to the host.
 
     Returns:
-        The layout with a longer tail; the same one where it is as long already.
+        The layout with a longer tail, or the same layout if its row is already the longest.
 
     Example:
         >>> cuseq.distributed.equalize_tokens(packed)  # doctest: +SKIP
@@ -385,7 +387,7 @@ def equalize_tokens(
 
 
 def _device_of(group: torch.distributed.ProcessGroup | None, preferred: str) -> str:
-    """Return the kind of device that a group's collectives take: the CPU where they can."""
+    """Return the device type for a group's collectives: the CPU if the group supports it."""
     config = torch.distributed.get_backend_config(group)  # as "cpu:gloo,cuda:nccl"
     devices = [entry.partition(":")[0] for entry in config.split(",")]
     return min(devices, key=lambda device: {"cpu": 0, preferred: 1}.get(device, inf))

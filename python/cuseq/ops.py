@@ -1,11 +1,12 @@
-"""Ops over the lengths of packed sequences: typed functions, an error for each wrong argument.
+"""Ops over the lengths of packed sequences: typed functions that check their arguments.
 
-Only `max_seqlen_sync` synchronises. Lengths on the host are always checked. Checking lengths on a
-GPU would stall, so the kernels stay inside their tensors whatever the lengths hold, and the
-environment variable `CUSEQ_CHECK=1` pays for a check with a clear error.
+Only `max_seqlen_sync` synchronises. Lengths on the host are always checked. A check of lengths on a
+GPU would stall, so there is none by default: the kernels never access memory outside their tensors,
+whatever the lengths are. With the environment variable `CUSEQ_CHECK=1` such lengths are checked too
+and raise a clear error.
 
-`cached_*` functions return what the identity cache holds for a tensor; the others compute a fresh
-result in every call.
+The `cached_*` functions return results from the identity cache. The others compute a new result in
+every call.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
         int32 `[n_seqs + 1]` on the device of `lengths`.
 
     Raises:
-        ValueError: a length on the host is negative, or they sum to more than 2^31 - 1; `lengths`
-            has another number of dimensions.
-        TypeError: `lengths` is of another dtype.
+        ValueError: a length on the host is negative, the lengths on the host sum to more than
+            2^31 - 1, or `lengths` does not have one dimension.
+        TypeError: `lengths` has another dtype.
 
     Example:
         >>> cuseq.ops.cu_seqlens(torch.tensor([2, 3]))
@@ -67,7 +68,7 @@ def max_seqlen(lengths: Tensor) -> Tensor:
         lengths: int32 or int64 `[n_seqs]`, tokens.
 
     Returns:
-        int32 `[]` on the device of `lengths`; 0 when there is no sequence.
+        int32 `[]` on the device of `lengths`; 0 if there are no sequences.
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
@@ -87,11 +88,11 @@ def max_seqlen_sync(lengths: Tensor) -> int:
         lengths: int32 or int64 `[n_seqs]`, tokens.
 
     Returns:
-        Tokens; 0 when there is no sequence.
+        The longest length in tokens; 0 if there are no sequences.
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
-        RuntimeError: a CUDA graph is being captured, which cannot wait.
+        RuntimeError: a CUDA graph is being captured, during which nothing can wait.
 
     Example:
         >>> cuseq.ops.max_seqlen_sync(torch.tensor([2, 3]))
@@ -108,7 +109,7 @@ def last_token_indices(lengths: Tensor) -> Tensor:
         lengths: int32 or int64 `[n_seqs]`, tokens.
 
     Returns:
-        int32 `[n_seqs]`; -1 for a sequence of length zero, which has no token.
+        int32 `[n_seqs]`; -1 for an empty sequence.
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
@@ -124,7 +125,7 @@ def last_token_indices(lengths: Tensor) -> Tensor:
 def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
     """Return the position of each token inside its sequence.
 
-    The tail, the tokens after the last sequence, is one segment of its own and restarts at 0.
+    In the tail (the tokens after the last sequence) positions restart at 0 and count up.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -147,7 +148,7 @@ def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
 
 
 def seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
-    """Return the index of the sequence that owns each token; `n_seqs` on the tail.
+    """Return the index of the sequence of each token; `n_seqs` on the tail.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
@@ -180,7 +181,7 @@ def lengths_from_padding_mask(mask: Tensor) -> Tensor:
         int32 `[batch]`.
 
     Raises:
-        ValueError, TypeError: `mask` has another number of dimensions, or is floating point.
+        ValueError, TypeError: `mask` does not have two dimensions, or is floating point.
 
     Example:
         >>> cuseq.ops.lengths_from_padding_mask(torch.tensor([[1, 1, 0], [0, 1, 0]]))
@@ -193,29 +194,30 @@ def lengths_from_padding_mask(mask: Tensor) -> Tensor:
 def cu_seqlens_from_position_ids(
     position_ids: Tensor, max_seqs: int | None = None, plane: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Find the sequences of packed rows from where their positions restart.
+    """Return the offsets and the number of sequences in rows whose positions restart.
 
-    A sequence starts at each row's first token and wherever a position is not the one before it
-    plus one. In a plane of multimodal positions, which repeat inside an image and jump after it, a
-    sequence starts where the position drops or is 0 after 0. So choose the temporal plane, of
-    documents that begin with a text token: heights and widths drop inside every image.
+    A sequence starts at the first token of each row and wherever a position is not its predecessor
+    plus one. Multimodal positions repeat inside an image and jump after it, so in a plane of them a
+    sequence starts where the position drops, or where 0 follows 0. Choose the temporal plane, and
+    documents that begin with a text token, because height and width drop inside every image.
 
     The result has a fixed size and the count stays on the device, so nothing synchronises and no
     shape depends on data.
 
     Args:
-        position_ids: int32 or int64, `[seqlen]`, `[batch, seqlen]` (one flat row of all tokens
-            results) or `[planes, batch, seqlen]`.
+        position_ids: int32 or int64, `[seqlen]`, `[batch, seqlen]` (read as one flat row of all
+            tokens) or `[planes, batch, seqlen]`.
         max_seqs: capacity of the result; default the number of tokens.
-        plane: which plane to read; needed with three dimensions, refused otherwise.
+        plane: which plane to read; required with three dimensions, refused otherwise.
 
     Returns:
-        `cu_seqlens`, int32 `[max_seqs + 1]` with the last offset repeated, and the number of
-        sequences, int32 `[1]`, which is above `max_seqs` where they did not all fit.
+        `cu_seqlens`, int32 `[max_seqs + 1]` with the last offset repeated; and the number of
+        sequences, int32 `[1]`, which is above `max_seqs` if they did not all fit.
 
     Raises:
-        ValueError, TypeError: `position_ids` of another shape or dtype, `max_seqs` below 0, or
-            `plane` missing, refused or out of range. What positions say is not checked.
+        ValueError, TypeError: `position_ids` has another shape or dtype, `max_seqs` is below 0, or
+            `plane` is missing, not allowed or out of range. The values of positions are not
+            checked.
 
     Example:
         >>> cuseq.ops.cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 1, 2]), max_seqs=3)
@@ -229,17 +231,17 @@ def cu_seqlens_from_position_ids(
 
 
 def cached_cu_seqlens(lengths: Tensor) -> Tensor:
-    """Return `cu_seqlens` from the identity cache, computed once for as long as `lengths` lives.
+    """Return `cu_seqlens` from the identity cache; computed once while `lengths` lives.
 
-    After an edit of `lengths` in place, which PyTorch's version counter sees, the next call
-    computes it again. Inside torch.compile, under a dispatch mode and while a CUDA graph is
-    captured the pure op runs instead. Never synchronises.
+    If `lengths` is edited in place, so that PyTorch's version counter changes, the next call
+    computes the offsets again. Inside torch.compile, under a dispatch mode and during CUDA graph
+    capture the op without a cache runs instead. Never synchronises.
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens of each sequence, any device.
 
     Returns:
-        int32 `[n_seqs + 1]`, shared by all who ask for these lengths: do not edit it.
+        int32 `[n_seqs + 1]`, shared by all callers: do not edit it.
 
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
@@ -260,7 +262,7 @@ def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
 
     Args:
         lengths: int32 or int64 `[n_seqs]`, tokens.
-        total_tokens: length of the row in memory, tail included; another one is another entry.
+        total_tokens: length of the row in memory, tail included; part of the cache key.
 
     Returns:
         int32 `[total_tokens]`, shared: do not edit it.

@@ -1,4 +1,4 @@
-"""Between padded batches (BSHD) and packed rows (THD)."""
+"""Conversion between padded batches (BSHD) and packed rows (THD)."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ Fill = bool | int | float | complex
 def pack(
     packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
 ) -> Tensor | tuple[Tensor, ...]:
-    """Pack tensors of a padded batch into rows without padding, all in one launch.
+    """Pack tensors of a padded batch into one row each, all in one kernel launch.
 
     Args:
-        packed: the layout of the batch's mask; None hands everything through.
-        tensors: `[batch, seqlen, ...]` of any dtype and trailing shape, contiguous in the last
-            dimension, other strides as they are. Or `[planes, batch, seqlen]`, the position ids of
-            multimodal models (M-RoPE); what fits both ways is a batch.
-        fill: what pads and tail get, one for all or one for each tensor: -100 for labels.
+        packed: the layout made from the batch's mask; None returns the tensors unchanged.
+        tensors: `[batch, seqlen, ...]` of any dtype and trailing shape; the last dimension must be
+            contiguous. Or `[planes, batch, seqlen]`, the position ids of multimodal models
+            (M-RoPE). A shape that could be either is read as a batch.
+        fill: value of padding and tail: one for all tensors or one for each, -100 for labels.
 
     Returns:
-        One tensor for one, a tuple for several, each `[total_tokens, ...]`, or `[planes,
-        total_tokens]`. Differentiable: the gradient is `unpack` of the gradient. Never
-        synchronises.
+        One tensor if one was given, else a tuple; each `[total_tokens, ...]`, or `[planes,
+        total_tokens]`. Differentiable: the backward is `unpack`. Never synchronises.
 
     Raises:
-        ValueError: shapes, strides, devices or the number of fills do not fit, or a tensor on meta
-            has no values.
-        TypeError: an argument is of another kind.
+        ValueError: shapes, strides, devices or the number of fills do not fit, or a tensor is on
+            the meta device and has no values.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> packed = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
@@ -58,7 +57,7 @@ def _packed(
     packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
 ) -> Sequence[Tensor]:
     slots, tokens = packed.batch_rows()
-    rows: list[Tensor] = []  # of every batch; planes are several
+    rows: list[Tensor] = []  # one for each batch tensor, and one for each plane
     row_fills: list[Fill] = []
     planes = []
     for name, tensor, fill in zip(names, tensors, fills, strict=True):
@@ -84,7 +83,10 @@ def _packed(
 
 
 def _has_planes(name: str, tensor: Tensor, batch: torch.Size) -> bool:
-    """Return whether it is [planes, batch, seqlen]; only position ids are that before a batch."""
+    """Return whether `tensor` is [planes, batch, seqlen].
+
+    A shape that could also be [batch, seqlen, ...] counts as planes only for `position_ids`.
+    """
     if tensor.dim() != 3 or tensor.shape[1:] != batch or tensor.shape[0] == 0:
         return False
     return name == "position_ids" or tensor.shape[:2] != batch
@@ -93,15 +95,15 @@ def _has_planes(name: str, tensor: Tensor, batch: torch.Size) -> bool:
 def unpack(
     packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
 ) -> Tensor | tuple[Tensor, ...]:
-    """Unpack rows `[total_tokens, ...]` into tensors of the padded batch, the inverse of `pack`.
+    """Unpack rows `[total_tokens, ...]` into tensors of the padded batch; the inverse of `pack`.
 
     Args:
         packed: as for `pack`.
         tensors: `[total_tokens, ...]` of any dtype and trailing shape.
-        fill: what the padding of the batch gets.
+        fill: value of the padding of the batch.
 
     Returns:
-        `[batch, seqlen, ...]` each; otherwise as `pack`.
+        `[batch, seqlen, ...]` each; one tensor or a tuple, as `pack`.
 
     Raises:
         ValueError, TypeError: as `pack`.
@@ -139,10 +141,10 @@ def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]
 
 
 def _number(value: Any) -> Fill:
-    """One of Python's own: NumPy's scalars and tensors of one element stand for one."""
+    """Return a Python number; accept NumPy scalars and tensors of one element too."""
     try:
         number = value.item() if hasattr(value, "item") else value
-    except (RuntimeError, ValueError) as error:  # more elements than one
+    except (RuntimeError, ValueError) as error:  # a tensor of several elements
         raise TypeError(f"fill must be numbers, got {value!r}") from error
     if not isinstance(number, (bool, int, float, complex)):
         raise TypeError(f"fill must be numbers, got {value!r}")
@@ -166,34 +168,34 @@ def run_packed(
 ) -> Any:
     """Run a model that takes packed rows on a padded batch, and return a padded batch.
 
-    For callers that speak BSHD: no pad is computed with, real tokens get what the padded run would
-    give them, gradients included.
+    The model computes nothing for padding. Outputs and gradients of real tokens are those of the
+    padded run.
 
     Args:
-        model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and `more`, as
-            transformers' models with `attn_implementation="cuseq"` are.
+        model: called with `input_ids [1, total_tokens]`, `position_ids`, `packed` and `more`, like
+            transformers' models with `attn_implementation="cuseq"`.
         input_ids: `[batch, seqlen]`.
-        attention_mask: as for `PackedLayout.from_padding_mask`; `[1, 1, seqlen, seqlen]` is that of
-            every row. Without a mask (None) the model is called with the batch as it is.
+        attention_mask: as for `PackedLayout.from_padding_mask`. `[1, 1, seqlen, seqlen]` applies to
+            every row. With None the model is called with the batch unchanged.
         segment_multiple, total_multiple, true_is_pad, total_tokens: as for
-            `PackedLayout.from_padding_mask`. Without `total_tokens` a mask on a GPU makes it wait
-            for the lengths.
-        more: more of the model's arguments. Tensors must be `[batch, seqlen, ...]` and are packed,
-            `position_ids` too, which may be M-RoPE's `[planes, batch, seqlen]` and are then handed
-            on as `[planes, 1, total_tokens]`. Names that end in "labels" get -100 on pads. `labels`
-            themselves get it on the first token of each sequence too, which no other one predicts
-            (a batch padded on the left lets a pad predict it).
+            `PackedLayout.from_padding_mask`. Without `total_tokens`, a mask on a GPU makes the call
+            wait for the lengths.
+        more: further arguments of the model. Tensors must be `[batch, seqlen, ...]` and are packed.
+            `position_ids` may also be M-RoPE's `[planes, batch, seqlen]`; the model then gets
+            `[planes, 1, total_tokens]`. Arguments whose names end in "labels" get -100 on padding.
+            `labels` also get -100 on the first token of each sequence, because no token of that
+            sequence predicts it (in a batch padded on the left a pad would predict it).
 
     Returns:
-        What the model returns, with zeros on the padding: a tensor, the tensors `[1, total_tokens,
-        ...]` of a tuple or list, or `logits`, `last_hidden_state` and `hidden_states` of a
-        transformers' output are `[batch, seqlen, ...]`.
+        The model's output, unpacked to `[batch, seqlen, ...]` with zeros on the padding. Unpacked
+        are a tensor; the tensors `[1, total_tokens, ...]` of a tuple or list; and `logits`,
+        `last_hidden_state` and `hidden_states` of a transformers output.
 
     Raises:
-        ValueError: an argument does not fit; a model of transformers has another attention, which
-            would let documents see each other; or an output that would be unpacked has not as many
-            tokens as the row (`logits_to_keep`).
-        TypeError: the model returns something else.
+        ValueError: an argument does not fit; a transformers model uses another attention, which
+            would let documents see each other; or an output to unpack does not have as many tokens
+            as the row (`logits_to_keep`).
+        TypeError: the model returns another type.
 
     Example:
         >>> def model(input_ids, position_ids, packed):  # takes a packed row
@@ -220,7 +222,7 @@ def run_packed(
         total_tokens=total_tokens,
         device=input_ids.device,
     )
-    if packed.total_tokens == 0:  # models want a token
+    if packed.total_tokens == 0:  # models need at least one token
         segment = common_multiple(segment_multiple, "segment_multiple")
         total = common_multiple(total_multiple, "total_multiple")
         packed = packed.with_total_tokens(lcm(segment, total))
@@ -254,7 +256,7 @@ def run_packed(
 
 
 def _mask_of_batch(mask: Tensor, input_ids: Tensor) -> Tensor:
-    """Return the mask with a row for each of the batch, of which one 4-D mask may serve all."""
+    """Check the mask's shape; expand a 4-D mask of one row to the whole batch."""
     check_tensor(mask, "attention_mask")
     batch, seqlen = input_ids.shape[:2]
     if mask.dim() == 4 and mask.shape[0] == 1:
@@ -271,7 +273,10 @@ def _mask_of_batch(mask: Tensor, input_ids: Tensor) -> Tensor:
 
 
 def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
-    """Models of transformers take any keyword, `packed` too, and not all look at it."""
+    """Raise ValueError for a transformers model that would ignore `packed`.
+
+    Models of transformers accept any keyword, including `packed`, whether or not they use it.
+    """
     config = text_config(model)
     attention = getattr(config, "_attn_implementation", None)
     if attention is None or attention == "cuseq":
@@ -295,7 +300,7 @@ def _unpacked(packed: PackedLayout, name: str, rows: Tensor) -> Tensor:
 
 
 def _unpacked_items(packed: PackedLayout, items: Sequence[Any]) -> Sequence[Any]:
-    """A tuple or list like `items`, its packed rows as padded batches, and what is in it."""
+    """Unpack the packed rows in a tuple or list, and in tuples and lists inside it."""
     unpacked = []
     for item in items:
         if isinstance(item, (tuple, list)):
