@@ -5,16 +5,16 @@
 namespace cuseq::cuda {
 namespace {
 
-// Rows of a warp, rows on their way at a time, and registers of a thread: measured on an H200 for
-// 16 bits in wide vectors, elsewhere as many as do not spill.
+// Rows per warp, rows in flight, and registers per thread. The registers for 16-bit types in wide
+// vectors were measured on an H200; the others are as many as avoid spilling.
 constexpr int kForwardRows = 5;  // at most
 constexpr int kForwardStages = 3;
 template <typename T, int V, Path kPath>
 inline constexpr int kForwardRegisters =
     sizeof(T) == 8 ? 168 : (V < 4 ? 128 : (kPath == Path::kPlain ? 64 : 80));
 
-// The weights under an item, from memory, with weight_offset; of one that does not exist, any. In
-// vectors, weights are of type T or fp32.
+// Load an item's weights from memory and add weight_offset. A vector that does not exist gets
+// arbitrary weights. kInVectors requires weights of type T or fp32.
 template <bool kInVectors, typename T, int V, typename A>
 __device__ __forceinline__ void load_weight(const QkNormRopeArgs& args, const void* weight,
                                             const Item<V>& item, A (&first)[V], A (&second)[V]) {
@@ -48,8 +48,8 @@ __device__ __forceinline__ void load_weight(const QkNormRopeArgs& args, const vo
   }
 }
 
-// Weights and angles of one item in one: y = x * own + partner * cross, where the partner is the
-// other element of the pair.
+// The product of one item's weights and angles: y = x * own + partner * cross, where the partner is
+// the other element of the pair.
 template <int V, bool kInterleaved, typename A>
 struct WeightedAngles {
   A own[2][V];
@@ -75,7 +75,7 @@ struct WeightedAngles {
     return both;
   }
 
-  // The item, of x already normalised.
+  // Apply weights and rotation in place to x, which is already normalised.
   __device__ __forceinline__ void turn(A (&x)[2][V], bool turns) const {
     A y[2][V];
 #pragma unroll
@@ -106,7 +106,7 @@ __global__ void __maxnreg__((kForwardRegisters<T, V, kPath>))
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const RopeArgs& rope = args.rope;
   const Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
-  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // uniform in the warp
   const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
 
   Item<V> items[kItems];
@@ -180,8 +180,8 @@ __global__ void __maxnreg__((kForwardRegisters<T, V, kPath>))
   }
 }
 
-// As few rows as let all warps run at a time; where that takes too many, as many as make the warps
-// of the tensor with more heads alike.
+// Return the rows per warp: the fewest with which all warps run at a time. If that takes more than
+// kForwardRows, return as many as give the warps of the tensor with more heads equal work.
 int forward_rows(const RopeArgs& rope, int elements, int registers) {
   const int items = items_of_head(rope, elements, /*copies=*/true);
   const int rows = rows_of_one_wave(rope, items, warps_of_registers(registers), kForwardRows);

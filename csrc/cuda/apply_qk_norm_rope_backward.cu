@@ -5,16 +5,17 @@
 namespace cuseq::cuda {
 namespace {
 
-// Rows of a warp, rows on their way at a time, and registers of a thread: measured as for the
-// forward. The backward keeps its warps to the end, so few rows each share the work out evenly.
+// Rows per warp, rows in flight, and registers per thread, measured as for the forward. The
+// backward's warps are persistent, so few rows per warp distribute the work evenly.
 constexpr int kBackwardRows = 2;
 constexpr int kBackwardStages = 2;
 template <typename T, int V>
 inline constexpr int kBackwardRegisters =
     sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
 
-// Of frozen weights, where is_plain() holds: one row a warp, in blocks of so many warps, as long as
-// so many waves of them do. Warps that stay until the end read memory in a better order.
+// With frozen weights, and if is_plain() holds: one row per warp, in blocks of kFrozenWarps, as
+// long as at most kFrozenWaves waves suffice. Beyond that persistent warps are faster, since they
+// read memory in a better order.
 constexpr int kFrozenWarps = 2;
 constexpr int kFrozenRegisters = 64;
 constexpr int kFrozenWaves = 20;
@@ -27,7 +28,8 @@ __device__ __forceinline__ int thread_of_block() {
   return static_cast<int>(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z));
 }
 
-// Puts both weights, with weight_offset, into shared memory, [2, head_dim]. The whole block calls.
+// Write both weights plus weight_offset to shared memory, [2, head_dim]. All threads of the block
+// must call it.
 template <typename A>
 __device__ __forceinline__ void stage_weights(const QkNormRopeArgs& args, A* shared) {
   const int head_dim = static_cast<int>(args.rope.head_dim);
@@ -43,7 +45,7 @@ __device__ __forceinline__ void stage_weights(const QkNormRopeArgs& args, A* sha
   __syncthreads();
 }
 
-// The weights under an item; of one that does not exist, any.
+// Load an item's weights. A vector that does not exist gets arbitrary weights.
 template <int V, typename A>
 __device__ __forceinline__ void load_weight(const A* shared_weight, const Item<V>& item,
                                             A (&first)[V], A (&second)[V]) {
@@ -51,7 +53,7 @@ __device__ __forceinline__ void load_weight(const A* shared_weight, const Item<V
   load_vector<V>(shared_weight + (item.second_exists ? item.second : 0), second);
 }
 
-// What the backward reads beside gradients.
+// The forward's inputs, which the backward reads in addition to the gradients.
 struct HeadInputs {
   HeadMemory of[2];
 };
@@ -59,10 +61,10 @@ struct HeadInputs {
 template <typename T, int V>
 using BackwardPipeline = RowPipeline<T, V, 2, kBackwardStages>;
 
-// With n = x * rstd, y = turn(n * w): for g = turn back(dy) * w,
-//   dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens and heads of turn back(dy) * n.
-// A fixed grid walks the tokens, and each block writes its part of dw: sums have one order,
-// whatever runs first. Without kWeightGrads there is no dw, as where weights are frozen.
+// The forward is n = x * rstd, y = rotate(n * w). With g = rotate_back(dy) * w, the backward is
+//   dx = rstd * (g - n * mean(g * n)),  dw = sum over tokens and heads of rotate_back(dy) * n.
+// A fixed grid walks the tokens and each block writes its partial sum of dw, so the order of
+// summation does not depend on scheduling. kWeightGrads = false, for frozen weights, skips dw.
 template <typename T, int V, bool kInterleaved, Path kPath, bool kWeightGrads>
 __global__ void __maxnreg__((kBackwardRegisters<T, V>))
     qk_norm_rope_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
@@ -87,7 +89,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   A sums[kItems][2][V] = {};
   Angles<T, V, kInterleaved> angles[kItems];
 
-  // The rows of this warp's tokens, one after the other. `ahead` is the row that is asked for next.
+  // This warp walks the rows of its tokens in order. `ahead` is the row to fetch next.
   const auto exists = [&](const Lane& of, uint32_t block) {
     return lane.rows > 0 && block < geometry.token_blocks && of.token < geometry.tokens;
   };
@@ -174,8 +176,8 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   }
   if (!kWeightGrads || args.partials == nullptr) return;
 
-  // Over the groups of a warp, then over the warps of the block, each time in one order.
-  __syncthreads();                                      // nobody reads angles or weights any more
+  // Sum over the groups of a warp, then over the warps of the block, each in a fixed order.
+  __syncthreads();                                      // all reads of angles and weights are done
   A* block_sums = reinterpret_cast<A*>(shared_memory);  // [warps, head_dim]
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -210,7 +212,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   }
 }
 
-// dx of the same, of frozen weights: no sums, so a warp has one row and is done.
+// Compute only dx, for frozen weights. Without sums over tokens a warp handles one row and exits.
 template <typename T, int V>
 __global__ void __maxnreg__(kFrozenRegisters)
     qk_norm_rope_frozen_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
@@ -220,7 +222,7 @@ __global__ void __maxnreg__(kFrozenRegisters)
   constexpr Path kPath = Path::kPlain;
   const RopeArgs& rope = args.rope;
   const Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
-  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // uniform in the warp
   const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
 
   Item<V> items[1];
@@ -287,7 +289,7 @@ __device__ void store_as(void* out, FloatType type, int64_t index, A value) {
   }
 }
 
-// A block adds up 32 columns of the partial sums: lane by column, warp by every 32nd part.
+// Add up the partial sums, 32 columns per block: each lane has a column, each warp every 32nd part.
 template <typename A>
 __global__ void __launch_bounds__(1024)
     sum_partials_kernel(const __grid_constant__ QkNormRopeArgs args) {
@@ -347,7 +349,7 @@ HeadInputs head_inputs_of(const QkNormRopeArgs& args) {
   return inputs;
 }
 
-// Whether a kernel without sums is the faster one.
+// Return whether the kernel without sums, with one row per warp, is the faster one.
 bool is_short_and_frozen(const QkNormRopeArgs& args, int elements) {
   const RopeArgs& rope = args.rope;
   const int64_t room =
@@ -381,7 +383,8 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
       (angle_elements<A, kPath>(rope, geometry) + padded<A>(2 * head_dim)) * sizeof(A) +
       warps_of(geometry) * BackwardPipeline<T, V>::kWarpBytes;
   const size_t sums = warps_of(geometry) * head_dim * sizeof(A);
-  // One kernel serves both, but where partial heads and planes take its registers.
+  // One instantiation serves frozen and trained weights, except on kDirect, where partial heads and
+  // planes need the registers of the sums.
   constexpr bool kBoth = kPath != Path::kDirect;
   const auto kernel = frozen ? qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, kBoth>
                              : qk_norm_rope_backward_kernel<T, V, kInterleaved, kPath, true>;
@@ -394,8 +397,8 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   sum_partials_kernel<A><<<blocks, 1024, 0, stream>>>(args);
 }
 
-// Calls run.template operator()<T, V, kInterleaved, kPath>() with vectors that fit the inputs
-// too.
+// Call run.template operator()<T, V, kInterleaved, kPath>() with vectors that also fit the
+// forward's inputs.
 template <typename Run>
 void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
   const auto fits = [](int) { return true; };
@@ -411,8 +414,8 @@ void dispatch_backward(const QkNormRopeArgs& args, const Run& run) {
 
 }  // namespace
 
-// Blocks that run at a time, for each of the blocks that share a token: the same for one shape on
-// one kind of GPU, so that sums have one order.
+// Return the number of blocks that run at a time, times the blocks that share a token. It depends
+// only on the shape and the GPU model, so sums are reproducible.
 int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
   int64_t blocks = 1;
   dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {

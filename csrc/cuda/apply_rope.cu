@@ -3,12 +3,12 @@
 namespace cuseq::cuda {
 namespace {
 
-// Rows of a warp, whose loads are all in flight before the first of them is turned, and blocks of
-// full size that a multiprocessor has registers for: more rows would save work on angles, fewer
-// leave room for more warps. Measured on an H200; a register too few costs more than either.
+// Rows per warp, whose loads are all in flight before the first row is rotated, and full-size
+// blocks per multiprocessor, which bound the registers. More rows save work on angles, fewer leave
+// room for more warps. Measured on an H200; a register too few costs more than either.
 template <typename T>
 inline constexpr int kFewRows = sizeof(T) <= 4 ? 2 : 1;
-constexpr int kManyRows = 4;  // where all warps run at a time with these, but not with few
+constexpr int kManyRows = 4;  // used if all warps run at a time with these but not with kFewRows
 template <typename T, int V, int kRows>
 inline constexpr int kBlocks = kRows == kManyRows ? 4 : (V == 8 ? 5 : (sizeof(T) <= 4 ? 3 : 2));
 
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V, kRows>)
   constexpr int kItems = kItemsPerLane<V>;
   extern __shared__ __align__(16) unsigned char shared_memory[];
   const Lane lane = Lane::of<kPath>(args, geometry, blockIdx.x);
-  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // the whole warp
+  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // uniform in the warp
   const auto asked = AskedPosition::of<kPath>(args.positions, lane);
 
   Item<V> items[kItems];
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V, kRows>)
 #pragma unroll
     for (int i = 0; i < kItems; ++i) data[r][i].load(inputs.head<const T>(r), items[i], served);
   }
-  Angles<T, V, kInterleaved> angles[kItems];  // while the loads are on their way
+  Angles<T, V, kInterleaved> angles[kItems];  // loaded while the rows are in flight
   load_angles<kPath>(args, lane, asked, items, args.conjugate, reinterpret_cast<A*>(shared_memory),
                      angles);
 #pragma unroll

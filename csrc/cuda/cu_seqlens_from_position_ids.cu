@@ -30,7 +30,7 @@ struct Tile {
   }
 };
 
-// First pass: how many sequences start in each tile.
+// First pass: count the sequences that start in each tile.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) count_kernel(const PositionIdsArgs args) {
   using Reduce = cub::BlockReduce<int32_t, kThreads>;

@@ -4,21 +4,22 @@
 #include "cuda/launch.cuh"
 #include "ops/gather_rows.h"
 
-// Rows are moved in vectors of up to 16 bytes, whatever the dtype. One launch serves all tensors;
-// each has blocks of its own:
+// Rows are copied in vectors of up to 16 bytes, whatever the dtype. One launch serves all tensors,
+// and each tensor has its own blocks:
 //
 //   a row of up to 32 vectors   a group of lanes, one vector each, some rows in flight
-//   a longer row                a warp for each segment of it
+//   a longer row                one warp for each segment of the row
 namespace cuseq::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kShortInFlight = 4;  // rows of a thread
+constexpr int kShortInFlight = 4;  // rows per thread
 
-// Vectors of a thread where rows are long. Two of 16 bytes, and no loop, came nearest to a copy on
-// an H200; more, whole rows, streaming hints and bulk copies through shared memory were slower.
+// Vectors per thread for long rows. Two of 16 bytes, without a loop, came nearest to the speed of a
+// plain copy on an H200; more vectors, whole rows, streaming hints and bulk copies through shared
+// memory were slower.
 constexpr int in_flight(int width) { return width == 16 ? 2 : 4; }
 
 template <int kBytes>
@@ -44,22 +45,22 @@ struct VectorOf<16> {
   using Type = uint4;
 };
 
-// How a tensor's rows are cut up, decided on the host.
+// How a tensor's rows are divided among threads, decided on the host.
 struct RowPlan {
-  uint32_t vectors = 0;        // of a row
-  uint32_t chunk_vectors = 0;  // of its chunks
-  uint32_t segments = 1;       // of a row
-  int log_group = 0;           // lanes of a row, where a warp has many
-  int width = 16;              // bytes of a vector
+  uint32_t vectors = 0;        // per row
+  uint32_t chunk_vectors = 0;  // per contiguous chunk
+  uint32_t segments = 1;       // per row
+  int log_group = 0;           // log2 of the lanes per row, if a warp holds several rows
+  int width = 16;              // bytes per vector
 };
 
 struct GatherPlan {
   GatherRowsArgs args;
   RowPlan rows[kMaxGathered] = {};
-  uint32_t first_block[kMaxGathered] = {};  // of each tensor; beyond the grid behind the last one
+  uint32_t first_block[kMaxGathered] = {};  // of each tensor; unused entries lie beyond the grid
 };
 
-// One tensor as a thread sees it.
+// One thread's view of a tensor.
 template <int kWidth>
 struct Gathered {
   using Vector = VectorOf<kWidth>::Type;
@@ -70,7 +71,7 @@ struct Gathered {
 
   __device__ __forceinline__ bool is_slot(int slot) const { return slot >= 0 && slot < args.slots; }
 
-  // -1 behind the last row.
+  // Return the slot that a row reads from; -1 after the last row.
   __device__ __forceinline__ int slot_of(int64_t row) const {
     return row < args.rows ? __ldg(args.index + row) : -1;
   }
@@ -82,7 +83,7 @@ struct Gathered {
            column * tensor.slot_strides[1];
   }
 
-  // Bytes from the beginning of a slot to one of its vectors.
+  // Return the offset in bytes of a vector in its slot.
   template <bool kWhole>
   __device__ __forceinline__ int64_t offset(uint32_t vector) const {
     if constexpr (kWhole) return static_cast<int64_t>(vector) * kWidth;
@@ -97,7 +98,7 @@ struct Gathered {
     return bytes + chunk * tensor.strides[tensor.n_dims - 1];
   }
 
-  // Where elements are wider than vectors, each vector has its part of the fill.
+  // Return the vector's part of the fill value: an element may be wider than a vector.
   __device__ __forceinline__ Vector fill(uint32_t vector) const {
     return *reinterpret_cast<const Vector*>(tensor.fill + vector % (16 / kWidth) * kWidth);
   }
@@ -132,7 +133,7 @@ struct Gathered {
     }
   }
 
-  // Those of a segment that are this lane's.
+  // Copy this lane's vectors of a segment.
   template <bool kWhole>
   __device__ __forceinline__ void copy(const unsigned char* in, Vector* out, uint32_t first) const {
     Vector values[kInFlight];
@@ -158,7 +159,7 @@ struct Gathered {
     const int index = slot_of(number);
     Vector* out = row(number);
     if (!is_slot(index)) {
-      const Vector value = fill(first);  // of all that this lane writes
+      const Vector value = fill(first);  // the same for all vectors of this lane
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         if (first + i * kWarpSize < plan.vectors) out[first + i * kWarpSize] = value;
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The widest vectors that keep to its chunks and to every address.
+// Return the widest vector that divides the chunks and to which every address is aligned.
 int width_of(const GatheredTensor& tensor) {
   uint64_t bits = 16 | reinterpret_cast<uintptr_t>(tensor.in) |
                   reinterpret_cast<uintptr_t>(tensor.out) | tensor.chunk_bytes |

@@ -11,7 +11,7 @@ namespace cuseq::cuda {
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// Of the current device.
+// Return the number of multiprocessors of the current device.
 inline int multiprocessors() {
   int device = 0;
   int count = 1;
@@ -20,8 +20,8 @@ inline int multiprocessors() {
   return count;
 }
 
-// The segments of a block's tokens lie between those of its first and its last token, so two
-// searches over all offsets serve the whole block and each thread searches the few in between.
+// The range of segments that holds a block's tokens. Two searches over all offsets, for the block's
+// first and last token, serve the whole block; each thread then searches the few in between.
 struct BlockSegments {
   int64_t low;
   int64_t high;
@@ -35,7 +35,7 @@ struct BlockSegments {
       found.high = seqlens.segment_of(last_token);
     }
     __syncthreads();
-    // Offsets that do not ascend could leave the range empty; any range inside the array is safe.
+    // Offsets that do not ascend could make the range empty; any range inside the array is safe.
     return {found.low, found.high < found.low ? found.low : found.high};
   }
 };

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// One block a row.
+// One block per row of the mask.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) count_kernel(const PaddingMaskArgs args) {
   using Reduce = cub::BlockReduce<int32_t, kThreads>;

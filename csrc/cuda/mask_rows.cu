@@ -12,8 +12,8 @@ __device__ __forceinline__ int64_t inside(int64_t token, int64_t total_tokens) {
   return max(int64_t{0}, min(token, total_tokens));
 }
 
-// A block for each row of the mask, and one more for the tail. Offsets may hold anything: what they
-// say is cut to the row, and a segment that overlaps another still writes inside it.
+// One block for each row of the mask, and one more for the tail. Offsets are not trusted: they are
+// clamped to the row, so even segments that overlap write inside it.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     mask_rows_kernel(const __grid_constant__ MaskRowsArgs args) {

@@ -31,7 +31,7 @@ __device__ __forceinline__ KeyRange warp_keys_of(const MaskRule& rule, int64_t t
   return rule.keys_of(token, segment, rule.spans[2 * span] <= token ? span : -1);
 }
 
-// 16 bytes of a line, the first of them its element number `begin`.
+// Return 16 bytes of a line, starting at element number `begin`.
 template <typename T>
 __device__ __forceinline__ uint4 mask_vector(int begin, int first, int end, uint4 seen,
                                              uint4 hidden) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint4 mask_vector(int begin, int first, int end, uint
   return *reinterpret_cast<const uint4*>(elements);
 }
 
-// The element in every place of 16 bytes.
+// Return 16 bytes filled with the element.
 template <typename T>
 __device__ __forceinline__ uint4 repeated(uint64_t bits) {
 #pragma unroll
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint4 repeated(uint64_t bits) {
   return make_uint4(low, high, low, high);
 }
 
-// A block writes part of a few lines, each byte once; a warp for each line has looked up its keys.
+// A block writes part of kLinesOfBlock lines, each byte once. One warp per line looks up its keys.
 constexpr int kLinesOfBlock = 4;
 constexpr int kVectorsOfThread = 4;
 
@@ -115,7 +115,7 @@ __device__ __forceinline__ int clamp_to(int value, int length) {
   return max(0, min(value, length));
 }
 
-// Blocks of one kind, in ascending order, which a warp finds 32 at a time.
+// Blocks of one kind, partial or full, in ascending order; a warp finds them 32 at a time.
 struct WarpList {
   int32_t* count;
   int32_t* indices;
@@ -137,12 +137,12 @@ struct WarpList {
   }
 };
 
-// A warp for each block of queries: its range of key blocks, then its lists.
+// One warp for each block of queries finds its range of key blocks, then its lists.
 __global__ void __launch_bounds__(kThreads)
     key_blocks_kernel(const __grid_constant__ BlockMaskArgs args) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarpSize;
-  if (at >= args.rows * args.query_blocks) return;  // the whole warp
+  if (at >= args.rows * args.query_blocks) return;  // uniform in the warp
   const int64_t row = at / args.query_blocks;
   const auto base = static_cast<int>(row * args.row_length);
   const auto length = static_cast<int>(args.row_length);
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kThreads)
     all_first = max(all_first, __shfl_xor_sync(kFullWarp, all_first, other));
     all_end = min(all_end, __shfl_xor_sync(kFullWarp, all_end, other));
   }
-  // Blocks that reach over the end of the row are not seen whole by anybody.
+  // A query block that extends past the end of the row is never full.
   if (stop < begin + args.query_block) all_end = 0;
   const BlockRange range =
       BlockRange::of({any_first, any_end}, {all_first, all_end}, args.key_block);
@@ -186,12 +186,12 @@ __global__ void __launch_bounds__(kThreads)
   whole.close(lane);
 }
 
-// A warp for each block of keys.
+// One warp for each block of keys.
 __global__ void __launch_bounds__(kThreads)
     query_blocks_kernel(const __grid_constant__ BlockMaskArgs args) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarpSize;
-  if (at >= args.rows * args.key_blocks) return;  // the whole warp
+  if (at >= args.rows * args.key_blocks) return;  // uniform in the warp
   const int64_t row = at / args.key_blocks;
   const int64_t key_block = at - row * args.key_blocks;
   const auto* ranges = reinterpret_cast<const int4*>(args.ranges) + row * args.query_blocks;

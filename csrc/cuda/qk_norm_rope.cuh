@@ -7,22 +7,23 @@
 
 #include "cuda/rope_dispatch.cuh"
 
-// What the forward and the backward of the rotation with RMS norm share.
+// Shared by the forward and the backward of the rotation with RMS norm.
 namespace cuseq::cuda {
 
-// Rows on their way into shared memory, kStages of them, each from kSources tensors. A lane waits
-// for nothing but what it asked for itself. Registers could hold no more than one row.
+// A pipeline of asynchronous copies into shared memory: kStages rows in flight, each from kSources
+// tensors. Registers could hold no more than one row. A lane reads only what it fetched itself, so
+// it waits only for its own copies.
 template <typename T, int V, int kSources, int kStages>
 class RowPipeline {
  public:
   static constexpr int kItems = kItemsPerLane<V>;
-  static constexpr int kVectors = kSources * kItems * 2;  // of a lane in a stage
+  static constexpr int kVectors = kSources * kItems * 2;  // per lane and stage
   static constexpr int kWarpBytes = kStages * kVectors * kWarpSize * V * sizeof(T);
 
   __device__ __forceinline__ RowPipeline(unsigned char* shared, const Lane& lane)
       : slots_(reinterpret_cast<Vector*>(shared + lane.warp * kWarpBytes) + lane.lane) {}
 
-  // Asks for the items of one head, zeros where there are none.
+  // Start the copies of one head's items; vectors that do not exist are filled with zeros.
   __device__ __forceinline__ void fetch(int source, const T* head, const Item<V> (&items)[kItems],
                                         bool served) {
 #pragma unroll
@@ -33,14 +34,14 @@ class RowPipeline {
     }
   }
 
-  // Ends a row, which may be empty.
+  // Close the current row, which may be empty.
   __device__ __forceinline__ void commit() {
     __pipeline_commit();
     in_ = next(in_);
   }
 
-  // Waits for the oldest row. No thread waits for another, so nothing else keeps the reads behind
-  // it.
+  // Wait for the oldest row. There is no barrier between threads, so the asm statement keeps the
+  // compiler from moving reads before the wait.
   __device__ __forceinline__ void wait() {
     __pipeline_wait_prior(kStages - 1);
     asm volatile("" ::: "memory");
@@ -52,7 +53,7 @@ class RowPipeline {
     slot(out_, source, item, 1)->get(x[1]);
   }
 
-  // Gives the oldest row's place back.
+  // Free the oldest row's slot.
   __device__ __forceinline__ void release() { out_ = next(out_); }
 
  private:
@@ -95,8 +96,8 @@ __device__ __forceinline__ A dot(const A (&a)[V], const A (&b)[V]) {
   return sum;
 }
 
-// The weights under an item that exists, as they come from memory, of type T: to be looked at once
-// everything else has been asked for.
+// An item's weights of type T, still unconverted. The item must exist. of() issues the loads; call
+// get() only after all other loads were issued, because it waits for them.
 template <typename T, int V>
 struct AskedWeight {
   Packed<T, V> first;
@@ -120,15 +121,15 @@ struct AskedWeight {
   }
 };
 
-// Whether lanes can read weights in vectors of so many.
+// Return whether lanes can read weights in vectors of `elements`.
 inline bool weights_fit(const QkNormRopeArgs& args, int elements) {
   const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
   return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
          multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
 }
 
-// Warps of a block whose rows fit into the shared memory of any GPU, with their angles and with
-// both weights beside them.
+// Return the warps per block whose rows and angles, with both weights, fit into the 48 KiB of
+// shared memory that every GPU has.
 template <typename Pipeline, typename A, Path kPath>
 int warps_that_fit(const RopeArgs& rope) {
   const auto head_dim = static_cast<int>(rope.head_dim);

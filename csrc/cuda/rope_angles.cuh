@@ -7,12 +7,12 @@
 #include "cuda/rope_lanes.cuh"
 #include "cuda/warp_search.cuh"
 
-// The cosines and sines of a token: where its row of the table is, and how lanes come by it.
+// The cosines and sines of a token: where its row of the table is, and how lanes load it.
 namespace cuseq::cuda {
 
-// The id of a token as it comes from memory. Angles are waited for twice, for a token's position
-// and for the table's row, so a kernel asks for the first before anything else, and looks at it
-// once it has asked for everything else.
+// A token's position id, still unconverted. Angles take two dependent loads, first the token's
+// position, then its row of the table. So a kernel issues the load of the position before all
+// others and calls get(), which waits for it, after all others.
 struct AskedPosition {
   int32_t low = 0;
   int32_t high = 0;
@@ -40,11 +40,11 @@ struct AskedPosition {
   }
 };
 
-// Where the table's row of a token starts, in one plane.
+// The offsets of a token's row in the table, for one plane.
 struct TableRow {
   int64_t cos;
   int64_t sin;
-  bool exists;  // the table holds the position
+  bool exists;  // whether the table has a row for the position
 
   template <Path kPath>
   __device__ __forceinline__ static TableRow of(const RopeArgs& args, const Lane& lane,
@@ -66,7 +66,7 @@ struct TableRow {
       }
       exists = position >= 0 && position < table.rows;
     }
-    // The planes of a position's table are one, and so are its batches: strides of 0.
+    // A table indexed by position is shared by all planes and batches, so those strides are 0.
     const auto row = static_cast<uint32_t>(exists ? position : 0);
     TableRow found{row * table.cos_strides[2], row * table.sin_strides[2], exists};
     if (positions.source == PositionSource::kToken) {
@@ -76,7 +76,7 @@ struct TableRow {
     return found;
   }
 
-  // The same where is_plain() holds.
+  // Return the same as of(), if is_plain() holds.
   __device__ __forceinline__ static TableRow of_plain(const RopeArgs& args, const Lane& lane,
                                                       const AskedPosition& asked) {
     const RopePositions& positions = args.positions;
@@ -120,16 +120,16 @@ __device__ __forceinline__ void stage_pair(const RopeArgs& args, const TableRow&
   shared_sin[pair] = back ? -sin : sin;
 }
 
-// Puts the cosines and sines of a warp's token into shared memory, [rotary_dim / 2] each; with
-// `back`, those that turn the other way. A position that the table does not hold gives NaN: it must
-// be seen, not read from elsewhere. `row` is that of the plane numbered as the lane.
+// Write the cosines and sines of a warp's token to shared memory, [rotary_dim / 2] each; with
+// `back`, those of the inverse rotation. A position outside the table gives NaN, so that the error
+// shows and no memory outside the table is read. Lane number p passes the row of plane p.
 template <typename A>
 __device__ __forceinline__ void stage_angles(const RopeArgs& args, const Lane& lane,
                                              const TableRow& row, bool back, A* shared_cos,
                                              A* shared_sin) {
   const int pairs = static_cast<int>(args.rotary_dim) / 2;
   const bool one_plane = args.planes.kind == Planes::kOne;
-  __syncwarp();  // all lanes have read the angles of the token before
+  __syncwarp();  // all lanes have read the previous token's angles
   dispatch_float(args.table.dtype, [&]<typename Table>() {
 #pragma unroll 1
     for (int first = 0; first < pairs; first += kWarpSize) {
@@ -148,7 +148,7 @@ struct Angles {
   A cos[V] = {};
   A sin[V] = {};
 
-  // Of the pairs from `cosines` and `sines` on.
+  // Load the angles of the item's pairs; `cosines` and `sines` point to the token's first pair.
   template <typename Source>
   __device__ __forceinline__ void load(const Source* cosines, const Source* sines,
                                        const Item<V>& item, const RopeArgs& args) {
@@ -207,14 +207,14 @@ struct Angles {
   __device__ __forceinline__ static void turn_pair(A& a, A& b, A c, A s) {
     const A x = a;
     const A y = b;
-    // Fused by hand: the compiler would choose anew in each kernel, and results differ in a bit.
+    // Explicit fma: the compiler may fuse differently in each kernel, and results would differ.
     a = fma(x, c, -(y * s));
     b = fma(y, c, x * s);
   }
 };
 
-// `shared` has room for the angles of the block's warps where they go through it. The whole warp
-// calls.
+// Load the angles of a lane's items. On kStaged, `shared` has room for the angles of all warps of
+// the block. All lanes of the warp must call it.
 template <Path kPath, typename T, int V, bool kInterleaved, int kItems>
 __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& lane,
                                             const AskedPosition& asked,
@@ -236,7 +236,7 @@ __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& la
     const int rotary_dim = static_cast<int>(args.rotary_dim);
     Arithmetic<T>* cosines = shared + lane.warp * rotary_dim;
     Arithmetic<T>* sines = cosines + rotary_dim / 2;
-    // Lane 0 looks for time, lane 1 for height, the others for width.
+    // Lane 0 finds the row of time, lane 1 that of height, the others that of width.
     const TableRow row = TableRow::of<kPath>(args, lane, asked, one_plane ? 0 : min(lane.lane, 2));
     stage_angles(args, lane, row, back, cosines, sines);
 #pragma unroll

@@ -5,7 +5,7 @@
 
 #include "cuda/rope_angles.cuh"
 
-// Which instantiation of a kernel takes the arguments.
+// Choice of the kernel instantiation for the arguments.
 namespace cuseq::cuda {
 
 inline bool vectors_fit(const RopeArgs& args, int64_t elements) {
@@ -20,11 +20,11 @@ inline bool vectors_fit(const RopeArgs& args, int64_t elements) {
   return fit;
 }
 
-// Whether lanes can read their angles from the table: in vectors, each in one plane.
+// Return whether lanes can read their angles from the table in vectors, each within one plane.
 inline bool angles_fit(const RopeArgs& args, int elements) {
   const RopeTable& table = args.table;
   const int64_t size = size_of(table.dtype);
-  const int64_t pairs = args.interleaved ? elements / 2 : elements;  // of a vector
+  const int64_t pairs = args.interleaved ? elements / 2 : elements;  // per vector
   const int64_t bytes = std::min<int64_t>(16, pairs * size);
   const bool is_read = table.dtype == args.dtype ||
                        (table.dtype == FloatType::kFloat32 && args.dtype != FloatType::kFloat64);
@@ -37,8 +37,9 @@ inline bool angles_fit(const RopeArgs& args, int elements) {
          multiples_of(table.sin_strides, bytes / size);
 }
 
-// Whole heads turn, by one plane, with lanes for each of their vectors and for no more; tokens are
-// flat, and so is what has their positions, none of them of context parallelism.
+// Return whether kPlain applies: the whole head rotates (rotary_dim is head_dim), by one plane; its
+// vectors, a power of two, fill a group of lanes exactly; tokens and their position ids or table
+// rows are flat (is_flat()); and there is no context parallelism.
 inline bool is_plain(const RopeArgs& args, int elements) {
   const int64_t vectors = args.head_dim / elements;
   const RopePositions& positions = args.positions;
@@ -49,7 +50,7 @@ inline bool is_plain(const RopeArgs& args, int elements) {
     plain = plain && is_flat(tensor.in_strides, size_of(args.dtype), args) &&
             is_flat(tensor.out_strides, size_of(args.dtype), args);
   }
-  // A row of the table, and the ids of a token, as [batch, token] that no head has a part in.
+  // Table rows and position ids are [batch, token]: pass them to is_flat() with a head stride of 0.
   const auto flat_rows = [&](const int64_t(&strides)[3]) {
     const int64_t rows[3] = {strides[1], strides[2], 0};
     return is_flat(rows, sizeof(int64_t), args);
@@ -71,10 +72,11 @@ inline bool is_plain(const RopeArgs& args, int elements) {
   return plain && short_rows(args.table.cos_strides[2]) && short_rows(args.table.sin_strides[2]);
 }
 
-// Calls run.template operator()<T, V, kInterleaved, kPath>() for the dtype, the widest vectors that
-// fit, 16 bytes, two elements or one, and the path; `fits` and `plain` say for how wide vectors the
-// kernel's other arguments allow kDirect and kPlain. One element holds no pair, so there it is read
-// at run time.
+// dispatch_rope() calls run.template operator()<T, V, kInterleaved, kPath>() for the dtype, the
+// widest vectors that fit (16 bytes, two elements or one) and the path. `fits(elements)` and
+// `plain(elements)` say whether the kernel's other arguments allow kDirect and kPlain with such
+// vectors. A vector of one element holds no pair, so there the kernel reads args.interleaved at run
+// time.
 template <typename T, int V, Path kPath, typename Run>
 void with_pairing(const RopeArgs& args, const Run& run) {
   if (args.interleaved) return run.template operator()<T, V, true, kPath>();

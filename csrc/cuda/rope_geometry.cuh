@@ -6,10 +6,10 @@
 #include "cuda/launch.cuh"
 #include "ops/rope.h"
 
-// How the work of a rotation is laid out, decided on the host.
+// The division of a rotation's work among threads, decided on the host.
 namespace cuseq::cuda {
 
-// Heads in memory: [batch, token, head], strides in bytes.
+// Heads in memory, [batch, token, head], with strides in bytes.
 struct HeadMemory {
   unsigned char* data = nullptr;
   int64_t batch = 0;
@@ -21,24 +21,25 @@ struct TensorPlan {
   HeadMemory in;
   HeadMemory out;
   int heads = 0;
-  int warps = 0;  // that serve it
+  int warps = 0;  // per token
 };
 
 struct RopeGeometry {
-  int log_group = 0;     // lanes of a head
-  int rotary_items = 0;  // an item is two vectors: the two halves of V pairs,
-  int copy_items = 0;    // or what lies behind the rotated part
-  int copy_vectors = 0;
-  int rows = 1;  // of a warp; a row is the heads that it holds at a time
+  // An item is two vectors: the two halves of V pairs, or two vectors after the rotated part.
+  int log_group = 0;     // log2 of the lanes per head
+  int rotary_items = 0;  // per head
+  int copy_items = 0;    // per head
+  int copy_vectors = 0;  // per head
+  int rows = 1;          // per warp; a row is the heads that a warp holds at a time
   TensorPlan tensors[2];
-  int warps_per_token = 1;  // in a block
+  int warps_per_token = 1;  // within a block
   int tokens_per_block = 1;
   uint32_t tokens = 0;        // of all batches
   uint32_t token_blocks = 0;  // along x
-  uint32_t warp_blocks = 1;   // along y, where a token has more warps than a block
+  uint32_t warp_blocks = 1;   // along y, above 1 if a token needs more warps than a block has
 };
 
-// Warps of a block.
+// Return the warps per block.
 __host__ __device__ inline int warps_of(const RopeGeometry& geometry) {
   return geometry.tokens_per_block * geometry.warps_per_token;
 }
@@ -66,8 +67,8 @@ inline bool multiples_of(const int64_t (&strides)[3], int64_t elements) {
   return strides[0] % elements == 0 && strides[1] % elements == 0 && strides[2] % elements == 0;
 }
 
-constexpr int kRopeWarps = 4;  // of a block, where one token has no more
-constexpr int kMaxWarps = 8;   // of a block
+constexpr int kRopeWarps = 4;  // per block, unless one token needs more
+constexpr int kMaxWarps = 8;   // per block
 constexpr int kMaxThreads = kMaxWarps * kWarpSize;
 
 inline HeadMemory head_memory(const void* data, const int64_t (&strides)[3], int64_t size) {
@@ -75,29 +76,29 @@ inline HeadMemory head_memory(const void* data, const int64_t (&strides)[3], int
           strides[1] * size, strides[2] * size};
 }
 
-// Vectors of what lies behind the rotated part of a head.
+// Return the vectors per head after its rotated part.
 inline int copy_vectors_of(const RopeArgs& args, int elements) {
   return static_cast<int>((args.head_dim - args.rotary_dim) / elements);
 }
 
-// Items of a head, with what lies behind the rotated part or without.
+// Return the items per head; `copies` says whether to include the part after the rotated one.
 inline int items_of_head(const RopeArgs& args, int elements, bool copies) {
   return static_cast<int>(args.rotary_dim / 2 / elements) +
          (copies ? (copy_vectors_of(args, elements) + 1) / 2 : 0);
 }
 
-// Lanes of a head: the least power of two.
+// Return log2 of the lanes per head: the least power of two that covers the items, at most 32.
 inline int log_group_of(int items) {
   int log_group = 0;
   while (log_group < 5 && (1 << log_group) < items) ++log_group;
   return log_group;
 }
 
-// Warps of a multiprocessor whose lanes have so many registers: each of its quarters has 512 a
-// lane.
+// Return the warps that fit on a multiprocessor with so many registers per thread: each of its four
+// quarters has 512 registers per lane.
 constexpr int warps_of_registers(int registers) { return 4 * (512 / registers); }
 
-// Warps that all heads need, of so many items each, with so many rows a warp.
+// Return the warps that all heads need, with `items` per head and `rows` per warp.
 inline int64_t warps_needed(const RopeArgs& args, int items, int rows) {
   const int heads_per_warp = rows * (kWarpSize >> log_group_of(items));
   int64_t warps = 0;
@@ -105,9 +106,9 @@ inline int64_t warps_needed(const RopeArgs& args, int items, int rows) {
   return warps * args.batch * args.tokens;
 }
 
-// The fewest rows of a warp with which a GPU has registers for all warps at a time, so that hardly
-// one waits for a whole other one; 0 where `most` are too few. A multiprocessor has registers for
-// `warps_at_a_time`, less what whole blocks leave unused.
+// Return the fewest rows per warp, up to `most`, with which all warps run in one wave, or 0 if
+// there is no such number. In one wave hardly any warp waits for another to finish. A
+// multiprocessor has registers for `warps_at_a_time`, minus those that whole blocks leave unused.
 inline int rows_of_one_wave(const RopeArgs& args, int items, int warps_at_a_time, int most) {
   const int64_t room = static_cast<int64_t>(multiprocessors()) * warps_at_a_time;
   for (int rows = 1; rows <= most; ++rows) {
@@ -116,7 +117,8 @@ inline int rows_of_one_wave(const RopeArgs& args, int items, int warps_at_a_time
   return 0;
 }
 
-// `copies` says whether what lies behind the rotated part is moved; `rows` how many a warp serves.
+// Return the geometry with `rows` per warp; `copies` says whether the part of a head after the
+// rotated one is copied.
 inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, bool copies,
                                   int max_warps = kMaxWarps) {
   RopeGeometry geometry;
@@ -139,7 +141,7 @@ inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, 
     plan.warps = static_cast<int>(ceil_div(tensor.heads, heads_per_warp));
     warps += plan.warps;
   }
-  warps = std::max<int64_t>(warps, 1);  // where no tensor has a head
+  warps = std::max<int64_t>(warps, 1);  // if no tensor has a head
   geometry.warp_blocks = static_cast<uint32_t>(ceil_div(warps, max_warps));
   geometry.warps_per_token = static_cast<int>(ceil_div(warps, geometry.warp_blocks));
   geometry.tokens_per_block =
@@ -150,7 +152,7 @@ inline RopeGeometry rope_geometry(const RopeArgs& args, int elements, int rows, 
   return geometry;
 }
 
-// Lanes, warps of a token, tokens.
+// Return the block shape: lanes, warps per token, tokens.
 inline dim3 threads_of(const RopeGeometry& geometry) {
   return dim3(kWarpSize, geometry.warps_per_token, geometry.tokens_per_block);
 }
@@ -159,8 +161,8 @@ inline dim3 blocks_of(const RopeGeometry& geometry) {
   return dim3(geometry.token_blocks, geometry.warp_blocks);
 }
 
-// Whether tokens of all batch rows are as far apart as those of one, and neither they nor the heads
-// of a warp further apart than 32 bits can say in bytes.
+// Return whether the token stride is the same across batch rows as within one, and the offsets of
+// consecutive tokens and of the heads of a warp, in bytes, fit in 32 bits.
 inline bool is_flat(const int64_t (&strides)[3], int64_t size, const RopeArgs& args) {
   const int64_t limit = (int64_t{1} << 32) / size;
   return (args.batch == 1 || strides[0] == args.tokens * strides[1]) && strides[1] < limit &&

@@ -5,41 +5,42 @@
 #include "cuda/rope_geometry.cuh"
 #include "cuda/vectors.cuh"
 
-// Shared by the rotations with and without norm. A warp serves heads of q or of k of one token; a
-// group of its lanes serves one head at a time, so that angles are read once and turn many heads:
+// Shared by the rotations with and without norm. A warp handles heads of q or of k of one token. A
+// group of its lanes handles one head at a time, so angles are read once for many heads:
 //
 //   warp:   |  head 0  |  head 1  |  head 2  |  head 3  |   then heads 4 to 7, ...
 //   lane:    0 1 .. 7   8 .. 15    16 .. 23   24 .. 31      (head_dim 128 in bf16)
 //   lane l of a group holds 16 bytes of each half of the rotated part, which pair up.
 //
-// Instructions per warp, not memory, are what these kernels would be bound by: whatever the host
-// can work out lies in RopeGeometry, and a lane reads its own angles from the table, 16 bytes at a
-// time. Tables that do not allow it go through shared memory, which each warp fills for its token.
+// Without care these kernels are bound by instructions per warp, not by memory. So the host
+// computes all it can in RopeGeometry, and each lane reads its own angles from the table, 16 bytes
+// at a time. If the table does not allow that, each warp stages its token's angles in shared
+// memory.
 namespace cuseq::cuda {
 
-// What a kernel takes for granted. Each is a kernel of its own: code that is not run costs time
-// too, it lies between and takes registers.
+// What a kernel assumes of its arguments. Separate instantiations: dead branches still cost
+// registers and instruction fetches.
 enum class Path {
-  kStaged,  // nothing; angles go through shared memory
-  kDirect,  // lanes read angles, and what else the kernel reads, in vectors of their own
-  kPlain,   // and as is_plain() says
+  kStaged,  // no assumptions; angles go through shared memory
+  kDirect,  // each lane reads its angles, and any weights, from global memory in vectors
+  kPlain,   // as kDirect, and is_plain() holds
 };
 
-// Up to a multiple of 16 bytes.
+// Return `elements` rounded up to a multiple of 16 bytes.
 template <typename A>
 __host__ __device__ int padded(int elements) {
   constexpr int kUnit = 16 / sizeof(A);
   return (elements + kUnit - 1) / kUnit * kUnit;
 }
 
-// Elements of shared memory for the angles of a block's warps, at its beginning.
+// Return the elements, at the start of shared memory, for the angles of all warps of a block.
 template <typename A, Path kPath>
 __host__ __device__ int angle_elements(const RopeArgs& args, const RopeGeometry& geometry) {
   return kPath != Path::kStaged ? 0
                                 : padded<A>(warps_of(geometry) * static_cast<int>(args.rotary_dim));
 }
 
-// Where the two vectors of an item lie in the head.
+// The offsets of an item's two vectors in the head.
 template <int V>
 struct Item {
   int index;
@@ -56,7 +57,7 @@ struct Item {
     Item item;
     item.index = index;
     item.turns = copy < 0;
-    // One element holds no pair, so its pair is the other vector.
+    // A vector of one element holds no pair, so its partner is the item's other vector.
     const bool neighbours = V == 1 && args.interleaved;
     const int turned = neighbours ? 2 * index : index * V;
     item.first = item.turns ? turned : rotary_dim + copy * V;
@@ -69,7 +70,7 @@ struct Item {
   }
 };
 
-// A lane holds so many items that 32 lanes hold a head of 512.
+// Enough items per lane for 32 lanes to hold a head of 512 elements.
 template <int V>
 inline constexpr int kItemsPerLane = 8 / V;
 
@@ -89,16 +90,16 @@ __device__ __forceinline__ void find_items(int lane_of_group, const RopeArgs& ar
   }
 }
 
-// One lane's part in the work.
+// The share of the work of one lane.
 struct Lane {
   int lane;
-  int warp;  // in the block
+  int warp;  // within the block
   int group;
   int lane_of_group;
   int tensor;      // 0 for q, 1 for k
-  int first_head;  // the group's, in the first row
+  int first_head;  // the group's head in the first row
   int heads_per_row;
-  int rows;  // of the warp that have a head
+  int rows;  // rows of the warp that have a head
   int token_in_block;
   uint32_t token;  // in the flat row
   uint32_t batch;
@@ -112,7 +113,7 @@ struct Lane {
     mine.group = mine.lane >> geometry.log_group;
     mine.lane_of_group = mine.lane & ((1 << geometry.log_group) - 1);
     mine.heads_per_row = kWarpSize >> geometry.log_group;
-    // Shuffled, so that the compiler knows that the whole warp agrees.
+    // The shuffle tells the compiler that the value is the same in all lanes of the warp.
     mine.token_in_block = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.z), 0);
     const int warp_in_block = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.y), 0);
     int warp = static_cast<int>(blockIdx.y) * geometry.warps_per_token + warp_in_block;
@@ -139,12 +140,12 @@ struct Lane {
   __device__ __forceinline__ int head(int row) const { return first_head + row * heads_per_row; }
 };
 
-// a * b in one instruction, of factors that are known to be 32 bits long.
+// Return a * b in 64 bits, as one instruction because the factors have 32 bits.
 __device__ __forceinline__ uint64_t wide_product(uint32_t a, uint32_t b) {
   return static_cast<uint64_t>(a) * b;
 }
 
-// Where one lane's vectors lie, row after row.
+// The address of a lane's heads, row after row.
 struct Rows {
   unsigned char* first;
   int64_t step;
@@ -169,14 +170,14 @@ struct Rows {
   }
 };
 
-// An item's two vectors.
+// The two vectors of an item.
 template <typename T, int V>
 struct Pair {
   using Vector = Packed<T, V>;
   Vector first;
   Vector second;
 
-  // Leaves what was there where a vector does not exist.
+  // Load the item; a vector that does not exist keeps its value.
   __device__ __forceinline__ void load(const T* head, const Item<V>& item, bool served) {
     if (served && item.first_exists) first = *reinterpret_cast<const Vector*>(head + item.first);
     if (served && item.second_exists) second = *reinterpret_cast<const Vector*>(head + item.second);

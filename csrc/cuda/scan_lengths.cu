@@ -21,8 +21,8 @@ struct CommonDivisor {
   }
 };
 
-// One block walks all lengths, 8,192 at a time: packs hold hundreds of sequences, a second launch
-// costs more than the walk, and 100,000 of them are still only 13 rounds.
+// One block walks all lengths, 8,192 at a time. A packed row holds hundreds of sequences, so a
+// second launch would cost more than the walk; 100,000 sequences still take only 13 rounds.
 template <typename T>
 __device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
   using Scan = cub::BlockScan<int64_t, kThreads>;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void scan(const ScanLengthsArgs& args) {
   if (args.max_seqlen == nullptr && args.host_meta == nullptr) return;
 
   if (args.fit_multiple > 1) {
-    if (Reduce(shared.reduce).Sum(padded) > limit) status |= kSumAboveTotal;  // thread 0 knows
+    if (Reduce(shared.reduce).Sum(padded) > limit) status |= kSumAboveTotal;  // valid in thread 0
     __syncthreads();
   }
   const int any_negative = __syncthreads_or(status & kNegativeLength);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
   scan<T>(args);
 }
 
-// A block for each of the two.
+// One block scans the lengths, another the segments.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     scan_segments_kernel(const __grid_constant__ ScanSegmentsArgs args) {

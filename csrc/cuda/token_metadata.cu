@@ -7,7 +7,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kItems = 4;
 
-// Linear in tokens: one thread for four neighbours, written as one store where they all exist.
+// One thread handles four consecutive tokens, with one vector store per output if all four exist.
 __global__ void __launch_bounds__(kThreads) token_metadata_kernel(const TokenMetadataArgs args) {
   const SeqLens& seqlens = args.segments.seqlens;
   const int64_t block_first = static_cast<int64_t>(blockIdx.x) * kThreads * kItems;

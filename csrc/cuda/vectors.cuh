@@ -9,7 +9,7 @@
 
 #include "ops/rope.h"
 
-// Neighbouring elements in one access, and their types.
+// Vector loads and stores of consecutive elements, and the conversion of their types.
 namespace cuseq::cuda {
 
 template <typename T>
@@ -35,7 +35,7 @@ __device__ __forceinline__ To convert(From value) {
   }
 }
 
-// Calls run.template operator()<T>() for the dtype.
+// Call run.template operator()<T>() for the dtype.
 template <typename Run>
 __device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
   switch (type) {
@@ -50,8 +50,8 @@ __device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
   }
 }
 
-// Neighbours as they lie in memory, in whole words: single 16-bit values would each be cut out and
-// put back.
+// A vector of elements as stored in memory, kept in whole words: with separate 16-bit values the
+// compiler would extract and insert each of them.
 template <typename T, int V>
 struct Packed {
   using Word = std::conditional_t<sizeof(T) * V % 4 == 0, uint32_t, uint16_t>;
@@ -112,7 +112,7 @@ struct Packed {
   }
 };
 
-// N neighbours, aligned to all of them or to 16 bytes.
+// Load N consecutive elements, aligned to their total size or to 16 bytes if that is less.
 template <int N, typename Source, typename A>
 __device__ __forceinline__ void load_vector(const Source* source, A* out) {
   constexpr int kChunk = N * sizeof(Source) <= 16 ? N : static_cast<int>(16 / sizeof(Source));
