@@ -6,7 +6,7 @@ namespace cuseq::cpu {
 
 void apply_qk_norm_rope(const QkNormRopeArgs& args) { CUSEQ_RUN_SIMD(apply_qk_norm_rope, args); }
 
-// Of the number of tokens alone, so that sums do not depend on the number of threads.
+// Depends only on the number of tokens, so that sums do not change with the number of threads.
 int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
   constexpr int64_t kTokens = 64;
   return std::clamp<int64_t>(args.rope.batch * args.rope.tokens / kTokens, 1, 64);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kGrainBytes = 1 << 16;
 
-// Copies the `n_dims` innermost dimensions and gives back the end of what it wrote.
+// Copy the `n_dims` innermost dimensions and return the end of the written range.
 unsigned char* copy(const GatheredTensor& tensor, int n_dims, const unsigned char* in,
                     unsigned char* out) {
   if (n_dims == 0) {

@@ -24,7 +24,7 @@ void fill(const DenseMaskArgs& args) {
       const int64_t token = args.query_begin + row * args.row_step + index % args.queries;
       const int64_t key_begin = args.key_begin + row * args.row_step;
       const KeyRange keys = args.rule.keys_of(token, args.rule.segments.seqlens.segment_of(token));
-      // Bounds that are wrong stay inside the row.
+      // Wrong offsets could give bounds outside the row.
       const int64_t first = std::clamp<int64_t>(keys.first - key_begin, 0, args.keys);
       const int64_t end = std::clamp<int64_t>(keys.end - key_begin, first, args.keys);
       T* line = out + index * args.stride;
@@ -47,12 +47,12 @@ BlockRange range_of(const BlockMaskArgs& args, int64_t row, int64_t query_block)
     any = {std::min(any.first, first), std::max(any.end, end)};
     all = {std::max(all.first, first), std::min(all.end, end)};
   }
-  // Blocks that reach over the end of the row are not seen whole by anybody.
+  // A query block that extends past the end of the row is never full.
   if (stop < begin + args.query_block) all.end = 0;
   return BlockRange::of(any, all, args.key_block);
 }
 
-// One list of blocks, in part or whole.
+// One list of blocks, either the partial or the full ones.
 struct BlockList {
   int32_t* count;
   int32_t* indices;

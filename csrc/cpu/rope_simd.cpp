@@ -22,11 +22,11 @@ template <typename T>
 using Arithmetic = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename A>
-constexpr int64_t kPair = 2 * Vectorized<A>::size();  // elements of two vectors
+constexpr int64_t kPair = 2 * Vectorized<A>::size();  // elements in two vectors
 
 constexpr int64_t kMaxHeadDim = 512;
 
-// One head in the arithmetic's type, with room for a whole last vector.
+// One head in the arithmetic's type, with room for a full vector at the end.
 template <typename A>
 using HeadBuffer = A[kMaxHeadDim + 64];
 
@@ -72,7 +72,7 @@ void turn(Vectorized<A>& a, Vectorized<A>& b, Vectorized<A> cos, Vectorized<A> s
   b = b * cos + x * sin;
 }
 
-// Calls run.template operator()<T>() for the dtype.
+// Call run.template operator()<T>() for the dtype.
 template <typename Run>
 void dispatch(FloatType type, const Run& run) {
   switch (type) {
@@ -102,10 +102,11 @@ struct Angles {
     bool exists = true;
     if (positions.source != PositionSource::kToken) {
       row = position(args, plane, batch, token);
-      // What the host could not check must be seen, not read from elsewhere.
+      // The host cannot check ids on a device. A position outside the table gives NaN below, so
+      // that the error shows and no memory outside the table is read.
       exists = row >= 0 && row < table.rows;
     }
-    // The planes of a position's table are one, and so are its batches: strides of 0.
+    // A table indexed by position is shared by all planes and batches, so those strides are 0.
     const auto at = [&](const void* base, const int64_t(&strides)[3]) {
       return static_cast<const T*>(base) + plane * strides[0] + batch * strides[1] +
              row * strides[2];
@@ -154,7 +155,7 @@ struct Angles {
   }
 };
 
-// One head from `in` to `out`, which may be the same.
+// Rotate one head from `in` to `out`, which may be the same.
 template <typename A, typename In, typename Out>
 void turn_head(const RopeArgs& args, const Angles<A>& angles, const In* in, Out* out) {
   const int64_t rotary = args.rotary_dim;
@@ -190,7 +191,7 @@ int64_t offset_of(const int64_t (&strides)[3], int64_t batch, int64_t token, int
   return batch * strides[0] + token * strides[1] + head * strides[2];
 }
 
-// Calls each(token in the flat row, batch, token in its batch row) for the tokens of a range.
+// Call each(token in the flat row, batch, token in its batch row) for the tokens of a range.
 template <typename Each>
 void over_tokens(const RopeArgs& args, int64_t first, int64_t last, const Each& each) {
   for (int64_t token = first; token < last; ++token) {

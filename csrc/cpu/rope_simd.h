@@ -2,8 +2,8 @@
 
 #include "ops/rope.h"
 
-// The rotations of csrc/cpu/rope_simd.cpp, which is compiled once for every processor and, on x86,
-// once more for those with AVX2.
+// The rotations of csrc/cpu/rope_simd.cpp. That file is compiled once for the baseline instruction
+// set and, on x86, once more for AVX2.
 namespace cuseq::cpu {
 
 #define CUSEQ_DECLARE_ROPE_SIMD(capability)                     \
@@ -17,7 +17,7 @@ CUSEQ_DECLARE_ROPE_SIMD(baseline)
 CUSEQ_DECLARE_ROPE_SIMD(avx2)
 #undef CUSEQ_DECLARE_ROPE_SIMD
 
-// Whether PyTorch chose vectors of AVX2 or wider here; ATEN_CPU_CAPABILITY=default says no.
+// Return whether PyTorch uses AVX2 or wider vectors here; ATEN_CPU_CAPABILITY=default disables it.
 bool has_avx2();
 
 }  // namespace cuseq::cpu

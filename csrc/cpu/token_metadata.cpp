@@ -17,7 +17,7 @@ void token_metadata(const TokenMetadataArgs& args) {
       const int64_t begin = seqlens.begin(segment);
       const int64_t end =
           segment < seqlens.n_seqs ? std::min<int64_t>(seqlens.begin(segment + 1), last) : last;
-      // At least one step, so that offsets that do not ascend cannot hold the loop.
+      // Advance by at least one token, so that the loop ends even if offsets do not ascend.
       const int64_t stop = std::max(end, token + 1);
       for (; token < stop; ++token) {
         if (args.position_ids != nullptr) {

@@ -8,7 +8,7 @@
 namespace cuseq::packing {
 namespace {
 
-// Whole samples, none above the capacity.
+// Pack whole samples; no length may exceed the capacity.
 template <typename Length>
 Plan pack_whole(const Length* lengths, int64_t n, int64_t capacity, Strategy strategy) {
   const auto length_at = [lengths](int64_t i) { return lengths[i]; };
@@ -32,7 +32,7 @@ Plan pack_whole(const Length* lengths, int64_t n, int64_t capacity, Strategy str
   return plan;
 }
 
-// Each sample as pieces of `capacity` tokens and the rest, every piece packed by itself.
+// Split each sample into pieces of `capacity` tokens and the rest, and pack every piece by itself.
 template <typename Length>
 Plan pack_split(const Length* lengths, int64_t n, int64_t capacity, Strategy strategy) {
   Plan pieces;
@@ -62,7 +62,7 @@ Plan pack_truncated(const Length* lengths, int64_t n, int64_t capacity, Strategy
   return pack_whole(cut.data(), n, capacity, strategy);
 }
 
-// Rows cut exactly at the capacity.
+// Fill rows in order and cut them exactly at the capacity.
 template <typename Length>
 Plan wrap(const Length* lengths, int64_t n, int64_t capacity) {
   Plan plan;

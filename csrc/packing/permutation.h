@@ -4,19 +4,19 @@
 #include <cmath>
 #include <cstdint>
 
-// A pseudo-random order of [0, n) that needs no memory. Nothing here knows torch.
+// A pseudo-random order of [0, n) that needs no memory. This code does not depend on torch.
 namespace cuseq::packing {
 
-// The finaliser of splitmix64: every bit of the input moves every bit of the output.
+// The finaliser of splitmix64: every bit of the input affects every bit of the output.
 inline uint64_t mix_bits(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
   return x ^ (x >> 31);
 }
 
-// Numbers as pairs (left, right) of a grid that is just large enough. A round moves one half by a
-// keyed hash of the other, which is a bijection of the grid whatever the hash is (a Feistel
-// network); what lands beyond n goes round again until it does not.
+// A Feistel network over pairs (left, right) in a grid of at least n cells, just large enough. Each
+// round shifts one half by a keyed hash of the other half, which is a bijection of the grid for any
+// hash. A result of n or more is permuted again until it is below n.
 class Permutation {
  public:
   Permutation(int64_t n, uint64_t seed) : n_(n) {
@@ -27,7 +27,7 @@ class Permutation {
     for (uint64_t& key : keys_) key = mix_bits(seed += 0x9e3779b97f4a7c15);
   }
 
-  // For i in [0, n).
+  // Return entry i of the order; i must be in [0, n).
   int64_t operator()(int64_t i) const {
     do {
       i = once(static_cast<uint64_t>(i));

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// The numbers in [0, size) that are in a set: each level has one bit for a word of the level below.
+// A set of numbers in [0, size), as a tree of bits: each level has one bit per word of the level
+// below, set if that word is not zero.
 class BitSet {
  public:
   explicit BitSet(int64_t size) {
@@ -36,7 +37,7 @@ class BitSet {
     }
   }
 
-  // The least member that is `value` or more, or kNone.
+  // Return the least member that is at least `value`, or kNone.
   int64_t at_least(int64_t value) const {
     for (size_t k = 0; k < levels_.size(); ++k) {
       const auto& level = levels_[k];
@@ -62,12 +63,13 @@ struct Row {
   int32_t number;
 };
 
-// Open rows by room: for each room a skew heap of row numbers, linked through arrays.
+// Open rows by their room: one skew heap of row numbers for each room, linked through arrays.
 class RoomTable {
  public:
   explicit RoomTable(int64_t capacity) : rooms_(capacity + 1), first_(capacity + 1, kNone) {}
 
-  // Takes out the row with the least room that is `length` or more; room kNone if there is none.
+  // Remove and return the row with the least room that is at least `length`; if there is none, both
+  // fields are kNone.
   Row take(int64_t length) {
     const int64_t room = rooms_.at_least(length);
     if (room == kNone) return {kNone, kNone};
@@ -90,7 +92,8 @@ class RoomTable {
     int32_t right;
   };
 
-  // Goes down the right side and swaps the sides on its way, which keeps heaps flat on average.
+  // Walk down the right spine and swap the children on the way, which gives logarithmic amortised
+  // cost.
   int32_t merge(int32_t a, int32_t b) {
     int32_t top = kNone;
     int32_t* link = &top;
@@ -112,7 +115,7 @@ class RoomTable {
   std::vector<Children> children_;
 };
 
-// The same for capacities far above the number of samples.
+// Like RoomTable, for capacities far above the number of samples.
 class RoomTree {
  public:
   explicit RoomTree(int64_t) {}
@@ -140,7 +143,7 @@ Rows best_fit(const std::vector<Run>& runs, int64_t samples, int64_t capacity) {
     for (int64_t left = count; left > 0;) {
       Row row = rooms.take(length);
       if (row.number == kNone) row = {capacity, static_cast<int32_t>(rows.num_rows++)};
-      // What is left of this room is the least that fits for as long as it does.
+      // As long as the samples of this run fit, this row stays the one with the least room.
       const int64_t fit = length == 0 ? left : std::min(left, row.room / length);
       rows.row_of.insert(rows.row_of.end(), fit, row.number);
       left -= fit;
@@ -150,10 +153,11 @@ Rows best_fit(const std::vector<Run>& runs, int64_t samples, int64_t capacity) {
   return rows;
 }
 
-// The room of each row; over each kFan of them the largest, over each kFan of those again.
+// The room of each row, as a tree of maxima: each level holds the largest of every kFan entries of
+// the level below.
 class RoomsInOrder {
  public:
-  // The first row from `row` on with room for `length`, or kNone.
+  // Return the first row from `row` on with room for `length`, or kNone.
   int64_t first_that_fits(int64_t row, int64_t length) const {
     for (size_t k = 0; k < levels_.size(); ++k) {
       const int64_t end = block_end(k, row);
@@ -166,7 +170,7 @@ class RoomsInOrder {
 
   int64_t operator[](int64_t row) const { return levels_[0][row]; }
 
-  // A row that is new is the next one.
+  // Set a row's room. A new row must have the next number.
   void set(int64_t row, int64_t room) {
     for (size_t k = 0;; ++k) {
       if (k == levels_.size()) levels_.emplace_back();
@@ -208,7 +212,7 @@ Rows first_fit(const std::vector<Run>& runs, int64_t samples, int64_t capacity) 
   rows.row_of.reserve(samples);
   RoomsInOrder rooms;
   for (const auto& [length, count] : runs) {
-    // Rows that had no room for the first of a run have none for the others.
+    // Rows without room for one sample of a run have none for the rest of it.
     int64_t row = 0;
     for (int64_t left = count; left > 0;) {
       row = rooms.first_that_fits(row, length);

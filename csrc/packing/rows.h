@@ -5,18 +5,18 @@
 #include <numeric>
 #include <vector>
 
-// Which row each sample goes to. Nothing here knows torch. Lengths are never negative, never above
-// the capacity, and fewer than 2^31.
+// Assignment of samples to rows. This code does not depend on torch. Lengths must not be negative
+// or above the capacity, and there must be fewer than 2^31.
 namespace cuseq::packing {
 
-// Samples of one length, `count` of them next to each other.
+// `count` consecutive samples of the same length.
 struct Run {
   int64_t length;
   int64_t count;
 };
 
-// Samples from the longest to the shortest, equal ones as they came: their numbers, and the runs
-// of equal lengths that these make. `length_at(i)` is the length of sample i.
+// Sample numbers from the longest sample to the shortest, in the given order among equals, and the
+// runs of equal lengths in that order. `length_at(i)` returns the length of sample i.
 struct Descending {
   std::vector<int32_t> order;
   std::vector<Run> runs;
@@ -24,30 +24,30 @@ struct Descending {
 template <typename LengthAt>
 Descending sort_descending(LengthAt length_at, int64_t n);
 
-// The row of each sample, in the order in which they were placed. Rows are numbered as they open.
+// The row of each sample, in the order of placement. Rows are numbered in the order of opening.
 struct Rows {
   std::vector<int32_t> row_of;
   int64_t num_rows = 0;
 };
 
-// kBest: into the row with the least room that fits, of those the one opened first.
-// kFirst: into the first row that fits.
+// kBest: place a sample into the row with the least room that fits; of equals, the one opened
+// first. kFirst: place it into the first row that fits.
 enum class Fit { kBest, kFirst };
 Rows pack_descending(const Descending& sorted, int64_t capacity, Fit fit);
 
-// Into the last row, or a new one where that has no room.
+// Place each sample into the last row, or into a new row if the last one has no room.
 template <typename LengthAt>
 Rows pack_in_order(LengthAt length_at, int64_t n, int64_t capacity);
 
-// `num_rows + 1` offsets: where each row starts among the samples sorted by row.
+// Return `num_rows + 1` offsets: where each row starts among the samples sorted by row.
 std::vector<int64_t> row_offsets(const Rows& rows);
 
-// `samples`, one for each entry of `rows.row_of`, sorted by row.
+// Return `samples` sorted by row; there must be one for each entry of `rows.row_of`.
 std::vector<int32_t> by_row(const std::vector<int32_t>& samples, const Rows& rows,
                             const std::vector<int64_t>& offsets);
 
-// Tables with an entry for each possible length or room are used up to this many entries a sample;
-// beyond, memory would follow the capacity instead of the samples.
+// Return whether to use a table with one entry for each possible length or room. With more entries
+// per sample than this, memory would grow with the capacity instead of the number of samples.
 inline bool worth_a_table(int64_t entries, int64_t samples) {
   return entries <= 4 * samples + (1 << 16);
 }
@@ -71,7 +71,7 @@ Descending sort_descending(LengthAt length_at, int64_t n) {
     }
     return sorted;
   }
-  std::vector<int32_t> start(longest + 2);  // start[longest - length]: of the samples this long
+  std::vector<int32_t> start(longest + 2);  // start[longest - length]: first sample of that length
   for (int64_t i = 0; i < n; ++i) ++start[longest - length_at(i) + 1];
   for (int64_t shorter = 0; shorter <= longest; ++shorter) {
     const int64_t count = start[shorter + 1];

@@ -12,7 +12,7 @@
 #include "ops/types.h"
 #include "packing/bin_pack.h"
 
-// Checks and conversions that the functions of planning.h share.
+// Checks and conversions shared by the functions of planning.h.
 namespace cuseq {
 
 inline void check_host_vector(const Tensor& tensor, const char* name) {
@@ -24,7 +24,7 @@ inline void check_capacity(int64_t capacity) {
   TORCH_CHECK_VALUE(capacity >= 1, "capacity must be at least 1, got ", capacity);
 }
 
-// Numbers of samples, int32, of a set of so many.
+// Check that `samples` is int32 on the CPU with values in [0, set_size).
 inline void check_samples(const Tensor& samples, int64_t set_size, const char* name) {
   check_host_vector(samples, name);
   TORCH_CHECK_TYPE(samples.scalar_type() == at::kInt, name, " must be int32, got ",
@@ -36,7 +36,7 @@ inline void check_samples(const Tensor& samples, int64_t set_size, const char* n
   }
 }
 
-// Where samples may not be cut there is no "wrapped".
+// Return the strategy of that name. "wrapped" requires `may_cut`, because it cuts samples.
 inline packing::Strategy strategy_named(std::string_view name, bool may_cut) {
   if (name == "bfd") return packing::Strategy::kBestFit;
   if (name == "ffd") return packing::Strategy::kFirstFit;
@@ -47,7 +47,7 @@ inline packing::Strategy strategy_named(std::string_view name, bool may_cut) {
   return packing::Strategy::kWrapped;
 }
 
-// A tensor that owns the vector, without a copy.
+// Return a tensor that takes ownership of the vector without a copy.
 template <typename T>
 Tensor tensor_of(std::vector<T> values) {
   auto* owned = new std::vector<T>(std::move(values));

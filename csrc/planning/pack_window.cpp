@@ -20,11 +20,11 @@ struct Window {
   std::vector<int64_t> offsets;
 };
 
-// Larger windows are packed in parts of so many samples: that spares memory, and the sort's reads
-// hit the cache.
+// Larger windows are packed in parts of so many samples, which saves memory and keeps the sort's
+// reads in the CPU cache.
 constexpr size_t kPart = size_t{1} << 17;
 
-// Sorts samples by row and appends where each row ends.
+// Pack samples: sort them by row, in place, and append the end of each row to `ends`.
 template <typename Length>
 void pack_part(std::span<int32_t> samples, const Tensor& lengths, int64_t capacity,
                Strategy strategy, std::vector<int64_t>& ends) {
@@ -73,7 +73,7 @@ Window pack_samples(const Tensor& lengths, const Tensor& carried, OptionalInt se
   for (size_t first = 0, end = 0; end < all.size(); first = window.offsets.back()) {
     end = std::min(end + part, all.size());
     pack_part<Length>(all.subspan(first, end - first), lengths, capacity, strategy, window.offsets);
-    // The last row is the emptiest: the next part fills it up.
+    // Drop the last row, the emptiest: its samples go into the next part.
     if (end < all.size()) window.offsets.pop_back();
   }
   return window;

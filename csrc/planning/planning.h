@@ -9,32 +9,32 @@
 
 #include "cuseq/macros.h"
 
-// Which samples share a row: planned on the host alone, over csrc/packing. Python calls these as
-// `_C.NAME`; they take no part in graphs, so they are not ops. Tensors in and out lie on the CPU,
-// lengths are int32 or int64.
+// Planning of which samples share a row, on the host, with the algorithms of csrc/packing. Python
+// calls these functions as `_C.NAME`; they are not ops because they take no part in graphs. All
+// tensors are on the CPU; lengths are int32 or int64.
 namespace cuseq {
 
-// Packs samples into rows of `capacity` tokens: (indices, offsets, starts, piece_lengths), int64.
-// Row b is the pieces [offsets[b], offsets[b + 1]); a piece is the tokens [start, start + length)
-// of the sample with its index. `strategy` is "bfd", "ffd", "sequential" or "wrapped", `overlong`
-// is "raise", "split" or "truncate".
+// Pack samples into rows of `capacity` tokens and return (indices, offsets, starts, piece_lengths),
+// int64. Row b is the pieces [offsets[b], offsets[b + 1]); a piece is the tokens
+// [start, start + length) of the sample with its index. `strategy` is "bfd", "ffd", "sequential" or
+// "wrapped", `overlong` is "raise", "split" or "truncate".
 CUSEQ_API std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> bin_pack(
     const at::Tensor& lengths, int64_t capacity, std::string_view strategy,
     std::string_view overlong);
 
-// Entries [begin, end) of a pseudo-random order of [0, n), int64.
+// Return entries [begin, end) of a pseudo-random order of [0, n), int64.
 CUSEQ_API at::Tensor permutation(int64_t n, int64_t seed, int64_t begin, int64_t end);
 
-// Packs the `carried` samples (int32) and those at [begin, end) of the set, in the order that
-// `seed` gives or in its own, and leaves out what is longer than a row: (samples int32, offsets
-// int64).
+// Pack the `carried` samples (int32) and entries [begin, end) of the set and return (samples int32,
+// offsets int64). The set is ordered by `seed`, or by sample number without one. Samples longer
+// than a row are left out.
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> pack_window(const at::Tensor& lengths,
                                                          const at::Tensor& carried,
                                                          std::optional<int64_t> seed, int64_t begin,
                                                          int64_t end, int64_t capacity,
                                                          std::string_view strategy);
 
-// Costs of the rows samples[begin:end], float64: each the sum of
+// Return the cost of each row samples[begin:end], float64: the sum over its samples of
 // quadratic * length^2 + linear * length + constant. Samples are int32, begins and ends int64.
 CUSEQ_API at::Tensor row_costs(const at::Tensor& lengths, const at::Tensor& samples,
                                const at::Tensor& begins, const at::Tensor& ends, double quadratic,
