@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-// Arguments as Python gives them. pybind11 would list every signature in its error; these name the
-// argument instead, and cost less.
+// Conversion of Python arguments. Their errors name the argument, where pybind11 would list every
+// signature, and they are faster.
 namespace cuseq::python {
 
 namespace py = pybind11;
@@ -14,7 +14,8 @@ namespace py = pybind11;
 const at::Tensor& tensor_argument(py::handle value, const char* name);
 int64_t int_argument(py::handle value, const char* name);
 
-// A torch.device or what makes one, with its index; the fallback for None.
+// Return a torch.device with its index, from a device or anything that torch.device accepts; return
+// the fallback for None.
 c10::Device device_argument(py::handle value, c10::Device fallback);
 
 }  // namespace cuseq::python

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-// The parts of the module _C, one file each.
+// The parts of the module _C, each in its own file.
 namespace cuseq::python {
 
 namespace py = pybind11;
@@ -13,9 +13,9 @@ namespace py = pybind11;
 using OptionalTensor = std::optional<at::Tensor>;
 using Released = py::call_guard<py::gil_scoped_release>;
 
-void bind_cache(py::module_& m);     // the identity cache, and a hit cheaper than the dispatcher's
+void bind_cache(py::module_& m);     // the identity cache, with hits that skip the dispatcher
 void bind_layout(py::module_& m);    // host copies of device lengths, and the checks that read them
-void bind_planning(py::module_& m);  // which samples share a row
-void bind_rope(py::module_& m);      // the rotations, without boxed arguments
+void bind_planning(py::module_& m);  // planning of which samples share a row
+void bind_rope(py::module_& m);      // the rotations, with unboxed arguments
 
 }  // namespace cuseq::python

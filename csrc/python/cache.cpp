@@ -27,7 +27,7 @@ std::optional<Identities> identities_to_keep(const CacheQuery& query) {
 void keep(const CacheQuery& query, std::optional<Identities> before,
           decltype(CachedValue::tensors) tensors, py::object object, bool outlives_scopes) {
   if (!before.has_value()) return;
-  // Whichever thread drops the object releases it under the GIL.
+  // Any thread may drop the object, so its deleter takes the GIL.
   std::shared_ptr<void> kept(object.release().ptr(), [](void* released) {
     if (Py_IsInitialized() == 0) return;
     const py::gil_scoped_acquire gil;
@@ -76,7 +76,8 @@ at::Tensor cached_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
   return cached_tensor(dense_mask_query(options, row_length, dtype, finite));
 }
 
-// build(ranges, tensors, row_length, block_size, reads_end) makes torch's BlockMask of them.
+// Return torch's BlockMask, made by build(ranges, tensors, row_length, block_size, reads_end)
+// unless it is cached.
 py::object cached_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
                              const OptionalTensor& padded, std::optional<int64_t> row_length,
@@ -130,7 +131,7 @@ void bind_cache(py::module_& m) {
   bind_facts(m);
   try {
     IdentityCache::instance().set_watcher(key_watcher());
-  } catch (const c10::Error&) {  // of an environment variable; the import raises it as it is
+  } catch (const c10::Error&) {  // an invalid environment variable: the import raises this error
     torch::translate_exception_to_python(std::current_exception());
     throw py::error_already_set();
   }

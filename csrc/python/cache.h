@@ -5,25 +5,28 @@
 #include "cuseq/cache.h"
 #include "python/bindings.h"
 
-// What the bindings of the cache share.
+// Functions shared by the bindings of the cache.
 namespace cuseq::python {
 
-// Notices the death of keys that have a Python wrapper.
+// Return the watcher that drops the entries of a key when its Python wrapper dies.
 IdentityCache::Watcher key_watcher();
 
-// A hit, null otherwise. It keeps the GIL, since giving it up and queueing for it again costs more.
+// Return the cached value, or null on a miss. It keeps the GIL, because releasing and reacquiring
+// it costs more than the look-up.
 CachedValuePtr find_at_once(const CacheQuery& query);
 
-// Where a value may be kept: the query's tensors as they are before it is made.
+// Return the identities of the query's tensors, to be taken before the value is made; nullopt if
+// the value may not be kept.
 std::optional<Identities> identities_to_keep(const CacheQuery& query);
 
-// Keeps the object with the tensors in it, unless `before` is empty.
+// Keep the object and the tensors in it under the identities `before`; do nothing if those are
+// empty.
 void keep(const CacheQuery& query, std::optional<Identities> before,
           decltype(CachedValue::tensors) tensors, py::object object, bool outlives_scopes = false);
 
 py::object object_of(const CachedValue& value);
 
-// The facts that Python makes, one file with its own part of the module.
+// Bind the facts whose values Python makes (facts.cpp).
 void bind_facts(py::module_& m);
 
 }  // namespace cuseq::python

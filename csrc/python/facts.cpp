@@ -12,14 +12,15 @@
 #include "python/arguments.h"
 #include "python/cache.h"
 
-// Facts whose values are Python objects, made by a Python callable and kept as all others are.
+// Facts whose values are Python objects. A Python callable makes them; the identity cache keeps
+// them like all others.
 namespace cuseq::python {
 namespace {
 
 using Tensors = decltype(CachedValue::tensors);
 
-// Numbers for facts, (name, parameters), so that no Python runs under the cache's mutexes. A number
-// is never given twice. Guarded by the GIL, never destroyed.
+// Maps facts, (name, parameters), to numbers, so that the cache compares no Python objects while it
+// holds a mutex. Numbers are never reused. Guarded by the GIL, never destroyed.
 class FactNumbers {
  public:
   static FactNumbers& instance() {
@@ -31,8 +32,8 @@ class FactNumbers {
     PyObject* known = PyDict_GetItemWithError(numbers_.ptr(), fact.ptr());
     if (known != nullptr) return PyLong_AsLongLong(known);
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    // Parameters that no entry has any more would pile up. Entries of forgotten numbers are made
-    // anew when asked for, and go as the least recently used.
+    // Forget all numbers, because parameters that no entry uses any more would accumulate. Entries
+    // under forgotten numbers are never hit again and get evicted as least recently used.
     if (numbers_.size() >= kMostNumbers) numbers_.clear();
     const int64_t number =
         (last_++ << kKindBits) | kind_of(py::cast<std::string>(fact[py::int_(0)]));
@@ -59,14 +60,15 @@ class FactNumbers {
 
   py::dict numbers_;
   int64_t last_ = 0;
-  std::vector<std::string> names_;  // a few, in this package's source
+  std::vector<std::string> names_;  // only a few: they are literals in this package's source
 };
 
 CacheQuery query_of(const at::Tensor& key, py::handle device) {
   return {key, CachedOp::kObject, device_argument(device, key.device())};
 }
 
-// Tensors of a value: what `list` says or, without it, the value itself or the items of a tuple.
+// Return the tensors of a value: those that list(value) gives or, if `list` is None, the value
+// itself or the tensors in a tuple.
 Tensors tensors_in(const py::object& value, py::handle list) {
   Tensors tensors;
   if (!list.is_none()) {
@@ -116,7 +118,7 @@ bool keeps(py::handle key, py::handle device) {
          IdentityCache::instance().usable_for(query_of(tensor_argument(key, "key"), device));
 }
 
-// Plain data whatever modes are on, so that what is known of it is kept.
+// Return a new key tensor: a plain tensor whatever modes are active, so that facts of it are kept.
 at::Tensor new_key() {
   const c10::InferenceMode outside(false);
   return at::Tensor(at::detail::empty_cpu({0}, at::TensorOptions(at::kByte)));

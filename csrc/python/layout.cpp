@@ -9,7 +9,8 @@ namespace {
 
 struct HostMetaSlots {};
 
-// Plain ints on a class, `_C.HostMeta.NUM_SEQS`, so that compiled code reads constants.
+// Bind the slots as plain ints on a class (`_C.HostMeta.NUM_SEQS`), which torch.compile reads as
+// constants.
 void bind_host_meta_slots(py::module_& m) {
   py::class_<HostMetaSlots> slots(m, "HostMeta", "What each entry of a layout's host_meta holds.");
   const auto add = [&](const char* name, int slot) { slots.attr(name) = slot; };

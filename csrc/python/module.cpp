@@ -4,8 +4,8 @@
 #include "ops/checks.h"
 #include "python/bindings.h"
 
-// What cannot be an op: the cache and its cheap hits, waiting for host copies, planning on the
-// host, unboxed rotations.
+// The functions that cannot be ops: the cache with its cheap hits, waits for host copies, planning
+// on the host, and rotations with unboxed arguments.
 namespace {
 
 namespace py = pybind11;
@@ -25,11 +25,12 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  // What torch raises from its own bindings: ValueError and TypeError, without a C++ stack.
+  // Raise the same exceptions as torch's own bindings: ValueError and TypeError, without a C++
+  // stack.
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
-    } catch (python_error& raised) {  // in Python, which a hook or a dispatch mode ran
+    } catch (python_error& raised) {  // raised in Python, by a hook or a dispatch mode
       raised.restore();
     } catch (const c10::Error&) {
       torch::translate_exception_to_python(std::current_exception());
@@ -38,7 +39,7 @@ PYBIND11_MODULE(_C, m) {
 
   try {
     cuseq::device_checks_enabled();
-  } catch (const c10::Error&) {  // of an environment variable; the import raises it as it is
+  } catch (const c10::Error&) {  // an invalid environment variable: the import raises this error
     torch::translate_exception_to_python(std::current_exception());
     throw py::error_already_set();
   }

@@ -9,7 +9,8 @@
 namespace cuseq::python {
 namespace {
 
-// The rotations, past the boxing of arguments that a call of torch.ops costs.
+// Direct bindings of the rotations, which avoid the boxing of arguments in a call through
+// torch.ops.
 using Pair = std::tuple<at::Tensor, OptionalTensor>;
 
 struct QueryAndKey {

@@ -5,13 +5,13 @@
 
 #include "python/cache.h"
 
-// The GIL guards the table of watched keys: the module does not declare itself safe without it, so
-// a free-threaded Python turns its GIL on when it imports this.
+// The GIL guards the table of watched keys. This module does not declare itself safe without the
+// GIL, so a free-threaded Python enables the GIL when it imports it.
 namespace cuseq::python {
 namespace {
 
-// Weak references to the wrappers of live keys; the callback drops a key's entries as it dies.
-// Guarded by the GIL. Never destroyed: at exit there is no interpreter left to release them in.
+// Weak references to the Python wrappers of live keys; the callback drops a key's entries when it
+// dies. Guarded by the GIL. Never destroyed: at exit no interpreter is left to release them in.
 std::unordered_map<const c10::TensorImpl*, PyObject*>& watched() {
   static auto* references = new std::unordered_map<const c10::TensorImpl*, PyObject*>();
   return *references;
@@ -32,7 +32,7 @@ void watch(const at::Tensor& key) {
   if (watched().count(address) != 0) return;
   const py::object wrapper = py::reinterpret_steal<py::object>(THPVariable_Wrap(key));
   const py::cpp_function on_death([address](const py::handle&) {
-    // The storage of a reference that died is this callback's own: released after the entries.
+    // The callback releases its own dead weak reference, after the key's entries.
     IdentityCache::instance().drop_key(address);
     unwatch_with_gil(address);
   });
