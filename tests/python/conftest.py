@@ -2,7 +2,7 @@
 
 Environment:
     CUSEQ_REQUIRE_CUDA=1: a missing GPU, or a build without CUDA kernels, fails instead of skipping.
-    CUSEQ_TEST_SEED: other random numbers in every test than those of seed 0.
+    CUSEQ_TEST_SEED: seed of the random numbers in every test, default 0.
     CI: hypothesis draws the same examples in every run.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 
-# Read when torch loads oneDNN: AMX kernels die with SIGILL on virtual machines that only claim it.
+# oneDNN reads this when torch loads it. On virtual machines that only claim AMX, AMX kernels die
+# with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import subprocess
@@ -29,7 +30,7 @@ settings.register_profile(
     deadline=None,
     derandomize="CI" in os.environ,
     database=None,
-    # The fixtures here are devices and switches: they hold no state that examples could share.
+    # The fixtures here are devices and switches; they hold no state that examples could share.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("cuseq")
@@ -50,26 +51,26 @@ def _cuda() -> torch.device:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> torch.device:
-    """Each device in turn."""
+    """Return each device in turn."""
     return torch.device("cpu") if request.param == "cpu" else _cuda()
 
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """For what only a GPU can show."""
+    """Return the CUDA device, for tests that need a GPU."""
     return _cuda()
 
 
 @pytest.fixture(autouse=True)
 def own_numbers(request):
-    """What a test draws depends on its name alone, not on the run or on the tests before it."""
+    """Seed each test by its name alone, so that its numbers do not depend on other tests."""
     seed = int(os.environ.get("CUSEQ_TEST_SEED", "0"))
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()) + seed)
 
 
 @pytest.fixture(autouse=True)
 def full_precision():
-    """Trainer's torch_compile turns TF32 on for the whole process."""
+    """Restore fp32 precision: Trainer's torch_compile turns TF32 on for the whole process."""
     before = torch.backends.fp32_precision
     yield
     torch.backends.fp32_precision = before
@@ -77,7 +78,7 @@ def full_precision():
 
 @pytest.fixture
 def second_gpu() -> torch.device:
-    """A GPU that is not the current one."""
+    """Return a GPU that is not the current one."""
     _cuda()
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU only")
@@ -86,8 +87,8 @@ def second_gpu() -> torch.device:
 
 @pytest.fixture
 def poisoned_memory(monkeypatch):
-    """Fills what torch.empty returns with the largest int, so that an unwritten output shows."""
-    # The fill takes effect in deterministic mode alone.
+    """Fill the results of torch.empty with the largest int, so that an unwritten output shows."""
+    # The fill takes effect only in deterministic mode.
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     assert torch.empty(1, dtype=torch.int32).item() == 2**31 - 1
@@ -97,7 +98,7 @@ def poisoned_memory(monkeypatch):
 
 @pytest.fixture
 def fresh_cache():
-    """The identity cache, empty before and after."""
+    """Empty the identity cache before and after the test."""
     cuseq.cache.clear()
     yield
     cuseq.cache.clear()
@@ -105,7 +106,7 @@ def fresh_cache():
 
 @pytest.fixture
 def run_python():
-    """Runs code in a fresh interpreter, for environment variables that are read once."""
+    """Return a function that runs code in a fresh interpreter, for variables that are read once."""
 
     def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

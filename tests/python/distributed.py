@@ -1,4 +1,4 @@
-"""What tests of training loops share: processes that cannot hang, and a small model."""
+"""Helpers for tests of training loops: processes that cannot hang, and a small model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import cuseq
 HEADS, HEAD_DIM = 2, 4
 DIM = HEADS * HEAD_DIM
 
-# What the blocks were called with, one layout for each call.
+# Layouts that the blocks were called with, one for each call.
 attended: list[cuseq.PackedLayout] = []
 
 
 class Block(nn.Module):
-    """Attention inside the sequences, turned by positions out of the identity cache."""
+    """Attention inside the sequences, rotated by positions from the identity cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def make_model(blocks: int = 3) -> Model:
-    """The same weights every time."""
+    """Return a model that has the same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return Model(blocks)
@@ -77,9 +77,9 @@ def run(
     limit: float = 120,
     backend: str = "gloo",
 ) -> list[Any]:
-    """What `worker(rank, *arguments)` returns in each process of a group.
+    """Return the result of `worker(rank, *arguments)` from each process of a group.
 
-    Over NCCL each process has the GPU of its rank.
+    Over NCCL each process uses the GPU of its rank.
 
     Raises:
         RuntimeError: a process failed or the time was up; the message has every traceback.
@@ -102,7 +102,8 @@ def run(
                 alive = [process.sentinel for process in group if process.exitcode is None]
                 wait(alive, timeout=min(1, end - time.monotonic()))
                 if any(process.exitcode not in (None, 0) for process in group):
-                    # The others find out that their peer is gone: they have little time to say so.
+                    # The others notice that their peer is gone; give them a little time to report
+                    # it.
                     end = min(end, time.monotonic() + 3)
             codes = [process.exitcode for process in group]
         finally:
@@ -120,7 +121,7 @@ def _enter(
     rank: int, processes: int, folder: str, limit: float, backend: str, worker, arguments
 ) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # What torchrun sets, for libraries that read it; nobody connects to the port.
+    # torchrun sets these for libraries that read them; nothing connects to the port.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     torch.set_num_threads(1)
@@ -132,12 +133,13 @@ def _enter(
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=processes,
-            timeout=timedelta(seconds=limit / 2),  # who waits for a peer says so before the limit
+            # a process that waits for a peer reports it before the limit
+            timeout=timedelta(seconds=limit / 2),
         )
         torch.save(worker(rank, *arguments), f"{folder}/{rank}.result")
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(0)  # threads of gloo that are left abort an interpreter that ends in order
+        os._exit(0)  # remaining gloo threads would abort an interpreter that exits normally
     except BaseException:
         Path(folder, f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""What each op means, as slow loops over Python ints. Tests compare with these."""
+"""Reference implementations of the ops as slow loops over Python ints."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ def lengths_from_padding_mask(mask: list[list[int]]) -> list[int]:
 
 
 def lengths_from_position_ids(rows: list[list[int]], is_plane: bool = False) -> list[int]:
-    """A sequence starts at each row's first token and where a position does not follow the last.
+    """Return the lengths of the sequences that position ids describe.
 
-    In a plane of multimodal positions, which repeat inside an image and jump behind it, only a drop
-    or a second zero is a start.
+    A sequence starts at each row's first token and wherever a position does not follow the previous
+    one. In a plane of multimodal positions, which repeat inside an image and jump after it, only a
+    drop or a second zero is a start.
     """
     lengths = []
     for row in rows:
@@ -88,7 +89,7 @@ def cu_seqlens_from_position_ids(
     rows: list[list[int]], max_seqs: int, is_plane: bool = False
 ) -> tuple[list[int], int]:
     lengths = lengths_from_position_ids(rows, is_plane)
-    # What does not fit is left out, but the last offset is the end of the row all the same.
+    # Offsets beyond max_seqs are left out, but the last offset is always the end of the row.
     offsets = cu_seqlens(lengths)[:max_seqs]
     total = sum(len(row) for row in rows)
     return offsets + [total] * (max_seqs + 1 - len(offsets)), len(lengths)
@@ -100,7 +101,7 @@ def mask_boundary_labels(
     segments = seq_ids(lengths, len(labels))
     masked = []
     for token, label in enumerate(labels):
-        # The token that this label asks for, and the one that has to predict it.
+        # The token that this label holds, and the token that has to predict it.
         target = token + shift
         source = token if shift > 0 else token - 1
         in_one_sequence = (
@@ -116,7 +117,7 @@ def mask_boundary_labels(
 def gather_rows(
     tensor: Tensor, index: Sequence[int], rows: Sequence[int], leading: int, fill: complex
 ) -> Tensor:
-    """Row r is slot `index[r]`, or `fill` where there is no such slot."""
+    """Return rows where row r is slot `index[r]`, or `fill` if there is no such slot."""
     slots = [slot for line in tensor for slot in line] if leading == 2 else list(tensor)
     trailing = tensor.shape[leading:]
     out = torch.full((len(index), *trailing), fill, dtype=tensor.dtype, device=tensor.device)
@@ -129,7 +130,7 @@ def gather_rows(
 def collate(
     examples: list[dict[str, list[int]]], total_tokens: int, fills: dict[str, int]
 ) -> dict[str, Any]:
-    """One packed row: each key's values one after the other, then its fill."""
+    """Return one packed row: for each key, its values one after the other, then its fill."""
     examples = [{"labels": example["input_ids"], **example} for example in examples]
     lengths = [len(example["input_ids"]) for example in examples]
     row: dict[str, list[int]] = {}
@@ -151,7 +152,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention of each sequence with itself; zeros on the tail."""
+    """Compute softmax attention of each sequence with itself; zeros on the tail."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     rows, begin = [], 0
@@ -179,12 +180,12 @@ def mask(
     spans: Sequence[tuple[int, int]] = (),
     starts: Sequence[int] | None = None,
 ) -> Tensor:
-    """Which keys (columns) each token (row) sees, bool `[total_tokens, total_tokens]`.
+    """Return which keys (columns) each token (row) sees, bool `[total_tokens, total_tokens]`.
 
-    `starts`: where the sequences lie, if not one behind the other.
+    `starts` gives where the sequences begin, if they are not adjacent.
     """
     seen = [bytearray(total_tokens) for _ in range(total_tokens)]
-    for token in range(total_tokens):  # tail and pads have nothing else
+    for token in range(total_tokens):  # tail and padding see only themselves
         seen[token][token] = True
     begins = cu_seqlens(list(lengths)) if starts is None else starts
     for begin, length in zip(begins, lengths, strict=False):
@@ -206,7 +207,7 @@ def mask(
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention, token by token, over the keys that each sees; `[tokens, heads, dim]`."""
+    """Compute softmax attention per token over the keys it sees; `[tokens, heads, dim]`."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(group, dim=1) for t in (k, v))
@@ -224,10 +225,10 @@ def masked_attention(
 def rope_positions(
     lengths: list[int], total_tokens: int, cp_size: int = 1, cp_rank: int = 0
 ) -> list[int]:
-    """The positions of the tokens that a rank holds.
+    """Return the positions of the tokens that a rank holds.
 
-    A rank has two of each segment's `2 * cp_size` chunks: the one at its number from the front, and
-    the one at its number from the back.
+    Each segment has `2 * cp_size` chunks. A rank holds two of them: chunk `rank` from the front and
+    chunk `rank` from the back.
     """
     if cp_size == 1:
         return position_ids(lengths, total_tokens)
@@ -240,7 +241,7 @@ def rope_positions(
 
 
 def mrope_plane(pair: int, section: Sequence[int], interleaved: bool) -> int:
-    """Whether a pair rotates by the token's time (0), height (1) or width (2)."""
+    """Return whether a pair rotates by the token's time (0), height (1) or width (2)."""
     if interleaved:
         plane = pair % 3
         return plane if pair < 3 * section[plane] else 0
@@ -259,10 +260,10 @@ def rope(
     section: Sequence[int] | None = None,
     mrope_interleaved: bool = False,
 ) -> Tensor:
-    """Rotates the pairs of `x`, `[tokens, heads, head_dim]`, in float64.
+    """Rotate the pairs of `x`, `[tokens, heads, head_dim]`, in float64.
 
-    The tables are `[rows, pairs]`, a row for each position; what lies behind the pairs stays. There
-    is one position a token, or with a section three lists of them.
+    The tables are `[rows, pairs]`, one row per position; dimensions after the pairs are unchanged.
+    There is one position per token, or three lists of positions if a section is given.
     """
     pairs = cos.shape[1]
     cosines, sines = cos.double().tolist(), sin.double().tolist()
@@ -282,13 +283,14 @@ def rope(
     return torch.tensor(out, dtype=torch.float64).reshape(x.shape)
 
 
-# What tests draw: packings, and the tensors that hold them.
+# Strategies of the tests: packings, and the tensors that hold them.
 
 DTYPES = (torch.int32, torch.int64)
 
 
 def packings(max_sequences: int = 12) -> st.SearchStrategy[tuple[list[int], int]]:
-    """Lengths and the row's total: mixed, empty, one-token, one giant, equal; a tail or none."""
+    """Draw lengths and the row's total: mixed, empty, one-token, one giant, equal; a tail or
+    none."""
     count = st.integers(0, max_sequences)
     lengths = st.one_of(
         st.lists(st.integers(0, 20), max_size=max_sequences),
@@ -303,7 +305,7 @@ def packings(max_sequences: int = 12) -> st.SearchStrategy[tuple[list[int], int]
 def make_lengths(
     values: list[int], dtype: torch.dtype, device: torch.device, strided: bool = False
 ) -> torch.Tensor:
-    """A tensor of them; where strided, one column of three, between columns of other numbers."""
+    """Return a tensor of the lengths; strided means one column of three, among other numbers."""
     if not strided:
         return torch.tensor(values, dtype=dtype, device=device)
     columns = torch.full((len(values), 3), -5, dtype=dtype, device=device)
@@ -312,7 +314,7 @@ def make_lengths(
 
 
 class Pack(NamedTuple):
-    """What a mask is drawn for."""
+    """Input of a mask test."""
 
     lengths: Sequence[int]
     total_tokens: int
@@ -322,7 +324,7 @@ class Pack(NamedTuple):
 
 @st.composite
 def masked_packs(draw, max_rows: int = 3, max_row_length: int = 24) -> Pack:
-    """Rows that sequences fill, a tail behind the last of them, and spans inside some of them."""
+    """Draw rows filled by sequences, with a tail after the last, and spans inside some of them."""
     rows = draw(st.integers(1, max_rows))
     row_length = draw(st.integers(1, max_row_length))
     lengths: list[int] = []
@@ -330,7 +332,7 @@ def masked_packs(draw, max_rows: int = 3, max_row_length: int = 24) -> Pack:
         cuts = sorted(draw(st.lists(st.integers(0, row_length), max_size=4)))
         edges = [0, *cuts, row_length]
         lengths += [end - begin for begin, end in zip(edges, edges[1:], strict=False)]
-    left_out = draw(st.sampled_from([0, 0, 1, 3, len(lengths)]))  # and are the tail
+    left_out = draw(st.sampled_from([0, 0, 1, 3, len(lengths)]))  # these become the tail
     lengths = lengths[: max(0, len(lengths) - left_out)]
     spans = []
     for begin, length in zip(cu_seqlens(lengths), lengths, strict=False):

@@ -1,4 +1,4 @@
-"""cuseq.check_packing: right models pass, wrong ones are found and named."""
+"""Test cuseq.check_packing: correct models pass, wrong ones are found and the cause is named."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_suspect(report: PackingReport, name: str, *words: str) -> None:
 
 
 class SegmentSum(torch.autograd.Function):
-    """Sums of the tokens up to each, inside its document; the backward may forget the documents."""
+    """Running sums of the tokens inside each document; the backward may ignore the documents."""
 
     @staticmethod
     def forward(ctx, x, seen, backward_leaks):
@@ -66,7 +66,7 @@ class SegmentSum(torch.autograd.Function):
 
 
 class Summing(nn.Module):
-    """Learned positions and sums over a document: small, exact, and wrong in any way asked for."""
+    """Learned positions and sums over a document: small, exact, and wrong in any way requested."""
 
     def __init__(self, *wrong: str):
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_leak_into_one_document_is_traced_to_both(source, token, device):
     class Copying(Summing):
         def forward(self, input_ids, labels=None, position_ids=None, packed=None):
             output = super().forward(input_ids, labels, position_ids, packed)
-            if packed is not None:  # this token is heard in document 2, just so
+            if packed is not None:  # leak this token into document 2, and nothing else
                 tokens = self.tokens(input_ids.flatten())
                 output.logits[0, 9, 0] += 1e-12 * tokens[token, 0]
             return output
@@ -156,7 +156,7 @@ def test_a_leak_into_one_document_is_traced_to_both(source, token, device):
 
 
 class NaNBackward(torch.autograd.Function):
-    """Gradients of document 0 alone turn those of document 2 into NaN."""
+    """Gradients of document 0 turn those of document 2, and no others, into NaN."""
 
     @staticmethod
     def forward(ctx, x):
@@ -211,7 +211,8 @@ def test_a_leak_between_two_of_many_documents_is_found(count, source, target, de
 
 
 def test_a_leak_that_takes_several_documents(device):
-    """The largest of all embeddings, which two documents hold: neither alone can lower it."""
+    """The leak is the maximum of all embeddings, held by two documents: neither alone can lower
+    it."""
 
     class Largest(Summing):
         def forward(self, input_ids, labels=None, position_ids=None, packed=None):
@@ -243,10 +244,10 @@ def test_boundaries_in_the_tokens_stay(ends, device):
     documents = [[*(() if ends else (0,)), *document, *ends] for document in DOCUMENTS]
     assert_fine(check_packing(Cutting().to(device), documents))
     assert_fine(check_packing(Cutting().to(device), [*documents, [0]] * 3))
-    # Another leak is still found, by the tokens beside the boundaries.
+    # Another leak is still found, by changing the tokens beside the boundaries.
     report = check_packing(Summing("cumulative").to(device), documents)
     assert {"leak forward", "leak backward"} <= failed(report)
-    # Where all tokens are boundaries they are changed all the same.
+    # If all tokens are boundaries they are changed anyway.
     report = check_packing(Summing("cumulative").to(device), [[1, 2], [1, 2]])
     assert {"leak forward", "leak backward"} <= failed(report)
 
@@ -311,7 +312,7 @@ def test_what_a_class_is_called_tells_its_kind(kind, suspect, device):
 
 
 def test_a_leak_in_front_of_weights_of_zero_is_named(device):
-    """Projections that are initialised with zeros let nothing through, but take a gradient."""
+    """Projections initialised with zeros pass nothing on, but get a gradient."""
     model = Attending("Attention").to(device)
     nn.init.zeros_(model.inner.out.weight)
     report = check_packing(model, DOCUMENTS)
@@ -406,7 +407,7 @@ def reversed_rows(examples):
 
 
 def padded_in_front(examples):
-    """Four pads before each document, which its length counts."""
+    """Put four pad tokens before each document, and count them in its length."""
     return cuseq.PackingCollator()([{"input_ids": [0] * 4 + e["input_ids"]} for e in examples])
 
 
@@ -427,7 +428,7 @@ def test_a_wrong_collator_is_named(collator, suspect, words, device):
 
 
 def test_labels_that_cross_are_seen_in_any_dtype(device):
-    """However few they are: the mean of many targets moves by less than bf16 rounds."""
+    """However few labels cross: the mean over many targets changes by less than bf16 rounding."""
     documents = make_documents([40, 40, 40, 2])
     model = Summing().float().to(device)
     report = check_packing(model, documents, collator=crossing_labels, rtol=0.5)
@@ -501,17 +502,18 @@ def test_documents_are_found_between_padding(device):
     def unsaid(examples):
         return {key: value for key, value in segments(examples).items() if key != "packed"}
 
-    # The second document is one token, which the padding before it looks like.
+    # The second document is one token, equal to the padding before it.
     for documents in (DOCUMENTS, [[5, 6], [0], [7, 8, 9]]):
         assert_fine(check_packing(Summing().to(device), documents, collator=segments))
-    # The same without a layout: a model that needs none, and documents that have to be found.
+    # The same without a layout: the model does not need one, and the documents must be searched
+    # for.
     model = nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)).to(device)
     wrapped = Wrapped(model)
     assert_fine(check_packing(wrapped, DOCUMENTS, collator=unsaid), {"loss"})
 
 
 class Wrapped(nn.Module):
-    """Any module of tokens, called like a model of transformers."""
+    """Any module of tokens, called like a transformers model."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -604,7 +606,7 @@ def test_attributes_and_new_buffers_are_put_back(device):
     assert model.table is table and not table.any()
     assert vars(model).keys() == attributes and model.state_dict().keys() == names
     assert not hasattr(model, "mask") and not model._non_persistent_buffers_set
-    model(torch.tensor([[1, 2]], device=device))  # which registers them again
+    model(torch.tensor([[1, 2]], device=device))  # registers them again
 
 
 def test_everything_is_put_back_after_an_error(device):
@@ -668,7 +670,7 @@ def test_other_keys_of_the_examples_reach_both_runs(device):
 
 
 def test_keys_that_the_collator_takes_stay_from_the_model(device):
-    """Alone, too, the model gets no key that the packed batch has not."""
+    """Alone, too, the model gets only keys that the packed batch has."""
 
     def typed(examples):
         batch = cuseq.PackingCollator()([{"input_ids": e["input_ids"]} for e in examples])
@@ -693,7 +695,7 @@ def test_keys_that_the_collator_takes_stay_from_the_model(device):
         for i, ids in enumerate(DOCUMENTS)
     ]
     assert_fine(check_packing(Typed().to(device), examples, collator=typed), {"loss"})
-    # Nor does a key that no model could take break it where the collator lets it through.
+    # A key that no model accepts does no harm either if the collator passes it on.
     texts = [example | {"token_type_ids": list(example["messages"])} for example in examples]
 
     def untyped(examples):
@@ -726,7 +728,7 @@ def test_the_tolerance_of_a_model_that_casts_inside(params, inside, rtol, device
         def forward(self, input_ids, labels=None, position_ids=None, packed=None):
             output = super().forward(input_ids, None, position_ids, packed)
             logits = output.logits.to(inside).to(params)
-            if packed is not None:  # as other kernels round
+            if packed is not None:  # imitates the rounding of other kernels
                 logits = logits * (1 + torch.finfo(inside).eps)
             return SimpleNamespace(logits=logits)
 
@@ -754,7 +756,7 @@ def test_a_model_that_autocasts_inside(device):
 
 
 def test_logits_of_zero(device):
-    """A head that is initialised with zeros, as some are."""
+    """A head may be initialised with zeros."""
     model = Summing().to(device)
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
@@ -920,7 +922,7 @@ def test_the_trap_of_use_cache(device):
 
 
 def test_positions_that_do_not_restart(device):
-    """Without lengths attention leaks as well; with them, learned positions alone are wrong."""
+    """Without lengths attention leaks as well; with them, only the learned positions are wrong."""
     model = make_model("Llama", device, "sdpa", use_cache=False)
     report = check_packing(model, DOCUMENTS, collator=running_positions)
     assert_suspect(report, "attention", "position_ids of document 1 start at 5")
@@ -930,12 +932,13 @@ def test_positions_that_do_not_restart(device):
 
 @pytest.mark.parametrize("attention", ["cuseq", "sdpa"])
 def test_layers_compiled_for_one_shape(attention, device):
-    """The documents alone have other shapes, and hooks of inner modules see no compiled code."""
+    """Single documents have other shapes, and hooks of inner modules do not run in compiled
+    code."""
     torch._dynamo.reset()
     model = make_model("Llama", device, attention)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
-    documents = make_documents(range(2, 14))  # more shapes than torch compiles anew
+    documents = make_documents(range(2, 14))  # more shapes than torch's limit of recompiles
     report = check_packing(model, documents, collator=cuseq.PackingCollator(total_tokens=96))
     if attention == "cuseq":
         assert_fine(report)
@@ -960,7 +963,7 @@ def test_collators_of_other_packages(device):
             batch[key] = torch.stack(padded)
         return batch
 
-    # The second document is one token, which padding before it looks like.
+    # The second document is one token, equal to the padding before it.
     assert_fine(check_packing(model, [[5, 6], [0], [7, 8, 9]], collator=padded))
 
 
@@ -975,7 +978,7 @@ def test_bf16(cuda):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the config.json of a Gemma 3 of real width, and no weights."""
+    """Return a folder with the config.json of a full-width Gemma 3, without weights."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(
         num_hidden_layers=12, num_attention_heads=36, head_dim=64, sliding_window=512
@@ -1096,12 +1099,12 @@ def test_tiny_models_keep_their_family(kind):
 
 
 def test_the_function_and_its_module_have_their_own_names():
-    """`import cuseq.check_packing as m` gave the function where it meant the module."""
+    """`import cuseq.check_packing as m` used to give the function instead of the module."""
     import cuseq.debug.packing_check as module
 
     assert isinstance(module, ModuleType)
     assert cuseq.check_packing is module.check_packing
-    # A folder of compiled files, left by an older checkout, is found as a package without a file.
+    # A folder of compiled files from an older checkout is found as a package without a file.
     spec = importlib.util.find_spec("cuseq.check_packing")
     assert spec is None or spec.origin is None
 

@@ -1,4 +1,4 @@
-"""attn_implementation="cuseq" against the documents run one by one, and against sdpa."""
+"""Test attn_implementation="cuseq" against documents run one by one, and against sdpa."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _CONFIGS = {
         ),
     ),
     "llama4": (Llama4TextConfig, dict(head_dim=32, intermediate_size_mlp=96, num_local_experts=2)),
-    # A window in the mask alone: its attention never hears of it.
+    # The window is only in the mask; the attention function does not get it.
     "phimoe": (PhimoeConfig, dict(sliding_window=WINDOW, num_local_experts=2)),
 }
 BOTH = ("cuseq", "sdpa")
@@ -104,7 +104,7 @@ def make_layout(device, total_tokens: int | None = None, lengths=LENGTHS) -> cus
 
 
 def bare_names(layout: cuseq.PackedLayout) -> dict:
-    """The keywords that other packages' collators give."""
+    """Return the keywords that other packages' collators give."""
     return {name: value for name, value in layout.flash_kwargs().items() if name != "packed"}
 
 
@@ -120,7 +120,7 @@ WAYS = {
 
 
 def one_by_one(model, ids: torch.Tensor, **options) -> torch.Tensor:
-    """Logits of the documents of a row, each run alone, [1, tokens, vocabulary]."""
+    """Return the logits of a row's documents, each run alone, [1, tokens, vocabulary]."""
     return torch.cat([model(part, **options).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
 
 
@@ -134,7 +134,7 @@ def grads(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def built(monkeypatch):
-    """Counts the layouts that are read from position ids."""
+    """Count the layouts that are made from position ids."""
     calls = []
     original = cuseq.PackedLayout.from_position_ids.__func__
 
@@ -148,7 +148,7 @@ def built(monkeypatch):
 
 @pytest.fixture
 def searched(monkeypatch):
-    """Counts transformers' own searches for packed position ids."""
+    """Count transformers' own searches for packed position ids."""
     calls = []
     original = masking_utils.find_packed_sequence_indices
 
@@ -162,7 +162,7 @@ def searched(monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    """The models here name their attention themselves."""
+    """Register the attention; the models of this file request it by name."""
     integration.register()
     yield
     integration.unregister()
@@ -306,7 +306,7 @@ def test_bf16(cuda):
 
 
 def test_nothing_synchronises(cuda):
-    # Not a model with windows: transformers' own KV cache for them copies from pageable memory.
+    # Not a model with windows: transformers' KV cache for them copies from pageable memory.
     model = make_model("qwen3", cuda, dtype=torch.bfloat16).train()
     ids = make_ids(cuda)
     for way in ("packed", "packed, no cache", "bare names"):
@@ -353,7 +353,7 @@ def test_compiled_layers_share_one_graph_for_all_packs(kind, graphs, way, device
 
 
 def test_compiled_layers_do_not_read_the_longest_length(device):
-    """The bare names carry it as an int: to read it would be to compile again with every pack."""
+    """The flash keywords carry it as an int; reading it would recompile for every pack."""
     model, eager = make_model("qwen3", device), make_model("qwen3", device)
     counter = CompileCounterWithBackend("aot_eager")
     for layer in model.model.layers:
@@ -368,7 +368,7 @@ def test_compiled_layers_do_not_read_the_longest_length(device):
     assert counter.frame_count == 1
 
 
-# Graphs kept on disk are found again although an op's schema has changed since.
+# Without the disk caches, which return old graphs after an op's schema has changed.
 @torch._inductor.config.patch(fx_graph_cache=False)
 @torch._functorch.config.patch(enable_autograd_cache=False)
 def test_compiled_with_inductor(device):
@@ -388,7 +388,7 @@ def test_compiled_with_inductor(device):
     assert counter.frame_count == 1
     of_all = ([p.grad for p in of.parameters()] for of in (model, eager, exact))
     for compiled_grad, plain_grad, right in zip(*of_all, strict=True):
-        # Elements of a gradient are sums that cancel: its rounding is of the size of the whole.
+        # Elements of a gradient are sums that cancel, so compare the error with the whole norm.
         far, plain_far = ((grad - right).norm() for grad in (compiled_grad, plain_grad))
         assert far <= 2 * plain_far + 1e-6 * right.norm()
 
@@ -413,7 +413,7 @@ def test_compiled_code_is_right_whatever_it_is_given(part, given, device):
             if given == "mask":
                 keywords["attention_mask"] = torch.ones_like(batch)
                 keywords["attention_mask"][0, :3] = 0
-            # Left out: rows of pads, which see nothing, and what sdpa makes of that.
+            # Leaves out pad rows, which see nothing and which sdpa treats in its own way.
             actual = model(batch, **keywords).logits[:, 3:]
             expected = reference(batch, **keywords).logits[:, 3:]
         else:
@@ -451,7 +451,7 @@ def test_dense_batches_are_exactly_those_of_sdpa(kind, padding, use_cache, devic
     for name, grad in grads(model).items():
         if device.type == "cpu":
             assert torch.equal(grad, reference_grads[name])
-        else:  # some of sdpa's and of embedding's backwards add up in any order
+        else:  # some backwards of sdpa and embedding are nondeterministic
             assert_near(grad, reference_grads[name])
 
 
@@ -492,7 +492,7 @@ def test_switching_a_live_model(device):
 def test_lengths_win_over_a_2d_mask(mask_dtype, device):
     model = make_model("gemma3", device)
     ids, layout = make_ids(device), make_layout(device)
-    # Zeros that would show: lengths say that these tokens are real.
+    # The zeros would change the result; the lengths say that these tokens are real.
     mask = torch.ones_like(ids).to(mask_dtype)
     mask[0, 2:5] = 0
     with torch.no_grad():
@@ -525,7 +525,7 @@ def test_a_pattern_of_the_models_own_raises_with_lengths(device):
     ids, layout = make_ids(device), make_layout(device)
     with pytest.raises(ValueError, match="pattern of its own"):
         model(ids, packed=layout)
-    # Position ids alone: transformers can add them to such a pattern, so they are not lost.
+    # With position ids alone nothing is lost: transformers can combine them with such a pattern.
     keywords = dict(position_ids=layout.position_ids[None], use_cache=False)
     assert torch.equal(model(ids, **keywords).logits, reference(ids, **keywords).logits)
 
@@ -569,7 +569,7 @@ def test_what_packed_attention_cannot_do_raises(device):
 
     model = make_model("qwen3", device)
     for name in attention.UNSUPPORTED:
-        if name != "output_attentions":  # transformers takes it away
+        if name != "output_attentions":  # transformers removes it
             with pytest.raises(ValueError, match=f"{name} is not supported"):
                 model(ids, packed=layout, **{name: torch.ones(1, device=device)})
             with pytest.raises(ValueError, match=f"{name} is not supported"):
@@ -597,7 +597,7 @@ def test_softcap_raises_packed_and_warns_dense(device):
 
 
 def test_a_layer_that_calls_itself_bidirectional_under_a_causal_mask(device):
-    """PaliGemma's: without images its text is causal."""
+    """As in PaliGemma, whose text is causal without images."""
     torch.manual_seed(0)
     config = LlamaConfig(**_SHAPE)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="cuseq").to(device)
@@ -734,7 +734,7 @@ def test_lengths_that_contradict_the_layout_are_named(name, device):
 
 
 def test_lengths_that_agree_with_the_layout_in_their_own_way(device):
-    """The tail as one sequence more or as many, empty sequences left out, a slice of one offset."""
+    """The tail as one or several sequences, empty sequences left out, a slice of one offset."""
     model = make_model("qwen3", device)
     ids = make_ids(device)
     layout = make_layout(device, TOKENS, [7, 0, 1, 12])
@@ -750,7 +750,7 @@ def test_lengths_that_agree_with_the_layout_in_their_own_way(device):
 
 
 def test_names_as_other_packages_give_them(device):
-    """int64 offsets, a longest length as a tensor or not at all, only one of each pair."""
+    """int64 offsets, the longest length as a tensor or missing, only one of each pair."""
     model = make_model("mistral", device)
     ids, layout = make_ids(device), make_layout(device)
     offsets = layout.cu_seqlens.long()
@@ -785,7 +785,7 @@ def test_bare_names_take_the_exact_longest_length_in_eager_code(device, monkeypa
 
 
 def test_position_ids_are_read_once(device, built):
-    """By all layers, layer types and forwards together, until they are edited."""
+    """All layers, layer types and forwards share one read, until the ids are edited."""
     model = make_model("gemma3", device)
     ids, layout = make_ids(device), make_layout(device)
     position_ids = layout.position_ids[None].clone()
@@ -809,7 +809,7 @@ REWRITES = {
 @pytest.mark.parametrize("how", REWRITES)
 @pytest.mark.parametrize("reached", ["invalidate", "clear"])
 def test_position_ids_rewritten_past_the_version_counter(how, reached):
-    """`invalidate` and `clear` reach what is kept of them: the new documents count."""
+    """`invalidate` and `clear` drop what is cached from them, so the new documents are used."""
     model, cpu = make_model("qwen3", "cpu"), torch.device("cpu")
     ids, layout = make_ids(cpu), make_layout(cpu)
     other = make_layout(cpu, TOKENS, [5, 19]).position_ids[None].long()
@@ -827,7 +827,7 @@ def test_position_ids_rewritten_past_the_version_counter(how, reached):
 
 
 def test_what_is_kept_of_a_forward_is_listed(device, fresh_cache):
-    """Layouts of position ids and deferred masks, which go with their tensors and objects."""
+    """Layouts of position ids and deferred masks are freed with their tensors and objects."""
     model, ids, layout = make_model("qwen3", device), make_ids(device), make_layout(device)
     position_ids = layout.position_ids[None].clone()
     deferred = masks.cuseq_mask(2, 6, 6, attention_mask=torch.ones(2, 6).tril().bool())
@@ -965,7 +965,7 @@ def test_an_unknown_transformers_is_left_alone(monkeypatch):
 
 
 def test_position_ids_count_where_the_search_stays_on(device, monkeypatch):
-    """The road of a transformers whose search cannot be switched off."""
+    """The path for a transformers whose search cannot be turned off."""
     wrapped = masking_utils._preprocess_mask_arguments
     monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", wrapped.__wrapped__)
     model = make_model("gemma3", device)

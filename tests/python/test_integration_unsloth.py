@@ -1,7 +1,8 @@
-"""unsloth's names against its own packing.py, and the real package in a process of its own.
+"""Test cuseq's unsloth functions against unsloth's packing.py and against the real package.
 
-scripts/fetch_unsloth.sh brings both; CUSEQ_UNSLOTH is the folder they are in, if not the default.
-Run as a script, this file is that other process: it writes down what each check in REAL came to.
+scripts/fetch_unsloth.sh fetches both; CUSEQ_UNSLOTH is their folder, if not the default. The real
+package runs in a process of its own: run as a script, this file is that process, and writes the
+result of each check in REAL.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ WRAPPED = [
     "enable_sample_packing",
     "enable_padding_free_metadata",
 ]
-# None and what is not positive mean no window.
+# None and non-positive windows mean no window.
 WINDOWS = [None, 0, -1, 1, 3, 100]
 
 
@@ -85,12 +86,12 @@ def biases() -> ModuleType:
 
 @st.composite
 def packs(draw) -> list[int]:
-    """Lengths of 1 to 12 documents, the first of which is not empty."""
+    """Draw lengths of 1 to 12 documents; the first is not empty."""
     length = st.integers(1, 20)
     return [draw(length), *draw(st.lists(length | st.just(0), max_size=11))]
 
 
-# Less than the lengths is no tail.
+# A tail shorter than 0 means no tail.
 tails = st.sampled_from([None, -1, 0, 1, 7])
 windows = st.sampled_from(WINDOWS)
 
@@ -167,8 +168,8 @@ def test_packed_info_of_positions_is_theirs(lengths, rows, oracle, device):
         [[0, 1, 2, 3]],
         [[0]],
         [[3, 4, 0, 1]],  # the row does not begin with a document
-        [[0, 1, 2, 7, 8]],  # a jump is no restart
-        [[0, 1, 2, 1, 2, 3]],  # nor is a drop, such as pads and shared prefixes have
+        [[0, 1, 2, 7, 8]],  # a jump is not a restart
+        [[0, 1, 2, 1, 2, 3]],  # nor is a drop, which padding and shared prefixes cause
         [[0, 1, 0, 1], [0, 1, 2, 3]],
         [0, 1, 0, 1],
         [[[0, 1, 0, 1]]] * 3,  # MRoPE planes
@@ -200,7 +201,7 @@ def test_lengths_win_over_positions_and_a_layout_over_both(device):
 
 
 def test_a_layout_of_another_row_gives_way_to_lengths(device):
-    """unsloth's token budget splits a batch's rows, and what it does not know stays whole."""
+    """unsloth's token budget splits a batch's rows, but keys it does not know are not split."""
     packed = cuseq.PackedLayout.from_lengths([2, 3, 4], device=device)
     kwargs = {"packed": packed, "packed_seq_lengths": int_lengths([3, 4], device)}
     info = integration.get_packed_info_from_kwargs(kwargs, device)
@@ -429,7 +430,7 @@ def test_masks_show_a_token_what_it_may_see(lengths, tail, window, causal, devic
     if causal:
         visible &= back >= 0
     if window is not None and window > 0:
-        visible &= back < window  # also where a token sees what comes after it
+        visible &= back < window  # also with windows where a token sees later tokens
     assert mask.shape == (1, 1, *visible.shape)
     assert torch.equal((mask == 0)[0, 0].cpu(), visible)
     assert torch.equal((mask == -torch.inf)[0, 0].cpu(), ~visible)
@@ -498,7 +499,8 @@ FORMS: dict[str, Callable[[list[int], torch.device], Any]] = {
 
 @st.composite
 def labelled(draw) -> tuple[list[int], Tensor]:
-    """Lengths, and labels `[n]`, `[1, n]` or `[2, n]`, perhaps fewer or more than their tokens."""
+    """Draw lengths and labels `[n]`, `[1, n]` or `[2, n]`, possibly fewer or more than the
+    tokens."""
     lengths = draw(packs())
     tokens = max(0, sum(lengths) + draw(st.sampled_from([0, 0, 0, -1, -4, 1, 5])))
     labels = 10 + torch.arange(tokens)
@@ -524,7 +526,7 @@ def test_raw_labels_are_theirs(form, drawn, ignored, oracle, device):
     actual = integration.mask_packed_boundary_labels(labels, lengths, ignore_index=ignored)
     expected = oracle.mask_packed_boundary_labels(labels, lengths, ignore_index=ignored)
     check_same_bits(actual, expected)
-    check_same_bits(labels, drawn[1].to(device))  # the caller's are not written to
+    check_same_bits(labels, drawn[1].to(device))  # the caller's labels are not written to
 
 
 @given(lengths=packs(), tail=st.sampled_from([0, 3]))
@@ -542,14 +544,15 @@ def test_a_first_document_without_tokens_marks_nothing(oracle):
     assert integration.mask_packed_sequence_boundaries(labels, [0, 2, 3])
     assert labels.tolist() == [0, -100, 2, 3, -100, 5, 6]
     oracle.mask_packed_sequence_boundaries(theirs, [0, 2, 3])
-    assert theirs[-1] == -100  # its end at 0 is the token before the first: the row's last
+    assert theirs[-1] == -100  # offset 0 gives index -1, the last token of the row
 
 
 def test_labels_that_no_view_reaches():
     labels = torch.arange(12)[::2]
     assert integration.mask_packed_sequence_boundaries(labels, [2, 4])
     assert labels.tolist() == [0, -100, 4, 6, 8, -100]
-    # reshape would write to a copy, as unsloth's does; test_a_mistake_is_named has the refusal.
+    # Reshaping would write to a copy, as unsloth's code does; test_a_mistake_is_named tests the
+    # error.
 
 
 @pytest.mark.parametrize("lengths", [None, [], torch.tensor([], dtype=torch.int32)], ids=str)
@@ -576,7 +579,7 @@ def mask_of(info, window: int | None = None, total: int | None = None) -> Tensor
 
 
 def answers(lengths: Tensor) -> list:
-    """All that is remembered with a tensor of lengths."""
+    """Return everything that is cached for a tensor of lengths."""
     info = info_of(lengths)
     return [*info[:2], mask_of(info), mask_of(info, 2), mask_of(info, None, 40)]
 
@@ -625,7 +628,7 @@ OPTIONS = [
 
 
 def test_what_is_remembered_is_so_for_its_options(oracle, device):
-    """One tensor of lengths, asked in many ways, twice."""
+    """One tensor of lengths, used with many options, each twice."""
     info = info_of(int_lengths(LENGTHS, device))
     for _ in range(2):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -675,7 +678,7 @@ def test_an_edit_in_place_gives_a_new_answer_where_theirs_is_stale(edit, dtype, 
 
 
 def test_a_copy_does_not_bring_along_what_was_remembered(device):
-    """Its versions count from elsewhere, and come to where the first one's were."""
+    """A copy has its own version counter, which may reach the version of the original."""
     for duplicate in (copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))):
         for edits in range(1, 5):
             lengths = int_lengths(LENGTHS, device)
@@ -689,7 +692,7 @@ def test_a_copy_does_not_bring_along_what_was_remembered(device):
 
 
 def test_other_data_of_the_same_tensor(device):
-    """Assigning them leaves the version as it is."""
+    """Assigning `.data` does not change the version."""
     lengths = int_lengths(LENGTHS, device)
     info_of(lengths)
     lengths.data = int_lengths([7, 7], device)
@@ -698,7 +701,7 @@ def test_other_data_of_the_same_tensor(device):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_a_part_of_the_data_of_the_same_tensor(dtype, device):
-    """Neither its version nor its address changes."""
+    """Assigning part of `.data` changes neither the version nor the address."""
     lengths = int_lengths(LENGTHS, device, dtype)
     info_of(lengths)
     lengths.data = lengths.data[:2]
@@ -722,7 +725,7 @@ def test_what_was_asked_about_can_be_saved_and_copied(device, tmp_path):
 @pytest.mark.parametrize("edit", EDITS)
 def test_masks_follow_an_edit(edit, oracle, device):
     lengths = int_lengths(LENGTHS, device)
-    # As the same tensor, and as what was made of it.
+    # Once with the same tensor, and once with what was made from it.
     by_hand = (lengths, None, None)
     mask_of(by_hand)
     mask_of(info_of(lengths))
@@ -763,11 +766,12 @@ def test_what_inference_mode_made_can_be_trained_with(device):
     assert made[1].tolist() == [0, 5, 6, 15, 18]
     assert not any(x.is_inference() for x in made)
     weight = torch.ones((), device=device, requires_grad=True)
-    (weight * made[2]).sum().backward()  # saves the mask, which it refuses of inference mode
+    # saves the mask for backward, which is an error for an inference tensor
+    (weight * made[2]).sum().backward()
 
 
 def test_lengths_of_inference_mode(device):
-    """They have no version counter."""
+    """Inference tensors have no version counter."""
     with torch.inference_mode():
         lengths = int_lengths(LENGTHS, device)
         assert info_of(lengths)[1].tolist() == [0, 5, 6, 15, 18]
@@ -784,7 +788,7 @@ BATCH, TOKENS, HEADS, KEY_HEADS, DIM, POSITIONS = 2, 12, 4, 2, 16, 32
 
 
 def positions_of(kind: str) -> Tensor | None:
-    """`[1, S]` for all rows, or `[B, S]`, packed: they restart."""
+    """Return packed positions, `[1, S]` for all rows or `[B, S]`; they restart."""
     rows = torch.tensor(
         [[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4, 5, 17, 18, 19, 3]]
     )
@@ -792,7 +796,7 @@ def positions_of(kind: str) -> Tensor | None:
 
 
 def tables(dtype: torch.dtype, device, leading: bool = False) -> tuple[Tensor, Tensor]:
-    """`[positions, D]`, or with 1s in front."""
+    """Return tables `[positions, D]`, or with leading dimensions of 1."""
     angles = torch.arange(POSITIONS)[:, None] * 0.3 ** torch.arange(DIM // 2, dtype=torch.float64)
     angles = torch.cat([angles, angles], dim=1).to(device)
     angles = angles[None, None] if leading else angles
@@ -800,14 +804,14 @@ def tables(dtype: torch.dtype, device, leading: bool = False) -> tuple[Tensor, T
 
 
 def heads(count: int, dtype: torch.dtype, device) -> Tensor:
-    """`[B, S, heads, D]`."""
+    """Return random heads `[B, S, heads, D]`."""
     generator = torch.Generator().manual_seed(count)
     values = torch.randn(BATCH, TOKENS, count, DIM, generator=generator, dtype=torch.float64)
     return values.to(device, dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
-    """`[B, H, S, D]`, by the formula: the second half turns with the first."""
+    """Rotate `[B, H, S, D]` by the formula; the second half rotates with the first."""
     cos, sin = cos.reshape(-1, DIM), sin.reshape(-1, DIM)
     at = (
         torch.arange(x.shape[2], device=x.device)[None]
@@ -824,7 +828,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def check_with_gradients(run, plain, inputs: list[Tensor]) -> None:
-    """Values and gradients of `run` are those of `plain`, as near to float64 as plain's own."""
+    """Check values and gradients of `run` against `plain`, as close to float64 as plain's own."""
 
     def results(function, dtype: torch.dtype) -> list[Tensor]:
         wanted = [t.detach().to(dtype).requires_grad_() for t in inputs]
@@ -869,7 +873,7 @@ def test_rope(kind, leading, dtype, device):
 
 
 def test_heads_of_different_dtypes(device):
-    """As adapters on some projections leave them; each is turned as by itself."""
+    """Adapters on some projections cause different dtypes; each tensor is rotated separately."""
     q = torch.randn(1, 4, 5, 8, device=device)
     k = torch.randn(1, 2, 5, 8, device=device, dtype=torch.float64)
     angles = torch.randn(9, 4, device=device).repeat(1, 2)
@@ -905,7 +909,7 @@ def test_rope_of_contiguous_heads_leaves_its_inputs(device):
 @pytest.mark.parametrize("name", ["variance_epsilon", "eps"])
 @pytest.mark.parametrize("kind", **ROTATIONS)
 def test_qk_norm_rope(kind, name, trained, dtype, device):
-    eps = 0.05  # large enough to be missed
+    eps = 0.05  # large enough for an error to show if it is ignored
     positions = positions_of(kind)
     positions = None if positions is None else positions.to(device)
     generator = torch.Generator().manual_seed(4)
@@ -913,7 +917,7 @@ def test_qk_norm_rope(kind, name, trained, dtype, device):
     weights = [w.to(device, dtype) for w in weights]
 
     def run(q, k, *trained_weights):
-        # SimpleNamespace: the norm is never called, and a Parameter would be a leaf of its own.
+        # SimpleNamespace: the norm is never called, and a Parameter would be a separate leaf.
         norms = [SimpleNamespace(weight=w, **{name: eps}) for w in trained_weights or weights]
         return integration.fast_qk_norm_rope(*norms, q, k, *tables(q.dtype, device), positions)
 
@@ -949,7 +953,7 @@ REAL: dict[str, Callable[[], None]] = {}
 
 
 def real(check: Callable[[], None]) -> Callable[[], None]:
-    """A check that runs where unsloth is imported."""
+    """Mark a check that runs in the process that imports unsloth."""
     REAL[check.__name__] = check
     return check
 
@@ -968,7 +972,7 @@ def disable() -> None:
 
 @contextmanager
 def enabled(*trainers: Any, **options: Any) -> Iterator[Any]:
-    """With unsloth enabled, and trainers that were made before."""
+    """Enable unsloth, and trainers made before, for the body."""
     result = enable(**options)
     try:
         for trainer in trainers:
@@ -979,7 +983,7 @@ def enabled(*trainers: Any, **options: Any) -> Iterator[Any]:
 
 
 def bindings() -> dict[tuple[str, str], Any]:
-    """What every name in every loaded module of unsloth stands for."""
+    """Return the value of every name in every loaded module of unsloth."""
     return {
         (module, name): value
         for module, loaded in list(sys.modules.items())
@@ -994,7 +998,7 @@ def check_same_bindings(actual: dict, expected: dict) -> None:
 
 
 def own(name: str) -> Any:
-    """unsloth's function of that name, from the module that defines it."""
+    """Return unsloth's function of that name, from the module that defines it."""
     from unsloth.kernels import qk_norm_rope, rope_embedding
     from unsloth.utils import attention_dispatch, packing
 
@@ -1022,7 +1026,7 @@ def check_every_name_is_rebound_and_comes_back():
         if name in NAMES:
             assert replacement is getattr(integration, name), name
         assert not [key for key, value in during.items() if value is original]
-    # These bind by value in a module for each family of models.
+    # Each family of models has a module that binds these by value.
     assert sum(value is originals["fast_rope_embedding"] for value in before.values()) > 5
     check_same_bindings(bindings(), before)
 
@@ -1062,7 +1066,7 @@ def check_twice_changes_nothing():
     check_same_bindings(bindings(), before)
     disable()
     check_same_bindings(bindings(), before)
-    with enabled(compile_blocks=True) as again:  # and it can be had again
+    with enabled(compile_blocks=True) as again:  # and it can be enabled again
         assert again is not first
         assert getattr(*own("fast_rope_embedding")) is integration.fast_rope_embedding
 
@@ -1108,7 +1112,7 @@ def check_clearing_unsloths_caches_clears_ours():
         captured = packing.clear_packed_caches
     assert packing.clear_packed_caches is before
     kept = answers(lengths)
-    captured()  # does what unsloth's does
+    captured()  # behaves as unsloth's does
     check_same_objects(answers(lengths), kept)
 
 
@@ -1148,7 +1152,7 @@ def check_what_attention_is_told_is_looked_at():
             check_raises(enable, name, field)
         finally:
             setattr(attention_dispatch, name, original)
-        try:  # it could ask for what cuseq would not do
+        try:  # a new field might request something that cuseq does not do
             setattr(
                 attention_dispatch,
                 name,
@@ -1160,7 +1164,7 @@ def check_what_attention_is_told_is_looked_at():
 
 
 def compiled_block(module: str = "unsloth.models.test") -> type[nn.Module]:
-    """A decoder layer that unsloth made compile itself; it returns its keywords."""
+    """Return a decoder layer that unsloth compiles itself; it returns its keywords."""
     from unsloth.models import _block_compile
 
     class Block(nn.Module):
@@ -1192,12 +1196,12 @@ def check_compiled_blocks_get_layouts_and_no_lengths():
                 assert block().train()(hidden, **kwargs)["packed"] is seen["packed"]
                 assert block().eval()(hidden, **kwargs)["packed_seq_lengths"] is lengths
                 assert block().train()(hidden) == {}
-                torch.use_deterministic_algorithms(True)  # which cuseq's attention does not serve
+                torch.use_deterministic_algorithms(True)  # cuseq's attention does not support this
                 try:
                     assert block().train()(hidden, **kwargs)["packed_seq_lengths"] is lengths
                 finally:
                     torch.use_deterministic_algorithms(False)
-            # These take packed rows compiled already, and ask for their lengths.
+            # These compile packed rows already, and need their lengths.
             other = compiled_block("transformers.models.test")
             assert other().train()(hidden, **kwargs)["packed_seq_lengths"] is lengths
         assert early.forward is forward
@@ -1206,13 +1210,13 @@ def check_compiled_blocks_get_layouts_and_no_lengths():
 
 @real
 def check_lengths_that_are_known_are_not_read_again():
-    """Paths that stay unsloth's ask for what the host knows."""
+    """Paths that remain unsloth's use the lengths that the host knows."""
     from unsloth.utils import packing
 
     batch = {"packed_seq_lengths": int_lengths(LENGTHS)}
     with enabled():
         info = packing.get_packed_info_from_kwargs(batch, torch.device("cpu"))
-        kwargs = {"packed_seq_lengths": info[0]}  # as its models hand them on
+        kwargs = {"packed_seq_lengths": info[0]}  # as its models pass them on
         packing.get_packed_info_from_kwargs(kwargs, torch.device("cpu"))
         assert packing._cached_host_lengths(info[0], info[1]) == tuple(LENGTHS)
         assert packing._cached_host_lengths(info[0], info[1].clone()) is None
@@ -1235,23 +1239,23 @@ def check_compiled_blocks_come_back():
     try:
         _block_compile._wrap = lambda brand_new: None
         check_raises(lambda: enable(compile_blocks=True), "_wrap")
-        with enabled():  # which does not need it
+        with enabled():  # without compile_blocks it is not needed
             pass
     finally:
         _block_compile._wrap = original
 
 
-# The two ways to norm and rotate: Qwen3's in one call, Llama's in a call without norms.
+# The two ways to norm and rotate: in one call for Qwen3, and without norms for Llama.
 FAMILIES = ["qwen3", "llama"]
 
 
 def attention_of(family: str) -> nn.Module:
-    """A tiny random attention layer, as from_pretrained's patches make it."""
+    """Return a tiny random attention layer, patched as from_pretrained does."""
     import transformers
     import unsloth.models.llama
     import unsloth.models.qwen3
 
-    # unsloth's tables of angles are made where the GPU is; the layer is given its own below.
+    # unsloth makes its angle tables on the GPU; the layer gets its own below.
     unsloth.models.llama.get_current_device = lambda: "cpu"
     unsloth.models.llama.DEVICE_TYPE_TORCH = "cpu"
     fast, config = {
@@ -1280,7 +1284,7 @@ def attention_of(family: str) -> nn.Module:
 
 
 def one_by_one(layer: nn.Module, hidden: Tensor, lengths: list[int]) -> Tensor:
-    """The layer's formula, over each document."""
+    """Compute the layer's formula for each document separately."""
     cos, sin = tables(torch.float64, "cpu")
     documents = []
     for document in hidden[0].split(lengths):
@@ -1298,7 +1302,7 @@ def one_by_one(layer: nn.Module, hidden: Tensor, lengths: list[int]) -> Tensor:
 
 
 def check_layer(layer: nn.Module) -> None:
-    """A packed row through unsloth's own forward, against its documents one by one."""
+    """Compare a packed row through unsloth's own forward with its documents one by one."""
     tail = 4
     hidden = torch.randn(1, sum(LENGTHS) + tail, 32, dtype=torch.float64, requires_grad=True)
     expected = one_by_one(layer, hidden, [*LENGTHS, tail])
@@ -1338,7 +1342,7 @@ def check_layers_made_before_and_after():
 def dispatch(
     tensors: list[Tensor], lengths: list[int] | None, backend: str = "sdpa", **more: Any
 ) -> Tensor:
-    """Through unsloth's run_attention: q, k, v `[B, H, T, D]` to `[B, T, H, D]`."""
+    """Call unsloth's run_attention: q, k, v `[B, H, T, D]` to `[B, T, H, D]`."""
     from unsloth.utils import attention_dispatch
 
     q, k, v = tensors
@@ -1377,7 +1381,7 @@ def qkv(tokens: int, rows: int = 1) -> list[Tensor]:
 
 @contextmanager
 def without(module: ModuleType, *names: str) -> Iterator[None]:
-    """Fails where one of its functions is called."""
+    """Fail if one of the module's functions is called."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError(f"none of {names} should be called")
@@ -1478,13 +1482,13 @@ def check_recurrent_layers_get_the_same_boundaries():
 def check_everything_else_goes_to_unsloth():
     keep = torch.ones(2, 9, dtype=torch.bool)
     keep[1, 6:] = False
-    # But for is_causal, which newer torch refuses beside a mask.
+    # Granite's keywords, with is_causal False: newer torch rejects it together with a mask.
     as_granite = {"attn_mask": keep[:, None, None, :], "is_causal": False}
     cases = [
         (qkv(9, rows=2), None, {}),
         (qkv(9, rows=2), None, {"attention_mask": keep}),
         (qkv(9), None, {"sliding_window": 3}),
-        # A mask and lengths: unsloth heeds the mask alone.
+        # Given a mask and lengths, unsloth uses only the mask.
         (qkv(9), [4, 5], {"attention_mask": torch.ones(1, 9, dtype=torch.bool)}),
         (qkv(9, rows=2), None, {"sdpa_kwargs": as_granite}),
     ]
@@ -1495,7 +1499,7 @@ def check_everything_else_goes_to_unsloth():
 
 
 def trainer_of(**options: Any) -> Any:
-    """A trainer as unsloth makes it, of documents of 3, 5, 7, 2, 9 and 4 tokens."""
+    """Return a trainer as unsloth makes it, with documents of 3, 5, 7, 2, 9 and 4 tokens."""
     import datasets
     import tokenizers
     import transformers
@@ -1566,7 +1570,7 @@ def check_batches_of_trainers_made_before_and_after():
             check_packed_batch(batch_of(late), plain, lengths, tail)
         for trainer in (early, late):
             check_same_batch(batch_of(trainer), plain)
-        with enabled(early):  # again, once and not twice
+        with enabled(early):  # a second enable changes nothing
             check_packed_batch(batch_of(early), plain, lengths, tail)
 
 
@@ -1592,7 +1596,7 @@ def check_a_trainer_is_enabled_after_unsloth_and_disabled_alone():
 
 
 class Takes(nn.Module):
-    """A model whose forward takes a layout."""
+    """A model whose forward accepts a layout."""
 
     def forward(self, input_ids: Tensor, packed: Any = None) -> None:
         raise AssertionError("only its keywords are looked at")
@@ -1600,7 +1604,7 @@ class Takes(nn.Module):
 
 @real
 def check_trainers_that_do_not_hold_their_model():
-    """As unsloth's own tests call it: the model is the first argument."""
+    """unsloth's own tests call it with the model as the first argument."""
     from unsloth.utils import packing
 
     examples = [
@@ -1626,7 +1630,7 @@ def check_trainers_that_do_not_hold_their_model():
 
 @real
 def check_collators_that_only_collate():
-    """They need `torch_call` and nothing else: no weak references, no fields of TRL's."""
+    """A collator needs only `torch_call`: no weak references, no fields of TRL's."""
     from unsloth.utils import packing
 
     batch = {"input_ids": torch.zeros(1, 6, dtype=torch.int64)}
@@ -1687,7 +1691,7 @@ def check_what_is_wrapped_meanwhile_stays_and_nothing_is_kept():
         assert batch.pop("more") == 1
         check_packed_batch(batch, plain, lengths, tail)
     assert batch_of(trainer).pop("more") == 1 and "packed" not in batch_of(trainer)
-    captured(trainer.model, trainer)  # does what unsloth's does
+    captured(trainer.model, trainer)  # behaves as unsloth's does
     assert "packed" not in batch_of(trainer)
 
     with enabled():
@@ -1711,7 +1715,7 @@ def check_padded_batches_stay():
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, str | None]:
-    """By check: None, or what went wrong."""
+    """Return the result of each check: None, or the error."""
     fetched("unsloth/__init__.py", " --whole")
     fetched("unsloth_zoo/__init__.py", " --whole")
     for package in ("transformers", "trl", "peft", "datasets"):
@@ -1746,7 +1750,7 @@ def test_real(name, report):
 
 
 def main(path: str) -> None:
-    # Which of them it finds must not depend on the machine: without them it takes SDPA.
+    # The result must not depend on which of them the machine has: without them unsloth uses SDPA.
     for package in ("xformers", "flash_attn"):
         sys.modules[package] = None
     import unsloth  # noqa: F401
@@ -1756,9 +1760,9 @@ def main(path: str) -> None:
         try:
             check()
             outcomes[name] = None
-        except BaseException:  # pytest.fail's is no Exception
+        except BaseException:  # pytest.fail's exception is not an Exception
             outcomes[name] = traceback.format_exc()
-        disable()  # what failed may have left it enabled
+        disable()  # a failed check may have left it enabled
     Path(path).write_text(json.dumps(outcomes))
 
 

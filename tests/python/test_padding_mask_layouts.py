@@ -1,4 +1,4 @@
-"""Layouts from padding masks: real tokens, segments, totals, in every form that masks come in."""
+"""Test layouts from padding masks of every form: real tokens, segments and totals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Expected(NamedTuple):
-    """What a mask means: sequence by sequence, token by token."""
+    """The meaning of a mask: its sequences and its tokens."""
 
     lengths: list[int]
     segments: list[int]
@@ -118,14 +118,14 @@ EMPTY = {"no row": (0, 5), "no column": (3, 0), "neither": (0, 0)}
 
 
 def tensor_of(rows: Rows, shape: tuple[int, int] | None = None) -> Tensor:
-    """bool `[batch, seqlen]`."""
+    """Return a bool tensor, `[batch, seqlen]`."""
     shape = (len(rows), len(rows[0])) if shape is None else shape
     return torch.tensor(rows, dtype=torch.bool).view(shape)
 
 
 @st.composite
 def masks(draw, max_rows: int = 5, max_columns: int = 9) -> tuple[Rows, tuple[int, int]]:
-    """Rows of 0 and 1, padded on the right, on the left, on both sides or anywhere; the shape."""
+    """Draw rows of 0 and 1, padded right, left, on both sides or anywhere, and their shape."""
     columns = draw(st.integers(0, max_columns))
     lines = []
     for _ in range(draw(st.integers(0, max_rows))):
@@ -159,7 +159,7 @@ def encode(real: Tensor, dtype: torch.dtype, strides: str, true_is_pad: bool) ->
 
 @pytest.mark.kernels
 def test_two_sequences(device):
-    """Lengths [2, 3], the same for every side that the padding may be on."""
+    """Lengths [2, 3], equal for every side of the padding."""
     for rows in (RIGHT, LEFT, HOLES):
         mask = torch.tensor(rows, device=device)
         layout = PackedLayout.from_padding_mask(mask)
@@ -273,7 +273,7 @@ def causal(size: int) -> Tensor:
 
 
 VISIBLE: dict[str, Callable[[Tensor], Tensor]] = {
-    # transformers: padding is hidden as a key only.
+    # transformers: padding is hidden only as a key.
     "causal keys": lambda real: causal(real.shape[1]) & real[:, None],
     "causal pairs": lambda real: causal(real.shape[1]) & real[:, None] & real[:, :, None],
     "bidirectional": lambda real: real[:, None] & real[:, :, None],
@@ -284,7 +284,7 @@ VISIBLE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def four(real: Tensor, visible: str = "causal keys") -> Tensor:
-    """bool `[batch, 1, seqlen, seqlen]`, True is visible."""
+    """Return bool `[batch, 1, seqlen, seqlen]`, True is visible."""
     return VISIBLE[visible](real).unsqueeze(1)
 
 
@@ -322,7 +322,7 @@ def test_the_diagonal_says_what_is_real(shape, visible, device):
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_additive_masks(dtype, hidden, shown, device):
-    """-0.0 is what `(1 - mask) * -10000` leaves where the mask is 1."""
+    """`(1 - mask) * -10000` gives -0.0 where the mask is 1."""
     for rows in (RIGHT, LEFT, HOLES, ZERO_ROWS):
         mask = additive(four(tensor_of(rows)).to(device), dtype, HIDDEN[hidden](dtype), shown)
         check(PackedLayout.from_padding_mask(mask, 2), expect(rows, 2), device)
@@ -334,7 +334,7 @@ def test_additive_masks(dtype, hidden, shown, device):
 
 
 def test_what_else_a_mask_seems_to_say_is_wrong():
-    """Column 0, sums of rows and lengths taken as prefixes all differ from the diagonal here."""
+    """Column 0, row sums, and lengths taken as prefixes all differ from the diagonal here."""
     for rows, visible in ((LEFT, "causal keys"), (HOLES, "causal pairs"), (LEFT, "window")):
         seen = four(tensor_of(rows), visible)[:, 0]
         lengths = expect(rows).lengths
@@ -442,7 +442,7 @@ def test_a_mask_from_our_own_layout(device):
     ],
 )
 def test_multiples(segment, total, padded, tokens, device):
-    """No rule drops another: the row is a multiple of the segments' and of its own."""
+    """The row is a multiple of both the segments' multiple and its own."""
     layout = PackedLayout.from_padding_mask(torch.tensor(LEFT, device=device), segment, total)
     check(layout, expect(LEFT, segment, total), device)
     assert layout.cu_seqlens_padded.tolist() == padded
@@ -451,7 +451,7 @@ def test_multiples(segment, total, padded, tokens, device):
 
 
 def test_a_padded_row_of_one_batch_and_of_none(device):
-    """What is full already grows by nothing; a sequence without tokens has no segment."""
+    """A row that is full already does not grow; a sequence without tokens has no segment."""
     full = torch.ones(2, 8, dtype=torch.bool, device=device)
     layout = PackedLayout.from_padding_mask(full, 8, 16)
     assert (layout.total_tokens, layout.cu_seqlens_padded.tolist()) == (16, [0, 8, 16])
@@ -481,7 +481,7 @@ def test_a_fixed_number_of_offsets(max_seqs, device):
 
 
 def test_room_for_more_rows_than_tokens(device):
-    """Of which most have none."""
+    """Most of the rows have no tokens."""
     mask = torch.zeros(9, 4, dtype=torch.bool, device=device)
     mask[3, 1] = True
     check(PackedLayout.from_padding_mask(mask), expect(mask.long().tolist()), device, 9)
@@ -537,16 +537,14 @@ def test_wrong_sizes(name, device):
         dict(total_tokens=4),
         dict(total_tokens=0),
         dict(total_tokens=0, segment_multiple=4),
-        dict(
-            total_tokens=4, segment_multiple=4
-        ),  # the sequences fit together, but not their segments
+        dict(total_tokens=4, segment_multiple=4),  # the sequences fit, but their segments do not
         dict(total_tokens=5, segment_multiple=5),
         dict(total_tokens=6, segment_multiple=3, max_seqs=2),
     ],
     ids=str,
 )
 def test_what_does_not_fit(options, device):
-    """Said at once on the host, and at the first wait where lengths are on a GPU."""
+    """The error is raised at once on the host, and at the first wait if lengths are on a GPU."""
     rows = [[1, 1, 1, 1, 0], [0, 1, 0, 0, 0]]
     options = dict(segment_multiple=1) | options
     mask = torch.tensor(rows, device=device)
@@ -606,7 +604,7 @@ def test_no_mask_names_what_to_give_instead():
 
 
 def test_an_additive_mask_has_no_polarity():
-    """Who says True is pad of a mask without any True means another mask."""
+    """With true_is_pad, an additive mask cannot be meant."""
     mask = additive(four(tensor_of(HOLES)), torch.float32, -math.inf)
     with pytest.raises((TypeError, ValueError), match="true_is_pad"):
         PackedLayout.from_padding_mask(mask, true_is_pad=True)
@@ -731,7 +729,7 @@ def test_the_second_gpu(second_gpu):
 
 @pytest.fixture(scope="module")
 def megatron() -> SimpleNamespace:
-    """Megatron's rule for padding, its packed parameters, its sequence ids and BERT's mask."""
+    """Return Megatron's rule for padding, packed parameters, sequence ids and BERT's mask."""
     reason = "megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
     models = "megatron.core.models"
     parallel = pytest.importorskip(f"{models}.multimodal.context_parallel", reason=reason)
@@ -746,7 +744,7 @@ def megatron() -> SimpleNamespace:
     )
 
 
-# The multiples that a configuration of Megatron's asks for.
+# The multiples that a Megatron configuration requires.
 PARALLEL = [
     (dict(cp_size=1, tp_size=1, has_sp=False), 1),
     (dict(cp_size=2, tp_size=4, has_sp=False), (2 * 2,)),
@@ -768,7 +766,7 @@ def test_segments_are_as_long_as_megatron_pads(parallel, segment, megatron, devi
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
 def test_no_rule_is_dropped_that_megatron_drops(recipe, megatron):
-    """Its rules are an elif chain, where FP8 loses against context parallelism."""
+    """Megatron's rules are an elif chain, in which context parallelism overrides FP8."""
     parallel = dict(cp_size=3, tp_size=1, has_sp=False, fp8_enabled=True, fp8_recipe=recipe)
     fp8 = 32 if recipe == "mxfp8" else 16
     layout = PackedLayout.from_padding_mask(torch.ones(1, 7, dtype=torch.bool), (2 * 3, fp8))
@@ -778,7 +776,7 @@ def test_no_rule_is_dropped_that_megatron_drops(recipe, megatron):
 
 
 def test_offsets_of_megatron(megatron, device):
-    """Which knows rows of one length, padded alike."""
+    """Megatron supports rows of one length with equal padding."""
     for length in (1, 5, 8):
         padding = megatron.padding(length, cp_size=2, tp_size=1, has_sp=False)
         tokens = torch.zeros(3, length + padding, device=device)
@@ -803,7 +801,7 @@ def test_sequence_ids_of_megatron(drawn, segment, total, megatron):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_masks_of_megatron(shape, megatron, device):
-    """Where True is pad."""
+    """In Megatron's masks, True is padding."""
     rows = SHAPES[shape]
     real = tensor_of(rows).long().to(device)
     mask = megatron.bert_mask(SimpleNamespace(attn_mask_dimensions="b1ss"), real)
@@ -816,7 +814,7 @@ def test_masks_of_megatron(shape, megatron, device):
 
 
 def kernels(body) -> dict[str, int]:
-    """What the device ran, but for copies of lengths to the host."""
+    """Return the kernels that the device ran, without copies of lengths to the host."""
     _, work = trace(body)
     return {name: n for name, n in work.items() if not name.startswith("Memcpy")}
 
@@ -848,7 +846,7 @@ def test_a_device_mask_costs_three_kernels_and_no_wait(kind, segment, cuda):
 
 
 def test_what_is_read_of_a_device_mask_later(cuda):
-    """One more kernel for ids and positions together, and none for offsets."""
+    """ids and positions together cost one more kernel, and offsets none."""
     mask = torch.rand(16, 300, device=cuda) < 0.5
 
     def body():
@@ -943,7 +941,7 @@ def test_the_ops_replay_with_another_mask(kind, cuda):
 
 @pytest.mark.parametrize("options", [{}, {"segment_multiple": 4}], ids=str)
 def test_a_layout_that_arrives_in_inference_mode_trains(options):
-    """In an evaluation of a DataLoader's batches, whose workers pickle them."""
+    """DataLoader workers pickle the batches, which may be received in inference mode."""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     sent = pickle.dumps(PackedLayout.from_padding_mask(mask, **options))
     with torch.inference_mode():

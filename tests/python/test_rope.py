@@ -33,19 +33,19 @@ def random(*shape: int, dtype=torch.float32, device="cpu", seed: int = 0) -> Ten
 
 
 def tables(*shape: int, **options) -> tuple[Tensor, Tensor]:
-    """No angle has these values: so nothing can be mistaken for anything else."""
+    """Return tables with values that no angle has, so that a mix-up always shows."""
     return random(*shape, **options, seed=1), random(*shape, **options, seed=2)
 
 
 def in_layout(x: Tensor, qkv_format: str) -> Tensor:
-    """`x` is `[batch, seqlen, heads, head_dim]`."""
+    """Convert `x`, `[batch, seqlen, heads, head_dim]`, to a qkv_format."""
     if qkv_format == "bhsd":
         return x.transpose(1, 2).contiguous()
     return x.flatten(0, 1) if qkv_format == "thd" else x
 
 
 def flat(x: Tensor, qkv_format: str) -> Tensor:
-    """`[tokens, heads, head_dim]` of any qkv_format."""
+    """Return `[tokens, heads, head_dim]` from any qkv_format."""
     if qkv_format == "bhsd":
         x = x.transpose(1, 2)
     return x if qkv_format == "thd" else x.flatten(0, 1)
@@ -56,7 +56,7 @@ def widen(table: Tensor, interleaved: bool) -> Tensor:
 
 
 def assert_rounded_once(actual: Tensor, expected: Tensor, x: Tensor, table: Tensor) -> None:
-    """Within one rounding to the dtype, and a few of the arithmetic's fp32 (fp64 for fp64)."""
+    """Check the error: one rounding to the dtype, and a few roundings in fp32 (fp64 for fp64)."""
     if x.numel() == 0:
         return
     own = torch.finfo(x.dtype)
@@ -67,9 +67,10 @@ def assert_rounded_once(actual: Tensor, expected: Tensor, x: Tensor, table: Tens
 
 
 def check(q, k, cos, sin, positions, *, given=None, inplace=True, **options):
-    """cuseq against the loops, which read the half-width `cos` and `sin`; `given` is what it reads.
+    """Compare cuseq with the loops, which read the half-width `cos` and `sin`.
 
-    Also that inputs stay, what the outputs look like, and that in place gives the same.
+    `given` are the tables for cuseq, if they differ. Also checks that inputs are unchanged, the
+    properties of the outputs, and that in-place rotation gives the same.
     """
     given = (cos, sin) if given is None else given
     inputs = [x for x in (q, k) if x is not None]
@@ -105,7 +106,7 @@ def check(q, k, cos, sin, positions, *, given=None, inplace=True, **options):
     return results
 
 
-# Lengths [2, 3] in a row of 6 tokens, and angles of 90 and 180 degrees a position.
+# Lengths [2, 3] in a row of 6 tokens, with angles of 90 and 180 degrees per position.
 QUARTERS = dict(cos=[[1, 1], [0, -1], [-1, 1]], sin=[[0, 0], [1, 0], [0, 0]])
 LITERAL = {
     False: ([1, 2, 3, 4], [-3, -2, 1, -4], [-1, 2, -3, 4]),
@@ -130,12 +131,12 @@ def test_literal_case(interleaved, dtype, device):
     assert loops.tolist() == out.tolist()
 
 
-# Any call at all.
+# Any valid call.
 
 
 @st.composite
 def rotations(draw):
-    """Shapes, tables, where the positions come from and the options, all as CPU tensors."""
+    """Draw shapes, tables, the source of positions and the options, all as CPU tensors."""
     dim = draw(st.sampled_from(HEAD_DIMS))
     pairs = draw(st.just(dim // 2) | st.integers(1, dim // 2))
     qkv_format = draw(st.sampled_from(LAYOUTS))
@@ -170,7 +171,7 @@ def rotations(draw):
             cuts = sorted(draw(st.tuples(*[st.integers(0, pairs)] * 2)))
             section = [cuts[0], cuts[1] - cuts[0], pairs - cuts[1]]
             options |= {"mrope_section": section, "mrope_interleaved": draw(st.booleans())}
-        # [batch, seqlen], or a row that all of the batch share: [1, seqlen] or [seqlen].
+        # [batch, seqlen], or one row for the whole batch: [1, seqlen] or [seqlen].
         shape = draw(st.sampled_from([(batch, seqlen), (1, seqlen), (seqlen,)]))
         planes = () if section is None else (3,)
         generator = torch.Generator().manual_seed(seed)
@@ -240,7 +241,7 @@ def test_any_packing(packing, dtype, made, interleaved, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_head_dims(dim, dtype, device):
-    """Each width of a vector, with all of the head rotated, and with a part."""
+    """Each vector width, with all or part of the head rotated."""
     packed = PackedLayout.from_lengths([3, 0, 1], 5, device=device)
     q, k = (random(5, heads, dim, dtype=dtype, device=device, seed=heads) for heads in (3, 1))
     for interleaved in (False, True):
@@ -268,7 +269,7 @@ def test_head_counts(heads, key_heads, dim, qkv_format, dtype, device):
 
 @pytest.mark.parametrize("count", [31, 32, 33, 1000, 1025, 40_000])
 def test_many_sequences(count, device):
-    """With host values and without; a fifth of the sequences are empty."""
+    """With and without host values; a fifth of the sequences are empty."""
     lengths = [7 * i % 5 for i in range(count)]
     tokens = sum(lengths) + 3
     packed = PackedLayout.from_lengths(lengths, tokens, max_seqs=count + 100, device=device)
@@ -281,7 +282,7 @@ def test_many_sequences(count, device):
 
 @pytest.mark.slow
 def test_without_vector_instructions(run_python):
-    """What processors older than those of AVX2 run."""
+    """Processors without AVX2 run this path."""
     code = f"""
 import sys, torch
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -300,7 +301,7 @@ print("all right on", torch.backends.cpu.get_cpu_capability())
 
 
 def eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' formula, in the dtype of `x`; tables are full width."""
+    """Apply transformers' formula in the dtype of `x`; the tables have full width."""
     width = cos.shape[-1]
     rotary, rest = x[..., :width], x[..., width:]
     half = torch.cat((-rotary[..., width // 2 :], rotary[..., : width // 2]), dim=-1)
@@ -349,7 +350,7 @@ def test_position_ids_of_any_strides(qkv_format, dtype, device):
 
 @pytest.mark.parametrize("qkv_format", LAYOUTS)
 def test_offset_of_a_decode_step(qkv_format, device):
-    """The last offset that fits, and it is the same as the ids that it stands for."""
+    """The last valid offset gives the same result as explicit position ids."""
     q = in_layout(random(1, 1, 2, 8, device=device), qkv_format)
     cos, sin = tables(50, 4, device=device)
     for offset in (0, 1, 49):
@@ -366,8 +367,8 @@ def test_offset_of_a_decode_step(qkv_format, device):
 @pytest.mark.parametrize(
     "section,interleaved,planes",
     [
-        ([2, 1, 1], False, [0, 0, 1, 2]),  # Qwen2-VL: one section behind the other
-        ([2, 1, 1], True, [0, 1, 2, 0]),  # Qwen3-VL: in turn, for as long as there are any
+        ([2, 1, 1], False, [0, 0, 1, 2]),  # Qwen2-VL: one section after the other
+        ([2, 1, 1], True, [0, 1, 2, 0]),  # Qwen3-VL: in turn, until a section is used up
         ([3, 2, 1], True, [0, 1, 2, 0, 1, 0]),
         ([4, 1, 1], True, [0, 1, 2, 0, 0, 0]),
         ([2, 2, 2], False, [0, 0, 1, 1, 2, 2]),
@@ -379,7 +380,7 @@ def test_offset_of_a_decode_step(qkv_format, device):
 @pytest.mark.parametrize("table", ["position", "token"])
 @pytest.mark.kernels
 def test_which_plane_a_pair_follows(table, section, interleaved, planes, device):
-    """Row p of the table multiplies by p, so that the result spells the position of each pair."""
+    """Row p of the table multiplies by p, so the result shows the position of each pair."""
     assert planes == [reference.mrope_plane(i, section, interleaved) for i in range(len(planes))]
     pairs = len(planes)
     positions = [[10, 11], [20, 21], [30, 31]]
@@ -433,7 +434,7 @@ def test_three_planes(dim, section, qkv_format, mrope_interleaved, device):
 
 @pytest.mark.parametrize("qkv_format", LAYOUTS)
 def test_token_tables_of_any_strides(qkv_format, device):
-    """Views that frameworks make: a fused table, a row for all of the batch, tokens in front."""
+    """Views from frameworks: a fused table, one row for the whole batch, tokens first."""
     q = in_layout(random(2, 3, 2, 8, device=device), qkv_format)
     fused = random(2, 3, 8, device=device, seed=1)
     cos, sin = fused.chunk(2, dim=-1)
@@ -454,7 +455,7 @@ def test_token_tables_of_any_strides(qkv_format, device):
 
 
 def of_rank(x: Tensor, lengths: list[int], cp_size: int, cp_rank: int) -> Tensor:
-    """The tokens that a rank holds of a global row: of each segment a chunk from either end."""
+    """Return the tokens that a rank holds of a row: a chunk from either end of each segment."""
     chunks = []
     for segment in x.split([*lengths, x.shape[0] - sum(lengths)]):
         of_segment = segment.tensor_split(2 * cp_size)
@@ -496,7 +497,7 @@ def test_ranks_joined_equal_the_whole(cp_size, chunks, tail, dtype, interleaved,
 @pytest.mark.parametrize("qkv_format", LAYOUTS)
 @pytest.mark.parametrize("cp_size", [2, 3, 8])
 def test_ranks_of_batched_layouts(cp_size, qkv_format, device):
-    """The flat row of a batch is a part of each segment; without one each batch row is one."""
+    """With a layout, a batch's flat row is part of each segment; without, each batch row is one."""
     lengths = [2 * cp_size * n for n in (3, 0, 1, 2)]
     tokens = sum(lengths) + 2 * cp_size
     packed = PackedLayout.from_lengths(lengths, tokens, device=device)
@@ -530,8 +531,8 @@ def test_a_dense_row_that_ranks_cannot_share(device):
         cuseq.apply_rope(q, None, cos, sin, cp_size=2)
 
 
-# Strides of a batch row, a token and a head, of q and of k, then where q and where k begins, all in
-# heads; at the end elements by which every token and every beginning lies further.
+# For q and for k, strides of batch row, token and head; then the start of q and of k, all in heads;
+# last, the elements added to each token stride and each start.
 VIEWS = {
     "one after the other": ((12, 4, 1), (6, 2, 1), 0, 24, 0),
     "fused QKV row": ((24, 8, 1), (24, 8, 1), 0, 4, 0),
@@ -592,7 +593,7 @@ def test_strides(name, qkv_format, dim, rotary_dim, dtype, device):
 def test_q_and_k_of_one_memory_cannot_be_in_place(device):
     x, (cos, sin) = random(4, 2, 8, device=device), tables(4, 4, device=device)
     kept = x.clone()
-    # PyTorch's own check leaves slices alone.
+    # PyTorch's own check does not detect overlap of slices.
     for q, k in ((x, x), (x[:, :1], x[:, :1])):
         with pytest.raises(ValueError, match="q and k must not overlap where both are written"):
             cuseq.apply_rope(q, k, cos, sin, inplace=True)
@@ -635,7 +636,7 @@ def test_heads_that_q_and_k_share_cannot_be_turned_in_place(norm, qkv_format, de
 
 
 def test_overlap_is_found_exactly():
-    """Against sets of addresses, for views of one buffer with strides of any kind."""
+    """Compare with sets of addresses, for views of one buffer with arbitrary strides."""
     generator = torch.Generator().manual_seed(11)
     buffer, (cos, sin) = torch.zeros(400), tables(4, 1)
     addresses = torch.arange(400)
@@ -654,7 +655,7 @@ def test_overlap_is_found_exactly():
             views.append((size, strides, offset))
         held = [addresses.as_strided(*view).flatten().tolist() for view in views]
         if any(len(set(numbers)) < len(numbers) for numbers in held):
-            continue  # refused for itself
+            continue  # rejected on its own
         shared = not set(held[0]).isdisjoint(held[1])
         found[shared] += 1
         q, k = (buffer.as_strided(*view) for view in views)
@@ -716,7 +717,7 @@ def test_strided_tables(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("which", ["cos", "sin", "both"])
 def test_tables_that_begin_anywhere(which, dtype, device):
-    """One element off what vectors want, in memory or from row to row."""
+    """One element off vector alignment, in memory or from row to row."""
     q, (cos, sin) = random(5, 3, 32, device=device), tables(5, 16, device=device)
     given = {"cos": cos.to(dtype), "sin": sin.to(dtype)}
     for name in given if which == "both" else [which]:
@@ -735,7 +736,7 @@ def ints(device, values, dtype=torch.int64) -> Tensor:
 @pytest.mark.parametrize("dim", [8, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
 def test_elements_past_2_to_the_31_in_strides(dtype, dim, device, tmp_path, monkeypatch):
-    """Each stride of 2^31 in turn; on the CPU the memory is a file of holes."""
+    """Use each stride of 2^31 in turn; on the CPU the memory is a sparse file."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     far = 2**31 + 16
     if device.type == "cuda":
@@ -782,7 +783,7 @@ def test_more_than_2_to_the_31_elements(qkv_format, cuda, monkeypatch):
         assert_rounded_once(flat(x, qkv_format)[where].cpu(), expected, before, torch.ones(1))
 
 
-# Positions that the table does not have.
+# Positions beyond the table.
 
 FAR = [
     (dtype, position)
@@ -864,7 +865,7 @@ def test_a_rank_s_table_reaches_to_the_end_of_the_global_sequence(device):
 
 @pytest.mark.parametrize("qkv_format", LAYOUTS)
 def test_an_offset_beyond_the_table(qkv_format, device):
-    """Of the last token of a batch row, and sums that do not fit 64 bits."""
+    """The last token of a batch row lies beyond the table, and sums overflow 64 bits."""
     q = in_layout(random(1 if qkv_format == "thd" else 2, 3, 1, 8, device=device), qkv_format)
     cos, sin = tables(7, 4, device=device)
     cuseq.apply_rope(q, None, cos, sin, qkv_format=qkv_format, offset=4)
@@ -875,7 +876,7 @@ def test_an_offset_beyond_the_table(qkv_format, device):
 
 @pytest.mark.kernels
 def test_bare_offsets_without_host_values(device):
-    """The op alone: the CPU reads the offsets, elsewhere what is too far becomes NaN."""
+    """The op alone: the CPU reads the offsets; elsewhere positions beyond the table give NaN."""
     q, (cos, sin) = random(6, 1, 8, device=device), tables(3, 4, device=device)
     offsets = ints(device, [0, 2, 5], torch.int32)
     packed = PackedLayout.from_lengths([2, 3], 6, device=device)
@@ -895,7 +896,10 @@ def test_bare_offsets_without_host_values(device):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype,dim", [(torch.float32, 16), (torch.bfloat16, 128)])
 def test_offsets_that_lie_stay_inside_the_table(dtype, dim, cuda):
-    """Whatever offsets without a qkv_format hold, no kernel leaves its tensors (sanitizer)."""
+    """With wrong offsets and no qkv_format, no kernel accesses memory outside its tensors.
+
+    The sanitizer checks this.
+    """
     q = random(64, 2, dim, dtype=dtype, device=cuda)
     cos, sin = tables(9, dim // 2, device=cuda)
     for lie in ([0, -5, 70], [0, 10**9, 3], [5, 64, 65], [-(2**31), 2**31 - 1, 7]):
@@ -940,7 +944,7 @@ print("all raised")
 
 
 def test_cuseq_check_raises_at_once(cuda, run_python):
-    """On the CPU the same errors come without it, as other tests show."""
+    """On the CPU the same errors occur without it, as other tests show."""
     result = run_python(CHECKED.format(device=str(cuda)), CUSEQ_CHECK="1")
     assert "all raised" in result.stdout, result.stderr
 
@@ -1055,7 +1059,7 @@ def test_errors_name_argument_rule_and_value(change, error, message, inplace):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_a_table_read_at_the_wrong_width(interleaved):
-    """The last row says how the table is meant, and is looked at where the host can."""
+    """The last row tells the table's width, and is checked if the host can read it."""
     q, half = random(4, 1, 16), tables(4, 4)
     full = [widen(table, interleaved) for table in half]
     options = dict(interleaved=interleaved, rotary_dim=8)
@@ -1102,7 +1106,7 @@ def test_wrong_devices_are_refused(cuda):
             cuseq.apply_rope(**dict(dict(q=q, k=None, cos=cos, sin=sin), **change))
 
 
-# The op's own: the conjugate, and where it runs.
+# The op's own options: the conjugate, and where it runs.
 
 
 @pytest.mark.kernels
@@ -1148,7 +1152,7 @@ def test_runs_on_the_current_stream(cuda):
 
 
 def inverse_frequencies(rotary_dim: int, theta: float, dtype=torch.float32) -> Tensor:
-    """Powers in float64, rounded once."""
+    """Compute powers in float64, rounded once."""
     return (theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)).to(dtype)
 
 
@@ -1157,11 +1161,11 @@ def angles_of(length: int, rotary_dim: int = 16, theta: float = 1e4) -> Tensor:
 
 
 def assert_table_of(angles: Tensor, results: tuple[Tensor, Tensor]) -> None:
-    """Cosines and sines of fp32 angles, to a few roundings of the angles and of themselves."""
+    """Check cosines and sines of fp32 angles, up to a few roundings of angles and results."""
     for table, function in zip(results, (torch.cos, torch.sin), strict=True):
         assert table.shape == angles.shape
         error = (table.double().cpu() - function(angles.double())).abs()
-        # Powers in float64 differ in their last bit, and so may what they are rounded to.
+        # Powers in float64 differ in the last bit, so their rounded values may differ too.
         assert (error <= 2 * torch.finfo(torch.float32).eps * (1 + angles)).all()
 
 
@@ -1183,7 +1187,7 @@ def test_table_of_theta(length, rotary_dim, theta, device):
 
 
 def test_table_in_float64(device):
-    """Angles in float64 too: at position 3,000 those of fp32 are wrong in the fourth digit."""
+    """Angles are in float64 too: at position 3,000 the fp32 ones are wrong in the fourth digit."""
     results = cuseq.rope_table(3000, 64, dtype=torch.float64, device=device)
     positions = torch.arange(3000, dtype=torch.float64)[:, None]
     angles = positions * inverse_frequencies(64, 1e4, torch.float64)
@@ -1202,7 +1206,7 @@ def test_table_is_scaled_then_cast(dtype, device):
 
 
 def test_table_of_given_frequencies(device):
-    """Of any strides; `theta` has no part in it."""
+    """Frequencies of any strides; `theta` is ignored."""
     inv_freq = inverse_frequencies(16, 77.0)
     wide = torch.stack([torch.full((8,), 7.0), inv_freq], dim=1)
     sources = [inv_freq, wide[:, 1], inv_freq.to(device), wide.to(device)[:, 1]]
@@ -1216,7 +1220,7 @@ def test_table_of_given_frequencies(device):
 
 
 def test_tables_grow_and_old_slices_stay(device):
-    """Few tables are made for many lengths, and none of those handed out changes."""
+    """A few tables serve many lengths, and tables handed out earlier do not change."""
     kept = {n: cuseq.rope_table(n, 8, device=device) for n in (*range(1, 5000, 50), 5000, 7)}
     for pick in range(2):
         longest = kept[5000][pick]
@@ -1247,7 +1251,7 @@ def test_tables_are_kept_counted_and_cleared(device):
 
 
 def test_each_option_has_its_own_table(device):
-    """In every order, since one that is kept may be given for another."""
+    """Every order of requests, since a cached table could be returned for other options."""
     calls = [
         {},
         dict(theta=500.0),
@@ -1300,7 +1304,7 @@ def test_frequencies_given_another_storage_make_a_new_table(device):
 @pytest.mark.parametrize("qkv_format", ["bshd", "bhsd"])
 @pytest.mark.parametrize("cp_rank", [0, 1])
 def test_a_ranks_part_in_batch_rows(cp_rank, qkv_format, device):
-    """Batch row after batch row, as of any qkv_format."""
+    """Batch rows follow each other, in either qkv_format."""
     packed = cuseq.PackedLayout.from_lengths([7, 1, 4], segment_multiple=4, device=device)
     plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
     (local,) = cuseq.distributed.cp_partition(packed, plan, cp_rank)
@@ -1318,7 +1322,7 @@ def test_a_ranks_part_in_batch_rows(cp_rank, qkv_format, device):
 
 
 def test_other_frequencies_at_the_same_address(device):
-    """A model's goes and the next one's comes: it may well get the same memory and the same id."""
+    """One model's tensor is freed and the next may get the same memory and the same id."""
     for scale in range(1, 30):
         inv_freq = inverse_frequencies(16, 1e4).to(device) * scale
         results = cuseq.rope_table(10, 16, inv_freq=inv_freq, device=device)
@@ -1333,7 +1337,7 @@ def test_few_tables_are_kept(device):
 
 
 def test_tables_from_threads(device):
-    """Each asks for other lengths of two tables, so that all of them make them grow."""
+    """Threads request other lengths of two tables, so that all of them make the tables grow."""
 
     def ask(seed: int) -> bool:
         for step in range(40):
@@ -1362,7 +1366,8 @@ def test_a_table_from_an_evaluation_trains(device):
 
 
 def test_what_the_tables_do_not_depend_on(device):
-    """A default dtype, a default device, autocast, and a table that was only traced."""
+    """A default dtype, a default device, autocast and a table that was only traced do not
+    matter."""
     with FakeTensorMode():
         cuseq.rope_table(10, 16, device=device)
     torch.set_default_dtype(torch.float64)
@@ -1409,7 +1414,7 @@ def test_a_table_made_in_a_capture_is_not_kept(cuda):
         captured = cuseq.rope_table(50, 16, device=cuda)
     after = cuseq.cache.stats()
     assert (after["entries"], after["bytes"]) == (before["entries"], before["bytes"])
-    # Not run yet: what is served now must not be the graph's memory.
+    # The graph has not run yet, so the table returned now must not be in the graph's memory.
     assert_table_of(angles_of(50), cuseq.rope_table(50, 16, device=cuda))
     graph.replay()
     assert_table_of(angles_of(50), captured)
@@ -1429,7 +1434,7 @@ def test_a_table_made_on_another_stream_is_waited_for(cuda):
 
 
 def test_frequencies_from_a_gpu_for_the_cpu(cuda):
-    """A copy behind a busy stream is not there yet when it is asked for."""
+    """A copy queued on a busy stream has not arrived yet when it is needed."""
     inv_freq = torch.zeros(8, device=cuda)
     new = inverse_frequencies(16, 1e4).to(cuda)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""apply_rope under autograd, compilers, checkpoints, graphs and whatever else watches it."""
+"""Test apply_rope under autograd, compilers, checkpoints, graphs and tracing modes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPILERS = [
 
 
 class Call(NamedTuple):
-    """A call of apply_rope, and what the plain formula makes of one of its tensors."""
+    """A call of apply_rope, and the plain formula for one of its tensors."""
 
     tensors: list[Tensor]
     cos: Tensor
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """What a call looks like; `rows` is [tokens] or [batch, seqlen], `heads` of q and of k."""
+    """Parameters of a call; `rows` is [tokens] or [batch, seqlen], `heads` of q and of k."""
 
     rows: tuple[int, ...] = (6,)
     source: str = "packed"
@@ -61,7 +61,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def positions(self, generator: torch.Generator) -> Tensor:
-        """[planes, *rows]"""
+        """Return positions, `[planes, *rows]`."""
         size, rank = self.options.get("cp_size", 1), self.options.get("cp_rank", 0)
         if self.source == "packed":
             tail = size * math.prod(self.rows) - sum(self.lengths)
@@ -132,7 +132,8 @@ class Case:
 
 
 def local_positions(length: int, size: int, rank: int) -> list[int]:
-    """Positions in a segment of the tokens that one rank of context parallelism holds."""
+    """Return the positions in a segment of the tokens that one rank of context parallelism
+    holds."""
     if size == 1:
         return list(range(length))
     half, last = length // (2 * size), 2 * size - 1 - rank
@@ -149,7 +150,8 @@ def planes_of_pairs(pairs: int, options: dict[str, Any]) -> list[int]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The plain formula in the dtype of `x`; cos and sin of each token broadcast over its heads."""
+    """Apply the plain formula in the dtype of `x`; a token's cos and sin broadcast over its
+    heads."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     turned, rest = x.tensor_split([2 * cos.shape[-1]], -1)
     first, second = (
@@ -193,7 +195,7 @@ CASES = {
     "cp": Case((8,), lengths=(4, 8), options=dict(cp_size=2, cp_rank=1)),
     "cp, dense": Case((2, 4), "dense", qkv_format="bshd", options=dict(cp_size=2, cp_rank=0)),
 }
-# Sizes of real models, which take the wide paths of the kernels.
+# Sizes of real models, which use the wide paths of the kernels.
 LARGE = {
     "8x64": Case((70,), lengths=(30, 1, 33), heads=(8, 2), dim=64, rotary=64),
     "5x128": Case((2, 33), "ids", qkv_format="bhsd", heads=(5, 1), dim=128, rotary=128),
@@ -201,8 +203,8 @@ LARGE = {
     "2x256": Case((9,), "token", heads=(2, 1), dim=256, rotary=64),
 }
 ALL_CASES = CASES | LARGE
-# Whole heads of wide vectors and every way to tell a token's position: in 16 bits most of them take
-# the shortest path of the kernels, and the others look as if they could.
+# Whole heads of wide vectors with every source of positions. In 16 bits most of them take the
+# kernels' shortest path, and the others nearly qualify for it.
 WHOLE_HEADS = {
     "packed": Case((70,), lengths=(30, 1, 33), heads=(5, 3), dim=128, rotary=128),
     "packed, bshd": Case(
@@ -239,13 +241,13 @@ def rope(call: Call, tensors: list[Tensor], **more: Any) -> list[Tensor]:
 
 
 def incoming(tensors: list[Tensor]) -> list[Tensor]:
-    """Gradients to begin with."""
+    """Return gradients of the outputs."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in tensors]
 
 
 def plain_gradients(call: Call, grads: list[Tensor]) -> list[Tensor]:
-    """In float64, whatever the dtype of the call."""
+    """Compute gradients in float64, whatever the dtype of the call."""
     exact = [t.detach().double().requires_grad_() for t in call.tensors]
     return list(
         torch.autograd.grad([call.plain(t) for t in exact], exact, [g.double() for g in grads])
@@ -253,7 +255,7 @@ def plain_gradients(call: Call, grads: list[Tensor]) -> list[Tensor]:
 
 
 def check_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    """Up to the rounding of two products and their sum, in float64."""
+    """Check equality up to the float64 rounding of two products and their sum."""
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape and one.dtype == other.dtype == torch.float64
         one, other = one.detach(), other.detach()
@@ -269,11 +271,12 @@ def check_no_worse(
     mean: float = 1.01,
     mean_in_fp32: float = 1.25,
 ) -> None:
-    """No further from float64 than the plain formula in the same dtype, at worst and on average."""
+    """Check that the error is at most the plain formula's in the same dtype, at worst and on
+    average."""
     assert actual.dtype == plain.dtype and actual.shape == plain.shape == exact.shape
     ours, theirs = ((t.double() - exact).abs() for t in (actual, plain))
     worst = 1.01
-    # Where both compute in fp32 and keep it, which is further off at one element is chance.
+    # If both compute and store fp32, which one is worse at one element is chance.
     if actual.dtype.itemsize >= 4:
         worst, mean = 3.0, mean_in_fp32
     assert float(ours.max()) <= worst * float(theirs.max())
@@ -319,7 +322,7 @@ def test_values_and_gradients_in_low_precision(name, dtype, table_dtype, device)
 @pytest.mark.kernels
 @pytest.mark.parametrize("qkv_format", ["thd", "bshd"])
 def test_every_way_to_say_a_position_gives_the_same_bits(qkv_format, device):
-    """Tokens of one row, found by offsets, by ids of either width or in a table of tokens."""
+    """Tokens of one row, found by offsets, by ids of either width or in a token table."""
     lengths = [30, 1, 33]
     rows = (70,) if qkv_format == "thd" else (1, 70)
     case = Case(rows, "packed", tuple(lengths), qkv_format, heads=(5, 3), dim=128, rotary=128)
@@ -344,7 +347,7 @@ def test_every_way_to_say_a_position_gives_the_same_bits(qkv_format, device):
 
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (9, 1)], ids=str)
 def test_a_token_is_turned_alike_in_calls_of_any_size(heads, cuda):
-    """How many heads a warp serves depends on the number of tokens, what it computes does not."""
+    """The number of heads per warp depends on the number of tokens; the result must not."""
     case = Case((6000,), "ids", heads=heads, dim=128, rotary=128)
     call = case.build(cuda, torch.bfloat16)
     ids = call.options["position_ids"]
@@ -524,7 +527,7 @@ def test_saved_tensors_on_the_cpu(device):
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_errors_of_hooks_come_through(norm, device):
-    """Checkpointing ends its recomputation by one."""
+    """Checkpointing ends its recomputation by raising in a hook."""
     call = CASES["packed"].build(device)
 
     def refuse(tensor):
@@ -704,7 +707,8 @@ def test_selective_checkpoint_sees_the_op(policy, device):
 
 
 def check_compiled(compiled, call: Call, *args: Any) -> None:
-    """Results and gradients of a compiled `function(q, k, cos, sin, ...)` that calls apply_rope."""
+    """Check results and gradients of a compiled `function(q, k, cos, sin, ...)` using
+    apply_rope."""
     outs = compiled(*call.tensors, call.cos, call.sin, *args)
     check_equal(list(outs), [call.plain(t) for t in call.tensors])
     grads = incoming(list(outs))
@@ -739,7 +743,7 @@ def test_one_graph_for_all_row_lengths(device):
 
 
 def test_one_graph_for_all_offsets(device):
-    """A decode step: its position is no constant of the graph."""
+    """In a decode step the position is not a constant of the graph."""
 
     def step(q, k, cos, sin, offset):
         return cuseq.apply_rope(q, k, cos, sin, qkv_format="bshd", offset=offset)
@@ -822,7 +826,7 @@ def test_compiled_in_place_on_slices(backend, device):
 
 
 def op_options(call: Call) -> dict[str, Any]:
-    """The options of apply_rope as those of its op."""
+    """Return the options of apply_rope as arguments of its op."""
     options = dict(call.options)
     packed = options.pop("packed", None)
     if packed is not None:
@@ -835,7 +839,7 @@ def norm_weights(call: Call) -> list[Tensor]:
 
 
 def sliced(call: Call) -> Call:
-    """The same with tensors that are slices of wider ones, not dense."""
+    """Return the same call with tensors that are slices of wider ones."""
     return call._replace(
         tensors=[torch.cat((t, t), -1).detach()[..., : t.shape[-1]] for t in call.tensors]
     )
@@ -893,7 +897,7 @@ def test_the_conjugate_turns_back(device):
     outs = ops.apply_rope(call.tensors, call.cos, call.sin, **options)
     back = ops.apply_rope(outs, call.cos, call.sin, **options, conjugate=True)
     check_equal(back, call.tensors)
-    # Its gradient turns forth.
+    # The gradient of the inverse rotation is the rotation.
     grads = incoming(outs)
     actual = torch.autograd.grad(
         ops.apply_rope(call.tensors, call.cos, call.sin, **options, conjugate=True),
@@ -980,7 +984,7 @@ def test_nothing_waits(name, cuda):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_a_captured_graph_reads_its_offsets(inplace, cuda):
-    """Replayed with other lengths it gives other positions, forward and backward."""
+    """Replayed with other lengths, it uses other positions, forward and backward."""
     case = Case((64,), lengths=(9, 14), heads=(4, 2), dim=64, rotary=64)
     call = case.build(cuda)
     offsets = torch.zeros(9, dtype=torch.int32, device=cuda)

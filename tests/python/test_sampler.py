@@ -1,4 +1,4 @@
-"""PackedBatchSampler: every sample once, the same steps on every rank, balance, resuming."""
+"""Test PackedBatchSampler: every sample once, equal steps on all ranks, balance, resuming."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_ranks(lengths, capacity: int, world_size: int, **options):
 
 
 def make_steps(samplers, epoch: int = 0) -> list[tuple[Row, ...]]:
-    """The rows of one epoch: for each step one of each rank."""
+    """Return the rows of one epoch: for each step, one row per rank."""
     rows = []
     for sampler in samplers:
         sampler.set_epoch(epoch)
@@ -74,7 +74,7 @@ OPTIONS = {
 
 @st.composite
 def cases(draw, **fixed):
-    """Lengths, capacity, number of ranks, options."""
+    """Draw lengths, capacity, number of ranks and options."""
     capacity = draw(st.sampled_from([1, 8, 20, 100]))
     lengths = draw(st.lists(st.integers(0, capacity), max_size=60))
     options = {
@@ -104,9 +104,10 @@ def test_every_sample_once(case, epoch):
     assert all(sampler.repeated == repeated for sampler in samplers)
     group = world_size * options["accumulation"]
     if options["buffer"] is None:
-        # Only where there are not enough samples for all places are some taken twice.
+        # Samples are repeated only if there are too few for all places.
         assert repeated == max(0, len(rows) - len(lengths))
-        if options["strategy"] != "sequential":  # there the order decides how many rows there are
+        # with "sequential" the order decides the number of rows
+        if options["strategy"] != "sequential":
             packed = cuseq.data.bin_pack(lengths, capacity, options["strategy"]).num_rows
             assert len(rows) == -(-packed // group) * group
         most = max(1, -(-len(rows) // max(1, len(lengths))))
@@ -130,13 +131,14 @@ def test_the_last_incomplete_group_is_dropped(case, epoch):
         packed = cuseq.data.bin_pack(lengths, capacity, options["strategy"]).num_rows
         assert len(rows) == packed // group * group
     left = sorted(set(range(len(lengths))) - set(samples_of(steps)))
-    if left:  # one incomplete group at most
+    if left:  # at most one incomplete group
         assert sum(lengths[i] for i in left) <= (group - 1) * capacity
 
 
 @pytest.mark.parametrize("options", [{}, {"balance": "tokens"}, {"buffer": 60}], ids=str)
 def test_other_samples_are_dropped_in_each_epoch(options):
-    """Neither always the short ones, which stand in the emptiest rows, nor the long ones."""
+    """Dropped are neither always the short samples, which are in the emptiest rows, nor the long
+    ones."""
     lengths = make_lengths(120, 64)
     samplers = make_ranks(lengths, 64, 6, drop_last=True, **options)
     dropped: Counter[int] = Counter()
@@ -216,7 +218,7 @@ def test_epochs_differ_and_repeat(buffer):
 
 @pytest.mark.parametrize("buffer", [None, 16, 64])
 def test_equal_samples_change_places(buffer):
-    """Samples are permuted before they are packed: who shares a row with whom differs."""
+    """Samples are permuted before packing, so the samples that share a row differ."""
     sampler = cuseq.data.PackedBatchSampler([4] * 64, 8, buffer=buffer)
     pairs = []
     for epoch in range(8):
@@ -224,13 +226,13 @@ def test_equal_samples_change_places(buffer):
         pairs.append({tuple(sorted(row)) for row in sampler})
         assert all(len(pair) == 2 for pair in pairs[-1])
     for one, other in itertools.combinations(pairs, 2):
-        assert len(one & other) < 8  # of 32 pairs, by chance about half a one
+        assert len(one & other) < 8  # of 32 pairs; about half a pair by chance
 
 
 @pytest.mark.parametrize("balance", [None, "tokens", "attention"])
 def test_steps_are_shuffled(balance):
-    """Neither long rows first nor last."""
-    lengths = list(range(51, 99))  # one to a row
+    """Long rows come neither first nor last."""
+    lengths = list(range(51, 99))  # one sample per row
     sampler = cuseq.data.PackedBatchSampler(lengths, 100, balance=balance)
     orders = []
     for epoch in range(8):
@@ -254,7 +256,7 @@ def test_random_state_of_the_caller_is_neither_read_nor_moved():
 
 
 def test_the_order_is_that_of_every_process(run_python):
-    """Python salts its hashes anew in each process."""
+    """Python salts its hashes in each process."""
     code = (
         "import cuseq\n"
         "sampler = cuseq.data.PackedBatchSampler("
@@ -317,7 +319,8 @@ def test_a_part_of_a_permutation_of_a_large_set(count):
         assert len(numbers.unique()) == 20_000
         assert 0 <= int(numbers.min()) and int(numbers.max()) < count
         shares = torch.histc(numbers.double(), 10, 0, count)
-        assert shares.min() > 1700 and shares.max() < 2300  # 2,000 each, 42 the deviation
+        # expected 2,000 each, standard deviation 42
+        assert shares.min() > 1700 and shares.max() < 2300
 
 
 def test_a_permutation_looks_random():
@@ -354,7 +357,7 @@ def test_a_part_that_is_not_there_is_refused(count, begin, end):
 
 @pytest.mark.parametrize("balance", [None, "tokens"])
 def test_each_window_is_a_sample_of_the_whole_set(balance):
-    """Sets are sorted, as crawls are by source: no part of the epoch is."""
+    """Sets may be sorted, as crawls are by source; no part of the epoch may be."""
     count, parts = 8000, 8
     samplers = make_ranks([64] * count, 64, 2, buffer=count // parts, balance=balance)
     firsts = []
@@ -391,7 +394,7 @@ def test_a_small_last_window_repeats_nothing(seed):
 
 
 def test_windows_without_rows_are_even():
-    """All of them are left out, or carried on."""
+    """All of their samples are left out, or carried over."""
     for options in ({"drop_last": True}, {"buffer": 1}):
         sampler = cuseq.data.PackedBatchSampler(
             [3, 5], 8, world_size=4, balance="tokens", **options
@@ -426,7 +429,7 @@ def test_windows_pack_nearly_as_well():
     whole = len(cuseq.data.PackedBatchSampler(lengths, 1024))
     windows = len(cuseq.data.PackedBatchSampler(lengths, 1024, buffer=2000))
     assert windows <= 1.01 * whole
-    # What does not fill a group goes on to the next window: it is not taken apart in each.
+    # Rows that do not fill a group move to the next window; they are not split in each window.
     group = {"world_size": 8, "accumulation": 4}
     assert (
         8 * len(cuseq.data.PackedBatchSampler(lengths, 1024, buffer=2000, **group)) <= 1.03 * whole
@@ -461,7 +464,7 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 def test_memory_is_that_of_the_buffer(run_python, tmp_path):
-    """No room for a byte mask and an index, nor for a copy of the lengths."""
+    """There is no memory for a byte mask and an index, nor for a copy of the lengths."""
     path = tmp_path / "lengths"
     lengths = np.random.default_rng(0).integers(1, 4097, 1_000_000).astype(np.int32)
     with open(path, "wb") as file:
@@ -476,7 +479,7 @@ def test_memory_is_that_of_the_buffer(run_python, tmp_path):
 
 
 def costs_of(lengths, steps, cost: Callable[[list[int]], float]) -> np.ndarray:
-    """`[steps, ranks]`."""
+    """Return costs, `[steps, ranks]`."""
     return np.array([[cost([int(lengths[i]) for i in row]) for row in step] for step in steps])
 
 
@@ -493,7 +496,7 @@ BALANCES = [
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_the_slowest_of_each_step_is_as_fast_as_may_be(balance, cost, shuffle, world_size):
-    """Dealing sorted costs is the least that the steps' maxima can sum up to."""
+    """Assigning rows in order of cost gives the minimal sum of the steps' maxima."""
     lengths = make_lengths(1000, 128, seed=world_size)
     samplers = make_ranks(lengths, 128, world_size, balance=balance, shuffle=shuffle)
     costs = costs_of(lengths, make_steps(samplers), cost)
@@ -503,7 +506,7 @@ def test_the_slowest_of_each_step_is_as_fast_as_may_be(balance, cost, shuffle, w
 
 @given(case=cases(buffer=None, accumulation=1), picked=st.sampled_from(BALANCES[:3]))
 def test_balance_of_small_sets_is_the_best_of_all(case, picked):
-    """Against every way of dealing the rows to steps."""
+    """Compare with every assignment of rows to steps."""
     lengths, capacity, _, options = case
     balance, cost = picked
     samplers = make_ranks(lengths[:18], capacity, 2, **{**options, "balance": balance})
@@ -531,7 +534,7 @@ def test_nearly_equal_at_eight_ranks():
 
 @pytest.mark.parametrize(("balance", "cost"), BALANCES[:3], ids=["tokens", "attention", "own"])
 def test_optimizer_steps_are_balanced_over_ranks(balance, cost):
-    """Two ranks, two slots: against every way of giving each rank two of the four rows."""
+    """Two ranks, two slots: compare with every way of giving each rank two of the four rows."""
     lengths = make_lengths(600, 128)
     samplers = make_ranks(lengths, 128, 2, balance=balance, accumulation=2)
     costs = costs_of(lengths, make_steps(samplers), cost)
@@ -551,7 +554,7 @@ def test_accumulated_sums_differ_by_less_than_their_rows(accumulation):
     rows = costs.reshape(len(costs), -1)
     assert np.all(np.ptp(sums, 1) <= np.ptp(rows, 1))
     assert (sums.max(1) / sums.mean(1)).mean() < 1.02
-    # Slots are steps too: each must wait for its slowest.
+    # Each slot waits for its slowest rank too.
     assert (costs.max(2) / costs.mean(2)).mean() < 1.05
 
 
@@ -683,7 +686,8 @@ def test_samples_are_spread_over_the_cheapest_rows_with_room(lengths, rows, quad
 
 
 def test_rows_without_room_are_not_looked_at_for_every_sample(monkeypatch):
-    """Cheap in attention, but full: once each of hundreds of rows was, for each of thousands."""
+    """Rows that are cheap in attention but full were once examined for each of thousands of
+    samples."""
     push = Spy(_balance.heappush)
     monkeypatch.setattr(_balance, "heappush", push)
     lengths = dict(enumerate(make_lengths(20_000, 1024).tolist()))
@@ -755,7 +759,7 @@ def test_resume_at_every_step(options):
 
 @pytest.mark.parametrize("options", RESUMED, ids=str)
 def test_the_state_of_one_rank_is_that_of_all(options):
-    """Rank 0 writes the checkpoint, every rank reads it."""
+    """Rank 0 writes the checkpoint, and every rank reads it."""
     ranks = make_ranks(make_lengths(150, 64), 64, 2, **options)
     expected = [list(sampler) for sampler in ranks]
     for step in (0, 3):
@@ -769,7 +773,7 @@ def test_the_state_of_one_rank_is_that_of_all(options):
 @settings(max_examples=50)
 @given(case=cases(), stops=st.lists(st.integers(0, 12), min_size=1, max_size=4))
 def test_interrupted_at_random(case, stops):
-    """As often as it happens, in every epoch, the order is the same."""
+    """The order stays the same after any number of interruptions, in every epoch."""
     lengths, capacity, world_size, options = case
     ranks = make_ranks(lengths, capacity, world_size, **options)
     expected = [make_steps(ranks, epoch) for epoch in range(2)]
@@ -789,7 +793,7 @@ def test_interrupted_at_random(case, stops):
 
 @pytest.mark.parametrize("options", RESUMED, ids=str)
 def test_iterations_at_a_time_are_whole(options):
-    """A look at the whole set in mid-epoch, as an evaluation may take, costs no batch."""
+    """Iterating over the whole set mid-epoch, as an evaluation may, loses no batch."""
     sampler = cuseq.data.PackedBatchSampler(make_lengths(150, 64), 64, **options)
     expected = list(sampler)
     rows = []
@@ -806,7 +810,7 @@ def test_iterations_at_a_time_are_whole(options):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_state_of_an_iteration_that_has_not_begun(workers):
-    """It is at the start, though the sampler stood at the end of the iteration before."""
+    """The state is at the start, although the sampler was at the end of the iteration before."""
     sampler = cuseq.data.PackedBatchSampler(sampler_lengths(), 64)
     expected = list(sampler)
     rows = iter(sampler)
@@ -827,7 +831,7 @@ def test_the_state_of_an_iteration_that_has_not_begun(workers):
 
 
 def test_set_epoch_after_resuming():
-    """A loop sets the epoch before each, the interrupted one too: that goes on where it stood."""
+    """A loop sets the epoch before each one, including the interrupted one, which continues."""
     lengths = make_lengths(150, 64)
     sampler = cuseq.data.PackedBatchSampler(lengths, 64)
     sampler.set_epoch(5)
@@ -935,7 +939,7 @@ def test_steps_beyond_the_epoch_are_refused():
 
 
 def epoch_over_ranks(lengths, capacity, stages, epoch, **options):
-    """One epoch over stages `(world_size, accumulation, stop)`, the last one to its end.
+    """Run one epoch over stages `(world_size, accumulation, stop)`, the last one to its end.
 
     Returns what each stage yields, as `make_steps` does, and the samplers of the last one.
     """
@@ -975,7 +979,7 @@ STAGES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 12))
 def test_every_sample_once_on_changing_ranks(case, stages, epoch):
     lengths, capacity, _, options = case
     options = {name: value for name, value in options.items() if name != "accumulation"}
-    # On as many ranks another accumulation is refused.
+    # With the same number of ranks, another accumulation is an error.
     stages = [(w, stages[0][1] if w == stages[0][0] else 1 + w % 3, stop) for w, _, stop in stages]
     parts, ranks = epoch_over_ranks(lengths, capacity, stages, epoch, **options)
     rows = [row for steps in parts for step in steps for row in step]
@@ -985,7 +989,7 @@ def test_every_sample_once_on_changing_ranks(case, stages, epoch):
     assert set(counts) == set(range(len(lengths))), "none is lost"
     repeated = sum(counts.values()) - len(lengths)
     assert all(sampler.repeated == repeated for sampler in ranks)
-    # Only where the samples left were fewer than the places of a step, and so at its end.
+    # Samples are repeated only at a stage's end, if fewer were left than places in a step.
     assert repeated <= sum(w * a - 1 for w, a, _ in stages)
 
 
@@ -996,7 +1000,7 @@ def test_every_sample_once_on_changing_ranks(case, stages, epoch):
     epoch=st.integers(0, 2),
 )
 def test_no_sample_twice_on_changing_ranks(case, stages, epoch):
-    """With drop_last the rows are left out that do not fill a group of the last ranks."""
+    """With drop_last, rows that do not fill a group of the last ranks are left out."""
     lengths, capacity, _, options = case
     options = {name: value for name, value in options.items() if name != "accumulation"}
     stages = [(w, stages[0][1] if w == stages[0][0] else 1 + w % 3, stop) for w, _, stop in stages]
@@ -1007,7 +1011,8 @@ def test_no_sample_twice_on_changing_ranks(case, stages, epoch):
     assert max(counts.values(), default=1) == 1
     assert all(sampler.repeated == 0 for sampler in ranks)
     left = set(range(len(lengths))) - set(counts)
-    # A stage that reached the end of the epoch ended it; its own ranks say what is left out.
+    # A stage that reached the end of the epoch ended it; its number of ranks decides what is left
+    # out.
     group = max(w * a for w, a, _ in stages)
     assert sum(lengths[i] for i in left) <= (group - 1) * capacity
 
@@ -1015,7 +1020,7 @@ def test_no_sample_twice_on_changing_ranks(case, stages, epoch):
 @settings(max_examples=50)
 @given(case=cases(), stops=st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_the_same_ranks_go_on_bit_equal(case, stops):
-    """Also if a stage on others was started and had no batch."""
+    """Also if a stage on another number of ranks was started without taking a batch."""
     lengths, capacity, world_size, options = case
     accumulation = options.pop("accumulation")
     ranks = make_ranks(lengths, capacity, world_size, accumulation=accumulation, **options)
@@ -1041,7 +1046,7 @@ def test_ranks_that_had_no_batch_leave_no_trace(options):
 
 @pytest.mark.parametrize("options", RESUMED, ids=str)
 def test_resume_on_other_ranks_literally(options):
-    """4 ranks stop after 3 steps, 2 go on with what is left: each sample once, rows as full."""
+    """4 ranks stop after 3 steps, 2 continue with the rest: each sample once, rows equally full."""
     lengths = make_lengths(400, 64)
     accumulation = options.get("accumulation", 1)
     options = {name: value for name, value in options.items() if name != "accumulation"}
@@ -1079,7 +1084,7 @@ def test_steps_count_from_where_the_ranks_changed():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_an_epoch_that_has_ended_stays_ended_on_other_ranks(drop_last):
-    """Also where its last rows, left out on eight ranks, would fill a step of one."""
+    """Also if the last rows, left out on eight ranks, would fill a step of one."""
     lengths = make_lengths(600, 64)
     sampler = cuseq.data.PackedBatchSampler(lengths, 64, world_size=8, drop_last=drop_last)
     state = sampler.state_dict(steps=len(sampler))
@@ -1188,7 +1193,7 @@ def test_steps_beyond_the_epoch_of_other_ranks_are_refused():
 
 
 class Documents(torch.utils.data.Dataset):
-    """Sample i: the token i + 1, as often as it is long."""
+    """Sample i holds the token i + 1, repeated to its length."""
 
     def __init__(self, lengths):
         self.lengths = lengths
@@ -1215,7 +1220,7 @@ def sampler_lengths() -> np.ndarray:
 
 
 def rows_of(batch: dict) -> Row:
-    """The samples of a row, by their tokens, checked."""
+    """Return the samples of a row, found by their tokens, and check them."""
     row, begin = [], 0
     ids = batch["input_ids"][0].tolist()
     for length in batch["packed"].lengths.tolist():
@@ -1276,7 +1281,7 @@ def test_stateful_loader_of_torchdata(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stateful_loader_at_the_end_of_an_epoch(workers):
-    """Nothing of it comes again, and the next one is whole."""
+    """No sample comes again, and the next epoch is complete."""
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     loader = make_loader(make_epoch(1), workers, stateful)
     assert len(list(loader)) == len(make_epoch(1))
