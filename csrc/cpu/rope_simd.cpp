@@ -102,8 +102,8 @@ struct Angles {
     bool exists = true;
     if (positions.source != PositionSource::kToken) {
       row = position(args, plane, batch, token);
-      // The host cannot check ids on a device. A position outside the table gives NaN below, so
-      // that the error shows and no memory outside the table is read.
+      // The position may be unchecked. Outside the table it gives NaN below, so that the error
+      // shows and no memory outside the table is read.
       exists = row >= 0 && row < table.rows;
     }
     // A table indexed by position is shared by all planes and batches, so those strides are 0.

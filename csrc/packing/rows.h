@@ -30,8 +30,8 @@ struct Rows {
   int64_t num_rows = 0;
 };
 
-// kBest: place a sample into the row with the least room that fits; of equals, the one opened
-// first. kFirst: place it into the first row that fits.
+// kBest: place a sample into the row with the least room that fits; of equals, the first opened.
+// kFirst: place it into the first row that fits.
 enum class Fit { kBest, kFirst };
 Rows pack_descending(const Descending& sorted, int64_t capacity, Fit fit);
 
