@@ -1,4 +1,4 @@
-"""Drives CMake. What is built, and how, is said in CMakeLists.txt alone."""
+"""setuptools build that runs CMake; CMakeLists.txt alone defines the targets."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ ROOT = Path(__file__).resolve().parent
 
 
 def environment_with_torch() -> dict[str, str]:
-    """The environment in which `python -c "import torch"` works.
+    """Return the environment variables with which `python -c "import torch"` works.
 
-    An isolated build hides the installed torch behind PYTHONPATH, and fetching another one would
-    build a library that the installed one cannot load.
+    An isolated build sets PYTHONPATH and so hides the installed torch. Building against another,
+    freshly fetched torch would make a library that the installed one cannot load.
+
+    Raises:
+        SystemExit: torch is not installed.
     """
     outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     for environment in (dict(os.environ), outside):
@@ -28,7 +31,7 @@ def environment_with_torch() -> dict[str, str]:
 
 
 def tool(name: str) -> str:
-    """A build tool that came as a Python package, else the one on PATH."""
+    """Return the path of a build tool from its Python package, or else its name on PATH."""
     try:
         package = __import__(name)
     except ImportError:
@@ -40,7 +43,7 @@ def tool(name: str) -> str:
 class CMakeBuild(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.fills_source_tree = bool(self.inplace)  # which setuptools resets before it builds
+        self.fills_source_tree = bool(self.inplace)  # setuptools resets `inplace` before it builds
 
     def build_extension(self, ext: Extension) -> None:
         prefixes = [Path(self.get_ext_fullpath(ext.name)).resolve().parent]
@@ -58,7 +61,7 @@ class CMakeBuild(build_ext):
             f"-S{ROOT}",
             f"-B{build}",
             "-GNinja",
-            # Named each time: an isolated build's tools lie in a folder that is gone the next time.
+            # Passed on every run: an isolated build's tools are in a temporary folder.
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DPython_EXECUTABLE={sys.executable}",

@@ -1,4 +1,4 @@
-"""Prints, as JSON for CMake, what it has to know of the installed torch. Empty means none."""
+"""Print what CMake needs to know about the installed torch, as JSON; an empty value means none."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def gpu_archs() -> str:
-    """Compute capabilities of this machine's GPUs as a CMake list, such as "80;90"."""
+    """Return the compute capabilities of this machine's GPUs as a CMake list, such as "80;90"."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return ""
     capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
@@ -15,7 +15,7 @@ def gpu_archs() -> str:
 
 
 def cuda_runtime(site_packages: Path) -> str:
-    """The CUDA runtime library that came with torch as a Python package."""
+    """Return the path of the CUDA runtime library that came with torch as a Python package."""
     major = (torch.version.cuda or "none").split(".")[0]
     found = sorted(site_packages.glob(f"nvidia/*/lib/libcudart.so.{major}*"))
     return str(found[0]) if found else ""
@@ -31,7 +31,7 @@ print(
             "cuda": torch.version.cuda or "",
             "cxx11_abi": int(torch.compiled_with_cxx11_abi()),
             "cudart": cudart,
-            # Where nvcc lies if it was installed as a Python package too.
+            # The folder of nvcc, if it was installed as a Python package too.
             "toolkit": str(Path(cudart).parent.parent) if cudart else "",
             "gpu_archs": gpu_archs(),
         }

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Fetches what cuseq.integrations.unsloth is compared with, from the package registry: unsloth's own
-# packing.py, or with --whole the packages, which import on a CPU beside the tests' environment. It
-# is LGPL and AGPL: build/ is ignored by git, and nothing of it belongs in this repository. What is
-# there already is kept.
+# Fetches the reference that the tests compare cuseq.integrations.unsloth with, from the package
+# registry: unsloth's packing.py or, with --whole, the packages unsloth and unsloth_zoo, which can
+# be imported on a CPU with the packages of the tests' environment. They are LGPL and AGPL, so no
+# part of them may enter this repository: they go to build/, which git ignores. Existing files are
+# kept.
 #   fetch_unsloth.sh [--whole] [FOLDER]      default: build/oracles/unsloth-2026.10.9
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -17,7 +18,7 @@ if [ "${1:-}" = --whole ]; then
 fi
 folder=${1:-$root/build/oracles/unsloth-$version}
 
-# The last of them is the last that is unpacked.
+# The last entry is unpacked last, so if it exists, all do.
 if [ -e "$folder/${wanted[-1]}" ]; then
   echo "unsloth $version: $folder has it"
   exit
@@ -36,7 +37,7 @@ wheels, folder, *wanted = sys.argv[1:]
 for wheel in sorted(Path(wheels).glob("*.whl")):
     with ZipFile(wheel) as archive:
         for name in archive.namelist():
-            # The wheel's web app, which is most of it, stays where it is.
+            # Skip the wheel's web app, which makes up most of it.
             if name in wanted or name.split("/")[0] in wanted:
                 archive.extract(name, folder)
 PY

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs one of the tests marked `full`, chosen by the day of the year; every one has its turn.
+# Runs one of the tests marked `full`, chosen by the day of the year, so that each gets its turn.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

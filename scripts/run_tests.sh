@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Every test: GoogleTest, then pytest. Ends with what ran and what was left out, and why.
+# Runs all tests, GoogleTest then pytest, and prints what ran and what was left out, and why.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-# A processor that claims AMX may trap on it in a virtual machine.
+# In a virtual machine AMX instructions may trap although the processor reports AMX.
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 failed=0
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the CPU half of cuseq with ThreadSanitizer and runs the C++ tests of the identity cache.
-# Ends with what ran.
+# Builds cuseq for the CPU with ThreadSanitizer, runs the C++ tests of the identity cache and prints
+# what ran.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -16,9 +16,9 @@ if [ ! -x "$build/cuseq_tests" ]; then
   exit 1
 fi
 
-# torch itself is not instrumented: what its libraries do among themselves cannot be judged here,
-# nor how its dispatcher takes leave of ours at exit, nor the last release of a tensor or storage,
-# whose reference count is half theirs.
+# torch is not instrumented, so ThreadSanitizer cannot judge synchronisation inside its libraries,
+# the deregistration of our ops from its dispatcher at exit, or the last release of a tensor or
+# storage, whose reference count both sides change. Suppress reports about these.
 cat >"$build/suppressions" <<'END'
 called_from_lib:libtorch_cpu.so
 called_from_lib:libc10.so
@@ -27,7 +27,7 @@ mutex:c10::RegistrationHandleRAII
 race:release_resources_and_decrement_weakrefs_
 race:c10::weak_intrusive_ptr*::reset_
 END
-# Its shadow memory needs the addresses where they lie without randomisation.
+# ThreadSanitizer's shadow memory needs address space layout randomisation turned off.
 TSAN_OPTIONS="suppressions=$build/suppressions exitcode=66" \
   setarch "$(uname -m)" -R "$build/cuseq_tests" --gtest_filter='Cache.*'
 echo "ThreadSanitizer: the C++ tests of the cache ran without a report"
