@@ -1,6 +1,6 @@
-"""cuseq: each fact about a packed row of sequences, computed once, without a stall."""
+"""cuseq: tools for packed rows that compute each property of a row once, without a stall."""
 
-from cuseq import _load as _load  # the compiled libraries, before anything that needs their ops
+from cuseq import _load as _load  # load the compiled libraries before modules that need their ops
 
 # isort: split
 from cuseq import _fakes as _fakes

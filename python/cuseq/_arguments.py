@@ -1,4 +1,4 @@
-"""Checks of arguments, each error with the name, the rule and the value."""
+"""Checks of arguments; each error message has the name, the rule and the value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 
 def as_int(value: Any, name: str, least: int | None = None) -> int:
-    """Return an int of 64 bits, or what stands for one exactly."""
+    """Return `value` as an int that fits in int64; accept every type with `__index__`."""
     try:
         value = index(value)
     except (TypeError, RuntimeError) as error:  # RuntimeError: a tensor without values
@@ -25,9 +25,9 @@ def as_int(value: Any, name: str, least: int | None = None) -> int:
 
 
 def as_size(value: Any, name: str, optional: bool = True) -> Any:
-    """Return an int, except while a graph is traced, where it may be a symbol.
+    """Return `value` as an int. While a graph is traced, return it unchanged: it may be a symbol.
 
-    None stays, or raises TypeError where the argument is not optional.
+    None is returned if the argument is optional; otherwise it raises TypeError.
     """
     if (optional and value is None) or is_compiling() or isinstance(value, torch.SymInt):
         return value
@@ -35,7 +35,7 @@ def as_size(value: Any, name: str, optional: bool = True) -> Any:
 
 
 def as_float(value: Any, name: str) -> Any:
-    """Return a real number of Python or NumPy as a float; a symbol for one stays."""
+    """Return a real number of Python or NumPy as a float; return a symbol unchanged."""
     if isinstance(value, torch.SymInt | torch.SymFloat):
         return value
     if not isinstance(value, Real):
@@ -47,7 +47,7 @@ def as_float(value: Any, name: str) -> Any:
 
 
 def as_window(window: Any) -> Any:
-    """Return a sliding window, None for all keys or an int from 1 on."""
+    """Return a sliding window: None for all keys, or an int of at least 1."""
     window = as_size(window, "window")
     if type(window) is int and window < 1:
         raise ValueError(f"window must be None or at least 1, got {window}")
@@ -55,7 +55,7 @@ def as_window(window: Any) -> Any:
 
 
 def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:
-    """Return one of the names that an argument may have."""
+    """Return `value` if it is one of `choices`; else raise ValueError."""
     if not isinstance(value, str) or value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         rule = f"{', '.join(others)} or {last}" if others else last
@@ -64,7 +64,7 @@ def one_of(value: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def check_tensor(value: Any, name: str) -> None:
-    """Raise TypeError unless value is a dense tensor, ValueError if it has no memory to read."""
+    """Raise TypeError unless `value` is a dense tensor, and ValueError if it is a meta tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
@@ -75,10 +75,10 @@ def check_tensor(value: Any, name: str) -> None:
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Raise TypeError unless value is True or False: None would silently mean False."""
+    """Raise TypeError unless `value` is True or False, because None would silently mean False."""
     if value is True or value is False or isinstance(value, torch.SymBool):
         return
-    if type(value).__name__ not in ("bool", "bool_"):  # NumPy's, under either name
+    if type(value).__name__ not in ("bool", "bool_"):  # both names of NumPy's type
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
 
 
@@ -89,7 +89,7 @@ def check_dtype(value: Any, name: str) -> None:
 
 
 def as_device(value: Any, name: str) -> torch.device:
-    """Return a torch.device from one, its name or the index of an accelerator."""
+    """Return a torch.device from a torch.device, a name or the index of an accelerator."""
     if isinstance(value, torch.device):
         return value
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -101,9 +101,13 @@ def as_device(value: Any, name: str) -> torch.device:
 
 
 def shown(value: Any) -> str:
-    """Describe a value in an error, tensors by their kind: printing one may wait for its device."""
+    """Return the text of a value for an error message.
+
+    A tensor is described by dtype, shape and device, because printing its values may wait for the
+    device.
+    """
     if isinstance(value, Tensor) and value.is_nested:
-        return "a nested tensor"  # without a shape
+        return "a nested tensor"  # it has no shape
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} {list(value.shape)} on {value.device}"
     text = repr(value)

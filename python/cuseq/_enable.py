@@ -1,4 +1,4 @@
-"""The front door: `enable` and `disable` for a model, a trainer or the unsloth module."""
+"""`enable` and `disable` for a model, a trainer or the unsloth module."""
 
 from __future__ import annotations
 
@@ -15,53 +15,56 @@ if TYPE_CHECKING:
 
 
 def enable(x: Any, **options: Any) -> Enabled:
-    """Let a model, a trainer or the unsloth module train on packed rows with cuseq.
+    """Make a model, a trainer or the unsloth module train on packed rows with cuseq.
 
-    - A transformers model, or a module that holds one (peft's, before or after wrapping): its
-      attention becomes `attn_implementation="cuseq"` in the text part, its rotation one kernel for
-      query and key, which also takes in the norms of queries and keys where they are over each
-      head. Enable it before its layers are compiled. Batches that are not packed, generation and
-      evaluation give the numbers they gave, but no attention weights (`output_attentions=True`).
-      Liger's kernels work beside it if they were applied with Liger's own `rope=False`.
-    - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`: its model as above, and its
-      data collator, so that each batch carries the layout of its row. Call it before `train()`.
-    - Another `Trainer` of transformers: its model as above. It keeps its data collator; give it a
-      `cuseq.PackingCollator` when it is made.
-    - The unsloth module, after it was imported: unsloth's functions for packed rows. Trainers that
-      exist already are enabled afterwards, each by `enable(trainer)`.
+    `x` is one of these:
 
-    `attn_implementation="cuseq"` is registered with transformers while a model is enabled. Calling
-    `enable` again with the same options changes nothing and returns the same result. Everything is
-    checked first: where an error is raised, nothing was replaced.
+    - A transformers model, or a module that contains one (peft's, before or after wrapping). The
+      attention of its text part becomes `attn_implementation="cuseq"`. RoPE of query and key (and
+      the per-head q/k norm, if any) becomes one kernel. Enable the model before its layers are
+      compiled. Padded batches, generation and evaluation give the same numbers as before, but
+      attention weights (`output_attentions=True`) are not available. Liger's kernels work together
+      with this if they were applied with Liger's option `rope=False`.
+    - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`. Its model is enabled as above,
+      and its data collator is replaced, so that each batch has the layout of its row. Call `enable`
+      before `train()`.
+    - Another `Trainer` of transformers. Its model is enabled as above. It keeps its data collator,
+      so construct it with a `cuseq.PackingCollator`.
+    - The unsloth module, after its import. unsloth's functions for packed rows are replaced. Enable
+      trainers that exist already afterwards, each by `enable(trainer)`.
+
+    `attn_implementation="cuseq"` is registered with transformers while a model is enabled. A second
+    call with the same options changes nothing and returns the same result. All checks come first:
+    if an error is raised, nothing was replaced.
 
     Args:
         x: the model, the trainer or the module.
-        rope: of a model or a trainer, default True: replace the rotation.
-        qk_norm: of a model or a trainer, default True: run the norms of queries and keys in the
+        rope: for a model or a trainer, default True: replace the rotation.
+        qk_norm: for a model or a trainer, default True: run the norms of queries and keys in the
             rotation's kernel.
-        bin_pack: of an SFTTrainer, default False: True, or a strategy of `cuseq.data.bin_pack`,
-            packs the training dataset again, over the whole of it instead of a thousand examples at
-            a time. Evaluation keeps its rows. Documents longer than `capacity` are split with
-            `packing_strategy="bfd_split"`, else truncated.
-        capacity: of an SFTTrainer with `bin_pack`: the most tokens in such a row, default the
-            trainer's `max_length`.
-        compile_blocks: of unsloth, default False: let the compiled decoder blocks of unsloth's own
+        bin_pack: for an SFTTrainer, default False. True, or a strategy of `cuseq.data.bin_pack`,
+            packs the training dataset again, all of it together and not a thousand examples at a
+            time. Evaluation keeps its rows. Documents longer than `capacity` are split with
+            `packing_strategy="bfd_split"`, and otherwise truncated.
+        capacity: for an SFTTrainer with `bin_pack`: the maximum number of tokens in a row, default
+            the trainer's `max_length`.
+        compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 
     Returns:
-        What was replaced, what was left alone and why, and warnings: an `Enabled` with `kind`,
-        `replaced`, `left_alone` and `warnings`.
+        An `Enabled` with `kind`, `replaced`, `left_alone` (with reasons) and `warnings`.
 
     Raises:
-        TypeError: `x` is none of these, or an option is not one of its kind's.
-        ValueError: `x` is enabled with other options, or holds something that cuseq cannot replace
-            exactly; the message names it.
+        TypeError: `x` is none of these, or an option does not apply to it.
+        ValueError: `x` is already enabled with other options, or has a part that cuseq cannot
+            replace exactly; the message names it.
 
     Warns:
         UserWarning: the model has recurrent layers, through which the documents of a packed row
-            leak (`warnings` has the same text, which starts with "LEAKS").
+            leak into each other (`warnings` has the same text, which starts with "LEAKS").
 
-    It waits for the GPU, to compare a few numbers of the model's layers with the kernels'.
+    Synchronises: it compares outputs of the model's layers with those of the kernels on a small
+    input.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -85,10 +88,10 @@ def enable(x: Any, **options: Any) -> Enabled:
 
 
 def disable(x: Any) -> None:
-    """Put back what `enable` replaced in a model, a trainer or the unsloth module.
+    """Restore what `enable` replaced in a model, a trainer or the unsloth module.
 
-    The same object must be given: what was never enabled stays as it is, without an error. A model
-    that is garbage-collected needs no `disable`.
+    Pass the object that was given to `enable`. An object that was never enabled stays unchanged and
+    raises no error. A model that is garbage-collected needs no `disable`.
 
     Raises:
         TypeError: `x` is not of a kind that `enable` takes.
@@ -114,7 +117,7 @@ class _Entry(NamedTuple):
 
 
 def _entry_of(x: Any) -> _Entry:
-    """Return the functions for `x`; no framework is imported that `x` is not from."""
+    """Return the functions for `x`, importing only the framework that `x` comes from."""
     if isinstance(x, nn.Module):
         from cuseq.integrations.transformers import _enable as model
 

@@ -1,7 +1,7 @@
-"""Shapes of every op's outputs, for torch.compile, export and the meta device.
+"""Fake implementations: the output shapes of every op, for torch.compile, export and meta tensors.
 
-They check nothing that the op itself checks when it runs. A tensor on meta keeps it from running,
-whatever device the others are on, so that one thing is checked here.
+They do not repeat the checks that an op makes when it runs. They only check that tensors on the
+meta device and on other devices are not mixed: with one meta tensor the op never runs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from cuseq import _C
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`torch.library.register_fake`, where outputs that nobody would fill raise ValueError."""
+    """Register a fake implementation, as `torch.library.register_fake` does.
+
+    The registered function raises ValueError if an argument is on the meta device and an output is
+    not, because no kernel would fill that output.
+    """
 
     def register(shapes: Callable[..., Any]) -> Callable[..., Any]:
         @_register_fake(op)
         @functools.wraps(shapes)
         def fake(*args: Any, **kwargs: Any) -> Any:
             outputs = shapes(*args, **kwargs)
-            # Ops without outputs write to their first argument.
+            # Ops that return nothing write to their first argument.
             written = _devices(args[0] if outputs is None else outputs)
             given = _devices((args, kwargs))
             if "meta" in given and written - {"meta"}:

@@ -1,4 +1,4 @@
-"""Loads the compiled parts, or says in one sentence why they cannot be."""
+"""Import of the compiled extension, with a clear error if it does not load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _REBUILD = "reinstall cuseq with `pip install --no-build-isolation --force-reins
 
 
 def _check_torch(built_for: str, running: str) -> None:
-    """libtorch's C++ interface changes with every minor release, and a mismatch crashes."""
+    """Raise ImportError unless torch has the minor version that cuseq was built with.
+
+    libtorch's C++ interface changes with every minor release, and a mismatch crashes.
+    """
     if built_for.split(".")[:2] != running.split(".")[:2]:
         raise ImportError(
             f"cuseq was built with torch {built_for}, but torch {running} is running: {_REBUILD}"
@@ -30,7 +33,7 @@ _check_torch(_build_config.TORCH_VERSION, torch.__version__)
 try:
     from cuseq import _C
 except ImportError as error:
-    if isinstance(error.__cause__, ValueError):  # of an environment variable
+    if isinstance(error.__cause__, ValueError):  # an environment variable has an invalid value
         raise error.__cause__ from None
     raise ImportError(
         f"cuseq, built with torch {_build_config.TORCH_VERSION} (CUDA {_build_config.TORCH_CUDA}), "
@@ -40,7 +43,7 @@ except ImportError as error:
 
 
 def build_info() -> dict[str, Any]:
-    """Return what the library was built with. Never synchronises.
+    """Return the versions and options that the library was built with. Never synchronises.
 
     Returns:
         `torch`, the version of torch; `torch_cuda`, its CUDA version or None; `cuda`, whether the

@@ -1,4 +1,4 @@
-"""Modes that torch runs in: what may be kept in them, and what may not."""
+"""Helpers for torch's modes: inference mode, fake tensors and CUDA graph capture."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-# Whether tensors are checked at a cost: values on a device, and edits of a layout's tensors.
+# Whether expensive checks run: values of tensors on a GPU, and edits of a layout's tensors.
 CHECKING = os.environ.get("CUSEQ_CHECK") == "1"
 
 
 def outside_inference_mode() -> AbstractContextManager:
-    """Leave inference mode: a layout made in evaluation may be saved for a backward later."""
+    """Return a context that leaves inference mode, because autograd cannot save inference tensors.
+
+    A layout made during evaluation may be used in training later.
+    """
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return nullcontext()
     return torch.inference_mode(False)
 
 
 def may_keep(*tensors: Tensor) -> bool:
-    """Return whether these are plain tensors; a FakeTensor means nothing outside of its mode."""
+    """Return whether all are plain tensors; a FakeTensor must not be kept beyond its mode."""
     return all(type(tensor) is Tensor for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""Spans of tokens that see each other: pairs of the user, checked against the layout."""
+"""Spans of tokens that see each other: conversion, and checks against the layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 def sorted_pairs(spans: Sequence[tuple[int, int]]) -> Pairs:
-    """Return pairs of ints in ascending order."""
+    """Return the spans as pairs of Python ints in ascending order."""
     try:
         return tuple(sorted((index(start), index(end)) for start, end in spans))
     except (TypeError, ValueError) as error:
@@ -33,18 +33,18 @@ def check_pairs(
     segment_lengths: Tensor | None,
     total_tokens: int,
 ) -> Tensor | None:
-    """Return the pairs as a tensor on the host once pairs and rows are found to fit the layout.
+    """Check that pairs and rows fit the layout; return the pairs as a tensor on the host.
 
     Args:
         pairs: (start, end) in tokens of the row, ascending.
         row_length: tokens of each row that the packed row is cut into; None for one row.
-        lengths: int32 `[n_seqs]` on the host; None where the host does not know them, and then
-            pairs are checked against the row alone.
-        segment_lengths: int32 `[n_seqs]` on the host, where segments are longer than sequences.
+        lengths: int32 `[n_seqs]` on the host. None if the host does not know them; then the pairs
+            are checked only against the row.
+        segment_lengths: int32 `[n_seqs]` on the host, if segments are longer than sequences.
         total_tokens: tokens of the row.
 
     Returns:
-        int32 `[n_spans, 2]`, or None without pairs.
+        int32 `[n_spans, 2]`, or None if there are no pairs.
     """
     host = dict(dtype=torch.int32, device="cpu")
     with outside_inference_mode():
@@ -65,7 +65,7 @@ def check_pairs(
 
 
 def spans_on(device: torch.device, spans: Tensor | None) -> Tensor | None:
-    """Copy spans from the host to the layout's device, without a wait."""
+    """Copy spans from the host to the layout's device, without synchronisation."""
     if spans is None or device.type == "cpu":
         return spans
     if is_capturing(device):

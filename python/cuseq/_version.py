@@ -1,3 +1,3 @@
-"""The one place where the version is written."""
+"""The version of cuseq; all other places read it from here."""
 
 __version__ = "0.2.0"

@@ -1,11 +1,11 @@
-"""The identity cache: every fact that cuseq remembers about a tensor.
+"""The identity cache: values that cuseq has computed from a tensor and keeps with it.
 
-An entry belongs to a tensor: offsets to their lengths, a layout to the position ids that describe
-it, a table of cosines to its frequencies. The entry goes when that tensor goes, when the tensor or
-the value is edited in place, at the end of the `forward_scope` that made it, and when there is no
-room left (`CUSEQ_CACHE_MAX_ENTRIES`, default 64, the least recently used first, and
-`CUSEQ_CACHE_MAX_BYTES`, default no bound, masks first and offsets last). `CUSEQ_CACHE=0` switches
-the cache off. docs/cache.md lists what is kept.
+Each entry belongs to a tensor: offsets to their lengths, a layout to the position ids that describe
+it, a table of cosines to its frequencies. The cache drops an entry when the tensor is freed, when
+the tensor or the value is edited in place, at the end of the `forward_scope` that made the entry,
+and to make room. `CUSEQ_CACHE_MAX_ENTRIES` (default 64) drops the least recently used entries
+first; `CUSEQ_CACHE_MAX_BYTES` (default no limit) drops masks first and offsets last.
+`CUSEQ_CACHE=0` turns the cache off. docs/cache.md lists the kinds of entries.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ T = TypeVar("T")
 
 @contextmanager
 def forward_scope() -> Iterator[None]:
-    """Drop, at its end, what this thread put into the cache since it opened. Scopes nest.
+    """Drop the entries that this thread adds inside the scope when the scope ends. Scopes nest.
 
-    Tables of `rope_table` stay, since they describe no forward.
+    Tables of `rope_table` stay, because they do not belong to one forward.
 
     Example:
         >>> lengths = torch.tensor([2, 3])
         >>> with cuseq.cache.forward_scope():
         ...     offsets = cuseq.ops.cached_cu_seqlens(lengths)
     """
-    exit_scope = _C.exit_scope  # a scope left open may end when the interpreter's modules are gone
+    exit_scope = _C.exit_scope  # a scope may end at interpreter shutdown, when `_C` is already None
     scope = _C.enter_scope()
     try:
         yield
@@ -44,11 +44,12 @@ def forward_scope() -> Iterator[None]:
 
 
 def stats() -> dict[str, int]:
-    """Count the calls since the process started, and what is held now.
+    """Return counts of calls since the process started, and the current size of the cache.
 
     Returns:
-        `hits`, `misses`, `bypasses` (calls that may not use the cache: traced, watched, captured),
-        `evictions` (entries dropped for room), `bytes` and `entries` (held now).
+        `hits`, `misses`, `bypasses` (calls that must not use the cache: under tracing, dispatch
+        modes or CUDA graph capture), `evictions` (entries dropped to make room), and `bytes` and
+        `entries` (held now).
 
     Example:
         >>> sorted(cuseq.cache.stats())
@@ -58,12 +59,12 @@ def stats() -> dict[str, int]:
 
 
 def info() -> dict[str, dict[str, int]]:
-    """List every kind of fact that the process may hold, with what is held of it now.
+    """Return the number of entries and bytes for each kind of entry.
 
     Returns:
-        For each kind of fact `{"entries": ..., "bytes": ...}`. A kind that Python makes is listed
-        from its first use on. `pending_host_copy` counts copies of device lengths to the host
-        that are under way and have not been waited for; `clear` leaves those alone.
+        For each kind, `{"entries": ..., "bytes": ...}`. Kinds that Python code makes are listed
+        after their first use. `pending_host_copy` counts copies of device lengths to the host
+        that have started and have not been waited for; `clear` does not drop those.
 
     Example:
         >>> lengths = torch.tensor([2, 3])
@@ -86,20 +87,20 @@ def clear() -> None:
 
 
 def invalidate(tensor: Tensor) -> None:
-    """Drop every entry that the memory of a tensor has a part in, and all references to the tensor.
+    """Drop every entry that depends on the memory of a tensor, and all references to the tensor.
 
-    The entries are those that were made from the tensor, or from any view of its memory (lengths,
-    offsets, position ids, frequencies, spans), and those whose value lies in that memory.
+    These are the entries made from the tensor or from any view of its memory (lengths, offsets,
+    position ids, frequencies, spans), and the entries whose value is in that memory.
 
-    A program has to call it after a write that PyTorch's version counter cannot see (through NumPy,
-    DLPack or `.data`, by a raw kernel or another process), and before `torch.utils.swap_tensors` on
-    the tensor. Never synchronises.
+    A program must call this after a write that PyTorch's version counter does not see (through
+    NumPy, DLPack or `.data`, by a raw kernel or another process), and before
+    `torch.utils.swap_tensors` on the tensor. Never synchronises.
 
     Args:
         tensor: any tensor, on any device.
 
     Raises:
-        TypeError: `tensor` is no tensor.
+        TypeError: `tensor` is not a tensor.
 
     Example:
         >>> lengths = torch.tensor([2, 3])
@@ -124,27 +125,27 @@ def remember(
     tensors: Callable[[T], Iterable[Tensor]] | None = None,
     outlives_scopes: bool = False,
 ) -> T:
-    """Return `make()`, or what it returned before for the same key, fact and parameters.
+    """Return the cached value for this key, fact and parameters; call `make()` if there is none.
 
-    For cuseq's own modules. The key is the same while it is the same tensor, of the same version,
-    storage, offset, sizes, strides and dtype. Nothing is kept in compiled code, under tracing and
-    dispatch modes, in inference mode, while a CUDA graph is captured, of inference and fake
-    tensors, and with `CUSEQ_CACHE=0`. `make` runs without any lock: two threads may both run it.
+    For cuseq's own modules. A key matches if it is the same tensor object with the same version,
+    storage, offset, sizes, strides and dtype. Nothing is cached in compiled code, under tracing and
+    dispatch modes, in inference mode, during CUDA graph capture, for inference and fake tensors,
+    and with `CUSEQ_CACHE=0`. `make` runs without a lock, so two threads may both run it.
 
     Args:
-        key: tensor that the fact is about, or `new_key()` of an object without one.
-        fact: name of the kind of fact, as `info` shows it and docs/cache.md lists it.
-        make: makes the value. The value must not refer to the key: neither would ever go.
-        parameters: what else decides the value. All facts together should have few thousand
-            different ones: use configuration (a dtype, a window), and sizes, but no data.
-        device: where the value lies, default the key's device. A hit on another stream of it waits
-            for the stream that made the value. It is a parameter too.
-        tensors: lists the tensors in a value; default the value itself, or the items of a tuple.
-            They count as bytes, and an edit in place of one of them ends the entry.
-        outlives_scopes: whether the end of a `forward_scope` leaves the value.
+        key: tensor that the value was computed from, or `new_key()` for an object without one.
+        fact: name of the kind of entry, as `info` shows it and docs/cache.md lists it.
+        make: makes the value. The value must not refer to the key, or neither is ever freed.
+        parameters: further arguments of the value. All facts together should use at most a few
+            thousand different ones: configuration (a dtype, a window) and sizes, but no data.
+        device: device of the value, default the key's device; also a parameter. A hit on another
+            stream of this device waits for the stream that made the value.
+        tensors: returns the tensors in a value; default the value itself, or the items of a tuple.
+            Their bytes are counted, and an edit in place of one of them drops the entry.
+        outlives_scopes: whether the value stays after the end of a `forward_scope`.
 
     Raises:
-        TypeError: `key` is no tensor, or a parameter is not hashable.
+        TypeError: `key` is not a tensor, or a parameter is not hashable.
     """
     if torch.compiler.is_compiling():
         return make()
@@ -152,13 +153,13 @@ def remember(
 
 
 def keeps(key: Tensor, device: torch.device | str | int | None = None) -> bool:
-    """Tell whether `remember` would keep a value now. For cuseq's own modules."""
+    """Return whether `remember` would cache a value now. For cuseq's own modules."""
     return not torch.compiler.is_compiling() and _C.keeps(key, device)
 
 
 def new_key() -> Tensor:
-    """Make a small key for facts about an object that has no tensor. For cuseq's own modules.
+    """Return a new key for an object that has no tensor. For cuseq's own modules.
 
-    The object holds the key, and its facts go with it.
+    The object must hold the key; its cache entries are dropped when the key is freed.
     """
     return _C.new_key()
