@@ -94,7 +94,7 @@ inline int log_group_of(int items) {
   return log_group;
 }
 
-// Return the warps that fit on a multiprocessor with so many registers per thread: each of its four
+// Return the warps that fit on a multiprocessor with `registers` per thread: each of its four
 // quarters has 512 registers per lane.
 constexpr int warps_of_registers(int registers) { return 4 * (512 / registers); }
 

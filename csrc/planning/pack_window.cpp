@@ -20,8 +20,8 @@ struct Window {
   std::vector<int64_t> offsets;
 };
 
-// Larger windows are packed in parts of so many samples, which saves memory and keeps the sort's
-// reads in the CPU cache.
+// Most samples packed at a time: larger windows are packed in parts, which saves memory and keeps
+// the sort's reads in the CPU cache.
 constexpr size_t kPart = size_t{1} << 17;
 
 // Pack samples: sort them by row, in place, and append the end of each row to `ends`.

@@ -16,7 +16,7 @@ from cuseq.data._state import refuse_other
 
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
-_MOST_WINDOWS = 8  # a sample stays in at most so many windows
+_MOST_WINDOWS = 8  # most windows that may hold the same sample
 _STATE_VERSION = 2
 _COUNTS = ("window_number", "done", "consumed", "skipped")
 _END = object()
