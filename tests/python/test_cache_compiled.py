@@ -1,7 +1,7 @@
-"""The identity cache beside compiled code: what it holds is never overwritten.
+"""Test that compiled code never overwrites tensors in the identity cache.
 
-That traced or watched calls bypass it is tested in test_compile.py; here its tensors stay alive
-around graphs that reuse memory as hard as they can, forward and backward.
+test_compile.py tests that traced calls bypass the cache. Here cached tensors stay alive around
+graphs that reuse memory as much as they can, forward and backward.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def look_up(lengths: Tensor, total: int) -> list[Tensor]:
 
 
 class Warm:
-    """What is cached of one key, and the bits that it had when it was made."""
+    """The cached tensors of one key, and their bits when they were made."""
 
     def __init__(self, lengths: Tensor, total: int = TOTAL):
         self.lengths, self.total = lengths, total
@@ -78,20 +78,20 @@ class Warm:
 
 
 def reuse_memory(warm: Warm) -> None:
-    """Takes blocks of the cached sizes from the allocator, overwrites them and gives them back."""
+    """Take blocks of the cached sizes from the allocator, overwrite them and free them."""
     for value in warm.values:
         for block in [torch.empty_like(value) for _ in range(8)]:
             block.fill_(-7)
 
 
 def moved(before: dict[str, int]) -> dict[str, int]:
-    """By how much the counts of look-ups moved."""
+    """Return the changes of the lookup counts."""
     after = cuseq.cache.stats()
     return {key: after[key] - before[key] for key in ("hits", "misses", "entries")}
 
 
 class Saves(torch.autograd.Function):
-    """Saves ints as they are, and works on them in backward, where a compiler may reuse them."""
+    """Saves ints unchanged, and computes with them in backward, where a compiler may reuse them."""
 
     @staticmethod
     def forward(ctx, x, ints):
@@ -101,12 +101,12 @@ class Saves(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (ints,) = ctx.saved_tensors
-        # Sorting is no elementwise work: what it reads has to lie in memory, best where ints lie.
+        # Sorting is not elementwise: its input must be in memory, ideally in the ints' own memory.
         return grad * torch.sort(ints * 2 + 1).values, None
 
 
 def work(x: Tensor, lengths: Tensor) -> Tensor:
-    """Last uses of what packed_* returns, followed by work of the same sizes and dtypes."""
+    """Use what packed_* returns for the last time, then do work of the same sizes and dtypes."""
     total = x.shape[0]
     positions = cuseq.ops.cached_position_ids(lengths, total)
     ids = ops.cached_seq_ids(lengths, total)
@@ -117,14 +117,14 @@ def work(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 def on_arguments(x: Tensor, offsets: Tensor, positions: Tensor, ids: Tensor):
-    """The same with cached tensors as arguments, saved and returned."""
+    """Do the same with cached tensors as arguments, saved and returned."""
     scaled = torch.sort(positions * 3 + 1).values
     y = Saves.apply(x.sin(), ids) * scaled + x * torch.sort(offsets * 2 + 1).values.sum()
     return y, positions * 2, ids
 
 
 def check_close(function, expected_function, x: Tensor, *rest) -> None:
-    """Result and gradient of one function against the other's."""
+    """Compare result and gradient of two functions."""
     out, expected = function(x, *rest), expected_function(x, *rest)
     torch.testing.assert_close(out, expected)
     # One backward after the other: both outputs are alive until here.
@@ -167,7 +167,7 @@ def test_eager_calls_between_compiled_regions(backend, device):
     def model(x, first, second):
         x, doubled, ids = first(x, *warm.look_up())
         warm.check()
-        doubled.fill_(-1)  # made in the graph: the caller's own
+        doubled.fill_(-1)  # made in the graph, so it belongs to the caller
         assert ids.data_ptr() == warm.values[2].data_ptr(), "an argument comes back as it is"
         x = second(x * 1e-3, warm.lengths)
         reuse_memory(warm)
@@ -256,7 +256,7 @@ def test_graphs_hold_pure_ops_alone(device):
     warm.check()
 
 
-# Traced and watched: the caller edits what it is given while the mode is on.
+# Traced: the caller edits its inputs while the mode is on.
 
 
 class Watch(TorchDispatchMode):
@@ -265,7 +265,7 @@ class Watch(TorchDispatchMode):
 
 
 class EditsOutputs(TorchDispatchMode):
-    """A user's mode that overwrites what every op of cuseq gives it."""
+    """A user's mode that overwrites the results of every cuseq op."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -358,7 +358,7 @@ WATCHED = {
 }
 
 
-# torch.jit.trace says that it is deprecated.
+# torch.jit.trace is deprecated and warns.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", WATCHED)
 def test_edits_under_a_mode_stay_there(name, device):
@@ -367,13 +367,13 @@ def test_edits_under_a_mode_stay_there(name, device):
     before = cuseq.cache.stats()
     function = WATCHED[name](x, warm.lengths)
     traced = moved(before)
-    # Traces before dispatch keep the cached ops themselves: run as they are, they are eager code.
+    # Traces before dispatch keep the cached ops themselves; run directly, they are eager code.
     if "pre_dispatch" not in name and name != "jit.trace":
         torch.testing.assert_close(list(function(x, warm.lengths)), expected, rtol=0, atol=0)
         traced = moved(before)
     assert traced == {"hits": 0, "misses": 0, "entries": 0}
     warm.check()
-    # Nothing of the first lengths was baked in.
+    # No values of the first lengths became constants.
     other = make(device, [1, 2, 3, 4])
     assert function(x, other)[0].tolist() == [offset + 1 for offset in (0, 1, 3, 6, 10)]
 
@@ -388,7 +388,7 @@ def test_a_mode_that_edits_every_output(device):
 
 @pytest.mark.parametrize("real", [True, False], ids=["real lengths", "fake lengths"])
 def test_fakes_beside_a_live_hit(real, device):
-    """Under a mode for fakes neither the hit nor a fake crosses over."""
+    """Under a fake mode, the mode must not get the hit, and the cache must not get a fake."""
     warm = Warm(make(device))
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         lengths = warm.lengths if real else mode.from_tensor(warm.lengths)
@@ -551,7 +551,7 @@ def test_compiled_autograd(backend, device):
         compiler = torch.compile(backend=backend, fullgraph=True, dynamic=False)
         with compiled_autograd._enable(compiler, dynamic=False):
             grad = grad_of(x)
-        # The eager forward's alone: the graph of the backward holds the pure op.
+        # Only the eager forward's: the graph of the backward contains the pure op.
         assert moved(before) == {"hits": 1, "misses": 0, "entries": 0}
         torch.testing.assert_close(grad, expected)
         reuse_memory(warm)
@@ -623,7 +623,7 @@ def test_varlen_attention_keeps_exact_lengths_over_replays(cuda):
             expected = model(x, packed)
             wanted = torch.autograd.grad((expected * weight).sum(), [x, *parameters])
             for actual, other in zip((out, *grads), (expected, *wanted), strict=True):
-                # A compiler rounds elsewhere; other lengths would be off by tens of per cent.
+                # A compiler rounds differently; other lengths would be off by tens of per cent.
                 error = (actual - other).float().norm()
                 assert error <= 3e-2 * other.float().norm(), (step, values)
             del out, grads

@@ -1,4 +1,4 @@
-"""The identity cache: masks in it, which are large, and what makes room for them."""
+"""Test masks in the identity cache, which are large, and the eviction that makes room for them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def storages(block) -> list[StorageWeakRef]:
     return [storage(getattr(block, name)) for name in TABLES]
 
 
-# Different masks of one layout, each asked for as a layer would.
+# Different masks of one layout, each requested as a layer would.
 KINDS = {
     "dense": lambda packed: packed.dense_mask(),
     "additive": lambda packed: packed.dense_mask(torch.float32),
@@ -93,7 +93,7 @@ def test_each_parameter_counts(device):
     packed = layout(device)
     values = {name: make(packed) for name, make in KINDS.items()}
     distinct = dict(values)
-    del distinct["rows"]  # one row is the row: whether that is one entry or two is nobody's matter
+    del distinct["rows"]  # one row is the whole row; it may share an entry or not
     assert len({id(value) for value in distinct.values()}) == len(distinct)
     with only_hits(at_least=len(KINDS)):
         for name, value in values.items():
@@ -155,7 +155,7 @@ def test_the_cached_ops_hit(device):
     assert torch.equal(values["windowed"], cuseq.ops.mask_ranges(lengths, 6, window=2))
 
 
-# Spans are part of the key: a list by what it holds, a tensor by its identity.
+# Spans are part of the key: a list by value, a tensor by identity.
 
 
 def test_equal_lists_of_spans_hit(device):
@@ -238,7 +238,7 @@ def test_bytes_are_counted(device):
         mask = packed.dense_mask(dtype)
         grown = cuseq.cache.stats()["bytes"] - before
         assert mask.untyped_storage().nbytes() >= 1001 * 1001 * size
-        # Beside it, ranges and offsets: a few numbers for each token.
+        # Besides the mask, ranges and offsets: a few numbers per token.
         assert 0 <= grown - mask.untyped_storage().nbytes() <= 64 * 1001
     before = cuseq.cache.stats()["bytes"]
     block = packed.block_mask(block_size=16)
@@ -250,7 +250,7 @@ def test_bytes_are_counted(device):
 
 
 def test_one_build_for_each_mask(device):
-    """48 layers that alternate windows and dtypes, four micro-batches under way at a time."""
+    """48 layers that alternate windows and dtypes, with four micro-batches in flight."""
     windows, dtypes = (None, 3), (torch.bfloat16, torch.float32)
     in_flight, layers = 4, 48
     packs = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12], [6, 0, 9], [4]]
@@ -278,12 +278,12 @@ def test_one_build_for_each_mask(device):
             packed = PackedLayout.from_lengths(packs[index], 16, device=device)
             alive[index] = packed, forward(packed)
             made = cuseq.cache.stats()["misses"] - before["misses"]
-            # Each micro-batch costs the same, whatever others are alive: no entry pushed one out.
+            # Every micro-batch costs the same whatever others are alive: nothing was evicted.
             assert cuseq.cache.stats()["evictions"] == before["evictions"]
             assert cuseq.cache.stats()["entries"] - before["entries"] == made
             entries = made if entries is None else entries
             assert made == entries
-            assert 6 <= made <= 10  # the masks, and the facts that they are made of
+            assert 6 <= made <= 10  # the masks, and the facts that they are made from
         else:
             packed, first = alive.pop(index)
             with only_hits(at_least=2 * layers):  # the recompute of a checkpoint
@@ -295,7 +295,7 @@ def test_one_build_for_each_mask(device):
 
 
 def test_micro_batches_in_turn(device):
-    """Every layer asks for every micro-batch before the next layer starts."""
+    """Every layer requests every micro-batch before the next layer starts."""
     packed = [layout(device, lengths, 16) for lengths in ([3, 9], [16], [1, 1, 14], [7, 8])]
     ask = [(dtype, window) for dtype in (torch.bfloat16, torch.float32) for window in (None, 3)]
     first = {(i, a): packed[i].dense_mask(a[0], window=a[1]) for i in range(4) for a in ask}
@@ -319,7 +319,7 @@ def test_a_mask_dies_with_its_layout(name, device):
     value = KINDS[name](packed)
     gone = storages(value) if hasattr(value, "kv_indices") else [storage(value)]
     wrapper = weakref.ref(value)
-    gc.disable()  # references alone decide, not the next collection
+    gc.disable()  # only references decide, not the next collection
     try:
         del value
         assert wrapper() is not None and not any(ref.expired() for ref in gone)
@@ -421,7 +421,7 @@ def test_errors_leave_nothing_behind(device):
     ):
         with pytest.raises(ValueError):
             wrong()
-    assert cuseq.cache.stats()["bytes"] <= 64 * 6  # a fact that the check asked for, at most
+    assert cuseq.cache.stats()["bytes"] <= 64 * 6  # at most a fact that the check requested
     check_dense(packed.dense_mask(), reference.mask([2, 3], 6), device)
 
 
@@ -460,7 +460,7 @@ def test_a_backward_keeps_what_it_needs(how, dtype, device):
     tensors = inputs(device)
     out = scaled_dot_product_attention(*tensors, packed[0].dense_mask(dtype, window=2))
     EVICTIONS[how](packed)
-    # Whatever comes into the freed memory, if it was freed.
+    # These would fill the freed memory, if it was freed.
     others = [torch.full((6, 16), 3.0, device=device) for _ in range(50)]
     grads = torch.autograd.grad(out.square().sum(), tensors)
     torch.testing.assert_close(grads, expected_gradients(tensors, window=2), rtol=1e-4, atol=1e-5)
@@ -511,7 +511,7 @@ def within(bound):
     return True
 """
 
-# Each prints what stays.
+# Each script prints what remains.
 BOUNDS = {
     "masks go before the facts of tokens, however old and large those are": (
         2.5,
@@ -800,7 +800,7 @@ def hit(packed: PackedLayout, block) -> None:
     assert packed.block_mask() is block
 
 
-# Watched calls never see a cached mask.
+# Traced calls never get a cached mask.
 
 
 def test_compiled_code_leaves_cached_masks_alone(device):

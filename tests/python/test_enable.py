@@ -1,5 +1,8 @@
-"""`enable` on live models of every family that shares the standard calls: packed rows against the
-documents one by one through transformers' own eager code, and everything else as it was."""
+"""Test `enable` on live models of every supported family.
+
+Packed rows are compared with the documents one by one through transformers' own eager code, and
+everything else must be unchanged.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,13 @@ BASE = dict(
 )
 HEAD = BASE | {"head_dim": 16}
 MOE = HEAD | {"num_experts_per_tok": 2}
-# Small sections, so that each of the three planes turns something.
+# Small sections, so that each of the three planes rotates some pairs.
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
 
 
 def models() -> dict:
-    """By family: the config, and the attention class whose norm goes into the rotation."""
+    """Return, by family, the config and the attention class whose norm is fused with the
+    rotation."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
@@ -74,7 +78,7 @@ def models() -> dict:
         "cohere": (t.CohereConfig(**BASE), None),
         "cohere2": (t.Cohere2Config(**BASE, sliding_window=4), None),
         "granite": (t.GraniteConfig(**BASE), None),
-        # Its layers rotate only where they have a window.
+        # Its layers rotate only if they have a window.
         "exaone4": (
             t.Exaone4Config(
                 **HEAD, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
@@ -91,7 +95,7 @@ def models() -> dict:
 
 
 def names(enabled, part: str) -> tuple[str, ...]:
-    """Names of one part in `replaced`, such as "attention:NAME"."""
+    """Return the names of one part in `replaced`, such as "attention:NAME"."""
     pairs = [entry.split(":") for entry in enabled.replaced]
     return tuple(name for kind, name in pairs if kind == part)
 
@@ -123,7 +127,7 @@ def make_model(name: str, device="cpu", implementation: str = "eager") -> nn.Mod
     else:
         auto = transformers.AutoModelForCausalLM
         model = auto.from_config(config, attn_implementation=implementation)
-    for parameter in model.parameters():  # far from where all models start, so that norms matter
+    for parameter in model.parameters():  # far from the initial values, so that norms matter
         offset = 1.0 if parameter.dim() == 1 else 0.0
         nn.init.normal_(parameter, mean=offset, std=0.2)
     return model.to(device)
@@ -186,7 +190,7 @@ def test_packed_rows_equal_the_documents(name, device):
 
 
 def test_the_table_of_families_is_printed(capsys, device):
-    """docs/support.md names these families."""
+    """docs/support.md lists these families."""
     rows = []
     for name in models():
         model = make_model(name, device)
@@ -261,7 +265,7 @@ def test_compiled_layers_share_one_graph(name, device):
     for lengths in packs:
         expected[str(lengths)] = packed_run(model, documents(device, lengths), weight)
     for layer in model.model.layers:
-        # Experts choose by data, which breaks graphs.
+        # Experts are chosen by data, which breaks graphs.
         layer.self_attn.compile(backend=counter, fullgraph=True, dynamic=False)
     for lengths in packs:
         found = packed_run(model, documents(device, lengths), weight)
@@ -358,7 +362,7 @@ def test_a_part_is_refused_by_name(device):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_saved_whole(kind, device, registered):
-    """What is loaded attends by cuseq, its norms are the model's own, and it can be enabled."""
+    """The loaded model uses cuseq's attention and its own norms, and can be enabled."""
     model, docs, weight = make_model(kind, device), documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
     enabled = cuseq.enable(model)
@@ -426,7 +430,7 @@ def test_weights_that_accelerate_takes_away_later(device):
 
 
 def test_the_model_stays_as_it_is_but_for_what_is_replaced(device):
-    """Gates beside the projections stay trainable, and random numbers those of the user."""
+    """Gates beside the projections stay trainable, and the user's random state does not change."""
     config = transformers.AfmoeConfig(**MOE, num_experts=2, moe_intermediate_size=16)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     trainable = [parameter.requires_grad for parameter in model.to(device).parameters()]
@@ -464,7 +468,7 @@ def test_layers_that_mix_neighbours_are_named(device):
     assert enabled.warnings == (str(given[0].message),) and len(given) == 1
     assert given[0].filename == __file__
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # one warning is enough
         assert cuseq.enable(model) is enabled
         packed = cuseq.PackedLayout.from_lengths([2, 3], device=device)
         model(torch.ones(1, 5, dtype=torch.int64, device=device), packed=packed)
@@ -756,7 +760,7 @@ def test_another_rotation_is_refused(monkeypatch):
 
 
 def test_another_norm_is_left_alone(monkeypatch, device):
-    """Its numbers tell: nobody looks at names."""
+    """Norms are recognised by their values, not by their names."""
     forward = modeling_qwen3.Qwen3RMSNorm.forward
     monkeypatch.setattr(
         modeling_qwen3.Qwen3RMSNorm, "forward", lambda self, x: forward(self, x) * 1.5
@@ -790,7 +794,7 @@ def test_what_is_no_model_of_transformers():
 
 
 def test_a_vision_model_keeps_its_own_attention(device):
-    """Of a vision-language model the text is enabled, the encoder stays as it is."""
+    """In a vision-language model the text model is enabled and the encoder is unchanged."""
     text = dict(HEAD, rope_parameters=MROPE)
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
                   deepstack_visual_indexes=[])  # fmt: skip
@@ -850,7 +854,7 @@ def test_sinks_are_refused_where_they_cannot_be_had(device):
 
 @pytest.fixture(autouse=True, scope="module")
 def unregistered():
-    """Whatever other modules left behind."""
+    """Undo registrations that other modules left behind."""
     integration.unregister()
 
 

@@ -1,4 +1,4 @@
-"""gather_rows: rows of many tensors taken or filled, and slots' gradients from the rows."""
+"""Test gather_rows: rows of many tensors taken or filled, and the gradients of their slots."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fill_of(dtype: torch.dtype) -> complex:
 
 
 def make(shape: Sequence[int], dtype: torch.dtype, device, seed: int = 0) -> Tensor:
-    """Any bits at all: a copy keeps every NaN as it is."""
+    """Return random bits; a copy must keep every NaN as it is."""
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape)
     if dtype == torch.bool:
@@ -59,7 +59,7 @@ def ints(device, values) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """Which slots the rows take, each at most once, and the way back."""
+    """Which slots the rows take, each at most once, and the inverse."""
 
     index: list[int]
     inverse: list[int]
@@ -100,8 +100,8 @@ def check(tensors, rows: Rows, shape, leading, fills=None):
         check_same(out, reference.gather_rows(tensor, rows.index, shape, leading, fill))
 
 
-# Views of the shape [*leading, *trailing], each of memory that it does not fill; None where there
-# is no such view.
+# Views of the shape [*leading, *trailing], each of memory that it does not fill; None if there is
+# no such view.
 
 
 def sliced(lead, trail):
@@ -124,7 +124,7 @@ def turned(lead, trail):
 
 
 def sliced_inside(lead, trail):
-    """Of which no two trailing dimensions collapse."""
+    """Return a view of which no two trailing dimensions collapse."""
     if len(trail) < 2:
         return None
     cut = tuple(slice(1, 1 + size) for size in trail[1:])
@@ -132,7 +132,7 @@ def sliced_inside(lead, trail):
 
 
 def aligned_slices(lead, trail):
-    """Of heads out of a fused row: 16 bytes at a time."""
+    """Return slices of heads from a fused row, in units of 16 bytes."""
     if len(trail) < 2:
         return None
     return (*lead, *trail[:-1], trail[-1] + 16), lambda t: t[..., 16:]
@@ -235,7 +235,7 @@ def test_any_tensors_together(call, device):
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("count", [2, 15, 16, 17, 40])
 def test_many_tensors(count, device):
-    """More than one launch takes; rows of all lengths side by side, some of no bytes."""
+    """More tensors than one launch takes; rows of all lengths together, some of no bytes."""
     kinds = [(dtype, trail) for dtype in DTYPES for trail in [*TRAILING, (0,)]]
     chosen = [kinds[(i * 29) % len(kinds)] for i in range(count)]
     tensors = [make((20, 30, *trail), dtype, device, i) for i, (dtype, trail) in enumerate(chosen)]
@@ -502,7 +502,7 @@ def test_gradients_of_a_sum(device):
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_floats_and_integers_together(device):
-    """Only floats that require grad have a gradient, whatever lies beside them."""
+    """Only floats that require grad get a gradient, whatever they are combined with."""
     trained, frozen, other = leaves(device)
     frozen = frozen.detach()
     ids = torch.arange(12, device=device).view(3, 4)
@@ -515,7 +515,7 @@ def test_floats_and_integers_together(device):
     actual = torch.autograd.grad([outs[1], outs[4]], [trained, other], grads, retain_graph=True)
     for tensor, grad, result in zip((trained, other), grads, actual, strict=True):
         assert torch.equal(result, expected_gradient(rows, tensor, grad))
-    # One result used, or one gradient asked for.
+    # Only one result used, or only one gradient requested.
     (only,) = torch.autograd.grad([outs[1], outs[4]], other, grads, retain_graph=True)
     assert torch.equal(only, actual[1])
     used, unused = torch.autograd.grad(outs[1], [trained, other], grads[0], allow_unused=True)
@@ -550,7 +550,7 @@ def test_forward_mode_is_refused(device):
 
 
 def test_tensors_on_meta_beside_real_indices_are_refused(device):
-    """The op would not run: what it returned would have the shape of rows, and no rows."""
+    """The op would not run: its result would have the shape of rows, but no data."""
     index, inverse = Rows.draw(7, 12).on(device)
     shape = torch.empty(12, 5, device="meta")
     with pytest.raises(
@@ -568,7 +568,7 @@ def test_opcheck(device):
     index, inverse = Rows.draw(6, 12).on(device)
     ids = torch.arange(12, device=device)
     turned = leaves(device, (4, 3), ((5,),))[0].detach().transpose(0, 1)
-    # opcheck adds up the results: the first of them says in what dtype.
+    # opcheck sums the results in the dtype of the first one.
     cases = [
         ([*leaves(device), ids.view(3, 4)], index, inverse, [6], 2, [0, 0.5, 0, -100]),
         ([*leaves(device, (12,)), ids], index, inverse, [2, 3], 1, [0, 0.5, 0, -100]),

@@ -1,4 +1,4 @@
-"""SFT through TRL's own trainer, enabled and not: the same rows, the same losses and weights."""
+"""Test SFT through TRL's trainer, enabled and not: equal rows, losses and weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CAPACITY = 16
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    """The models here name their attention themselves."""
+    """Register the attention; the models of this file request it by name."""
     integration.register()
     yield
     integration.unregister()
@@ -105,7 +105,7 @@ def make_trainer(tokenizer, tmp_path):
             "max_steps": 3,
             "per_device_train_batch_size": 2,
             "learning_rate": 1e-2,
-            "optim": "sgd",  # Adam makes a full step of a gradient that is a rounding error
+            "optim": "sgd",  # Adam would make a full step from a gradient that is a rounding error
             "lr_scheduler_type": "constant",
         } | options
         arguments = trl.SFTConfig(
@@ -119,7 +119,8 @@ def make_trainer(tokenizer, tmp_path):
             dataloader_pin_memory=device != "cpu",
             **options,
         )
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # several would be nn.DataParallel
+        # with several, Trainer would use nn.DataParallel
+        arguments._n_gpu = min(arguments.n_gpu, 1)
         return trl.SFTTrainer(
             make_model() if model is None else model,
             arguments,
@@ -142,7 +143,7 @@ def history(trainer, *names: str) -> list[list[float]]:
 
 
 def assert_equal_runs(theirs, ours) -> None:
-    """TRL scores tokens in float32 whatever the model's precision."""
+    """TRL computes token scores in float32 for any model precision."""
     measures = ("loss", "eval_loss", "grad_norm", "entropy", "mean_token_accuracy")
     expected, found = history(theirs, *measures), history(ours, *measures)
     assert len(expected[0]) == 3
@@ -225,7 +226,7 @@ def test_predictions(device, make_trainer):
         assert_close(ours_loss, loss)
         assert_close(ours_logits, logits, rtol=1e-6, atol=1e-6)
         assert torch.equal(ours_labels, labels)
-    unpacked = texts(5, seed=2)  # is prepared and packed when it comes
+    unpacked = texts(5, seed=2)  # prepared and packed when it is passed
     assert ours.evaluate(unpacked)["eval_loss"] == pytest.approx(
         theirs.evaluate(unpacked)["eval_loss"], rel=1e-6
     )
@@ -235,7 +236,7 @@ def test_predictions(device, make_trainer):
 
 
 def test_nothing_is_derived_again(device, make_trainer, monkeypatch):
-    """The layout is the collator's own, in every layer; nobody looks for documents in tensors."""
+    """Every layer gets the collator's own layout; no tensor is searched for documents."""
     calls, layouts = [], []
 
     def count(owner, name):
@@ -276,7 +277,7 @@ def test_nothing_is_derived_again(device, make_trainer, monkeypatch):
         assert layout.device == device
         if device.type == "cpu":
             assert any(layout is one for one in made)
-        else:  # pinned and moved; what the host knows is the same object
+        else:  # pinned and moved; the host values are the same object
             assert any(layout.host_meta is one.host_meta for one in made)
     assert layouts[0] is layouts[1] and layouts[2] is layouts[3] and layouts[1] is not layouts[2]
 
@@ -346,7 +347,7 @@ def test_without_pads_rows_are_those_of_trl(keys):
 def test_pads_are_one_tail_and_labels_those_of_trl():
     theirs, ours = collators(pad_to_multiple_of=16)
     expected, found = theirs(ROWS), ours(ROWS)
-    assert len(expected["cu_seq_lens_q"]) == 3 + 9 + 1  # a document for each pad
+    assert len(expected["cu_seq_lens_q"]) == 3 + 9 + 1  # a document for each pad token
     assert found["packed"].num_sequences == 3
     assert len(found["cu_seq_lens_q"]) == 3 + 1 + 1
     for key in ("input_ids", "labels"):
@@ -381,7 +382,7 @@ def test_wrong_examples_are_named():
 
 
 def documents(rows) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of every document, sorted."""
+    """Return ids and labels of every document, sorted."""
     found = []
     for row in rows:
         start = 0
@@ -400,7 +401,7 @@ def test_bin_pack_packs_the_same_documents_into_fewer_rows(strategy, make_traine
     theirs, evaluated = trainer.train_dataset, trainer.eval_dataset
     cuseq.enable(trainer, bin_pack=True)
     ours = trainer.train_dataset
-    assert len(ours) < len(theirs)  # packed a thousand at a time
+    assert len(ours) < len(theirs)  # TRL packs a thousand at a time
     assert documents(ours[i] for i in range(len(ours))) == documents(theirs)
     assert trainer.eval_dataset is evaluated
     with pytest.raises(IndexError, match=rf"\[0, {len(ours)}\), got {len(ours)}"):
@@ -483,7 +484,7 @@ def test_disable_puts_everything_back(make_trainer):
     assert all(one is other for one, other in zip(state_of(trainer), before, strict=True))
     assert trainer.evaluate()["eval_loss"] == loss
     assert evaluating_collator() is before[0]
-    cuseq.disable(trainer)  # what is not enabled stays as it is
+    cuseq.disable(trainer)  # a trainer that is not enabled does not change
     assert all(one is other for one, other in zip(state_of(trainer), before, strict=True))
     cuseq.enable(trainer)
     assert trainer.train_dataset is before[1]
@@ -512,7 +513,7 @@ def test_options_that_come_later(option, make_trainer):
 
 
 def test_a_model_that_was_enabled_before(make_trainer):
-    """It stays so, with its own options, when the trainer is disabled."""
+    """It stays enabled, with its own options, when the trainer is disabled."""
     trainer = make_trainer()
     cuseq.enable(trainer.model, rope=False)
     with pytest.raises(ValueError, match="rope must stay False while this is enabled"):
@@ -527,7 +528,7 @@ def test_a_model_that_was_enabled_before(make_trainer):
 
 def test_a_renamed_method_of_trainer_is_named(make_trainer, monkeypatch):
     trainer = make_trainer()
-    name = "_set_signature_columns_if_needed"  # TRL has one of its own
+    name = "_set_signature_columns_if_needed"  # TRL overrides this method
     for owner in (trl.SFTTrainer, transformers.Trainer):
         monkeypatch.delattr(owner, name)
     message = rf"this transformers \({transformers.__version__}\).*_if_needed is missing"

@@ -1,4 +1,4 @@
-"""PackedLayout: what it says, where it comes from, and what it survives on its way to the model."""
+"""Test PackedLayout: its properties, its constructors, and how it is moved to the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONG = 1_000_000_000
 def check(
     layout: PackedLayout, lengths: list[int], total: int, max_seqs: int, device: torch.device
 ) -> None:
-    """Every attribute against its loop."""
+    """Check every attribute against its loop."""
     tensors = {
         "lengths": lengths,
         "cu_seqlens": reference.cu_seqlens(lengths),
@@ -241,12 +241,12 @@ def test_limits():
 def test_wrong_arguments_are_named(make, error, message):
     with pytest.raises(error, match=message) as raised:
         make()
-    assert "frame #" not in str(raised.value)  # a C++ stack is no message
+    assert "frame #" not in str(raised.value)  # messages must not contain a C++ stack
 
 
 @pytest.mark.parametrize("how", ["fake mode", "make_fx", "export"])
 def test_what_a_dry_run_makes_is_not_kept(how):
-    """A FakeTensor means nothing outside of its mode."""
+    """A FakeTensor is invalid outside of its mode."""
     packed = PackedLayout.from_lengths([3, 1], 12, segment_multiple=4)
     expected = PackedLayout.from_lengths([3, 1], 12, segment_multiple=4)
     rows, padded = torch.randn(12, 2), torch.randn(2, 3, 2)
@@ -299,7 +299,7 @@ def test_repr_is_for_people(device):
         assert part in text
 
 
-# "meta" stands in for another device where there is no GPU.
+# "meta" stands in for another device if there is no GPU.
 @pytest.fixture(params=["meta", "cuda"])
 def elsewhere(request) -> torch.device:
     if request.param == "cuda":
@@ -432,7 +432,7 @@ def test_accelerate_loaders(dataset, dispatch):
         device=torch.device("cpu"),
         dispatch_batches=dispatch,
     )
-    # A dispatching loader goes by the process's own device.
+    # A dispatching loader moves batches to the process's own device.
     device = accelerate.PartialState().device if dispatch else torch.device("cpu")
     for batch, lengths in zip(loader, ([2, 3], [4, 1]), strict=True):
         check(batch["packed"], lengths, 5, 5, batch["packed"].device)
@@ -453,13 +453,13 @@ def test_it_waits_for_its_own_copy_alone(make, cuda):
     source, new = (torch.tensor(v, device=cuda) for v in ([0] * len(values), values))
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        # Kernels and memory that are used for the first time may stall the device for themselves.
+        # Warm up: kernels and memory that are used for the first time may stall the device.
         getattr(PackedLayout, make)(new, *arguments).wait()
         torch.cuda._sleep(1)
         torch.cuda.synchronize()
 
         torch.cuda._sleep(LONG)
-        source.copy_(new)  # who does not wait for the sleep reads zeros
+        source.copy_(new)  # reading before the sleep ends gives zeros
         layout = getattr(PackedLayout, make)(source, *arguments)
         assert not side.query(), "making a layout must not wait"
         torch.cuda._sleep(LONG)
@@ -470,7 +470,7 @@ def test_it_waits_for_its_own_copy_alone(make, cuda):
 
 
 def test_copies_nobody_waited_for(cuda):
-    # Their pinned memory must not be handed out again while they are on their way.
+    # Their pinned memory must not be reused before the copies have finished.
     sources = [torch.tensor([i, 3], device=cuda) for i in range(4, 104)]
     torch.cuda._sleep(LONG)
     kept = []
@@ -482,7 +482,7 @@ def test_copies_nobody_waited_for(cuda):
 
 
 def test_no_device_is_where_it_is(device):
-    """What moves batches for accelerate says None where nothing has to be moved."""
+    """accelerate's code for moving batches passes None if nothing has to be moved."""
     packed = PackedLayout.from_lengths([2, 3], device=device)
     assert packed.to(None) is packed
 
@@ -515,7 +515,7 @@ PLAN = cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
     ids=["attention", "rope", "pack", "unpack", "cp_partition", "cp_join"],
 )
 def test_what_is_no_layout_is_refused_by_name(call, given):
-    """Offsets are what flash-attention takes there."""
+    """flash-attention takes offsets there."""
     with pytest.raises(
         TypeError, match=rf"packed must be a PackedLayout, got {type(given).__name__}"
     ):
@@ -601,7 +601,7 @@ print("every edit was seen")
 
 
 def test_edited_tensors_are_named_when_asked_for(device, run_python):
-    """By version counters, which only CUSEQ_CHECK=1 looks at."""
+    """Version counters detect the edit; they are compared only with CUSEQ_CHECK=1."""
     result = run_python(EDITED.format(device=str(device)), CUSEQ_CHECK="1")
     assert "every edit was seen" in result.stdout, result.stderr
     result = run_python(EDITED.format(device=str(device)), CUSEQ_CHECK="0")

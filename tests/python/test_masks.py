@@ -1,4 +1,4 @@
-"""Dense masks, and the ranges of keys that every mask is made of, against loops."""
+"""Test dense masks, and the ranges of keys that every mask is made from, against loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cuseq import PackedLayout
 ops = torch.ops.cuseq
 
 DTYPES = (torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# Lengths [2, 3] in a row of 6 tokens: the case of the docstrings.
+# Lengths [2, 3] in a row of 6 tokens: the example of the docstrings.
 LITERAL = {
     "causal": ({}, [(0, 1), (0, 2), (2, 3), (2, 4), (2, 5), (5, 6)]),
     "bidirectional": ({"causal": False}, [(0, 2), (0, 2), (2, 5), (2, 5), (2, 5), (5, 6)]),
@@ -40,7 +40,7 @@ LITERAL = {
         [(0, 1), (1, 2), (2, 5), (2, 5), (2, 5), (5, 6)],
     ),
 }
-# Where sequences of odd sizes end up; all with a few spans in the longer ones.
+# Sequences of odd sizes at various places, all with a few spans in the longer ones.
 PACKS = [
     pytest.param(Pack([2, 3], 6), id="tail"),
     pytest.param(Pack([0, 4, 0, 0, 2], 6, None, [(1, 4)]), id="zero-length sequences"),
@@ -75,7 +75,7 @@ def visible(pack: Pack, *, causal: bool = True, window: int | None = None) -> Te
 
 
 def row_blocks(seen: Tensor, row_length: int | None) -> Tensor:
-    """`[rows, row_length, row_length]` of a flat mask; between rows nothing is visible."""
+    """Split a flat mask into `[rows, row_length, row_length]`; between rows nothing is visible."""
     width = seen.shape[0] if row_length is None else row_length
     if row_length is None:
         return seen.unsqueeze(0)
@@ -104,7 +104,7 @@ def reference_ranges(seen: Tensor) -> list[list[int]]:
 
 
 def spans_tensor(spans, device) -> Tensor | None:
-    """What the functions take; None and an empty tensor mean the same."""
+    """Return spans as the functions take them; None and an empty tensor mean the same."""
     return torch.tensor(spans, dtype=torch.int32, device=device).reshape(-1, 2)
 
 
@@ -234,7 +234,7 @@ def test_no_spans_in_three_ways(device):
 
 
 def test_spans_that_touch_stay_apart(device):
-    """Two images, one right behind the other."""
+    """Two images directly after each other do not see each other."""
     packed = PackedLayout.from_lengths([9], 9, device=device)
     spans = [(1, 4), (4, 6), (6, 7)]
     seen = reference.mask([9], 9, spans=spans)
@@ -262,7 +262,7 @@ def test_a_row_is_a_batch_of_one(device):
     assert packed.dense_mask(row_length=6).shape == (1, 1, 6, 6)
 
 
-# Physical offsets: sequences that are padded in memory.
+# Physical offsets of sequences that are padded in memory.
 
 
 def physical(lengths: list[int], pads: list[int]) -> list[int]:
@@ -274,7 +274,7 @@ def physical(lengths: list[int], pads: list[int]) -> list[int]:
 
 @pytest.mark.kernels
 def test_pads_see_themselves_alone(device, poisoned_memory):
-    """The padding of segment i lies behind its own tokens, not where the next one would start."""
+    """The padding of segment i directly follows the segment's own tokens."""
     lengths = torch.tensor([2, 1], device=device)
     padded = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
     ranges = cuseq.ops.mask_ranges(lengths, 7, cu_seqlens_padded=padded)
@@ -328,7 +328,7 @@ def test_any_padding(segments, tail, causal, window, has_spans, dtype, device, p
 
 
 def test_thousands_of_sequences(device):
-    """Against ranges of a few kernels, since loops over all pairs would take minutes."""
+    """Compare with ranges from a few kernels, since loops over all pairs would take minutes."""
     lengths = [i % 7 for i in range(1500)]
     total = sum(lengths) + 11
     packed = PackedLayout.from_lengths(lengths, total, device=device)
@@ -369,12 +369,12 @@ def attention_inputs(shape, device, dtype, seed: int = 0) -> tuple[Tensor, Tenso
     )
 
 
-# Where the plain computation happens to be exact.
+# Minimum error bounds, for when the plain computation happens to be exact.
 FLOORS = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """The same in three lines of PyTorch: its error is what the bounds here are made of."""
+    """Compute attention in plain PyTorch; its error sets the bounds here."""
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     return torch.einsum("bhqk,bhkd->bhqd", weights, v)
@@ -448,7 +448,7 @@ def test_the_efficient_kernel_takes_a_mask_as_it_is(cuda):
     ]
     mask = packed.dense_mask(torch.bfloat16)
     without = launched(mask, tensors)
-    # The count sees the copy of a mask whose rows are not aligned.
+    # A mask with unaligned rows is copied; the count includes that copy.
     assert sum(launched(mask.contiguous(), tensors).values()) > sum(without.values())
     assert all("fmha" in name for name in without), without
 
@@ -479,7 +479,7 @@ WRONG_SPANS = {
 def test_wrong_spans_are_refused(name, method, device):
     spans, value = WRONG_SPANS[name]
     call = getattr(three_sequences(device), method)
-    for _ in range(2):  # nor does it give in when asked again
+    for _ in range(2):  # asking again does not succeed either
         with pytest.raises(ValueError, match=rf"(?s)spans.*{value}"):
             call(spans=spans)
     call(spans=[(2, 5), (5, 9)])
@@ -496,7 +496,7 @@ def test_spans_are_pairs_of_ints(spans, device):
 
 
 def functions(lengths, device):
-    """Everything that takes spans as a tensor."""
+    """Return every function that takes spans as a tensor."""
     packed = three_sequences(device)
     return {
         "packed.dense_mask": packed.dense_mask,
@@ -567,7 +567,7 @@ def test_no_sequence_crosses_a_row(method, device):
             getattr(packed, method)(row_length=row_length)
     packed = PackedLayout.from_lengths([6, 0, 5, 0, 1], 12, device=device)
     getattr(packed, method)(row_length=6)
-    # What ends at the row's end, and what is empty there, crosses nothing; nor does the tail.
+    # A sequence that ends at the row's end, an empty one there, or the tail crosses nothing.
     getattr(PackedLayout.from_lengths([3, 0], 12, device=device), method)(row_length=3)
 
 
@@ -749,7 +749,7 @@ def test_physical_offsets_cannot_lead_out_of_bounds(values, cuda, poisoned_memor
 @pytest.mark.kernels
 @pytest.mark.parametrize("rows", [None, 35, 1])
 def test_ranges_cannot_lead_out_of_bounds(rows, device, poisoned_memory):
-    """The op takes ranges of anybody's making."""
+    """A caller may pass any ranges to the op."""
     generator = torch.Generator().manual_seed(0)
     for low, high in ((INT32_MIN, INT32_MAX), (-5, TOTAL + 5), (0, TOTAL + 1)):
         ranges = torch.randint(low, high, (2, TOTAL), generator=generator, dtype=torch.int32)
@@ -830,7 +830,7 @@ def check_compiled(device, **options) -> None:
             cuseq.ops.dense_mask(lengths, 12, spans=spans),
             cuseq.ops.dense_mask(lengths, 12, torch.float32, causal=False, finite=True),
             packed.dense_mask(),
-            # With work after it, for which a compiler likes to reuse its memory.
+            # With work after it, for which a compiler may reuse the mask's memory.
             packed.dense_mask(torch.float32, window=2, finite=True) * 0.5,
             ops.cached_dense_mask(lengths, 12, spans=spans),
         )
@@ -856,7 +856,7 @@ def test_compiled_equals_eager(dynamic, device, fresh_cache, fresh_compiler):
 
 @pytest.mark.parametrize("warm", [False, True])
 def test_rows_compile(warm, device, fresh_compiler):
-    """What the host checks, in a region that is compiled before it was ever asked for."""
+    """Host checks, in a region that is compiled before the layout was used eagerly."""
 
     def double(packed, spans):
         mask = packed.dense_mask(torch.float32, row_length=6, finite=True, spans=spans)
@@ -876,7 +876,7 @@ def test_rows_compile(warm, device, fresh_compiler):
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("method", ["dense_mask", "block_mask"])
 def test_lists_of_spans_are_refused_in_compiled_code(method, warm, device, fresh_compiler):
-    """Their values would be part of the graph: one compile for each pack."""
+    """Their values would become part of the graph: one compile for each pack."""
     packed = PackedLayout.from_lengths([4, 2, 5], 12, device=device)
     if warm:
         getattr(packed, method)(spans=[(1, 4)])
@@ -890,7 +890,7 @@ def test_lists_of_spans_are_refused_in_compiled_code(method, warm, device, fresh
 
 
 def test_inductor_equals_eager(cuda, fresh_cache, fresh_compiler):
-    """On the GPU alone, where it is quick; what it does to cached tensors is the same."""
+    """Runs only on the GPU, where it is quick; its effect on cached tensors is the same."""
     check_compiled(cuda, dynamic=False)
 
 
@@ -929,7 +929,7 @@ def test_a_layout_of_device_lengths_does_not_wait(cuda, fresh_cache):
     assert waits(body) == Counter()
 
 
-# Not for compute-sanitizer: without the caching allocator nothing can be allocated in a capture.
+# Not for compute-sanitizer: without the caching allocator, captures cannot allocate.
 @pytest.mark.parametrize("warm", [False, True])
 def test_graphs_replay_with_new_lengths(warm, cuda, fresh_cache):
     lengths = torch.tensor([2, 3], device=cuda)

@@ -1,4 +1,4 @@
-"""pack and unpack: tensors of a padded batch as packed rows, and back."""
+"""Test pack and unpack: tensors of a padded batch as packed rows, and back."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ TRAILING = [(), (1,), (3,), (2, 5), (2, 3, 4), (64,), (0,)]
 
 
 def values(shape, dtype: torch.dtype, device, seed: int = 0) -> Tensor:
-    """No two rows alike, and none that a fill could be taken for, as far as the dtype allows."""
+    """Return values in which all rows differ, and differ from any fill, as far as the dtype
+    allows."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool().to(device)
@@ -96,7 +97,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 
 def check(layout, expected: Expected, shape, tensors, fills=None) -> None:
-    """Both ways, all together and each alone."""
+    """Check both directions, for all tensors together and for each alone."""
     fills = [fill_of(tensor.dtype) for tensor in tensors] if fills is None else fills
     rows = cuseq.pack(layout, *tensors, fill=fills)
     rows = rows if isinstance(rows, tuple) else (rows,)
@@ -195,7 +196,7 @@ def test_each_undoes_the_other(drawn, segment, seed, device):
 
 @given(drawn=masks(), seed=st.integers(0, 99))
 def test_order_of_sequences_is_order_of_rows(drawn, seed, device):
-    """Rows in another order are segments in another order."""
+    """Permuting the rows permutes the segments."""
     rows, shape = drawn
     order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(seed))
     mask, batch = tensor_of(rows, shape).to(device), values(shape, torch.int64, device)
@@ -212,7 +213,7 @@ def test_order_of_sequences_is_order_of_rows(drawn, seed, device):
 
 
 def test_one_layout_from_masks_of_every_form(device):
-    """Where the tokens lie is the same, whether two dimensions say so or four."""
+    """Masks of two and of four dimensions give the same layout."""
     ids = values((2, 4), torch.int64, device)
     for rows in (RIGHT, LEFT, HOLES):
         real = tensor_of(rows).to(device)
@@ -254,7 +255,7 @@ def test_rows_longer_than_a_block_of_threads(columns, device):
 
 @pytest.mark.kernels
 def test_many_tensors(device):
-    """More than one launch takes."""
+    """More tensors than one launch takes."""
     layout, expected = layout_of(HOLES, 4, 1, device)
     kinds = [(dtype, trail) for trail in TRAILING for dtype in DTYPES][:37]
     tensors = [values((2, 4, *trail), dtype, device, i) for i, (dtype, trail) in enumerate(kinds)]
@@ -340,7 +341,7 @@ def test_no_layout_hands_everything_through(function, device):
     assert type(result) is tuple
     assert result[0] is ids and result[1] is hidden
     assert function(None) == ()
-    # Whatever its shape and strides are.
+    # Any shape and strides are accepted.
     odd = hidden[..., ::2]
     assert function(None, odd) is odd
 
@@ -452,7 +453,7 @@ def test_tensors_are_checked(device):
 
 @pytest.mark.parametrize("shape", [(4, 2), (8, 1), (1, 8)])
 def test_a_batch_turned_round_is_refused(shape, device):
-    """As many slots as the mask has, such as Megatron's [seqlen, batch, hidden], are not enough."""
+    """An equal number of slots is not enough: Megatron's [seqlen, batch, hidden] is an error."""
     layout, _ = layout_of(HOLES, 4, 1, device)
     for trail in ((), (3,)):
         with pytest.raises(ValueError, match=r"(?s)\[2, 4\]|\(2, 4\)|batch"):
@@ -562,7 +563,7 @@ def test_gradcheck(rows, segment, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", ["right", "left", "holes", "rows of padding", "full"])
 def test_the_one_is_the_others_backward(shape, dtype, device):
-    """Bit for bit, whatever the fill was: padding gets a gradient of zero."""
+    """Compared bit for bit, for any fill; padding gets a gradient of zero."""
     rows = SHAPES[shape]
     size = (len(rows), len(rows[0]))
     layout, expected = layout_of(rows, 4, 6, device)
@@ -604,7 +605,7 @@ def test_what_needs_no_gradient_has_none(device):
 
 
 def test_a_model_between_the_two_learns_from_real_tokens_alone(device):
-    """The loss of a token-wise model is that of the padded batch, gradients included."""
+    """The loss of a token-wise model equals that of the padded batch, gradients included."""
     layout, _ = layout_of(HOLES, 4, 1, device)
     real = tensor_of(HOLES).to(device)
     hidden, weight = values((2, 4, 3), torch.float64, device), values((3, 3), torch.float64, device)
@@ -645,7 +646,7 @@ def test_checkpointing(reentrant, device):
 
 
 def test_compiled_equals_eager(device):
-    """One graph for all packs, beside the one that torch makes before it knows sizes to change."""
+    """One graph for all packs, besides the first one, which torch makes with static sizes."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -794,7 +795,7 @@ def test_a_captured_step_with_gradients(cuda):
 
 @pytest.mark.parametrize("total_tokens", [0, 4, 8])
 def test_segments_that_do_not_fit_write_inside_the_row(total_tokens, cuda):
-    """Before anything has waited, and so could have said so; then it is said."""
+    """The row is not overrun before a wait could report the error; then the error is reported."""
     mask = torch.ones(4, 8, dtype=torch.bool, device=cuda)
     layout = PackedLayout.from_padding_mask(mask, 4, total_tokens=total_tokens)
     ids = values((4, 8), torch.int64, cuda)
@@ -815,7 +816,7 @@ def test_the_second_gpu(second_gpu):
 
 
 def test_another_stream(cuda):
-    """A layout moved on one stream serves the stream that moved it."""
+    """A layout moved on one stream can be used on the stream that moved it."""
     side = torch.cuda.Stream()
     ids = values((2, 4), torch.int64, cuda)
     side.wait_stream(torch.cuda.current_stream())
@@ -828,7 +829,7 @@ def test_another_stream(cuda):
 
 @pytest.mark.slow
 def test_past_2_to_the_31_elements(cuda):
-    """The last token lies behind them in the batch, and in the row."""
+    """The last token is beyond that element in the batch and in the row."""
     batch, columns, width = 16, 4100, 32776
     mask = torch.ones(batch, columns, dtype=torch.bool, device=cuda)
     mask[0, 7] = False

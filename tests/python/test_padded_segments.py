@@ -1,6 +1,6 @@
-"""Rows with padding between their sequences: what computes on them, what refuses them, their cost.
+"""Test rows with padding between sequences: ops that support them, refusals, and cost.
 
-NaN lies on every pad, in values and in incoming gradients, so that whoever reads one is found.
+NaN is written to all padding, in values and in incoming gradients, so that any read of it shows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAN = float("nan")
 
 
 def batch_of(lengths: list[int], left: bool = False) -> list[list[int]]:
-    """A mask with a row for each length, padded on the right or on the left."""
+    """Return a mask with one row per length, padded on the right or on the left."""
     longest = max(lengths, default=0)
     rows = [[1] * length + [0] * (longest - length) for length in lengths]
     return [row[::-1] for row in rows] if left else rows
@@ -49,7 +49,7 @@ def row(lengths: list[int], segment=4, total=1, total_tokens: int | None = None)
 
 
 def real_of(expected: Expected, device: torch.device | str = "cpu") -> Tensor:
-    """bool `[total_tokens]`, True where a token is real."""
+    """Return bool `[total_tokens]`, True for real tokens."""
     real = [slot is not None for slot in expected.slots]
     return torch.tensor(real, dtype=torch.bool, device=device)
 
@@ -68,7 +68,7 @@ MAKERS: dict[str, Callable[..., PackedLayout]] = {
 
 
 def attention_by_loops(q, k, v, expected: Expected, spans=(), **options) -> Tensor:
-    """Each sequence attends to itself, wherever it lies; zeros are everywhere else."""
+    """Let each sequence attend to itself, wherever it lies; zeros everywhere else."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     starts = reference.cu_seqlens(expected.segments)
     for begin, length in zip(starts, expected.lengths, strict=False):
@@ -84,7 +84,7 @@ def attention_by_loops(q, k, v, expected: Expected, spans=(), **options) -> Tens
 
 
 def check_attention(tensors, expected: Expected, packed, *, bound, spans=(), **options) -> None:
-    """Output and gradients against float64 loops, zeros on padding, NaN there before."""
+    """Check output and gradients against float64 loops: zeros on padding, which held NaN before."""
     real = real_of(expected, tensors[0].device)
     with torch.no_grad():
         for tensor in tensors:
@@ -102,7 +102,7 @@ def check_attention(tensors, expected: Expected, packed, *, bound, spans=(), **o
     poisoned = grad.masked_fill(~real.cpu()[:, None, None], NAN)
     grads = torch.autograd.grad(out, tensors, poisoned.to(out))
     clean = poisoned.nan_to_num(0.0)
-    # Where there is no real token the reference does not depend on its inputs at all.
+    # Without real tokens the reference does not depend on its inputs at all.
     wanted_grads = (
         torch.autograd.grad(wanted, exact, clean)
         if wanted.requires_grad
@@ -158,7 +158,7 @@ def test_attention_in_fp64(make, lengths, sizes, options, device):
 @pytest.mark.parametrize("lengths,sizes", ROWS)
 @pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
 def test_attention_in_fp32(lengths, sizes, options, device):
-    """On CUDA by the memory-efficient kernels."""
+    """On CUDA this uses the memory-efficient kernels."""
     expected = row(lengths, **sizes_to_row(sizes))
     tensors = inputs(expected.total_tokens, device=device)
     packed = PackedLayout.from_padding_mask(tensor_of(batch_of(lengths), device), **sizes)
@@ -191,7 +191,7 @@ SPANNED = [
 @pytest.mark.parametrize("options", [{}, {"window": 2}], ids=str)
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["pairs", "tensor"])
 def test_attention_with_spans(lengths, sizes, spans, options, as_tensor, device):
-    """They count tokens of the row, padding among them."""
+    """Spans count tokens of the row, including padding."""
     expected = row(lengths, **sizes_to_row(sizes))
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     tensors = inputs(expected.total_tokens, dim=8, device=device, dtype=dtype)
@@ -220,7 +220,7 @@ def test_attention_of_any_row(lengths, segment, total, causal, window, group, fr
 
 @pytest.mark.parametrize("value", [0.0, 1e30, float("inf"), NAN], ids=str)
 def test_what_lies_on_padding_reaches_nobody(value, device):
-    """Bit for bit."""
+    """Compared bit for bit."""
     expected = row([3, 0, 5], 4, 16)
     real = real_of(expected, device)
     packed = PackedLayout.from_lengths([3, 0, 5], 16, segment_multiple=4, device=device)
@@ -239,7 +239,7 @@ def test_what_lies_on_padding_reaches_nobody(value, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_captured_graph_replays_with_other_values(dtype, cuda):
-    """Of tensors and of offsets: a capture reads none of them on the host."""
+    """The values of tensors and offsets change; a capture reads none of them on the host."""
     sizes = dict(segment_multiple=4, max_seqs=4, device=cuda)
     packed = PackedLayout.from_lengths([9, 14], 32, **sizes)
     tensors = [t.detach() for t in inputs(32, dim=32, device=cuda, dtype=dtype)]
@@ -271,7 +271,8 @@ def test_a_captured_graph_replays_with_other_values(dtype, cuda):
 
 
 def test_compiled_code_says_that_segments_do_not_fit(cuda):
-    """Their sequences would; the graph is one that ran with segments that do."""
+    """The sequences would fit, but not their segments; the graph ran before with segments that
+    fit."""
 
     def layer(q, k, v, packed):
         return cuseq.varlen_attention(q * 2, k, v, packed)
@@ -356,20 +357,20 @@ def test_labels_of_any_row(lengths, segment, total, shift, dtype, device):
 
 @contextmanager
 def surrounded(device: torch.device, sizes: list[int]) -> Iterator[list[Tensor]]:
-    """Small blocks, free ones between poisoned ones: what is written outside of an output shows."""
+    """Allocate small free blocks between poisoned ones, so that a write outside an output shows."""
     blocks = [
         torch.full((size,), 0x5A, dtype=torch.uint8, device=device)
         for size in sizes
         for _ in range(16)
     ]
-    del blocks[1::2]  # where the allocator will put outputs
+    del blocks[1::2]  # the allocator will put outputs here
     yield blocks
     torch.cuda.synchronize(device)
     for block in blocks:
         assert bool((block == 0x5A).all()), "written outside"
 
 
-# Sizes of the outputs, in bytes: int32 and bool of the row, tensors of heads.
+# Sizes of the outputs in bytes: int32 and bool of the row, tensors of heads.
 BLOCKS = [512, 1024, 2 * TOTAL * 8 * 4 + 512, 8192]
 
 
@@ -378,7 +379,7 @@ def good_offsets(count: int) -> list[int]:
 
 
 def use_rows(index: Tensor, inverse: Tensor) -> None:
-    """Whoever reads by these numbers stays inside too."""
+    """Read with these indices, which must stay inside too."""
     tensor = torch.zeros(inverse.numel(), 3, device=index.device, requires_grad=True)
     (rows,) = ops.gather_rows([tensor], index, inverse, [index.numel()], 1, [0])
     rows.sum().backward()
@@ -444,7 +445,7 @@ def test_a_mask_cannot_lead_out_of_the_row(values, columns, cuda):
 
 
 def test_the_guard_sees_a_write(cuda):
-    """The tests above count on it."""
+    """The tests above rely on it."""
     with pytest.raises(AssertionError, match="written outside"):
         with surrounded(cuda, [512]) as blocks:
             blocks[3][0] = 1
@@ -535,7 +536,7 @@ def positions(lengths: list[int]) -> list[int]:
     return [position for length in lengths for position in range(length)]
 
 
-# The layout in a row as short as its sequences let it be, and the multiple of its segments.
+# The layout in the shortest row that holds its sequences, and the multiple of its segments.
 SHORT: dict[str, tuple[Callable[[torch.device], PackedLayout], list[int], int]] = {
     "ints": (lambda d: PackedLayout.from_lengths(LENGTHS, device=d), LENGTHS, 1),
     "lengths": (lambda d: PackedLayout.from_lengths(on(d, LENGTHS), 8), LENGTHS, 1),
@@ -582,7 +583,7 @@ SHORT: dict[str, tuple[Callable[[torch.device], PackedLayout], list[int], int]] 
 
 
 def check_longer(made: PackedLayout, lengths: list[int], segment: int, device, capacity) -> None:
-    """Everything that there is to read, against the loops over the longer row."""
+    """Check all properties against the loops over the longer row."""
     expected = row(lengths, segment, total_tokens=LONGER)
     check_layout(made, expected, device, capacity - 1)
     real = real_of(expected)
@@ -643,7 +644,7 @@ def test_a_longer_row_in_inference_mode_trains(name, device):
 
 
 def test_rope_of_a_longer_row(device):
-    """Pads count on in their segment, and the added tail starts again."""
+    """Positions of padding continue in its segment, and the added tail starts at 0."""
     short = PackedLayout.from_lengths(LENGTHS, segment_multiple=4, device=device)
     cos, sin = cuseq.rope_table(LONGER, 8, dtype=torch.float64, device=device)
     q = torch.randn(LONGER, 1, 8, dtype=torch.float64, device=device)
@@ -720,7 +721,7 @@ def test_a_longer_row_does_not_make_lengths_right(name, cuda):
 
 
 def test_a_longer_row_waits_for_the_copy_of_its_segments(cuda):
-    """Which is another one than that of the lengths, and comes after it."""
+    """It is a separate copy from that of the lengths, and is made later."""
     for length in range(1, 60):
         mask = torch.ones(20_000, length, dtype=torch.bool, device=cuda)
         total = 20_000 * 64
@@ -732,7 +733,7 @@ def test_a_longer_row_waits_for_the_copy_of_its_segments(cuda):
 
 
 def test_equalized_rows_keep_their_padding(monkeypatch, device):
-    """As if the longest row of the ranks had 24 tokens."""
+    """Equalise as if the longest row of the ranks had 24 tokens."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo")
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, *_: total.clamp_(min=LONGER))
     for make, lengths, segment in SHORT.values():
@@ -807,7 +808,7 @@ def test_an_additive_mask_that_adds_to_its_diagonal(value, dtype):
 
 
 def test_an_additive_mask_is_read_on_its_diagonal_alone():
-    """A bias for its neighbours (ALiBi) hides nobody."""
+    """A bias on other elements (ALiBi) hides nothing."""
     seen = four(tensor_of([[1, 1, 0]], torch.device("cpu")))
     mask = additive(seen, torch.float32, float("-inf"))
     mask[0, 0, 1, 0] = 3.0
@@ -817,7 +818,8 @@ def test_an_additive_mask_is_read_on_its_diagonal_alone():
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("true_is_pad", [False, True])
 def test_an_integer_mask_with_negative_elements(dtype, true_is_pad):
-    """Of four dimensions: an additive one that was cast. Of two, any bit makes a token real."""
+    """With four dimensions, it is an additive mask that was cast. With two, any bit makes a token
+    real."""
     mask = torch.ones(2, 1, 3, 3, dtype=dtype)
     mask[1, 0, 2, 2] = -7
     with pytest.raises(ValueError, match="mask.*negative.*-7"):
@@ -830,7 +832,7 @@ RIGHT = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]
 
 
 class Recorder(nn.Module):
-    """Keeps what it was called with; its output is made of that."""
+    """Keeps its arguments; its output is computed from them."""
 
     def __init__(self, output: Callable[..., object] = lambda input_ids, **_: input_ids) -> None:
         super().__init__()
@@ -856,7 +858,7 @@ def test_shifted_labels_of_padding_are_ignored(device):
     pads = model.seen["packed"].moe_padding_mask.tolist()
     assert pads == [slot is None for slot in row([4, 2, 3], 4, total_tokens=16).slots]
     assert [label for label, pad in zip(row_of_labels, pads, strict=True) if pad] == [IGNORED] * 7
-    # What a caller has shifted is left to the caller, where a token is real.
+    # Labels that the caller has shifted are unchanged on real tokens.
     kept = [label for label, pad in zip(row_of_labels, pads, strict=True) if not pad]
     assert kept == labels[mask.bool()].tolist()
 

@@ -1,4 +1,4 @@
-"""profile_step: traces written by hand, real steps on the CPU, and what only a GPU can show."""
+"""Test profile_step: traces written by hand, real steps on the CPU, and behaviour on a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAIN, OTHER = 7, 8
 
 
 def line_of(mark: str, prefix: str = "") -> str:
-    """How a profile names the line of this file that ends with `# mark`."""
+    """Return the profile's name for the line of this file that ends with `# mark`."""
     source = HERE.read_text(encoding="utf-8").splitlines()
     (number,) = (i for i, line in enumerate(source, 1) if line.endswith(f"# {mark}"))
     for above in reversed(source[:number]):
@@ -44,7 +44,7 @@ def line_of(mark: str, prefix: str = "") -> str:
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """What a process without a GPU sees, wherever this runs."""
+    """Behave like a process without a GPU."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
 
 
@@ -83,7 +83,7 @@ def op(name, start, us, thread=MAIN, **args) -> dict:
 
 
 class Lines:
-    """A LineLog of what a test says: microseconds and the line from then on."""
+    """A LineLog with given contents: microseconds, and the line from then on."""
 
     def __init__(self, *entries: tuple[int, str]):
         self.entries = [(us * 1000, line) for us, line in entries]
@@ -245,7 +245,7 @@ def test_backward_threads_have_the_line_of_the_forward_op():
     node = {"Sequence number": 4, "Fwd thread id": 1}
     before = {"Sequence number": 4, "Fwd thread id": 0}
     forward = [
-        op("aten::gt", 2, 2, **before),  # made no node, so the number stayed
+        op("aten::gt", 2, 2, **before),  # made no node, so the number did not change
         op("aten::index", 12, 4, **before),
         op("aten::sum", 22, 4, **(before | {"Sequence number": 5})),
     ]
@@ -485,7 +485,7 @@ def test_calls_of_the_step():
     assert profile.steps == 3
     assert {work.name: work.count for work in profile.op_table}["aten::add"] == 3
     assert "mean of 3" in str(profile)
-    if not profile.gpu:  # with one its table is of kernels
+    if not profile.gpu:  # with a GPU its table lists kernels
         assert re.search(r"^ +1 .* aten::add$", str(profile), re.MULTILINE), "tables are a step's"
     calls.clear()
     profile_step(lambda: calls.append(1), warmup=0)
@@ -598,7 +598,7 @@ def test_tokens_of_batches(device):
         (flat, (8, 6)),
         (layout, (4, 3)),
         ([padded, padded, layout], (22, 11)),
-        ({**padded, "packed": layout}, (4, 3)),  # lengths win
+        ({**padded, "packed": layout}, (4, 3)),  # the layout takes precedence
         ([], (0, 0)),
     ):
         tokens = profile_step(lambda: None, batch=batch).tokens
@@ -622,7 +622,7 @@ def test_batches_that_hold_no_lengths(batch, error, message):
 
 
 def test_the_function_and_its_module_have_their_own_names():
-    """`import cuseq.profile_step as m` gave the function where it meant the module."""
+    """`import cuseq.profile_step as m` used to give the function instead of the module."""
     import cuseq.debug.profile as module
 
     assert isinstance(module, ModuleType)

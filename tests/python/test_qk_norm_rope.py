@@ -1,6 +1,6 @@
-"""apply_qk_norm_rope: values, gradients, and every way that PyTorch runs it.
+"""Test apply_qk_norm_rope: values, gradients, and every way that PyTorch runs it.
 
-What traces or refuses the ops is in test_rope_autograd.py, with the cases.
+Tracing of the ops, and their errors, are tested in test_rope_autograd.py, which has the cases.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fresh_compiler():
 
 
 def weights_of(call: Call, offset: float = 0.0, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """One for q and another for k, around the 1 that `offset` leaves to them."""
+    """Return one weight for q and another for k, around 1 after adding `offset`."""
     generator = torch.Generator().manual_seed(3)
     return [
         (1 - offset + torch.randn(t.shape[-1], generator=generator, dtype=torch.float64) / 4)
@@ -77,7 +77,7 @@ def fused(
 def exact(
     call: Call, tensors: list[Tensor], weights: list[Tensor], offset: float = 0.0, eps: float = EPS
 ) -> list[Tensor]:
-    """Norm over the whole head, then the rotation, in float64."""
+    """Compute the norm over the whole head, then the rotation, in float64."""
     normed = [
         x.double()
         * (x.double().square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -90,7 +90,7 @@ def exact(
 def unfused(
     call: Call, tensors: list[Tensor], weights: list[Tensor], offset: float
 ) -> list[Tensor]:
-    """As models do it: the norm in fp32, the rotation in the dtype of q and k."""
+    """Compute as models do: the norm in fp32, the rotation in the dtype of q and k."""
     results = []
     for x, weight in zip(tensors, weights, strict=True):
         wide = x.float()
@@ -117,7 +117,7 @@ def exact_gradients(
 
 
 def check_close(actual: list[Tensor], expected: list[Tensor], terms: int = 1) -> None:
-    """Up to float64's rounding of a norm, a rotation, and sums of `terms` such."""
+    """Check up to float64's rounding of a norm, a rotation, and sums of `terms` such."""
     for one, other in zip(actual, expected, strict=True):
         assert one.shape == other.shape and one.dtype == torch.float64
         error, size = (one - other).detach().norm(), other.detach().norm()
@@ -187,7 +187,7 @@ def test_no_worse_of_whole_heads(name, trained, own_table, dtype, device):
 
 @pytest.mark.parametrize("heads", [(16, 8), (32, 8), (40, 8), (9, 1), (0, 40)], ids=str)
 def test_a_token_is_treated_alike_in_calls_of_any_size(heads, cuda):
-    """How many heads a warp serves depends on the number of tokens, what it computes does not."""
+    """The number of heads per warp depends on the number of tokens; the result must not."""
     case = Case((6000,), "ids", heads=heads, dim=128, rotary=128)
     call = case.build(cuda, torch.bfloat16)
     weights = [w.detach() for w in weights_of(call)]
@@ -208,7 +208,7 @@ def test_a_token_is_treated_alike_in_calls_of_any_size(heads, cuda):
 
 @pytest.mark.parametrize("heads", [(16, 8), (5, 1)], ids=str)
 def test_frozen_weights_in_a_long_row(heads, cuda):
-    """Which has another kernel than short ones."""
+    """Long rows have another kernel than short ones."""
     case = Case((50_000,), "ids", heads=heads, dim=128, rotary=128)
     call = case.build(cuda, torch.bfloat16)
     weights = [w.detach() for w in weights_of(call)]
@@ -235,7 +235,7 @@ def compare_with_unfused(
 def check_against_unfused(
     call: Call, tensors: list[Tensor], weights: list[Tensor], offset: float = 0.0
 ) -> None:
-    """Results and gradients."""
+    """Check results and gradients."""
     wanted = [t for t in (*tensors, *weights) if t.requires_grad]
     ours = fused(call, tensors, weights, offset)
     theirs = unfused(call, tensors, weights, offset)
@@ -249,7 +249,7 @@ def check_against_unfused(
         strict=True,
     )
     for i, (actual, plain, true) in enumerate(gradients):
-        # The few elements of a weight's gradient are long sums: even their mean is chance.
+        # The few elements of a weight's gradient are long sums: even their mean error is chance.
         of_weight = i >= len(tensors)
         check_no_worse(actual, plain, true, mean_in_fp32=2.0 if of_weight else 1.25)
 
@@ -267,7 +267,7 @@ def test_weights_of_another_dtype(dtype, weight_dtype, device):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_that_begin_anywhere(dtype, device):
-    """One element off what vectors want."""
+    """One element off vector alignment."""
     case = Case((70,), lengths=(30, 1, 33), heads=(4, 2), dim=64, rotary=64)
     call = case.build(device, dtype)
     weights = weights_of(call, 0.0, dtype)
@@ -293,7 +293,7 @@ def test_the_norm_covers_what_is_not_rotated(device):
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW], ids=str)
 def test_a_head_of_zeros(dtype, device):
-    """Only eps keeps its reciprocal finite."""
+    """Only eps keeps the reciprocal finite."""
     call = CASES["packed"].build(device, dtype)
     tensors = [t.detach().clone() for t in call.tensors]
     for tensor in tensors:
@@ -429,12 +429,12 @@ def test_gradcheck(name, device):
     assert gradcheck(function, [*call.tensors, *weights])
 
 
-# Which of q, k, q_weight and k_weight are trained.
+# Which of q, k, q_weight and k_weight require gradients.
 TRAINED = [(0, 1), (2, 3), (0,), (1,), (2,), (3,), (0, 3), (1, 2), (0, 1, 3)]
 
 
 class WeightGradients(TorchDispatchMode):
-    """Sees whether the backward op computes any."""
+    """Records whether the backward op computes gradients of weights."""
 
     any = False
 
@@ -479,7 +479,7 @@ def test_only_one_result_is_used(used, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_of_weights_are_deterministic(dtype, device):
-    """Over enough tokens that many blocks or threads add up."""
+    """With enough tokens that many blocks or threads contribute."""
     case = Case((6000,), "ids", heads=(5, 3), dim=64, rotary=64)
     call = case.build(device, dtype)
     weights = weights_of(call)
@@ -494,7 +494,7 @@ def test_gradients_of_weights_are_deterministic(dtype, device):
 
 
 def test_sums_of_many_tokens_are_complete(device):
-    """Where nothing is random: each token adds exactly 1 to each element."""
+    """Without random numbers: each token adds exactly 1 to each element."""
     for tokens in (1, 255, 256, 257, 4099):
         q = torch.ones(tokens, 2, 16, device=device)
         weight = torch.ones(16, device=device, requires_grad=True)
@@ -692,7 +692,7 @@ def test_one_graph_for_all_packs(backend, dynamic, device):
         actual = torch.autograd.grad(outs, wanted, grads)
         check_close(actual, exact_gradients(call, call.tensors, weights, grads))
         counts.append(counter.frame_count)
-    # For the first Dynamo may ask twice: once with the floats as tensors, in vain.
+    # Dynamo may look up twice for the first: it tries once with the floats as tensors.
     assert len(set(counts)) == 1
 
 

@@ -1,4 +1,4 @@
-"""PackedStream: rows from an iterable of unknown length, a bounded window of it at a time."""
+"""Test PackedStream: rows from an iterable of unknown length, in windows of bounded size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import cuseq
 
 
 class Source:
-    """Samples of these lengths: number i holds the token i + 1."""
+    """Samples of these lengths; number i holds the token i + 1."""
 
     def __init__(self, lengths):
         self.lengths = [int(length) for length in lengths]
@@ -38,7 +38,7 @@ class Source:
 
 
 class Sample(dict):
-    """A dict that can be watched."""
+    """A dict that supports weak references."""
 
 
 class Watched(Source):
@@ -58,7 +58,7 @@ class Watched(Source):
 
 
 class Resumable(Source):
-    """One that knows where it stands, as the datasets of Hugging Face and torchdata do."""
+    """A source that knows its position, as the datasets of Hugging Face and torchdata do."""
 
     def __init__(self, lengths):
         super().__init__(lengths)
@@ -103,7 +103,7 @@ OPTIONS = {
 
 @st.composite
 def cases(draw, **fixed):
-    """Lengths, capacity, ranks, options; a window has a sample for each rank at least."""
+    """Draw lengths, capacity, ranks and options; a window has at least one sample per rank."""
     capacity = draw(st.sampled_from([8, 20, 100]))
     length = st.one_of(st.integers(0, capacity), st.sampled_from([1, capacity, capacity // 2 + 1]))
     lengths = draw(st.lists(length, max_size=120))
@@ -135,10 +135,10 @@ def test_every_sample_once(case):
     assert all(sum(lengths[i] for i in row) <= capacity for row in rows)
     counts = Counter(sample for row in rows for sample in row)
     assert set(counts) == set(range(len(lengths)))
-    # Only where fewer samples than ranks are left at the end is one repeated.
+    # A sample is repeated only if fewer samples than ranks remain at the end.
     repeated = sum(counts.values()) - len(lengths)
     assert repeated < world_size
-    if len(lengths) < options["window"]:  # a full one does not know that it is the last
+    if len(lengths) < options["window"]:  # a full window does not know that it is the last
         assert repeated == max(0, len(rows) - len(lengths))
 
 
@@ -187,7 +187,7 @@ def test_fewer_samples_than_ranks():
     assert [len(of_rank) for of_rank in ranks] == [1] * 4
     assert {sample for of_rank in ranks for row in of_rank for sample in row} == {0, 1}
     assert ranks_of(([3, 4], 8, 4, {"drop_last": True})) == [[]] * 4
-    # One row's samples are taken apart before any is repeated.
+    # One row's samples are split over ranks before any is repeated.
     ranks = ranks_of(([2, 2, 2, 2], 8, 4, {}))
     assert sorted(ranks) == [[[0]], [[1]], [[2]], [[3]]]
 
@@ -230,7 +230,7 @@ def test_shuffled_by_seed():
         pairs = [{tuple(sorted(row)) for row in order} for order in (first, second)]
         assert len(pairs[0] & pairs[1]) < 30, "other samples share a row"
     assert rows(seed=2) == plain
-    # The same over ranks: together they see every sample.
+    # The same over ranks: together they get every sample.
     ranks = ranks_of((lengths, 8, 2, {"shuffle": True, "window": 50}))
     assert sorted(i for of_rank in ranks for row in of_rank for i in row) == list(range(200))
 
@@ -290,7 +290,7 @@ def test_an_endless_source():
 
 @pytest.mark.parametrize("lengths", ["all full", "others do not fit", "random"])
 def test_no_sample_waits_for_ever(lengths):
-    """Even one that never fits with others comes out after a bounded number of windows."""
+    """Even a sample that never fits with others is used after a bounded number of windows."""
     window, capacity, count = 16, 64, 3000
     values = {
         "all full": [1] + [capacity] * count,
@@ -372,7 +372,7 @@ def test_resume_at_every_row(options, source):
 @pytest.mark.parametrize("source", [Resumable, Source, as_list])
 @pytest.mark.parametrize("done", [1, 12])
 def test_resume_in_a_second_pass(done, source):
-    """The source stood at its end when that began."""
+    """The source was at its end when the second pass began."""
     lengths = make_lengths(120, 40)
     stream = cuseq.data.PackedStream(source(lengths), 40, window=25)
     expected = make_rows(stream)
@@ -404,7 +404,7 @@ def test_interrupted_at_random(case, stops, source):
         stream, rows = make(), []
         for stop in stops:
             stop = min(stop, len(expected) - len(rows))
-            # islice would ask for no more, so the end is not seen before it is time.
+            # islice requests no more rows, so the stream does not reach its end early.
             rows += make_rows(itertools.islice(stream, stop))
             state = through_a_checkpoint(stream.state_dict())
             stream = make()
@@ -417,7 +417,8 @@ def test_interrupted_at_random(case, stops, source):
 
 
 def pass_over_ranks(case, stages, source):
-    """One pass over stages `(world_size, stop)`, the last one to its end: rows of each rank."""
+    """Run one pass over stages `(world_size, stop)`, the last one to its end; return rows by
+    rank."""
     lengths, capacity, _, options = case
     state, rows = None, []
     for number, (world_size, stop) in enumerate(stages):
@@ -465,7 +466,7 @@ def test_every_sample_once_on_changing_ranks(case, stages, source):
 @settings(max_examples=150)
 @given(case=cases(drop_last=True), stages=STAGES, source=st.sampled_from([Resumable, Source]))
 def test_no_sample_twice_on_changing_ranks(case, stages, source):
-    """With drop_last less than a row for each rank of a stage is left out."""
+    """With drop_last, less than one row per rank of a stage is left out."""
     lengths, capacity, _, _ = case
     rows, _ = pass_over_ranks(case, stages, source)
     assert all(rows) and all(sum(lengths[i] for i in row) <= capacity for row in rows)
@@ -479,7 +480,7 @@ def test_no_sample_twice_on_changing_ranks(case, stages, source):
 @settings(max_examples=50)
 @given(case=cases(), stops=st.lists(st.integers(0, 9), min_size=1, max_size=3))
 def test_the_same_ranks_go_on_bit_equal(case, stops):
-    """Also if others began with the state and had no row."""
+    """Also if other ranks loaded the state and took no row."""
     lengths, capacity, world_size, options = case
     options["window"] = max(options["window"], world_size + 1)
     for rank in range(world_size):
@@ -502,7 +503,7 @@ def test_the_same_ranks_go_on_bit_equal(case, stops):
 
 
 def test_resume_on_other_ranks_literally():
-    """Three ranks had a row each, the samples of the fourth and what stayed go to one."""
+    """Three ranks stop after 4 rows each, and one rank continues with the remaining samples."""
     lengths = make_lengths(300, 64)
     case = lengths, 64, 1, {"window": 50}
     for source in SOURCES.values():
@@ -522,7 +523,7 @@ def test_a_state_of_no_row_starts_the_pass_of_any_ranks():
 
 
 def test_the_end_on_other_ranks():
-    """Nothing comes again, and the next pass is whole."""
+    """No sample comes again, and the next pass is complete."""
     source = as_list(make_lengths(120, 40))
     for drop_last in (False, True):
         options = {"window": 25, "drop_last": drop_last}
@@ -549,7 +550,7 @@ def test_a_source_with_a_state_is_not_read_again():
 
 
 class Sticky(Resumable):
-    """Goes on from a loaded state in every later pass, as Hugging Face's streams do."""
+    """Continues from a loaded state in every later pass, as Hugging Face's streams do."""
 
     def __init__(self, lengths):
         super().__init__(lengths)
@@ -590,7 +591,7 @@ def shards_of_hugging_face(lengths):
 )
 @pytest.mark.parametrize("rolled_back", ["in the pass", "at its end", "after a second try"])
 def test_passes_after_a_rollback_are_whole(rolled_back, source):
-    """A state may be loaded while the source stands anywhere, and more than once."""
+    """A state may be loaded at any position of the source, and more than once."""
     if source is as_generator:
         pytest.skip("there is one pass over a generator")
     lengths = make_lengths(100, 40)
@@ -615,7 +616,7 @@ def test_passes_after_a_rollback_are_whole(rolled_back, source):
 
 @pytest.mark.parametrize("source", [Resumable, Source, as_list])
 def test_the_state_of_a_pass_that_has_not_begun(source):
-    """It is at the start, though the stream stood at the end of the pass before."""
+    """The state is at the start, although the stream was at the end of the pass before."""
     lengths = make_lengths(120, 40)
     stream = cuseq.data.PackedStream(source(lengths), 40, window=25)
     expected = make_rows(stream)
@@ -652,7 +653,7 @@ def test_samples_that_are_changed_do_not_change_the_state():
     for done, row in enumerate(stream, 1):
         changed(row)
         state = stream.state_dict()
-        for _ in range(2):  # what it was resumed from has not changed either
+        for _ in range(2):  # the loaded state has not changed either
             resumed = cuseq.data.PackedStream(Resumable(lengths), 40, window=25)
             resumed.load_state_dict(state)
             assert [changed(row) for row in resumed] == expected[done:]
@@ -761,7 +762,7 @@ def test_state_of_other_settings_is_refused(name, value):
 
 
 def test_a_source_that_ends_too_early_is_noticed():
-    """Skipping what was consumed must not end in silence: it is another stream."""
+    """Skipping consumed samples must not end silently: it is another stream."""
     lengths = make_lengths(300, 64)
     stream = cuseq.data.PackedStream(Source(lengths), 64, window=50)
     list(itertools.islice(stream, 30))
@@ -853,7 +854,8 @@ def test_through_a_loader():
 
 
 def test_workers_do_not_repeat_the_stream():
-    """Each would read all of it: refused, or shared out."""
+    """Each worker would read the whole stream: this is an error, unless the stream is shared
+    out."""
     try:
         seen = [sample for batch in make_loader(workers=2) for sample in samples_of(batch)]
     except (RuntimeError, ValueError) as error:
