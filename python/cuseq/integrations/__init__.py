@@ -1,2 +1,5 @@
-"""One module per framework. Importing a module registers cuseq with its framework; importing this
-package, or `cuseq`, imports none of them."""
+"""One module or package per framework.
+
+Importing this package, or `cuseq`, imports none of them. Importing one of them changes nothing in
+its framework; `cuseq.enable` does, and `transformers.register`.
+"""

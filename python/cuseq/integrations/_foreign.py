@@ -1,8 +1,8 @@
 """Private names of other packages, checked before cuseq relies on them.
 
 A package may rename its private functions, fields and attributes in any release. Integrations read
-them through this module, so that a release that cuseq does not know fails where it is enabled, with
-the package, its version and what changed, and not with an AttributeError in the middle of a step.
+them through this module. A release that cuseq does not know then fails when cuseq is enabled, with
+the package, its version and the change, and not with an AttributeError in the middle of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class UnknownRelease(ValueError):
-    """Another package has changed a private name that cuseq relies on."""
+    """The error for another package that has changed a private name that cuseq relies on."""
 
 
 _MISSING = object()
@@ -34,13 +34,13 @@ def private(
     Args:
         owner: a module, a class or an object of the other package.
         name: the attribute.
-        signature: for a function, what it must take: parameter names, or the text of the signature
-            without annotations, such as "(model, trainer, *, key='x')", which also compares kinds
-            and defaults. None compares nothing.
+        signature: for a function, the required parameters: a list of names; or the text of the
+            signature without annotations, such as "(model, trainer, *, key='x')", which also
+            compares kinds and defaults. None compares nothing.
         package: the package to name in the error; by default the one that defines `owner`.
 
     Raises:
-        UnknownRelease: the name is missing, or takes something else.
+        UnknownRelease: the name is missing, or its signature differs.
 
     Example:
         >>> from transformers import PreTrainedConfig
@@ -66,7 +66,7 @@ def private(
 def check_fields(cls: type, fields: Collection[str]) -> None:
     """Raise UnknownRelease unless a dataclass of another package has exactly these fields.
 
-    A field that cuseq does not know could ask for something that cuseq does not do.
+    A field that cuseq does not know could request behaviour that cuseq does not have.
     """
     has = getattr(cls, "__dataclass_fields__", {})
     found = {field.name for field in has.values()}
@@ -78,15 +78,16 @@ def check_fields(cls: type, fields: Collection[str]) -> None:
 def check_attribute(function: Callable[..., Any], name: str) -> None:
     """Raise UnknownRelease unless a function of another package reads or writes attribute `name`.
 
-    For attributes that a package sets on objects of others, such as accelerate's `_hf_hook` on
-    modules: without this check a renamed one would look like a module without hooks.
+    This is for attributes that a package sets on other packages' objects, such as accelerate's
+    `_hf_hook` on modules. Without this check, a module whose hook attribute was renamed would look
+    like a module without hooks.
     """
     if name not in _attributes(inspect.unwrap(function).__code__):
         raise _unknown(_package(function), f"{_symbol(function)} does not use attribute {name}")
 
 
 def signature_of(function: Callable[..., Any], *, names_only: bool = False) -> str:
-    """Return the text of a signature without annotations, or its parameter names alone."""
+    """Return the text of a signature without annotations, or only its parameter names."""
     signature = inspect.signature(function)
     if names_only:
         return f"({', '.join(signature.parameters)})"

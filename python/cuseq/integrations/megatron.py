@@ -1,4 +1,4 @@
-"""Megatron-Core: its description of a packed row."""
+"""Megatron-Core: conversion of a layout to `PackedSeqParams`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ if TYPE_CHECKING:
 
 
 def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
-    """Megatron-Core's `PackedSeqParams` of a layout, for its THD attention and rotary embedding.
+    """Return Megatron-Core's `PackedSeqParams` for THD attention and rotary embedding.
 
-    Releases differ in its fields: those that the installed one has are filled in.
+    The fields of `PackedSeqParams` differ between releases of Megatron-Core. The fields that the
+    installed release has are set.
 
     Args:
-        packed: the layout. Attention reads the real lengths from `cu_seqlens_q` and `_kv`, where
-            segments lie from `cu_seqlens_q_padded` and `_kv_padded`; these are None where the
-            layout was made without `segment_multiple` and there is no tail.
-            A tail is one more sequence of length zero in a segment of its own, since Megatron and
-            TransformerEngine take the last offset for the end of the row.
+        packed: the layout. Attention reads the real lengths from `cu_seqlens_q` and
+            `cu_seqlens_kv`, and the starts of segments from `cu_seqlens_q_padded` and
+            `cu_seqlens_kv_padded`. The padded offsets are None if the layout was made without
+            `segment_multiple` and has no tail. A tail becomes one more sequence of length zero in a
+            segment of its own, because Megatron and TransformerEngine use the last offset as the
+            end of the row.
         more: further fields, such as `cp_group`.
 
     Raises:
         ImportError: megatron-core is not installed.
-        TypeError: it has no such field.
+        TypeError: the installed `PackedSeqParams` does not have a field in `more`.
 
-    Waits for the layout's host values where lengths came from a GPU.
+    If the lengths came from a GPU, this waits for their copy to the host.
     """
     try:
         from megatron.core.packed_seq_params import PackedSeqParams

@@ -4,10 +4,10 @@
     cuseq.enable(trainer)
     trainer.train()
 
-TRL's collator describes the documents of a row only by where their positions restart. Here the
-lengths, which TRL's packer leaves beside each row, become a `cuseq.PackedLayout` while they are
-still Python ints, and every layer gets that one object: no layer searches tensors for documents.
-Losses are TRL's own.
+TRL's collator marks the documents of a row only by positions that restart. This module makes a
+`cuseq.PackedLayout` from the lengths that TRL's packer stores with each row, while they are still
+Python ints. Every layer gets that one object, so no layer searches tensors for documents. The loss
+stays TRL's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cuseq.integrations.transformers._private import (
 
 __all__ = ["PackedCollator", "PackedRows"]
 
-# Options of TRL's collator; another field would ask for something that is not done here.
+# Options of TRL's collator. cuseq does not implement any other field.
 _FIELDS = {
     "pad_token_id",
     "padding_free",
@@ -47,19 +47,19 @@ _FIELDS = {
 
 
 class PackedCollator(DataCollatorForLanguageModeling):
-    """Collate as TRL's padding-free collator does, and add the layout of the row.
+    """TRL's padding-free collator that also returns the layout of the row.
 
-    Called with a list of examples: `input_ids`, optionally `labels` (default the input ids), one
-    value per token, and optionally `seq_lengths`, the lengths of the documents that an example
-    holds (default one document). Documents of length zero leave no trace; other keys are ignored,
-    as by TRL.
+    It is called with a list of examples. Each has `input_ids`; optionally `labels`, one value per
+    token (default the input ids); and optionally `seq_lengths`, the lengths of the documents in the
+    example (default one document). Documents of length zero are skipped. Other keys are ignored, as
+    in TRL.
 
-    Returns a dict of what TRL's has, all documents in one row: `input_ids`, `labels` (-100 on each
-    document's first token and on padding) and `position_ids`, int64 `[1, total_tokens]`;
-    `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[n_seqs + 1]`, `max_length_q` and `max_length_k`,
-    ints, and `seq_idx`, int32 `[1, total_tokens]`, for layers that carry a state; and `packed`, the
-    row's `PackedLayout`, which attention reads. The padding that `pad_to_multiple_of` asks for is
-    the layout's tail, and one sequence more for what knows only offsets. All on the host.
+    It returns a dict with TRL's keys, all documents in one row: `input_ids`, `labels` (-100 on the
+    first token of each document and on padding) and `position_ids`, int64 `[1, total_tokens]`;
+    `cu_seq_lens_q` and `cu_seq_lens_k`, int32 `[n_seqs + 1]`; `max_length_q` and `max_length_k`,
+    ints; and `seq_idx`, int32 `[1, total_tokens]`, for layers that carry a state. It adds `packed`,
+    the row's `PackedLayout`, which attention reads. Padding by `pad_to_multiple_of` is the layout's
+    tail; the offsets count it as one more sequence. All tensors are on the host.
 
     Raises:
         ValueError: an example's `seq_lengths` or `labels` do not fit its tokens, or no example has
@@ -91,14 +91,14 @@ class PackedCollator(DataCollatorForLanguageModeling):
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Build the rows of a plan when they are read: `input_ids`, `labels`, `seq_lengths`.
+    """A dataset of packed rows, each built when it is read: `input_ids`, `labels`, `seq_lengths`.
 
     Attributes:
-        plan: The `cuseq.data.PackingPlan`; its `fill` and `num_rows` say how good it is.
+        plan: The `cuseq.data.PackingPlan`; its `fill` and `num_rows` measure its quality.
     """
 
     def __init__(self, dataset: datasets.Dataset, capacity: int, strategy: str, overlong: str):
-        """Pack the documents of `dataset`, whose rows may hold several, by `seq_lengths`."""
+        """Plan rows for the documents of `dataset`; its rows may hold several (`seq_lengths`)."""
         self._rows, self._starts, lengths = _documents(dataset)
         self.plan = cuseq.data.bin_pack(lengths, capacity, strategy, overlong=overlong)
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
@@ -127,13 +127,13 @@ class PackedRows(torch.utils.data.Dataset):
 
 
 class _State(NamedTuple):
-    """What it takes to put a trainer back."""
+    """What `disable_trainer` needs to restore a trainer."""
 
     enabled: Enabled
     options: dict[str, Any]
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
-    model: nn.Module | None  # what `disable` has to disable
+    model: nn.Module | None  # the model that `disable_trainer` must disable
 
 
 _states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
@@ -147,11 +147,10 @@ def enable_trainer(
     bin_pack: bool | str = False,
     capacity: int | None = None,
 ) -> Enabled:
-    """Let a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
+    """Make a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
 
-    It replaces the data collator by `PackedCollator`, the training dataset by `PackedRows` if
-    `bin_pack` asks for it, and parts of the model. Everything is checked first; what is refused is
-    left as it was.
+    This replaces the data collator by `PackedCollator`, with `bin_pack` the training dataset by
+    `PackedRows`, and parts of the model. All checks come first, so a refused trainer is unchanged.
     """
     _check_sft(trainer)
     strategy = "bfd" if bin_pack is True else bin_pack
@@ -181,7 +180,7 @@ def enable_trainer(
 
 
 def disable_trainer(trainer: SFTTrainer) -> None:
-    """Put back what `enable_trainer` replaced: the collator, the dataset, the model's parts."""
+    """Restore what `enable_trainer` replaced: the collator, the dataset, the model's parts."""
     _check_sft(trainer)
     state = _states.pop(trainer, None)
     if state is None:
@@ -192,12 +191,12 @@ def disable_trainer(trainer: SFTTrainer) -> None:
 
 
 def _put(trainer: SFTTrainer, collator: DataCollatorForLanguageModeling, rows: Any) -> None:
-    forget_evaluation_loaders(trainer)  # persistent workers keep the other collator
+    forget_evaluation_loaders(trainer)  # persistent workers would keep using the old collator
     trainer.data_collator = collator
     trainer.train_dataset = rows
 
 
-# ---------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------- checks
 
 
 def _check_sft(trainer: SFTTrainer) -> None:
@@ -298,7 +297,7 @@ def _labels(example: Mapping[str, Any], number: int) -> Sequence[int]:
 
 
 def _row(pieces: Sequence[Sequence[int]], total: int, fill: int) -> torch.Tensor:
-    """Return int64 `[1, total]`: the pieces one after the other, then `fill`."""
+    """Return int64 `[1, total]`: the concatenated pieces, then `fill`."""
     row = torch.full((1, total), fill, dtype=torch.int64)
     tokens = torch.cat([torch.as_tensor(piece, dtype=torch.int64) for piece in pieces])
     row[0, : len(tokens)] = tokens
@@ -306,10 +305,10 @@ def _row(pieces: Sequence[Sequence[int]], total: int, fill: int) -> torch.Tensor
 
 
 def _documents(dataset: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each document's row, first token in it and length, int64 `[n_documents]`."""
+    """Return each document's row, its first token in that row and its length, int64 `[n_docs]`."""
     packed = "seq_lengths" in dataset.column_names
     column = "seq_lengths" if packed else "input_ids"
-    sizes, flat = [], []  # of the lists in a column, and what they hold
+    sizes, flat = [], []  # the sizes of the lists in a column, and their concatenated elements
     for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000):
         sizes.append(_numbers(pyarrow.compute.list_value_length(table[column])))
         if packed:
@@ -320,7 +319,7 @@ def _documents(dataset: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor, t
     lengths = torch.cat(flat)
     rows = torch.repeat_interleave(sizes)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    first = offsets[sizes.cumsum(0) - sizes]  # token of each row
+    first = offsets[sizes.cumsum(0) - sizes]  # offset of each row's first token
     return rows, offsets[:-1] - first[rows], lengths
 
 

@@ -1,4 +1,4 @@
-"""xformers: its attention bias of a layout."""
+"""xformers: conversion of a layout to an attention bias."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Tensor]]:
-    """Return a new `BlockDiagonalCausalMask` and the tensors made for it; the cache keeps both.
+    """Return a new `BlockDiagonalCausalMask` and the list of tensors made for it, for the cache.
 
-    xformers' own constructors copy their list of lengths to the device and wait for it. Here the
-    bias takes the layout's offsets.
+    xformers' own constructors copy a list of lengths to the device and wait for that copy. This
+    function uses the layout's offsets instead.
 
     Args:
-        packed: the layout of a row with tokens, without padding between its sequences.
-        window: keys that a token sees, itself included; None for all.
+        packed: the layout of a row with at least one token, without padding between its sequences.
+        window: number of keys that a token sees, itself included; None for all.
 
     Raises:
         ImportError: xformers is not installed.
         ValueError: the layout does not fit, or cuseq does not know this release of xformers.
 
-    Waits for the layout's host values where lengths came from a GPU.
+    If the lengths came from a GPU, this waits for their copy to the host.
     """
     try:
         from xformers.ops.fmha import attn_bias

@@ -1,4 +1,4 @@
-"""unsloth: functions with unsloth's names, arguments and results (2026.10.9).
+"""unsloth: functions with the names, arguments and results of unsloth's own (2026.10.9).
 
     import unsloth
     cuseq.enable(unsloth)
@@ -6,14 +6,15 @@
     model, tokenizer = unsloth.FastLanguageModel.from_pretrained(...)
     SFTTrainer(model, args=SFTConfig(packing=True, ...), ...).train()
 
-`cuseq.enable(unsloth)` puts them in place of unsloth's own, and sends the packed rows of unsloth's
-own attention (Llama, Mistral, Qwen, Granite, ...) through `cuseq.varlen_attention`. Models that
-unsloth runs through transformers' classes (vision, most mixtures of experts) attend as before.
+`cuseq.enable(unsloth)` replaces unsloth's functions by these. In models that use unsloth's own
+attention (Llama, Mistral, Qwen, Granite, ...) it also runs packed rows through
+`cuseq.varlen_attention`. Models that unsloth runs through transformers' classes (vision, most
+mixtures of experts) attend as before.
 
-The functions also work without unsloth, and importing this package changes nothing. What they
-compute from a tensor of lengths is kept for that tensor, by its identity and version: any number of
-packs are known at once, and an edit in place is noticed. unsloth (PR 4173) keeps one answer a
-device and returns it after an edit.
+The functions also work without unsloth, and importing this package changes nothing. Results
+computed from a tensor of lengths are cached by the identity and version of that tensor, so many
+packs can be cached at once, and an edit in place is detected. unsloth (PR 4173) caches one result
+per device and returns it even after an edit.
 """
 
 from cuseq.integrations.unsloth._labels import (

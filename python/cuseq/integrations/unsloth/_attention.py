@@ -12,9 +12,9 @@ from cuseq.attention import varlen_attention
 from cuseq.integrations.unsloth._layouts import as_window, row_of
 from cuseq.layout import PackedLayout
 
-# The backends whose packed rows become cuseq's, and the field of unsloth's options for each.
+# The backends that cuseq replaces for packed rows, and the field of unsloth's options for each.
 OPTIONS = {"sdpa": "sdpa_kwargs", "xformers": "xformers_kwargs"}
-# What attention is told. An unknown field could ask for something that cuseq does not do.
+# The arguments of unsloth's attention. An unknown field could request unsupported behaviour.
 FIELDS = {
     "AttentionConfig": (
         "backend n_kv_heads n_groups flash_dense_kwargs flash_varlen_kwargs sdpa_kwargs "
@@ -30,10 +30,10 @@ FIELDS = {
 def run_attention(
     original: Callable[..., Tensor], *, config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor
 ) -> Tensor:
-    """Attend as unsloth's dispatch does, to packed rows with cuseq.
+    """Run unsloth's attention dispatch; use cuseq for packed rows.
 
     Args:
-        original: unsloth's dispatch, for every other call.
+        original: unsloth's dispatch, used for every other call.
         config, context: unsloth's dataclasses.
         Q, K, V: `[1, heads, tokens, head_dim]`.
 
@@ -42,7 +42,7 @@ def run_attention(
     """
     if context.seq_info is None or not _is_ours(config, context, Q, K, V):
         if context.seq_info is not None and isinstance(context.seq_info[0], PackedLayout):
-            # unsloth then runs the block uncompiled, where its own attention is told more.
+            # On this error unsloth runs the block uncompiled, where its attention gets the lengths.
             raise ValueError("compiled blocks must attend without dropout, masks and soft caps")
         return original(config=config, context=context, Q=Q, K=K, V=V)
     if torch.compiler.is_compiling():
@@ -61,7 +61,7 @@ def run_attention(
 
 
 def _is_ours(config: Any, context: Any, Q: Tensor, K: Tensor, V: Tensor) -> bool:
-    """Return whether this is one packed row, and cuseq would attend as sdpa or xformers do."""
+    """Return whether this is one packed row and cuseq gives the result of sdpa or xformers."""
     if (
         config.backend not in OPTIONS
         or context.attention_mask is not None

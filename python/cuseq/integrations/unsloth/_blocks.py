@@ -1,4 +1,4 @@
-"""Decoder blocks that unsloth compiles: layouts let packed rows into them."""
+"""Packed rows in the decoder blocks that unsloth compiles."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cuseq.integrations.unsloth._layouts import row_of
 from cuseq.integrations.unsloth._metadata import get_packed_info_from_kwargs
 from cuseq.integrations.unsloth._state import DISPATCH, LENGTHS, MARK, current
 
-# Set by unsloth on the forward of a class that it compiles: the forward before.
+# unsloth sets this attribute on the forward of a class that it compiles: the original forward.
 ORIGINAL = "_unsloth_block_original"
 
 
 def then_let_packed_rows_in(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the function by which unsloth makes a class of decoder layers compile itself."""
+    """Wrap unsloth's function that makes a class of decoder layers compile itself."""
 
     @functools.wraps(original)
     def wrap(cls: type, *arguments: Any, **options: Any) -> None:
@@ -32,7 +32,7 @@ def then_let_packed_rows_in(original: Callable[..., None]) -> Callable[..., None
 
 
 def compiled_blocks() -> Iterator[type]:
-    """Yield the classes of decoder layers that compile themselves already."""
+    """Yield the classes of decoder layers that already compile themselves."""
     seen, waiting = set(), [nn.Module]
     while waiting:
         cls = waiting.pop()
@@ -45,11 +45,12 @@ def compiled_blocks() -> Iterator[type]:
 
 
 def let_packed_rows_in(cls: type) -> None:
-    """Give a class of decoder layers a layout in place of lengths.
+    """Wrap the forward of a class of decoder layers so that it gets a layout instead of lengths.
 
-    unsloth's blocks run uncompiled for lengths, on which a graph would depend, but not for a
-    layout. The layout covers the whole row, its tail as one more sequence, as unsloth attends.
-    Blocks of transformers' classes take packed rows compiled already, and look for their lengths.
+    unsloth runs a block uncompiled if it gets lengths, because a graph would depend on them. It
+    runs the block compiled if it gets a layout. The layout covers the whole row, with the tail as
+    one more sequence, as in unsloth. Blocks of transformers' classes are not wrapped: they already
+    run packed rows compiled, and read the lengths.
     """
     forward = cls.forward
     inner = getattr(forward, ORIGINAL, None)
@@ -70,13 +71,13 @@ def let_packed_rows_in(cls: type) -> None:
 
 
 def take_rows_out(cls: type, forward: Callable[..., Any]) -> None:
-    """Give a class its own forward back; a wrapper that others have wrapped stays."""
+    """Restore the forward of a class, unless another wrapper has been put around ours."""
     if cls.forward is forward:
         cls.forward = forward.__wrapped__
 
 
 def _may_compile() -> bool:
-    """Return whether compiled attention would be cuseq's."""
+    """Return whether a compiled block would use cuseq's attention."""
     if current() is None or torch.compiler.is_compiling():
         return False
     backend = sys.modules[DISPATCH].select_attention_backend(True)

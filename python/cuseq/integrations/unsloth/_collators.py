@@ -1,4 +1,4 @@
-"""Collators of unsloth's packing trainers: their batches get a layout as `packed`."""
+"""Wrappers that add a layout, as `packed`, to the batches of unsloth's packing trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuseq.integrations._enabled import Enabled
 from cuseq.integrations.unsloth._state import LENGTHS, MARK, current
 from cuseq.layout import PackedLayout
 
-# By the function of unsloth that wraps a collator, the attribute that it sets on it.
+# unsloth's functions that wrap a collator, and the attribute that each sets on it.
 WRAPPED_BY = {
     "enable_sample_packing": "_unsloth_packing_wrapped",
     "enable_padding_free_metadata": "_unsloth_padding_free_lengths_wrapped",
@@ -21,7 +21,7 @@ WRAPPED_BY = {
 
 
 def is_packing_trainer(trainer: Any) -> bool:
-    """Return whether unsloth packs the batches of this object's collator, or flattens them."""
+    """Return whether unsloth made this object's collator pack or flatten its batches."""
     collator = getattr(trainer, "data_collator", None)
     return any(getattr(collator, mark, False) is True for mark in WRAPPED_BY.values())
 
@@ -39,9 +39,10 @@ def then_hand_on_layout(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def hand_on_layout(model: Any, trainer: Any) -> Enabled:
-    """Let a collator's batches carry a layout, from lengths that are on the host.
+    """Make a trainer's collator add a layout to each batch, from lengths on the host.
 
-    A model whose forward has no keyword `packed` gets none: there the lengths alone say it.
+    If the model's forward does not take `packed`, the collator stays unchanged and the model gets
+    only the lengths.
     """
     collator = trainer.data_collator
     known = getattr(collator.torch_call, MARK, None)
@@ -64,26 +65,27 @@ def hand_on_layout(model: Any, trainer: Any) -> Enabled:
     result = Enabled("trainer", (f"collator:{name}",), (), ())
     setattr(torch_call_with_layout, MARK, result)
     collator.torch_call = torch_call_with_layout
-    with suppress(TypeError):  # one that cannot be referred to keeps a wrapper that does nothing
-        # Weak, since the wrapper holds the collator.
+    # A collator without weak references keeps its wrapper, which does nothing once disabled.
+    with suppress(TypeError):
+        # Weak references, because the wrapper holds the collator.
         entry = weakref.ref(collator), weakref.ref(torch_call_with_layout)
         current().collators.append(entry)
     return result
 
 
 def take_back_layout(collator: Any | None, torch_call: Callable[..., Any] | None) -> None:
-    """Give a collator its own `torch_call` back; a wrapper that others have wrapped stays.
+    """Restore a collator's `torch_call`, unless another wrapper has been put around ours.
 
-    Either is None where it is gone.
+    An argument is None if the object was garbage-collected.
     """
     if torch_call is not None and getattr(collator, "torch_call", None) is torch_call:
         collator.torch_call = torch_call.__wrapped__
 
 
 def _takes_layout(model: Any) -> bool:
-    inner = getattr(model, "get_base_model", lambda: model)()  # peft's own takes everything
+    inner = getattr(model, "get_base_model", lambda: model)()  # peft's forward takes any keyword
     try:
         parameters = inspect.signature(inner.forward).parameters
-    except (AttributeError, TypeError, ValueError):  # no model, or a forward without a signature
+    except (AttributeError, TypeError, ValueError):  # not a model, or a forward without a signature
         return False
     return "packed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,4 +1,4 @@
-"""On and off: what `cuseq.enable` and `cuseq.disable` do with unsloth and with its trainers."""
+"""Implementation of `cuseq.enable` and `cuseq.disable` for unsloth and its trainers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class _Target(NamedTuple):
     """A function of unsloth that is replaced.
 
     Attributes:
-        part: what it does, as in `Enabled.replaced`.
-        module, name: where unsloth defines it.
-        signature: the one that cuseq knows, without annotations.
-        make: from unsloth's function, the one in its place.
+        part: its part in training, as in `Enabled.replaced`.
+        module, name: the module that defines it, and its name there.
+        signature: the signature that cuseq expects, without annotations.
+        make: returns the replacement, given unsloth's function.
     """
 
     part: str
@@ -49,7 +49,7 @@ class _Target(NamedTuple):
 
 
 def _same(part: str, module: str, ours: Function, name: str | None = None) -> _Target:
-    """Replace by a function of the same name and signature."""
+    """Return a target whose replacement `ours` has the same signature as the original."""
     return _Target(part, module, name or ours.__name__, signature_of(ours), lambda original: ours)
 
 
@@ -105,22 +105,22 @@ _BLOCK_TARGET = _Target(
 
 
 def enable_module(module: ModuleType, *, compile_blocks: bool = False) -> Enabled:
-    """Let unsloth train packed rows with cuseq, with models loaded before and after.
+    """Make unsloth train packed rows with cuseq, for models loaded before or after this call.
 
     Args:
-        module: unsloth, imported.
+        module: the imported unsloth module.
         compile_blocks: let the compiled decoder blocks of unsloth's own classes take packed rows,
-            which they run uncompiled; cuseq reads lengths when the block runs, so one graph serves
-            every pack.
+            which unsloth itself runs uncompiled. cuseq reads the lengths when the block runs, so
+            one graph serves every pack.
 
     Returns:
-        What was replaced: functions wherever a module of unsloth holds them. Names that modules of
-        your own have imported from unsloth by value stay unsloth's.
+        The replaced functions, each replaced in every module of unsloth that holds it. Your own
+        modules that imported a function from unsloth by name keep unsloth's function.
 
     Raises:
         UnknownRelease: a function of this unsloth is missing or has another signature, or its
-            attention is told more; nothing is replaced.
-        ValueError: enabled already, with another `compile_blocks`.
+            attention takes other arguments; nothing is replaced.
+        ValueError: unsloth is already enabled with another `compile_blocks`.
 
     Never synchronises.
     """
@@ -151,7 +151,7 @@ def enable_module(module: ModuleType, *, compile_blocks: bool = False) -> Enable
 
 
 def disable_module(module: ModuleType) -> None:
-    """Put back everything that `enable_module` replaced; do nothing where it was not called."""
+    """Restore everything that `enable_module` replaced; do nothing if it was not called."""
     state = current()
     if state is None:
         return
@@ -165,7 +165,7 @@ def disable_module(module: ModuleType) -> None:
 
 
 def enable_trainer(trainer: Any) -> Enabled:
-    """Let the batches of a trainer that was made before `enable_module` carry a layout.
+    """Add a layout to the batches of a trainer that was made before `enable_module`.
 
     Raises:
         ValueError: unsloth is not enabled, or does not pack this trainer's batches.
@@ -184,7 +184,7 @@ def enable_trainer(trainer: Any) -> Enabled:
 
 
 def disable_trainer(trainer: Any) -> None:
-    """Give a trainer's collator its own batches back; do nothing where there is nothing to do."""
+    """Restore a trainer's collator; do nothing if it was not replaced."""
     state = current()
     if state is None:
         return
@@ -196,18 +196,18 @@ def disable_trainer(trainer: Any) -> None:
 
 
 def _checked(module: ModuleType, target: _Target) -> Function:
-    """Return unsloth's function, if it is the one that cuseq knows."""
+    """Return unsloth's function; raise UnknownRelease if its signature is not the expected one."""
     owner = sys.modules.get(target.module)
     if owner is None and sys.modules.get(module.__name__) is module:
         with suppress(ImportError):  # unsloth imports its compiled blocks with its first model
             owner = import_module(target.module)
-    if owner is None:  # says that it is missing
+    if owner is None:  # this raises: the module is missing
         private(module, target.module.removeprefix("unsloth."))
     return private(owner, target.name, signature=target.signature)
 
 
 def _check_attributes(module: ModuleType, compile_blocks: bool) -> None:
-    """Check what is read, and not replaced."""
+    """Check the fields and attributes of unsloth that cuseq reads but does not replace."""
     dispatch, packing = sys.modules[DISPATCH], sys.modules[PACKING]
     for name, fields in FIELDS.items():
         check_fields(private(dispatch, name), fields)
@@ -219,7 +219,7 @@ def _check_attributes(module: ModuleType, compile_blocks: bool) -> None:
 
 
 def _limits(module: ModuleType, compile_blocks: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what is left alone, and what keeps packed rows from cuseq's attention."""
+    """Return the parts left alone, and warnings about packed rows that cuseq will not run."""
     left_alone = ["attention: models that unsloth runs through transformers' classes"]
     if not compile_blocks:
         left_alone.append("blocks: packed rows run uncompiled, since compile_blocks is False")
@@ -234,7 +234,7 @@ def _limits(module: ModuleType, compile_blocks: bool) -> tuple[tuple[str, ...], 
 
 
 def _rebind(old: Any, new: Any) -> None:
-    """Replace a function wherever a module of unsloth holds it: names are imported by value."""
+    """Replace a function in every module of unsloth that holds it: modules import it by value."""
     for name, module in list(sys.modules.items()):
         if name.lower().startswith("unsloth") and isinstance(module, ModuleType):
             for attribute, value in list(vars(module).items()):

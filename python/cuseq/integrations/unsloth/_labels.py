@@ -1,4 +1,4 @@
-"""Labels at the boundaries of packed sequences, masked under unsloth's names."""
+"""Masks for labels at the boundaries of packed sequences, under unsloth's names."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from cuseq.integrations.unsloth._layouts import as_integers, layout_of_lengths
 def mask_packed_sequence_boundaries(
     shift_labels: Tensor, seq_lengths: Sequence[int] | Tensor | None, *, ignore_index: int = -100
 ) -> bool:
-    """Let the loss ignore each sequence's last token, which would predict the next one's first.
+    """Mask, in place, the shifted label at the last token of each sequence.
+
+    That token would otherwise predict the first token of the next sequence.
 
     Args:
-        shift_labels: integers of any shape, already shifted; written in place, so it must be
-            possible to view them as one row.
-        seq_lengths: tokens of each sequence, a tensor, a list or nested lists; ends beyond the
-            labels are left out.
-        ignore_index: what is written.
+        shift_labels: integers of any shape, already shifted. They are written in place, so they
+            must be viewable as one row.
+        seq_lengths: tokens of each sequence; a tensor, a list or nested lists. Sequences that end
+            beyond the labels are skipped.
+        ignore_index: the value to write.
 
     Returns:
         Whether a sequence ends within the labels.
 
     Raises:
-        TypeError: `shift_labels` is no tensor, or the lengths or `ignore_index` no integers.
+        TypeError: `shift_labels` is not a tensor, or the lengths or `ignore_index` are not
+            integers.
         ValueError: the labels cannot be viewed as one row, or a length is negative.
 
-    Lengths on a GPU cost one wait for one small copy, once for each tensor.
+    For lengths on a GPU, this waits for one small copy, once for each tensor.
 
     Example:
         >>> from cuseq.integrations.unsloth import mask_packed_sequence_boundaries
@@ -59,22 +62,23 @@ def mask_packed_boundary_labels(
     *,
     ignore_index: int = -100,
 ) -> Tensor | None:
-    """Do the same for labels that the loss itself shifts: mask each next sequence's first token.
+    """Return labels, for a loss that shifts them itself, with each sequence's first label masked.
 
     Args:
         labels: integers of any shape and strides; not written to.
-        seq_lengths: tokens of each sequence, a tensor, a list or nested lists. For an end beyond
-            the labels the first label is masked, which no loss that shifts looks at.
-        ignore_index: what stands in the result.
+        seq_lengths: tokens of each sequence; a tensor, a list or nested lists. For a sequence that
+            ends at or beyond the end of the labels, the first label of the row is masked instead,
+            which a loss that shifts does not read.
+        ignore_index: the value of masked labels.
 
     Returns:
-        New labels, or `labels` themselves where there is nothing to do.
+        New labels, or `labels` itself if there is nothing to mask.
 
     Raises:
-        TypeError: the lengths or `ignore_index` are no integers.
+        TypeError: the lengths or `ignore_index` are not integers.
         ValueError: a length is negative.
 
-    Never synchronises where the lengths lie beside the labels or on the host.
+    Never synchronises if the lengths are on the host or on the device of the labels.
 
     Example:
         >>> from cuseq.integrations.unsloth import mask_packed_boundary_labels
@@ -98,7 +102,7 @@ def mask_packed_boundary_labels(
 
 
 def _as_tensor(seq_lengths: Sequence[int] | Tensor | None) -> Tensor | None:
-    """Return lengths as a tensor, None where there are none."""
+    """Return the lengths as a tensor, or None if there are none."""
     if seq_lengths is None:
         return None
     if not isinstance(seq_lengths, Tensor):
@@ -107,7 +111,7 @@ def _as_tensor(seq_lengths: Sequence[int] | Tensor | None) -> Tensor | None:
 
 
 def _as_row(labels: Tensor) -> Tensor:
-    # reshape would copy, and the copy would be written to.
+    # Not reshape: it may copy, and then the write would go to the copy.
     try:
         return labels.view(-1)
     except RuntimeError as error:

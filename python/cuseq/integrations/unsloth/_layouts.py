@@ -1,4 +1,4 @@
-"""Layouts of what unsloth passes around: lengths, positions, tuples of metadata."""
+"""Layouts from unsloth's data: lengths, positions and tuples of metadata."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cuseq._transfer import to_host
 from cuseq.cache import remember
 from cuseq.layout import PackedLayout
 
-# Live layouts by the `id` of their lengths, which unsloth passes on alone. It keeps nothing alive.
+# Layouts by the `id` of their lengths, because unsloth passes on only the lengths. Weak references.
 _by_lengths: weakref.WeakValueDictionary[int, PackedLayout] = weakref.WeakValueDictionary()
 
 
 class PackedInfo(tuple):
-    """unsloth's description of a pack, `(lengths, cu_seqlens, max_seqlen)`, and its layout.
+    """unsloth's tuple `(lengths, cu_seqlens, max_seqlen)` of a pack, with the pack's layout.
 
     Attributes:
-        layout: the layout, whose tensors are those of the tuple.
+        layout: the layout that owns the tensors of the tuple.
 
     Example:
         >>> from cuseq.integrations.unsloth import PackedInfo
@@ -45,18 +45,18 @@ class PackedInfo(tuple):
 
 
 def layout_behind(lengths: Tensor) -> PackedLayout | None:
-    """Return the layout that these lengths are a field of, where a `PackedInfo` handed them out."""
+    """Return the layout of lengths that came from a `PackedInfo`; None for other lengths."""
     packed = _by_lengths.get(id(lengths))
-    # Another tensor may have the number now.
+    # Another tensor may have got the same id since.
     return packed if packed is not None and packed.lengths is lengths else None
 
 
 def layout_of_lengths(lengths: Tensor, name: str) -> PackedLayout:
-    """Return the layout of sequences that lie one after the other, without a tail.
+    """Return the layout of sequences with these lengths, without a tail.
 
     Args:
-        lengths: integers of any shape; the layout is made once for the tensor.
-        name: the caller's argument, for errors.
+        lengths: integers of any shape; the layout is cached for the tensor.
+        name: name of the caller's argument, for errors.
     """
     packed = layout_behind(lengths)
     if packed is not None:
@@ -72,7 +72,7 @@ def layout_of_lengths(lengths: Tensor, name: str) -> PackedLayout:
 def row_of_positions(position_ids: Tensor) -> PackedLayout:
     """Return the layout of a row `[1, tokens]` whose sequences start where positions are 0.
 
-    It is made once for the tensor.
+    The layout is cached for the tensor.
     """
     return remember(
         position_ids,
@@ -83,19 +83,20 @@ def row_of_positions(position_ids: Tensor) -> PackedLayout:
 
 
 def _of_positions(position_ids: Tensor) -> PackedLayout:
-    # A row that does not start with 0 is one sequence: its positions mean something else.
+    # Positions that do not start with 0 do not describe packed sequences: the row is one sequence.
     if to_host(position_ids[0, :1]).tolist() != [0]:
         return PackedLayout.from_lengths([position_ids.numel()])
-    # In a plane sequences start where numbers drop, or stay 0.
+    # With plane=0, sequences start where the number drops or where 0 follows 0.
     return PackedLayout.from_position_ids((position_ids != 0).int().unsqueeze(0), plane=0)
 
 
 def row_of(seq_info: Sequence[Any], total_tokens: int | None) -> PackedLayout:
-    """Return the layout of a row without a tail: what is left is one more sequence, as in unsloth.
+    """Return the layout of a whole row, with the tail as one more sequence, as in unsloth.
 
     Args:
         seq_info: a tuple that starts with the lengths of the sequences.
-        total_tokens: tokens of the row; None, and less than the lengths, for the lengths' sum.
+        total_tokens: tokens of the row. None, or a value below the sum of the lengths, means that
+            sum.
     """
     packed = seq_info.layout if isinstance(seq_info, PackedInfo) else None
     if packed is None:
@@ -123,10 +124,10 @@ def _tensors(packed: PackedLayout) -> tuple[Tensor, Tensor]:
 
 
 def lengths_of(seq_info: Any) -> Tensor:
-    """Return the lengths that a tuple of metadata starts with.
+    """Return the lengths, the first item of a tuple of metadata.
 
     Raises:
-        TypeError: it is no such tuple.
+        TypeError: `seq_info` is not such a tuple.
     """
     if not isinstance(seq_info, tuple | list) or not seq_info:
         raise TypeError(
@@ -138,21 +139,21 @@ def lengths_of(seq_info: Any) -> Tensor:
 
 
 def as_integers(values: Sequence[int] | Tensor, name: str) -> Tensor:
-    """Return integers of any form and shape as an int32 or int64 tensor `[n]`, copied if need be.
+    """Return a list or tensor of integers, of any shape, as an int32 or int64 tensor `[n]`.
 
     Raises:
-        TypeError: they are not integers that fit in int64.
+        TypeError: the values are not integers that fit in int64.
     """
     if not isinstance(values, Tensor):
         try:
-            # The device is named because a device context would move them otherwise.
+            # The device is explicit, because torch's default device may be a GPU.
             values = torch.tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"{name} must be integers of 64 bits, got {values!r}") from error
     check_tensor(values, name)
     row = values.reshape(-1)
     if not row.numel():
-        return row.new_zeros(0, dtype=torch.int64)  # an empty list makes floats
+        return row.new_zeros(0, dtype=torch.int64)  # torch.tensor([]) is a float tensor
     if row.is_floating_point() or row.is_complex() or row.dtype is torch.bool:
         raise TypeError(f"{name} must be integers, got {row.dtype}")
     if row.dtype in (torch.int32, torch.int64):
@@ -161,10 +162,10 @@ def as_integers(values: Sequence[int] | Tensor, name: str) -> Tensor:
 
 
 def as_window(sliding_window: int | None) -> int | None:
-    """Return how many keys a token sees, itself included, None for all.
+    """Return the number of keys that a token sees, itself included; None for all.
 
     Raises:
-        TypeError: it is no int.
+        TypeError: `sliding_window` is not an int.
     """
     if sliding_window is None:
         return None

@@ -1,4 +1,4 @@
-"""Masks of a packed row under unsloth's names: dense, and xformers' biases."""
+"""Masks of a packed row under unsloth's names: dense masks and xformers' biases."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def build_sdpa_packed_attention_mask(
 
     Args:
         seq_info: from `get_packed_info_from_kwargs`, or any tuple that starts with lengths.
-        dtype: of the mask, floating point.
-        device: where it shall lie.
-        sliding_window: keys that a token sees, itself included; None, 0 and below for all. With
-            `is_causal=False` it counts backwards only, as in unsloth.
-        total_tokens: length of the row; what the sequences leave is one more segment.
-        is_causal: whether a token sees only itself and what comes before it.
+        dtype: floating point dtype of the mask.
+        device: device of the mask.
+        sliding_window: number of keys that a token sees, itself included; None, 0 or a negative
+            number means all. With `is_causal=False` it limits only earlier keys, as in unsloth.
+        total_tokens: length of the row; tokens after the last sequence are one more segment.
+        is_causal: whether a token sees only itself and earlier tokens.
 
     Returns:
-        `[1, 1, total_tokens, total_tokens]`, 0 where visible, else -inf. It is kept as long as the
-        lengths live (`PackedLayout.dense_mask`), except for a window without causality, which is
-        drawn in every call. Synchronises as `get_packed_info_from_kwargs` does.
+        `[1, 1, total_tokens, total_tokens]`, 0 where visible, else -inf. The mask is cached while
+        the lengths live (`PackedLayout.dense_mask`), except that a window without causality makes a
+        new mask in every call. Synchronises as `get_packed_info_from_kwargs` does.
 
     Raises:
-        TypeError: `seq_info` is no tuple of lengths, `sliding_window` or `total_tokens` no int, or
-            `is_causal` no bool.
+        TypeError: `seq_info` is not a tuple of lengths, `sliding_window` or `total_tokens` is not
+            an int, or `is_causal` is not a bool.
 
     Example:
         >>> from cuseq.integrations.unsloth import build_sdpa_packed_attention_mask
@@ -66,18 +66,18 @@ def build_xformers_block_causal_mask(
     total_tokens: int | None = None,
     is_causal: bool = True,
 ) -> Any | None:
-    """Return the bias of a packed row for xformers' attention, on the lengths' device.
+    """Return the bias of a packed row for xformers' attention, on the device of the lengths.
 
     Args:
         seq_info: as for the dense mask; None for a row that is not packed.
-        sliding_window: keys that a token sees, itself included: xformers' local attention.
-        base_mask: returned, with the window if it can have one, where `seq_info` is None.
+        sliding_window: number of keys that a token sees, itself included (xformers' local
+            attention).
+        base_mask: the result if `seq_info` is None; it gets the window if it supports one.
         total_tokens, is_causal: as for the dense mask.
 
     Returns:
-        A `BlockDiagonalCausalMask`, or `BlockDiagonalMask` without causality; None where xformers
-        is not installed or there is no sequence. Synchronises as `get_packed_info_from_kwargs`
-        does.
+        A `BlockDiagonalCausalMask`, or a `BlockDiagonalMask` without causality; None if xformers is
+        not installed or there are no sequences. Synchronises as `get_packed_info_from_kwargs` does.
 
     Raises:
         TypeError: as for the dense mask.

@@ -1,4 +1,4 @@
-"""What a forward's keywords say about its packed row."""
+"""The metadata of a packed row in the keyword arguments of a forward."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ def get_packed_info_from_kwargs(
     device: torch.device | str,
     position_ids: Tensor | None = None,
 ) -> PackedInfo | None:
-    """Return what a forward's keywords say about its packed row.
+    """Return the metadata of a packed row from a forward's keyword arguments.
 
     Args:
-        kwargs: `packed`, a `PackedLayout`, or `packed_seq_lengths`, integers `[n_seqs]`. Of both
-            the layout is taken, unless the lengths are fewer: unsloth's token budget splits a row
-            and its lengths, and leaves what it does not know whole.
-        device: where the answer shall lie.
-        position_ids: `[1, tokens]`, restarting with each sequence; read where kwargs has neither.
+        kwargs: holds `packed`, a `PackedLayout`, or `packed_seq_lengths`, integers `[n_seqs]`. If
+            it holds both, the layout is used, unless there are fewer lengths than sequences in the
+            layout: unsloth's token budget splits a row and its lengths, but not the layout, which
+            it does not know.
+        device: device of the result.
+        position_ids: `[1, tokens]`, restarting with each sequence; used if kwargs has neither.
 
     Returns:
-        `(lengths, cu_seqlens, max_seqlen)`: int32 `[n_seqs]`, int32 `[n_seqs + 1]`, an int. None
-        where nothing says that the row is packed, or positions show one sequence only.
+        `(lengths, cu_seqlens, max_seqlen)`: int32 `[n_seqs]`, int32 `[n_seqs + 1]`, an int. None if
+        there is no sign of a packed row, or if the positions show only one sequence.
 
     Raises:
         TypeError: `packed` is not a layout, or `packed_seq_lengths` is not a tensor of integers.
         ValueError: both are known on the host, and the lengths are neither those of the layout nor
-            a part of them.
+            those of consecutive sequences of it.
 
-    Lengths on the host, and layouts made from them, never synchronise. Lengths on a GPU cost one
-    wait for one small copy, positions two, once for each tensor.
+    Lengths on the host, and layouts made from them, never synchronise. Lengths on a GPU wait for
+    one small copy, and positions on a GPU for two, once for each tensor.
 
     Example:
         >>> from cuseq.integrations.unsloth import get_packed_info_from_kwargs
@@ -54,7 +55,7 @@ def get_packed_info_from_kwargs(
     """
     packed, lengths = kwargs.get("packed"), kwargs.get(LENGTHS)
     if torch.compiler.is_compiling():
-        # Compiled code must not read numbers of the host: they would become its constants.
+        # Compiled code must not read Python ints: they would become constants of the graph.
         if packed is None:
             return original_of("get_packed_info_from_kwargs")(kwargs, device, position_ids)
         return packed, None, None
@@ -78,12 +79,12 @@ def get_packed_info_from_kwargs(
 
 
 def _agree(packed: PackedLayout, lengths: Tensor) -> bool:
-    """Return whether the lengths are those of the layout, False for a part of them.
+    """Return whether the lengths are all those of the layout; False if they are only a part.
 
-    What lies on a GPU is judged by its number of sequences alone: reading it would wait.
+    Lengths on a GPU are judged only by their number, because reading them would wait.
 
     Raises:
-        ValueError: they are known on the host, and contradict the layout.
+        ValueError: the lengths are known on the host and contradict the layout.
     """
     on_host = lengths.device.type == "cpu" and packed.known_lengths is not None
     if on_host and layout_behind(lengths) is not packed:
@@ -100,9 +101,10 @@ def _agree(packed: PackedLayout, lengths: Tensor) -> bool:
 def cached_host_lengths(
     seq_lengths: Tensor, cu_seqlens: Tensor | None = None
 ) -> tuple[int, ...] | None:
-    """Return lengths that the host knows already; unsloth's own paths would read them.
+    """Return the lengths as ints if they belong to a layout; else None.
 
-    With offsets, only where they belong to the same layout.
+    unsloth's own attention calls this, so that it does not read the lengths from the GPU. If
+    `cu_seqlens` is given, it must belong to the same layout.
     """
     packed = layout_behind(seq_lengths)
     if packed is None or (cu_seqlens is not None and packed.cu_seqlens is not cu_seqlens):

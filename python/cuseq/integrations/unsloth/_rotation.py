@@ -1,4 +1,4 @@
-"""Rotation of queries and keys, with and without their norm, under unsloth's names."""
+"""RoPE for queries and keys, with and without their norm, under unsloth's names."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def fast_rope_embedding(
     Args:
         Q, K: `[batch, heads, seqlen, head_dim]`, any strides; never written to.
         cos, sin: tables `[positions, head_dim]`, with any leading dimensions of size 1.
-        rope_embedding_indices: integer positions, `batch * seqlen` or `seqlen` of them in any
-            shape; None counts from 0.
+        rope_embedding_indices: `batch * seqlen` or `seqlen` integer positions in any shape; None
+            counts positions from 0.
 
     Returns:
-        Both rotated, with the same order of dimensions in memory.
+        The rotated query and key, with the same order of dimensions in memory.
 
     Raises:
-        TypeError: an argument is no tensor, or positions are not integers.
-        ValueError: Q or K has not four dimensions, or there is another number of positions.
+        TypeError: an argument is not a tensor, or positions are not integers.
+        ValueError: Q or K does not have four dimensions, or the number of positions does not fit.
 
-    Never synchronises, except to copy positions that lie on another device.
+    Never synchronises, except to copy positions from another device.
 
     Example:
         >>> from cuseq.integrations.unsloth import fast_rope_embedding
@@ -53,7 +53,7 @@ def fast_rope_embedding(
     options: dict[str, Any] = {"position_ids": positions, "qkv_format": "bhsd"}
     if Q.dtype == K.dtype:
         return apply_rope(Q, K, *tables, **options)
-    # DoRA on some projections leaves them in float32.
+    # DoRA on only some projections makes Q and K differ in dtype: its outputs are float32.
     return tuple(apply_rope(heads, None, *tables, **options)[0] for heads in (Q, K))
 
 
@@ -66,22 +66,23 @@ def fast_qk_norm_rope(
     sin: Tensor,
     position_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalise and rotate query and key in one kernel, with frozen weights or trained ones.
+    """Normalise and rotate query and key in one kernel, with frozen or trained norm weights.
 
     Args:
-        q_norm, k_norm: RMS norms of each head, with `weight` `[head_dim]` and `variance_epsilon` or
+        q_norm, k_norm: per-head RMS norms, with `weight` `[head_dim]` and `variance_epsilon` or
             `eps`.
         Q, K: `[batch, seqlen, heads, head_dim]`, any strides; never written to.
         cos, sin, position_ids: as for `fast_rope_embedding`.
 
     Returns:
-        Both, `[batch, heads, seqlen, head_dim]`.
+        The normalised and rotated query and key, `[batch, heads, seqlen, head_dim]`.
 
     Raises:
-        TypeError: an argument is no tensor, positions are not integers, or a norm has no epsilon.
+        TypeError: an argument is not a tensor, positions are not integers, or a norm has no
+            epsilon.
         ValueError: as for `fast_rope_embedding`.
 
-    Never synchronises, except to copy positions that lie on another device.
+    Never synchronises, except to copy positions from another device.
 
     Example:
         >>> from cuseq.integrations.unsloth import fast_qk_norm_rope
@@ -99,7 +100,7 @@ def fast_qk_norm_rope(
     eps = _eps(q_norm, "q_norm"), _eps(k_norm, "k_norm")
     if eps[0] == eps[1] and weights[0].dtype == weights[1].dtype and Q.dtype == K.dtype:
         Q, K = apply_qk_norm_rope(Q, K, *weights, *tables, eps=eps[0], **options)
-    else:  # one kernel has one of each
+    else:  # one kernel call supports only one eps, weight dtype and input dtype
         Q, _ = apply_qk_norm_rope(Q, None, weights[0], None, *tables, eps=eps[0], **options)
         K, _ = apply_qk_norm_rope(K, None, weights[1], None, *tables, eps=eps[1], **options)
     return Q.transpose(1, 2), K.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What is replaced while unsloth is enabled, and the names that several files share."""
+"""The state while unsloth is enabled, and names that several files share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cuseq.integrations._enabled import Enabled
 PACKING = "unsloth.utils.packing"
 DISPATCH = "unsloth.utils.attention_dispatch"
 BLOCKS = "unsloth.models._block_compile"
-# The keyword under which unsloth's batches hold their lengths.
+# The key of the lengths in unsloth's batches.
 LENGTHS = "packed_seq_lengths"
 # The attribute that marks a wrapper as cuseq's.
 MARK = "_cuseq_wrapped"
 
 
 class Replaced(NamedTuple):
-    """A function of unsloth, and the one in its place."""
+    """A function of unsloth and its replacement."""
 
     name: str
     original: Callable[..., Any]
@@ -29,14 +29,14 @@ class Replaced(NamedTuple):
 
 @dataclass
 class State:
-    """What `disable` puts back.
+    """What `disable` needs to restore unsloth.
 
     Attributes:
         compile_blocks: the option of `enable`.
-        result: what `enable` returned.
-        functions: those replaced in every module of unsloth.
-        collators: weak references to collators, and to the `torch_call` that each was given.
-        blocks: classes of decoder layers, each with the `forward` it was given.
+        result: the result of `enable`.
+        functions: the functions replaced in every module of unsloth.
+        collators: weak references to collators, each with one to its new `torch_call`.
+        blocks: classes of decoder layers, each with its new `forward`.
     """
 
     compile_blocks: bool
@@ -50,18 +50,18 @@ _state: State | None = None
 
 
 def current() -> State | None:
-    """Return the state, None where unsloth is not enabled."""
+    """Return the state, or None if unsloth is not enabled."""
     return _state
 
 
 def set_current(state: State | None) -> None:
-    """Switch on with a state, off with None."""
+    """Set the state; None means that unsloth is not enabled."""
     global _state
     _state = state
 
 
 def original_of(name: str) -> Callable[..., Any]:
-    """Return unsloth's function, for compiled code in which cuseq has no part.
+    """Return unsloth's original function, for compiled code that does not use cuseq.
 
     Raises:
         RuntimeError: unsloth is not enabled.
