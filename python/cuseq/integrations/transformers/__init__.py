@@ -3,7 +3,7 @@
     cuseq.enable(model)                              # a live model: attention, rotation, q/k norm
     model(**cuseq.PackingCollator()(examples)).loss.backward()
 
-A model that names the implementation itself gets cuseq's attention alone:
+A model created with this implementation gets only cuseq's attention:
 
     cuseq.integrations.transformers.register()
     model = AutoModelForCausalLM.from_config(config, attn_implementation="cuseq")

@@ -1,4 +1,4 @@
-"""Enabling cuseq in a live transformers model, and in the model of a trainer."""
+"""Implementation of `cuseq.enable` for a transformers model and for a trainer's model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from cuseq.integrations.transformers.names import NAME
 
 @dataclass
 class _State:
-    """What it takes to put a model back."""
+    """What `disable_model` needs to restore a model."""
 
     enabled: Enabled
     options: dict[str, bool]
@@ -48,9 +48,9 @@ _states: weakref.WeakKeyDictionary[PreTrainedModel, _State] = weakref.WeakKeyDic
 
 
 def enable_model(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enabled:
-    """Let a live transformers model attend, rotate and normalise queries and keys by cuseq.
+    """Replace attention, rotation and q/k norms of a transformers model by cuseq's.
 
-    See `cuseq.enable`, which calls this.
+    `cuseq.enable` calls this and describes it.
     """
     check_flag(rope, "rope")
     check_flag(qk_norm, "qk_norm")
@@ -59,7 +59,7 @@ def enable_model(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -
     if base in _states:
         state = _states[base]
         check_same_options(state.options, options)
-        # Somebody may have asked for another attention since.
+        # The user may have set another attention since.
         base.set_attn_implementation(dict.fromkeys(state.implementations, NAME))
         return state.enabled
     _refuse_parts_and_copies(base)
@@ -95,7 +95,7 @@ def enable_model(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -
         fuse(layer, how)
     for code in rotated:
         replace_rotation(code, rotaries[code])
-    # A model that is dropped without `disable` gives back what it holds of the process.
+    # A model that is freed without `disable` releases the registration and rotations it holds.
     release = weakref.finalize(base, _release, rotated)
     release.atexit = False
     _states[base] = _State(enabled, options, implementations, list(normed), release)
@@ -105,10 +105,10 @@ def enable_model(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -
 
 
 def disable_model(model: nn.Module) -> None:
-    """Put back what `enable_model` replaced; a model that was not enabled stays as it is.
+    """Restore what `enable_model` replaced; leave a model that was not enabled unchanged.
 
     Raises:
-        ValueError: the model is a part of an enabled one, or a copy of one.
+        ValueError: the model is a part or a copy of an enabled model.
     """
     base = find_pretrained(model)
     state = _states.pop(base, None)
@@ -122,10 +122,10 @@ def disable_model(model: nn.Module) -> None:
 
 
 def enable_model_of_trainer(model: nn.Module, *, rope: bool, qk_norm: bool) -> tuple[Enabled, bool]:
-    """Enable a trainer's model; return also whether the trainer's `disable` has to disable it.
+    """Enable a trainer's model; return also whether `disable` of the trainer must disable it.
 
-    A model that was enabled before stays so. One that was made with `attn_implementation="cuseq"`
-    keeps its own rotation and norms.
+    A model that was enabled before stays enabled then. A model made with
+    `attn_implementation="cuseq"` keeps its own rotation and norms.
     """
     if find_pretrained(model) in _states:
         return enable_model(model, rope=rope, qk_norm=qk_norm), False

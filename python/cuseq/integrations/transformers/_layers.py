@@ -1,4 +1,4 @@
-"""The attention layers of a transformers model, and which of them packed attention can replace."""
+"""The attention layers of a transformers model, and checks that cuseq can replace them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cuseq.integrations.transformers.names import ROTATE
 
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model that `model` is or holds.
+    """Return the transformers model that `model` is or contains.
 
     Raises:
-        TypeError: there is none in it.
+        TypeError: `model` does not contain a transformers model.
     """
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, PreTrainedModel):
@@ -27,14 +27,14 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def code_of(layer: nn.Module) -> types.ModuleType:
-    """Return the modeling module that a layer's class comes from."""
+    """Return the modeling module that defines a layer's class."""
     return sys.modules[type(layer).__module__]
 
 
 def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that rotate queries and keys of tokens.
+    """Return the layers that rotate queries and keys of text tokens.
 
-    Vision encoders have none of these: their layers are not numbered.
+    Layers of vision encoders are not returned, because they have no `layer_idx`.
 
     Raises:
         ValueError: the model has no such layer.
@@ -56,7 +56,7 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
 
 
 def refuse_inexact_layers(layers: list[nn.Module]) -> None:
-    """Raise ValueError where a layer attends in a way that packed attention does not."""
+    """Raise ValueError if a layer uses an attention feature that packed attention lacks."""
     for layer in layers:
         name = f"{type(layer).__name__} {layer.layer_idx}"
         softcap = getattr(layer, "attn_logit_softcapping", None)
@@ -83,7 +83,7 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
 
 
 def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, Any]:
-    """Return the configs of the layers, by the names that `set_attn_implementation` gives them."""
+    """Return the configs of the layers, by their keys in `set_attn_implementation`."""
     own = {id(layer.config) for layer in layers}
     configs = {"": base.config} if id(base.config) in own else {}
     for key in base.config.sub_configs:
@@ -98,5 +98,5 @@ def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, An
 
 
 def class_names(classes: Iterable[type]) -> tuple[str, ...]:
-    """Return the names of the classes, sorted, each once."""
+    """Return the sorted names of the classes without duplicates."""
     return tuple(sorted({one.__name__ for one in classes}))

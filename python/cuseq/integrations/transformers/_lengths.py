@@ -1,4 +1,4 @@
-"""Checks of the keywords that say where sequences lie, without waiting for the device."""
+"""Checks of the keywords that describe sequences, without synchronisation."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _LENGTHS = "packed_seq_lengths"  # unsloth's name
 
 
 def check_lengths(cu_q: Any, cu_k: Any, keywords: dict[str, Any]) -> None:
-    """Raise TypeError unless offsets and lengths, where they are given, are integer tensors."""
+    """Raise TypeError if given offsets or lengths are not integer tensors."""
     given = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, _LENGTHS: keywords.get(_LENGTHS)}
     for name, value in given.items():
         if value is None:
             continue
-        if not isinstance(value, Tensor):  # on meta too, where a model has no memory
+        if not isinstance(value, Tensor):  # meta tensors are allowed: the model may be on meta
             raise TypeError(f"{name} must be a tensor of integers, got {type(value).__name__}")
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
             raise TypeError(f"{name} must hold integers, got {value.dtype}")
 
 
 def check_offsets(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
-    """Raise ValueError unless the offsets can be those of one row, as far as the host sees them."""
+    """Raise ValueError if the offsets cannot be those of one row.
+
+    Values of offsets on a GPU are not checked.
+    """
     if cu_q is not None and cu_k is not None and cu_q is not cu_k:
         if cu_q.shape != cu_k.shape:
             raise ValueError(
@@ -48,11 +51,11 @@ def check_offsets(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
 
 
 def longest_on_host(max_q: int | Tensor | None, max_k: int | Tensor | None) -> int | None:
-    """Return the longest sequence, in tokens, where the host knows it.
+    """Return the longest length in tokens; None if neither value is on the host.
 
     Raises:
-        TypeError: one of them is not an int.
-        ValueError: they differ.
+        TypeError: a value is not an int.
+        ValueError: the values differ.
     """
     given = {"max_length_q": max_q, "max_length_k": max_k}
     lengths = [as_int(value, name) for name, value in given.items() if _on_host(value)]
@@ -72,11 +75,11 @@ def check_agreement(
     max_k: int | Tensor | None,
     keywords: dict[str, Any],
 ) -> None:
-    """Raise ValueError where other lengths of the call contradict `packed`, as the host sees them.
+    """Raise ValueError if other lengths or offsets of the call contradict `packed`.
 
-    Offsets and lengths may count the tail as further sequences, as TRL's collator does, and leave
-    out sequences of length zero. Tensors on a GPU are not compared, nor is a layout whose lengths
-    came from one.
+    Offsets and lengths may count the tail as further sequences, as TRL's collator does, and may
+    omit sequences of length zero. Tensors on a GPU, and layouts whose lengths came from a GPU, are
+    not compared.
     """
     if packed.rank_positions is not None or packed.known_lengths is None:
         return
@@ -87,7 +90,7 @@ def check_agreement(
             f"sequence has {packed.max_seqlen} tokens"
         )
     for name, offsets in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
-        # Some data loaders slice every tensor of a batch, and leave the offset 0 alone.
+        # Some data loaders slice every tensor of a batch, so that only the offset 0 is left.
         if _on_host(offsets) and offsets is not packed.cu_seqlens and offsets.numel() > 1:
             _check_boundaries(packed, name, offsets, offsets)
     lengths = keywords.get(_LENGTHS)
@@ -97,7 +100,7 @@ def check_agreement(
 
 def _check_boundaries(packed: PackedLayout, name: str, given: Tensor, offsets: Tensor) -> None:
     found = torch.unique_consecutive(offsets.reshape(-1).long())
-    for layout in (packed, packed.segments):  # as documents are counted, and as they lie
+    for layout in (packed, packed.segments):  # real lengths, then lengths with padding
         expected = torch.unique_consecutive(_offsets(layout.known_lengths))
         if torch.equal(found[: len(expected)], expected):
             return

@@ -1,7 +1,7 @@
-"""The norm of queries and keys and their rotation in one kernel, in layers of transformers.
+"""Fusion of q/k norm and RoPE into one kernel, in attention layers of transformers.
 
-Names prove nothing: signatures are compared, and a layer is replaced only if the kernel gives the
-numbers of its own forward on a small copy of it.
+Matching names are not enough. A layer is replaced only if its signature is the expected one and the
+kernel gives the numbers of the layer's own forward on a small copy of the layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class NormedRotary:
-    """Hold what the one kernel for norm and rotation needs to know of a layer."""
+    """The parameters of the fused norm and rotation for a layer."""
 
     rotary: Rotary
     norm: type
@@ -50,7 +50,7 @@ class NormedRotary:
 def find_normed_layers(
     layers: list[nn.Module], rotaries: dict[types.ModuleType, Rotary]
 ) -> tuple[dict[nn.Module, NormedRotary], list[str]]:
-    """Return the layers whose norm can go into the rotation, and why the other norms cannot."""
+    """Return the layers whose norm can be fused with the rotation, and reasons for the others."""
     normed: dict[nn.Module, NormedRotary] = {}
     reasons: dict[str, None] = {}
     known: dict[tuple, NormedRotary | str] = {}
@@ -72,9 +72,9 @@ def find_normed_layers(
 
 
 def _kind_of(layer: nn.Module) -> tuple:
-    """Return what decides how a layer computes with its weights.
+    """Return a key that is equal for layers that compute alike, apart from their weights.
 
-    Layers of one class may rotate or not, by their place (EXAONE 4).
+    The class is not enough: layers of one class may rotate or not, by their index (EXAONE 4).
     """
     settings = (
         (name, value)
@@ -89,7 +89,7 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _obstacle(layer: nn.Module) -> str | None:
-    """Return what keeps a layer's norm out of the rotation, None where nothing shows."""
+    """Return why a layer's norm cannot be fused, or None if no reason is found."""
     parameters = list(inspect.signature(type(layer).forward).parameters)
     if parameters != FORWARD_PARAMETERS:
         return f"its forward takes {parameters}"
@@ -100,7 +100,7 @@ def _obstacle(layer: nn.Module) -> str | None:
     if others:
         return f"it has weights of its own beside: {', '.join(others)}"
     own = layer.__dict__.get("forward", type(layer).forward)
-    # What was saved whole while it was enabled has its class's own there.
+    # A layer that was pickled while enabled holds its class's forward as an attribute.
     is_own = getattr(own, "__func__", own) is type(layer).forward
     if not is_own and not has_accelerate_forward(layer):
         return "its forward was replaced by somebody else"
@@ -119,8 +119,8 @@ def _obstacle(layer: nn.Module) -> str | None:
 
 
 def _normed_rotary(layer: nn.Module, rotary: Rotary) -> NormedRotary | str:
-    """Return how to fuse a layer, tried on a small copy of it, or why that gives other numbers."""
-    # Where the layer is: Triton's norms run nowhere else.
+    """Return how to fuse a layer, tested on a small copy, or the reason why it cannot be fused."""
+    # The copy runs on the layer's device, because Triton norms need a GPU.
     device = layer.q_norm.weight.device
     probe, hidden = _probe(layer).to(device), random_numbers(1, 7, 8).to(device)
     width = layer.head_dim if rotary.turns == 1 else layer.head_dim // 2
@@ -132,7 +132,7 @@ def _normed_rotary(layer: nn.Module, rotary: Rotary) -> NormedRotary | str:
     table = angles.cos().to(device), angles.sin().to(device)
     try:
         expected, _ = type(layer).forward(probe, hidden, table, None)
-    except Exception as error:  # whatever it needs that a copy does not have
+    except Exception as error:  # the forward may need anything that the copy does not have
         return f"its forward cannot be tried ({type(error).__name__}: {error})"
     for weight_offset in (0.0, 1.0):
         eager = code_of(layer).eager_attention_forward
@@ -152,7 +152,7 @@ def _probe(layer: nn.Module) -> nn.Module:
     probe.training = False
     probe.config = copy.copy(layer.config)
     set_attention_alone(probe.config, "eager")
-    draw = torch.Generator().manual_seed(0)  # the global one is the user's
+    draw = torch.Generator().manual_seed(0)  # do not change the user's random state
 
     def linear(inputs: int, outputs: int) -> nn.Linear:
         module = nn.utils.skip_init(nn.Linear, inputs, outputs)
@@ -166,7 +166,7 @@ def _probe(layer: nn.Module) -> nn.Module:
     children["o_proj"] = linear(layer.head_dim * heads, 8)
     for name in ("q_norm", "k_norm"):
         norm = copy.deepcopy(children[name]).float()
-        if has_accelerate_forward(norm):  # which moves its input to the GPU
+        if has_accelerate_forward(norm):  # accelerate's forward moves its input to the GPU
             norm.__dict__ = without_forwards(norm.__dict__)
         norm.weight = nn.Parameter(torch.randn(layer.head_dim, generator=draw))
         children[name] = norm
@@ -187,8 +187,8 @@ def normed_forward(
         type(norm) is not how.norm or has_hooks(norm) or norm.weight.is_meta
         for norm in (self.q_norm, self.k_norm)
     ):
-        # An adapter has come over a norm since, or a hook, or accelerate has taken its weight away
-        # until it is called: the kernel would go past them.
+        # Since the check, a norm got an adapter or a hook, or accelerate offloaded its weight. The
+        # kernel would bypass these, so run the class's own forward.
         return type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
@@ -227,15 +227,15 @@ def normed_forward(
     return self.o_proj(out.reshape(*rows, -1)), weights
 
 
-# Bound methods are saved by name: a model that is saved whole while it is enabled finds its class's
-# own forward when it is loaded, which computes the same.
+# pickle saves bound methods by name. A model that is pickled while enabled gets its class's own
+# forward when it is loaded, which computes the same.
 normed_forward.__name__ = "forward"
 
 
 def fuse(layer: nn.Module, how: NormedRotary) -> None:
-    """Let a layer run its norms and rotation in one kernel."""
+    """Make a layer run its norms and rotation in one kernel."""
     layer._cuseq_rotary = how
-    # A bound method, not a partial: compiled layers would each have a graph of their own.
+    # A bound method, not a partial: with a partial every compiled layer would get its own graph.
     set_forward(layer, types.MethodType(normed_forward, layer))
 
 
@@ -249,7 +249,7 @@ def unfuse(layer: nn.Module) -> None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether a module, or what it was copied from, is fused."""
+    """Return whether a module is fused, or is a copy of a fused module."""
     return any(
         getattr(forward, "__func__", None) is normed_forward for forward in own_forwards(module)
     )

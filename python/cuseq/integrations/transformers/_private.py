@@ -1,6 +1,7 @@
-"""Every private name of transformers, accelerate and torch that this package relies on.
+"""Access to all private names of transformers, accelerate and torch that this package uses.
 
-The other files call these functions, so that a release that renames one fails by name.
+The other files call these functions. A release that renames one of them then raises an error that
+has the name.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_names() -> None:
-    """Check the names that are read in every forward, where a check would cost time.
+    """Check, once, the names that are read in every forward, where a check would cost time.
 
     Raises:
         UnknownRelease: configs do not keep their attention in `_attn_implementation`, or modules
@@ -54,17 +55,17 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 
 def set_attention_alone(config: PreTrainedConfig, name: str) -> None:
-    """Set the `attn_implementation` of a config, but not those of the configs in it."""
+    """Set the `attn_implementation` of a config, but not that of its sub-configs."""
     config._attn_implementation_internal = name
 
 
 def supports_sdpa(model: PreTrainedModel) -> bool:
-    """Return whether a model's class says that its attention may be sdpa."""
+    """Return whether a model's class declares support for sdpa."""
     return private(model, "_supports_sdpa", package="transformers")
 
 
 def registered_functions(interface: type) -> dict[str, Callable[..., Any]]:
-    """Return what is registered with `AttentionInterface` or `AttentionMaskInterface`, by name."""
+    """Return the functions of `AttentionInterface` or `AttentionMaskInterface` by name."""
     return private(interface, "_global_mapping")
 
 
@@ -84,7 +85,7 @@ def signature_columns(trainer: Trainer) -> list[str]:
 
 
 def forget_evaluation_loaders(trainer: Trainer) -> None:
-    """Drop the data loaders that persistent workers keep, and with them the old collator."""
+    """Drop the cached evaluation loaders, whose persistent workers hold the old collator."""
     from transformers.trainer import Trainer
 
     check_attribute(Trainer.get_eval_dataloader, "_eval_dataloaders")
@@ -96,7 +97,7 @@ def forget_evaluation_loaders(trainer: Trainer) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether something was hooked to a module's forward or backward."""
+    """Return whether a module has forward or backward hooks."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -106,43 +107,43 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dict of a module's children; writing to it replaces them."""
+    """Return the dict of a module's children; a write to it replaces a child."""
     return module._modules
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Return whether accelerate takes a module's weights away until it is called."""
+    """Return whether accelerate offloads a module's weights between calls."""
     _check_accelerate()
     return getattr(getattr(module, "_hf_hook", None), "offload", False)
 
 
 def own_forwards(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the forwards that a module holds itself: one of its own, and accelerate's over it."""
+    """Return the forwards set on the module object: its own, and the one accelerate wraps."""
     _check_accelerate()
     names = ("forward", "_old_forward")
     return [module.__dict__[name] for name in names if name in module.__dict__]
 
 
 def has_accelerate_forward(module: nn.Module) -> bool:
-    """Return whether accelerate has replaced a module's forward; its own calls the old one."""
+    """Return whether accelerate has wrapped a module's forward."""
     _check_accelerate()
     return "_old_forward" in module.__dict__
 
 
 def set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward, or the one that accelerate's calls."""
+    """Replace a module's forward, or the one inside accelerate's wrapper."""
     setattr(module, "_old_forward" if has_accelerate_forward(module) else "forward", forward)
 
 
 def without_forwards(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return a module's attributes but for forwards that it holds itself and accelerate's hook."""
+    """Return a module's attributes without accelerate's hook and forwards set on the object."""
     names = ("forward", "_old_forward", "_hf_hook")
     return {name: value for name, value in attributes.items() if name not in names}
 
 
 def _check_accelerate() -> None:
     hooks = sys.modules.get("accelerate.hooks")
-    if hooks is not None:  # else nothing can have been hooked
+    if hooks is not None:  # accelerate was not imported, so it has no hooks
         _check_hooks(hooks)
 
 

@@ -1,11 +1,11 @@
-"""Layers that carry a state along the row, through which documents of a packed row leak."""
+"""Recurrent layers, whose state leaks from one document of a packed row into the next."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-# Layer types as configs name them.
+# Names of layer types in configs.
 _RECURRENT_LAYERS = {
     "linear_attention",
     "hybrid",
@@ -17,7 +17,7 @@ _RECURRENT_LAYERS = {
 
 
 def recurrent_layers(config: Any) -> list[str]:
-    """Return the types of a config's layers that carry a state from token to token, sorted."""
+    """Return the sorted types of a config's layers that carry a state from token to token."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return sorted(_RECURRENT_LAYERS.intersection(types or ()))
 

@@ -1,9 +1,9 @@
-"""Registering `attn_implementation="cuseq"` in the process, and taking it back.
+"""Registration of `attn_implementation="cuseq"` with transformers, and its removal.
 
-It takes two registrations and two patches of transformers, all undone together: the attention and
-mask functions, a check of the models that ask for this implementation, and a wrapper that keeps
-transformers' own search for packed position ids from running. `register` keeps them until
-`unregister`; each enabled model holds them until it is disabled or garbage-collected.
+This makes two registrations and two patches in transformers, which are undone together: the
+attention function; the mask function; a check of models that request this implementation; and a
+wrapper that stops transformers' own search for packed position ids. `register` keeps them until
+`unregister`. Each enabled model keeps them until it is disabled or garbage-collected.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from cuseq.integrations.transformers.attention import cuseq_attention
 from cuseq.integrations.transformers.masks import DeferredMask, cuseq_mask, withhold
 from cuseq.integrations.transformers.names import NAME
 
-_TABLE = "_ATTENTION_CLASSES"  # how models name their own choice of attentions
+_TABLE = "_ATTENTION_CLASSES"  # suffix of the names of models' own attention tables
 
-# Reentrant: garbage collection may release a model's hold in the middle of these functions.
+# Reentrant, because garbage collection may call `release_registration` inside these functions.
 _lock = threading.RLock()
 _registered_directly = False
 _holds = 0
@@ -44,18 +44,18 @@ _undo: contextlib.ExitStack | None = None
 
 
 def register() -> None:
-    """Register `attn_implementation="cuseq"` with transformers, for models that name it themselves.
+    """Register `attn_implementation="cuseq"` with transformers, for use without `cuseq.enable`.
 
-    `cuseq.enable(model)` needs no call of this: it registers while a model is enabled. Calling
-    `register` again changes nothing; one `unregister` takes it back.
+    `cuseq.enable(model)` does not need this call, because it registers while a model is enabled.
+    Further calls of `register` change nothing; one `unregister` undoes them all.
 
     Raises:
-        UnknownRelease: a private name of transformers that this needs is missing; nothing is
-            registered then.
+        UnknownRelease: a private name of transformers that this needs is missing; nothing was
+            registered.
 
     Warns:
         UserWarning: transformers prepares masks in a way that cuseq does not know. Everything else
-            works, with one synchronisation a forward.
+            works, with one synchronisation per forward.
 
     Example:
         >>> import cuseq.integrations.transformers
@@ -74,11 +74,11 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take `register` back and restore transformers' own functions.
+    """Undo `register` and restore transformers' own functions.
 
-    While models are enabled the registration stays, until the last of them is disabled. A model
-    that was made with `attn_implementation="cuseq"` cannot run afterwards: give it another by
-    `model.set_attn_implementation`. Without a `register` before, nothing happens.
+    If models are enabled, the registration stays until the last of them is disabled. A model made
+    with `attn_implementation="cuseq"` cannot run afterwards; set another implementation by
+    `model.set_attn_implementation`. Without an earlier `register`, this does nothing.
     """
     global _registered_directly
     with _lock:
@@ -87,7 +87,7 @@ def unregister() -> None:
 
 
 def hold_registration() -> None:
-    """Register for one user more; raises and warns as `register`."""
+    """Register on behalf of one more user; raises and warns as `register`."""
     global _holds
     with _lock:
         _install()
@@ -95,7 +95,7 @@ def hold_registration() -> None:
 
 
 def release_registration() -> None:
-    """Give back what `hold_registration` took, once for each call of it."""
+    """Undo one call of `hold_registration`."""
     global _holds
     with _lock:
         _holds -= 1
@@ -107,7 +107,7 @@ def _install() -> None:
     if _undo is not None:
         return
     check_names()
-    with contextlib.ExitStack() as undo:  # so that a failure half-way leaves nothing behind
+    with contextlib.ExitStack() as undo:  # an error part-way undoes everything
         _register_function(undo, AttentionInterface, cuseq_attention)
         _register_function(undo, AttentionMaskInterface, cuseq_mask)
         _patch(
@@ -141,10 +141,10 @@ def _patch(
     name: str,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> None:
-    """Replace a function of transformers by a wrapper, until `undo` is closed.
+    """Replace a function of transformers by a wrapper until `undo` is closed.
 
-    Somebody who wraps it meanwhile keeps our wrapper inside theirs; it only calls the original
-    from then on.
+    If other code has wrapped our wrapper by then, ours stays inside theirs and only calls the
+    original.
     """
     original = getattr(owner, name)
     wrapped, active = wrap(original), True
@@ -163,14 +163,14 @@ def _patch(
     undo.callback(restore)
 
 
-# ---------------------------------------------------------------------- which models are refused
+# -------------------------------------------------------------------------------- refused models
 
 
 def _refusing_other_models(choose: Callable[..., str]) -> Callable[..., str]:
-    """Refuse models with attention of their own, which would ignore `cuseq`, and the lengths.
+    """Wrap the choice of attention to refuse models whose own attention would ignore `cuseq`.
 
-    Such models say that they do not support sdpa, but transformers does not ask that for an
-    implementation that it does not ship. Falcon supports sdpa and has a table of its own.
+    Such models declare that they do not support sdpa, but transformers does not check this for an
+    implementation that it does not ship. Falcon supports sdpa and has its own attention table.
     """
 
     def checked(self, requested_attention, *args, **kwargs):
@@ -182,8 +182,8 @@ def _refusing_other_models(choose: Callable[..., str]) -> Callable[..., str]:
 
 
 def _check_model(model: transformers.PreTrainedModel) -> None:
-    # GPT-OSS supports no sdpa because of its sinks, which packed attention has; Gemma 2 of
-    # transformers 5.23 because of its soft caps, which may be off.
+    # GPT-OSS does not support sdpa because of its sinks, which packed attention supports. Gemma 2
+    # in transformers 5.23 does not because of its soft caps, which may be off.
     has_no_caps = getattr(model.config, "attn_logit_softcapping", 0) is None
     known = supports_sdpa(model) or model.config.model_type == "gpt_oss" or has_no_caps
     own = [name for name in dir(sys.modules[type(model).__module__]) if name.endswith(_TABLE)]
@@ -202,9 +202,9 @@ def _check_model(model: transformers.PreTrainedModel) -> None:
 
 
 def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
-    """Return why a model's positions are not those that a packed batch gives, None if they are."""
+    """Return why a model would not use the positions of a packed batch; None if it uses them."""
     is_told = "position_ids" in inspect.signature(type(model).forward).parameters
-    is_decoder = model.can_generate()  # an encoder's rows of sound or pixels count as they like
+    is_decoder = model.can_generate()  # rows of audio or pixels in an encoder are not packed
     for one in vars(sys.modules[type(model).__module__]).values():
         if hasattr(one, "create_position_ids_from_input_ids"):
             return "it counts positions from behind its padding token's id"
@@ -219,11 +219,11 @@ def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
 
 
 def _withhold_position_ids(undo: contextlib.ExitStack) -> None:
-    """Keep transformers' search for packed position ids from running for this implementation.
+    """Stop transformers' search for packed position ids for this implementation.
 
-    The search stalls the device once a forward, and it would draw a dense mask that lengths make
-    needless. The position ids go to the mask function instead, which transformers calls next on the
-    same thread.
+    The search synchronises once per forward and would build a dense mask that is not needed when
+    lengths are given. The position ids go to the mask function instead, which transformers calls
+    next on the same thread.
     """
     try:
         check_mask_preparation()
@@ -249,7 +249,8 @@ def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
         encoder_hidden_states=None,
     ):
         if isinstance(attention_mask, DeferredMask):
-            # `generate` has made it already: it goes through as a mask of four dimensions does.
+            # `generate` has already made the mask: prepare with a 4-D mask in its place, which
+            # transformers passes through unchanged.
             mask = torch.empty(1, 1, 1, 1)
             found = prepare(config, inputs_embeds, mask, past_key_values, None, layer_idx)
             return found[0], attention_mask, *found[2:]

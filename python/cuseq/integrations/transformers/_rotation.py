@@ -1,7 +1,7 @@
-"""The rotation of queries and keys by cuseq, in modeling modules of transformers.
+"""Replacement of RoPE in modeling modules of transformers by `cuseq.apply_rope`.
 
-Names prove nothing: a module's rotation is replaced only if `cuseq.apply_rope` gives its numbers on
-a small input.
+A matching name is not enough. A module's rotation is replaced only if `cuseq.apply_rope` gives the
+same numbers on a small input.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WITHOUT = "enable the model with rope=False, qk_norm=False"
 
 @dataclass(frozen=True)
 class Rotary:
-    """Describe how a model's rotation reads its table.
+    """How a model's rotation reads its tables of cosines and sines.
 
     Attributes:
         interleaved: as in `cuseq.apply_rope`.
-        turns: elements of a head that turn for each column of the table, 1 or 2.
+        turns: number of rotated elements of a head for each column of the table, 1 or 2.
         first_half: whether only the first half of the columns is read.
     """
 
@@ -41,7 +41,7 @@ class Rotary:
     first_half: bool
 
     def arguments(self, cos: Tensor) -> dict[str, Any]:
-        """Return the keywords of `apply_rope` for a table with one row of angles a token."""
+        """Return the keyword arguments of `apply_rope` for a table with one row per token."""
         width = cos.shape[-1]
         return dict(table="token", interleaved=self.interleaved, rotary_dim=width * self.turns)
 
@@ -49,10 +49,13 @@ class Rotary:
         """Return the columns of a table that are read, contiguous in their last dimension."""
         if self.first_half:
             return table[..., : table.shape[-1] // 2]
-        return table if table.stride(-1) == 1 else table.contiguous()  # GPT-OSS: a transposed one
+        return (
+            table if table.stride(-1) == 1 else table.contiguous()
+        )  # GPT-OSS has a transposed table
 
 
-# Halves that repeat, half a table, neighbours, neighbours out of halves that repeat (GLM).
+# In order: halves with a full table, halves with a half table, neighbours with a full table,
+# neighbours that read the first half of a full table (GLM), neighbours with a half table.
 _ROTARIES = (
     Rotary(False, 1, False),
     Rotary(False, 2, False),
@@ -72,10 +75,10 @@ _replaced: dict[types.ModuleType, _Replaced] = {}
 
 
 def find_rotaries(base: PreTrainedModel, layers: list[nn.Module]) -> dict[types.ModuleType, Rotary]:
-    """Return how each modeling module rotates, found by comparing numbers with its own function.
+    """Return how each modeling module rotates, found by comparison with the module's function.
 
     Raises:
-        ValueError: a module rotates in a way that `cuseq.apply_rope` does not.
+        ValueError: a module rotates in a way that `cuseq.apply_rope` does not support.
     """
     rotaries = {}
     for code in dict.fromkeys(map(code_of, layers)):
@@ -109,7 +112,7 @@ def _angles(base: PreTrainedModel, layer: nn.Module) -> tuple[Tensor, Tensor]:
         if "Vision" in kind.__name__:
             continue
         rotary = copy.deepcopy(module).cpu()
-        rotary.__dict__.pop("forward", None)  # accelerate's, which moves to the GPU
+        rotary.__dict__.pop("forward", None)  # accelerate's forward moves tensors to the GPU
         options = {}
         if "layer_type" in inspect.signature(kind.forward).parameters:
             kinds = base.config.get_text_config().layer_types
@@ -135,7 +138,7 @@ def _rotary_of(rotate: Rotate, head_dim: int, cos: Tensor, sin: Tensor) -> Rotar
         try:
             found = _rotated(rotary, q, k, cos, sin, "bhsd")
         except ValueError:
-            continue  # its table says that it is not read so
+            continue  # the shape of the table does not fit this kind
         if agree(found, expected):
             return rotary
     raise ValueError(
@@ -158,7 +161,7 @@ def _rotated(
 
 
 def replace_rotation(code: types.ModuleType, rotary: Rotary) -> None:
-    """Replace a modeling module's rotation, for one model more."""
+    """Replace a modeling module's rotation on behalf of one more model."""
     if code not in _replaced:
         original = getattr(code, ROTATE)
         _replaced[code] = _Replaced(original)
@@ -167,7 +170,7 @@ def replace_rotation(code: types.ModuleType, rotary: Rotary) -> None:
 
 
 def restore_rotations(codes: list[types.ModuleType]) -> None:
-    """Undo one `replace_rotation` of each module; the last one restores the original."""
+    """Undo one `replace_rotation` of each module; undoing the last restores the original."""
     for code in codes:
         _replaced[code].models -= 1
         if _replaced[code].models == 0:
@@ -175,7 +178,7 @@ def restore_rotations(codes: list[types.ModuleType]) -> None:
 
 
 def _rotation(original: Rotate, rotary: Rotary) -> Rotate:
-    """Return what replaces a modeling module's `apply_rotary_pos_emb`."""
+    """Return the replacement of a modeling module's `apply_rotary_pos_emb`."""
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
         known = q.device.type in ("cpu", "cuda") and q.dim() == 4 and cos.dim() == 3
@@ -188,13 +191,13 @@ def _rotation(original: Rotate, rotary: Rotary) -> Rotate:
 
 
 def random_numbers(*shape: int) -> Tensor:
-    """Return fixed normal fp32 numbers; the global random numbers are the user's."""
+    """Return fixed normal fp32 numbers without a change of the user's random state."""
     generator = torch.Generator().manual_seed(len(shape))
     return torch.randn(*shape, generator=generator)
 
 
 def agree(found: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
-    """Return whether each tensor is close to the expected one, to the rounding of fp32."""
+    """Return whether each tensor equals the expected one up to fp32 rounding."""
     return all(
         one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
         for one, other in zip(found, expected, strict=True)

@@ -1,4 +1,4 @@
-"""Enabling cuseq in a Trainer of transformers, which keeps the data collator it was given."""
+"""Implementation of `cuseq.enable` for a transformers Trainer, which keeps its data collator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuseq.integrations.transformers._enable import disable_model, enable_model_
 class _State(NamedTuple):
     enabled: Enabled
     options: dict[str, object]
-    model: nn.Module | None  # what `disable` has to disable
+    model: nn.Module | None  # the model that `disable_trainer` must disable
 
 
 _states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary()
@@ -30,7 +30,7 @@ def enable_trainer(
     bin_pack: bool | str = False,
     capacity: int | None = None,
 ) -> Enabled:
-    """Enable the model of a Trainer; see `cuseq.enable`, which calls this."""
+    """Enable the model of a Trainer; `cuseq.enable` calls this and describes it."""
     options = {"rope": rope, "qk_norm": qk_norm}
     for name, value in (("bin_pack", bin_pack), ("capacity", capacity)):
         if value is not False and value is not None:
@@ -61,7 +61,7 @@ def enable_trainer(
 
 
 def disable_trainer(trainer: Trainer) -> None:
-    """Disable the model that `enable_trainer` enabled; other trainers stay as they are."""
+    """Disable the model that `enable_trainer` enabled; leave other trainers unchanged."""
     state = _states.pop(trainer, None)
     if state is not None and state.model is not None:
         disable_model(state.model)

@@ -1,4 +1,4 @@
-"""Warnings that are given once in a process."""
+"""Warnings that are issued once per process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _given: set[str] = set()
 
 
 def warn(message: str, *, stacklevel: int = 1) -> None:
-    """Warn, whether or not this message was given before."""
+    """Issue the warning, even if this message was issued before."""
     _given.add(message)
     warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 def warn_once(message: str) -> None:
-    """Warn unless this message was given before."""
+    """Issue the warning unless this message was issued before."""
     if message not in _given:
         warn(message, stacklevel=2)
 
 
 def forget_warnings() -> None:
-    """Give every message again, for tests."""
+    """Forget which messages were issued, for tests."""
     _given.clear()

@@ -1,27 +1,29 @@
 """The attention function of `attn_implementation="cuseq"`.
 
-What a call says about its sequences, the strongest first:
+A call can describe its sequences in several ways. In order of precedence:
 
-- `packed=layout`: `cuseq.varlen_attention`, in eager or in compiled code, with one graph for all
-  packs. It never waits for the device (for one event, if the layout was made from lengths on a
-  GPU).
-- `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k`: the same. Compiled code ignores
-  the ints, which would recompile with every pack, and takes bounds instead, which cost time.
-- Packed `position_ids` alone: the same in eager code, after one event a forward, for models that
-  hand them on unchanged (Qwen2-VL makes three planes of them). Compiled code cannot read them: it
-  runs sdpa with a dense mask drawn from them, which is exact but slow, also for batches that are
-  not packed. Give it lengths. A model that makes a 2-D mask of ones itself (OPT) declares each row
-  one sequence; position ids alone do not overrule that.
-- A 2-D mask, a 4-D mask or nothing: as sdpa. Without a mask, eager code has to look at the position
+- `packed=layout` runs `cuseq.varlen_attention`, in eager and in compiled code, with one graph for
+  all packs. It never synchronises, except that a layout made from lengths on a GPU waits for one
+  event.
+- `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q`, `max_length_k` run the same attention. Compiled
+  code ignores the ints, which would recompile with every pack, and uses upper bounds instead, which
+  cost time.
+- Packed `position_ids` alone run the same attention in eager code, after a wait for one event per
+  forward, for models that pass them on unchanged (Qwen2-VL makes three planes of them). Compiled
+  code cannot read them. It runs sdpa with a dense mask built from them, which is exact but slow,
+  also for batches that are not packed; give it lengths instead. A model that makes a 2-D mask of
+  ones itself (OPT) declares that each row is one sequence, and position ids alone do not override
+  that.
+- A 2-D mask, a 4-D mask or nothing runs sdpa. Without a mask, eager code must read the position
   ids, which costs the one event above.
 
-Lengths win over a 2-D mask, which is then ignored, with a warning in eager code. Lengths raise
-together with a 4-D mask, with a model that draws its own pattern (blocks of image tokens, chunks),
-and with features that change the result and have no packed form: dropout in attention, soft caps,
-position biases. `packed` and other lengths of the same call must agree where the host can compare
-them. Models whose positions do not follow `position_ids` are refused when they are made. Give
-`position_ids` (`layout.position_ids[None]`) along with the lengths: attention does not need them,
-but RoPE and learned positions do.
+Lengths take precedence over a 2-D mask, which is then ignored, with a warning in eager code. These
+raise together with lengths: a 4-D mask, a model that builds its own pattern (blocks of image
+tokens, chunks), and features that change the result and have no packed form (dropout in attention,
+soft caps, position biases). `packed` and other lengths of the same call must agree, as far as the
+host can compare them. Models that do not follow `position_ids` are refused when they are created.
+Give `position_ids` (`layout.position_ids[None]`) together with the lengths: attention does not need
+them, but RoPE and learned positions do.
 """
 
 from __future__ import annotations
@@ -70,39 +72,41 @@ def cuseq_attention(
     s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' `AttentionInterface` asks for it.
+    """Compute attention with the signature of transformers' `AttentionInterface`.
 
-    The module's docstring says which keyword does what, and what waits for the device.
+    The module's docstring describes the keywords and which of them synchronise.
 
     Args:
-        module: The attention layer; its `is_causal` counts where neither the keyword nor the mask
-            function says it.
-        query: [batch, query heads, seqlen, head_dim]. The rows of the batch, one after the other,
-            are the packed row.
+        module: The attention layer. Its `is_causal` is used if neither the keyword nor the mask
+            function determines causality.
+        query: [batch, query heads, seqlen, head_dim]. The concatenated rows of the batch are the
+            packed row.
         key: [batch, key heads, seqlen, head_dim].
         value: [batch, key heads, seqlen, value head_dim].
-        attention_mask: What the mask function returned, or the user's own 4-D mask.
+        attention_mask: The result of the mask function, or the user's own 4-D mask.
         dropout: Must be 0 for packed rows.
         scaling: Factor of the scores, 1 / sqrt(head_dim) if None.
-        sliding_window: Keys that a query sees, itself included; used where no `DeferredMask`
+        sliding_window: Number of keys that a query sees, itself included. Used if no `DeferredMask`
             gives the window, as with sdpa. 0 and -1 mean None.
-        position_ids: int [batch or 1, seqlen]; other shapes say nothing about packing.
+        position_ids: int [batch or 1, seqlen]; other shapes are not read as packed positions.
         packed: Layout of batch * seqlen tokens.
         cu_seq_lens_q: int [n_seqs + 1], offsets of the sequences; `cu_seq_lens_k` must be equal.
         max_length_q: Longest sequence, in tokens, on the host; `max_length_k` must be equal.
-        s_aux: Sinks [query heads], a score of each head without a value; packed rows only, and
-            those need the layout.
+        s_aux: Sinks [query heads], one score per head without a value. Packed rows with sinks need
+            `packed`.
 
     Returns:
         [batch, seqlen, query heads, value head_dim], contiguous, and None for the weights.
 
     Raises:
-        TypeError: `sliding_window` or a keyword of lengths has another type.
-        ValueError: A decode step, a mask or a feature that packed attention does not have, a
-            layout of another number of tokens, or lengths that contradict each other.
+        TypeError: `sliding_window` or a keyword of lengths has the wrong type.
+        ValueError: Packed lengths come with a decode step, a mask or an unsupported feature, the
+            layout has another number of tokens, or lengths contradict each other.
     """
     sliding_window = as_size(sliding_window, "sliding_window")
-    compiling = torch.compiler.is_compiling()  # where reading a size or an int may recompile
+    compiling = (
+        torch.compiler.is_compiling()
+    )  # compiled code that reads a size or an int may recompile
     if not compiling:
         check_lengths(cu_seq_lens_q, cu_seq_lens_k, kwargs)
     deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
@@ -122,7 +126,7 @@ def cuseq_attention(
 
     _check_packable(query, key, attention_mask, dropout)
     _refuse(kwargs, UNSUPPORTED, "packed attention")
-    # A layer may call itself bidirectional under a causal mask (PaliGemma): the mask counts.
+    # A layer may declare itself bidirectional under a causal mask (PaliGemma): the mask decides.
     causal, window = getattr(module, "is_causal", True), sliding_window
     if deferred is not None:
         causal, window = deferred.causal, deferred.window
@@ -143,11 +147,11 @@ def cuseq_attention(
             "attention_mask has no effect beside packed lengths, which say where sequences lie; "
             "leave it out, or leave the lengths out"
         )
-    # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim], a view of what models pass.
+    # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     if packed is not None:
         check_layout(packed)
-        if not compiling:  # else the op compares the sizes when it runs
+        if not compiling:  # in compiled code the op compares the sizes when it runs
             _check_total(packed, rows[0])
             if lengths_given:
                 check_agreement(
@@ -184,11 +188,11 @@ def _dense_attention(
     s_aux: Tensor | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Run transformers' sdpa, or the model's eager attention where it has sinks.
+    """Run transformers' sdpa, or the model's eager attention if it has sinks.
 
-    Warn about the soft cap, which sdpa drops in silence.
+    Warn about a soft cap, which sdpa ignores silently.
     """
-    # Models with an index make a mask of it only for implementations that they name.
+    # Models with an indexer turn its indices into a mask only for implementations that they know.
     _refuse(kwargs, ("indices", "block_indices"), f'attn_implementation="{NAME}"')
     if s_aux is not None:
         return _dense_attention_with_sinks(
@@ -234,11 +238,11 @@ def _dense_attention_with_sinks(
 
 
 def _layout_of(position_ids: Tensor | None, batch: int) -> cuseq.PackedLayout | None:
-    """Return the layout that position ids describe, None if each row is one sequence.
+    """Return the layout that position ids describe; None if each row is one sequence.
 
-    It waits for one event, once for each tensor until the tensor is edited in place, since all
-    layers share the answer. Tensors made in inference mode have no version, so every layer waits,
-    and so it does with CUSEQ_CACHE=0.
+    This waits for one event, once for each tensor until it is edited in place, because all layers
+    share the cached result. Tensors made in inference mode have no version, so every layer waits;
+    with CUSEQ_CACHE=0 every layer waits too.
     """
     if position_ids is None:
         return None
@@ -274,7 +278,7 @@ def _check_packable(
             "packed lengths describe whole rows, not a decode step: they need as many keys as "
             f"queries, got {query.shape[2]} queries and {key.shape[2]} keys (a filled KV cache?)"
         )
-    # A 2-D mask says less than the lengths do. Nothing else can be combined with them.
+    # A 2-D mask may be ignored, because the lengths determine more. No other mask is allowed.
     is_2d = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
     if not (attention_mask is None or isinstance(attention_mask, DeferredMask) or is_2d):
         shape = list(getattr(attention_mask, "shape", ()))

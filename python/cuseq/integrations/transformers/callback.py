@@ -1,8 +1,8 @@
-"""A callback for Hugging Face's Trainer that logs how full packed rows are and how fast they pass.
+"""A callback for Hugging Face's Trainer that logs fill and throughput of packed rows.
 
     trainer = Trainer(..., data_collator=cuseq.PackingCollator(...), callbacks=[PackingCallback()])
 
-docs/trainer.md shows the rest of training on packed rows with Trainer.
+docs/trainer.md describes training on packed rows with Trainer.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from cuseq.layout import PackedLayout
 
-if TYPE_CHECKING:  # it needs accelerate, which attention does without
+if TYPE_CHECKING:  # importing Trainer needs accelerate, which cuseq's attention does not need
     from transformers import Trainer
 
 
 class PackingCallback(TrainerCallback):
-    """Add three figures to each log of the training loss, over all steps since the last one.
+    """A Trainer callback that adds three figures to each log of the training loss.
 
-    - `fill`: real tokens of the rows over their tokens in memory, at most 1.
-    - `real_tokens_per_second`: of all processes together, by the clock on the wall. Waiting for
-      data counts, evaluating, predicting and saving do not. The first log says nothing of the time
-      before the first step, such as skipping what a resumed run has seen.
-    - `sequences_per_step`: sequences in one step of the optimizer, of all processes together.
+    The figures cover all steps since the last log:
 
-    What counts is every `packed=PackedLayout` that the model is called with to train, with
-    gradients enabled; evaluation is left out. It works whatever makes the batches, in DataLoader
-    workers too, and under gradient accumulation, checkpointing, compiled models, LoRA, DDP, FSDP2
-    and `device_map`. Processes that share a batch (tensor parallelism) count it each.
+    - `fill`: real tokens of the rows divided by their tokens in memory, at most 1.
+    - `real_tokens_per_second`: real tokens of all processes per second of wall time. This time
+      includes waiting for data, but not evaluation, prediction and saving. The first log leaves out
+      the time before the first step, such as skipping the data that a resumed run has seen.
+    - `sequences_per_step`: sequences of all processes in one optimizer step.
 
-    In a step it reads Python ints only (of a layout made from lengths on a GPU: after the event
-    that attention waited for). When Trainer logs, which has just waited for the loss, processes
-    gather four numbers each; with one process there is nothing to gather.
+    The callback counts every `packed=PackedLayout` that the model is called with while gradients
+    are enabled, so evaluation is not counted. It works with any source of batches, with DataLoader
+    workers, gradient accumulation, checkpointing, compiled models, LoRA, DDP, FSDP2 and
+    `device_map`. If processes share a batch (tensor parallelism), each of them counts it.
 
-    The figures go into the log's dict and into `state.log_history`. Trainer calls the trackers of
-    `report_to` before the callbacks it was given, so they miss what a callback adds: `attach` puts
-    it in front of them.
+    In a step it reads only Python ints. For a layout made from lengths on a GPU, it reads them
+    after the event that attention waited for. At a log, Trainer has just waited for the loss; the
+    processes then gather four numbers each. One process alone gathers nothing.
+
+    The figures are added to the log's dict and to `state.log_history`. Trainer calls the trackers
+    of `report_to` before the callbacks it was given, so trackers miss the figures of a callback
+    that was passed to Trainer. `attach` puts the callback in front of the trackers.
 
     Warns:
         UserWarning: the model was called without a layout since the last log, in all processes.
@@ -58,8 +60,9 @@ class PackingCallback(TrainerCallback):
         self._forget()
 
     def attach(self, trainer: Trainer) -> None:
-        """Add this callback to a trainer, in front of the others, so that trackers (Weights &
-        Biases, TensorBoard) log the figures as well.
+        """Add this callback to a trainer, in front of the others.
+
+        Trackers (Weights & Biases, TensorBoard) then log the figures too.
 
         Raises:
             ValueError: the trainer has a PackingCallback already.
@@ -69,7 +72,7 @@ class PackingCallback(TrainerCallback):
             raise ValueError("trainer must not have a PackingCallback already, got a second one")
         callbacks.insert(0, self)
 
-    # ----------------------------------------------------------------------------- what is counted
+    # ----------------------------------------------------------------------------- counts
 
     def on_train_begin(
         self,
@@ -79,7 +82,7 @@ class PackingCallback(TrainerCallback):
         model: nn.Module,
         **kwargs: Any,
     ) -> None:
-        self._release()  # of a run that failed
+        self._release()  # an earlier run may have failed before on_train_end
         self._forget()
         self._hook = model.register_forward_pre_hook(self._see, with_kwargs=True)
 
@@ -87,7 +90,8 @@ class PackingCallback(TrainerCallback):
         self._release()
 
     def _see(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        # Part of the graph where the whole model is compiled, which an int would tie to one pack.
+        # If the whole model is compiled, this hook is part of the graph. Store the layout, because
+        # reading an int from it here would specialise the graph to one pack.
         packed = kwargs.get("packed")
         if isinstance(packed, PackedLayout) and torch.is_grad_enabled():
             self._seen.append(packed)
@@ -100,7 +104,7 @@ class PackingCallback(TrainerCallback):
         self._seen.clear()
 
     def _forget(self) -> None:
-        # Emptied after each step, as Trainer drops its batches: layouts keep their masks alive.
+        # Emptied after each step, because layouts keep their cached masks alive.
         self._seen: list[PackedLayout] = []
         self._begun: float | None = None
         self._worked_until = 0.0
@@ -135,7 +139,7 @@ class PackingCallback(TrainerCallback):
         self._leave_out()
 
     def _leave_out(self) -> None:
-        """Leave out the time since the end of the last training step."""
+        """Exclude the time since the end of the last training step."""
         if self._begun is not None:
             now = perf_counter()
             self._begun += now - self._worked_until
@@ -151,8 +155,8 @@ class PackingCallback(TrainerCallback):
         logs: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        # Trainer logs the loss in all processes at once, as gathering needs, and after a wait for
-        # it. Other logs may be one process's own.
+        # Trainer logs the loss in all processes at once, which gathering needs, and after it has
+        # waited for the loss. Other logs may come from only one process.
         if "loss" not in logs or self._steps == 0:
             return
         now = perf_counter()
@@ -160,7 +164,9 @@ class PackingCallback(TrainerCallback):
         self._begun = self._worked_until = now
         self._reset()
         logs.update(figures)
-        state.log_history[-1].update(figures)  # a copy of logs, made before callbacks see them
+        state.log_history[-1].update(
+            figures
+        )  # its last item is a copy of logs, made before callbacks
 
     def _figures(self, args: TrainingArguments, seconds: float) -> dict[str, float]:
         own = [self._real_tokens, self._tokens, self._sequences, seconds]

@@ -1,8 +1,9 @@
 """The mask function of `attn_implementation="cuseq"`: masks that are built only if needed.
 
-transformers makes masks before the layers run, where the user's keywords do not get to, so the mask
-function cannot know whether lengths will come. It returns a `DeferredMask`, which remembers how to
-build the mask. Attention builds it, once a forward, where no lengths came.
+transformers makes masks before the layers run, and does not pass the user's keywords to the mask
+function. The mask function therefore cannot know whether a call has lengths. It returns a
+`DeferredMask`, which holds the arguments for the mask. If there are no lengths, attention builds
+the mask, once per forward.
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ _withheld = threading.local()
 
 
 def withhold(position_ids: torch.Tensor | None) -> None:
-    """Keep position ids from transformers' search for the next mask function on this thread."""
+    """Store position ids for the next call of the mask function on this thread.
+
+    transformers itself then does not get them, and does not search them for packed sequences.
+    """
     _withheld.position_ids = position_ids
 
 
 class DeferredMask:
-    """Hold the mask of one layer type in one forward, unbuilt until dense attention asks for it.
+    """The mask of one layer type in one forward, built only if dense attention needs it.
 
-    Only masks that lengths may replace are deferred: causal ones, with a window or without, and
-    bidirectional ones, over as many keys as queries. This is a plain class, so that an object keeps
-    its identity through checkpointing, compiled layers and FSDP2. It does not act as a tensor: a
-    model that edits its mask before it attends fails loudly.
+    Only masks that lengths can replace are deferred: causal masks, with or without a window, and
+    bidirectional masks, each with as many keys as queries. This is a plain class, so that an object
+    keeps its identity through checkpointing, compiled layers and FSDP2. It does not behave as a
+    tensor, so a model that edits its mask before attention raises an error.
 
     Attributes:
         causal: Whether queries see no later keys.
-        window: Keys that a query sees, itself included, or None.
-        chunked: Whether the size in `window` is a chunk's.
-        position_ids: int [batch or 1, seqlen], or None where the model does not give them.
-        recurrent: The model's layer types that lengths do not reach, for a warning.
-        arguments: What `transformers.masking_utils.sdpa_mask` needs to build the mask.
+        window: Number of keys that a query sees, itself included, or None.
+        chunked: Whether `window` is the size of a chunk.
+        position_ids: int [batch or 1, seqlen], or None if the model does not give them.
+        recurrent: The model's recurrent layer types, which ignore lengths; for a warning.
+        arguments: The arguments of `transformers.masking_utils.sdpa_mask` for this mask.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class DeferredMask:
         self.position_ids = position_ids
         self.recurrent = recurrent
         self.arguments = arguments
-        self._key: torch.Tensor | None = None  # made in eager code, for facts about this mask
+        self._key: torch.Tensor | None = None  # cache key of this mask; made in eager code only
 
     def __getattr__(self, name: str):
         raise AttributeError(
@@ -69,15 +73,15 @@ class DeferredMask:
         )
 
     def contiguous(self) -> DeferredMask:
-        """Return itself: `generate` of transformers 5.23 calls this on every mask it made."""
+        """Return self: `generate` of transformers 5.23 calls this on every mask it makes."""
         return self
 
     def positions(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """Return the position ids that may describe packed rows.
 
-        They come from where the mask was made or, with models that do not give them there, as
-        `given` to the attention. The result is None where transformers would not look at them
-        either: beside a 2-D mask, and without causality.
+        These are the ids from when the mask was made or, for models that do not give them then, the
+        ids `given` to attention. The result is None if transformers would not read them either:
+        with a 2-D mask, or without causality.
         """
         arguments = self.arguments
         if arguments["attention_mask"] is not None or not arguments["allow_is_causal_skip"]:
@@ -90,12 +94,12 @@ class DeferredMask:
         """Return the mask that sdpa would get.
 
         Args:
-            position_ids: int [batch or 1, seqlen], looked at as transformers does: eager code
-                synchronises, compiled code always gets a mask.
+            position_ids: int [batch or 1, seqlen], searched for packed sequences as in
+                transformers: eager code synchronises, and compiled code always gets a mask.
 
         Returns:
-            bool [batch, 1, q_length, kv_length], True where a query sees a key; None where sdpa
-            needs none.
+            bool [batch, 1, q_length, kv_length], True where a query sees a key; None if sdpa needs
+            no mask.
         """
         arguments = self.arguments
         if position_ids is not None:
@@ -111,7 +115,7 @@ class DeferredMask:
     def _inside(self, sequences: torch.Tensor, position_ids: torch.Tensor) -> Callable:
         """Restrict the pattern to each sequence; both tensors are [batch, seqlen]."""
         pattern = self.arguments["mask_function"]
-        # Chunks are counted from the start of the row or, newer, of the sequence.
+        # Chunks start at the row's start or, in newer transformers, at each sequence's start.
         per_sequence = getattr(masking_utils, "packed_sequence_compatibility_function", None)
         if self.chunked and per_sequence is not None:
             return per_sequence(pattern, position_ids, sequences)
@@ -145,14 +149,14 @@ def cuseq_mask(
     config: transformers.PreTrainedConfig | None = None,
     **kwargs,
 ) -> DeferredMask | torch.Tensor | None:
-    """Make the mask of one layer type, as transformers' `AttentionMaskInterface` asks for it.
+    """Make the mask of one layer type, with the signature of `AttentionMaskInterface`.
 
-    transformers calls it once a forward for each layer type; the arguments are those of
+    transformers calls this once per forward for each layer type. The arguments are those of
     `sdpa_mask`.
 
     Returns:
-        A `DeferredMask`, or what `sdpa_mask` returns where lengths could not replace the pattern:
-        decode steps, chunks, patterns that the model draws itself.
+        A `DeferredMask`; or the result of `sdpa_mask` if lengths could not replace the pattern: in
+        decode steps, with chunks, and for patterns that the model builds itself.
 
     Raises:
         TypeError: `local_size`, the window of the config, is not an int.
@@ -164,7 +168,7 @@ def cuseq_mask(
     if not square or not _may_be_packed(position_ids, q_length):
         position_ids = None
     window = local_size if local_size is not None and local_size <= kv_length else None
-    # The size of a chunk comes in the place of a window.
+    # transformers passes the size of a chunk in the place of a window.
     chunked = window is not None and window != getattr(config, "sliding_window", None)
     deferred = DeferredMask(
         window,
@@ -185,8 +189,8 @@ def cuseq_mask(
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         ),
     )
-    # transformers withdraws both permissions where the model's own pattern must stay, and the
-    # window of a bidirectional mask looks both ways.
+    # transformers clears both flags if the model's own pattern must stay. A bidirectional mask with
+    # a window cannot be replaced, because its window extends in both directions.
     replaceable = allow_is_causal_skip or (allow_is_bidirectional_skip and window is None)
     if square and replaceable and not chunked:
         return deferred

@@ -1,4 +1,4 @@
-"""Names that cuseq shares with transformers: its own, and those it compares models with."""
+"""Names that cuseq shares with transformers, and names that it expects in models."""
 
 from __future__ import annotations
 
