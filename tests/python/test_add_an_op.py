@@ -1,4 +1,4 @@
-"""CONTRIBUTING's list "Add an op", followed mechanically in a copy of the tree."""
+"""Follow CONTRIBUTING's list "Add an op" mechanically in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ test_compile.test_opcheck("{op}", torch.device("cpu"))
 
 
 def steps() -> dict[str, str]:
-    """The files of the list, with what to do in each."""
+    """Return the files of the list, with the instruction for each."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = text.split("## Add an op\n", 1)[1].split("\n## ", 1)[0]
     return dict(re.findall(r"^\d+\. `([^`]+)`: (.+)$", section, re.MULTILINE))
 
 
 def renamed(text: str) -> str:
-    """The example's text as that of the added op: the op's name, and its struct's."""
+    """Replace the example's op name and struct name by the added op's."""
     return text.replace(EXAMPLE, ADDED).replace("BoundaryLabelsArgs", "HiddenLabelsArgs")
 
 
-# What belongs to the example in files that hold many ops.
+# The example's parts in files that hold many ops.
 PARTS = {
     "csrc/ops.cpp": r'^  m\.def\(\n      "{}\(.*?pure\);\n',
     "python/cuseq/_fakes.py": r'^@register_fake\("cuseq::{}"\)\n.*?\n\n\n',
@@ -87,7 +87,7 @@ def test_an_op_added_by_the_list_builds_and_passes_its_checks(tmp_path):
     copy_of_the_tree(tmp_path)
     follow_the_list(tmp_path)
     environment = {**os.environ, "CUSEQ_CUDA": "off", "CUSEQ_BUILD_TESTS": "OFF"}
-    if shutil.which("ccache"):  # whose hits do not depend on where the tree lies
+    if shutil.which("ccache"):  # its hits do not depend on where the tree is
         environment |= {
             "CMAKE_CXX_COMPILER_LAUNCHER": "ccache",
             "CCACHE_BASEDIR": str(tmp_path),

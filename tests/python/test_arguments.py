@@ -1,4 +1,4 @@
-"""An argument of the wrong type is refused by its name, without a dump of signatures."""
+"""Test that an argument of the wrong type is rejected by name, without a dump of signatures."""
 
 from __future__ import annotations
 

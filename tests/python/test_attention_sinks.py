@@ -1,4 +1,4 @@
-"""Attention with sinks, against a softmax that has them as a column more."""
+"""Test attention with sinks against a softmax with the sinks as one more column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS, TOTAL = [5, 0, 9, 1], 18
 
 
 def inputs(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """q, k, v and sinks; two query heads share a key head."""
+    """Return q, k, v and sinks; two query heads share a key head."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(TOTAL, 4, 8), (TOTAL, 2, 8), (TOTAL, 2, 8), (4,)]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -39,8 +39,10 @@ def by_loop(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None) 
 
 
 def exact(dtype: torch.dtype, device: torch.device, window: int | None, weight: Tensor):
-    """In float64, of the numbers that the inputs hold in their own dtype: out and the gradients,
-    and how large what is added up for each sink's gradient is, which may cancel."""
+    """Compute output and gradients in float64 from inputs rounded to their own dtype.
+
+    Also returns the magnitude of the terms of each sink's gradient, which may cancel.
+    """
     tensors = [t.detach().double().requires_grad_() for t in inputs(dtype, device)]
     out = by_loop(*tensors, window)
     grads = torch.autograd.grad((out * weight).sum(), tensors, retain_graph=True)
@@ -102,7 +104,7 @@ def test_compiled_in_one_graph(device):
 
 @pytest.mark.parametrize("same", ["k is v", "q is k is v"])
 def test_compiled_with_a_tensor_that_is_given_twice(same, device):
-    """Dynamo hands it in once: a Function in Python would lose one of its gradients."""
+    """Dynamo passes it once: a Function in Python would lose one of its gradients."""
     packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
     q, k, _, sinks = inputs(torch.float64, device)
 
@@ -157,7 +159,7 @@ def test_second_derivatives_raise(device):
     packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
     q, k, v, sinks = inputs(torch.float64, device)
     out = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
-    for loss in (out.sum(), out.square().sum()):  # whose gradient is a constant, and is not
+    for loss in (out.sum(), out.square().sum()):  # with a constant gradient, and without
         wanted = [q, k, v, sinks]
         grads = torch.autograd.grad(loss, wanted, create_graph=True)
         plain = torch.autograd.grad(loss, wanted, retain_graph=True)

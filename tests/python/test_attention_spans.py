@@ -1,4 +1,4 @@
-"""varlen_attention with spans that see themselves on both sides."""
+"""Test varlen_attention with spans, whose tokens see each other in both directions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def by_loops(q, k, v, pack: Pack, *, scale: float | None = None, **options) -> T
 
 
 def check_spans(tensors, pack: Pack, *, bound: float, as_tensor: bool = False, **options) -> None:
-    """Output and gradients against float64 loops, with NaN in the tail's incoming gradient."""
+    """Check output and gradients against float64 loops, with NaN in the tail's incoming
+    gradient."""
     real, device = sum(pack.lengths), tensors[0].device
     packed = make_layout(pack, device)
     spans = spans_tensor(pack.spans, device) if as_tensor else pack.spans
@@ -58,7 +59,7 @@ def check_spans(tensors, pack: Pack, *, bound: float, as_tensor: bool = False, *
     poisoned = grad.clone()
     poisoned[real:] = float("nan")
     grads = torch.autograd.grad(out, tensors, poisoned.to(out))
-    # Where no sequence has a token the reference does not depend on its inputs at all.
+    # If no sequence has a token, the reference does not depend on its inputs at all.
     wanted = (
         torch.autograd.grad(expected, exact, grad.to(device))
         if real > 0
@@ -140,7 +141,7 @@ def test_sequences_do_not_see_each_other(device):
 
 
 def test_nothing_of_the_tail_is_read(device):
-    """Whatever lies behind the sequences, NaN too, reaches no output and no gradient."""
+    """Values in the tail, even NaN, affect no output and no gradient."""
     pack = Pack([5, 4], 12, None, [(1, 4), (6, 9)])
     tensors = inputs(12, device=device, dtype=torch.float64)
     with torch.no_grad():
@@ -202,7 +203,7 @@ def test_double_backward_raises(device):
 
 
 def test_an_edited_span_tensor(device):
-    """Nothing of the call before is left, in a forward or in a backward."""
+    """Neither forward nor backward uses anything of the previous call."""
     tensors = inputs(9, device=device, dtype=torch.float64)
     packed = PackedLayout.from_lengths([9], device=device)
     spans = spans_tensor([(1, 4)], device)
@@ -219,7 +220,7 @@ def test_an_edited_span_tensor(device):
 
 
 def test_spans_edited_under_a_backward(device):
-    """Never silently the gradient of other spans."""
+    """The gradient of other spans is never returned silently."""
     tensors = inputs(9, device=device)
     packed = PackedLayout.from_lengths([9], device=device)
     spans = spans_tensor([(1, 4)], device)
@@ -263,7 +264,7 @@ def test_mistakes_are_named(change, message):
 
 
 class Calls(TorchDispatchMode):
-    """Every op of cuseq that a call comes down to, with its arguments."""
+    """Records every cuseq op that a call dispatches, with its arguments."""
 
     def __init__(self):
         self.seen = []
@@ -339,7 +340,7 @@ def test_one_graph_of_inductor(cuda):
 
 
 def test_a_list_of_spans_is_refused_in_compiled_code(device):
-    """Its values would be part of the graph: one compile for each pack."""
+    """Their values would become part of the graph: one compile for each pack."""
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda q, k, v, packed: cuseq.varlen_attention(q, k, v, packed, spans=[(1, 4)]),
@@ -407,7 +408,7 @@ def test_no_memory_of_tokens_times_tokens(cuda, fresh_cache):
     torch.cuda.reset_peak_memory_stats()
     out = cuseq.varlen_attention(*tensors, packed, spans=spans)
     torch.autograd.grad(out, tensors, torch.ones_like(out))
-    # A bit for each pair of tokens would be 512 MiB, and a mask for each sequence in bf16 32 MiB.
+    # A bit per pair of tokens would be 512 MiB, and a mask for each sequence in bf16 32 MiB.
     assert torch.cuda.max_memory_allocated() - before <= 400 * 2**20
 
 

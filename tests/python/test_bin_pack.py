@@ -1,4 +1,4 @@
-"""bin_pack against loops: every strategy, every way of giving lengths, and TRL's packer."""
+"""Test bin_pack against loops and TRL's packer: every strategy and every form of lengths."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def naive_wrapped(lengths: list[int], capacity: int) -> list[list[Piece]]:
 def naive_pack(
     lengths: list[int], capacity: int, strategy: str, overlong: str = "raise"
 ) -> list[list[Piece]]:
-    """The rows, in order of opening; what a row holds, in order of placement."""
+    """Return the rows in order of opening; pieces of a row are in order of placement."""
     if strategy == "wrapped":
         return naive_wrapped(lengths, capacity)
     pieces = naive_pieces(lengths, capacity, overlong)
@@ -90,7 +90,7 @@ def rows_of(plan) -> list[list[Piece]]:
 
 
 def check_guarantees(lengths: list[int], capacity: int, rows: list[list[Piece]]) -> None:
-    """Every token of every sample once and in one piece after the other, no row above capacity."""
+    """Check that rows hold every token of every sample once, in order, and respect the capacity."""
     pieces: dict[int, list[tuple[int, int]]] = {sample: [] for sample in range(len(lengths))}
     for row in rows:
         assert row, "a row holds something"
@@ -109,7 +109,7 @@ def check_guarantees(lengths: list[int], capacity: int, rows: list[list[Piece]])
 
 @st.composite
 def packings(draw, longest: int = 1) -> tuple[list[int], int]:
-    """Lengths and a capacity, the longest at most so many times the capacity."""
+    """Draw lengths and a capacity; the longest is at most `longest` times the capacity."""
     capacity = draw(st.sampled_from([1, 2, 7, 10, 16, 63, 64, 65, 100, 5000, 2**31, 2**40]))
     most = capacity * longest
     length = st.one_of(
@@ -161,7 +161,7 @@ def test_what_a_plan_says():
 
 
 def test_a_plan_can_be_copied():
-    # A DataLoader's worker processes get it pickled.
+    # DataLoader workers get the plan pickled.
     plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
     for copied in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
         assert type(copied) is type(plan)
@@ -231,7 +231,7 @@ def distributions(count: int, capacity: int) -> dict[str, list[int]]:
     ("count", "capacity"), [(1200, 64), (1200, 4096), (1200, 4097), (1200, 100_003), (700, 2**31)]
 )
 def test_larger_sets_equal_to_the_loops(count, capacity, strategy):
-    """Long enough for every level of whatever finds the row."""
+    """Sets large enough to use every level of the search for a row."""
     for name, lengths in distributions(count, capacity).items():
         rows = rows_of(cuseq.data.bin_pack(lengths, capacity, strategy))
         assert rows == naive_pack(lengths, capacity, strategy), name
@@ -270,14 +270,14 @@ def test_stable_among_equals(strategy, copies, shuffle):
         for equal in set(tokens):
             samples = [sample for sample, _, n in row if n == equal]
             assert samples == sorted(samples)
-    for row in rows:  # the first piece of each row: rows stand in order of opening
+    for row in rows:  # the first piece of each row: rows are in order of opening
         placed.setdefault(row[0][2], []).append(row[0][0])
     for samples in placed.values():
         assert samples == sorted(samples)
 
 
 def test_among_rows_of_equal_room_the_one_opened_first():
-    # Row 1 came to a room of 1 before row 0 did; row 2 to a room of 2 last.
+    # Row 1 reached a room of 1 before row 0 did; row 2 reached a room of 2 last.
     plan = cuseq.data.bin_pack([18, 13, 8, 3, 1], 22)
     assert [plan.row(b) for b in range(plan.num_rows)] == [[0, 3, 4], [1, 2]]
     plan = cuseq.data.bin_pack([8, 8, 8, 5, 2], 10)
@@ -364,13 +364,13 @@ def test_input_kinds(strategy, tmp_path):
     assert expected == naive_pack(VALUES, 12, strategy)
     for name, lengths in given_as_kinds(tmp_path).items():
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # torch.from_numpy warns of what is read-only
+            warnings.simplefilter("error")  # torch.from_numpy warns about read-only arrays
             assert rows_of(cuseq.data.bin_pack(lengths, 12, strategy)) == expected, name
         assert [int(n) for n in lengths] == VALUES, "left as it was"
 
 
 def test_the_plan_is_its_own():
-    """Neither shares memory with the lengths, nor changes when they do."""
+    """The plan does not share memory with the lengths, nor change when they do."""
     lengths = torch.tensor([5, 3])
     plan = cuseq.data.bin_pack(lengths, 8, "sequential")
     lengths.zero_()
@@ -515,15 +515,15 @@ def test_as_full_as_the_packer_of_trl(count):
     datasets = pytest.importorskip("datasets")
     random = np.random.default_rng(count)
     lengths = np.clip(random.lognormal(3, 1, count), 1, 256).astype(int).tolist()
-    # The tokens of a sample say which it is.
+    # The tokens of a sample identify it.
     samples = datasets.Dataset.from_dict({"input_ids": [[i] * n for i, n in enumerate(lengths)]})
     for theirs, ours in (("bfd", "bfd"), ("wrapped", "wrapped")):
-        # Its default packs each thousand by itself.
+        # By default it packs each thousand separately.
         rows = trl.pack_dataset(samples, 256, theirs, map_kwargs={"batch_size": count})[:]
         plan = cuseq.data.bin_pack(lengths, 256, ours)
         packed = [len(row) for row in rows["input_ids"]]
         assert plan.num_rows == len(packed)
-        # Which of several rows with equal room is taken differs, not what is left in them.
+        # The choice among rows with equal room differs, but the remaining room does not.
         assert sorted(plan.row_lengths.tolist()) == sorted(packed)
         if ours == "wrapped":
             tokens = [[s for s, _, n in row for _ in range(n)] for row in rows_of(plan)]

@@ -1,4 +1,4 @@
-"""FlexAttention's block masks: block for block what create_block_mask finds, and in attention."""
+"""Test FlexAttention's block masks: block by block against create_block_mask, and in attention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pair(block_size) -> tuple[int, int]:
 
 
 def listed(block: BlockMask, side: str) -> list[list[list[int]]]:
-    """The blocks of each row of a side, for each row of the batch."""
+    """Return the blocks of each row of a side, for each row of the batch."""
     counts = getattr(block, f"{side}_num_blocks")[:, 0].tolist()
     indices = getattr(block, f"{side}_indices")[:, 0].tolist()
     return [
@@ -66,7 +66,7 @@ def listed(block: BlockMask, side: str) -> list[list[list[int]]]:
 
 
 def tiles(seen: Tensor, row_length: int | None, block_size) -> tuple[Tensor, Tensor]:
-    """Which blocks are partial and which are full; what hangs over the edge is hidden."""
+    """Return which blocks are partial and which are full; positions beyond the edge are hidden."""
     query, key = pair(block_size)
     blocks = row_blocks(seen, row_length)
     width = blocks.shape[-1]
@@ -289,7 +289,7 @@ def test_wrong_ranges_are_refused(device):
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """`[batch, heads, tokens, dim]` to `[batch * tokens, heads, dim]`."""
+    """Reshape `[batch, heads, tokens, dim]` to `[batch * tokens, heads, dim]`."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -364,7 +364,7 @@ def test_flex_attention_forward_and_backward(kind, dtype, cuda, fresh_compiler):
     torch.testing.assert_close(flat(expected[0]), by_loops)
     plain = results(dense, tensors)
     actual = results(lambda q, k, v: compiled(q, k, v, block_mask=block), tensors)
-    # Its fp32 products run in tf32, whose ten bits are bf16's and two more.
+    # Its fp32 products run in tf32, which has ten bits of mantissa, three more than bf16.
     eps = torch.finfo(torch.bfloat16).eps / (8 if dtype == torch.float32 else 1)
     for ours, simple, wanted in zip(actual, plain, expected, strict=True):
         assert ours.isfinite().all()
@@ -405,14 +405,14 @@ def test_made_inside_a_compiled_region(made, device, fresh_compiler, fresh_cache
     torch._dynamo.utils.counters.clear()
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
-    # On the CPU flex_attention takes nothing that wants gradients.
+    # On the CPU flex_attention rejects inputs that require gradients.
     tensors = [t.detach() for t in attention_inputs((1, 2, 200, 64), device, torch.float32)]
     for values in ([120, 60], [30, 170], [5, 0]):
         packed = PackedLayout.from_lengths(values, 200, device=device)
         out = compiled(*tensors, torch.tensor(values, device=device), packed)
         seen = reference.mask(values, 200, window=9).to(device)
         expected = masked_attention(*(flat(t).double() for t in tensors), seen)
-        bound = 1e-2 if device.type == "cuda" else 1e-6  # tf32 there
+        bound = 1e-2 if device.type == "cuda" else 1e-6  # tf32 on CUDA
         assert relative(flat(out), expected, expected) <= bound
     assert unique_graphs() == 1
 
@@ -486,7 +486,7 @@ def test_no_memory_of_tokens_times_tokens(cuda, fresh_cache):
     total = 131_072
     lengths = torch.full((254,), 500, device=cuda)
     packed = PackedLayout.from_lengths([500] * 254, total, device=cuda)
-    # Four tables of 1024 x 1024 int32 are 16 MiB; one bit for each pair of tokens would be 2 GiB.
+    # Four tables of 1024 x 1024 int32 are 16 MiB; one bit per pair of tokens would be 2 GiB.
     for make in (
         lambda: cuseq.ops.block_mask(lengths, total),
         lambda: packed.block_mask(),
@@ -500,7 +500,7 @@ def test_no_memory_of_tokens_times_tokens(cuda, fresh_cache):
         del block
 
 
-# Not for compute-sanitizer: without the caching allocator nothing can be allocated in a capture.
+# Not for compute-sanitizer: without the caching allocator, captures cannot allocate.
 def test_graphs_replay_with_new_lengths(cuda, fresh_cache):
     lengths = torch.tensor([200, 50], device=cuda)
     spans = spans_tensor([(20, 120)], cuda)

@@ -1,4 +1,4 @@
-"""The build and its errors, and that what the README shows runs."""
+"""Test the build and its errors, and that the README's examples run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_another_torch_names_both_and_the_remedy(running):
 
 @pytest.mark.parametrize("op", [op for op in OPS if not op.startswith("cached_")])
 def test_every_op_answers_on_both_devices(op):
-    """With a kernel, or in a build without CUDA with the error below; or without tensors at all."""
+    """With a kernel, with the error below in a build without CUDA, or without any tensors."""
 
     def has_kernel(key: str) -> bool:
         return torch._C._dispatch_has_kernel_for_dispatch_key(f"cuseq::{op}", key)
@@ -86,7 +86,7 @@ def test_example(page, number, tmp_path, monkeypatch):
         if f"from {package}" in example or f"import {package}" in example:
             pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
-    torch.compiler.reset()  # graphs are counted for each piece of code, whoever compiled it
+    torch.compiler.reset()  # graphs are counted per code object, whichever test compiled it
     exec(compile(example, f"{page} example {number}", "exec"), {})
 
 

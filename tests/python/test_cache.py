@@ -1,6 +1,6 @@
-"""The identity cache: the invariants of its design, one after the other.
+"""Test the invariants of the identity cache, one after the other.
 
-That it stays out of what is traced or watched is tested in test_compile.py.
+test_compile.py tests that the cache is bypassed in traced calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def expected(name: str, lengths: list[int], *rest: int) -> list[int]:
 
 @contextmanager
 def counted(**changes: int):
-    """Checks by how much the body moves counts; those not named must not move, but for bytes."""
+    """Check the changes of counts in the body; counts not named must not change, except bytes."""
     before = cuseq.cache.stats()
     yield
     after = cuseq.cache.stats()
@@ -154,7 +154,7 @@ def test_invalidate_after_a_write_that_no_counter_sees():
         cuseq.cache.invalidate(lengths)
     assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 1, 2]
     assert cuseq.ops.cached_cu_seqlens(other) is kept
-    cuseq.cache.invalidate(make())  # nothing is known of it: nothing to do
+    cuseq.cache.invalidate(make())  # nothing is cached for it, so nothing happens
 
 
 def test_invalidate_before_swap_tensors():
@@ -175,7 +175,7 @@ def test_an_error_leaves_nothing_behind():
             call(wrong)
 
 
-# Invariant 3: nothing of inference mode and no fake is ever kept.
+# Invariant 3: no inference tensor and no fake tensor is ever kept.
 
 
 def test_inference_mode_leaves_a_miss_for_training():
@@ -210,7 +210,7 @@ def test_selective_checkpointing_sees_the_same_ops_again():
 
     hidden = torch.ones(6, requires_grad=True)
     out = checkpoint(segment, hidden, use_reentrant=False, context_fn=contexts)
-    cuseq.ops.cached_position_ids(lengths, 6)  # what a layer outside the segment does meanwhile
+    cuseq.ops.cached_position_ids(lengths, 6)  # a lookup by a layer outside the segment
     out.sum().backward()
     assert torch.equal(hidden.grad, hidden.cos() * torch.tensor([0, 1, 0, 1, 2, 0]))
 
@@ -230,14 +230,14 @@ def test_recompute_on_another_thread_hits(reentrant, device):
 
     with counted(misses=1, hits=1, entries=1):
         loss = checkpoint(segment, hidden, use_reentrant=reentrant).sum()
-        # On the CPU autograd runs on the thread that calls it, on a GPU on one of its own.
+        # On the CPU autograd runs on the calling thread, on a GPU on a thread of its own.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(loss.backward).result()
     assert threads[0] != threads[1]
 
 
 def on_threads(work, count: int) -> None:
-    """`work(number)` on so many threads at once, which must all come to an end."""
+    """Run `work(number)` on `count` threads at once; all of them must finish."""
     threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(count)]
     for thread in threads:
         thread.start()
@@ -280,7 +280,7 @@ def test_many_are_kept_and_the_oldest_goes():
                 cuseq.ops.cached_cu_seqlens(key)
     newest = make()
     with counted(misses=1, evictions=1, hits=1):
-        cuseq.ops.cached_cu_seqlens(keys[0])  # used again: keys[1] is the oldest now
+        cuseq.ops.cached_cu_seqlens(keys[0])  # used again, so keys[1] is the oldest now
         cuseq.ops.cached_cu_seqlens(newest)
     with counted(hits=2, misses=1, evictions=1):
         cuseq.ops.cached_cu_seqlens(keys[0]), cuseq.ops.cached_cu_seqlens(keys[2])
@@ -329,7 +329,7 @@ def test_entries_go_with_their_key(name, device):
     del value
     assert not storage.expired()
     del lengths
-    # At once: no other call of cuseq came between.
+    # At once: there was no other call of cuseq in between.
     assert key() is None
     assert wrapper() is None and storage.expired()
     assert cuseq.cache.stats()["entries"] == 0
@@ -362,7 +362,7 @@ def test_forward_scopes_nest():
             del value
             assert cuseq.cache.stats()["entries"] == 3
         assert storage.expired()
-        cuseq.ops.cached_cu_seqlens(before)  # made outside: stays
+        cuseq.ops.cached_cu_seqlens(before)  # made outside, so it stays
         cuseq.ops.cached_seq_ids(before, 6)
         assert cuseq.cache.stats()["entries"] == 3
     with counted(hits=1):

@@ -1,4 +1,4 @@
-"""The identity cache under activation checkpointing: gradients are right whatever hits."""
+"""Test the identity cache under activation checkpointing: hits and misses give right gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hidden(device) -> Tensor:
 
 
 def segment(x: Tensor, lengths: Tensor) -> Tensor:
-    """Saves cached tensors for backward, one from the function and one from the op."""
+    """Save cached tensors for backward, one from the function and one from the op."""
     x = x.sin() * cuseq.ops.cached_position_ids(lengths, TOTAL)
     return x.cos() * ops.cached_seq_ids(lengths, TOTAL)
 
@@ -56,7 +56,7 @@ def segment_grad(x: Tensor, positions=POSITIONS, ids=IDS) -> Tensor:
 
 @contextlib.contextmanager
 def counted(**changes: int):
-    """Checks by how much the body moves hits, misses and entries."""
+    """Check how much the body changes hits, misses and entries."""
     before = cuseq.cache.stats()
     yield
     after = cuseq.cache.stats()
@@ -88,7 +88,7 @@ def test_whatever_hits(reentrant, warm, between, device):
     if warm:
         segment(x, lengths)
     with counted(**{"hits": 2} if warm else {"misses": 2, "entries": 2}):
-        # Not an argument: a reentrant segment would look up a detached one.
+        # A closure, not an argument: a reentrant segment would look up a detached tensor.
         out = checkpoint(lambda x: segment(x, lengths), x, use_reentrant=reentrant)
     # A reentrant segment saved nothing in its forward; the other's saved tensors are recomputed.
     BETWEEN[between](lengths)
@@ -103,7 +103,7 @@ def test_whatever_hits(reentrant, warm, between, device):
 
 @REENTRANT
 def test_an_edit_before_the_recompute_is_not_hidden(reentrant, device):
-    """As without a cache: the recompute reads the lengths of then."""
+    """As without a cache, the recompute reads the edited lengths."""
     lengths, x = make(device), hidden(device)
     out = checkpoint(lambda x: segment(x, lengths), x, use_reentrant=reentrant)
     lengths.copy_(torch.tensor([1, 4]))
@@ -115,7 +115,7 @@ def test_an_edit_before_the_recompute_is_not_hidden(reentrant, device):
 @REENTRANT
 @pytest.mark.parametrize("threaded", [True, False], ids=["other thread", "same thread"])
 def test_lengths_as_an_argument(reentrant, threaded, device):
-    """Reentrant checkpoint detaches them for the recompute; nothing of that stays behind."""
+    """Reentrant checkpoint detaches them for the recompute; nothing of that remains."""
     lengths = make(device)
     with counted(misses=2, hits=2 * 4 - 2, entries=2):
         xs = [hidden(device) for _ in range(4)]
@@ -137,7 +137,7 @@ def test_lengths_as_an_argument(reentrant, threaded, device):
 
 
 def test_recompute_on_the_threads_of_autograd_at_once(device):
-    """Eight backwards at a time share the entries of one key."""
+    """Eight simultaneous backwards share the entries of one key."""
     lengths = make(device)
     xs = [hidden(device) for _ in range(8)]
     outs = [checkpoint(lambda x: segment(x, lengths), x, use_reentrant=False) for x in xs]
@@ -164,7 +164,7 @@ SAVED = {
 
 
 class Recorded(TorchDispatchMode):
-    """The ops in it, before the checkpoint's own mode answers some from what it saved."""
+    """Records the ops before the checkpoint's own mode answers some of them from saved results."""
 
     def __enter__(self):
         self.ops = []
@@ -199,7 +199,7 @@ def test_selective_dispatches_the_same_ops(saved, warm, between, device):
     # Without early stop the recompute runs to the end, as the forward did.
     with counted(), set_checkpoint_early_stop(False):
         out = checkpoint(recorded, x, use_reentrant=False, context_fn=contexts)
-    segment(x, lengths)  # a layer outside: what is looked up between hits or misses
+    segment(x, lengths)  # a lookup outside the segment, between its forward and its recompute
     BETWEEN[between](lengths)
     with counted():
         out.sum().backward()
@@ -228,7 +228,7 @@ def test_nested(outer, inner, between, device):
     BETWEEN[between](lengths)
     before = cuseq.cache.stats()["misses"]
     out.sum().backward()
-    # Each of the two is built again once, if at all, for both levels of recompute.
+    # Each of the two entries is built again at most once, for both levels of recompute.
     assert cuseq.cache.stats()["misses"] - before == (2 if between == "cleared" else 0)
     scaled = x.detach() * torch.tensor(IDS, device=device)
     outer_factor = torch.tensor([a * b for a, b in zip(IDS, POSITIONS, strict=True)], device=device)
@@ -271,7 +271,7 @@ def test_random_numbers_are_restored(reentrant, device):
         torch.manual_seed(0)
         x = hidden(device)
         out = run(x)
-        torch.rand(3, device=device)  # what the rest of the model draws
+        torch.rand(3, device=device)  # draws of the rest of the model
         out.sum().backward()
         grads.append(x.grad)
     torch.testing.assert_close(*grads, rtol=0, atol=0)
@@ -288,7 +288,7 @@ def test_early_stop_inside_a_scope(stop, device):
         runs.append("start")
         with cuseq.cache.forward_scope():
             out = segment(x, lengths)
-            cuseq.ops.cached_cu_seqlens(lengths)  # behind the last saved tensor
+            cuseq.ops.cached_cu_seqlens(lengths)  # after the last saved tensor
             runs.append("end")
         return out
 
@@ -298,7 +298,7 @@ def test_early_stop_inside_a_scope(stop, device):
         out.sum().backward()
     assert runs == ["start", "end", "start"] + ["end"] * (not stop)
     torch.testing.assert_close(x.grad, segment_grad(x))
-    with counted(misses=1, entries=1):  # no scope is left open to take this with it
+    with counted(misses=1, entries=1):  # no scope is left open to free this with it
         value = cuseq.ops.cached_cu_seqlens(lengths)
     with cuseq.cache.forward_scope():
         assert cuseq.ops.cached_cu_seqlens(lengths) is value
@@ -315,7 +315,7 @@ def test_checkpoint_in_a_scope(reentrant, inside, device):
                 out.sum().backward()
     assert cuseq.cache.stats()["entries"] == 0
     if not inside:
-        # No scope is open: what the recompute makes stays for as long as the lengths do.
+        # No scope is open: results of the recompute stay as long as the lengths do.
         with counted(misses=2, entries=2):
             out.sum().backward()
         with counted(hits=1):
@@ -325,7 +325,7 @@ def test_checkpoint_in_a_scope(reentrant, inside, device):
     assert cuseq.cache.stats()["entries"] == 0
 
 
-# Saved tensors that are kept elsewhere.
+# Saved tensors that are stored elsewhere.
 
 
 OFFLOADS = {
@@ -351,7 +351,7 @@ def test_offloaded_tensors_pin_nothing(name, device):
     assert all(value.device.type == device.type for value in values)
     del lengths, values
     assert cuseq.cache.stats()["entries"] == 0
-    if device.type == "cuda" or name == "no tensor":  # else what is saved is the cached tensor
+    if device.type == "cuda" or name == "no tensor":  # otherwise the saved tensor is the cached one
         assert all(storage.expired() for storage in storages)
     out.sum().backward()
     torch.testing.assert_close(x.grad, segment_grad(x))
@@ -360,7 +360,7 @@ def test_offloaded_tensors_pin_nothing(name, device):
 @REENTRANT
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_offloaded_and_checkpointed(name, reentrant, device):
-    """The recompute looks up with the lengths that were saved for it, moved there and back."""
+    """The recompute looks up the lengths that were saved for it, moved there and back."""
     lengths, x = make(device), hidden(device)
     with OFFLOADS[name](device):
         out = checkpoint(segment, x, lengths, use_reentrant=reentrant)

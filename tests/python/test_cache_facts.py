@@ -1,4 +1,4 @@
-"""Facts that Python makes, in the identity cache: cuseq.cache.remember, info and invalidate."""
+"""Test facts made by Python code in the identity cache: cuseq.cache.remember, info, invalidate."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_changed_key_is_a_miss(edit, device):
     assert entries() == 1, "the old one went"
 
 
-# What moves neither the version counter nor the pointer.
+# Writes that change neither the version counter nor the pointer.
 UNSEEN = {
     "numpy": lambda key: key.numpy().fill(5),
     "data": lambda key: key.data.fill_(5),
@@ -112,7 +112,7 @@ def test_invalidate_and_clear_reach_a_fact(forget, write):
 
 
 def test_invalidate_reaches_what_was_made_of_a_view_and_values_in_the_memory(device):
-    """Memory that was written to is the memory of all its views."""
+    """A write to memory affects all views of it."""
     buffer = torch.ones(8, dtype=torch.int32, device=device)
     lengths, other = buffer[:4], torch.ones(4, dtype=torch.int32, device=device)
     offsets, others = (cuseq.ops.cached_cu_seqlens(key) for key in (lengths, other))
@@ -443,7 +443,7 @@ def test_a_table_outlives_scopes(device):
 
 
 def test_a_fact_made_on_another_stream_is_waited_for(cuda):
-    """Tensors of the host in the value have no stream to record."""
+    """CPU tensors in the value have no stream to record."""
     source, key = torch.ones(1000, device=cuda), new_key()
     torch.cuda.synchronize()
 

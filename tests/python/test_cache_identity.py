@@ -1,6 +1,6 @@
-"""The identity cache: which tensors are one key, and which writes make an entry stale.
+"""Test which tensors are one key of the identity cache, and which writes make an entry stale.
 
-The plain cases are in test_cache.py; lifetime and streams have files of their own.
+The simple cases are in test_cache.py; lifetime and streams have files of their own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 def check(key: torch.Tensor) -> torch.Tensor:
-    """The cached value of a key, which must be right for what the key holds now."""
+    """Return the cached value of a key, after checking it against the key's present values."""
     value = cuseq.ops.cached_cu_seqlens(key)
     assert value.tolist() == reference.cu_seqlens(key.tolist())
     return value
@@ -42,7 +42,7 @@ def cpu_only(device: torch.device) -> None:
         pytest.skip("this shares memory with the host")
 
 
-# One part of the key each; `.data =` leaves the version counter alone, so no other part can tell.
+# Each changes one part of the key; `.data =` keeps the version counter, so only that part differs.
 REBINDS = {
     "storage": lambda base: base[0].clone(),
     "offset": lambda base: base[1],
@@ -79,7 +79,7 @@ def test_recycled_storages_are_no_hits():
         check(key)
         key.data = torch.empty(
             0, dtype=torch.int64
-        )  # the old storage goes before the new one comes
+        )  # the old storage is freed before the new one is allocated
         key.data = torch.tensor([first, 1])
     assert key._version == version
 
@@ -97,7 +97,7 @@ EDITS = {
 
 
 def refill(key: torch.Tensor) -> None:
-    """What a sharded module does to its parameters between two uses."""
+    """Do what a sharded module does to its parameters between two uses."""
     size = key.untyped_storage().nbytes()
     key.untyped_storage().resize_(0)
     key.untyped_storage().resize_(size)
@@ -117,7 +117,7 @@ def test_edits_are_seen(name, mode, device):
         assert check(key) is check(key)
 
 
-# Tensors of the same memory that share one version counter, each a key of its own.
+# Tensors of the same memory that share one version counter; each is a key of its own.
 ALIASES = {
     "view": lambda base: base[:],
     "part": lambda base: base[1:3],
@@ -143,7 +143,7 @@ def test_edits_through_an_alias_are_seen(name, device):
             check(base), check(alias)
 
 
-# Writes that it does not see: documented, with invalidate().
+# Writes that the version counter does not see: documented, with invalidate().
 UNSEEN = {
     ".data": lambda key: key.data.fill_(1),
     "another tensor of the storage": lambda key: key.new_empty(0).set_(key.data).fill_(1),
@@ -199,7 +199,7 @@ def test_swap_tensors(keys, device):
     contents = [tensor.tolist() for tensor in tensors]
     for key in keys:
         check(tensors[key])
-    # Without invalidate() PyTorch may refuse, for there are weak references to the key.
+    # Without invalidate() PyTorch may raise, because there are weak references to the key.
     with suppress(RuntimeError):
         torch.utils.swap_tensors(*tensors)
         contents.reverse()
@@ -240,7 +240,7 @@ def test_lengths_that_reentrant_checkpoint_detaches(device):
         assert cuseq.ops.cached_position_ids(key, 6).tolist() == reference.position_ids([1, 1], 6)
 
 
-# A caller that edits what it was given.
+# A caller that edits a returned value.
 VALUE_EDITS = {
     "in place": lambda value: value.add_(1),
     "through a view": lambda value: value[1:].zero_(),
@@ -360,7 +360,8 @@ SHORT = st.lists(NUMBER, max_size=4)
 
 
 class AnySequence(RuleBasedStateMachine):
-    """Any sequence of actions on a few keys leaves every answer right and nothing behind."""
+    """After any sequence of actions on a few keys, every answer is right and nothing is left
+    over."""
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The identity cache: how long entries live, and what processes, threads and limits do to that."""
+"""Test how long entries of the identity cache live, with processes, threads and limits."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def on_a_thread(function: Callable[[], object]) -> None:
 
 
 def value_of(key: torch.Tensor) -> StorageWeakRef:
-    """Says when the memory of the key's entry is gone, without a call of cuseq."""
+    """Return a weak reference to the entry's memory, which shows without cuseq when it is freed."""
     return StorageWeakRef(check(key).untyped_storage())
 
 
 class Node:
-    """Something to make a cycle of."""
+    """An object to make a reference cycle of."""
 
 
-# Each holds the key and returns what lets go of it.
+# Each function holds the key and returns what releases it.
 
 
 def held_by_a_list(key, drop):
@@ -101,7 +101,7 @@ def test_entries_go_with_the_last_reference(hold, drop, device):
     del key
     assert not value.expired()
     let_go()
-    # At once: no other call of cuseq came between.
+    # At once: there was no other call of cuseq in between.
     assert value.expired()
     assert cuseq.cache.stats()["entries"] == 0
 
@@ -148,7 +148,7 @@ def test_edited_and_rebound_keys_leave_nothing(device):
     assert new.expired() and value.expired()
 
 
-# Scopes: that they nest and end with an exception is tested in test_cache.py.
+# Scopes; test_cache.py tests that they nest and end with an exception.
 
 
 def test_an_inner_scope_leaves_the_outer_one_open():
@@ -197,7 +197,7 @@ def test_scopes_of_interleaved_generators():
     keys = []
     first, second = steps(), steps()
     next(first), next(second), next(first), next(second)
-    first.close()  # the one that opened first
+    first.close()  # the scope that was opened first
     second.close()
     assert len(values) == 4 and all(value.expired() for value in values)
     with counted(hits=1, misses=1, entries=1):
@@ -265,7 +265,7 @@ def test_what_autograds_threads_put_in_outlives_the_scope(device):
     assert value.expired()
 
 
-# Limits, read once when the process starts.
+# Limits, which are read once when the process starts.
 
 LEAST_RECENTLY_USED = """
 import torch, cuseq
@@ -299,7 +299,7 @@ print([ask(name) for name in "bcd"], cuseq.cache.stats()["evictions"] - before["
     "limit,hits",
     [
         ({"CUSEQ_CACHE_MAX_ENTRIES": "3"}, [1, 1, 1, 0]),
-        # Of bytes c frees more than b, which is a little older.
+        # Freeing c releases more bytes than b, which is slightly older.
         ({"CUSEQ_CACHE_MAX_BYTES": "1000"}, [1, 0, 1, 0]),
     ],
     ids=["entries", "bytes"],
@@ -320,7 +320,7 @@ def test_the_least_recently_used_goes_first(limit, hits, run_python):
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(name, value, rule, run_python):
-    """By the import, with no word about reinstalling."""
+    """The import raises, without advice to reinstall."""
     result = run_python("import cuseq", **{name: value})
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == f"ValueError: {name} must be {rule}, got '{value}'"
@@ -368,11 +368,11 @@ def test_many_batches_do_not_grow(run_python):
     result = run_python(MANY_BATCHES)
     assert result.returncode == 0, result.stderr
     most, growth, left = map(int, result.stdout.split())
-    assert most <= 2 and left <= 2  # one key is alive, and cu_seqlens and seq_ids of it
+    assert most <= 2 and left <= 2  # one key is alive, with its cu_seqlens and seq_ids
     assert growth < 4_000_000, "that is 40 bytes a batch"
 
 
-# Memory that was asked for, since what the allocator adds to it depends on what it holds already.
+# Requested memory, since the allocator's overhead depends on what it holds already.
 PEAK = """
 import torch, cuseq
 
@@ -407,7 +407,7 @@ def test_peak_memory_is_the_live_entries_more(cuda, run_python):
     assert with_cache[1] == without[1], "nothing stays behind the step"
 
 
-# The end of the process. `device` and `check` are given to each.
+# The end of the process. Each script gets `device` and `check`.
 SHUTDOWN_START = """
 import asyncio, atexit, sys, threading, weakref
 import torch, cuseq
@@ -479,11 +479,11 @@ def test_the_process_ends(name, device, run_python):
     assert "last line" in result.stdout
 
 
-# A fork takes the cache with it.
+# A fork copies the cache.
 
 
 class Forked(torch.utils.data.Dataset):
-    """Asks the cache about a tensor of the parent and about its own."""
+    """Queries the cache with a tensor of the parent and with its own."""
 
     def __init__(self, shared: torch.Tensor):
         self.shared = shared

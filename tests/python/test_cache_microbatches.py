@@ -1,4 +1,4 @@
-"""Micro-batches: however their forwards and backwards interleave, one build for each key."""
+"""Test interleaved micro-batches: in any order of forwards and backwards, one build per key."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ROW = 16
 LENGTHS = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12], [6, 0, 9], [4], [15, 1]] + [
     [i, 16 - i] for i in (1, 6, 11)
 ]
-# Layers alternate in window, in the row's length and in the dtype of the lengths they ask by.
+# Layers alternate in window, row length and dtype of the lengths.
 LAYERS = [(None, ROW, torch.int32), (3, ROW + 4, torch.int64)] * 2
-KEYS = 2 * 3  # of one micro-batch: the kinds of layer, and three facts for each
+KEYS = 2 * 3  # of one micro-batch: two kinds of layer with three facts each
 
 
 class MicroBatch:
@@ -71,7 +71,7 @@ class Layers(nn.Module):
             if reentrant is None:
                 hidden = self.layer(hidden, batch, index)
             else:
-                # The micro-batch goes through as an object: a tensor would arrive detached.
+                # The micro-batch is passed as an object: a tensor would arrive detached.
                 hidden = checkpoint(self.layer, hidden, batch, index, use_reentrant=reentrant)
         return hidden.square().sum()
 
@@ -83,7 +83,7 @@ def make_layers(facts, device: torch.device) -> Layers:
 
 
 def schedule(count: int, in_flight: int) -> list[tuple[bool, int]]:
-    """Which micro-batch goes forward (True) or backward next."""
+    """Return which micro-batch goes forward (True) or backward at each step."""
     order = [(True, i) for i in range(in_flight)]
     for i in range(count):
         order.append((False, i))
@@ -135,7 +135,7 @@ def test_kept_micro_batches_are_built_once(device):
             for batch in [*batches, *batches]:
                 layers(batch, None).backward()
 
-    step_twice(range(0, 8)), step_twice(range(8, len(LENGTHS)))  # all at once do not fit
+    step_twice(range(0, 8)), step_twice(range(8, len(LENGTHS)))  # all together exceed the cache
     check_gradients(layers, device, times=2)
 
 
@@ -180,11 +180,11 @@ def test_views_are_keys_of_their_own(split, edit, device):
     with counted(misses=PARTS, hits=PARTS, entries=PARTS):
         check_views(views), check_views(views)
     with counted(misses=PARTS, entries=0):
-        check_views(SPLITS[split](base))  # equal views are other tensors, and gone by now
+        check_views(SPLITS[split](base))  # equal views are other tensors, which are freed by now
     with counted(misses=1, entries=1):
         check_views([base])
     EDITS[edit](base, views)
-    # One version counter: what any of them was asked for is stale, whichever part was edited.
+    # They share one version counter: an edit of any part makes the entries of all parts stale.
     with counted(misses=PARTS + 1, hits=PARTS + 1):
         for _ in range(2):
             check_views([*views, base])
@@ -196,12 +196,12 @@ def test_views_are_keys_of_their_own(split, edit, device):
 
 MICRO_BATCHES = 4
 BLOCKS = 2  # of one stage
-# Each micro-batch has its own lengths; a row of zeros at its end costs nothing.
+# Each micro-batch has its own lengths; zeros at the end of a row cost nothing.
 TABLE = [values + [0] * (3 - len(values)) for values in LENGTHS[:MICRO_BATCHES]]
 
 
 class Stage(nn.Module):
-    """Half of the model. It makes its layout itself, of the lengths that came with the step."""
+    """Half of the model. It makes its own layout from the lengths that came with the step."""
 
     def __init__(self, blocks):
         super().__init__()
@@ -242,7 +242,7 @@ def rows_and_targets() -> tuple[Tensor, Tensor]:
 
 
 def work(rank: int) -> dict:
-    """One stage of every pipeline: losses, gradients and what moved in the cache."""
+    """Run one stage of every pipeline; return losses, gradients and changes of cache counts."""
     results = {}
     rows, targets = rows_and_targets()
     for name, recipe in ((s, r) for s in SCHEDULES for r in RECIPES):
@@ -289,7 +289,7 @@ def test_every_stage_has_its_layout(schedule, recipe, stages, one_process):
     first, last = (results[schedule, recipe] for results in stages)
     assert last["losses"] == pytest.approx(one_process[0], rel=1e-12)
     torch.testing.assert_close(first["gradients"] + last["gradients"], one_process[1])
-    # A layout that lives on, as those of a list do, is built in the first step alone.
+    # A layout that outlives the step, such as one from a list, is built only in the first step.
     builds = MICRO_BATCHES if recipe == "give_lengths" else 0
     calls = 2 * BLOCKS * MICRO_BATCHES  # forward and recompute
     for stage in (first, last):

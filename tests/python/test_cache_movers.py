@@ -1,6 +1,6 @@
-"""What wraps, hooks, moves or copies: the layout stays one object and nothing is built twice.
+"""Test wrapping, hooking, moving and copying: the layout stays one object, nothing is built twice.
 
-The loaders and `.to` on their own are tested in test_layout.py, the Trainer in test_trainer.py.
+test_layout.py tests loaders and `.to` alone, test_trainer.py the Trainer.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def backward(model: nn.Module, batch: dict) -> None:
 
 @functools.cache
 def plain_gradients(*indices: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Of a model that nothing wraps, on the CPU, summed over batches."""
+    """Return gradients of an unwrapped model on the CPU, summed over batches."""
     model = distributed.make_model().to(dtype)
     for index in indices:
         batch = make_batch(index)
@@ -69,8 +69,11 @@ def check_gradients(actual: list[Tensor], *indices: int) -> None:
 def one_layout(
     made: tuple | list = (), steps: int = 1, devices: int = 1, keys: int | None = None
 ) -> Iterator[None]:
-    """Checks that each step's blocks are called with one object for each device, that layouts are
-    made on the named devices alone, and that the cache builds once for each key."""
+    """Check that each step's blocks get one layout object per device.
+
+    Also checks that layouts are made only on the named devices, and that the cache builds once for
+    each key.
+    """
     on = []
     initialise = cuseq.PackedLayout.__init__
 
@@ -97,7 +100,7 @@ def one_layout(
     attended.clear()
 
 
-# Wrappers. In one process here, on each device, and in two below.
+# Wrappers: here in one process, on each device; below in two processes.
 
 
 def wrap_ddp(model: nn.Module, device: torch.device) -> nn.Module:
@@ -106,7 +109,7 @@ def wrap_ddp(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def wrap_fsdp(model: nn.Module, device: torch.device) -> nn.Module:
-    """Every block its own unit, computing in a lower precision than its weights have."""
+    """Shard every block as its own unit, which computes in a lower precision than its weights."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     for unit in (*model.blocks, model):
@@ -128,7 +131,7 @@ def wrapped_gradients(wrapper: str, index: int, device: torch.device) -> list[Te
 
 
 def check_mean(actual: list[Tensor], *indices: int, dtype=torch.float64, times: int = 1) -> None:
-    """Of the batches of all processes, each gone through so many times."""
+    """Compare with the mean over the batches of all processes, each used `times` times."""
     expected = [times * g / len(indices) for g in plain_gradients(*indices, dtype=dtype)]
     scale = max(grad.abs().max() for grad in expected)
     for grad, right in zip(actual, expected, strict=True):
@@ -150,7 +153,7 @@ def test_wrapped_in_one_process(wrapper, device, process_group):
 
 
 def accelerated_gradients(rank: int) -> list[Tensor]:
-    """The model in DDP and a loader that gives each process its own batches, by accelerate."""
+    """Return gradients of the model in DDP, with a loader that accelerate splits over processes."""
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True)
@@ -190,7 +193,7 @@ def test_accelerate_in_two_processes():
 
 @pytest.fixture(params=["cpu", "cuda", "two GPUs"])
 def places(request) -> list[torch.device]:
-    """Where the blocks lie."""
+    """Return the devices of the blocks."""
     if request.param == "cpu":
         return [CPU] * 3
     first = request.getfixturevalue("cuda")
@@ -226,14 +229,14 @@ def test_moved_in_front_of_every_block(spread, places):
     devices = set(places)
     with one_layout(made=devices - {CPU}, devices=len(devices)):
         backward(model, batch)
-    with one_layout(devices=len(devices), keys=0):  # of the same layout the second time
+    with one_layout(devices=len(devices), keys=0):  # the same layout again
         backward(model, batch)
     check_gradients(distributed.gradients(model), 0, 0)
 
 
 def test_the_host_by_its_index():
     packed = make_batch(0)["packed"]
-    assert packed.to("cpu:0") is packed  # what accelerate calls it with several processes
+    assert packed.to("cpu:0") is packed  # accelerate's name for the CPU with several processes
 
 
 @pytest.mark.parametrize("target", ["meta", "cuda"])
@@ -246,10 +249,10 @@ def test_moved_once_by_two_threads(target, request, monkeypatch):
     thread = threading.Thread(target=lambda: theirs.append(packed.to(target)), daemon=True)
 
     def interrupted(self, device):
-        """Another thread asks for the same while this one is at it."""
+        """Another thread asks for the same object while this one makes it."""
         if thread.ident is None:
             thread.start()
-            thread.join(timeout=1)  # in vain where it has to wait for this one
+            thread.join(timeout=1)  # times out if it has to wait for this one
         return move(self, device)
 
     monkeypatch.setattr(cuseq.PackedLayout, "_on", interrupted)
@@ -346,7 +349,7 @@ def test_trainer_accumulates(monkeypatch, request, tmp_path):
     assert packed == pytest.approx(dense, abs=2e-4)  # Trainer logs four digits
 
 
-# Activations that leave and come back as other tensors.
+# Activations that leave and return as other tensors.
 
 
 def offload_by_hand(device: torch.device):
@@ -372,8 +375,8 @@ def test_offloaded_activations(offload, reentrant, on_device, device):
     if on_device:
         lengths = torch.tensor(LENGTHS[0], device=device)
         packed = cuseq.PackedLayout.from_lengths(lengths, ROW)
-    # Attention of fp64 runs sequence by sequence, which on a GPU wants offsets on the host: those
-    # that come back for its backward are new keys. Checkpointing without reentry saves none.
+    # fp64 attention runs sequence by sequence, which on a GPU needs offsets on the host; those that
+    # return for its backward are new keys. Checkpointing without reentry saves none.
     returned = len(model.blocks) if device.type == "cuda" and reentrant is not False else 0
     with one_layout(keys=1 + returned), OFFLOADS[offload](device):
         for block in model.blocks:

@@ -1,4 +1,4 @@
-"""Layouts of position ids in the identity cache, and writes that no version counter sees."""
+"""Test layouts of position ids in the identity cache, and writes that version counters miss."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_edits_and_other_sizes_need_no_word(model, fresh_cache):
     logits_of(model, position_ids)
     position_ids.copy_(now)
     torch.testing.assert_close(logits_of(model, position_ids), expected)
-    # Other strides over the same memory, of the same version: one position for each token.
+    # Other strides over the same memory at the same version: one position per token.
     memory = torch.stack([positions_of(5, 7)[0], now[0]], dim=1)
     position_ids = memory.T[:1]
     logits_of(model, position_ids)

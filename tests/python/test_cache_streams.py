@@ -1,4 +1,4 @@
-"""The identity cache on a GPU: streams that run late, captured graphs and several devices."""
+"""Test the identity cache on a GPU: late streams, captured graphs and several devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_no_sync import syncs_are_errors, trace, waits
 import cuseq
 from cuseq import PackedLayout
 
-# A sixth of a second or more on any GPU of the last ten years.
+# At least a sixth of a second on any GPU of the last ten years.
 LONG = 300_000_000
 LENGTHS = [337, *range(211, 1, -7)]
 TOTAL = sum(LENGTHS) + 41
@@ -36,7 +36,7 @@ def expected(name: str, lengths: list[int] = LENGTHS) -> list[int]:
 
 
 def load_kernels(device: torch.device) -> None:
-    """What is used for the first time may stall the device."""
+    """Run everything once, since first use may stall the device."""
     with torch.cuda.device(device):
         key = torch.tensor(LENGTHS, device=device)
         late = torch.zeros_like(key)
@@ -53,7 +53,7 @@ TURNS = itertools.count(1)
 
 
 def turned_lengths() -> list[int]:
-    """Of no other test: recycled memory must not hold the right answer by chance."""
+    """Return lengths of no other test: recycled memory must not hold the right answer by chance."""
     turn = next(TURNS)
     assert turn < len(LENGTHS)
     return LENGTHS[turn:] + LENGTHS[:turn]
@@ -61,7 +61,7 @@ def turned_lengths() -> list[int]:
 
 @pytest.fixture(params=["cuda", "second_gpu"])
 def gpu(request) -> torch.device:
-    """Each GPU in turn; the current one is the first."""
+    """Return each GPU in turn; the current one comes first."""
     device = request.getfixturevalue(request.param)
     load_kernels(device)
     return device
@@ -109,7 +109,7 @@ DROPS = {
 
 
 def reads_late(make_value, drop, device: torch.device, readers: int) -> list[list[int]]:
-    """What streams that run late read of a value that was dropped and written over meanwhile."""
+    """Return what late streams read of a value that was dropped and overwritten meanwhile."""
     maker = torch.cuda.Stream(device)
     streams = [torch.cuda.Stream(device) for _ in range(readers)]
     with torch.cuda.stream(maker):
@@ -135,7 +135,7 @@ def reads_late(make_value, drop, device: torch.device, readers: int) -> list[lis
 
 
 def test_memory_is_reused_under_a_late_reader(gpu):
-    """Without record_stream: the tests that follow count on it."""
+    """Without record_stream memory is reused; the tests that follow rely on it."""
     box: list = []
 
     def make_value():
@@ -182,7 +182,7 @@ def test_hits_neither_wait_nor_launch(gpu):
         assert torch.cuda.memory_stats(gpu)["allocation.all.allocated"] == before
 
 
-# Graphs: that each op replays with new lengths is tested in test_no_sync.py.
+# Graphs; test_no_sync.py tests that each op replays with new lengths.
 
 
 def capture(body, **arguments) -> torch.cuda.CUDAGraph:
@@ -261,7 +261,7 @@ def test_a_replay_that_writes_the_lengths(cuda):
     cuseq.ops.cached_cu_seqlens(lengths)
     version = lengths._version
     graph.replay()
-    assert lengths._version == version  # documented: no version counter sees it
+    assert lengths._version == version  # documented: the version counter does not see it
     cuseq.cache.invalidate(lengths)
     assert cuseq.ops.cached_cu_seqlens(lengths).tolist() == [0, 2, 4]
 
@@ -388,7 +388,7 @@ def test_threads_that_move_a_layout_get_one_object(target, monkeypatch, request)
 
     def copy_at_the_same_time(self, device):
         moved = copy(self, device)
-        with suppress(threading.BrokenBarrierError):  # nobody comes where only one may copy
+        with suppress(threading.BrokenBarrierError):  # times out if only one thread may copy
             together.wait(timeout=1)
         return moved
 

@@ -1,7 +1,7 @@
-"""Everything that touches the identity cache, at random, on eight threads at once.
+"""Run everything that uses the identity cache, at random, on eight threads at once.
 
-CUSEQ_STRESS_SECONDS: how long (default 5). CUSEQ_STRESS_SEED: repeats a run's choices, though not
-the order in which threads take turns.
+CUSEQ_STRESS_SECONDS: how long (default 5). CUSEQ_STRESS_SEED: repeats a run's choices, but not the
+order in which threads take turns.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ pytestmark = pytest.mark.usefixtures("fresh_cache")
 
 
 class Key:
-    """A tensor of lengths and what its values are."""
+    """A tensor of lengths and its expected values."""
 
     def __init__(self, values: list[int], device: torch.device):
         self.values = values
         self.tensor = torch.tensor(values, device=device)
 
 
-# Under a Python mode PyTorch 2.11 calls Python for each op, and one run in 20 died of that when
-# several threads did (in torch._library.simple_registry.find_torch_dispatch_rule): one at a time.
+# Under a Python mode PyTorch 2.11 calls Python for each op. With several such threads one run in 20
+# crashed (in torch._library.simple_registry.find_torch_dispatch_rule), so use one at a time.
 python_modes = threading.Lock()
 
 
 class Worker:
-    """One thread's share: it edits keys of its own only, and reads those that all share."""
+    """One thread's share: it edits only its own keys, and reads those that all share."""
 
     def __init__(self, seed: int, device: torch.device, shared: list[Key]):
         self.random = random.Random(seed)
@@ -71,7 +71,7 @@ class Worker:
         return self.random.choice(self.random.choice((self.own, self.shared)))
 
     def ask(self, key: Key, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """One cached op on a key, its value checked."""
+        """Call one cached op on a key and check its value."""
         lengths = key.tensor if lengths is None else lengths
         name, *rest = self.random.choice([("cu_seqlens",), ("position_ids", 30), ("seq_ids", 26)])
         where = self.random.choice((cuseq.ops, torch.ops.cuseq))
@@ -139,7 +139,7 @@ class Worker:
         try:
             torch.utils.swap_tensors(one.tensor, other.tensor)
         except RuntimeError as error:
-            # Another thread, which cleared the cache, is still letting go of the entries.
+            # Another thread, which cleared the cache, is still freeing the entries.
             assert "weakref" in str(error)
         else:
             one.values, other.values = other.values, one.values
@@ -153,7 +153,7 @@ class Worker:
         cuseq.cache.invalidate(self.any_key().tensor)
 
     def act_stats(self):
-        # Each thread may hold one that it has not made room for yet.
+        # Each thread may hold one entry for which it has not evicted another yet.
         assert cuseq.cache.stats()["entries"] <= 64 + THREADS
 
     def act_inference(self):
@@ -198,8 +198,8 @@ class Worker:
         def segment(hidden, lengths):
             return hidden.sin() * cuseq.ops.cached_position_ids(lengths, 30)
 
-        # PyTorch waits for its generator's mutex with the GIL in hand, and for the GIL with that
-        # mutex: threads that keep the generator's state can lock each other out.
+        # PyTorch waits for its generator's mutex while holding the GIL, and for the GIL while
+        # holding that mutex: threads that keep the generator's state can deadlock.
         way = self.random.choice(ways) | dict(preserve_rng_state=False)
         with python_modes:
             out = checkpoint(segment, hidden, key.tensor, **way)
@@ -223,15 +223,15 @@ class Worker:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(1_000_000)
             cuseq.ops.cached_position_ids(key.tensor, 30)
-        # Made late on the other stream: this one waits for it before it reads.
+        # The value may be made late on the other stream; this stream waits for it before it reads.
         read = cuseq.ops.cached_position_ids(key.tensor, 30) + 0
         del key
         assert torch.equal(read.cpu(), expected)
 
 
 def run_stress(device: torch.device, seed: int, seconds: float) -> list[Worker]:
-    """Runs the workers; returns them, or raises what one of them met."""
-    cuseq.cache.clear()  # of tables that earlier tests left, which count as entries
+    """Run the workers; return them, or raise the error of one of them."""
+    cuseq.cache.clear()  # tables that earlier tests left count as entries
     shared = [Key([i, 1, i], device) for i in range(5)]
     workers = [Worker(seed * THREADS + i, device, shared) for i in range(THREADS)]
     # Once without threads: the first dispatch of an op to a Python mode races inside PyTorch.
@@ -273,7 +273,7 @@ def test_everything_at_once(device):
     assert after["hits"] > before["hits"] and after["bypasses"] > before["bypasses"]
     never = [name for name in workers[0].done if not any(worker.done[name] for worker in workers)]
     assert never == [], f"seed {seed}: too short a run"
-    # All keys go: nothing is left, whoever made it.
+    # All keys are freed, so nothing may be left, whichever thread made it.
     del workers
     gc.collect()
     stats = cuseq.cache.stats()

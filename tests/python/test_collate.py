@@ -1,4 +1,4 @@
-"""PackingCollator and mask_boundary_labels against loops."""
+"""Test PackingCollator and mask_boundary_labels against loops."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_labels_of_any_packing(packing, shift, dtype, device):
 
 
 def test_labels_given_with_zero_length_sequences(device):
-    # There may be more of them than tokens: the default capacity is no business of the caller.
+    # There may be more sequences than tokens; the default capacity must not get in the way.
     labels = torch.tensor([5, 6], device=device)
     for lengths in ([0, 0, 2, 0, 0], torch.tensor([0, 0, 2, 0, 0], device=device)):
         assert mask_boundary_labels(labels, lengths).tolist() == [-100, 6]
 
 
 def test_labels_and_their_shift_agree(device):
-    """Masking before the shift and after it leaves the same targets."""
+    """Masking before and after the shift leaves the same targets."""
     lengths, total = [3, 1, 0, 4, 2], 13
     labels = torch.arange(total, device=device)
     unshifted = mask_boundary_labels(labels, lengths)
@@ -189,7 +189,7 @@ def test_any_examples(examples, total_tokens, multiple, kind, pad_token):
 
 
 def test_rows_of_one_length_have_one_shape():
-    # So that compiled code meets one shape, whatever the number of sequences.
+    # Compiled code gets one shape, whatever the number of sequences.
     collate = PackingCollator(total_tokens=8)
     shapes = {
         (batch["input_ids"].shape, batch["packed"].cu_seqlens_static.shape)
@@ -211,7 +211,7 @@ def test_other_keys_are_concatenated():
 
 
 def test_made_anew():
-    """Labels of the examples' own are masked too; their tensors are not touched."""
+    """The examples' own labels are masked too; their tensors are not changed."""
     ids, labels = torch.tensor([5, 6]), torch.tensor([5, -100])
     example = {"input_ids": ids, "labels": labels, "position_ids": [0, 1]}
     batch = PackingCollator()([example, example])
@@ -306,7 +306,7 @@ def test_options_are_keywords_and_kept():
 
 
 def test_rows_hold_at_most_max_seqs_sequences():
-    """It is the capacity of the layout too, whatever the row's length."""
+    """It is also the capacity of the layout, whatever the row's length."""
     collate = PackingCollator(max_seqs=3, total_multiple=4)
     for examples in ([A], [A, B], [A, A, B]):
         packed = collate(examples)["packed"]

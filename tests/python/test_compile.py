@@ -1,4 +1,4 @@
-"""Ops under torch.compile, export, opcheck, and whatever else traces or watches them."""
+"""Test ops under torch.compile, export, opcheck and tracing modes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def masks(d):
     ]
 
 
-# Arguments of every op but those ELSEWHERE: in test_attention.py, test_rope_autograd.py and
-# test_gather_rows.py.
+# Arguments of every op except those in ELSEWHERE, tested in test_attention.py,
+# test_rope_autograd.py and test_gather_rows.py.
 CASES = {
     "cu_seqlens": lengths_cases,
     "max_seqlen": lengths_cases,
@@ -153,7 +153,8 @@ def test_opcheck(name, device):
 
 
 def test_meta_beside_other_devices_is_refused():
-    """An op does not run when one tensor is on meta: nobody would fill what lies elsewhere."""
+    """An op does not run if one tensor is on meta, so its results elsewhere would stay
+    unwritten."""
     real, shape = torch.randn(6, 2, 8), torch.empty(6, 2, 8, device="meta")
     packed = cuseq.PackedLayout.from_lengths([2, 3], 6)
     index = torch.arange(6, dtype=torch.int32)
@@ -180,7 +181,7 @@ def test_pure_ops_are_tagged_for_compilers():
 
 
 def everything(lengths, mask, ids, labels, total):
-    """One of each, with work after them for which a compiler likes to reuse their memory."""
+    """Call one of each, with work after them for which a compiler may reuse their memory."""
     offsets = cuseq.ops.cu_seqlens(lengths)
     found, count = cuseq.ops.cu_seqlens_from_position_ids(ids, 6)
     return {
@@ -244,7 +245,7 @@ def test_export(device):
     n_seqs, tokens = torch.export.Dim("n_seqs", min=2), torch.export.Dim("tokens", min=2)
     shapes = ({0: n_seqs}, {0: n_seqs}, {0: tokens}, {0: tokens})
     program = torch.export.export(Everything(), args[:4], dynamic_shapes=shapes)
-    # The cached ops leave nothing but pure ones behind.
+    # Only pure ops remain of the cached ones.
     called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     decomposed = {
         str(node.target)
@@ -315,7 +316,7 @@ def test_one_graph_for_all_padded_packs(device):
     assert counter.frame_count == 1
 
 
-# Traced or watched calls run the pure op: a cached tensor is never the output of somebody's graph.
+# Traced calls run the pure op: a cached tensor is never an output of a user's graph.
 
 
 class Watch(TorchDispatchMode):

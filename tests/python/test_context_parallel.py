@@ -1,4 +1,4 @@
-"""Rows dealt to the ranks of context parallelism, and a model trained over them."""
+"""Test rows split over the ranks of context parallelism, and a model trained on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def zigzag(packed: PackedLayout, cp_size: int) -> cuseq.distributed.ContextParal
 
 
 def own_positions(length: int, cp_size: int, cp_rank: int) -> list[int]:
-    """Which tokens of a segment a rank has, by the definition."""
+    """Return which tokens of a segment a rank has, by the definition."""
     part = length // (2 * cp_size)
     second = 2 * cp_size - 1 - cp_rank
     parts = (range(cp_rank * part, (cp_rank + 1) * part), range(second * part, (second + 1) * part))
@@ -131,7 +131,7 @@ LENGTHS = [13, 4, 30, 1]
 
 
 class Block(nn.Module):
-    """Attention of this rank's queries over everybody's keys."""
+    """Attention of this rank's queries over the keys of all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Block(nn.Module):
 
 
 def step(rank: int, cp_size: int, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of the row, of which this rank has its part."""
+    """Return loss and gradients of the row, of which this rank has its part."""
     torch.manual_seed(0)
     model = nn.ModuleList(Block() for _ in range(2)).to(device)
     packed = PackedLayout.from_lengths(LENGTHS, segment_multiple=8, total_multiple=24).to(device)
@@ -312,7 +312,7 @@ def test_attention_balance_counts_query_key_pairs(cp_size):
     ],
 )
 def test_equalizing_goes_by_a_device_of_the_group(config, on, expected, monkeypatch):
-    """Of any vendor: meta stands in for what is not here."""
+    """Devices of any vendor; meta stands in for a missing one."""
     asked = []
 
     def tensor(value, device):

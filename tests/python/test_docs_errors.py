@@ -1,4 +1,4 @@
-"""Every message that docs/errors.md quotes is one that the sources can still give."""
+"""Test that the sources can still raise every message quoted in docs/errors.md."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "errors.md"
-VARIES = "\0"  # what a message fills in when it is given
+VARIES = "\0"  # stands for the variable parts of a message
 
-# A literal, the end of a statement, or what is neither.
+# A literal, the end of a statement, or other code.
 CPP_PART = re.compile(r'//[^\n]*|"(?P<text>(?:[^"\\]|\\.)*)"|(?P<end>;)|(?P<code>[^"/;\s]+|/)')
 
 
 def python_messages(source: str) -> Iterator[str]:
-    """Strings that are no docstrings; the parser has put their adjacent parts together."""
+    """Yield strings that are not docstrings; the parser has joined adjacent parts."""
     docstrings = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr):
@@ -32,14 +32,14 @@ def python_messages(source: str) -> Iterator[str]:
 
 
 def cpp_messages(source: str) -> Iterator[str]:
-    """For each statement that checks or warns its literals, with what comes between them."""
+    """Yield, for each statement that checks or warns, its literals and what is between them."""
     text, code = "", ""
     for part in CPP_PART.finditer(source):
         if part["end"]:
             if re.search(r"\bTORCH_(CHECK|WARN)", code):
                 yield text
             text, code = "", ""
-        elif part["code"] and part["code"] != ",":  # which parts two literals and no more
+        elif part["code"] and part["code"] != ",":  # a comma only separates two literals
             text, code = text + VARIES, code + " " + part["code"]
         elif part["text"] is not None:
             text += re.sub(r"\\(.)", r"\1", part["text"])
@@ -64,7 +64,8 @@ ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")
 
 
 def occurs(quoted: str) -> bool:
-    """Whether one message has all that is quoted, in order; `...` stands for what varies."""
+    """Return whether one message contains all quoted parts in order; `...` stands for variable
+    ones."""
     parts = [re.escape(part) for part in quoted.split("...") if part]
     found = re.compile(f"(?:.|{VARIES})*?".join(parts), re.DOTALL)
     return any(found.search(message) for message in MESSAGES)

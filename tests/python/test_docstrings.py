@@ -1,4 +1,4 @@
-"""Every public name has a docstring whose example runs as it is printed."""
+"""Test that every public name has a docstring whose example runs as printed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODULES = [cuseq, cuseq.data, cuseq.ops, cuseq.cache, cuseq.distributed]
 
 
 def public_objects() -> Iterator[tuple[str, Any]]:
-    """Yields the name and the object of each public function and class, each once."""
+    """Yield the name and the object of each public function and class, each once."""
     seen = set()
     for module in MODULES:
         for name in module.__all__:

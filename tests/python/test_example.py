@@ -1,4 +1,4 @@
-"""The main job, examples/train.py: its results, and what it does with a user's mistakes."""
+"""Test the main function of examples/train.py: its results, and its handling of user mistakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def train():
-    """The example as a module."""
+    """Import the example as a module."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         import train
@@ -40,7 +40,7 @@ def train():
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> Path:
-    """A folder of JSONL, text of several lengths, an empty, a long and a binary file."""
+    """Return a folder of JSONL, text of several lengths, an empty, a long and a binary file."""
     folder = tmp_path_factory.mktemp("documents")
     lines = [json.dumps({"text": f"{i} green bottles. " * (i % 5 + 1)}) for i in range(40)]
     (folder / "bottles.jsonl").write_text("\n".join(lines) + "\n\n")
@@ -58,7 +58,7 @@ def command(*options: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(documents, tmp_path_factory) -> tuple[str, Path]:
-    """Standard output and output folder of one whole run."""
+    """Return standard output and output folder of one whole run."""
     out = tmp_path_factory.mktemp("out") / "made"
     process = subprocess.run(
         command("--data", documents, "--out", out, "--steps", 4, "--warmup", 1),
@@ -72,7 +72,7 @@ def finished(documents, tmp_path_factory) -> tuple[str, Path]:
 
 @pytest.fixture(scope="module")
 def modes(finished) -> dict[str, dict]:
-    """Measurements of the whole run, by mode."""
+    """Return measurements of the whole run, by mode."""
     _, out = finished
     results = json.loads((out / "results.json").read_text())
     return {measurement["mode"]: measurement for measurement in results["modes"]}
@@ -121,7 +121,7 @@ def test_ctrl_c_reports_what_was_measured(documents, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in a shell's background would hand down an ignored SIGINT.
+        # A test run in a shell's background would inherit an ignored SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
@@ -140,7 +140,7 @@ def test_ctrl_c_reports_what_was_measured(documents, tmp_path):
 
 
 def wait_for_step(process: subprocess.Popen, step: int) -> None:
-    """Reads the progress bar until it shows that step or a later one."""
+    """Read the progress bar until it shows that step or a later one."""
     progress = ""
     while True:
         read = os.read(process.stderr.fileno(), 4096).decode(errors="replace")

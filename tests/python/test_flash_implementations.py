@@ -1,9 +1,10 @@
-"""varlen_attention over what `torch.nn.attention.activate_flash_attention_impl` puts behind flash.
+"""Test varlen_attention over the kernels that `activate_flash_attention_impl` installs.
 
-FA3 and FA4 are packages of their own; where they are installed they run here. A stand-in shows
-everywhere what any of them is told and that ours does not rely on more than flash promises.
+`torch.nn.attention.activate_flash_attention_impl` replaces PyTorch's flash kernels. FA3 and FA4 are
+separate packages; if installed, they are tested here. A stand-in shows everywhere which arguments
+they get, and that cuseq relies only on what flash guarantees.
 
-They load whole tiles, and multiply what lies behind a sequence by zero: the tail has to be finite.
+They load whole tiles and multiply what follows a sequence by zero, so the tail has to be finite.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 
 
 class StandIn:
-    """Exact attention behind PyTorch's flash operators. It leaves the tail full of NaN, as kernels
-    may, and remembers the windows that it was told."""
+    """Exact attention in place of PyTorch's flash operators.
+
+    It leaves the tail full of NaN, as kernels may, and records the windows that it was given.
+    """
 
     def __init__(self) -> None:
         self.windows: list[tuple[str, int | None, int | None]] = []
@@ -75,7 +78,7 @@ def exact(q, k, v, lengths, causal, left, scale) -> Tensor:
 
 
 def gradients(q, k, v, grad, lengths, causal, left, scale) -> tuple[Tensor, ...]:
-    """By hand, since operators behind a backward run below autograd."""
+    """Compute gradients by hand, since operators in a backward run below autograd."""
     group = q.shape[1] // k.shape[1]
     found = [torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v)]
     begin = 0
@@ -120,7 +123,7 @@ def stand_in(cuda):
 
 @pytest.fixture(params=sorted(MODULES))
 def implementation(request, cuda) -> str:
-    """Each that is installed, active until the test is over."""
+    """Activate each installed implementation until the test is over."""
     pytest.importorskip(MODULES[request.param])
     activate_flash_attention_impl(request.param)
     yield request.param
@@ -133,7 +136,7 @@ def test_what_is_in_flash_place_runs(stand_in, lengths, tokens, options):
     tensors = inputs(tokens, dim=64, device="cuda", dtype=torch.bfloat16)
     packed = PackedLayout.from_lengths(lengths, tokens, device="cuda")
     check_against_reference(tensors, lengths, packed, bound=6e-3, **options)
-    # Bounds are absent where no window hides a token: FA4 has no backward for any.
+    # No bounds are passed if the window hides no token: FA4 has no backward with bounds.
     hides = options.get("window", tokens) < max(lengths, default=0)
     window = (options["window"] - 1, 0) if hides else (None, None)
     calls = [("forward", *window), ("backward", *window)] if any(lengths) else []
@@ -167,7 +170,7 @@ def test_installed_ones_at_the_size_of_a_model(implementation, lengths):
 
 
 def test_installed_ones_with_sinks(implementation):
-    """Their backward is given another output and logsumexp than their forward gave."""
+    """Their backward gets another output and logsumexp than their forward returned."""
     tensors = inputs(40, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
     sinks = torch.randn(4, device="cuda", requires_grad=True)
     packed = PackedLayout.from_lengths([20, 0, 17], 40, device="cuda")

@@ -1,4 +1,4 @@
-"""The one check of other packages' private names: each error says package, version and change."""
+"""Test the check of other packages' private names: errors name package, version and change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cuseq.integrations._foreign import (
 
 @pytest.fixture
 def package(monkeypatch):
-    """A package whose version is 4.5, with one of each thing."""
+    """Make a package of version 4.5 with one of each kind of thing."""
     package, module = ModuleType("otherpack"), ModuleType("otherpack.parts")
     package.__version__ = "4.5"
     code = """
@@ -123,7 +123,7 @@ def test_the_names_that_transformers_is_used_by(monkeypatch):
 
 
 def test_hooks_of_accelerate_under_another_name(monkeypatch):
-    """A renamed hook must not pass for none."""
+    """A renamed hook must not be taken for a missing one."""
     hooks = pytest.importorskip("accelerate.hooks")
     pytest.importorskip("transformers")
     import torch

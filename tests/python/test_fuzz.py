@@ -1,4 +1,4 @@
-"""The fuzzer: a bounded run finds nothing, and faults that are put in are found."""
+"""Test the fuzzer: a bounded run finds nothing, and injected faults are found."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_public_name_is_called(module):
     where = getattr(cuseq, module) if module else cuseq
     called = {name.split(".")[-1] for name in TARGETS}
     modules = {"cache", "data", "distributed", "ops"}
-    results = {"ContextParallelPlan"}  # what a function returns
+    results = {"ContextParallelPlan"}  # returned by functions
     assert sorted(set(where.__all__) - called - modules - results) == []
 
 

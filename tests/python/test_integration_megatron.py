@@ -1,4 +1,4 @@
-"""Megatron-Core's own dataclass and THD rotary embedding, where it is installed."""
+"""Test against Megatron-Core's own dataclass and THD rotary embedding, if it is installed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_a_dealt_row_joins_again(device):
 
 @pytest.mark.parametrize("lengths", [[3, 5], [8, 0, 1, 20, 0], [16]], ids=str)
 def test_fields_are_those_that_megatron_makes(lengths, device):
-    """Of the offsets that its data loader hands over, by its own function for THD batches."""
+    """Compare with fields made from the data loader's offsets by Megatron's own function for
+    THD."""
     packed = PackedLayout.from_lengths(lengths, segment_multiple=4)
     _, theirs = get_thd_batch_on_this_cp_rank(
         {},
@@ -106,10 +107,10 @@ def test_what_megatron_reads_from_the_fields(lengths, segment_multiple, device):
     params = packed_seq_params(packed)
     segments = [-(-length // segment_multiple) * segment_multiple for length in lengths]
     longest = max(*segments, packed.total_tokens - sum(segments))
-    # As long as this is its table of angles.
+    # Megatron's table of angles has this length.
     rows = RotaryEmbedding.get_rotary_seq_len(None, None, None, None, None, params)
     assert rows == longest > packed.position_ids[~packed.moe_padding_mask].max()
-    # What its Mamba makes seq_idx of: pads are their segment's there, the tail one segment more.
+    # Its Mamba makes seq_idx from these: padding belongs to its segment, the tail is one more.
     mamba = MambaMixer._create_packed_seq_idx(None, params, packed.total_tokens)
     assert torch.equal(mamba, packed.seq_ids.unsqueeze(0))
     assert torch.equal(mamba.masked_fill(packed.moe_padding_mask, -1), packed.seq_idx)

@@ -14,7 +14,7 @@ import cuseq
 INT32_MAX = 2**31 - 1
 ops = torch.ops.cuseq
 
-# Lengths [2, 3] in a row of 6 tokens: the case of the docstrings.
+# Lengths [2, 3] in a row of 6 tokens: the example of the docstrings.
 LITERAL = {
     "cu_seqlens": ([0, 2, 5], lambda lengths: cuseq.ops.cu_seqlens(lengths)),
     "max_seqlen": (3, lambda lengths: cuseq.ops.max_seqlen(lengths)),
@@ -129,7 +129,7 @@ def test_a_total_at_the_limit(device):
 
 
 def far_apart(shape, stride, dtype, device, tmp_path, monkeypatch) -> torch.Tensor:
-    """A tensor over so much memory that offsets need 64 bits; on the CPU, over a file of holes."""
+    """Return a tensor whose offsets need 64 bits; on the CPU its memory is a sparse file."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     size = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if device.type == "cuda":
@@ -297,10 +297,10 @@ def check_position_ids(rows, device, *, dtype=torch.int64, max_seqs=None, transp
         ([[0, 1, 2, 0, 1]], [3, 2]),
         ([[0, 0, 0]], [1, 1, 1]),
         ([[0, 0, 1, 0]], [1, 2, 1]),
-        ([[5, 6, 7, 0, 1]], [3, 2]),  # a document that goes on from the row before
+        ([[5, 6, 7, 0, 1]], [3, 2]),  # a document that continues from the row before
         ([[5, 6, 9, 10]], [2, 2]),
         ([[3, 2, 1]], [1, 1, 1]),
-        ([[0, 1, 2], [3, 4, 0]], [3, 2, 1]),  # rows are apart, whatever the numbers say
+        ([[0, 1, 2], [3, 4, 0]], [3, 2, 1]),  # rows are separate, whatever the numbers
         ([[0], [1], [2]], [1, 1, 1]),
     ],
 )

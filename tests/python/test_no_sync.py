@@ -1,4 +1,4 @@
-"""Nothing waits for the GPU, but where it says so; and every pure op can be captured in a graph."""
+"""Test that nothing waits for the GPU unless documented, and that every pure op can be captured."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def syncs_are_errors():
 
 
 def trace(body) -> tuple[Counter, Counter]:
-    """CUDA runtime calls of the body, and what it made the device do, each by name."""
-    for _ in range(2):  # what runs for the first time allocates and loads kernels
+    """Return the CUDA runtime calls of the body and what it made the device do, each by name."""
+    for _ in range(2):  # the first run allocates and loads kernels
         body()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
@@ -65,7 +65,7 @@ def trace(body) -> tuple[Counter, Counter]:
 
 
 def waits(body) -> Counter:
-    """Calls in which the host waits, and copies that wait since their memory is not pinned."""
+    """Count calls in which the host waits, and copies that wait because of unpinned memory."""
     calls, work = trace(body)
     waiting = {name: n for name, n in calls.items() if re.search(r"Synchronize|Memcpy(_|$)", name)}
     return Counter(waiting) + Counter({name: n for name, n in work.items() if "Pageable" in name})
@@ -91,7 +91,7 @@ def use_everything(layout: PackedLayout, labels: torch.Tensor) -> None:
 
 
 def test_the_count_sees_waits(cuda):
-    """The other tests count on it."""
+    """The other tests rely on the count."""
     tensor = torch.ones(3, device=cuda)
     event = torch.cuda.Event()
 
@@ -213,7 +213,7 @@ def test_ops_neither_wait_nor_launch_more_than_they_need(cuda):
         assert sum(work.values()) <= most, (name, work)
 
 
-# Not for compute-sanitizer: without the caching allocator nothing can be allocated in a capture.
+# Not for compute-sanitizer: without the caching allocator, captures cannot allocate.
 @pytest.mark.parametrize("warm", [False, True])
 def test_graphs_replay_with_new_lengths(warm, cuda):
     inputs = on_gpu([2, 3], cuda)

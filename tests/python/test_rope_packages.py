@@ -1,6 +1,6 @@
-"""RoPE against the packages whose rotary calls it replaces, called as they are installed.
+"""Test RoPE against the installed packages whose rotary calls it replaces.
 
-The packages run on the CPU. Each result has to lie as close to float64 as the package's own does.
+The packages run on the CPU. Each result has to be as close to float64 as the package's own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LAYOUT = PackedLayout.from_lengths(LENGTHS, BATCH * SEQLEN)
 
 @dataclass(frozen=True)
 class Model:
-    """One of transformers' models: its rotary code, and what cuseq has to be told of it."""
+    """A transformers model: its rotary code, and the options that cuseq needs for it."""
 
     code: ModuleType
     rotary: str
@@ -61,11 +61,12 @@ class Model:
     halves: bool = False  # the table repeats halves although pairs are interleaved
 
     def table(self, x: Tensor, positions: Tensor) -> Pair:
-        """cos and sin `[batch, seqlen, rotary_dim]` in x's dtype, by the model's own module."""
+        """Return cos and sin `[batch, seqlen, rotary_dim]` in x's dtype, from the model's own
+        module."""
         return getattr(self.code, self.rotary)(self.config)(x, positions)
 
     def frequencies(self) -> dict:
-        """What makes a table of cuseq's this model's, to the last bit of its powers."""
+        """Return the options that give cuseq's table this model's frequencies, bit for bit."""
         return dict(inv_freq=getattr(self.code, self.rotary)(self.config).inv_freq)
 
     @property
@@ -74,7 +75,7 @@ class Model:
         return dict(mrope_section=section, mrope_interleaved=self.mrope_interleaved)
 
     def exact(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The rotation in float64, with the model's own pairing."""
+        """Compute the rotation in float64, with the model's own pairing."""
         cos, sin = (t.double()[:, None] for t in (cos, sin))
         if self.halves:
             cos, sin = (t[..., : self.rotary_dim // 2].repeat_interleave(2, -1) for t in (cos, sin))
@@ -139,7 +140,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def heads_first(head_dim: int, dtype: torch.dtype) -> Pair:
-    """q and k `[batch, heads, seqlen, head_dim]`, strided as models make them."""
+    """Return q and k `[batch, heads, seqlen, head_dim]`, strided as models make them."""
     return tuple(
         random(BATCH, SEQLEN, heads, head_dim, seed=heads, dtype=dtype).transpose(1, 2)
         for heads in (HEADS, KEY_HEADS)
@@ -147,7 +148,8 @@ def heads_first(head_dim: int, dtype: torch.dtype) -> Pair:
 
 
 def some_positions(planes: int | None) -> Tensor:
-    """Positions `[batch, seqlen]` or, no two planes alike, `[planes, batch, seqlen]`."""
+    """Return positions `[batch, seqlen]`, or `[planes, batch, seqlen]` with all planes
+    different."""
     tokens = torch.arange(BATCH * SEQLEN).view(BATCH, SEQLEN)
     if planes is None:
         return tokens * 7 % 41
@@ -157,16 +159,17 @@ def some_positions(planes: int | None) -> Tensor:
 
 
 def check(actual: Tensor, own: Tensor, exact: Tensor) -> None:
-    """In the mean no further from float64 than the package's `own` result, nor at the worst.
+    """Check that the error against float64 is at most that of the package's `own` result.
 
-    The worst may be half a unit in the last place, since one rounding there must be. In fp32, where
-    the order of the operations decides, two units or twice as far as the package's are allowed.
+    This holds for the mean and the maximum. The maximum may be half a unit in the last place, since
+    one rounding there is unavoidable. In fp32, where the order of the operations decides, it may be
+    two units or twice the package's.
     """
     assert actual.shape == own.shape and actual.dtype == own.dtype
     slack = 2.0 if own.dtype == torch.float32 else 1.0
     unit = torch.finfo(own.dtype).eps * exact.abs().max()
     far, own_far = ((t.detach().cpu().double() - exact).abs() for t in (actual, own))
-    # A float64 that the package itself is far from would allow anything.
+    # If the package's own result were far from float64, any result would pass.
     assert own_far.max() <= 8 * unit
     assert far.mean() <= slack * own_far.mean()
     units = 2.0 if own.dtype == torch.float32 else 0.51
@@ -176,7 +179,7 @@ def check(actual: Tensor, own: Tensor, exact: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_with_the_models_own_table(device, name, dtype):
-    """One row for each token, as transformers hands it to its layers."""
+    """One row per token, as transformers passes the table to its layers."""
     model = MODELS[name]
     q, k = heads_first(model.head_dim, dtype)
     cos, sin = model.table(q, some_positions(3 if model.mrope_section else None))
@@ -199,7 +202,7 @@ def test_with_the_models_own_table(device, name, dtype):
 @pytest.mark.parametrize("positions", ["position_ids", "packed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_with_a_shared_table(device, name, positions, dtype):
-    """One row for each position, half as wide, looked up by the op itself."""
+    """One row per position, half as wide, looked up by the op itself."""
     model = MODELS[name]
     if positions == "packed" and model.mrope_section:
         pytest.skip("a qkv_format has one plane of positions")
@@ -231,7 +234,7 @@ def test_with_a_shared_table(device, name, positions, dtype):
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_planes_of_rows(device, name):
-    """A table of one row for each token and plane, of which the op picks by section."""
+    """A table with one row per token and plane, from which the op picks by section."""
     model = MODELS[name]
     q, k = heads_first(model.head_dim, torch.float32)
     ids = some_positions(3)
@@ -256,7 +259,7 @@ def test_planes_of_rows(device, name):
     ],
 )
 def test_a_table_of_another_reading_is_refused(name, options):
-    """What cannot be seen on a GPU is looked at on the CPU: which columns repeat which."""
+    """The CPU checks which columns repeat which, which cannot be seen on a GPU."""
     model = MODELS[name]
     q, k = heads_first(model.head_dim, torch.float32)
     cos, sin = model.table(q, some_positions(None))
@@ -264,7 +267,7 @@ def test_a_table_of_another_reading_is_refused(name, options):
         cuseq.apply_rope(q, k, cos, sin, table="token", qkv_format="bhsd", **options)
 
 
-# Each kind of scaling that transformers knows, with parameters that change every result.
+# Each kind of scaling in transformers, with parameters that change every result.
 SCALINGS = {
     "linear": dict(factor=2.0),
     "dynamic": dict(factor=2.0),
@@ -286,7 +289,7 @@ SCALINGS = {
 @pytest.mark.parametrize("length", [20, 50])  # within the trained context of 32, and beyond it
 @pytest.mark.parametrize("kind", sorted(ROPE_INIT_FUNCTIONS))
 def test_scaled_frequencies(device, kind, length):
-    """inv_freq and the attention factor of transformers make transformers' own rotation."""
+    """inv_freq and the attention factor of transformers give transformers' own rotation."""
     assert kind in SCALINGS, f"transformers has a new kind of scaling, {kind}: give it parameters"
     config = LlamaConfig(
         **SHAPE,
@@ -308,7 +311,7 @@ def test_scaled_frequencies(device, kind, length):
         check(*values)
 
     plain = cuseq.rope_table(length, 16, device=device)
-    if kind != "dynamic" or length > 32:  # which changes nothing in the trained context
+    if kind != "dynamic" or length > 32:  # "dynamic" changes nothing in the trained context
         assert (plain[0] - cos).abs().max() > 0.01, "the scaling changes nothing here"
 
 
@@ -333,7 +336,7 @@ NORMS = {
 def test_normalisation_and_rotation(device, name, dtype):
     """q_norm and k_norm of a model, then its rotation, with gradients for all four."""
     norm, model, offset = NORMS[name]
-    eps = 0.01  # large enough to be seen
+    eps = 0.01  # large enough to show
     heads_of = heads_first(model.head_dim, dtype)
     norms = [norm(model.head_dim, eps=eps).to(dtype) for _ in heads_of]
     for seed, module in enumerate(norms):
@@ -381,7 +384,8 @@ def test_normalisation_and_rotation(device, name, dtype):
 
 @pytest.fixture(scope="module")
 def megatron() -> ModuleType:
-    """Megatron's rotary functions, and as `frequencies` the module that makes their angles."""
+    """Return Megatron's rotary functions, with the module that makes their angles as
+    `frequencies`."""
     folder = "megatron.core.models.common.embeddings"
     reason = "megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
     functions = pytest.importorskip(f"{folder}.rope_utils", reason=reason)
@@ -398,12 +402,12 @@ def test_megatron_thd(device, megatron, cp_size, cp_rank, interleaved, rotary_di
     lengths, longest, factor = [8, 0, 4, 16], 20, 1.25
     packed = PackedLayout.from_lengths(lengths)
     tokens = packed.total_tokens // cp_size
-    # Megatron guesses from sizes what a row stands for: as many as tokens would be a row for each.
+    # Megatron guesses from sizes: a table as long as the row would mean one entry per token.
     assert longest != packed.total_tokens
     q, k = (random(tokens, heads, 32, seed=heads, dtype=dtype) for heads in (HEADS, KEY_HEADS))
     rotary = megatron.module(32, rotary_dim / 32, use_cpu_initialization=True)
     angles = rotary.get_freqs_non_repeated(longest)
-    # As its get_emb does, which wants a GPU.
+    # As its get_emb does, which needs a GPU.
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
     angles = angles[:, None, None]
 

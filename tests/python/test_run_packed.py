@@ -1,4 +1,4 @@
-"""Padded batches run as packed rows, against the padded run of transformers itself."""
+"""Test padded batches run as packed rows against the padded run of transformers itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MASKS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    """The models here name their attention themselves."""
+    """Register the attention; the models of this file request it by name."""
     integration.register()
     yield
     integration.unregister()
@@ -51,7 +51,7 @@ def make_batch(name: str, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """What callers give transformers beside a mask: positions count real tokens."""
+    """Return position ids as callers give them with a mask: positions count real tokens."""
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
@@ -81,7 +81,7 @@ def test_logits_and_gradients_are_those_of_the_padded_run(name, device):
 @pytest.mark.parametrize("name", ["right", "left"])
 def test_the_loss_is_that_of_the_padded_run(name, device):
     ids, mask = make_batch(name, device)
-    # A pad on the left predicts the first token in the padded run, and nothing does in the packed.
+    # In the padded run left padding predicts the first token; in the packed run nothing does.
     labels = ids.masked_fill((mask == 0) | (mask.cumsum(-1) == 1), -100)
     padded = make_model(device, "sdpa")(
         ids, attention_mask=mask, position_ids=positions_of(mask), labels=labels
@@ -122,7 +122,7 @@ def test_other_outputs(device):
 
 
 class Plain(nn.Module):
-    """Keeps what it was called with."""
+    """Keeps its arguments."""
 
     def forward(self, input_ids, position_ids, packed, weights):
         self.seen = input_ids, position_ids, packed
@@ -156,7 +156,7 @@ def test_a_device_mask_with_a_total_waits_for_nothing(cuda):
 
 
 def test_position_ids_that_are_none_are_made(device):
-    """A wrapper hands an optional argument on; the model would count along the whole row."""
+    """A wrapper may pass on an optional argument; the model would count along the whole row."""
     ids, mask = make_batch("left", device)
     packed = cuseq.PackedLayout.from_padding_mask(mask)
     given = 7 * positions_of(mask)
@@ -253,7 +253,7 @@ def test_the_attention_that_counts_is_that_to_text(device):
 
 
 class Seen:
-    """A model that keeps what it is called with."""
+    """A model that keeps its arguments."""
 
     def __call__(self, input_ids: Tensor, **arguments) -> Tensor:
         self.arguments = arguments
@@ -263,7 +263,7 @@ class Seen:
 @pytest.mark.parametrize("shape", [(3, 4), (3, 3), (2, 5)], ids=str)
 @pytest.mark.parametrize("planes", [3, 4])
 def test_planes_of_positions_are_packed(shape, planes, device):
-    """M-RoPE's, which lie in front of the batch. In `[3, 3, 3]` their name tells."""
+    """M-RoPE's planes come before the batch dimension. In `[3, 3, 3]` the name decides."""
     mask = torch.rand(shape, device=device) < 0.7
     ids = torch.arange(mask.numel(), device=device).view(shape)
     positions = torch.stack([ids * 10 + plane for plane in range(planes)])

@@ -1,4 +1,4 @@
-"""split_by_tokens: passes of at most so many tokens, with the loss and gradients of the whole."""
+"""Test split_by_tokens: passes of bounded size with the loss and gradients of the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = 50
 
 
 def make_batch(lengths: list[int], tail: int = 0, keep: float = 1.0, seed: int = 0) -> dict:
-    """A row as PackingCollator makes it; only a part of the labels count."""
+    """Return a row as PackingCollator makes it; only some of the labels count."""
     generator = torch.Generator().manual_seed(seed)
     examples = []
     for length in lengths:
@@ -146,7 +146,7 @@ def test_views_and_not_copies():
 
 
 def test_lazily():
-    """A pass is made when it is asked for."""
+    """A pass is made when it is requested."""
     batch = make_batch([3, 4, 5, 2])
     passes = cuseq.data.split_by_tokens(batch, 5)
     assert isinstance(passes, Iterator)
@@ -167,7 +167,7 @@ def test_the_batch_is_left_as_it_was():
 
 
 class Guess(nn.Module):
-    """Attention inside the sequences; the mean loss, or the sum of losses."""
+    """Attention inside the sequences; the loss is the mean or the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_loss_and_gradients_of_any_row(row, spare, keep):
 
 
 def test_passes_without_labels_have_no_weight():
-    """A prompt alone, or one token: its loss is not weighed, whatever the others hold."""
+    """A prompt alone, or one token, has loss weight zero, whatever the other passes hold."""
     examples = [
         {"input_ids": [5, 6, 7], "labels": [-100, -100, -100]},
         {"input_ids": [8, 9, 4], "labels": [8, 9, 4]},
@@ -247,7 +247,7 @@ def test_no_label_counts_at_all():
 
 
 def test_transformers(request):
-    """The lines of the documentation, with a model that takes the mean, or is told the number."""
+    """The documentation's lines, with a model that takes the mean or gets the number of targets."""
     transformers = pytest.importorskip("transformers")
     import cuseq.integrations.transformers
 

@@ -1,7 +1,7 @@
-"""State-space and linear attention over packed rows: no tap and no state crosses a boundary.
+"""Test state-space and linear attention layers on packed rows: nothing crosses a boundary.
 
-The layers are slow loops in float64 that know of documents what a layout tells them. References of
-the packages whose kernels take the same facts agree with them.
+The layers are slow loops in float64 that get the documents from a layout. References of the
+packages whose kernels take the same facts agree with them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 class ShortConv(nn.Module):
-    """A depthwise causal convolution, each tap of which stays in the token's own sequence.
+    """A depthwise causal convolution whose taps stay within the token's own sequence.
 
-    Tokens of negative `seq_idx`, `[1, tokens]`, are padding: zeros come out of them.
+    Tokens of negative `seq_idx`, `[1, tokens]`, are padding; their outputs are zero.
     """
 
     def __init__(self, activation: str | None = None):
@@ -63,7 +63,7 @@ class ShortConv(nn.Module):
         return torch.cat(rows)
 
     def alone(self, x: Tensor) -> Tensor:
-        """torch's convolution of one document."""
+        """Apply torch's convolution to one document."""
         taps = self.weight.unsqueeze(1)
         return self._activated(conv1d(pad(x.T, (WIDTH - 1, 0)), taps, self.bias, groups=CHANNELS).T)
 
@@ -71,11 +71,11 @@ class ShortConv(nn.Module):
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, cu_seqlens: Tensor
 ) -> Tensor:
-    """What the state says at each token, `[tokens, heads, d_v]`; zeros behind the last offset.
+    """Return the output at each token, `[tokens, heads, d_v]`; zeros after the last offset.
 
-    The state S of each head, `[d_k, d_v]`, is zero where a sequence starts, and then, token by
-    token, S = alpha (I - beta k k^T) S + beta k v^T, of which the output is q^T S: Yang et al.,
-    "Gated Delta Networks", arXiv 2412.06464, with keys as the rows of S.
+    The state S of each head, `[d_k, d_v]`, is zero at the start of a sequence. Each token then sets
+    S = alpha (I - beta k k^T) S + beta k v^T, and the output is q^T S: Yang et al., "Gated Delta
+    Networks", arXiv 2412.06464, with keys as the rows of S.
 
     q and k are `[tokens, heads, d_k]`, v `[tokens, heads, d_v]`, alpha and beta `[tokens, heads]`.
     """
@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class Hybrid(nn.Module):
-    """Both, one behind the other and each around a residual, as hybrid models have them."""
+    """Both layers in sequence, each with a residual, as in hybrid models."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ every_pack = pytest.mark.parametrize("pack", PACKS)
 
 
 def places(lengths: list[int], segment_multiple: int = 1, **_: int) -> list[slice]:
-    """Where the documents that have tokens lie in the row."""
+    """Return the places in the row of the documents that have tokens."""
     begin, found = 0, []
     for length in lengths:
         if length > 0:
@@ -160,13 +160,13 @@ def places(lengths: list[int], segment_multiple: int = 1, **_: int) -> list[slic
 
 
 def facts(packed: PackedLayout) -> tuple[Tensor, Tensor]:
-    """What the layers are told: `seq_idx`, and the offsets of documents, or else of segments."""
+    """Return the layers' inputs: `seq_idx`, and the offsets of documents, or else of segments."""
     padded = packed.pads_between_sequences
     return packed.seq_idx, packed.cu_seqlens_padded if padded else packed.cu_seqlens
 
 
 def check_against_documents(layer: str, pack: dict, device) -> None:
-    """Outputs and gradients of the packed row are those of its documents one by one."""
+    """Check outputs and gradients of the packed row against its documents one by one."""
     module = LAYERS[layer]().to(device)
     packed = PackedLayout.from_lengths(**pack, device=device)
     x = random(packed.total_tokens, CHANNELS).to(device).requires_grad_()
@@ -210,14 +210,14 @@ def test_any_packed_row_is_its_documents(layer, lengths, segment_multiple, total
 @every_layer
 @pytest.mark.parametrize("pack", ["full", "segments, tail", "empty"])
 def test_a_token_reaches_its_own_document_alone(layer, pack, device):
-    """To the last bit, in values and in gradients."""
+    """Compared bit for bit, in values and in gradients."""
     module = LAYERS[layer]().to(device)
     packed = PackedLayout.from_lengths(**PACKS[pack], device=device)
     x = random(packed.total_tokens, CHANNELS).to(device).requires_grad_()
     out = module(x, *facts(packed))
     own = places(**PACKS[pack])
     for number, place in enumerate(own):
-        # A state goes on over the pads of its own segment, whose outputs nobody reads.
+        # A state continues over the padding of its own segment, whose outputs are not used.
         end = own[number + 1].start if number + 1 < len(own) else packed.total_tokens
         changed = x.detach().clone()
         changed[place.start] += 1
@@ -249,12 +249,12 @@ def test_what_lies_on_pads_reaches_nobody(layer, pack, device):
 
 @every_layer
 def test_without_the_layout_it_leaks(layer, device):
-    """The control: what the tests above would see."""
+    """A control: the leak that the tests above would find."""
     module = LAYERS[layer]().to(device)
     x = random(14, CHANNELS).to(device)
     one = torch.zeros(1, 14, dtype=torch.int32), torch.tensor([0, 14])
     changed = x.clone()
-    changed[4] += 1  # the last of the first document's
+    changed[4] += 1  # the last token of the first document
     assert (module(x, *one)[5] != module(changed, *one)[5]).any()
     packed = PackedLayout.from_lengths([5, 9], device=device)
     assert torch.equal(module(x, *facts(packed))[5:], module(changed, *facts(packed))[5:])
@@ -264,7 +264,8 @@ def test_without_the_layout_it_leaks(layer, device):
 
 
 def folder_of(package: str, requirement: str, scratch: Path) -> Path:
-    """A package's files, installed or fetched. Nothing of it is built or imported."""
+    """Return the folder of a package's files, installed or fetched. Nothing is built or
+    imported."""
     installed = importlib.util.find_spec(package)
     if installed is not None:
         return Path(next(iter(installed.submodule_search_locations)))
@@ -284,7 +285,7 @@ def folder_of(package: str, requirement: str, scratch: Path) -> Path:
 
 
 def load(path: Path, stand_ins: dict[str, object]) -> ModuleType:
-    """A file as a module, with something else in place of what its references do not need."""
+    """Load a file as a module, with stand-ins for imports that its references do not need."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     with patch.dict(sys.modules, stand_ins):
@@ -319,7 +320,7 @@ def causal_conv1d_ref(causal_conv1d):
 def test_causal_conv1d_reads_seq_idx_so(causal_conv1d_ref, pack, activation, device):
     packed = PackedLayout.from_lengths(**PACKS[pack], device=device)
     seq_idx = packed.seq_idx
-    # What its kernel insists on.
+    # Its kernel requires this.
     assert seq_idx.dtype == torch.int32 and seq_idx.is_contiguous()
     conv = ShortConv(activation).to(device)
     x = random(packed.total_tokens, CHANNELS).to(device).requires_grad_()
@@ -336,7 +337,7 @@ def test_causal_conv1d_reads_seq_idx_so(causal_conv1d_ref, pack, activation, dev
 
 
 def test_causal_conv1d_reads_cu_seqlens_so(causal_conv1d, device):
-    """The states from which decoding goes on: each document's last inputs, by its offsets."""
+    """The states from which decoding continues: each document's last inputs, by its offsets."""
     pytest.importorskip("triton", reason="causal_conv1d_varlen.py imports triton")
     varlen = load(causal_conv1d / "causal_conv1d_varlen.py", {})
     lengths = [5, 2, 1, 9]
@@ -349,11 +350,11 @@ def test_causal_conv1d_reads_cu_seqlens_so(causal_conv1d, device):
 
 @pytest.fixture(params=["fla", "transformers"])
 def recurrent_gated_delta_rule(request):
-    """A package's recurrence over one sequence, in fp32."""
+    """Return a package's recurrence over one sequence, in fp32."""
     if request.param == "transformers":
         name = "transformers.models.qwen3_next.modeling_qwen3_next"
         models = pytest.importorskip(name, reason="transformers is not installed")
-        # Not fla's kernel, which its decorator would call where fla is installed.
+        # Not fla's kernel, which the decorator calls if fla is installed.
         return inspect.unwrap(models.torch_recurrent_gated_delta_rule)
     path = request.getfixturevalue("fla") / "ops" / "gated_delta_rule" / "naive.py"
     stand_ins = {"einops": SimpleNamespace(rearrange=None)}
@@ -369,7 +370,7 @@ def test_gated_delta_rule_of_the_packages(recurrent_gated_delta_rule, pack, devi
     v = random(tokens, HEADS, VALUE_DIM, seed=3).to(device)
     gate = -random(tokens, HEADS, seed=4).abs().to(device)
     beta = random(tokens, HEADS, seed=5).sigmoid().to(device)
-    q_scaled = q * KEY_DIM**-0.5  # as the packages do it themselves
+    q_scaled = q * KEY_DIM**-0.5  # as the packages scale internally
     out = gated_delta_rule(q_scaled, k, v, gate.exp(), beta, facts(packed)[1])
     for place in places(**PACKS[pack]):
         q1, k1, v1, g1, b1 = (t[place].float().unsqueeze(0) for t in (q, k, v, gate, beta))
@@ -380,7 +381,7 @@ def test_gated_delta_rule_of_the_packages(recurrent_gated_delta_rule, pack, devi
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @every_pack
 def test_fla_reads_cu_seqlens_so(fla, pack, dtype, device):
-    """Its preparations for the kernels, which keep the dtype that offsets have: ours or int64."""
+    """fla prepares its kernels' indices in the dtype of the offsets: cuseq's or int64."""
     pytest.importorskip("triton", reason="fla.ops.utils.index imports triton")
     utils = SimpleNamespace(tensor_cache=lambda function: function, autotune_cache_kwargs={})
     index = load(fla / "ops" / "utils" / "index.py", {"fla.utils": utils})

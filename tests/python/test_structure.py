@@ -1,4 +1,4 @@
-"""The tree keeps its shape: no circle, no reach into private names, no file too long to hold."""
+"""Test the structure of the tree: no import cycles, no use of private names, no overlong files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD = 15
 
 
 def modules() -> dict[str, ast.Module]:
-    """Each module of the package by its dotted name, parsed."""
+    """Parse each module of the package; return them by dotted name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = ("cuseq", *path.relative_to(PACKAGE).with_suffix("").parts)
@@ -38,7 +38,8 @@ MODULES = modules()
 
 
 def imports_when_loaded(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports that run when a module is loaded: not in functions, not for type checkers alone."""
+    """Yield imports that run when a module is loaded, not those in functions or for type
+    checkers."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -52,14 +53,14 @@ def imports_when_loaded(body: list[ast.stmt]) -> Iterator[ast.Import | ast.Impor
 
 
 def imported(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> set[str]:
-    """The package's modules that a module needs before its own code can run."""
+    """Return the package's modules that a module needs before its own code can run."""
     needed = set()
     for node in imports_when_loaded(tree.body):
         if isinstance(node, ast.Import):
             needed |= {alias.name for alias in node.names}
         elif node.module is not None:
             targets = {f"{node.module}.{alias.name}" for alias in node.names} - {"cuseq._C"}
-            # A package's own names are needed, not its submodules' alone.
+            # The package itself is needed too, unless only its submodules are imported.
             needed |= {t for t in targets if t in known}
             if not targets <= known.keys():
                 needed.add(node.module)
@@ -67,7 +68,7 @@ def imported(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> set[s
 
 
 def circle(graph: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle, or none."""
+    """Return the modules of one import cycle, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, path: list[str]) -> list[str]:
@@ -118,7 +119,8 @@ def is_private(name: str) -> bool:
 
 
 def private_attributes(tree: ast.Module) -> set[str]:
-    """What classes of a module call private: their methods, fields and what they set on self."""
+    """Return the private names of a module's classes: methods, fields and attributes set on
+    self."""
     names = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):
@@ -134,7 +136,7 @@ def private_attributes(tree: ast.Module) -> set[str]:
 
 
 def reaches(known: dict[str, ast.Module]) -> list[str]:
-    """Uses of another module's private names, as "module: what"."""
+    """Return uses of another module's private names, as "module: what"."""
     owners: dict[str, set[str]] = {}
     for name, tree in known.items():
         for attribute in private_attributes(tree):
@@ -166,7 +168,7 @@ def reaches(known: dict[str, ast.Module]) -> list[str]:
     return found
 
 
-# What torch calls private too, on its own objects.
+# Private names of torch that are used on torch's own objects.
 TORCH = {"_version"}
 
 
@@ -203,7 +205,7 @@ def library_files() -> list[Path]:
 
 
 def says_why(lines: list[str]) -> bool:
-    """Whether the head of a long file gives the reason: "Longer than 500 lines: ..."."""
+    """Return whether the head of a long file gives the reason: "Longer than 500 lines: ..."."""
     return any(f"onger than {LONGEST} lines" in line for line in lines[:HEAD])
 
 
@@ -274,7 +276,7 @@ def test_public_names_are_typed(name):
 
 
 def test_no_function_has_the_name_of_a_module():
-    """`import cuseq.x as m` gives what the package has under that name."""
+    """`import cuseq.x as m` binds the package's attribute of that name."""
     optional = "cuseq.integrations"
     clashes = []
     for found in pkgutil.walk_packages([str(PACKAGE)], "cuseq.", onerror=lambda name: None):

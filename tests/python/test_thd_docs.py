@@ -1,4 +1,4 @@
-"""The example router, examples/moe_router.py: padding changes nothing in it where it is masked."""
+"""Test the router in examples/moe_router.py: masked padding changes nothing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ UNPADDED, MASKED, MISTAKEN = "unpadded", "padded, with the mask", "padded, witho
 
 @pytest.fixture(scope="module")
 def example():
-    """The example as a module, by its path: examples are no package."""
+    """Import the example by its path, since examples are not a package."""
     spec = importlib.util.spec_from_file_location("moe_router", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclass looks itself up
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
     try:
         spec.loader.exec_module(module)
         yield module
@@ -34,7 +34,8 @@ def example():
 
 
 def routed(example, packed: PackedLayout, top_k: int, masked: bool, device="cpu"):
-    """The routing of a row whose pads hold ones, and gradients of weights and of real tokens."""
+    """Return the routing of a row whose padding holds ones, and gradients of weights and real
+    tokens."""
     torch.manual_seed(0)
     router = example.Router(DIM, N_EXPERTS, top_k).double().to(device)
     shape = packed.num_sequences, packed.max_seqlen, DIM
@@ -46,7 +47,7 @@ def routed(example, packed: PackedLayout, top_k: int, masked: bool, device="cpu"
 
 
 def loss_by_loop(example, packed: PackedLayout, top_k: int) -> float:
-    """Switch's loss, token by token, of the real tokens alone."""
+    """Compute Switch's loss token by token, over real tokens only."""
     torch.manual_seed(0)
     weight = example.Router(DIM, N_EXPERTS, top_k).double().scores.weight
     batch = torch.randn(packed.num_sequences, packed.max_seqlen, DIM, dtype=torch.float64)
@@ -129,7 +130,7 @@ def test_a_row_of_padding_alone(example, device):
 
 
 def test_what_the_example_compares(example):
-    """Which its last row must show to be wrong, gradients too, or it would teach nothing."""
+    """Its last row must be wrong, gradients too, or the example would show nothing."""
     grads = {}
     for name in (UNPADDED, MASKED, MISTAKEN):
         model, routings = example.route_three_ways(torch.float64)

@@ -1,4 +1,4 @@
-"""The layout through Hugging Face's Trainer: it arrives as one object, and losses are right."""
+"""Test layouts in Hugging Face's Trainer: they arrive as one object, and losses are right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def documents() -> list[list[list[int]]]:
 
 
 class Rows(torch.utils.data.Dataset):
-    """One item a row: the documents that share it."""
+    """One item per row: the documents that share it."""
 
     def __len__(self) -> int:
         return len(LENGTHS)
@@ -60,7 +60,7 @@ def make_model(implementation: str):
 
 
 def collate_dense(rows: list[dict[str, list[list[int]]]]) -> dict:
-    """The same row with its mask spelled out."""
+    """Return the same row with an explicit mask."""
     batch = collate(rows)
     ids = batch.pop("packed").seq_ids
     return batch | {"attention_mask": (ids[:, None] == ids).tril()[None, None]}
@@ -88,7 +88,7 @@ def train(model, dataset, folder, collator=collate, **options) -> list[float]:
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    """The models here name their attention themselves."""
+    """Register the attention; the models of this file request it by name."""
     integration.register()
     yield
     integration.unregister()
@@ -96,7 +96,7 @@ def registered():
 
 @pytest.fixture
 def seen(monkeypatch) -> list[cuseq.PackedLayout]:
-    """The layouts that attention was given, one for each call."""
+    """Return the layouts that attention was given, one for each call."""
     layouts = []
     attend = cuseq.varlen_attention
 
@@ -185,7 +185,7 @@ def test_a_trainer_is_enabled_by_its_model(make_trainer, seen):
     assert losses == pytest.approx(expected, abs=2e-4)
     cuseq.disable(trainer)
     assert trainer.model.config._attn_implementation == "sdpa"
-    cuseq.disable(trainer)  # what is not enabled stays as it is
+    cuseq.disable(trainer)  # a trainer that is not enabled does not change
 
 
 def test_a_collator_that_packs_is_left_alone(make_trainer):
@@ -225,7 +225,7 @@ def test_options_of_other_trainers_are_refused(options, error, message, make_tra
 
 
 def test_a_trainer_that_makes_its_model_is_refused(make_trainer):
-    """Training begins with another model than the one that would be enabled."""
+    """Training would begin with another model than the enabled one."""
     trainer = make_trainer(model_init=lambda: make_model("sdpa"))
     with pytest.raises(ValueError, match="got model_init.*inside model_init"):
         cuseq.enable(trainer)

@@ -1,6 +1,7 @@
-"""Trainer on packed rows: what it learns is what it learns of the same documents padded, whatever
-else is switched on, and PackingCallback's figures are right. How a layout gets through Trainer is
-tested in test_trainer.py."""
+"""Test Trainer on packed rows: it learns the same as on padded rows, whatever options are on.
+
+Also tests PackingCallback's figures. test_trainer.py tests how a layout passes through Trainer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from cuseq.integrations.transformers import (  # noqa: E402
 )
 
 CAPACITY, STEPS = 16, 3
-# No two rows have as many sequences and tokens, so that a mean of means is not the mean.
+# No two rows have equal numbers of sequences and tokens, so a mean of means is not the mean.
 LENGTHS = [
     [3, 9, 4],
     [16],
@@ -59,7 +60,7 @@ def make_rows() -> list[Samples]:
 
 
 def map_style() -> list[Samples]:
-    """One item a row: the documents that share it."""
+    """Return one item per row: the documents that share it."""
     return make_rows()
 
 
@@ -73,7 +74,7 @@ def pack(rows: list[Samples]) -> dict[str, Any]:
 
 
 def pad(rows: list[Samples]) -> dict[str, Tensor]:
-    """The same documents, a row each, with the mask that transformers knows."""
+    """Return the same documents, one per row, with the mask that transformers expects."""
     ids = [torch.tensor(sample["input_ids"]) for row in rows for sample in row]
     labels = pad_sequence(ids, batch_first=True, padding_value=-100)
     return {
@@ -103,7 +104,7 @@ def make_model(attention: str = "cuseq", dtype: torch.dtype = torch.float64):
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float64
     )
-    return model.to(dtype)  # random numbers of another dtype would be other numbers
+    return model.to(dtype)  # drawing in another dtype would give other numbers
 
 
 def make_trainer(model, folder, dataset=None, collator=pack, callbacks=(), **options):
@@ -111,7 +112,7 @@ def make_trainer(model, folder, dataset=None, collator=pack, callbacks=(), **opt
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         max_steps=STEPS,
-        optim="sgd",  # Adam would make a step of the sign of a gradient that is all rounding
+        optim="sgd",  # Adam would turn a gradient that is only rounding into a full step
         learning_rate=1.0,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -133,13 +134,13 @@ def make_trainer(model, folder, dataset=None, collator=pack, callbacks=(), **opt
 
 
 def logged(trainer, *names: str) -> list[list[float]]:
-    """These values of each log of the training loss."""
+    """Return these values of each log that has the training loss."""
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [[log[name] for name in names] for log in logs]
 
 
 def learned(model: nn.Module) -> dict[str, Tensor]:
-    """What was trained, under the names of the model that nothing wraps."""
+    """Return the trained weights, under the names of the unwrapped model."""
     return {
         name: getattr(p, "full_tensor", lambda p=p: p)().detach().to("cpu", torch.float64)
         for name, p in model.named_parameters()
@@ -157,7 +158,7 @@ def train(model, folder, *arguments, **options) -> dict[str, Any]:
 
 
 def check_same(actual: dict, expected: dict, tolerance: float = 1e-6) -> None:
-    """The default is for RMSNorm, RoPE and the loss, which compute in float32."""
+    """Compare results; the default suits RMSNorm, RoPE and the loss, which compute in float32."""
     assert actual["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert len(expected["losses"]) == STEPS
     assert actual["learned"].keys() == expected["learned"].keys()
@@ -179,7 +180,7 @@ def test_equals_the_padded_run(dataset, accumulation, tmp_path):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> dict:
-    """Two rows a step, nothing else switched on."""
+    """Train with two rows per step and no other option."""
     folder = tmp_path_factory.mktemp("plain")
     return train(make_model(), folder, gradient_accumulation_steps=2)
 
@@ -246,7 +247,7 @@ def test_lora_equals_the_padded_run(tmp_path):
     check_same(packed, padded)
 
 
-# Several processes. Those of a step together have the rows that one process accumulates.
+# Several processes. Together, those of a step have the rows that one process accumulates.
 
 FSDP = {
     "fsdp": True,
@@ -254,12 +255,12 @@ FSDP = {
 }
 WRAPPERS = ["ddp", "fsdp2"]
 DATASETS = {f.__name__: f for f in (map_style, streaming)}
-# accelerate would let the first process fetch for all, and it cannot send layouts.
+# Otherwise accelerate lets the first process fetch for all, and it cannot send layouts.
 EACH_FETCHES = {"accelerator_config": {"dispatch_batches": False}}
 
 
 def shard(model):
-    """FSDP2 by hand: accelerate has it for GPUs only, and makes DDP of it elsewhere."""
+    """Apply FSDP2 directly: accelerate supports it only on GPUs, and uses DDP elsewhere."""
     mesh = init_device_mesh("cpu", (2,))
     for unit in (*model.model.layers, model):
         fully_shard(unit, mesh=mesh)
@@ -268,7 +269,7 @@ def shard(model):
 
 
 def work(rank: int, folder: str, backend: str) -> dict:
-    """What each wrapper learns from each kind of dataset."""
+    """Return what each wrapper learns from each kind of dataset."""
     gpu = backend == "nccl"
     options = dict(use_cpu=not gpu, ddp_backend=backend, **EACH_FETCHES)
     results = {}
@@ -315,7 +316,7 @@ def check_ranks(ranks: list[dict], wrapper: str, expected: dict, tolerance: floa
         check_same(actual, expected, tolerance)
         for ours, theirs in zip(actual["figures"], expected["figures"], strict=True):
             assert (ours[0], ours[2]) == (theirs[0], theirs[2])
-    # Of both, by the slower one's clock.
+    # Both report the same speed, by the slower one's clock.
     speeds = [[figures[1] for figures in actual["figures"]] for actual in ranks]
     assert speeds[0] == speeds[1]
 
@@ -341,7 +342,7 @@ def test_two_processes_equal_one(wrapper, dataset, gloo_ranks, one_process):
 @pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_two_gpus_equal_one_process(wrapper, dataset, second_gpu, one_process, request):
-    nccl_ranks = request.getfixturevalue("nccl_ranks")  # not before there are two GPUs
+    nccl_ranks = request.getfixturevalue("nccl_ranks")  # requested late, because it needs two GPUs
     ranks = [results[wrapper, dataset] for results in nccl_ranks]
     check_ranks(ranks, wrapper, one_process[dataset], 1e-3)
 
@@ -377,7 +378,7 @@ def test_a_model_over_two_gpus_has_one_layout_on_each(
 
 
 class Clock(transformers.TrainerCallback):
-    """In front of PackingCallback: a micro-batch takes a second, other work much longer."""
+    """A clock before PackingCallback: a micro-batch takes a second, other work much longer."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -418,7 +419,7 @@ def figures_of(rows: list[list[int]], steps: int, seconds: float) -> list[float]
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_figures(clock, workers, tmp_path):
-    """Over the steps since the last log, with evaluation and checkpoints in between."""
+    """Figures cover the steps since the last log, with evaluation and checkpoints in between."""
     model = make_model()
     options = dict(
         train_sampling_strategy="sequential",
@@ -446,7 +447,7 @@ def test_figures(clock, workers, tmp_path):
 
 
 class Predicts(transformers.TrainerCallback):
-    """Behind PackingCallback: samples of what the model says after each step."""
+    """Samples the model's output after each step; runs after PackingCallback."""
 
     def on_step_end(self, *args, **kwargs) -> None:
         self.trainer.predict(self.trainer.eval_dataset)
@@ -481,7 +482,7 @@ def test_a_run_that_failed_is_not_counted(clock, tmp_path):
 
 
 class Tracker(transformers.TrainerCallback):
-    """As those of `report_to`."""
+    """A tracker like those of `report_to`."""
 
     def __init__(self) -> None:
         self.logs: list[dict] = []
@@ -525,7 +526,7 @@ def test_other_logs_are_left_alone(clock, tmp_path):
     trainer.train()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trainer.log({"loss": 1.0})  # of no step
+        trainer.log({"loss": 1.0})  # belongs to no step
     *during, train_loss, after = trainer.state.log_history
     assert [set(FIGURES) <= set(entry) for entry in during] == [False, False, True]
     assert [during[-1][name] for name in FIGURES] == figures_of(LENGTHS[:2], steps=2, seconds=2)

@@ -1,7 +1,7 @@
-"""The real unsloth on a GPU: losses and gradients of packed rows with cuseq enabled and without.
+"""Test the real unsloth on a GPU: losses and gradients of packed rows with and without cuseq.
 
-unsloth comes from where the benchmarks find it (PEERS, default .peers). Each precision has a
-process of its own, which runs everything once and leaves a loss and the LoRA gradients of each run;
+unsloth comes from the benchmarks' folder of peers (PEERS, default .peers). Each precision has a
+process of its own, which runs everything once and saves a loss and the LoRA gradients of each run;
 the tests compare those.
 """
 
@@ -34,7 +34,7 @@ each_mode = pytest.mark.parametrize("checkpointing", [True, False], ids=["checkp
 
 @contextmanager
 def set_to(module: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a module, for a while."""
+    """Set attributes of a module for the duration of the body."""
     before = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
@@ -59,14 +59,14 @@ class Recorder:
             layer.register_forward_pre_hook(lambda *_: self._count("layers"))
 
     def checkpoint(self, on: bool) -> None:
-        """Switches unsloth's checkpointing, with which the model was made."""
+        """Turn unsloth's checkpointing on or off; the model was made with it."""
         self._checkpointing = on
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = on
 
     def run(self, name: str, *rows: dict[str, Any]) -> None:
-        """One step over rows whose losses add up."""
+        """Run one step over rows whose losses add up."""
         from cuseq.integrations.unsloth import _attention
 
         self._calls = dict.fromkeys(self._calls, 0)
@@ -100,7 +100,7 @@ class Recorder:
 
 
 def record(recorder: Recorder, vocab_size: int) -> None:
-    """All runs with one setting of checkpointing."""
+    """Run everything with one setting of checkpointing."""
     import unsloth
     from unsloth.kernels import qk_norm_rope
     from unsloth.utils import attention_dispatch
@@ -122,7 +122,7 @@ def record(recorder: Recorder, vocab_size: int) -> None:
 
     recorder.run("unsloth", row)
     recorder.run("unsloth again", row)
-    # Its other ways: a dense mask, and a kernel each for norm and rotation.
+    # Its other paths: a dense mask, and a kernel each for norm and rotation.
     with (
         set_to(attention_dispatch, _SDPA_PACKED_SEGMENTS=False),
         set_to(qk_norm_rope, QK_NORM_ROPE_ENABLED=False),
@@ -140,7 +140,7 @@ def record(recorder: Recorder, vocab_size: int) -> None:
 
 
 def work(bits: int, folder: Path) -> None:
-    """What the process does: leaves `runs.pt`, or why it cannot as `skipped.txt`."""
+    """Run in the process: save `runs.pt`, or in `skipped.txt` the reason why it cannot."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import unsloth_model
     from workload import peers_folder
@@ -172,7 +172,7 @@ def work(bits: int, folder: Path) -> None:
 
 @functools.cache
 def results(bits: int) -> dict[str, Any]:
-    """What the process left, or in `skipped` or `failed` why there is nothing."""
+    """Return the process's results, or the reason for none in `skipped` or `failed`."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
@@ -206,7 +206,7 @@ def runs_of(bits: int, checkpointing: bool) -> dict[str, dict[str, Any]]:
 
 
 def gradients_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Relative L2 distance."""
+    """Return the relative L2 distance."""
     return ((one["gradients"] - other["gradients"]).norm() / other["gradients"].norm()).item()
 
 
@@ -215,9 +215,10 @@ def losses_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def limits(runs: dict[str, dict[str, Any]]) -> tuple[float, float]:
-    """How far losses and gradients may be apart: twice what unsloth's own ways are, in bf16.
+    """Return the limits of loss and gradient differences: twice those of unsloth's own paths in
+    bf16.
 
-    Two losses may agree by chance to more digits than bf16 can promise.
+    Two losses may agree by chance to more digits than bf16 guarantees.
     """
     own = [runs["unsloth otherwise"], runs["one by one"]]
     loss = max(losses_apart(run, runs["unsloth"]) for run in own)
@@ -274,7 +275,7 @@ def test_checkpointing_changes_nothing(bits, cuda):
 @each_precision
 @each_mode
 def test_disable_brings_back_every_bit(bits, checkpointing, cuda):
-    """As far as unsloth itself repeats every bit: a backward may add in any order."""
+    """As far as unsloth itself is deterministic: a backward may add in any order."""
     runs = runs_of(bits, checkpointing)
     first, again, disabled = (runs[name] for name in ("unsloth", "unsloth again", "disabled"))
     assert losses_apart(disabled, first) <= losses_apart(again, first)

@@ -1,7 +1,7 @@
-"""Wrong values that only a GPU knows: no kernel leaves its tensors, and the host hears of it late.
+"""Test wrong values that only a GPU knows: kernels stay in bounds, and the host raises later.
 
-Only compute-sanitizer can see the first, so those tests are marked `kernels`; without it they check
-that no result leads its reader out of bounds.
+Only compute-sanitizer can check the first, so those tests are marked `kernels`; without it they
+check that no result leads its reader out of bounds.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_offsets_cannot_lead_out_of_bounds(values, cuda):
     assert ascends(static)
     assert within(static, 0, TOTAL)
     assert within(meta[:4], 0, max(TOTAL, n_seqs))
-    # These two take any int32 offsets: what they return means nothing, but it is all there.
+    # These two accept any int32 offsets: their results are meaningless, but fully written.
     _, segments, _ = ops.token_metadata(offsets, TOTAL)
     assert within(segments, 0, n_seqs)
     labels = torch.arange(TOTAL, device=cuda)
@@ -126,7 +126,7 @@ def test_positions_cannot_lead_out_of_bounds(dtype, cuda):
 @pytest.mark.kernels
 @pytest.mark.parametrize("count", [-5, INT32_MIN, 3, INT32_MAX])
 def test_a_count_cannot_lead_out_of_bounds(count, cuda):
-    # num_seqs comes from another kernel: it may claim more than the offsets hold.
+    # num_seqs comes from another kernel: it may be larger than the offsets allow.
     own, static, _ = ops.layout_metadata(on(cuda, [0, 2, 5]), 6, 4, True, on(cuda, [count]))
     assert within(own, 0, 6)
     assert ascends(static)
@@ -163,7 +163,7 @@ def test_the_first_use_of_a_host_value_raises(build, message, use, cuda):
         "cu_seqlens on cpu": lambda layout: layout.to("cpu").max_seqlen,
     }
     layout = build(cuda)  # cannot know yet
-    for _ in range(2):  # nor does it give in when asked again
+    for _ in range(2):  # asking again does not succeed either
         with pytest.raises(ValueError, match=message):
             uses[use](layout)
 
@@ -203,6 +203,6 @@ print("all raised")
 
 
 def test_cuseq_check_raises_at_once(device, run_python):
-    # On the CPU the same errors, with or without it.
+    # On the CPU the same errors occur with or without it.
     result = run_python(CHECKED.format(device=str(device)), CUSEQ_CHECK="1")
     assert "all raised" in result.stdout, result.stderr

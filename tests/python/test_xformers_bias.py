@@ -1,4 +1,4 @@
-"""xformers' block-diagonal biases, against the package as it is installed."""
+"""Test xformers' block-diagonal biases against the installed package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def biases():
 
 
 def segments(lengths: list[int], total_tokens: int) -> list[int]:
-    """Its tail is one segment more."""
+    """Return lengths in which the tail is one more segment."""
     tail = total_tokens - sum(lengths)
     return [*lengths, tail] if tail > 0 else list(lengths)
 
@@ -62,7 +62,7 @@ def check_bias(bias, biases, lengths, total_tokens, device, window) -> None:
     expected = theirs(biases, lengths, total_tokens, device, window)
     assert type(bias) is type(expected)
     assert bias._batch_sizes is None
-    assert bias.k_seqinfo is bias.q_seqinfo  # split() asks for it
+    assert bias.k_seqinfo is bias.q_seqinfo  # split() requires it
     ours, info = bias.q_seqinfo, expected.q_seqinfo
     assert type(ours) is type(info)
     assert type(ours.seqstart_py) is list
@@ -108,13 +108,13 @@ def test_fields_of_the_literal_case(device, biases):
 )
 def test_equal_to_the_dense_mask_on_real_tokens(lengths, tail, window, biases):
     total, real = sum(lengths) + tail, sum(lengths)
-    assume(total > 0)  # xformers has no bias for no tokens
+    assume(total > 0)  # xformers has no bias for zero tokens
     packed = PackedLayout.from_lengths(lengths, total, max_seqs=30)
     bias = materialized(packed.xformers_bias(window=window), total)
     dense = packed.dense_mask(torch.float32, window=window)[0, 0]
     assert torch.equal(bias[:real], dense[:real])
     assert torch.equal(bias[:, :real], dense[:, :real])
-    # The tail is a segment of its own: causal, and apart from the rest.
+    # The tail is a segment of its own: causal, and separate from the rest.
     last = reference.mask(segments(lengths, total), total, window=window)
     assert torch.equal(bias == 0, last)
 
