@@ -50,7 +50,7 @@ def inputs(
 
 
 def relative(actual: Tensor, expected: Tensor, like: Tensor) -> float:
-    """Error over the size of the result, or of `like` where the result cancels to nothing."""
+    """Return the error relative to the result, or to `like` if the result cancels to zero."""
     actual, expected, like = (t.detach().double().cpu() for t in (actual, expected, like))
     size = torch.maximum(expected.norm(), like.norm())
     return float((actual - expected).norm() / size) if float(size) > 0 else 0.0
@@ -59,7 +59,8 @@ def relative(actual: Tensor, expected: Tensor, like: Tensor) -> float:
 def check_against_reference(
     tensors, lengths, packed, *, bound: float, tail: float = math.nan, **options
 ) -> None:
-    """Output and gradients against float64 loops; `tail` is in the tail's incoming gradient."""
+    """Check output and gradients against float64 loops; `tail` is in the tail's incoming
+    gradient."""
     real = sum(lengths)
     out = cuseq.varlen_attention(*tensors, packed, **options)
     exact = [t.detach().double().cpu().requires_grad_() for t in tensors]
@@ -73,7 +74,7 @@ def check_against_reference(
     poisoned = grad.clone()
     poisoned[real:] = tail
     grads = torch.autograd.grad(out, tensors, poisoned.to(out))
-    # Where no sequence has a token the reference does not depend on its inputs at all.
+    # If no sequence has a token, the reference does not depend on its inputs at all.
     expected_grads = (
         torch.autograd.grad(expected, exact, grad)
         if expected.requires_grad
@@ -157,7 +158,7 @@ def test_sequences_do_not_see_each_other(device):
 
 
 def test_strided_inputs(device):
-    """Slices of a fused QKV row, and heads in front of tokens."""
+    """Slices of a fused QKV row, and heads before tokens."""
     lengths, tokens = [4, 5], 10
     fused = torch.randn(tokens, 8, 32, device=device)
     q, k, v = fused[:, :4], fused[:, 4:6], fused[:, 6:]
@@ -180,7 +181,7 @@ def test_gradcheck(device):
 
 
 def test_expanded_and_partial_gradients(device):
-    """A gradient with zero strides (from .sum()), and inputs that need none."""
+    """A gradient with zero strides (from .sum()), and inputs that require none."""
     q, k, v = inputs(6, device=device)
     packed = PackedLayout.from_lengths([2, 3], 6, device=device)
     cuseq.varlen_attention(q, k, v, packed).sum().backward()
@@ -211,7 +212,10 @@ def test_forward_mode_raises():
 
 @pytest.mark.kernels
 def test_offsets_that_lie_stay_inside_the_row(cuda):
-    """Whatever offsets without a layout hold, no kernel leaves its tensors (sanitizer)."""
+    """With wrong offsets and no layout, no kernel accesses memory outside its tensors.
+
+    The sanitizer checks this.
+    """
     for dtype in (torch.bfloat16, torch.float32):
         tensors = inputs(64, 4, 2, 32, device="cuda", dtype=dtype)
         for lie in ([0, -5, 70], [0, 10**9, 3], [5, 64, 65], [-(2**31), 2**31 - 1, 7]):
@@ -352,7 +356,7 @@ def test_selective_checkpointing_sees_the_op(device):
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
     )
     out.sum().backward()
-    # Newer releases of torch ask no policy in the recompute; a mismatch there would have raised.
+    # Newer releases of torch do not call the policy in the recompute; a mismatch would have raised.
     assert (op.default, False) in seen
     kept = q.grad.clone()
     q.grad = None
@@ -485,7 +489,7 @@ def test_flash_backward_beyond_32_bit_workspace(cuda):
 
 
 def test_compiled_code_waits_for_lengths_from_the_device(cuda):
-    """Python cannot wait inside a graph, so the op does: here for a copy behind a busy stream."""
+    """Python cannot wait inside a graph, so the op waits: here for a copy on a busy stream."""
     tensors = inputs(64, 4, 2, 32, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(cuseq.varlen_attention, fullgraph=True, dynamic=False)
     compiled(*tensors, PackedLayout.from_lengths([64], 64, device="cuda"))
