@@ -218,7 +218,7 @@ def _(tensors, *options, **named_options):
 
 @register_fake("cuseq::apply_qk_norm_rope")
 def _(tensors, *options, qkv_format="thd", **named_options):
-    position = 3 + 7  # of qkv_format among the options
+    position = 3 + 7  # the index of qkv_format in options
     qkv_format = options[position] if len(options) > position else qkv_format
     outputs = [torch.empty_like(tensor) for tensor in tensors]
     return outputs, [_rstd(tensor, qkv_format) for tensor in tensors]

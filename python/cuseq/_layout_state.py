@@ -38,7 +38,7 @@ class LayoutState(NamedTuple):
     cu_seqlens_static: Tensor  # int32 [max_seqs + 1]
     host_meta: Tensor  # int32 [6] on the CPU
     total_tokens: int
-    num_sequences: int | None  # None where only host_meta knows
+    num_sequences: int | None  # None if only host_meta holds it
     # Host copy of the lengths of a layout on a GPU. Valid after wait().
     host_lengths: Tensor | None = None
     # Whether the lengths came from the GPU, so that the host has to wait for its copy of them.

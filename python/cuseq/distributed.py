@@ -388,6 +388,6 @@ def equalize_tokens(
 
 def _device_of(group: torch.distributed.ProcessGroup | None, preferred: str) -> str:
     """Return the device type for a group's collectives: the CPU if the group supports it."""
-    config = torch.distributed.get_backend_config(group)  # as "cpu:gloo,cuda:nccl"
+    config = torch.distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     devices = [entry.partition(":")[0] for entry in config.split(",")]
     return min(devices, key=lambda device: {"cpu": 0, preferred: 1}.get(device, inf))

@@ -89,7 +89,7 @@ def forget_evaluation_loaders(trainer: Trainer) -> None:
     from transformers.trainer import Trainer
 
     check_attribute(Trainer.get_eval_dataloader, "_eval_dataloaders")
-    # The attribute is missing until such a loader is made.
+    # Trainer sets the attribute when it makes the first such loader.
     getattr(trainer, "_eval_dataloaders", {}).clear()
 
 
