@@ -21,6 +21,10 @@ Tensor pad_last_dim(const Tensor& tensor, int64_t size) {
   return missing == 0 ? tensor : at::constant_pad_nd(tensor, {0, missing});
 }
 
+Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
+  return (tensor.size(-1) == size ? tensor : tensor.narrow(-1, 0, size)).contiguous();
+}
+
 void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences) {
   const int64_t total_tokens = rows.begin()->size(0);
   if (sequences.num_real_tokens.has_value()) {

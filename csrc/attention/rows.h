@@ -14,6 +14,9 @@ Tensor aligned_rows(const Tensor& rows);
 // Pad the last dimension with zeros to `size`. Return the tensor itself if it has that size.
 Tensor pad_last_dim(const Tensor& tensor, int64_t size);
 
+// Return the first `size` entries of the last dimension, contiguous, without a copy if possible.
+Tensor unpad_last_dim(const Tensor& tensor, int64_t size);
+
 // Zero the rows after the last sequence, in place. Kernels leave them uninitialised, and one NaN
 // there would make weight gradients NaN.
 void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences);

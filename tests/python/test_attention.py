@@ -118,7 +118,7 @@ def test_flash_matches_reference(cuda, lengths, tokens, options, dim, value_dim)
     check_against_reference(tensors, lengths, packed, bound=6e-3, **options)
 
 
-@pytest.mark.parametrize("dim", [288, 20])
+@pytest.mark.parametrize("dim", [288, 20, 6, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"causal": False}], ids=str)
 def test_what_flash_refuses_is_exact(device, dim, dtype, options):

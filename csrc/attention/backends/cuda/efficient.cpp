@@ -36,11 +36,15 @@ void warn(const Call& call) {
 bool has_bf16() { return at::cuda::getCurrentDeviceProperties()->major >= 8; }
 
 // Return rows as the memory-efficient kernel takes them: [1, tokens, heads, dim], with as many key
-// heads as query heads.
+// heads as query heads and dim filled up with zeros to a multiple of 16 bytes. From sm_80 on there
+// is no kernel for other heads.
 Tensor efficient_rows(const Tensor& rows, int64_t heads) {
   const int64_t group = heads / rows.size(1);
-  const Tensor expanded =
-      group == 1 ? aligned_rows(rows) : rows.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
+  const Tensor padded =
+      pad_last_dim(rows, round_up(rows.size(2), 16 / static_cast<int64_t>(rows.element_size())));
+  const Tensor expanded = group == 1
+                              ? aligned_rows(padded)
+                              : padded.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
   // The kernel does not support bf16 before sm_80.
   const bool narrow = expanded.scalar_type() == at::kBFloat16 && !has_bf16();
   return (narrow ? expanded.to(at::kFloat) : expanded).unsqueeze(0);
@@ -77,7 +81,8 @@ Output forward(const Call& call) {
       /*bias=*/std::nullopt, call.queries.offsets, call.keys.offsets, call.queries.longest,
       call.keys.longest, /*dropout_p=*/0.0, mask_type(call), /*compute_log_sumexp=*/true,
       call.scale, /*seqlen_k=*/std::nullopt, call.window);
-  Tensor out = std::get<0>(result).squeeze(0).to(call.q.scalar_type()).contiguous();
+  Tensor out =
+      unpad_last_dim(std::get<0>(result).squeeze(0), call.v.size(2)).to(call.q.scalar_type());
   Tensor logsumexp = unpad_logsumexp(std::get<1>(result), call.queries.offsets, call.q.size(0));
   zero_tail({out, logsumexp.t()}, call.queries);
   return {out, logsumexp};
@@ -108,7 +113,8 @@ Gradients backward(const Call& call, const Outer& outer) {
       no_dropout_state, mask_type(call), /*bias_requires_grad=*/false, call.scale,
       /*num_splits_key=*/std::nullopt, call.window);
   const auto finish = [&](const Tensor& grad, const Tensor& like) {
-    return reduce_groups(grad.squeeze(0), like.size(1)).to(like.scalar_type()).contiguous();
+    const Tensor own = unpad_last_dim(grad.squeeze(0), like.size(2));
+    return reduce_groups(own, like.size(1)).to(like.scalar_type()).contiguous();
   };
   Tensor grad_q = finish(std::get<0>(result), call.q);
   Tensor grad_k = finish(std::get<1>(result), call.k);

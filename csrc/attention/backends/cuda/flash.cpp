@@ -30,11 +30,6 @@ bool takes(const Call& call) {
          at::cuda::getCurrentDeviceProperties()->major >= 8;
 }
 
-// Return the first `size` entries of the last dimension, contiguous, without a copy if possible.
-Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
-  return (tensor.size(-1) == size ? tensor : tensor.narrow(-1, 0, size)).contiguous();
-}
-
 // flash-attention's window does not count the query itself, ours does. Without a window both bounds
 // are absent: FA4 through PyTorch's operator treats any bound as a window, and its backward does
 // not support windows.
