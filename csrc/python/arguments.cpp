@@ -4,9 +4,30 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <sstream>
 #include <string>
 
 namespace cuseq::python {
+
+namespace {
+
+// The same rules and words as check_tensor in python/cuseq/_arguments.py.
+[[noreturn]] void refuse_tensor(const at::Tensor& tensor, const char* name) {
+  if (tensor.layout() == c10::kStrided && tensor.is_meta()) {
+    throw py::value_error(std::string(name) + " must have values, got a tensor on meta");
+  }
+  std::ostringstream kind;
+  if (tensor.is_nested()) {
+    kind << "nested";
+  } else if (tensor.is_quantized()) {
+    kind << "quantized";
+  } else {
+    kind << tensor.layout();
+  }
+  throw py::type_error(std::string(name) + " must be a dense tensor, got a " + kind.str() + " one");
+}
+
+}  // namespace
 
 const at::Tensor& tensor_argument(py::handle value, const char* name) {
   if (!THPVariable_Check(value.ptr())) {
@@ -14,6 +35,15 @@ const at::Tensor& tensor_argument(py::handle value, const char* name) {
                          Py_TYPE(value.ptr())->tp_name);
   }
   return THPVariable_Unpack(value.ptr());
+}
+
+const at::Tensor& dense_argument(py::handle value, const char* name) {
+  const at::Tensor& tensor = tensor_argument(value, name);
+  if (tensor.layout() != c10::kStrided || tensor.is_nested() || tensor.is_quantized() ||
+      tensor.is_meta()) {
+    refuse_tensor(tensor, name);
+  }
+  return tensor;
 }
 
 int64_t int_argument(py::handle value, const char* name) {

@@ -12,6 +12,9 @@ namespace cuseq::python {
 namespace py = pybind11;
 
 const at::Tensor& tensor_argument(py::handle value, const char* name);
+
+// Return a dense tensor with values; refuse sparse, nested, quantized and meta tensors.
+const at::Tensor& dense_argument(py::handle value, const char* name);
 int64_t int_argument(py::handle value, const char* name);
 
 // Return a torch.device with its index, from a device or anything that torch.device accepts; return

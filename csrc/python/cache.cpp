@@ -52,13 +52,13 @@ at::Tensor cached_tensor(const CacheQuery& query) {
 }
 
 at::Tensor cached_cu_seqlens(py::handle lengths) {
-  const at::Tensor& key = tensor_argument(lengths, "lengths");
+  const at::Tensor& key = dense_argument(lengths, "lengths");
   return cached_tensor({key, CachedOp::kCuSeqlens, key.device()});
 }
 
 template <CachedOp op>
 at::Tensor cached_per_token(py::handle lengths, py::handle total_tokens) {
-  const at::Tensor& key = tensor_argument(lengths, "lengths");
+  const at::Tensor& key = dense_argument(lengths, "lengths");
   return cached_tensor({key, op, key.device(), {int_argument(total_tokens, "total_tokens")}});
 }
 

@@ -104,8 +104,9 @@ class LayoutMasks(LayoutFacts):
         check_dtype(dtype, "dtype")
         check_flag(causal, "causal")
         check_flag(finite, "finite")
-        *facts, spans, padded, row_length = self._mask_facts(window, spans, row_length)
-        offsets, tokens, window = facts
+        offsets, tokens, window, spans, padded, row_length = self._mask_facts(
+            window, spans, row_length
+        )
         if is_compiling():
             return _ops.cached_dense_mask(
                 offsets, tokens, True, causal, window, spans, padded, row_length, dtype, finite
@@ -140,8 +141,9 @@ class LayoutMasks(LayoutFacts):
         """
         check_flag(causal, "causal")
         sizes = masks.block_sizes(block_size)
-        *facts, spans, padded, row_length = self._mask_facts(window, spans, row_length)
-        offsets, tokens, window = facts
+        offsets, tokens, window, spans, padded, row_length = self._mask_facts(
+            window, spans, row_length
+        )
         if is_compiling():
             ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, window, spans, padded)
             parts = _ops.block_mask(ranges, row_length, *sizes)
@@ -185,11 +187,13 @@ class LayoutMasks(LayoutFacts):
     ) -> tuple[Tensor, int, int | None, Tensor | None, Tensor | None, int | None]:
         """Check the arguments that all masks share; return them with the layout's tensors."""
         self.check_unedited()
-        window, row_length = as_window(window), masks.as_row_length(row_length)
+        if window is not None:
+            window = as_window(window)
         if spans is not None or row_length is not None:
+            row_length = masks.as_row_length(row_length)
             spans = self.checked_spans(spans, row_length)
-        padded = self.cu_seqlens_padded_static
-        return self.cu_seqlens_static, self.total_tokens, window, spans, padded, row_length
+        state, padded = self.state, self.cu_seqlens_padded_static
+        return state.cu_seqlens_static, state.total_tokens, window, spans, padded, row_length
 
     def remember_offsets_on_host(self) -> None:
         """Register a host copy of the offsets, so that attention that runs sequence by sequence

@@ -76,11 +76,13 @@ def varlen_attention(
         >>> cuseq.varlen_attention(q, k, v, packed).shape
         torch.Size([5, 4, 16])
     """
-    for value, name in ((q, "q"), (k, "k"), (v, "v")):
-        check_tensor(value, name)
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        _check_rows(q, k, v)
     check_layout(packed)
-    check_flag(causal, "causal")
-    window = as_size(window, "window")
+    if causal is not True and causal is not False:
+        check_flag(causal, "causal")
+    if window is not None:
+        window = as_size(window, "window")
     if scale is not None and not is_compiling():
         scale = as_float(scale, "scale")
         if 0 < scale < 2**-126 and q.dtype != torch.float64:  # zero times -inf would be NaN
@@ -92,9 +94,10 @@ def varlen_attention(
     )
     if one_by_one and not is_compiling():
         packed.remember_offsets_on_host()
+    state = packed.state
     arguments = (
-        packed.cu_seqlens_static,
-        packed.host_meta,
+        state.cu_seqlens_static,
+        state.host_meta,
         causal,
         window,
         scale,
@@ -104,8 +107,18 @@ def varlen_attention(
     )
     if sinks is not None:
         return _attention_with_sinks(q, k, v, sinks, arguments)
-    out, _ = _ops.varlen_attention(q, k, v, *arguments)
-    return out
+    if is_compiling():
+        return _ops.varlen_attention(q, k, v, *arguments)[0]
+    try:
+        return _ops.varlen_attention(q, k, v, *arguments)[0]
+    except (RuntimeError, TypeError):
+        _check_rows(q, k, v)  # names what the dispatcher would describe by its schema
+        raise
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for value, name in ((q, "q"), (k, "k"), (v, "v")):
+        check_tensor(value, name)
 
 
 def _attention_with_sinks(

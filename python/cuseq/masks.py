@@ -178,6 +178,8 @@ def as_row_length(row_length: int | None) -> int | None:
 
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return the number of tokens of a query block and of a key block."""
+    if block_size == 128:
+        return 128, 128
     both = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(both) != 2:
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import as_int, as_size, check_tensor
+from cuseq._arguments import as_size, check_tensor
 from cuseq.masks import block_mask, dense_mask, mask_ranges
 
 __all__ = [
@@ -251,7 +251,6 @@ def cached_cu_seqlens(lengths: Tensor) -> Tensor:
         >>> cuseq.ops.cached_cu_seqlens(lengths) is cuseq.ops.cached_cu_seqlens(lengths)
         True
     """
-    check_tensor(lengths, "lengths")
     if is_compiling():
         return _ops.cached_cu_seqlens(lengths)
     return _C.cached_cu_seqlens(lengths)
@@ -275,10 +274,8 @@ def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         >>> cuseq.ops.cached_position_ids(lengths, 6)
         tensor([0, 1, 0, 1, 2, 0], dtype=torch.int32)
     """
-    check_tensor(lengths, "lengths")
     if is_compiling():
         return _ops.cached_position_ids(lengths, total_tokens)
-    total_tokens = as_int(total_tokens, "total_tokens")
     return _C.cached_position_ids(lengths, total_tokens)
 
 
@@ -293,8 +290,6 @@ def cached_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         >>> cuseq.ops.cached_seq_ids(lengths, 6)
         tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
     """
-    check_tensor(lengths, "lengths")
     if is_compiling():
         return _ops.cached_seq_ids(lengths, total_tokens)
-    total_tokens = as_int(total_tokens, "total_tokens")
     return _C.cached_seq_ids(lengths, total_tokens)

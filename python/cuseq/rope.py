@@ -98,7 +98,6 @@ def apply_rope(
         >>> q.shape, k.shape
         (torch.Size([5, 8, 64]), torch.Size([5, 2, 64]))
     """
-    check_tensor(q, "q")
     options = (
         offset,
         table,
@@ -187,7 +186,6 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
-    check_tensor(q, "q")
     options = (
         offset,
         table,
@@ -227,15 +225,17 @@ def _positions_of(
     if packed is None:
         return None, None, position_ids
     check_layout(packed)
-    if packed.rank_positions is None:
-        segments = packed.segments
+    state = packed.state
+    if state.rank_positions is None:
+        segments = state if state.segments is None else state.segments
         return segments.cu_seqlens_static, segments.host_meta, position_ids
+    check_tensor(q, "q")
     if cp_size != 1 or position_ids is not None:
         raise ValueError(
             "packed is a rank's part of a row and has positions of its own: cp_size must be 1 and "
             f"position_ids None, got cp_size = {cp_size}"
         )
-    positions = packed.rank_positions
+    positions = state.rank_positions
     if qkv_format == "thd" or q.dim() != 4:  # the op itself refuses a q of other dimensions
         return None, None, positions
     batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]
