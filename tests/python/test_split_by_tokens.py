@@ -298,6 +298,7 @@ def test_a_sequence_above_the_budget_is_named():
         (0, {}, "budget.*0"),
         (-4, {}, "budget.*-4"),
         (8, {"total_multiple": 0}, "total_multiple.*0"),
+        (8, {"total_multiple": 2**31}, "total_multiple must be at most 2\\^31 - 1"),
     ],
 )
 def test_wrong_options_are_named(budget, options, message):

@@ -62,6 +62,8 @@ def split_by_tokens(
     """
     budget = as_int(budget, "budget", least=1)
     total_multiple = as_int(total_multiple, "total_multiple", least=1)
+    if total_multiple >= 2**31:
+        raise ValueError(f"total_multiple must be at most 2^31 - 1, got {total_multiple}")
     pad_token_id = as_int(pad_token_id, "pad_token_id")
     packed = _checked_layout(batch)
     packed.check_whole()
