@@ -45,8 +45,7 @@ LAYERS = 16
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one case, THD: q `[T, Hq, D]`, k and v `[T, Hk, D]`, and a gradient shaped like
-    q."""
+    """Inputs of one case, THD: q `[T, Hq, D]`, k and v `[T, Hk, D]`, a gradient like q."""
 
     lengths: list[int]
     q: Tensor
@@ -124,8 +123,7 @@ def with_autograd(
 
 
 def kernels_alone(name: str, case: Case, offsets: Tensor, longest: int) -> Contender:
-    """Make a contender of PyTorch's flash kernels without autograd, with `longest` as the
-    maximum."""
+    """Make a contender of PyTorch's flash kernels without autograd; `longest` is the maximum."""
     q, k, v = case.q, case.k, case.v
     # Only dropout reads these two.
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)

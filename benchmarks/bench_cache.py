@@ -146,8 +146,7 @@ def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[st
 
 
 def measure_drop(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
-    """Measure host time of making and dropping a tensor that is no key, with many cached
-    entries."""
+    """Measure host time of making and dropping a tensor that is no key, with a filled cache."""
 
     def make_and_drop() -> None:
         lengths.clone()

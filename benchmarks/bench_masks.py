@@ -172,8 +172,7 @@ def document_lengths(tokens: int, documents: int) -> tuple[int, ...]:
 
 
 def first_call_us(pack: Pack, call: Callable[[cuseq.PackedLayout], object], layouts: int) -> float:
-    """Measure host time of the first call on a layout; each call gets a new layout, made
-    untimed."""
+    """Measure host time of the first call on a layout; each call gets a new, untimed layout."""
     held: list[cuseq.PackedLayout] = []
     unused: list[cuseq.PackedLayout] = []
 
@@ -543,8 +542,7 @@ def xformers_rows(tokens: int, counts: tuple[int, ...], device: torch.device) ->
 
 
 def count_rows(tokens: int, device: torch.device) -> list[Row]:
-    """Return kernels, copies and waits of one call of each; last, as the profiler slows
-    launches."""
+    """Return kernels, copies and waits of one call of each; last, as profiling slows launches."""
     pack = Pack(document_lengths(tokens, 254), tokens, device)
     lengths, offsets = pack.device_lengths(), pack.layout().cu_seqlens
     dtype = torch.bfloat16

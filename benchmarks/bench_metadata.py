@@ -62,8 +62,7 @@ def offsets_by_cumsum(lengths: Tensor) -> tuple[Tensor, int]:
 
 
 def offsets_from_position_ids(position_ids: Tensor) -> tuple[Tensor, int]:
-    """Return the same from packed position ids `[1, T]`, as transformers' flash path does per
-    layer.
+    """Return the same from packed position ids `[1, T]`, as transformers does in every layer.
 
     It first tests whether the row is packed at all, then finds where positions restart, then the
     longest difference, as an int because the flash kernel's wrapper requires one.

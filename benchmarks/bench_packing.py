@@ -61,8 +61,7 @@ def percent(fill: float) -> str:
 
 
 def strategy_rows(lengths: np.ndarray) -> list[dict[str, Any]]:
-    """Return rows of every strategy, with lengths as an array and as a list, and of TRL's
-    packer."""
+    """Return rows of every strategy, for lengths as array and as list, and of TRL's packer."""
     tokens = int(lengths.sum())
     as_list = lengths.tolist()
     rows = []

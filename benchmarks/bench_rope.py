@@ -89,8 +89,7 @@ PEERS = (UNSLOTH, LIGER, COMPILED)
 
 @dataclass(frozen=True)
 class Case:
-    """One packed row: q `[T, Hq, D]`, k `[T, Hk, D]`, gradients of the same shapes, and
-    positions."""
+    """One packed row: q `[T, Hq, D]`, k `[T, Hk, D]`, gradients of those shapes, positions."""
 
     q: Tensor
     k: Tensor
@@ -130,8 +129,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """The expected rotation: cos and sin in fp32 `[T, rotary_dim / 2]`, the pairing, the
-    weights."""
+    """The expected rotation: cos and sin in fp32 `[T, rotary_dim / 2]`, pairing and weights."""
 
     cos: Tensor
     sin: Tensor
@@ -224,8 +222,7 @@ def thd(x: Tensor, tokens: int) -> Tensor:
 
 
 def token_table(job: Job, dtype: torch.dtype) -> Pair:
-    """Return cos and sin as transformers passes them to its layers: `[1, T, D]`, halves
-    repeated."""
+    """Return cos and sin as transformers' layers get them: `[1, T, D]`, halves repeated."""
     return tuple(torch.cat((t, t), -1)[None].to(dtype) for t in (job.cos, job.sin))
 
 

@@ -326,8 +326,7 @@ def flash_path(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' flash path does for a packed row, over an available
-    kernel.
+    """Compute attention of a packed row as transformers' flash path does.
 
     It tests whether the row is packed, derives lengths, and passes the longest as an int: three
     waits in every layer. Over FlashAttention 4 it calls that package's function, since PyTorch's
@@ -444,8 +443,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
 
 
 class LossInParts(torch.autograd.Function):
-    """Cross entropy whose forward computes the gradients part by part, so that nothing runs
-    twice."""
+    """Cross entropy whose forward computes the gradients part by part; nothing runs twice."""
 
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -552,8 +550,7 @@ def compare_first_step(
     device: torch.device,
     scratch: Path,
 ) -> dict[str, Any]:
-    """Compare loss and gradients of the initial weights with the reference, or save them if it is
-    it."""
+    """Compare loss and gradients of the initial weights with the reference, or save them as it."""
     begun = time.perf_counter()
     loss = forward_backward(model, batches, device, StepClock(device)).item()
     found: dict[str, Any] = {"loss": loss, "first_s": time.perf_counter() - begun}
@@ -692,8 +689,7 @@ def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
 
 
 def process_maker() -> Any:
-    """Return a maker of processes that have imported everything. Forking needs CUDA to be
-    unused."""
+    """Return a maker of processes that have imported everything. Forking needs unused CUDA."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     maker = multiprocessing.get_context("forkserver")
     models = ["qwen3.modeling_qwen3", "qwen3_moe.modeling_qwen3_moe", "gemma3.modeling_gemma3"]

@@ -172,8 +172,7 @@ def read_rows(results: Path) -> list[Row]:
 
 
 def saved_by_keeping(rows: dict[str, Row], tokens: int) -> list[Row]:
-    """Return, for each attention and phase, the time with emptied caches and percent saved
-    without."""
+    """Return the time with emptied caches and the percent saved, by attention and phase."""
     table = []
     for emptied, installed, ours in (
         ("unsloth_emptied", "unsloth", "cuseq"),
@@ -195,8 +194,7 @@ def saved_by_keeping(rows: dict[str, Row], tokens: int) -> list[Row]:
 
 
 def add_comparisons(rows: dict[str, Row]) -> None:
-    """Add speed relative to both of unsloth's own variants, and the loss relative to
-    `unsloth`'s."""
+    """Add speed relative to both unsloth variants, and the loss relative to `unsloth`'s."""
     for name in ("unsloth", "xformers"):
         reference = rows.get(name, {})
         for row in rows.values():

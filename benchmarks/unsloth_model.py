@@ -56,8 +56,7 @@ def import_unsloth(peers: Path, xformers: bool) -> None:
 def write_checkpoint(
     folder: Path, shape: dict[str, Any], four_bit: bool, device: torch.device
 ) -> None:
-    """Write a random checkpoint: bf16 or nf4 weights, one file per layer, and a word-level
-    tokenizer.
+    """Write a random checkpoint: bf16 or nf4 weights, a file per layer, a word-level tokenizer.
 
     Writes nothing if the folder already has a config, which is written last.
 

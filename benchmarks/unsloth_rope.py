@@ -28,8 +28,7 @@ def measure(emit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def measure_shape(query_heads: int, key_heads: int, tokens: int) -> dict[str, Any]:
-    """Return milliseconds of each function, forward and backward, and the difference of the
-    results."""
+    """Return each function's milliseconds, forward and backward, and the results' difference."""
     row: dict[str, Any] = {
         "section": "rope",
         "shape": f"({query_heads}, {key_heads}) x {DIM}, {tokens:,}",

@@ -49,8 +49,7 @@ class ModelSource:
     checkpoint: Path | None = None
 
     def build(self, device: torch.device, seed: int) -> PreTrainedModel:
-        """Return a model in training mode, bf16 on CUDA and fp32 elsewhere, equal for equal
-        seeds."""
+        """Return a model in training mode, bf16 on CUDA, else fp32; equal for equal seeds."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         options: dict[str, Any] = dict(attn_implementation="sdpa", dtype=dtype)
         torch.manual_seed(seed)

@@ -63,16 +63,14 @@ def packed_batch(row: Row, total_tokens: int | None) -> Batch:
 
 
 def padded_batches(row: Row, batch_size: int) -> list[Batch]:
-    """Return padded batches of the row's documents; their losses add up to the mean over
-    targets."""
+    """Return padded batches of the row's documents; their losses sum to the mean over targets."""
     targets = sum(len(sequence) - 1 for sequence in row)
     groups = [row[at : at + batch_size] for at in range(0, len(row), batch_size)]
     return [{**padded_batch(group), "num_items_in_batch": targets} for group in groups]
 
 
 def padded_batch(sequences: list[Tokens]) -> Batch:
-    """Return input_ids, attention_mask and labels, int64 [sequences, longest], padded on the
-    right."""
+    """Return input_ids, attention_mask and labels, int64 [sequences, longest], right-padded."""
     shape = len(sequences), max(map(len, sequences))
     input_ids = torch.zeros(shape, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.int64)

@@ -66,8 +66,7 @@ class Router(nn.Module):
 
 
 def load_balancing_loss(probabilities: Tensor, load: Tensor, top_k: int) -> Tensor:
-    """Return `n_experts * sum_i f_i * P_i` over real tokens (Switch: Fedus et al.,
-    arXiv:2101.03961).
+    """Return `n_experts * sum_i f_i * P_i` over real tokens (Fedus et al., arXiv:2101.03961).
 
     `f_i` is expert i's share of the dispatched tokens, `P_i` its mean probability. Padding is left
     out of both, and out of the number of tokens; otherwise the loss would fall with more padding.

@@ -289,8 +289,7 @@ DTYPES = (torch.int32, torch.int64)
 
 
 def packings(max_sequences: int = 12) -> st.SearchStrategy[tuple[list[int], int]]:
-    """Draw lengths and the row's total: mixed, empty, one-token, one giant, equal; a tail or
-    none."""
+    """Draw lengths and the total: mixed, empty, one-token, one giant, equal; a tail or none."""
     count = st.integers(0, max_sequences)
     lengths = st.one_of(
         st.lists(st.integers(0, 20), max_size=max_sequences),

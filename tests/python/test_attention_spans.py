@@ -42,8 +42,7 @@ def by_loops(q, k, v, pack: Pack, *, scale: float | None = None, **options) -> T
 
 
 def check_spans(tensors, pack: Pack, *, bound: float, as_tensor: bool = False, **options) -> None:
-    """Check output and gradients against float64 loops, with NaN in the tail's incoming
-    gradient."""
+    """Check output and gradients against float64 loops, with NaN as the tail's gradient."""
     real, device = sum(pack.lengths), tensors[0].device
     packed = make_layout(pack, device)
     spans = spans_tensor(pack.spans, device) if as_tensor else pack.spans

@@ -360,8 +360,7 @@ SHORT = st.lists(NUMBER, max_size=4)
 
 
 class AnySequence(RuleBasedStateMachine):
-    """After any sequence of actions on a few keys, every answer is right and nothing is left
-    over."""
+    """Any sequence of actions on a few keys gives right answers and leaves nothing behind."""
 
     def __init__(self, device: torch.device):
         super().__init__()

@@ -211,8 +211,7 @@ def test_a_leak_between_two_of_many_documents_is_found(count, source, target, de
 
 
 def test_a_leak_that_takes_several_documents(device):
-    """The leak is the maximum of all embeddings, held by two documents: neither alone can lower
-    it."""
+    """The leak is the maximum of all embeddings, held by two documents; one cannot lower it."""
 
     class Largest(Summing):
         def forward(self, input_ids, labels=None, position_ids=None, packed=None):
@@ -932,8 +931,7 @@ def test_positions_that_do_not_restart(device):
 
 @pytest.mark.parametrize("attention", ["cuseq", "sdpa"])
 def test_layers_compiled_for_one_shape(attention, device):
-    """Single documents have other shapes, and hooks of inner modules do not run in compiled
-    code."""
+    """Single documents have other shapes, and inner modules' hooks do not run when compiled."""
     torch._dynamo.reset()
     model = make_model("Llama", device, attention)
     for layer in model.model.layers:

@@ -153,8 +153,7 @@ def test_opcheck(name, device):
 
 
 def test_meta_beside_other_devices_is_refused():
-    """An op does not run if one tensor is on meta, so its results elsewhere would stay
-    unwritten."""
+    """An op does not run if one tensor is on meta; results elsewhere would stay unwritten."""
     real, shape = torch.randn(6, 2, 8), torch.empty(6, 2, 8, device="meta")
     packed = cuseq.PackedLayout.from_lengths([2, 3], 6)
     index = torch.arange(6, dtype=torch.int32)

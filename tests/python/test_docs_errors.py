@@ -64,8 +64,7 @@ ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")
 
 
 def occurs(quoted: str) -> bool:
-    """Return whether one message contains all quoted parts in order; `...` stands for variable
-    ones."""
+    """Return whether one message has all quoted parts in order; `...` stands for variable ones."""
     parts = [re.escape(part) for part in quoted.split("...") if part]
     found = re.compile(f"(?:.|{VARIES})*?".join(parts), re.DOTALL)
     return any(found.search(message) for message in MESSAGES)

@@ -51,8 +51,7 @@ MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2,
 
 
 def models() -> dict:
-    """Return, by family, the config and the attention class whose norm is fused with the
-    rotation."""
+    """Return, by family, the config and the attention class whose norm is fused with RoPE."""
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 

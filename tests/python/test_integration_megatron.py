@@ -77,8 +77,7 @@ def test_a_dealt_row_joins_again(device):
 
 @pytest.mark.parametrize("lengths", [[3, 5], [8, 0, 1, 20, 0], [16]], ids=str)
 def test_fields_are_those_that_megatron_makes(lengths, device):
-    """Compare with fields made from the data loader's offsets by Megatron's own function for
-    THD."""
+    """Compare with fields that Megatron's own function makes from the data loader's offsets."""
     packed = PackedLayout.from_lengths(lengths, segment_multiple=4)
     _, theirs = get_thd_batch_on_this_cp_rank(
         {},

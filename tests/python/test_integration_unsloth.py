@@ -499,8 +499,7 @@ FORMS: dict[str, Callable[[list[int], torch.device], Any]] = {
 
 @st.composite
 def labelled(draw) -> tuple[list[int], Tensor]:
-    """Draw lengths and labels `[n]`, `[1, n]` or `[2, n]`, possibly fewer or more than the
-    tokens."""
+    """Draw lengths and labels `[n]`, `[1, n]` or `[2, n]`, perhaps of another token count."""
     lengths = draw(packs())
     tokens = max(0, sum(lengths) + draw(st.sampled_from([0, 0, 0, -1, -4, 1, 5])))
     labels = 10 + torch.arange(tokens)

@@ -51,8 +51,7 @@ TRAILING = [(), (1,), (3,), (2, 5), (2, 3, 4), (64,), (0,)]
 
 
 def values(shape, dtype: torch.dtype, device, seed: int = 0) -> Tensor:
-    """Return values in which all rows differ, and differ from any fill, as far as the dtype
-    allows."""
+    """Return values whose rows all differ, and differ from any fill, as far as dtype allows."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool().to(device)

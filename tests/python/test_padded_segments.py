@@ -271,8 +271,7 @@ def test_a_captured_graph_replays_with_other_values(dtype, cuda):
 
 
 def test_compiled_code_says_that_segments_do_not_fit(cuda):
-    """The sequences would fit, but not their segments; the graph ran before with segments that
-    fit."""
+    """The sequences fit, but their segments do not; the graph ran before with ones that fit."""
 
     def layer(q, k, v, packed):
         return cuseq.varlen_attention(q * 2, k, v, packed)
@@ -818,8 +817,7 @@ def test_an_additive_mask_is_read_on_its_diagonal_alone():
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("true_is_pad", [False, True])
 def test_an_integer_mask_with_negative_elements(dtype, true_is_pad):
-    """With four dimensions, it is an additive mask that was cast. With two, any bit makes a token
-    real."""
+    """A 4-D one is an additive mask that was cast. In a 2-D one any bit makes a token real."""
     mask = torch.ones(2, 1, 3, 3, dtype=dtype)
     mask[1, 0, 2, 2] = -7
     with pytest.raises(ValueError, match="mask.*negative.*-7"):

@@ -132,8 +132,7 @@ class Case:
 
 
 def local_positions(length: int, size: int, rank: int) -> list[int]:
-    """Return the positions in a segment of the tokens that one rank of context parallelism
-    holds."""
+    """Return the positions in a segment of the tokens that one context-parallel rank holds."""
     if size == 1:
         return list(range(length))
     half, last = length // (2 * size), 2 * size - 1 - rank
@@ -150,8 +149,7 @@ def planes_of_pairs(pairs: int, options: dict[str, Any]) -> list[int]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Apply the plain formula in the dtype of `x`; a token's cos and sin broadcast over its
-    heads."""
+    """Apply the plain formula in the dtype of `x`; cos and sin broadcast over heads."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     turned, rest = x.tensor_split([2 * cos.shape[-1]], -1)
     first, second = (
@@ -271,8 +269,7 @@ def check_no_worse(
     mean: float = 1.01,
     mean_in_fp32: float = 1.25,
 ) -> None:
-    """Check that the error is at most the plain formula's in the same dtype, at worst and on
-    average."""
+    """Check that the error, largest and mean, is at most the plain formula's in that dtype."""
     assert actual.dtype == plain.dtype and actual.shape == plain.shape == exact.shape
     ours, theirs = ((t.double() - exact).abs() for t in (actual, plain))
     worst = 1.01
@@ -707,8 +704,7 @@ def test_selective_checkpoint_sees_the_op(policy, device):
 
 
 def check_compiled(compiled, call: Call, *args: Any) -> None:
-    """Check results and gradients of a compiled `function(q, k, cos, sin, ...)` using
-    apply_rope."""
+    """Check results and gradients of a compiled `function(q, k, cos, sin, ...)`."""
     outs = compiled(*call.tensors, call.cos, call.sin, *args)
     check_equal(list(outs), [call.plain(t) for t in call.tensors])
     grads = incoming(list(outs))

@@ -61,8 +61,7 @@ class Model:
     halves: bool = False  # the table repeats halves although pairs are interleaved
 
     def table(self, x: Tensor, positions: Tensor) -> Pair:
-        """Return cos and sin `[batch, seqlen, rotary_dim]` in x's dtype, from the model's own
-        module."""
+        """Return cos and sin `[batch, seqlen, rotary_dim]` in x's dtype, by the model's module."""
         return getattr(self.code, self.rotary)(self.config)(x, positions)
 
     def frequencies(self) -> dict:
@@ -148,8 +147,7 @@ def heads_first(head_dim: int, dtype: torch.dtype) -> Pair:
 
 
 def some_positions(planes: int | None) -> Tensor:
-    """Return positions `[batch, seqlen]`, or `[planes, batch, seqlen]` with all planes
-    different."""
+    """Return positions `[batch, seqlen]`, or different planes `[planes, batch, seqlen]`."""
     tokens = torch.arange(BATCH * SEQLEN).view(BATCH, SEQLEN)
     if planes is None:
         return tokens * 7 % 41
@@ -384,8 +382,7 @@ def test_normalisation_and_rotation(device, name, dtype):
 
 @pytest.fixture(scope="module")
 def megatron() -> ModuleType:
-    """Return Megatron's rotary functions, with the module that makes their angles as
-    `frequencies`."""
+    """Return Megatron's rotary functions; `frequencies` is the module that makes their angles."""
     folder = "megatron.core.models.common.embeddings"
     reason = "megatron-core is not installed: pip install --no-deps megatron-core==0.16.1"
     functions = pytest.importorskip(f"{folder}.rope_utils", reason=reason)

@@ -137,8 +137,7 @@ def test_the_last_incomplete_group_is_dropped(case, epoch):
 
 @pytest.mark.parametrize("options", [{}, {"balance": "tokens"}, {"buffer": 60}], ids=str)
 def test_other_samples_are_dropped_in_each_epoch(options):
-    """Dropped are neither always the short samples, which are in the emptiest rows, nor the long
-    ones."""
+    """Neither short samples, which are in the emptiest rows, nor long ones are always dropped."""
     lengths = make_lengths(120, 64)
     samplers = make_ranks(lengths, 64, 6, drop_last=True, **options)
     dropped: Counter[int] = Counter()
@@ -686,8 +685,7 @@ def test_samples_are_spread_over_the_cheapest_rows_with_room(lengths, rows, quad
 
 
 def test_rows_without_room_are_not_looked_at_for_every_sample(monkeypatch):
-    """Rows that are cheap in attention but full were once examined for each of thousands of
-    samples."""
+    """Full rows that are cheap in attention were once examined for thousands of samples."""
     push = Spy(_balance.heappush)
     monkeypatch.setattr(_balance, "heappush", push)
     lengths = dict(enumerate(make_lengths(20_000, 1024).tolist()))

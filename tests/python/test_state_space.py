@@ -264,8 +264,7 @@ def test_without_the_layout_it_leaks(layer, device):
 
 
 def folder_of(package: str, requirement: str, scratch: Path) -> Path:
-    """Return the folder of a package's files, installed or fetched. Nothing is built or
-    imported."""
+    """Return the folder of a package's files, installed or fetched, not built or imported."""
     installed = importlib.util.find_spec(package)
     if installed is not None:
         return Path(next(iter(installed.submodule_search_locations)))

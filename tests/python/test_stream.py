@@ -417,8 +417,7 @@ def test_interrupted_at_random(case, stops, source):
 
 
 def pass_over_ranks(case, stages, source):
-    """Run one pass over stages `(world_size, stop)`, the last one to its end; return rows by
-    rank."""
+    """Run one pass over stages `(world_size, stop)`, the last one to its end; rows by rank."""
     lengths, capacity, _, options = case
     state, rows = None, []
     for number, (world_size, stop) in enumerate(stages):
@@ -854,8 +853,7 @@ def test_through_a_loader():
 
 
 def test_workers_do_not_repeat_the_stream():
-    """Each worker would read the whole stream: this is an error, unless the stream is shared
-    out."""
+    """Each worker would read the whole stream: an error, unless the stream is shared out."""
     try:
         seen = [sample for batch in make_loader(workers=2) for sample in samples_of(batch)]
     except (RuntimeError, ValueError) as error:

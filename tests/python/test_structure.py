@@ -38,8 +38,7 @@ MODULES = modules()
 
 
 def imports_when_loaded(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield imports that run when a module is loaded, not those in functions or for type
-    checkers."""
+    """Yield imports that run on loading a module, not in functions or for type checkers."""
     for node in body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -119,8 +118,7 @@ def is_private(name: str) -> bool:
 
 
 def private_attributes(tree: ast.Module) -> set[str]:
-    """Return the private names of a module's classes: methods, fields and attributes set on
-    self."""
+    """Return the private names of a module's classes: methods, fields, attributes set on self."""
     names = set()
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef):

@@ -34,8 +34,7 @@ def example():
 
 
 def routed(example, packed: PackedLayout, top_k: int, masked: bool, device="cpu"):
-    """Return the routing of a row whose padding holds ones, and gradients of weights and real
-    tokens."""
+    """Return a row's routing, with ones on padding, and gradients of weights and real tokens."""
     torch.manual_seed(0)
     router = example.Router(DIM, N_EXPERTS, top_k).double().to(device)
     shape = packed.num_sequences, packed.max_seqlen, DIM

@@ -215,8 +215,7 @@ def losses_apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def limits(runs: dict[str, dict[str, Any]]) -> tuple[float, float]:
-    """Return the limits of loss and gradient differences: twice those of unsloth's own paths in
-    bf16.
+    """Return the limits of differences: twice those between unsloth's own paths in bf16.
 
     Two losses may agree by chance to more digits than bf16 guarantees.
     """

@@ -213,8 +213,7 @@ class Comparison:
 
 
 def _default_rtol(model: nn.Module, logits: Tensor, at_work: Collection[torch.dtype] = ()) -> float:
-    """Return the square root of the largest machine epsilon of parameters, logits and op
-    results."""
+    """Return the square root of the largest epsilon of parameters, logits and op results."""
     tensors = [*model.parameters(), logits]
     dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     dtypes.update(at_work)

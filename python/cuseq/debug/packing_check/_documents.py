@@ -35,8 +35,7 @@ class Document:
 
     @property
     def num_targets(self) -> int:
-        """Return the number of tokens in the loss; the first token of a document is not a
-        target."""
+        """Return the number of tokens in the loss; a document's first token is not a target."""
         return int((self.labels[1:] != IGNORE_INDEX).sum())
 
     def example(self) -> dict[str, Any]:

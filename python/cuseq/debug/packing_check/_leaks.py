@@ -147,8 +147,7 @@ def groups_of(count: int) -> list[list[int]]:
 
 
 def _of_one(largest: Callable[[Iterable[Collection[int]]], Leak], count: int) -> Leak:
-    """Return the largest leak, narrowed to one source and one target where a single pair shows
-    it."""
+    """Return the largest leak, narrowed to one source and one target if a single pair shows it."""
     leak = largest(groups_of(count))
     group = max(leak.sources, leak.targets, key=len)
     if len(group) == 1:

@@ -59,8 +59,7 @@ def load_model(
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a config of the same family that is narrow, with few layers and heads and windows of
-    16.
+    """Return a narrow config of the same family, with few layers and heads and windows of 16.
 
     Every type of layer is kept, and so is the kind of attention: as many key heads as query heads,
     fewer, or one.

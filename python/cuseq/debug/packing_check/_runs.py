@@ -72,8 +72,7 @@ class Outcome:
     lookups: list[int]
 
     def of_tokens(self, gradients: Sequence[Tensor | None]) -> dict[int, Tensor]:
-        """Sum the gradients of `embeddings` (None means zero) into `[tokens, dim]` for each
-        module."""
+        """Sum the gradients of `embeddings` (None means zero) to `[tokens, dim]` by module."""
         sums: dict[int, Tensor] = {}
         for number, embedding, gradient in zip(
             self.lookups, self.embeddings, gradients, strict=True
@@ -224,8 +223,7 @@ class Runs:
         return None
 
     def _trace(self, documents: Sequence[Document], others: Tensor) -> dict[tuple[str, int], tuple]:
-        """Record inputs and outputs of each module call in a packed run, innermost modules
-        first."""
+        """Record inputs and outputs of each module call in a packed run, innermost first."""
         row = self.row(documents)
         total = self._width(documents, row)
         kept = row.slots[others]

@@ -37,8 +37,7 @@ _STANDARD_LIBRARY = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a code object's file is the user's: not torch's, cuseq's, Python's or
-    generated."""
+    """Return whether a file is the user's: not torch's, cuseq's, Python's or generated."""
     if filename.startswith(("<frozen", "<eval_with_key")) or "torchinductor_" in filename:
         return False
     if filename.startswith(_STANDARD_LIBRARY):
@@ -111,8 +110,7 @@ def _tracer(times: list[int], places: list[tuple[CodeType, int]]) -> Any:
 
 
 def name_line(code: CodeType, line: int) -> str:
-    """Return `file.py:123 in function`, the file relative to the packages folder or working
-    folder."""
+    """Return `file.py:123 in function`, relative to the packages folder or working folder."""
     path = code.co_filename
     for folder in _PACKAGES:
         _, found, inside = path.rpartition(f"/{folder}/")

@@ -123,8 +123,7 @@ class StepProfile:
     timeline: report.Timeline = field(repr=False)
 
     def sync_count(self, kind: str | None = None) -> int | None:
-        """Count the waits of one kind, or all waits; None without a GPU, where waits cannot be
-        seen."""
+        """Count the waits of one kind, or all; None without a GPU, where waits cannot be seen."""
         if kind is not None and kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         if not self.gpu:

@@ -159,8 +159,7 @@ class Trace:
                     self._forward.setdefault(key, []).append(op)
 
     def within(self, *labels: str) -> Stretch:
-        """Return what host code inside these `record_function` labels did and caused, on any
-        thread."""
+        """Return what host code in these `record_function` labels did and caused, on any thread."""
         spans = [span for label in labels for span in self._labels.get(label, [])]
 
         def inside(found: Iterable[Span]) -> list[Span]:
