@@ -59,8 +59,7 @@ def relative(actual: Tensor, expected: Tensor, like: Tensor) -> float:
 def check_against_reference(
     tensors, lengths, packed, *, bound: float, tail: float = math.nan, **options
 ) -> None:
-    """Check output and gradients against float64 loops; `tail` is in the tail's incoming
-    gradient."""
+    """Check output and gradients against float64 loops; `tail` fills the tail's gradient."""
     real = sum(lengths)
     out = cuseq.varlen_attention(*tensors, packed, **options)
     exact = [t.detach().double().cpu().requires_grad_() for t in tensors]

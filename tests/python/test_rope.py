@@ -1366,7 +1366,7 @@ def test_a_table_from_an_evaluation_trains(device):
 
 
 def test_what_the_tables_do_not_depend_on(device):
-    """Not on the default dtype, default device or autocast, nor on a table that was only traced."""
+    """The default dtype, default device, autocast and traced tables have no influence."""
     with FakeTensorMode():
         cuseq.rope_table(10, 16, device=device)
     torch.set_default_dtype(torch.float64)
