@@ -90,14 +90,18 @@ def check_dtype(value: Any, name: str) -> None:
 
 def as_device(value: Any, name: str) -> torch.device:
     """Return a torch.device from a torch.device, a name or the index of an accelerator."""
-    if isinstance(value, torch.device):
-        return value
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if isinstance(value, bool) or not isinstance(value, torch.device | str | int):
         raise TypeError(f"{name} must be a torch.device, a name or an index, got {shown(value)}")
     try:
-        return torch.device(value)
+        device = torch.device(value)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{name} must be a device of torch, got {shown(value)}") from error
+    if device.index and device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"{name} must be one of the {torch.cuda.device_count()} GPUs that torch sees, got "
+            f"{device}"
+        )
+    return device
 
 
 def shown(value: Any) -> str:

@@ -76,7 +76,8 @@ def varlen_attention(
         >>> cuseq.varlen_attention(q, k, v, packed).shape
         torch.Size([5, 4, 16])
     """
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
+    if not are_tensors or q.is_meta or k.is_meta or v.is_meta:
         _check_rows(q, k, v)
     check_layout(packed)
     if causal is not True and causal is not False:
@@ -105,15 +106,22 @@ def varlen_attention(
         spans,
         packed.cu_seqlens_padded_static,
     )
+    if is_compiling():
+        return _attend(q, k, v, sinks, arguments)
+    try:
+        return _attend(q, k, v, sinks, arguments)
+    except (RuntimeError, TypeError):
+        # The dispatcher's message would print the schema. Checking first would cost time.
+        _check_rows(q, k, v)
+        raise
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: tuple[Any, ...]
+) -> Tensor:
     if sinks is not None:
         return _attention_with_sinks(q, k, v, sinks, arguments)
-    if is_compiling():
-        return _ops.varlen_attention(q, k, v, *arguments)[0]
-    try:
-        return _ops.varlen_attention(q, k, v, *arguments)[0]
-    except (RuntimeError, TypeError):
-        _check_rows(q, k, v)  # names what the dispatcher would describe by its schema
-        raise
+    return _ops.varlen_attention(q, k, v, *arguments)[0]
 
 
 def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:

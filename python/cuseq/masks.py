@@ -178,7 +178,7 @@ def as_row_length(row_length: int | None) -> int | None:
 
 def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return the number of tokens of a query block and of a key block."""
-    if block_size == 128:
+    if type(block_size) is int and block_size == 128:  # the usual case
         return 128, 128
     both = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(both) != 2:

@@ -98,6 +98,8 @@ def apply_rope(
         >>> q.shape, k.shape
         (torch.Size([5, 8, 64]), torch.Size([5, 2, 64]))
     """
+    if not isinstance(q, Tensor) or q.is_meta:
+        check_tensor(q, "q")
     options = (
         offset,
         table,
@@ -186,6 +188,8 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must come with {missing}, got {missing}=None")
+    if not isinstance(q, Tensor) or q.is_meta:
+        check_tensor(q, "q")
     options = (
         offset,
         table,

@@ -105,6 +105,7 @@ REFUSED = {
     "block_size": [
         lambda: ops.block_mask(LENGTHS, 6, block_size=(4, 4, 4)),
         lambda: ops.block_mask(LENGTHS, 6, block_size=2.0),
+        lambda: ops.block_mask(LENGTHS, 6, block_size=torch.ones(3)),
         lambda: ops.block_mask(LENGTHS, 6, block_size=2**62),
         lambda: PACKED.block_mask(block_size=0),
     ],
@@ -155,6 +156,7 @@ REFUSED = {
     "device": [
         lambda: cuseq.rope_table(4, 8, device="-1"),
         lambda: cuseq.rope_table(4, 8, device=2**70),
+        lambda: cuseq.rope_table(4, 8, device="cuda:99"),
         lambda: PACKED.to("nowhere"),
     ],
     "tensor": [lambda: cuseq.cache.invalidate([2, 3]), lambda: cuseq.cache.invalidate(None)],
