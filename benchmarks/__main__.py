@@ -1,0 +1,51 @@
+"""Run a benchmark by its name: `python -m benchmarks NAME [options]`.
+
+Without a name, print what there is and what each benchmark needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+# Name: what it measures, what it needs beside cuseq.
+BENCHMARKS = {
+    "attention": ("varlen_attention beside sdpa, flex and flash", "a GPU for figures that count"),
+    "cache": (
+        "hits and misses of the identity cache, on threads too",
+        "a compiled cuseq_cache_threads",
+    ),
+    "masks": ("dense and block masks beside torch and unsloth", "PEERS for unsloth"),
+    "metadata": ("offsets, positions and layouts, with waits of the host", "nothing"),
+    "packing": ("bin_pack, sampler and stream", "nothing; it needs no GPU"),
+    "rope": ("apply_rope and apply_qk_norm_rope", "PEERS for Liger and unsloth"),
+    "thd": ("pack, unpack and context-parallel partition", "nothing"),
+    "training_step": ("a training step of a transformers model", "transformers; PEERS for Liger"),
+    "unsloth": ("a training step inside unsloth", "a GPU and PEERS with unsloth"),
+}
+
+
+def main() -> None:
+    names = [name for name in sys.argv[1:2] if not name.startswith("-")]
+    if not names:
+        width = max(map(len, BENCHMARKS))
+        print("python -m benchmarks NAME [--device cuda|cpu] [--out FOLDER] ...\n")
+        for name, (measures, needs) in BENCHMARKS.items():
+            print(f"{name:{width}}  {measures}; needs: {needs}")
+        print(
+            "\nPEERS is a folder with the peers' packages; benchmarks/peers.txt says how to fill it"
+        )
+        return
+    (name,) = names
+    if name not in BENCHMARKS:
+        sys.exit(f"NAME must be one of {', '.join(BENCHMARKS)}, got {name!r}")
+    # A process of its own: workers of the training step import its module as __main__.
+    script = FOLDER / f"bench_{name}.py"
+    os.execv(sys.executable, [sys.executable, str(script), *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    main()
