@@ -3,7 +3,8 @@
 # make test-all  build, then run every test, those that build the package too
 # make tsan      build with ThreadSanitizer, then run the C++ tests of the cache
 # make bench     build, then run the benchmarks (the published figures come from a GPU)
-# make format    clang-format and ruff over the sources
+# make format    format the sources with clang-format and ruff; make lint checks them
+# make docs      build the documentation site into build/site
 #
 # Everything happens in VENV, which is created if it does not exist. To use an environment of your
 # own: make test VENV=/path/to/it
@@ -23,7 +24,7 @@ EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest p
   "megatron-core==0.16.1; python_version < '3.14'" \
   "xformers==0.0.35; platform_machine == 'x86_64'"
 
-.PHONY: train test test-all tsan bench format build environment clean
+.PHONY: train test test-all tsan bench format lint linters docs build environment clean
 
 train: build
 	$(PY) examples/train.py $(ARGS)
@@ -37,20 +38,29 @@ tsan: environment
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
 
 bench: build
-	$(PY) benchmarks/bench_metadata.py $(ARGS)
-	$(PY) benchmarks/bench_cache.py $(ARGS)
-	$(PY) benchmarks/bench_attention.py $(ARGS)
-	$(PY) benchmarks/bench_rope.py $(ARGS)
-	$(PY) benchmarks/bench_masks.py $(ARGS)
-	$(PY) benchmarks/bench_thd.py $(ARGS)
-	$(PY) benchmarks/bench_packing.py $(ARGS)
-	$(PY) benchmarks/bench_training_step.py $(ARGS)
+	for name in metadata cache attention rope masks thd packing training_step; do \
+	  $(PY) -m benchmarks $$name $(ARGS) || exit; \
+	done
 
-format: environment
+CPP_FILES = git ls-files '*.cpp' '*.h' '*.cu' '*.cuh'
+PYTHON_FILES := python tests benchmarks examples cmake scripts setup.py
+
+format: linters
+	$(CPP_FILES) | xargs $(VENV)/bin/clang-format -i
+	$(VENV)/bin/ruff format $(PYTHON_FILES)
+	$(VENV)/bin/ruff check --fix $(PYTHON_FILES)
+
+lint: linters
+	$(CPP_FILES) | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	$(VENV)/bin/ruff format --check $(PYTHON_FILES)
+	$(VENV)/bin/ruff check $(PYTHON_FILES)
+
+linters: environment
 	$(PY) -m pip install -q "clang-format==19.1.7" "ruff==0.14.5"
-	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
-	$(VENV)/bin/ruff format python tests benchmarks examples cmake scripts setup.py
-	$(VENV)/bin/ruff check --fix python tests benchmarks examples cmake scripts setup.py
+
+docs: environment
+	$(PY) -m pip install -q "mkdocs-material==9.8.1" "mkdocstrings[python]==1.0.8"
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f .github/mkdocs.yml
 
 build: environment
 	CUSEQ_BUILD_TESTS=ON $(PY) -m pip install -q --no-build-isolation --no-deps -e .
