@@ -66,7 +66,7 @@ def enable(x: Any, **options: Any) -> Enabled:
     Synchronises: it compares outputs of the model's layers with those of the kernels on a small
     input.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
         ...                      num_hidden_layers=1, num_attention_heads=2)
@@ -97,7 +97,7 @@ def disable(x: Any) -> None:
         TypeError: `x` is not of a kind that `enable` takes.
         ValueError: `x` is a part or a copy of an enabled model.
 
-    Example:
+    Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32,
         ...                      num_hidden_layers=1, num_attention_heads=2)

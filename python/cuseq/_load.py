@@ -49,7 +49,7 @@ def build_info() -> dict[str, Any]:
         `torch`, the version of torch; `torch_cuda`, its CUDA version or None; `cuda`, whether the
         CUDA kernels were built; `cuda_archs`, their architectures, such as "80,90".
 
-    Example:
+    Examples:
         >>> sorted(cuseq.build_info())
         ['cuda', 'cuda_archs', 'torch', 'torch_cuda']
     """

@@ -52,7 +52,7 @@ def rope_table(
 
     Never synchronises, unless `inv_freq` has to be copied to another device.
 
-    Example:
+    Examples:
         >>> cos, sin = cuseq.rope_table(4096, 128, theta=1e6)
         >>> cos.shape
         torch.Size([4096, 64])

@@ -70,7 +70,7 @@ def varlen_attention(
     layout from lengths on a GPU the first call waits for the event of one small copy. Under
     autocast the computation uses the region's dtype, as in scaled_dot_product_attention.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
         >>> q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
         >>> cuseq.varlen_attention(q, k, v, packed).shape

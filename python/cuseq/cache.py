@@ -30,7 +30,7 @@ def forward_scope() -> Iterator[None]:
 
     Tables of `rope_table` stay, because they do not belong to one forward.
 
-    Example:
+    Examples:
         >>> lengths = torch.tensor([2, 3])
         >>> with cuseq.cache.forward_scope():
         ...     offsets = cuseq.ops.cached_cu_seqlens(lengths)
@@ -51,7 +51,7 @@ def stats() -> dict[str, int]:
         modes or CUDA graph capture), `evictions` (entries dropped to make room), and `bytes` and
         `entries` (held now).
 
-    Example:
+    Examples:
         >>> sorted(cuseq.cache.stats())
         ['bypasses', 'bytes', 'entries', 'evictions', 'hits', 'misses']
     """
@@ -66,7 +66,7 @@ def info() -> dict[str, dict[str, int]]:
         after their first use. `pending_host_copy` counts copies of device lengths to the host
         that have started and have not been waited for; `clear` does not drop those.
 
-    Example:
+    Examples:
         >>> lengths = torch.tensor([2, 3])
         >>> offsets = cuseq.ops.cached_cu_seqlens(lengths)
         >>> cuseq.cache.info()["cu_seqlens"]["entries"] > 0
@@ -78,7 +78,7 @@ def info() -> dict[str, dict[str, int]]:
 def clear() -> None:
     """Drop every entry of every kind.
 
-    Example:
+    Examples:
         >>> cuseq.cache.clear()
         >>> cuseq.cache.stats()["entries"]
         0
@@ -102,7 +102,7 @@ def invalidate(tensor: Tensor) -> None:
     Raises:
         TypeError: `tensor` is not a tensor.
 
-    Example:
+    Examples:
         >>> lengths = torch.tensor([2, 3])
         >>> cuseq.ops.cached_cu_seqlens(lengths).tolist()
         [0, 2, 5]

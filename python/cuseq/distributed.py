@@ -27,7 +27,7 @@ class ContextParallelPlan:
 
     A plan is immutable. Pickling it pickles the layout that it was made for.
 
-    Example:
+    Examples:
         >>> plan = cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
         >>> plan.tokens_of(0), plan.tokens_of(1)
         (tensor([0, 3, 4, 7]), tensor([1, 2, 5, 6]))
@@ -184,7 +184,7 @@ def cp_plan(
 
     Synchronises only if the host does not know the lengths: it then waits for their copy.
 
-    Example:
+    Examples:
         >>> cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag")
         ContextParallelPlan(zigzag, 8 tokens over 2 ranks)
     """
@@ -258,7 +258,7 @@ def cp_partition(
 
     Synchronises only if the host does not know the lengths: it then waits for their copy.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([4, 4])
         >>> plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
         >>> local, ids = cuseq.distributed.cp_partition(packed, plan, 0, torch.arange(8))
@@ -298,7 +298,7 @@ def cp_join(
 
     Synchronises only if the host does not know the lengths: it then waits for their copy, once.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([4, 4])
         >>> plan = cuseq.distributed.cp_plan(packed, 2, policy="zigzag")
         >>> cuseq.distributed.cp_join(packed, plan, torch.tensor([[0, 3, 4, 7], [1, 2, 5, 6]]))
@@ -372,7 +372,7 @@ def equalize_tokens(
     Returns:
         The layout with a longer tail, or the same layout if its row is already the longest.
 
-    Example:
+    Examples:
         >>> cuseq.distributed.equalize_tokens(packed)  # doctest: +SKIP
         PackedLayout(2 sequences, longest 3, 5 real of 8 tokens, cpu)
     """

@@ -29,7 +29,7 @@ class PackedLayout(LayoutMasks):
     use of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for the event of that
     copy, not for the whole stream, and raises ValueError if the lengths are invalid.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3], 6)
         >>> packed
         PackedLayout(2 sequences, longest 3, 5 real of 6 tokens, cpu)

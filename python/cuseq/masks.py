@@ -56,7 +56,7 @@ def mask_ranges(
         ValueError, TypeError: `window` is below 1, or shapes or dtypes do not fit. Values of
             lengths and spans are checked only on the host.
 
-    Example:
+    Examples:
         >>> cuseq.ops.mask_ranges(torch.tensor([2, 3]), 6)
         tensor([[0, 0, 2, 2, 2, 5],
                 [1, 2, 3, 4, 5, 6]], dtype=torch.int32)
@@ -97,7 +97,7 @@ def dense_mask(
         ValueError, TypeError: as `mask_ranges`; or the mask would take more bytes than the
             environment variable `CUSEQ_DENSE_MASK_MAX_BYTES` allows.
 
-    Example:
+    Examples:
         >>> mask = cuseq.ops.dense_mask(torch.tensor([2, 1]), 3)
         >>> mask[0, 0].int()
         tensor([[1, 0, 0],
@@ -136,7 +136,7 @@ def block_mask(
     Raises:
         ValueError, TypeError: as `mask_ranges`; or a block size is below 1.
 
-    Example:
+    Examples:
         >>> mask = cuseq.ops.block_mask(torch.tensor([200, 56]), 256)
         >>> mask.kv_num_blocks + mask.full_kv_num_blocks
         tensor([[[1, 2]]], dtype=torch.int32)

@@ -53,7 +53,7 @@ def cu_seqlens(lengths: Tensor) -> Tensor:
             2^31 - 1, or `lengths` does not have one dimension.
         TypeError: `lengths` has another dtype.
 
-    Example:
+    Examples:
         >>> cuseq.ops.cu_seqlens(torch.tensor([2, 3]))
         tensor([0, 2, 5], dtype=torch.int32)
     """
@@ -73,7 +73,7 @@ def max_seqlen(lengths: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
 
-    Example:
+    Examples:
         >>> cuseq.ops.max_seqlen(torch.tensor([2, 3]))
         tensor(3, dtype=torch.int32)
     """
@@ -94,7 +94,7 @@ def max_seqlen_sync(lengths: Tensor) -> int:
         ValueError, TypeError: as `cu_seqlens`.
         RuntimeError: a CUDA graph is being captured, during which nothing can wait.
 
-    Example:
+    Examples:
         >>> cuseq.ops.max_seqlen_sync(torch.tensor([2, 3]))
         3
     """
@@ -114,7 +114,7 @@ def last_token_indices(lengths: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
 
-    Example:
+    Examples:
         >>> cuseq.ops.last_token_indices(torch.tensor([2, 3]))
         tensor([1, 4], dtype=torch.int32)
     """
@@ -138,7 +138,7 @@ def position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
         ValueError, TypeError: as `cu_seqlens`; or lengths on the host sum to more than
             `total_tokens`.
 
-    Example:
+    Examples:
         >>> cuseq.ops.position_ids(torch.tensor([2, 3]), 6)
         tensor([0, 1, 0, 1, 2, 0], dtype=torch.int32)
     """
@@ -160,7 +160,7 @@ def seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
     Raises:
         ValueError, TypeError: as `position_ids`.
 
-    Example:
+    Examples:
         >>> cuseq.ops.seq_ids(torch.tensor([2, 3]), 6)
         tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)
     """
@@ -183,7 +183,7 @@ def lengths_from_padding_mask(mask: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: `mask` does not have two dimensions, or is floating point.
 
-    Example:
+    Examples:
         >>> cuseq.ops.lengths_from_padding_mask(torch.tensor([[1, 1, 0], [0, 1, 0]]))
         tensor([2, 1], dtype=torch.int32)
     """
@@ -219,7 +219,7 @@ def cu_seqlens_from_position_ids(
             `plane` is missing, not allowed or out of range. The values of positions are not
             checked.
 
-    Example:
+    Examples:
         >>> cuseq.ops.cu_seqlens_from_position_ids(torch.tensor([0, 1, 0, 1, 2]), max_seqs=3)
         (tensor([0, 2, 5, 5], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
@@ -246,7 +246,7 @@ def cached_cu_seqlens(lengths: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: as `cu_seqlens`.
 
-    Example:
+    Examples:
         >>> lengths = torch.tensor([2, 3])
         >>> cuseq.ops.cached_cu_seqlens(lengths) is cuseq.ops.cached_cu_seqlens(lengths)
         True
@@ -269,7 +269,7 @@ def cached_position_ids(lengths: Tensor, total_tokens: int) -> Tensor:
     Raises:
         ValueError, TypeError: as `position_ids`.
 
-    Example:
+    Examples:
         >>> lengths = torch.tensor([2, 3])
         >>> cuseq.ops.cached_position_ids(lengths, 6)
         tensor([0, 1, 0, 1, 2, 0], dtype=torch.int32)
@@ -285,7 +285,7 @@ def cached_seq_ids(lengths: Tensor, total_tokens: int) -> Tensor:
     Returns:
         int32 `[total_tokens]`, shared: do not edit it.
 
-    Example:
+    Examples:
         >>> lengths = torch.tensor([2, 3])
         >>> cuseq.ops.cached_seq_ids(lengths, 6)
         tensor([0, 0, 1, 1, 1, 2], dtype=torch.int32)

@@ -41,7 +41,7 @@ def pack(
             the meta device and has no values.
         TypeError: an argument has the wrong type.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
         >>> cuseq.pack(packed, torch.tensor([[5, 6, 0], [7, 8, 9]]))
         tensor([5, 6, 7, 8, 9])
@@ -108,7 +108,7 @@ def unpack(
     Raises:
         ValueError, TypeError: as `pack`.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 1, 0], [1, 1, 1]]))
         >>> cuseq.unpack(packed, torch.tensor([5, 6, 7, 8, 9]), fill=-1)
         tensor([[ 5,  6, -1],
@@ -197,7 +197,7 @@ def run_packed(
             as the row (`logits_to_keep`).
         TypeError: the model returns another type.
 
-    Example:
+    Examples:
         >>> def model(input_ids, position_ids, packed):  # takes a packed row
         ...     return input_ids * 10 + position_ids
         >>> mask = torch.tensor([[1, 1, 0], [1, 1, 1]])

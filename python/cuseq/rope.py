@@ -90,7 +90,7 @@ def apply_rope(
     Never synchronises. With a layout from lengths on a GPU the first call waits for the event of
     one small copy.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
         >>> q, k = torch.randn(5, 8, 64), torch.randn(5, 2, 64)
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 64)
@@ -174,7 +174,7 @@ def apply_qk_norm_rope(
 
     Synchronises as `apply_rope` does.
 
-    Example:
+    Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
         >>> q, k = torch.randn(5, 8, 64), torch.randn(5, 2, 64)
         >>> cos, sin = cuseq.rope_table(packed.total_tokens, 64)

@@ -53,7 +53,7 @@ def mask_boundary_labels(
 
     Never synchronises, unless the lengths lie on a GPU and the labels on the host.
 
-    Example:
+    Examples:
         >>> cuseq.data.mask_boundary_labels(torch.tensor([5, 6, 7, 8, 9, 0]), [2, 3])
         tensor([-100,    6, -100,    8,    9, -100])
         >>> cuseq.data.mask_boundary_labels(torch.tensor([6, 7, 8, 9, 0, 0]), [2, 3], shift=1)
@@ -106,7 +106,7 @@ class PackingCollator:
             shapes differ. The message names the argument or the example.
         TypeError: the examples are not mappings, or a key does not hold one value per token.
 
-    Example:
+    Examples:
         >>> collate = cuseq.PackingCollator(total_tokens=6)
         >>> batch = collate([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
         >>> batch["labels"]

@@ -37,7 +37,7 @@ class PackingPlan(tuple):
         row_lengths: int64 `[num_rows]`, tokens of each row.
         fill: all tokens divided by `num_rows * capacity`; 1.0 if there are no rows.
 
-    Example:
+    Examples:
         >>> plan = cuseq.data.bin_pack([6, 5, 7, 3], capacity=10)
         >>> plan
         PackingPlan(4 pieces in 3 rows of 10 tokens, fill 0.7000)
@@ -147,7 +147,7 @@ def bin_pack(
             the lengths are on another device.
         TypeError: the lengths or the capacity are not integers.
 
-    Example:
+    Examples:
         >>> indices, offsets = plan = cuseq.data.bin_pack([6, 5, 7, 3, 4, 3], capacity=10)
         >>> indices.tolist(), offsets.tolist()
         ([2, 3, 0, 4, 1, 5], [0, 2, 4, 6])

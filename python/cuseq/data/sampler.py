@@ -114,7 +114,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             message names it.
         TypeError: lengths or counts are not integers.
 
-    Example:
+    Examples:
         >>> lengths = [3, 5, 2, 4, 4, 6]
         >>> sampler = cuseq.data.PackedBatchSampler(lengths, capacity=8, shuffle=False)
         >>> list(sampler)

@@ -53,7 +53,7 @@ def split_by_tokens(
             from lengths on the host.
         TypeError: a tensor is not dense, or `packed` is not a `PackedLayout`.
 
-    Example:
+    Examples:
         >>> batch = cuseq.PackingCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
         >>> for part, weight in cuseq.data.split_by_tokens(batch, budget=3):
         ...     print(part["input_ids"].tolist(), round(weight.item(), 3))

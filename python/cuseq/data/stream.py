@@ -95,7 +95,7 @@ class PackedStream(IterableDataset[list[Any]]):
             `capacity`; the message names it and the sample's number in the stream.
         RuntimeError: a DataLoader has more than one worker.
 
-    Example:
+    Examples:
         >>> samples = ({"input_ids": [7] * n} for n in [3, 5, 2, 4, 4, 6])
         >>> for row in cuseq.data.PackedStream(samples, capacity=8):
         ...     print([len(sample["input_ids"]) for sample in row])

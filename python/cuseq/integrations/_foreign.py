@@ -42,7 +42,7 @@ def private(
     Raises:
         UnknownRelease: the name is missing, or its signature differs.
 
-    Example:
+    Examples:
         >>> from transformers import PreTrainedConfig
         >>> private(PreTrainedConfig, "_attn_implementation")
         <property object at 0x...>

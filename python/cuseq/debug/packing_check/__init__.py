@@ -74,7 +74,7 @@ def check_packing(
 
     Synchronises many times. Takes about three forward and backward passes per document.
 
-    Example:
+    Examples:
         >>> class Bigrams(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()

@@ -69,7 +69,7 @@ def profile_step(
         TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
         RuntimeError: another profiler is at work.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 4)
         >>> profile = cuseq.profile_step(lambda: model(torch.ones(2, 4)).sum().backward())
         >>> print(profile)

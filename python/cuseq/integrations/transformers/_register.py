@@ -57,7 +57,7 @@ def register() -> None:
         UserWarning: transformers prepares masks in a way that cuseq does not know. Everything else
             works, with one synchronisation per forward.
 
-    Example:
+    Examples:
         >>> import cuseq.integrations.transformers
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
         >>> cuseq.integrations.transformers.register()

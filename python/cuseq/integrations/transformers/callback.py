@@ -48,7 +48,7 @@ class PackingCallback(TrainerCallback):
     Warns:
         UserWarning: the model was called without a layout since the last log, in all processes.
 
-    Example:
+    Examples:
         >>> trainer = Trainer(model, args, train_dataset=dataset, data_collator=collator)
         >>> PackingCallback().attach(trainer)  # or Trainer(..., callbacks=[PackingCallback()])
         >>> trainer.train()

@@ -35,7 +35,7 @@ def mask_packed_sequence_boundaries(
 
     For lengths on a GPU, this waits for one small copy, once for each tensor.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import mask_packed_sequence_boundaries
         >>> labels = torch.tensor([1, 2, 3, 4, 5])
         >>> mask_packed_sequence_boundaries(labels, [2, 3]), labels.tolist()
@@ -80,7 +80,7 @@ def mask_packed_boundary_labels(
 
     Never synchronises if the lengths are on the host or on the device of the labels.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import mask_packed_boundary_labels
         >>> mask_packed_boundary_labels(torch.tensor([1, 2, 3, 4, 5]), [2, 3]).tolist()
         [-100, 2, -100, 4, 5]

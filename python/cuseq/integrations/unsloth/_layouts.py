@@ -24,7 +24,7 @@ class PackedInfo(tuple):
     Attributes:
         layout: the layout that owns the tensors of the tuple.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import PackedInfo
         >>> packed = PackedLayout.from_lengths([2, 3])
         >>> info = PackedInfo(packed)

@@ -41,7 +41,7 @@ def build_sdpa_packed_attention_mask(
         TypeError: `seq_info` is not a tuple of lengths, `sliding_window` or `total_tokens` is not
             an int, or `is_causal` is not a bool.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import build_sdpa_packed_attention_mask
         >>> info = (torch.tensor([1, 2]),)
         >>> build_sdpa_packed_attention_mask(info, dtype=torch.float32, device="cpu")
@@ -82,7 +82,7 @@ def build_xformers_block_causal_mask(
     Raises:
         TypeError: as for the dense mask.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import build_xformers_block_causal_mask
         >>> bias = build_xformers_block_causal_mask((torch.tensor([2, 3]),))
     """

@@ -47,7 +47,7 @@ def get_packed_info_from_kwargs(
     Lengths on the host, and layouts made from them, never synchronise. Lengths on a GPU wait for
     one small copy, and positions on a GPU for two, once for each tensor.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import get_packed_info_from_kwargs
         >>> batch = {"packed_seq_lengths": torch.tensor([2, 3])}
         >>> get_packed_info_from_kwargs(batch, "cpu")[1]

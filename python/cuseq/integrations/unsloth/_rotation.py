@@ -35,7 +35,7 @@ def fast_rope_embedding(
 
     Never synchronises, except to copy positions from another device.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import fast_rope_embedding
         >>> heads = torch.randn(1, 2, 5, 8)
         >>> cos, sin = torch.ones(16, 8), torch.zeros(16, 8)
@@ -84,7 +84,7 @@ def fast_qk_norm_rope(
 
     Never synchronises, except to copy positions from another device.
 
-    Example:
+    Examples:
         >>> from cuseq.integrations.unsloth import fast_qk_norm_rope
         >>> norm, heads = torch.nn.RMSNorm(8, eps=1e-6), torch.randn(1, 5, 2, 8)
         >>> q, k = fast_qk_norm_rope(norm, norm, heads, heads, torch.ones(5, 8), torch.zeros(5, 8))
