@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, ADDED = "mask_boundary_labels", "hide_boundary_labels"
 
 CHECKS = """
+import sys
+
 import reference, test_compile, torch
 
 import cuseq
@@ -31,6 +33,10 @@ assert op(torch.empty(6, dtype=torch.int64, device="meta"), offsets.to("meta")).
 assert torch._C._dispatch_has_kernel_for_dispatch_key("cuseq::{op}", "CUDA")
 test_compile.test_every_op_has_a_case()
 test_compile.test_opcheck("{op}", torch.device("cpu"))
+sys.path.insert(0, {root!r})
+from tests.fuzz import calls
+
+assert any("{op}" in name for name in calls.TARGETS), "the fuzzer does not call the op"
 """
 
 
@@ -52,6 +58,7 @@ PARTS = {
     "python/cuseq/_fakes.py": r'^@register_fake\("cuseq::{}"\)\n.*?\n\n\n',
     "tests/python/reference.py": r"^def {}\(.*?\n\n\n",
     "tests/python/test_compile.py": r'^    "{}": lambda d: \[\n.*?^    \],\n',
+    "tests/fuzz/calls/schemas.py": r'^@schema\("{}"\)\n.*?\n\n\n',
 }
 
 
@@ -76,7 +83,7 @@ def copy_of_the_tree(tree: Path) -> None:
 
 
 def test_the_list_names_files_that_exist():
-    assert len(steps()) == 8
+    assert len(steps()) == 9
     for file in steps():
         assert (ROOT / file.replace("NAME", EXAMPLE)).is_file(), file
 

@@ -153,12 +153,11 @@ def position_ids_and_plane(draw: Draw) -> dict[str, Any]:
 @schema("mask_boundary_labels")
 def _(draw):
     row = a_row(draw)
-    shift = torch.ops.cuseq.mask_boundary_labels.default._schema.arguments[2]
     padded, total = _padded(draw, row) if draw.chance(0.3) else (None, row.total)
     return {
         "labels": draw.ints([draw.randrange(100) for _ in range(total)]),
         "cu_seqlens": _offsets(draw, row),
-        shift.name: draw.chance(0.5) if shift.name == "shifted" else draw.choice((0, 1, 2)),
+        "shift": draw.choice((0, 1, 2)),
         "ignore_index": -100,
         "cu_seqlens_padded": padded,
     }
