@@ -14,9 +14,6 @@ from cuseq._transfer import to_host
 from cuseq.cache import remember
 from cuseq.layout import PackedLayout
 
-# Layouts by the `id` of their lengths, because unsloth passes on only the lengths. Weak references.
-_by_lengths: weakref.WeakValueDictionary[int, PackedLayout] = weakref.WeakValueDictionary()
-
 
 class PackedInfo(tuple):
     """unsloth's tuple `(lengths, cu_seqlens, max_seqlen)` of a pack, with the pack's layout.
@@ -37,18 +34,22 @@ class PackedInfo(tuple):
     def __new__(cls, packed: PackedLayout) -> PackedInfo:
         self = super().__new__(cls, (packed.lengths, packed.cu_seqlens, packed.max_seqlen))
         self.layout = packed
-        _by_lengths[id(packed.lengths)] = packed
+        # unsloth passes on only the lengths. The reference is weak, because the layout holds them
+        # and a cached value must not keep its key alive.
+        remember(packed.lengths, "unsloth_layout", lambda: weakref.ref(packed))
         return self
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return tuple, (tuple(self),)
 
 
+def _no_layout() -> None:
+    """Stand for the reference to a layout, for lengths that came from elsewhere."""
+
+
 def layout_behind(lengths: Tensor) -> PackedLayout | None:
     """Return the layout of lengths that came from a `PackedInfo`; None for other lengths."""
-    packed = _by_lengths.get(id(lengths))
-    # Another tensor may have got the same id since.
-    return packed if packed is not None and packed.lengths is lengths else None
+    return remember(lengths, "unsloth_layout", lambda: _no_layout)()
 
 
 def layout_of_lengths(lengths: Tensor, name: str) -> PackedLayout:
