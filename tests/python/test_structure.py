@@ -285,3 +285,9 @@ def test_no_function_has_the_name_of_a_module():
         if value is not None and not isinstance(value, types.ModuleType):
             clashes.append(found.name)
     assert not clashes, clashes
+
+
+def test_the_stub_has_the_names_of_the_compiled_module():
+    stub = ast.parse((PACKAGE / "_C.pyi").read_text())
+    written = {n.name for n in stub.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    assert written == {name for name in dir(cuseq._C) if not name.startswith("_")}
