@@ -16,6 +16,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import subprocess
 import sys
+import tempfile
 import zlib
 
 import pytest
@@ -23,6 +24,13 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import cuseq
+
+# Inductor's keys leave out the schemas of custom ops: code of an older build would be run again.
+_SCHEMAS = sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("cuseq::"))
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(tempfile.gettempdir(), f"inductor_{zlib.crc32(repr(_SCHEMAS).encode()):08x}"),
+)
 
 settings.register_profile(
     "cuseq",
