@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Runs all tests, GoogleTest then pytest, and prints what ran and what was left out, and why.
+#   run_tests.sh [PYTEST ARGUMENT...]
+# Environment, all optional:
+#   PYTHON                the interpreter with cuseq (python3)
+#   JOBS                  processes that run Python tests, one file at a time (cores, at most 8)
+#   CUSEQ_TEST_UNSLOTH=1  fetch unsloth, which is LGPL and AGPL, and test against it
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+cores=$(nproc)
+jobs=${JOBS:-$((cores < 8 ? cores : 8))}
 # In a virtual machine AMX instructions may trap although the processor reports AMX.
 export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 failed=0
@@ -16,9 +23,22 @@ else
   cpp="C++ tests: LEFT OUT, GoogleTest was not found (Debian: apt-get install libgtest-dev)"
 fi
 
-"$python" -m pytest -q "$@" || failed=1
+if [ "${CUSEQ_TEST_UNSLOTH:-}" = 1 ]; then
+  PYTHON=$python bash scripts/fetch_unsloth.sh --whole || failed=1
+fi
+unsloth="tests against unsloth: ran"
+if ! compgen -G "build/oracles/unsloth-*" >/dev/null && [ -z "${CUSEQ_UNSLOTH:-}" ]; then
+  unsloth="tests against unsloth: LEFT OUT, CUSEQ_TEST_UNSLOTH=1 fetches it (LGPL, AGPL)"
+fi
+
+# Each process has one thread: more would take turns on the same cores.
+if [ "$jobs" -gt 1 ]; then
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCHINDUCTOR_COMPILE_THREADS=1
+fi
+"$python" -m pytest -q -n "$jobs" --dist loadfile "$@" || failed=1
 
 echo "$cpp"
+echo "$unsloth"
 "$python" - <<'PY'
 import cuseq, torch
 

@@ -114,6 +114,63 @@ def mask_boundary_labels(
     return masked
 
 
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    spans: Sequence[tuple[int, int]],
+    silu: bool = False,
+    states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Convolve each span (begin, end) of the row `[tokens, channels]`; other tokens give zero.
+
+    Returns the output and the final states of the spans, `[n_spans, channels, width - 1]`.
+    """
+    tokens, channels = x.shape
+    width = weight.shape[1]
+    rows = [x.new_zeros(channels)] * tokens
+    finals = []
+    for number, (begin, end) in enumerate(spans):
+        before = x.new_zeros(width - 1, channels) if states is None else states[number].t()
+        inputs = torch.cat([before, x[begin:end]])
+        for token in range(begin, end):
+            window = inputs[token - begin : token - begin + width]
+            row = (window * weight.t()).sum(0)
+            row = row if bias is None else row + bias
+            rows[token] = torch.nn.functional.silu(row) if silu else row
+        finals.append(inputs[end - begin :].t())
+    out = torch.stack(rows) if rows else x.new_zeros(0, channels)
+    empty = x.new_zeros(0, channels, width - 1)
+    return out, torch.stack(finals) if finals else empty
+
+
+def recurrent_offsets(
+    lengths: list[int], segment_lengths: list[int] | None, total_tokens: int
+) -> list[int]:
+    """Return the ends of all sequences, of the padding after each and of the row, from 0 on."""
+    ends = {0, total_tokens}
+    begin = 0
+    for length, whole in zip(lengths, segment_lengths or lengths, strict=True):
+        ends |= {begin + length, begin + whole}
+        begin += whole
+    return sorted(ends)
+
+
+def chunk_indices(offsets: list[int], chunk_size: int) -> list[list[int]]:
+    chunks = []
+    for run, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for number, _ in enumerate(range(begin, end, chunk_size)):
+            chunks.append([run, number])
+    return chunks
+
+
+def chunk_offsets(offsets: list[int], chunk_size: int) -> list[int]:
+    found = [0]
+    for begin, end in zip(offsets, offsets[1:], strict=False):
+        found.append(found[-1] + len(range(begin, end, chunk_size)))
+    return found
+
+
 def gather_rows(
     tensor: Tensor, index: Sequence[int], rows: Sequence[int], leading: int, fill: complex
 ) -> Tensor:
@@ -151,6 +208,7 @@ def attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute softmax attention of each sequence with itself; zeros on the tail."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -160,6 +218,7 @@ def attention(
         own = slice(begin, begin + length)
         keys, values = (t[own].repeat_interleave(group, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[own], keys) * scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
         if window is not None:

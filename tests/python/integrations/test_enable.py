@@ -1,0 +1,912 @@
+"""Test `enable` on live models of every supported family.
+
+Packed rows are compared with the documents one by one through transformers' own eager code, and
+everything else must be unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import io
+import math
+import warnings
+
+import pytest
+import torch
+from tiers import full
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cuseq
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen3 import modeling_qwen3
+
+from cuseq.integrations import transformers as integration
+from cuseq.integrations._enabled import Enabled
+from cuseq.integrations.transformers import _enable
+from cuseq.integrations.transformers.hybrids import plan
+
+LENGTHS = [5, 1, 9, 3]
+VOCAB = 64
+BASE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+HEAD = BASE | {"head_dim": 16}
+MOE = HEAD | {"num_experts_per_tok": 2}
+# Small sections, so that each of the three planes rotates some pairs.
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+
+
+def models() -> dict:
+    """Return, by family, the config and the attention class whose norm is fused with RoPE."""
+    from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+
+    t = transformers
+    return {
+        "llama": (t.LlamaConfig(**HEAD), None),
+        "mistral": (t.MistralConfig(**HEAD, sliding_window=4), None),
+        "qwen2": (t.Qwen2Config(**BASE), None),
+        "qwen3": (t.Qwen3Config(**HEAD), "Qwen3Attention"),
+        "qwen3_moe": (
+            t.Qwen3MoeConfig(**MOE, num_experts=4, moe_intermediate_size=16),
+            "Qwen3MoeAttention",
+        ),
+        "gemma2": (t.Gemma2Config(**HEAD, attn_logit_softcapping=2.0, sliding_window=4), None),
+        "gemma3": (t.Gemma3TextConfig(**HEAD, sliding_window=4), "Gemma3Attention"),
+        "gpt_oss": (t.GptOssConfig(**MOE, num_local_experts=4, sliding_window=4), None),
+        "phi3": (t.Phi3Config(**BASE, partial_rotary_factor=0.5), None),
+        "glm": (t.GlmConfig(**HEAD), None),
+        "glm4": (t.Glm4Config(**HEAD), None),
+        "cohere": (t.CohereConfig(**BASE), None),
+        "cohere2": (t.Cohere2Config(**BASE, sliding_window=4), None),
+        "granite": (t.GraniteConfig(**BASE), None),
+        # Its layers rotate only if they have a window.
+        "exaone4": (
+            t.Exaone4Config(
+                **HEAD, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+            ),
+            "Exaone4Attention",
+        ),
+        "olmo2": (t.Olmo2Config(**BASE), None),
+        "qwen2_vl": (
+            Qwen2VLTextConfig(**BASE, rope_parameters=MROPE | {"mrope_section": [1, 2, 1]}),
+            None,
+        ),
+        "qwen3_vl": (Qwen3VLTextConfig(**HEAD, rope_parameters=MROPE), "Qwen3VLTextAttention"),
+    }  # fmt: skip
+
+
+def names(enabled, part: str) -> tuple[str, ...]:
+    """Return the names of one part in `replaced`, such as "attention:NAME"."""
+    pairs = [entry.split(":") for entry in enabled.replaced]
+    return tuple(name for kind, name in pairs if kind == part)
+
+
+class WithHead(nn.Module):
+    """A text model that has no causal-LM class of its own."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.lm_head = nn.Linear(BASE["hidden_size"], VOCAB)
+
+    def forward(self, input_ids, **kwargs):
+        labels = kwargs.pop("labels", None)
+        logits = self.lm_head(self.base(input_ids=input_ids, **kwargs).last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+
+def make_model(name: str, device="cpu", implementation: str = "eager") -> nn.Module:
+    config = models()[name][0]
+    torch.manual_seed(0)
+    if name.endswith("_vl"):
+        code = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=["_"])
+        kind = getattr(code, type(config).__name__.replace("Config", "Model"))
+        model = WithHead(kind._from_config(config, attn_implementation=implementation))
+    else:
+        auto = transformers.AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation=implementation)
+    for parameter in model.parameters():  # far from the initial values, so that norms matter
+        offset = 1.0 if parameter.dim() == 1 else 0.0
+        nn.init.normal_(parameter, mean=offset, std=0.2)
+    return model.to(device)
+
+
+def documents(device, lengths=LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (1, n), generator=generator).to(device) for n in lengths]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    model.zero_grad()
+    return grads
+
+
+def one_by_one(model: nn.Module, docs: list[Tensor], weight: Tensor):
+    logits = torch.cat([model(doc, use_cache=False).logits[0] for doc in docs])
+    (logits * weight).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def packed_run(model: nn.Module, docs: list[Tensor], weight: Tensor):
+    batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
+    batch = {name: value.to(docs[0].device) for name, value in batch.items() if name != "labels"}
+    logits = model(**batch, use_cache=False).logits[0]
+    (logits * weight).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def assert_same(found, expected) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    assert found[1].keys() == expected[1].keys()
+    for name, grad in expected[1].items():
+        scale = grad.abs().max().item()
+        torch.testing.assert_close(
+            found[1][name], grad, rtol=1e-3, atol=1e-4 * max(scale, 1e-3), msg=name
+        )
+
+
+def weights(device) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(sum(LENGTHS), VOCAB, generator=generator).to(device)
+
+
+@pytest.mark.parametrize("name", models())
+def test_packed_rows_equal_the_documents(name, device):
+    model, docs, weight = make_model(name, device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    norm = models()[name][1]
+    assert names(enabled, "qk_norm") == (() if norm is None else (norm,))
+    assert names(enabled, "attention") and names(enabled, "rope")
+    assert_same(packed_run(model, docs, weight), expected)
+    assert_same(one_by_one(model, docs, weight), expected)  # rows that are not packed
+    cuseq.disable(model)
+    again = one_by_one(model, docs, weight)
+    assert torch.equal(again[0], expected[0])
+
+
+def test_the_table_of_families_is_printed(capsys, device):
+    """docs/support.md lists these families."""
+    rows = []
+    for name in models():
+        model = make_model(name, device)
+        enabled = cuseq.enable(model)
+        rows.append(
+            (
+                name,
+                bool(names(enabled, "rope")),
+                bool(names(enabled, "qk_norm")),
+                enabled.left_alone,
+            )
+        )
+        cuseq.disable(model)
+    with capsys.disabled():
+        for name, rope, norm, left in rows:
+            fused = "q/k norm fused" if norm else "; ".join(left)
+            print(f"\n{name:10} attention, {'rope' if rope else 'no rope'}, {fused}", end="")
+    assert len(rows) == 18
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+def test_the_loss_is_that_of_the_documents(name, device):
+    model, docs = make_model(name, device), documents(device)
+    targets = sum(doc.shape[1] - 1 for doc in docs)
+    losses = [
+        model(doc, labels=doc, use_cache=False).loss * (doc.shape[1] - 1)
+        for doc in docs
+        if doc.shape[1] > 1
+    ]
+    cuseq.enable(model)
+    batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
+    batch = {key: value.to(device) for key, value in batch.items()}
+    torch.testing.assert_close(model(**batch).loss, sum(losses) / targets, rtol=1e-5, atol=1e-5)
+    cuseq.disable(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt_oss", "glm"])
+def test_generation_is_untouched(name, device):
+    model = make_model(name, device, "eager").eval()
+    ids = torch.randint(3, VOCAB, (2, 7), device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # padded on the left
+    options = dict(max_new_tokens=6, do_sample=False, attention_mask=mask)
+    expected = model.generate(ids, **options)
+    cuseq.enable(model)
+    assert torch.equal(model.generate(ids, **options), expected)
+    cuseq.disable(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_checkpointing(name, reentrant, device):
+    model, docs, weight = make_model(name, device), documents(device), weights(device)
+    cuseq.enable(model)
+    expected = packed_run(model, docs, weight)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    if reentrant:
+        model.enable_input_require_grads()
+    assert_same(packed_run(model, docs, weight), expected)
+    cuseq.disable(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", full("gemma3"), full("gpt_oss")])
+def test_compiled_layers_share_one_graph(name, device):
+    torch._dynamo.reset()
+    model, weight = make_model(name, device), weights(device)
+    cuseq.enable(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    expected = {}
+    packs = [LENGTHS, [18], [2, 3, 4, 9]]
+    for lengths in packs:
+        expected[str(lengths)] = packed_run(model, documents(device, lengths), weight)
+    for layer in model.model.layers:
+        # Experts are chosen by data, which breaks graphs.
+        layer.self_attn.compile(backend=counter, fullgraph=True, dynamic=False)
+    for lengths in packs:
+        found = packed_run(model, documents(device, lengths), weight)
+        assert_same(found, expected[str(lengths)])
+    kinds = len({getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers})
+    assert counter.frame_count == kinds
+    cuseq.disable(model)
+    torch._dynamo.reset()
+
+
+def test_once_is_enough_and_disable_needs_no_enable(device):
+    model = make_model("qwen3", device)
+    cuseq.disable(model)
+    enabled = cuseq.enable(model)
+    assert cuseq.enable(model) is enabled
+    cuseq.disable(model)
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+    assert model.config._attn_implementation == "eager"
+
+
+def test_two_models_of_one_family(device):
+    first, second = make_model("llama", device), make_model("llama", device)
+    original = modeling_llama.apply_rotary_pos_emb
+    cuseq.enable(first)
+    cuseq.enable(second)
+    cuseq.disable(first)
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    cuseq.disable(second)
+    assert modeling_llama.apply_rotary_pos_emb is original
+
+
+def test_a_dropped_model_gives_its_family_back(device):
+    original = modeling_llama.apply_rotary_pos_emb
+    model = make_model("llama", device)
+    cuseq.enable(model)
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    del model
+    gc.collect()
+    assert modeling_llama.apply_rotary_pos_emb is original
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(when, device):
+    peft = pytest.importorskip("peft")
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    reference = copy.deepcopy(model)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    torch.manual_seed(3)
+    expected = one_by_one(peft.get_peft_model(reference, config), docs, weight)
+    if when == "before":
+        cuseq.enable(model)
+    torch.manual_seed(3)
+    wrapped = peft.get_peft_model(model, config)
+    if when == "after":
+        cuseq.enable(wrapped)
+    assert_same(packed_run(wrapped, docs, weight), expected)
+    assert any("lora" in name for name in expected[1])
+    cuseq.disable(wrapped)
+
+
+def test_a_copy_is_enabled_too(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    cuseq.enable(model)
+    expected = packed_run(model, docs, weight)
+    copied = copy.deepcopy(model)
+    assert copied.model.layers[0].self_attn.forward.__self__ is copied.model.layers[0].self_attn
+    nn.init.zeros_(model.model.layers[0].self_attn.q_norm.weight)
+    assert_same(packed_run(copied, docs, weight), expected)
+    cuseq.disable(model)
+
+
+def test_a_copy_is_refused_by_name(device):
+    model = make_model("qwen3", device)
+    cuseq.enable(model)
+    copied = copy.deepcopy(model)
+    for call in (cuseq.disable, cuseq.enable):
+        with pytest.raises(ValueError, match="model must not be a copy of an enabled Qwen3"):
+            call(copied)
+    cuseq.disable(model)
+
+
+def test_a_part_is_refused_by_name(device):
+    model = make_model("llama", device)
+    cuseq.enable(model)
+    with pytest.raises(
+        ValueError, match="what was enabled, a LlamaForCausalLM, got its LlamaModel"
+    ):
+        cuseq.disable(model.model)
+    assert model.config._attn_implementation == "cuseq"
+    cuseq.disable(model)
+    cuseq.disable(model.model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_saved_whole(kind, device, registered):
+    """The loaded model uses cuseq's attention and its own norms, and can be enabled."""
+    model, docs, weight = make_model(kind, device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    cuseq.disable(model)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    layer = loaded.model.layers[0].self_attn
+    assert layer.forward.__func__ is type(layer).forward
+    assert_same(packed_run(loaded, docs, weight), expected)
+    assert cuseq.enable(loaded) == enabled
+    assert_same(packed_run(loaded, docs, weight), expected)
+    cuseq.disable(loaded)
+    assert "forward" not in vars(layer) and not hasattr(layer, "_cuseq_rotary")
+
+
+def test_enable_again_after_another_attention_was_asked_for(device):
+    model, docs, weight = make_model("llama", device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    model.set_attn_implementation("sdpa")
+    assert cuseq.enable(model) is enabled
+    assert model.config._attn_implementation == "cuseq"
+    assert_same(packed_run(model, docs, weight), expected)
+    cuseq.disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+HOOKS = {
+    "forward": lambda norm: norm.register_forward_hook(lambda module, given, out: 2 * out),
+    "before": lambda norm: norm.register_forward_pre_hook(lambda module, given: (given[0] + 1,)),
+    "backward": lambda norm: norm.register_full_backward_hook(lambda m, came, went: (2 * came[0],)),
+    "before backward": lambda norm: norm.register_full_backward_pre_hook(lambda m, g: (2 * g[0],)),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_comes_over_a_norm_later_is_heeded(hook, device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    plain = one_by_one(model, docs, weight)
+    cuseq.enable(model)
+    HOOKS[hook](model.model.layers[0].self_attn.k_norm)
+    found = packed_run(model, docs, weight)
+    cuseq.disable(model)
+    assert_same(found, one_by_one(model, docs, weight))
+    with pytest.raises(AssertionError):
+        assert_same(found, plain)
+
+
+def test_weights_that_accelerate_takes_away_later(device):
+    accelerate = pytest.importorskip("accelerate")
+    model, docs = make_model("qwen3", device).eval(), documents(device)
+    with torch.no_grad():
+        expected = [model(doc, use_cache=False).logits for doc in docs]
+        cuseq.enable(model)
+        accelerate.cpu_offload(model, execution_device=device)
+        for doc, logits in zip(docs, expected, strict=True):
+            torch.testing.assert_close(
+                model(doc, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4
+            )
+        batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
+        packed = model(**batch, use_cache=False).logits.to(device)
+    torch.testing.assert_close(packed, torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_stays_as_it_is_but_for_what_is_replaced(device):
+    """Gates beside the projections stay trainable, and the user's random state does not change."""
+    config = transformers.AfmoeConfig(**MOE, num_experts=2, moe_intermediate_size=16)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    trainable = [parameter.requires_grad for parameter in model.to(device).parameters()]
+    enabled = cuseq.enable(model)
+    assert any("it has other weights: gate_proj" in why for why in enabled.left_alone)
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    cuseq.disable(model)
+
+    fused = make_model("qwen3", device)
+    seeds = torch.get_rng_state()
+    assert names(cuseq.enable(fused), "qk_norm")
+    assert torch.equal(torch.get_rng_state(), seeds)
+    assert all(parameter.requires_grad for parameter in fused.parameters())
+    cuseq.disable(fused)
+
+
+def test_a_mask_of_values_is_refused(device):
+    config = transformers.DogeConfig(**BASE | HEAD)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.raises(
+        ValueError, match="DogeAttention 0 computes a mask of its own from its values"
+    ):
+        cuseq.enable(model.to(device))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_layers_that_mix_neighbours_are_named(device, monkeypatch):
+    """A recurrent layer that cuseq does not know, as in a later release of transformers."""
+    monkeypatch.setattr(plan, "kind_of", lambda layer: None)
+    kinds = ["linear_attention", "full_attention"]
+    sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=4)
+    config = transformers.Qwen3NextConfig(
+        **MOE | HEAD | sizes, linear_value_head_dim=4, layer_types=kinds, num_experts=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with pytest.warns(UserWarning, match="LEAKS: layers of type linear_attention.*padded") as given:
+        enabled = cuseq.enable(model.to(device))
+    assert any("layers of type linear_attention" in reason for reason in enabled.left_alone)
+    assert enabled.warnings == (str(given[0].message),) and len(given) == 1
+    assert given[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one warning is enough
+        assert cuseq.enable(model) is enabled
+        packed = cuseq.PackedLayout.from_lengths([2, 3], device=device)
+        model(torch.ones(1, 5, dtype=torch.int64, device=device), packed=packed)
+    cuseq.disable(model)
+
+
+def test_a_rotation_that_cannot_be_compared_is_refused(device):
+    config = transformers.StableLmConfig(**BASE, partial_rotary_factor=0.5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model, docs, weight = model.to(device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    with pytest.raises(ValueError, match="cannot be compared.*rope=False, qk_norm=False"):
+        cuseq.enable(model)
+    cuseq.enable(model, rope=False, qk_norm=False)
+    assert_same(packed_run(model, docs, weight), expected)
+    cuseq.disable(model)
+
+
+def test_generation_with_a_static_cache_and_a_window(device):
+    model = make_model("mistral", device)
+    model.config.sliding_window = 4
+    prompt = documents(device)[0][:, :1].expand(1, 11)
+    options = dict(max_new_tokens=3, do_sample=False, cache_implementation="static")
+    model.set_attn_implementation("sdpa")
+    expected = model.generate(prompt, disable_compile=True, **options)
+    cuseq.enable(model)
+    assert torch.equal(model.generate(prompt, disable_compile=True, **options), expected)
+    cuseq.disable(model)
+
+
+def test_only_attention(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model, rope=False, qk_norm=False)
+    assert names(enabled, "rope") == names(enabled, "qk_norm") == ()
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
+    assert_same(packed_run(model, docs, weight), expected)
+    cuseq.disable(model)
+
+
+def test_one_kernel_is_called_for_norm_and_rotation(device, monkeypatch):
+    calls = []
+    for name in ("apply_rope", "apply_qk_norm_rope"):
+        function = getattr(cuseq, name)
+
+        def counted(*args, function=function, name=name, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(cuseq, name, counted)
+    for family, expected in (("qwen3", "apply_qk_norm_rope"), ("llama", "apply_rope")):
+        model = make_model(family, device)
+        cuseq.enable(model)
+        calls.clear()
+        packed_run(model, documents(device), weights(device))
+        assert calls == [expected] * 2
+        cuseq.disable(model)
+
+
+# ------------------------------------------------------------------------------- the front door
+
+
+def is_registered() -> bool:
+    return "cuseq" in transformers.AttentionInterface().valid_keys()
+
+
+def test_what_enable_returns():
+    model = make_model("qwen3")
+    assert cuseq.enable(model) == Enabled(
+        kind="model",
+        replaced=(
+            "attention:Qwen3Attention",
+            "rope:transformers.models.qwen3.modeling_qwen3",
+            "qk_norm:Qwen3Attention",
+        ),
+        left_alone=(),
+        warnings=(),
+    )
+    assert "Enabled" not in cuseq.__all__
+
+
+def test_the_same_call_twice_and_other_options():
+    model = make_model("qwen3")
+    enabled = cuseq.enable(model, rope=False)
+    assert names(enabled, "rope") == () and names(enabled, "qk_norm")
+    assert cuseq.enable(model, rope=False) is enabled
+    assert cuseq.enable(model, rope=False, qk_norm=True) is enabled
+    with pytest.raises(ValueError, match="rope must stay False until cuseq.disable, got True"):
+        cuseq.enable(model)
+    with pytest.raises(ValueError, match="qk_norm must stay True.*got False: disable it"):
+        cuseq.enable(model, rope=False, qk_norm=False)
+    assert modeling_qwen3.apply_rotary_pos_emb.__module__ == modeling_qwen3.__name__
+    cuseq.disable(model)
+    assert names(cuseq.enable(model), "rope")
+
+
+@pytest.mark.parametrize("option", ["graph", "cp", "collator", "token_budget", "bin_pack"])
+def test_options_that_a_model_does_not_have(option):
+    model = make_model("llama")
+    with pytest.raises(
+        TypeError, match=f"enable of a model takes backend and qk_norm and rope, got {option}"
+    ):
+        cuseq.enable(model, **{option: None})
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("option", ["rope", "qk_norm"])
+def test_options_are_true_or_false(option):
+    model = make_model("qwen3")
+    with pytest.raises(TypeError, match=f"{option} must be True or False, got None"):
+        cuseq.enable(model, **{option: None})
+    assert_untouched(model)
+
+
+@pytest.mark.parametrize("x", [None, "unsloth", 3, math, object()], ids=lambda x: type(x).__name__)
+def test_what_enable_does_not_take(x):
+    for call in (cuseq.enable, cuseq.disable):
+        with pytest.raises(TypeError, match=f"x must be a transformers model.*{type(x).__name__}"):
+            call(x)
+
+
+def test_a_part_of_an_enabled_model_is_refused():
+    model = make_model("llama")
+    cuseq.enable(model)
+    with pytest.raises(ValueError, match="what was enabled, a LlamaForCausalLM, got its Llama"):
+        cuseq.enable(model.model)
+
+
+def test_a_model_holds_the_registration():
+    """From `enable` to `disable`, or until it is garbage-collected."""
+    first, second = make_model("llama"), make_model("qwen3")
+    cuseq.enable(first), cuseq.enable(second), cuseq.enable(second)
+    cuseq.disable(first)
+    assert is_registered()
+    cuseq.disable(second)
+    assert not is_registered()
+    cuseq.enable(first), cuseq.disable(first), cuseq.disable(first)
+    cuseq.enable(second)
+    assert is_registered()
+    del second
+    gc.collect()
+    assert not is_registered()
+
+
+def test_register_and_enable_nest():
+    model = make_model("llama")
+    integration.register()
+    integration.register()
+    cuseq.enable(model)
+    integration.unregister()
+    assert is_registered(), "the model needs it"
+    cuseq.disable(model)
+    assert not is_registered()
+    cuseq.enable(model)
+    integration.register()
+    cuseq.disable(model)
+    assert is_registered(), "it was registered directly"
+    integration.unregister()
+    integration.unregister()
+    assert not is_registered()
+
+
+def test_a_model_that_is_refused_holds_nothing(monkeypatch):
+    model = make_model("llama")
+
+    def refuse(*args):
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(model, "set_attn_implementation", refuse)
+    with pytest.raises(ValueError, match="not this one"):
+        cuseq.enable(model)
+    assert not is_registered()
+    assert modeling_llama.apply_rotary_pos_emb.__module__ == modeling_llama.__name__
+
+
+_PATCHED = """
+import sys, transformers
+from transformers import masking_utils
+
+def functions():
+    return (
+        transformers.PreTrainedModel.__dict__["get_correct_attn_implementation"],
+        masking_utils._preprocess_mask_arguments,
+        dict(transformers.AttentionInterface._global_mapping),
+        dict(transformers.AttentionMaskInterface._global_mapping),
+    )
+
+before = functions()
+"""
+
+
+def test_importing_an_integration_patches_nothing(run_python):
+    done = run_python(
+        _PATCHED
+        + """
+import cuseq.integrations.transformers, cuseq.integrations.unsloth
+from cuseq.integrations.transformers import callback, attention, masks, _enable, _trainer
+assert functions() == before
+assert functions()[:2] == before[:2]
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_unregister_restores_the_very_functions(run_python):
+    done = run_python(
+        _PATCHED
+        + """
+from cuseq.integrations.transformers import register, unregister
+unregister()
+for _ in range(2):
+    register()
+    register()
+    now = functions()
+    assert all(one is not other for one, other in zip(now[:2], before))
+    assert "cuseq" in now[2] and "cuseq" in now[3]
+    unregister()
+    now = functions()
+    assert all(one is other for one, other in zip(now[:2], before))
+    assert now == before
+
+# Somebody else wraps a function meanwhile: theirs stays, and ours in it does nothing.
+register()
+ours = masking_utils._preprocess_mask_arguments
+theirs = lambda *args, **kwargs: ours(*args, **kwargs)
+masking_utils._preprocess_mask_arguments = theirs
+unregister()
+assert masking_utils._preprocess_mask_arguments is theirs
+import torch
+transformers.AttentionMaskInterface.register("cuseq", masking_utils.sdpa_mask)
+config = transformers.LlamaConfig()
+config._attn_implementation = "cuseq"
+rows, positions = torch.zeros(1, 4, 8), torch.tensor([[0, 1, 0, 1]])
+assert theirs(config, rows, None, None, positions, None)[2] is not None
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+def assert_untouched(model: nn.Module) -> None:
+    assert model.config._attn_implementation == "eager"
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    for code in (modeling_llama, modeling_qwen3, modeling_gemma3):
+        assert code.apply_rotary_pos_emb.__module__ == code.__name__
+
+
+def make_changed(config) -> nn.Module:
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def test_what_is_not_exact_is_refused_whole():
+    dropping = make_changed(transformers.LlamaConfig(**HEAD, attention_dropout=0.1))
+    with pytest.raises(ValueError, match="LlamaAttention 0 drops.*attention_dropout=0.1"):
+        cuseq.enable(dropping)
+    assert_untouched(dropping)
+
+
+def test_a_backend_is_the_models_own(device):
+    """Two models of one class, each with another backend; the one that cannot run says so."""
+    docs, weight = documents(device), weights(device)
+    models = [make_model("llama", device) for _ in range(2)]
+    expected = one_by_one(models[0], docs, weight)
+    unable = "flex" if device.type == "cpu" else "flash"  # for a CPU, for fp32
+    cuseq.enable(models[0], backend="segments")
+    cuseq.enable(models[1], backend=unable)
+    assert_same(packed_run(models[0], docs, weight), expected)
+    with pytest.raises(ValueError, match=f'backend="{unable}" cannot take this call'):
+        packed_run(models[1], docs, weight)
+    with pytest.raises(ValueError, match="backend"):
+        cuseq.enable(models[0])
+    for model in models:
+        cuseq.disable(model)
+    cuseq.enable(models[1])
+    assert_same(packed_run(models[1], docs, weight), expected)
+    cuseq.disable(models[1])
+
+
+@pytest.mark.parametrize("backend", ["FA4", None, "fa4"])
+def test_a_backend_that_is_not_there_replaces_nothing(backend):
+    if backend == "fa4" and torch.cuda.is_available():
+        pytest.skip("it may be there")
+    model = make_changed(transformers.LlamaConfig(**HEAD))
+    with pytest.raises(ValueError, match="backend"):
+        cuseq.enable(model, backend=backend)
+    assert_untouched(model)
+
+
+def test_another_signature_is_refused(monkeypatch):
+    def apply_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim=1):
+        raise AssertionError
+
+    model = make_model("qwen3")
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+    with pytest.raises(ValueError, match=r"must take .*'sin', 'unsqueeze_dim'\], got .*position"):
+        cuseq.enable(model)
+    assert model.config._attn_implementation == "eager"
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+
+
+def test_another_rotation_is_refused(monkeypatch):
+    original = modeling_qwen3.apply_rotary_pos_emb
+
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        return original(q, k, cos, -sin, unsqueeze_dim)
+
+    model = make_model("qwen3")
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+        with pytest.raises(ValueError, match="rotates heads in a way.*rope=False"):
+            cuseq.enable(model)
+    assert_untouched(model)
+
+
+def test_another_norm_is_left_alone(monkeypatch, device):
+    """Norms are recognised by their values, not by their names."""
+    forward = modeling_qwen3.Qwen3RMSNorm.forward
+    monkeypatch.setattr(
+        modeling_qwen3.Qwen3RMSNorm, "forward", lambda self, x: forward(self, x) * 1.5
+    )
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    assert names(enabled, "qk_norm") == () and "different numbers" in enabled.left_alone[0]
+    assert_same(packed_run(model, docs, weight), expected)
+    cuseq.disable(model)
+
+
+def test_a_norm_with_hooks_keeps_them(device):
+    model, docs, weight = make_model("qwen3", device), documents(device), weights(device)
+    norm = model.model.layers[1].self_attn.q_norm
+    norm.register_forward_hook(lambda module, args, out: out * 2)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    assert "has hooks" in enabled.left_alone[0]
+    assert_same(packed_run(model, docs, weight), expected)
+    cuseq.disable(model)
+
+
+def test_what_is_no_model_of_transformers():
+    for other in (nn.Linear(2, 2), "a name"):
+        with pytest.raises(TypeError, match="transformers model"):
+            cuseq.enable(other)
+    config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    with pytest.raises(ValueError, match="BertModel has no attention layer that cuseq knows"):
+        cuseq.enable(transformers.BertModel(config))
+
+
+def test_a_vision_model_keeps_its_own_attention(device):
+    """In a vision-language model the text model is enabled and the encoder is unchanged."""
+    text = dict(HEAD, rope_parameters=MROPE)
+    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
+                  deepstack_visual_indexes=[])  # fmt: skip
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    model = transformers.Qwen3VLForConditionalGeneration._from_config(
+        config, attn_implementation="sdpa"
+    ).to(device)
+    enabled = cuseq.enable(model)
+    assert names(enabled, "attention") == names(enabled, "qk_norm") == ("Qwen3VLTextAttention",)
+    assert model.config.text_config._attn_implementation == "cuseq"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    cuseq.disable(model)
+    assert model.config.text_config._attn_implementation == "sdpa"
+
+
+def test_the_replaced_rotation_hands_on_what_it_does_not_know(device):
+    model = make_model("llama", device)
+    original = modeling_llama.apply_rotary_pos_emb
+    cuseq.enable(model)
+    replaced = modeling_llama.apply_rotary_pos_emb
+    assert inspect.signature(replaced) == inspect.signature(original)
+    q = torch.randn(2, 7, 3, 16, device=device)
+    angles = torch.randn(2, 7, 8, device=device).repeat(1, 1, 2)
+    for x, axis in ((q, 2), (q.transpose(1, 2), 1)):
+        for found, expected in zip(
+            replaced(x, x, angles.cos(), angles.sin(), axis),
+            original(x, x, angles.cos(), angles.sin(), axis),
+            strict=True,
+        ):
+            torch.testing.assert_close(found, expected)
+    wide = torch.randn(2, 3, 7, 5, 16, device=device)
+    table = torch.randn(2, 7, 5, 16, device=device)
+    assert torch.equal(replaced(wide, wide, table, table)[0], original(wide, wide, table, table)[0])
+    cuseq.disable(model)
+
+
+def test_sinks_are_refused_where_they_cannot_be_had(device):
+    model, docs = make_model("gpt_oss", device), documents(device)
+    cuseq.enable(model)
+    ids = torch.cat(docs, 1)
+    packed = cuseq.PackedLayout.from_lengths(LENGTHS, device=device)
+    offsets = packed.flash_kwargs()
+    offsets.pop("packed")
+    positions = packed.position_ids.long().unsqueeze(0)
+    with pytest.raises(ValueError, match="packed must be passed to a model with sinks"):
+        model(ids, position_ids=positions, use_cache=False, **offsets)
+    padded = cuseq.PackedLayout.from_lengths([5, 8], segment_multiple=8, device=device)
+    rows = torch.randn(16, 2, 8, device=device)
+    with pytest.raises(ValueError, match="no padding between its sequences for sinks"):
+        cuseq.varlen_attention(rows, rows, rows, padded, sinks=torch.zeros(2, device=device))
+    flat = cuseq.PackedLayout.from_lengths([16], device=device)
+    for sinks in (torch.zeros(3, device=device), torch.zeros(2, device=device).long()):
+        with pytest.raises(ValueError, match=r"sinks must be floating point \[heads = 2\]"):
+            cuseq.varlen_attention(rows, rows, rows, flat, sinks=sinks)
+    cuseq.disable(model)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unregistered():
+    """Undo registrations that other modules left behind."""
+    integration.unregister()
+
+
+@pytest.fixture
+def registered():
+    integration.register()
+    yield
+    integration.unregister()
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays():
+    yield
+    for base in list(_enable._states):
+        cuseq.disable(base)
+    gc.collect()
+    assert not is_registered()
+    for code in (modeling_llama, modeling_qwen3, modeling_gemma3):
+        assert code.apply_rotary_pos_emb.__module__ == code.__name__

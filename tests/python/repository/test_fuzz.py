@@ -1,0 +1,84 @@
+"""Test the fuzzer: a bounded run finds nothing, and injected faults are found."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cuseq
+from cuseq._backends import PACKAGES
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+# isort: split
+from tests.fuzz import driver  # noqa: E402
+from tests.fuzz.calls import TARGETS  # noqa: E402
+
+HANGS_AT = 36  # the first call of seed 0 that does
+ALL_OPS = torch._C._dispatch_get_all_op_names()
+OPS = {name.removeprefix("cuseq::") for name in ALL_OPS if name.startswith("cuseq::")}
+
+
+def report_of(findings: dict[str, dict]) -> str:
+    return "\n".join(f"{kind} (call {one['number']})" for kind, one in findings.items())
+
+
+def test_a_bounded_run_finds_nothing(device):
+    report = driver.fuzz(driver.Options(seed=1, calls=600, device=device.type), verbose=False)
+    assert not report.findings, report_of(report.findings)
+    assert report.calls == 600
+    assert report.outcomes["right"] > report.calls / 20
+
+
+def test_faults_that_were_put_in_are_found():
+    options = driver.Options(calls=60, only="planted", planted=True, seed=3)
+    report = driver.fuzz(options, verbose=False)
+    found = report_of(report.findings)
+    for kind in (
+        "wrong value: got #",
+        "crash: the process ended with SIGSEGV",
+        "IndexError: list index out of range",
+        "AttributeError: 'function' object has no attribute",
+        "ValueError: something is wrong",
+    ):
+        assert kind in found
+    assert report.calls == 60
+
+    (wrong,) = (one for kind, one in report.findings.items() if "wrong value" in kind)
+    again = options.command(first=wrong["number"], calls=1)
+    run = subprocess.run(again, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert wrong["what"] in run.stdout
+
+
+def test_a_hang_is_found(monkeypatch):
+    monkeypatch.setenv("CUSEQ_FUZZ_HANGS", "1")
+    monkeypatch.setattr(driver, "HANGS_AFTER", 5.0)
+    options = driver.Options(first=HANGS_AT, calls=1, only="planted", planted=True)
+    assert "hang: no answer in # s" in report_of(driver.fuzz(options, verbose=False).findings)
+
+
+def test_every_op_is_called():
+    called = {name.removeprefix("torch.ops.cuseq.") for name in TARGETS}
+    of_packages = {f"{name}_{way}" for name in PACKAGES for way in ("forward", "backward")}
+    assert sorted(OPS - called - of_packages) == []  # those have no kernel of ours
+
+
+@pytest.mark.parametrize("module", ["", "data", "ops", "cache", "distributed"])
+def test_every_public_name_is_called(module):
+    where = getattr(cuseq, module) if module else cuseq
+    called = {name.split(".")[-1] for name in TARGETS}
+    modules = {"cache", "data", "distributed", "ops"}
+    # The one is returned by a function, the other is made of a process group.
+    results = {"ContextParallelPlan", "ContextParallel"}
+    assert sorted(set(where.__all__) - called - modules - results) == []
+
+
+def test_every_maker_of_a_layout_is_called():
+    makers = {name for name in vars(cuseq.PackedLayout) if name.startswith("from_")}
+    assert {f"PackedLayout.{name}" for name in makers} <= set(TARGETS)
