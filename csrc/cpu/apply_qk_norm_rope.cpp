@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "cpu/capability.h"
 #include "cpu/rope_simd.h"
 
 namespace cuseq::cpu {

@@ -1,28 +1,16 @@
 #include "cpu/rope_simd.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/cpu/vec/vec.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <type_traits>
 #include <utility>
 
-#ifndef CUSEQ_CAPABILITY
-#define CUSEQ_CAPABILITY baseline
-#endif
+#include "cpu/vectors.h"
 
 namespace cuseq::cpu::CUSEQ_CAPABILITY {
 namespace {
-
-using at::vec::Vectorized;
-
-template <typename T>
-using Arithmetic = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-template <typename A>
-constexpr int64_t kPair = 2 * Vectorized<A>::size();  // elements in two vectors
 
 constexpr int64_t kMaxHeadDim = 512;
 
@@ -30,61 +18,11 @@ constexpr int64_t kMaxHeadDim = 512;
 template <typename A>
 using HeadBuffer = A[kMaxHeadDim + 64];
 
-template <typename A, typename T>
-std::pair<Vectorized<A>, Vectorized<A>> load(const T* from, int64_t count) {
-  if constexpr (sizeof(T) == 2) {
-    const auto packed =
-        count >= kPair<A> ? Vectorized<T>::loadu(from) : Vectorized<T>::loadu(from, count);
-    const auto [low, high] = at::vec::convert_to_float<T>(packed);
-    return {low, high};
-  } else {
-    constexpr int64_t kSize = Vectorized<A>::size();
-    if (count >= 2 * kSize) {
-      return {Vectorized<A>::loadu(from), Vectorized<A>::loadu(from + kSize)};
-    }
-    const int64_t rest = std::max<int64_t>(0, count - kSize);
-    return {Vectorized<A>::loadu(from, std::min(count, kSize)),
-            rest > 0 ? Vectorized<A>::loadu(from + kSize, rest) : Vectorized<A>(0)};
-  }
-}
-
-template <typename A, typename T>
-void store(T* to, Vectorized<A> low, Vectorized<A> high, int64_t count) {
-  if constexpr (sizeof(T) == 2) {
-    const auto packed = at::vec::convert_from_float<T>(low, high);
-    count >= kPair<A> ? packed.store(to) : packed.store(to, static_cast<int>(count));
-  } else {
-    constexpr int64_t kSize = Vectorized<A>::size();
-    if (count >= 2 * kSize) {
-      low.store(to);
-      high.store(to + kSize);
-      return;
-    }
-    low.store(to, static_cast<int>(std::min(count, kSize)));
-    if (count > kSize) high.store(to + kSize, static_cast<int>(count - kSize));
-  }
-}
-
 template <typename A>
 void turn(Vectorized<A>& a, Vectorized<A>& b, Vectorized<A> cos, Vectorized<A> sin) {
   const Vectorized<A> x = a;
   a = x * cos - b * sin;
   b = b * cos + x * sin;
-}
-
-// Call run.template operator()<T>() for the dtype.
-template <typename Run>
-void dispatch(FloatType type, const Run& run) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return run.template operator()<float>();
-    case FloatType::kFloat64:
-      return run.template operator()<double>();
-    case FloatType::kBFloat16:
-      return run.template operator()<c10::BFloat16>();
-    case FloatType::kFloat16:
-      return run.template operator()<c10::Half>();
-  }
 }
 
 // The cosines and sines of one token.

@@ -2,8 +2,7 @@
 
 #include "ops/rope.h"
 
-// The rotations of csrc/cpu/rope_simd.cpp. That file is compiled once for the baseline instruction
-// set and, on x86, once more for AVX2.
+// The rotations of csrc/cpu/rope_simd.cpp, for each instruction set that it is compiled for.
 namespace cuseq::cpu {
 
 #define CUSEQ_DECLARE_ROPE_SIMD(capability)                     \
@@ -17,14 +16,4 @@ CUSEQ_DECLARE_ROPE_SIMD(baseline)
 CUSEQ_DECLARE_ROPE_SIMD(avx2)
 #undef CUSEQ_DECLARE_ROPE_SIMD
 
-// Return whether PyTorch uses AVX2 or wider vectors here; ATEN_CPU_CAPABILITY=default disables it.
-bool has_avx2();
-
 }  // namespace cuseq::cpu
-
-#ifdef CUSEQ_WITH_AVX2
-#define CUSEQ_RUN_SIMD(kernel, args) \
-  (cuseq::cpu::has_avx2() ? cuseq::cpu::avx2::kernel(args) : cuseq::cpu::baseline::kernel(args))
-#else
-#define CUSEQ_RUN_SIMD(kernel, args) cuseq::cpu::baseline::kernel(args)
-#endif

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "ops/rope.h"
+#include "ops/float_type.h"
 
 // Vector loads and stores of consecutive elements, and the conversion of their types.
 namespace cuseq::cuda {
