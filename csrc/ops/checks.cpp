@@ -49,6 +49,22 @@ void check_vector(const Tensor& tensor, const char* name) {
                     tensor.size(0));
 }
 
+FloatType float_type(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return FloatType::kFloat32;
+    case at::kDouble:
+      return FloatType::kFloat64;
+    case at::kBFloat16:
+      return FloatType::kBFloat16;
+    case at::kHalf:
+      return FloatType::kFloat16;
+    default:
+      TORCH_CHECK_TYPE(false, name, " must be float32, float64, bfloat16 or float16, got ",
+                       tensor.scalar_type());
+  }
+}
+
 void check_offsets(const Tensor& cu_seqlens) {
   TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1,
                     "cu_seqlens must have shape [n_seqs + 1], got ", cu_seqlens.sizes());

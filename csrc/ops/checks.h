@@ -8,12 +8,15 @@
 
 #include "cuseq/macros.h"
 #include "cuseq/seqlens.h"
+#include "ops/float_type.h"
 
 // Checks shared by the ops. A message states the argument, the rule and the value.
 namespace cuseq {
 
 void check_integer(const at::Tensor& tensor, const char* name);
 void check_vector(const at::Tensor& tensor, const char* name);
+// Return the dtype; raise TypeError unless it is one that kernels take.
+FloatType float_type(const at::Tensor& tensor, const char* name);
 void check_offsets(const at::Tensor& cu_seqlens);
 void check_tokens(int64_t total_tokens);
 void check_max_seqs(int64_t max_seqs);

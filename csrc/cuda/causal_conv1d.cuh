@@ -1,0 +1,214 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/vectors.cuh"
+#include "cuda/warp_search.cuh"
+#include "ops/conv_states.h"
+
+// Shared by the forward and the backward of the convolution.
+//
+// If channels are contiguous, a thread has a vector of channels and walks a chunk of tokens; the
+// last rows stay in registers, so a row is read once, apart from the few before a chunk. If tokens
+// are contiguous, a lane has a vector of tokens and takes its neighbour's last ones by a shuffle.
+namespace cuseq::cuda {
+
+constexpr int kConvHalo = kMaxConvWidth - 1;
+
+struct ConvMemory {
+  template <typename A>
+  __device__ static A load(const void* data, FloatType type, int64_t index) {
+    A value = 0;
+    dispatch_float(type,
+                   [&]<typename T>() { value = convert<A>(static_cast<const T*>(data)[index]); });
+    return value;
+  }
+
+  template <typename A>
+  __device__ static void store(void* data, FloatType type, int64_t index, A value) {
+    dispatch_float(type, [&]<typename T>() { static_cast<T*>(data)[index] = convert<T>(value); });
+  }
+
+  template <typename A>
+  __device__ static A exp(A value) {
+    return ::exp(value);
+  }
+};
+
+// Return the logistic function. Results in 16 bits do not show the error of the fast one.
+template <typename T>
+__device__ __forceinline__ Arithmetic<T> conv_sigmoid(Arithmetic<T> value) {
+  if constexpr (sizeof(T) == 2) {
+    return __fdividef(1.0f, 1.0f + __expf(-value));
+  } else {
+    return 1 / (1 + ::exp(-value));
+  }
+}
+
+// Weights and bias of V channels, the weights by lag: zero where the kernel is narrower.
+template <typename A, int V>
+struct ConvWeights {
+  A of_lag[kMaxConvWidth][V];
+  A bias[V];
+
+  __device__ __forceinline__ void load(const ConvArgs& args, int64_t channel) {
+    dispatch_float(args.weight_dtype, [&]<typename W>() { load_as<W>(args, channel); });
+  }
+
+ private:
+  template <typename W>
+  __device__ __forceinline__ void load_as(const ConvArgs& args, int64_t channel) {
+    const W* weight = static_cast<const W*>(args.weight) + channel * args.weight_strides[0];
+    const int width = args.sequences.width;
+    const bool rows_of_four = width == 4 && args.weight_strides[0] == 4 &&
+                              args.weight_strides[1] == 1 &&
+                              reinterpret_cast<uintptr_t>(weight) % (4 * sizeof(W)) % 16 == 0;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      A taps[kMaxConvWidth] = {};
+      if (rows_of_four) {
+        load_vector<kMaxConvWidth>(weight + i * 4, taps);
+#pragma unroll
+        for (int lag = 0; lag < kMaxConvWidth; ++lag) {
+          of_lag[lag][i] = taps[kMaxConvWidth - 1 - lag];
+        }
+        continue;
+      }
+#pragma unroll
+      for (int lag = 0; lag < kMaxConvWidth; ++lag) {
+        of_lag[lag][i] = lag < width
+                             ? convert<A>(weight[i * args.weight_strides[0] +
+                                                 (width - 1 - lag) * args.weight_strides[1]])
+                             : A(0);
+      }
+    }
+    const W* biases = static_cast<const W*>(args.bias) + channel * args.bias_stride;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      bias[i] = args.bias == nullptr ? A(0) : convert<A>(biases[i * args.bias_stride]);
+    }
+  }
+};
+
+// The lags of a block's tokens, found once for all its channels.
+struct BlockLags {
+  const ConvArgs& args;
+  int64_t row;
+  int64_t first;  // token
+  int64_t low;    // segments that hold the tokens
+  int64_t high;
+  const uint8_t* lags;  // in shared memory
+
+  // Find the lags of `count` tokens; behind the row's end they are 0. All threads of the block must
+  // call it.
+  __device__ static BlockLags find(const ConvArgs& args, int64_t row, int64_t first, int count,
+                                   uint8_t* shared) {
+    __shared__ int bounds[2];
+    const ConvSequences& sequences = args.sequences;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int threads = static_cast<int>(blockDim.x);
+    const int warps = threads / kWarpSize;
+    const int64_t last = min(first + count, sequences.tokens) - 1;
+    if (sequences.are_segments()) {
+      for (int i = thread / kWarpSize; i < 2; i += warps) {
+        const auto token = static_cast<int>(i == 0 ? first : last);
+        const int lane = thread % kWarpSize;
+        const int segment = segment_of_warp(sequences.segments.seqlens, token, lane);
+        if (lane == 0) bounds[i] = segment;
+      }
+      __syncthreads();
+    }
+    BlockLags found{args, row, first, 0, 0, shared};
+    if (sequences.are_segments()) {
+      found.low = bounds[0];
+      found.high = max(bounds[0], bounds[1]);  // offsets that do not ascend could swap them
+    }
+    for (int i = thread; i < count; i += threads) {
+      const int64_t token = first + i;
+      shared[i] = token <= last
+                      ? static_cast<uint8_t>(sequences.lags(row, token, found.low, found.high))
+                      : 0;
+    }
+    __syncthreads();
+    return found;
+  }
+
+  __device__ __forceinline__ uint32_t of(int64_t token) const { return lags[token - first]; }
+
+  // Return whether a lag of a real token reads the initial state.
+  __device__ __forceinline__ bool reads_state(uint32_t known, int lag) const {
+    return args.initial.data != nullptr && known != 0 && (known >> lag & 1) == 0 &&
+           lag < args.sequences.width;
+  }
+
+  // Return the initial state that a lag of a token reads.
+  template <typename A>
+  __device__ __forceinline__ A state(int64_t token, uint32_t known, int lag,
+                                     int64_t channel) const {
+    const int64_t sequence = args.sequences.sequence_of(row, token, low, high);
+    const int entry = args.sequences.width - 2 + __popc(known) - lag;
+    return ConvMemory::load<A>(args.initial.data, args.initial.dtype,
+                               args.initial.at(sequence, channel, entry));
+  }
+};
+
+// How a grid covers tokens and channels, decided on the host. Blocks along x are chunks of tokens
+// of all batch rows, along y stripes of channels.
+struct ConvGrid {
+  int chunk = 0;          // tokens per warp
+  int token_warps = 1;    // warps per block that follow each other along the tokens
+  int channel_warps = 1;  // warps per block side by side along the channels
+  int64_t chunks = 0;     // blocks along the tokens of one batch row
+  int64_t stripes = 0;    // blocks along the channels
+
+  __host__ __device__ int tokens() const { return chunk * token_warps; }
+  int threads() const { return token_warps * channel_warps * kWarpSize; }
+};
+
+inline bool is_aligned(const ConvRows& rows, const ConvArgs& args, int vector, int64_t bytes) {
+  const int64_t stride = args.channel_major ? rows.strides[2] : rows.strides[1];
+  const int64_t inner = args.channel_major ? rows.strides[1] : rows.strides[2];
+  return inner == 1 && reinterpret_cast<uintptr_t>(rows.data) % bytes == 0 &&
+         stride % vector == 0 && rows.strides[0] % vector == 0;
+}
+
+// Whether kernels with vectors of V elements read initial states. States are rare, and code that
+// does not run costs registers and instruction fetches too.
+template <int V>
+inline constexpr bool kReadsStates = V == 1;
+
+// Call run.template operator()<T, V>() for the dtype, with vectors of kBytes, or of one element if
+// those do not fit all `rows` or if there are initial states. float64 is rare and goes one by one.
+template <int kBytes, typename Run, typename... Rows>
+void dispatch_conv(const ConvArgs& args, const Run& run, const Rows&... rows) {
+  const auto choose = [&]<typename T>() {
+    constexpr int V = kBytes / static_cast<int>(sizeof(T));
+    const bool fits = (is_aligned(rows, args, V, kBytes) && ...) &&
+                      (args.channel_major || args.channels % V == 0) &&
+                      args.initial.data == nullptr;
+    if (fits) {
+      run.template operator()<T, V>();
+    } else {
+      run.template operator()<T, 1>();
+    }
+  };
+  switch (args.dtype) {
+    case FloatType::kFloat32:
+      return choose.template operator()<float>();
+    case FloatType::kBFloat16:
+      return choose.template operator()<__nv_bfloat16>();
+    case FloatType::kFloat16:
+      return choose.template operator()<__half>();
+    case FloatType::kFloat64:
+      return run.template operator()<double, 1>();
+  }
+}
+
+// Whether a call goes to the kernels with a lane for each vector of tokens.
+template <typename T>
+bool by_tokens(const ConvArgs& args) {
+  return args.channel_major && sizeof(T) < 8;
+}
+
+}  // namespace cuseq::cuda

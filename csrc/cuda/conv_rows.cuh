@@ -1,0 +1,139 @@
+#pragma once
+
+#include "cuda/causal_conv1d.cuh"
+
+// Contiguous channels: a thread has V channels and walks a chunk of tokens.
+namespace cuseq::cuda {
+
+constexpr int kConvUnroll = 4;  // rows in flight; also the rows that a thread keeps
+static_assert(kConvUnroll == kMaxConvWidth);
+
+// How a kernel's grid should cover a row.
+struct ConvTuning {
+  int warps;                 // per block
+  int channel_warps;         // most warps of a block side by side along the channels
+  int blocks_per_processor;  // that run at a time
+  int waves;                 // of such blocks
+  int least_chunk;           // tokens per warp
+  int remainder;             // of chunk / kConvUnroll
+};
+
+inline ConvGrid plan_rows(const ConvArgs& args, int vector, const ConvTuning& tuning) {
+  constexpr int64_t kMostTokens = 8192;  // whose lags fit in shared memory
+  const ConvSequences& sequences = args.sequences;
+  ConvGrid grid;
+  const int64_t warps = ceil_div(ceil_div(args.channels, vector), kWarpSize);
+  while (2 * grid.channel_warps <= tuning.channel_warps && grid.channel_warps < warps) {
+    grid.channel_warps *= 2;
+  }
+  grid.token_warps = tuning.warps / grid.channel_warps;
+  grid.stripes = ceil_div(warps, grid.channel_warps);
+  const int64_t blocks = int64_t{multiprocessors()} * tuning.blocks_per_processor * tuning.waves;
+  const int64_t chunks = std::max<int64_t>(1, blocks / (grid.stripes * sequences.batch));
+  int64_t chunk = ceil_div(sequences.tokens, chunks * grid.token_warps);
+  chunk = std::clamp<int64_t>(chunk, tuning.least_chunk, kMostTokens / grid.token_warps);
+  chunk = round_up(chunk - tuning.remainder, kConvUnroll) + tuning.remainder;
+  grid.chunk = static_cast<int>(chunk);
+  grid.chunks = ceil_div(sequences.tokens, grid.tokens());
+  return grid;
+}
+
+inline dim3 blocks_of(const ConvGrid& grid, const ConvArgs& args) {
+  return dim3(static_cast<unsigned>(grid.chunks * args.sequences.batch),
+              static_cast<unsigned>(grid.stripes));
+}
+
+// The channels of a thread in one tensor.
+template <typename T, int V>
+struct ConvColumn {
+  T* data;
+  int64_t stride;
+
+  __device__ __forceinline__ ConvColumn(const ConvRows& rows, int64_t row, int64_t channel)
+      : data(static_cast<T*>(rows.data) + rows.at(row, 0, channel)), stride(rows.strides[1]) {}
+
+  __device__ __forceinline__ Packed<T, V> load(int64_t token) const {
+    return *reinterpret_cast<const Packed<T, V>*>(data + token * stride);
+  }
+
+  // Load a row, or zeros if it is not in [0, end).
+  __device__ __forceinline__ Packed<T, V> load(int64_t token, int64_t end) const {
+    return token >= 0 && token < end ? load(token) : Packed<T, V>{};
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void store(int64_t token, const A (&values)[V]) const {
+    Packed<T, V> packed;
+    packed.set(values);
+    *reinterpret_cast<Packed<T, V>*>(data + token * stride) = packed;
+  }
+};
+
+// The tokens [begin, end) and the first channel of a thread.
+template <int V>
+struct ConvWalk {
+  int64_t row;
+  int64_t block_begin;
+  int64_t begin;
+  int64_t end;
+  int64_t channel;
+  bool has_channels;
+
+  __device__ __forceinline__ ConvWalk(const ConvArgs& args, const ConvGrid& grid) {
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    row = args.sequences.batch == 1 ? 0 : blockIdx.x / grid.chunks;
+    block_begin = (blockIdx.x - row * grid.chunks) * grid.tokens();
+    begin = block_begin + warp / grid.channel_warps * grid.chunk;
+    end = min(begin + grid.chunk, args.sequences.tokens);
+    const int64_t stripe =
+        static_cast<int64_t>(blockIdx.y) * grid.channel_warps + warp % grid.channel_warps;
+    channel = (stripe * kWarpSize + lane) * V;
+    has_channels = channel < args.channels && begin < end;
+  }
+};
+
+// The last rows of x, in a ring: row i of four is in slot i % 4, so that nothing moves.
+template <typename A, int V>
+struct ConvRing {
+  A rows[kMaxConvWidth][V] = {};
+
+  __device__ __forceinline__ A (&at(int i))[V] { return rows[i & (kMaxConvWidth - 1)]; }
+  __device__ __forceinline__ const A (&at(int i) const)[V] { return rows[i & (kMaxConvWidth - 1)]; }
+
+  // Load the rows before the first one.
+  template <typename T>
+  __device__ __forceinline__ void start(const ConvColumn<T, V>& x, int64_t begin, int64_t end) {
+#pragma unroll
+    for (int lag = 1; lag < kMaxConvWidth; ++lag) x.load(begin - lag, end).get(at(-lag));
+  }
+
+  // Replace the rows in front of row i's sequence by the initial state. Rows of this sequence that
+  // follow find it in the ring, so this happens at the first one that the thread sees.
+  __device__ __forceinline__ void read_states(const BlockLags& lags, int64_t token, uint32_t known,
+                                              int64_t channel, int i) {
+#pragma unroll
+    for (int lag = 1; lag < kMaxConvWidth; ++lag) {
+      if (!lags.reads_state(known, lag)) continue;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        at(i - lag)[v] = lags.template state<A>(token, known, lag, channel + v);
+      }
+    }
+  }
+
+  // Return the sum of row i over the lags that `known` has.
+  __device__ __forceinline__ void convolve(const ConvWeights<A, V>& weights, uint32_t known, int i,
+                                           A (&sums)[V]) const {
+#pragma unroll
+    for (int v = 0; v < V; ++v) sums[v] = weights.bias[v] + weights.of_lag[0][v] * at(i)[v];
+#pragma unroll
+    for (int lag = 1; lag < kMaxConvWidth; ++lag) {
+      if ((known >> lag & 1) == 0) continue;
+#pragma unroll
+      for (int v = 0; v < V; ++v) sums[v] += weights.of_lag[lag][v] * at(i - lag)[v];
+    }
+  }
+};
+
+}  // namespace cuseq::cuda
