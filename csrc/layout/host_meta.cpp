@@ -21,8 +21,7 @@ void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens)
                     "holds such values; CUSEQ_CHECK=1 names the first one");
   TORCH_CHECK_VALUE((status & kSumAboveTotal) == 0,
                     "lengths must sum to at most total_tokens = ", total_tokens,
-                    ", filled up to segment_multiple if there is one, but those on the device sum "
-                    "to more");
+                    " after rounding up to segment_multiple, but those on the device sum to more");
 }
 
 // Return the numbers of a host_meta; wait for its copy and check its status.

@@ -78,7 +78,7 @@ def of_sequences(
         raise ValueError(f"max_seqs must be at most 2^31 - 1, got {max_seqs}")
     with outside_inference_mode():
         made = _ops.layout_metadata(source, total_tokens, max_seqs, from_cu_seqlens, num_seqs)
-        return _checked(_started(*made, total_tokens, n_seqs if num_seqs is None else None))
+        return _checked(_started(made, total_tokens, n_seqs if num_seqs is None else None))
 
 
 def of_segments(
@@ -97,8 +97,8 @@ def of_segments(
     if total_tokens is None:
         lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
         _C.tokens_of(lengths, False)  # raises if a length is invalid, before they are summed
-        segments = ((lengths.long() + segment_multiple - 1) // segment_multiple).sum().item()
-        total_tokens = -(-segments * segment_multiple // total_multiple) * total_multiple
+        parts = int(((lengths.long() + segment_multiple - 1) // segment_multiple).sum())
+        total_tokens = -(-parts * segment_multiple // total_multiple) * total_multiple
         if total_tokens >= 2**31:
             raise ValueError(
                 f"total_tokens must be at most 2^31 - 1, but segment_multiple = {segment_multiple} "
@@ -106,8 +106,8 @@ def of_segments(
             )
     elif as_int(total_tokens, "total_tokens") % total_multiple != 0:
         raise ValueError(
-            f"total_tokens must be a multiple of {total_multiple}, which "
-            f"segment_multiple and total_multiple give together, got {total_tokens}"
+            f"total_tokens must be a multiple of {total_multiple}, the least common multiple of "
+            f"segment_multiple and total_multiple, got {total_tokens}"
         )
     if max_seqs is None:
         max_seqs = max(total_tokens, lengths.shape[0])
@@ -117,8 +117,8 @@ def of_segments(
     n_seqs = lengths.shape[0]
     with outside_inference_mode():
         made = _ops.segment_metadata(lengths, total_tokens, max_seqs, segment_multiple)
-        segments = _checked(_started(*made[3:], total_tokens, n_seqs))
-        return _started(*made[:3], total_tokens, n_seqs)._replace(segments=segments)
+        segments = _checked(_started(made[3:], total_tokens, n_seqs))
+        return _started(made[:3], total_tokens, n_seqs)._replace(segments=segments)
 
 
 def of_mask(
@@ -140,6 +140,8 @@ def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) 
     max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
     if max_seqs == 0 and position_ids.numel() > 0:
         raise ValueError("max_seqs must be at least 1, since every token has a sequence, got 0")
+    if type(max_seqs) is int and max_seqs > 2**31 - 3:  # the offsets are one more
+        raise ValueError(f"max_seqs must be at most 2^31 - 3, got {max_seqs}")
     offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
     tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
     return of_sequences(offsets, tokens.numel(), max_seqs, from_cu_seqlens=True, num_seqs=num_seqs)
@@ -159,14 +161,9 @@ def of_lengths_and_segments(
     return state._replace(segments=segments)
 
 
-def _started(
-    lengths: Tensor,
-    offsets: Tensor,
-    meta: Tensor,
-    total_tokens: int,
-    num_sequences: int | None,
-) -> LayoutState:
+def _started(made: Sequence[Tensor], total_tokens: int, num_sequences: int | None) -> LayoutState:
     """Start the copy of a kernel's outputs to the host; return their state."""
+    lengths, offsets, meta = made
     host_meta, host_lengths = _C.start_host_copy([meta, lengths])
     state = LayoutState(lengths, offsets, host_meta, total_tokens, num_sequences)
     if lengths.device.type == "cpu":
@@ -188,7 +185,7 @@ def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
     """Return the mask `[batch, seqlen]` and its kind: which of its elements mark a real token."""
     if not isinstance(mask, Tensor):
         raise TypeError(
-            f"mask must be a tensor, got {type(mask).__name__}: without one give lengths, by "
+            f"mask must be a tensor, got {type(mask).__name__}: without a mask call "
             "PackedLayout.from_lengths"
         )
     check_tensor(mask, "mask")
@@ -204,19 +201,17 @@ def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
     on_host = mask.device.type == "cpu"
     if mask.is_floating_point():
         if true_is_pad:
-            raise ValueError(
-                "true_is_pad must be False for an additive mask, whose negative elements hide"
-            )
+            raise ValueError("true_is_pad must be False for an additive mask, got True")
         if on_host and not bool((mask <= 0).all()):
             raise ValueError(
                 "an additive mask must have no positive element and no NaN on its diagonal, "
-                f"got {mask[~(mask <= 0)][0].item()}: if it holds ones and zeros, give mask.bool()"
+                f"got {mask[~(mask <= 0)][0].item()}: if it holds ones and zeros, pass mask.bool()"
             )
         return mask, "additive"
     is_signed = mask.dtype.is_signed and not mask.is_complex()
     if on_host and is_signed and bool((mask < 0).any()):
         raise ValueError(
             f"a 4-D integer mask must have no negative element, got {mask.min().item()}: an "
-            "additive one has to be floating point"
+            "additive mask must be floating point"
         )
     return mask, kind

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -27,18 +27,22 @@ class LayoutFacts:
 
     def __init__(self, state: LayoutState):
         self.state = state
-        self._segments = None if state.segments is None else type(self)(state.segments)
+        self._segments: Self | None = None
+        if state.segments is not None:
+            self._segments = cast("Self", type(self)(state.segments))
         self._num_sequences = state.num_sequences
         self._lengths: Tensor | None = None
         self._cu_seqlens: Tensor | None = None
-        self._tokens: tuple[Tensor, ...] | None = None
+        self._tokens: tuple[Tensor, Tensor, Tensor] | None = None
         self._seq_idx: Tensor | None = None
         # With CUSEQ_CHECK=1: the version that each tensor had when it was made.
         self._versions: list[tuple[str, Tensor, int]] = []
-        self._note_versions(cu_seqlens=state.cu_seqlens_static, lengths=state.lengths)
-        self._note_versions(host_meta=state.host_meta, position_ids=state.rank_positions)
+        self.note_versions(cu_seqlens=state.cu_seqlens_static, lengths=state.lengths)
+        self.note_versions(host_meta=state.host_meta, position_ids=state.rank_positions)
+        self.note_versions(rank_rows=state.rank_rows, rank_meta=state.rank_meta)
 
-    def _note_versions(self, **tensors: Tensor | None) -> None:
+    def note_versions(self, **tensors: Tensor | None) -> None:
+        """With `CUSEQ_CHECK=1`, remember the versions of tensors for `check_unedited`."""
         if CHECKING and not is_compiling():
             self._versions += [
                 (name, tensor, tensor._version)
@@ -60,9 +64,9 @@ class LayoutFacts:
             edited += [f"{n}_padded" for n, tensor, made in segments if tensor._version != made]
         if edited:
             raise ValueError(
-                "tensors of a PackedLayout must not be edited, they are shared, but these (or "
-                f"views of their memory) were: {', '.join('packed.' + name for name in edited)}; "
-                "make another layout instead"
+                "tensors of a PackedLayout must not be edited, since they are shared, but these "
+                f"(or their views) were: {', '.join('packed.' + name for name in edited)}; make a "
+                "new layout instead"
             )
 
     def wait(self) -> Self:
@@ -229,7 +233,7 @@ class LayoutFacts:
             seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
         if may_keep(seq_idx) and not is_capturing(self.device):
             self._seq_idx = seq_idx
-            self._note_versions(seq_idx=seq_idx)
+            self.note_versions(seq_idx=seq_idx)
         return seq_idx
 
     @property
@@ -266,7 +270,7 @@ class LayoutFacts:
         if may_keep(*tokens) and not is_capturing(self.device):
             self._tokens = tokens
             positions, sequences, is_pad = tokens
-            self._note_versions(position_ids=positions, seq_ids=sequences, moe_padding_mask=is_pad)
+            self.note_versions(position_ids=positions, seq_ids=sequences, moe_padding_mask=is_pad)
 
     def batch_rows(self) -> tuple[Tensor, Tensor]:
         """Return the batch slot of each token, and the token of each slot of the padded batch.
@@ -284,8 +288,9 @@ class LayoutFacts:
         """Compute slots and token metadata from the mask of a padded batch, in one kernel."""
         offsets = self.segments.cu_seqlens_static
         with outside_inference_mode():
-            slots, tokens, *of_tokens = _ops.mask_rows(mask, offsets, self.total_tokens, kind)
+            made = _ops.mask_rows(mask, offsets, self.total_tokens, kind)
+        slots, tokens, positions, sequences, is_pad = made
         if may_keep(slots) and not is_capturing(self.device):
             self.state = self.state._replace(slots=slots, tokens=tokens)
-            self._keep_tokens(tuple(of_tokens))
+            self._keep_tokens((positions, sequences, is_pad))
         return slots, tokens

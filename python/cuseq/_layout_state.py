@@ -21,8 +21,8 @@ NUM_REAL_TOKENS: int = _C.HostMeta.NUM_REAL_TOKENS
 LENGTH_DIVISOR: int = _C.HostMeta.LENGTH_DIVISOR
 
 # These tensors are on the layout's device; `_copied` copies two of them at a time.
-_ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions")
-_TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths")
+_ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions", "rank_rows")
+_TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths", "rank_meta")
 
 Tensors = dict[str, Any]
 
@@ -48,8 +48,13 @@ class LayoutState(NamedTuple):
     # For a padded batch: the slot of each token [total_tokens], the token of each slot [B, S].
     slots: Tensor | None = None
     tokens: Tensor | None = None
-    # For a rank's part of a row: positions in the whole sequences, [total_tokens].
+    # For a rank's part of a row: positions in the whole sequences, [total_tokens], and the rank's
+    # share of the plan: rank_rows and, on the CPU, rank_meta (csrc/context_parallel/share.h).
     rank_positions: Tensor | None = None
+    rank_rows: Tensor | None = None
+    rank_meta: Tensor | None = None
+    # Name of the process group whose ranks hold the other parts; None: the default group.
+    rank_group: str | None = None
 
     def map(self, change: Callable[[Tensors], Tensors], **fields: Any) -> LayoutState:
         """Return a state with changed tensors and fields, and change its segments alike.

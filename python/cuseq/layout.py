@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -204,14 +204,23 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             return PackedLayout(self.state.lengthened(total_tokens))
 
-    def as_part_of_row(self, positions: Tensor) -> PackedLayout:
-        """Return this layout as one rank's part of a row whose tokens have the given positions.
+    def as_part_of_row(
+        self, positions: Tensor, rows: Tensor, meta: Tensor, group: str | None
+    ) -> PackedLayout:
+        """Return this layout as one rank's part of a row.
 
         Args:
             positions: int32 `[total_tokens]` on the layout's device, positions in the whole
                 sequences.
+            rows: the rank's share of the plan, as `_C.CpPlan.share` returns it, on the layout's
+                device.
+            meta: the numbers of the share, on the host.
+            group: name of the process group, None for the default group.
         """
-        return PackedLayout(self.state._replace(rank_positions=positions))
+        state = self.state._replace(
+            rank_positions=positions, rank_rows=rows, rank_meta=meta, rank_group=group
+        )
+        return PackedLayout(state)
 
     def _wait_for_all(self) -> None:
         """Wait for the lengths and raise if they are invalid, so that no copy hides the error."""
@@ -260,7 +269,7 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             return PackedLayout(self.state.pinned())
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Callable[..., PackedLayout], tuple[Any, ...]]:
         self._wait_for_all()
         return _restored, (self.state.to_buffers(), str(self.device))
 
