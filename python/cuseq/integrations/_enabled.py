@@ -16,10 +16,13 @@ class Enabled:
         replaced: the parts that now run through cuseq: "attention:CLASS" for a class of attention
             layers, "rope:MODULE" for a modeling module whose rotation is cuseq's in this process,
             "qk_norm:CLASS" for a class whose query and key norms run in the rotation's kernel,
+            "conv:CLASS" and "recurrence:CLASS" for a class of recurrent layers whose convolution or
+            recurrence starts each document anew,
             "collator:CLASS" for a trainer's data collator.
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
-            with "LEAKS" names layers through which documents of one row leak into each other.
+            with "LEAKS" names layers through which documents of one row leak into each other. One
+            that starts with "SLOW" names a recurrence that runs document by document.
     """
 
     kind: str
@@ -33,6 +36,6 @@ def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
     for name, value in now.items():
         if before[name] != value:
             raise ValueError(
-                f"{name} must stay {before[name]!r} while this is enabled, got {value!r}: "
-                "cuseq.disable it first"
+                f"{name} must stay {before[name]!r} until cuseq.disable, got {value!r}: disable it "
+                "first"
             )

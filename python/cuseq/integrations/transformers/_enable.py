@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from cuseq._arguments import check_flag
+from cuseq._backends import check_installed
 from cuseq._models import text_config
 from cuseq.integrations._enabled import Enabled, check_same_options
+from cuseq.integrations.transformers._forwards import is_replaced
 from cuseq.integrations.transformers._layers import (
     attention_layers,
     class_names,
     find_pretrained,
     refuse_inexact_layers,
+    rotating_layers,
     text_configs,
 )
-from cuseq.integrations.transformers._norm import find_normed_layers, fuse, is_fused, unfuse
+from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
 from cuseq.integrations.transformers._private import attention_of
-from cuseq.integrations.transformers._recurrent import leak_warning, recurrent_layers
+from cuseq.integrations.transformers._recurrent import (
+    Separated,
+    leak_warning,
+    mark_separated,
+    recurrent_layers,
+    recurrent_types,
+    unmark_separated,
+)
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
     find_rotaries,
@@ -30,7 +40,14 @@ from cuseq.integrations.transformers._rotation import (
     restore_rotations,
 )
 from cuseq.integrations.transformers._warn import warn
-from cuseq.integrations.transformers.names import NAME
+from cuseq.integrations.transformers.hybrids.plan import (
+    Plan,
+    plan_mixers,
+    restore_functions,
+    restore_modules,
+    separate,
+)
+from cuseq.integrations.transformers.names import BACKEND, NAME
 
 
 @dataclass
@@ -38,40 +55,50 @@ class _State:
     """What `disable_model` needs to restore a model."""
 
     enabled: Enabled
-    options: dict[str, bool]
+    options: dict[str, object]
+    layers: list[nn.Module]
     implementations: dict[str, str]
-    fused: list[nn.Module] = field(default_factory=list)
-    release: Callable[[], object] = lambda: None
+    fused: list[nn.Module]
+    plan: Plan
+    release: Callable[[], object]
 
 
 _states: weakref.WeakKeyDictionary[PreTrainedModel, _State] = weakref.WeakKeyDictionary()
 
 
-def enable_model(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -> Enabled:
-    """Replace attention, rotation and q/k norms of a transformers model by cuseq's.
+def enable_model(
+    model: nn.Module, *, rope: bool = True, qk_norm: bool = True, backend: str = "auto"
+) -> Enabled:
+    """Replace attention, rotation, q/k norms and mixers of a transformers model by cuseq's.
 
     `cuseq.enable` calls this and describes it.
     """
     check_flag(rope, "rope")
     check_flag(qk_norm, "qk_norm")
-    options = {"rope": rope, "qk_norm": qk_norm}
+    check_installed(backend)
+    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend}
     base = find_pretrained(model)
     if base in _states:
         state = _states[base]
         check_same_options(state.options, options)
         # The user may have set another attention since.
-        base.set_attn_implementation(dict.fromkeys(state.implementations, NAME))
+        if state.implementations:
+            base.set_attn_implementation(dict.fromkeys(state.implementations, NAME))
         return state.enabled
     _refuse_parts_and_copies(base)
-    layers = attention_layers(base)
+    plan = plan_mixers(base)
+    layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
     refuse_inexact_layers(layers)
-    rotaries = find_rotaries(base, layers) if rope or qk_norm else {}
-    normed, left_alone = find_normed_layers(layers, rotaries) if qk_norm else ({}, [])
+    rotating = rotating_layers(base, layers)
+    rotaries = find_rotaries(base, rotating) if rope or qk_norm else {}
+    normed, left_alone = find_normed_layers(rotating, rotaries) if qk_norm else ({}, [])
     configs = text_configs(base, layers)
-    recurrent = sorted({kind for config in configs.values() for kind in recurrent_layers(config)})
-    leaks = (leak_warning(recurrent),) if recurrent else ()
-    if recurrent:
-        left_alone.append(f"layers of type {', '.join(recurrent)}: cuseq replaces attention only")
+    config = text_config(base)
+    recurrent = recurrent_types(config)
+    leaking = sorted(set(recurrent)) if len(recurrent) > len(plan.mixers) else []
+    leaks = (leak_warning(leaking),) if leaking else ()
+    if leaking:
+        left_alone.append(f"layers of type {', '.join(leaking)}: cuseq does not know these layers")
     rotated = list(rotaries) if rope else []
     enabled = Enabled(
         "model",
@@ -79,26 +106,32 @@ def enable_model(model: nn.Module, *, rope: bool = True, qk_norm: bool = True) -
             *(f"attention:{name}" for name in class_names(type(layer) for layer in layers)),
             *sorted(f"rope:{code.__name__}" for code in rotated),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
+            *plan.replaced,
         ),
         left_alone=tuple(left_alone),
-        warnings=leaks,
+        warnings=(*leaks, *plan.slow),
     )
     implementations = {name: attention_of(config) for name, config in configs.items()}
 
     hold_registration()
     try:
-        base.set_attn_implementation(dict.fromkeys(configs, NAME))
+        if configs:
+            base.set_attn_implementation(dict.fromkeys(configs, NAME))
     except BaseException:
         release_registration()
         raise
+    for layer in layers:
+        setattr(layer, BACKEND, backend)
     for layer, how in normed.items():
         fuse(layer, how)
     for code in rotated:
         replace_rotation(code, rotaries[code])
-    # A model that is freed without `disable` releases the registration and rotations it holds.
-    release = weakref.finalize(base, _release, rotated)
+    separate(base, plan)
+    mark = mark_separated(config) if recurrent and not leaking else None
+    # A model that is freed without `disable` releases what it holds of transformers.
+    release = weakref.finalize(base, _release, rotated, plan.functions, mark)
     release.atexit = False
-    _states[base] = _State(enabled, options, implementations, list(normed), release)
+    _states[base] = _State(enabled, options, layers, implementations, list(normed), plan, release)
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
@@ -115,31 +148,49 @@ def disable_model(model: nn.Module) -> None:
     if state is None:
         _refuse_parts_and_copies(base)
         return
-    base.set_attn_implementation(state.implementations)
+    if state.implementations:
+        base.set_attn_implementation(state.implementations)
+    for layer in state.layers:
+        delattr(layer, BACKEND)
     for layer in state.fused:
         unfuse(layer)
+    restore_modules(base, state.plan)
     state.release()
 
 
-def enable_model_of_trainer(model: nn.Module, *, rope: bool, qk_norm: bool) -> tuple[Enabled, bool]:
+def enable_model_of_trainer(
+    model: nn.Module, *, rope: bool, qk_norm: bool, backend: str
+) -> tuple[Enabled, bool]:
     """Enable a trainer's model; return also whether `disable` of the trainer must disable it.
 
     A model that was enabled before stays enabled then. A model made with
     `attn_implementation="cuseq"` keeps its own rotation and norms.
     """
     if find_pretrained(model) in _states:
-        return enable_model(model, rope=rope, qk_norm=qk_norm), False
+        return enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend), False
     config = text_config(model)
     if attention_of(config) != NAME:
-        return enable_model(model, rope=rope, qk_norm=qk_norm), True
+        return enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend), True
+    if backend != "auto":
+        raise ValueError(
+            f'backend must be "auto" for a model made with attn_implementation="{NAME}", got '
+            f'"{backend}": enable the model by cuseq.enable(model, backend="{backend}")'
+        )
     recurrent = recurrent_layers(config)
     reason = 'the model: it was made with attn_implementation="cuseq", and is enabled on its own'
     leaks = (leak_warning(recurrent),) if recurrent else ()
     return Enabled("model", (), (reason,), leaks), False
 
 
-def _release(rotated: list[ModuleType]) -> None:
+def _release(
+    rotated: list[ModuleType],
+    functions: list[tuple[ModuleType, str]],
+    mark: Separated | None,
+) -> None:
     restore_rotations(rotated)
+    restore_functions(functions)
+    if mark is not None:
+        unmark_separated(mark)
     release_registration()
 
 
@@ -150,7 +201,7 @@ def _refuse_parts_and_copies(base: PreTrainedModel) -> None:
                 f"model must be what was enabled, a {type(enabled).__name__}, got its "
                 f"{type(base).__name__}"
             )
-    if any(map(is_fused, base.modules())):
+    if any(map(is_replaced, base.modules())):
         raise ValueError(
             f"model must not be a copy of an enabled {type(base).__name__}: disable that one, copy "
             "it, and enable both"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuseq.integrations.transformers.names import ROTATE
+from cuseq.integrations.transformers.names import OUTPUTS, ROTATE
 
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel:
@@ -31,23 +31,27 @@ def code_of(layer: nn.Module) -> types.ModuleType:
     return sys.modules[type(layer).__module__]
 
 
-def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers that rotate queries and keys of text tokens.
+def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the attention layers of a model's text part.
 
     Layers of vision encoders are not returned, because they have no `layer_idx`.
 
+    Args:
+        base: the model.
+        mixers: its recurrent layers. In a model that has some, attention may do without a rotation
+            (NoPE), because the recurrent layers know the order of tokens.
+
     Raises:
-        ValueError: the model has no such layer.
+        ValueError: the model has no such layer, and no mixers.
     """
     layers = [
         module
         for module in base.modules()
         if hasattr(module, "layer_idx")
-        and "position_embeddings" in inspect.signature(type(module).forward).parameters
-        and hasattr(module, "o_proj")
-        and hasattr(code_of(module), ROTATE)
+        and module not in mixers
+        and (rotates(module) or mixers and _attends(module))
     ]
-    if not layers:
+    if not layers and not mixers:
         raise ValueError(
             f"{type(base).__name__} has no attention layer that cuseq knows: none is numbered, "
             f"takes position_embeddings and calls {ROTATE}"
@@ -55,30 +59,60 @@ def attention_layers(base: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+def rotates(layer: nn.Module) -> bool:
+    """Return whether an attention layer can take a rotation for its queries and keys."""
+    return (
+        "position_embeddings" in inspect.signature(type(layer).forward).parameters
+        and any(hasattr(layer, name) for name in OUTPUTS)
+        and hasattr(code_of(layer), ROTATE)
+    )
+
+
+def rotating_layers(base: PreTrainedModel, layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the attention layers whose queries and keys are rotated.
+
+    A layer may do without (Granite 4 with `position_embedding_type="nope"`): then the model has no
+    rotary embedding, and the layer's position_embeddings default to None.
+    """
+    tables = {type(m).__module__ for m in base.modules() if is_rotary_embedding(m)}
+
+    def is_optional(layer: nn.Module) -> bool:
+        given = inspect.signature(type(layer).forward).parameters["position_embeddings"]
+        return given.default is None and type(layer).__module__ not in tables
+
+    return [layer for layer in layers if rotates(layer) and not is_optional(layer)]
+
+
+def is_rotary_embedding(module: nn.Module) -> bool:
+    """Return whether a module makes tables of cosines and sines for text tokens."""
+    name = type(module).__name__
+    return name.endswith("RotaryEmbedding") and "Vision" not in name
+
+
+def _attends(layer: nn.Module) -> bool:
+    """Return whether a layer calls the attention of its config without a rotation."""
+    used = inspect.unwrap(type(layer).forward).__code__.co_names
+    return "ALL_ATTENTION_FUNCTIONS" in used and ROTATE not in used and hasattr(layer, "config")
+
+
 def refuse_inexact_layers(layers: list[nn.Module]) -> None:
     """Raise ValueError if a layer uses an attention feature that packed attention lacks."""
     for layer in layers:
         name = f"{type(layer).__name__} {layer.layer_idx}"
-        softcap = getattr(layer, "attn_logit_softcapping", None)
-        if softcap is not None:
-            raise ValueError(
-                f"{name} caps its scores (attn_logit_softcapping={softcap}), which no packed "
-                "attention kernel does; a config with attn_logit_softcapping=None can be enabled"
-            )
         if hasattr(layer, "prepare_dynamic_mask"):
             raise ValueError(
-                f"{name} draws a mask of its own from its values, which packed attention does not"
+                f"{name} computes a mask of its own from its values, which packed attention cannot"
             )
         if hasattr(layer, "indexer"):
             raise ValueError(
-                f"{name} attends to the keys that its indexer chooses, which packed attention does "
-                "not"
+                f"{name} attends only to keys that its indexer chooses, which packed attention "
+                "cannot"
             )
         dropout = getattr(layer, "attention_dropout", 0.0)
         if dropout:
             raise ValueError(
                 f"{name} drops attention weights (attention_dropout={dropout}), which packed "
-                "attention does not: set the config's attention_dropout to 0"
+                "attention cannot: set the config's attention_dropout to 0"
             )
 
 
@@ -92,7 +126,7 @@ def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, An
             configs[key] = config
     if len(configs) < len(own):
         raise ValueError(
-            f"{type(base).__name__} has attention layers whose config is no part of its own"
+            f"{type(base).__name__} has attention layers whose config is not part of the model's"
         )
     return configs
 

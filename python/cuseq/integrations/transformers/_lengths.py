@@ -46,7 +46,7 @@ def check_offsets(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
         raise ValueError(
             "cu_seq_lens_q must have shape [n_seqs + 1] with at least one sequence, got "
             f"{list(cu_seqlens.shape)} (some data loaders slice every tensor of a batch; "
-            "`packed` is safe from that)"
+            "they do not slice `packed`)"
         )
 
 

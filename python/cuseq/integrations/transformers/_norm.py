@@ -18,33 +18,55 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cuseq
+from cuseq.integrations.transformers._forwards import (
+    our_forward,
+    replace_forward,
+    restore_forward,
+)
 from cuseq.integrations.transformers._layers import code_of
 from cuseq.integrations.transformers._private import (
     attention_of,
     has_accelerate_forward,
     has_hooks,
     is_offloaded,
-    own_forwards,
     own_modules,
     set_attention_alone,
-    set_forward,
     without_forwards,
 )
 from cuseq.integrations.transformers._rotation import Rotary, agree, random_numbers
-from cuseq.integrations.transformers.names import FORWARD_PARAMETERS, PROJECTIONS
+from cuseq.integrations.transformers.names import (
+    FORWARD_PARAMETERS,
+    NORMS,
+    OUTPUTS,
+    PROJECTIONS,
+)
 
 _PLAIN = bool | int | float | str | None
 
 
 @dataclass(frozen=True)
 class NormedRotary:
-    """The parameters of the fused norm and rotation for a layer."""
+    """The parameters of the fused norm and rotation for a layer.
+
+    Attributes:
+        norms: the names of the norms of queries and keys.
+        output: the name of the last projection.
+        gated: whether the projection of queries also gives a gate for the output, head by head.
+    """
 
     rotary: Rotary
     norm: type
     eps: float
     weight_offset: float
     eager: Callable[..., tuple[Tensor, Tensor | None]]
+    norms: tuple[str, str]
+    output: str
+    gated: bool
+
+
+def _norms_of(layer: nn.Module) -> tuple[str, str] | None:
+    """Return the names of a layer's norms of queries and keys, or None if it has none."""
+    return next((names for names in NORMS if hasattr(layer, names[0])), None)
 
 
 def find_normed_layers(
@@ -55,13 +77,14 @@ def find_normed_layers(
     reasons: dict[str, None] = {}
     known: dict[tuple, NormedRotary | str] = {}
     for layer in layers:
-        if not hasattr(layer, "q_norm"):
+        norms = _norms_of(layer)
+        if norms is None:
             continue
-        obstacle = _obstacle(layer)
+        obstacle = _obstacle(layer, norms)
         if obstacle is None:
-            key = _kind_of(layer)
+            key = _kind_of(layer, norms)
             if key not in known:
-                known[key] = _normed_rotary(layer, rotaries[code_of(layer)])
+                known[key] = _normed_rotary(layer, norms, rotaries[code_of(layer)])
             found = known[key]
             if isinstance(found, NormedRotary):
                 normed[layer] = found
@@ -71,7 +94,7 @@ def find_normed_layers(
     return normed, list(reasons)
 
 
-def _kind_of(layer: nn.Module) -> tuple:
+def _kind_of(layer: nn.Module, norms: tuple[str, str]) -> tuple:
     """Return a key that is equal for layers that compute alike, apart from their weights.
 
     The class is not enough: layers of one class may rotate or not, by their index (EXAONE 4).
@@ -81,70 +104,85 @@ def _kind_of(layer: nn.Module) -> tuple:
         for name, value in vars(layer).items()
         if name not in ("layer_idx", "training") and isinstance(value, _PLAIN)
     )
-    return type(layer), _eps(layer.q_norm), frozenset(own_modules(layer)), frozenset(settings)
+    eps = _eps(getattr(layer, norms[0]))
+    return type(layer), eps, frozenset(own_modules(layer)), frozenset(settings)
 
 
 def _eps(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _obstacle(layer: nn.Module) -> str | None:
+def _obstacle(layer: nn.Module, norms: tuple[str, str]) -> str | None:
     """Return why a layer's norm cannot be fused, or None if no reason is found."""
     parameters = list(inspect.signature(type(layer).forward).parameters)
     if parameters != FORWARD_PARAMETERS:
         return f"its forward takes {parameters}"
-    if not all(hasattr(layer, name) for name in (*PROJECTIONS, "k_norm", "scaling", "head_dim")):
+    if not all(hasattr(layer, name) for name in (*PROJECTIONS, norms[1], "scaling", "head_dim")):
         return "it has other projections"
     parts = {name.split(".")[0] for name, _ in layer.named_parameters()}
-    others = sorted(parts - {*PROJECTIONS, "q_norm", "k_norm"})
+    others = sorted(parts - {*PROJECTIONS, *OUTPUTS, *norms})
     if others:
-        return f"it has weights of its own beside: {', '.join(others)}"
+        return f"it has other weights: {', '.join(others)}"
     own = layer.__dict__.get("forward", type(layer).forward)
     # A layer that was pickled while enabled holds its class's forward as an attribute.
     is_own = getattr(own, "__func__", own) is type(layer).forward
     if not is_own and not has_accelerate_forward(layer):
-        return "its forward was replaced by somebody else"
-    for norm in (layer.q_norm, layer.k_norm):
+        return "its forward was replaced by other code"
+    of_queries, of_keys = (getattr(layer, name) for name in norms)
+    for norm in (of_queries, of_keys):
         if list(getattr(norm, "weight", torch.empty(0)).shape) != [layer.head_dim]:
-            return "it is not over each head"
+            return "it does not normalise each head separately"
         if _eps(norm) is None or len(list(norm.parameters())) != 1:
-            return f"{type(norm).__name__} is another norm"
+            return f"{type(norm).__name__} is not a norm that cuseq knows"
         if has_hooks(norm):
             return "it has hooks"
         if is_offloaded(norm):
             return "its weights are offloaded"
-    if _eps(layer.q_norm) != _eps(layer.k_norm):
+    if _eps(of_queries) != _eps(of_keys):
         return "queries and keys have different eps"
     return None
 
 
-def _normed_rotary(layer: nn.Module, rotary: Rotary) -> NormedRotary | str:
+def _normed_rotary(layer: nn.Module, norms: tuple[str, str], rotary: Rotary) -> NormedRotary | str:
     """Return how to fuse a layer, tested on a small copy, or the reason why it cannot be fused."""
     # The copy runs on the layer's device, because Triton norms need a GPU.
-    device = layer.q_norm.weight.device
-    probe, hidden = _probe(layer).to(device), random_numbers(1, 7, 8).to(device)
+    norm = getattr(layer, norms[0])
+    device = norm.weight.device
+    table = _table(layer, rotary, device)
+    output = next(name for name in OUTPUTS if hasattr(layer, name))
+    reason = "its forward gives different numbers"
+    for gated in (False, True):
+        probe = _probe(layer, norms, output, gated).to(device)
+        hidden = random_numbers(1, 7, 8).to(device)
+        try:
+            expected, _ = type(layer).forward(probe, hidden, table, None)
+        except Exception as error:  # the forward may need anything that the copy does not have
+            if not gated:
+                reason = f"its forward could not be tried ({type(error).__name__}: {error})"
+            continue
+        for weight_offset in (0.0, 1.0):
+            eager = code_of(layer).eager_attention_forward
+            found = NormedRotary(
+                rotary, type(norm), _eps(norm), weight_offset, eager, norms, output, gated
+            )
+            probe._cuseq_rotary = found
+            if agree([normed_forward(probe, hidden, table, None)[0]], [expected]):
+                return found
+    return reason
+
+
+def _table(layer: nn.Module, rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return a random table of cosines and sines in the form that the layer's rotation reads."""
     width = layer.head_dim if rotary.turns == 1 else layer.head_dim // 2
     angles = random_numbers(1, 7, width // 2) if rotary.turns == 1 else random_numbers(1, 7, width)
     if rotary.turns == 1 and rotary.interleaved and not rotary.first_half:
         angles = angles.repeat_interleave(2, -1)
     elif rotary.turns == 1:
         angles = angles.repeat(1, 1, 2)
-    table = angles.cos().to(device), angles.sin().to(device)
-    try:
-        expected, _ = type(layer).forward(probe, hidden, table, None)
-    except Exception as error:  # the forward may need anything that the copy does not have
-        return f"its forward cannot be tried ({type(error).__name__}: {error})"
-    for weight_offset in (0.0, 1.0):
-        eager = code_of(layer).eager_attention_forward
-        norm = type(layer.q_norm)
-        found = NormedRotary(rotary, norm, _eps(layer.q_norm), weight_offset, eager)
-        probe._cuseq_rotary = found
-        if agree([normed_forward(probe, hidden, table, None)[0]], [expected]):
-            return found
-    return "its forward gives other numbers"
+    return angles.cos().to(device), angles.sin().to(device)
 
 
-def _probe(layer: nn.Module) -> nn.Module:
+def _probe(layer: nn.Module, norms: tuple[str, str], output: str, gated: bool) -> nn.Module:
     """Return a copy of the layer with small projections, for one key head, in fp32."""
     probe = object.__new__(type(layer))
     children = dict(own_modules(layer))
@@ -161,10 +199,11 @@ def _probe(layer: nn.Module) -> nn.Module:
         return module
 
     heads = layer.num_key_value_groups
-    for name in PROJECTIONS[:3]:
-        children[name] = linear(8, layer.head_dim * (heads if name == "q_proj" else 1))
-    children["o_proj"] = linear(layer.head_dim * heads, 8)
-    for name in ("q_norm", "k_norm"):
+    for name in PROJECTIONS:
+        queries = heads * (2 if gated else 1)
+        children[name] = linear(8, layer.head_dim * (queries if name == "q_proj" else 1))
+    children[output] = linear(layer.head_dim * heads, 8)
+    for name in norms:
         norm = copy.deepcopy(children[name]).float()
         if has_accelerate_forward(norm):  # accelerate's forward moves its input to the GPU
             norm.__dict__ = without_forwards(norm.__dict__)
@@ -173,6 +212,7 @@ def _probe(layer: nn.Module) -> nn.Module:
     return probe.requires_grad_(False)
 
 
+@our_forward
 def normed_forward(
     self: nn.Module,
     hidden_states: Tensor,
@@ -183,25 +223,26 @@ def normed_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Run an attention layer with its norms and rotation in one kernel."""
     how: NormedRotary = self._cuseq_rotary
-    if any(
-        type(norm) is not how.norm or has_hooks(norm) or norm.weight.is_meta
-        for norm in (self.q_norm, self.k_norm)
-    ):
+    norms = [getattr(self, name) for name in how.norms]
+    if any(type(norm) is not how.norm or has_hooks(norm) or norm.weight.is_meta for norm in norms):
         # Since the check, a norm got an adapter or a hook, or accelerate offloaded its weight. The
         # kernel would bypass these, so run the class's own forward.
         return type(self).forward(
             self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
         )
     rows = hidden_states.shape[:-1]
-    q = self.q_proj(hidden_states).view(*rows, -1, self.head_dim)
+    q, gate = self.q_proj(hidden_states), None
+    if how.gated:
+        q, gate = q.view(*rows, -1, 2 * self.head_dim).chunk(2, dim=-1)
+    q = q.view(*rows, -1, self.head_dim)
     k = self.k_proj(hidden_states).view(*rows, -1, self.head_dim)
     v = self.v_proj(hidden_states).view(*rows, -1, self.head_dim)
     cos, sin = position_embeddings
     q, k = cuseq.apply_qk_norm_rope(
         q,
         k,
-        self.q_norm.weight,
-        self.k_norm.weight,
+        norms[0].weight,
+        norms[1].weight,
         how.rotary.columns(cos),
         how.rotary.columns(sin),
         eps=how.eps,
@@ -219,37 +260,24 @@ def normed_forward(
         k,
         v,
         attention_mask,
-        dropout=self.attention_dropout if self.training else 0.0,
+        dropout=getattr(self, "attention_dropout", 0.0) if self.training else 0.0,
         scaling=self.scaling,
         sliding_window=getattr(self, "sliding_window", None),
         **kwargs,
     )
-    return self.o_proj(out.reshape(*rows, -1)), weights
-
-
-# pickle saves bound methods by name. A model that is pickled while enabled gets its class's own
-# forward when it is loaded, which computes the same.
-normed_forward.__name__ = "forward"
+    out = out.reshape(*rows, -1)
+    if gate is not None:
+        out = out * gate.reshape(*rows, -1).sigmoid()
+    return getattr(self, how.output)(out), weights
 
 
 def fuse(layer: nn.Module, how: NormedRotary) -> None:
     """Make a layer run its norms and rotation in one kernel."""
     layer._cuseq_rotary = how
-    # A bound method, not a partial: with a partial every compiled layer would get its own graph.
-    set_forward(layer, types.MethodType(normed_forward, layer))
+    replace_forward(layer, normed_forward)
 
 
 def unfuse(layer: nn.Module) -> None:
     """Undo `fuse`."""
     del layer._cuseq_rotary
-    if has_accelerate_forward(layer):
-        set_forward(layer, types.MethodType(type(layer).forward, layer))
-    else:
-        del layer.forward
-
-
-def is_fused(module: nn.Module) -> bool:
-    """Return whether a module is fused, or is a copy of a fused module."""
-    return any(
-        getattr(forward, "__func__", None) is normed_forward for forward in own_forwards(module)
-    )
+    restore_forward(layer)

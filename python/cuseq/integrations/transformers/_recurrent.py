@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,10 +17,46 @@ _RECURRENT_LAYERS = {
 }
 
 
+class Separated:
+    """A mark that an enabled model of a config keeps documents apart in its recurrent layers.
+
+    Configs compare by value, but a copy of a model must not count as enabled, so marks are compared
+    by identity.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = weakref.ref(config)
+
+
+_marks: list[Separated] = []
+
+
 def recurrent_layers(config: Any) -> list[str]:
-    """Return the sorted types of a config's layers that carry a state from token to token."""
+    """Return the sorted types of a config's layers whose state crosses the ends of documents.
+
+    These are the layers that carry a state from token to token, unless `mark_separated` was called.
+    """
+    if any(mark.config() is config for mark in _marks):
+        return []
+    return sorted(set(recurrent_types(config)))
+
+
+def recurrent_types(config: Any) -> list[str]:
+    """Return the type of each of a config's layers that carries a state from token to token."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return sorted(_RECURRENT_LAYERS.intersection(types or ()))
+    return [kind for kind in types or () if kind in _RECURRENT_LAYERS]
+
+
+def mark_separated(config: Any) -> Separated:
+    """Note that an enabled model of this config keeps documents apart; return the mark."""
+    mark = Separated(config)
+    _marks.append(mark)
+    return mark
+
+
+def unmark_separated(mark: Separated) -> None:
+    """Undo a `mark_separated`."""
+    _marks.remove(mark)
 
 
 def leak_warning(types: Iterable[str]) -> str:

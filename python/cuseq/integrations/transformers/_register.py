@@ -182,16 +182,16 @@ def _refusing_other_models(choose: Callable[..., str]) -> Callable[..., str]:
 
 
 def _check_model(model: transformers.PreTrainedModel) -> None:
-    # GPT-OSS does not support sdpa because of its sinks, which packed attention supports. Gemma 2
-    # in transformers 5.23 does not because of its soft caps, which may be off.
-    has_no_caps = getattr(model.config, "attn_logit_softcapping", 0) is None
-    known = supports_sdpa(model) or model.config.model_type == "gpt_oss" or has_no_caps
+    # GPT-OSS does not support sdpa because of its sinks, nor does Gemma 2 in transformers 5.23
+    # because of its soft caps. Packed attention supports both.
+    has_caps = hasattr(model.config, "attn_logit_softcapping")
+    known = supports_sdpa(model) or model.config.model_type == "gpt_oss" or has_caps
     own = [name for name in dir(sys.modules[type(model).__module__]) if name.endswith(_TABLE)]
     if not known or own:
         why = f"it chooses from {own[0]}" if own else "it does not support sdpa either"
         raise ValueError(
             f'{type(model).__name__} cannot use attn_implementation="{NAME}": {why}, so its '
-            "attention is not one that can be replaced"
+            "attention cannot be replaced"
         )
     counted = _counts_positions_itself(model)
     if counted is not None:
@@ -207,7 +207,7 @@ def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
     is_decoder = model.can_generate()  # rows of audio or pixels in an encoder are not packed
     for one in vars(sys.modules[type(model).__module__]).values():
         if hasattr(one, "create_position_ids_from_input_ids"):
-            return "it counts positions from behind its padding token's id"
+            return "it counts positions from the one after its padding token's id"
         if isinstance(one, type) and one.__name__.endswith("PositionalEmbedding"):
             counts = "past_key_values_length" in inspect.signature(one.forward).parameters
             if counts and is_decoder and not is_told:

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import cuseq
-from cuseq.integrations.transformers._layers import code_of
+from cuseq.integrations.transformers._functions import (
+    original_function,
+    replace_function,
+    restore_function,
+)
+from cuseq.integrations.transformers._layers import code_of, is_rotary_embedding
 from cuseq.integrations.transformers.names import ROTATE, ROTATE_PARAMETERS
 
 Rotate = Callable[..., tuple[Tensor, Tensor]]
@@ -65,15 +70,6 @@ _ROTARIES = (
 )
 
 
-@dataclass
-class _Replaced:
-    original: Rotate
-    models: int = 0
-
-
-_replaced: dict[types.ModuleType, _Replaced] = {}
-
-
 def find_rotaries(base: PreTrainedModel, layers: list[nn.Module]) -> dict[types.ModuleType, Rotary]:
     """Return how each modeling module rotates, found by comparison with the module's function.
 
@@ -82,14 +78,13 @@ def find_rotaries(base: PreTrainedModel, layers: list[nn.Module]) -> dict[types.
     """
     rotaries = {}
     for code in dict.fromkeys(map(code_of, layers)):
-        rotate = getattr(code, ROTATE)
-        if code in _replaced:
-            rotate = _replaced[code].original
+        rotate = original_function(code, ROTATE)
         parameters = list(inspect.signature(rotate).parameters)
         if parameters != ROTATE_PARAMETERS:
             raise ValueError(
                 f"{code.__name__}.{ROTATE} must take {ROTATE_PARAMETERS}, got {parameters}: "
-                "another release of transformers, or another package's (Liger: rope=False)?"
+                "is it of another release of transformers, or did another package replace it "
+                "(Liger: rope=False)?"
             )
         layer = next(layer for layer in layers if code_of(layer) is code)
         try:
@@ -107,9 +102,7 @@ def _angles(base: PreTrainedModel, layer: nn.Module) -> tuple[Tensor, Tensor]:
     code = code_of(layer)
     for module in base.modules():
         kind = type(module)
-        if kind.__module__ != code.__name__ or not kind.__name__.endswith("RotaryEmbedding"):
-            continue
-        if "Vision" in kind.__name__:
+        if kind.__module__ != code.__name__ or not is_rotary_embedding(module):
             continue
         rotary = copy.deepcopy(module).cpu()
         rotary.__dict__.pop("forward", None)  # accelerate's forward moves tensors to the GPU
@@ -142,7 +135,7 @@ def _rotary_of(rotate: Rotate, head_dim: int, cos: Tensor, sin: Tensor) -> Rotar
         if agree(found, expected):
             return rotary
     raise ValueError(
-        f"{rotate.__module__}.{ROTATE} turns heads in a way that cuseq.apply_rope does not: "
+        f"{rotate.__module__}.{ROTATE} rotates heads in a way that cuseq.apply_rope cannot: "
         f"{_WITHOUT}"
     )
 
@@ -162,19 +155,13 @@ def _rotated(
 
 def replace_rotation(code: types.ModuleType, rotary: Rotary) -> None:
     """Replace a modeling module's rotation on behalf of one more model."""
-    if code not in _replaced:
-        original = getattr(code, ROTATE)
-        _replaced[code] = _Replaced(original)
-        setattr(code, ROTATE, _rotation(original, rotary))
-    _replaced[code].models += 1
+    replace_function(code, ROTATE, lambda original: _rotation(original, rotary))
 
 
 def restore_rotations(codes: list[types.ModuleType]) -> None:
     """Undo one `replace_rotation` of each module; undoing the last restores the original."""
     for code in codes:
-        _replaced[code].models -= 1
-        if _replaced[code].models == 0:
-            setattr(code, ROTATE, _replaced.pop(code).original)
+        restore_function(code, ROTATE)
 
 
 def _rotation(original: Rotate, rotary: Rotary) -> Rotate:

@@ -27,11 +27,12 @@ def enable_trainer(
     *,
     rope: bool = True,
     qk_norm: bool = True,
+    backend: str = "auto",
     bin_pack: bool | str = False,
     capacity: int | None = None,
 ) -> Enabled:
     """Enable the model of a Trainer; `cuseq.enable` calls this and describes it."""
-    options = {"rope": rope, "qk_norm": qk_norm}
+    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend}
     for name, value in (("bin_pack", bin_pack), ("capacity", capacity)):
         if value is not False and value is not None:
             raise ValueError(
@@ -47,7 +48,9 @@ def enable_trainer(
             "trainer must have a model, got model_init, which makes another model when training "
             "begins: call cuseq.enable(model) inside model_init"
         )
-    model, ours = enable_model_of_trainer(trainer.model, rope=rope, qk_norm=qk_norm)
+    model, ours = enable_model_of_trainer(
+        trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
+    )
     name = type(trainer.data_collator).__name__
     collator = (
         f"the data collator {name}: it packs rows already"

@@ -20,7 +20,7 @@ A call can describe its sequences in several ways. In order of precedence:
 Lengths take precedence over a 2-D mask, which is then ignored, with a warning in eager code. These
 raise together with lengths: a 4-D mask, a model that builds its own pattern (blocks of image
 tokens, chunks), and features that change the result and have no packed form (dropout in attention,
-soft caps, position biases). `packed` and other lengths of the same call must agree, as far as the
+position biases). `packed` and other lengths of the same call must agree, as far as the
 host can compare them. Models that do not follow `position_ids` are refused when they are created.
 Give `position_ids` (`layout.position_ids[None]`) together with the lengths: attention does not need
 them, but RoPE and learned positions do.
@@ -38,8 +38,8 @@ from transformers.utils.import_utils import is_tracing
 
 import cuseq
 from cuseq._arguments import as_size
-from cuseq._modes import outside_inference_mode
-from cuseq.cache import remember
+from cuseq._backends import load_backends
+from cuseq.integrations.transformers._layouts import check_total, layout_of_positions
 from cuseq.integrations.transformers._lengths import (
     check_agreement,
     check_lengths,
@@ -49,7 +49,7 @@ from cuseq.integrations.transformers._lengths import (
 from cuseq.integrations.transformers._recurrent import leak_warning
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.masks import DeferredMask
-from cuseq.integrations.transformers.names import NAME, UNSUPPORTED
+from cuseq.integrations.transformers.names import BACKEND, MASK_BESIDE_LENGTHS, NAME, UNSUPPORTED
 from cuseq.layout import check_layout
 
 
@@ -70,6 +70,7 @@ def cuseq_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' `AttentionInterface`.
@@ -92,6 +93,7 @@ def cuseq_attention(
         packed: Layout of batch * seqlen tokens.
         cu_seq_lens_q: int [n_seqs + 1], offsets of the sequences; `cu_seq_lens_k` must be equal.
         max_length_q: Longest sequence, in tokens, on the host; `max_length_k` must be equal.
+        softcap: Bound of the scores (Gemma 2), None for none.
         s_aux: Sinks [query heads], one score per head without a value. Packed rows with sinks need
             `packed`.
 
@@ -116,12 +118,22 @@ def cuseq_attention(
         if is_tracing(query):
             attention_mask = deferred.build(positions)
         else:
-            packed = _layout_of(positions, query.shape[0])
+            packed = layout_of_positions(positions, query.shape[0])
             if packed is None:
                 attention_mask = deferred.build_once(query.device)
     if not lengths_given and packed is None:
         return _dense_attention(
-            module, query, key, value, attention_mask, dropout, scaling, is_causal, s_aux, kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            scaling,
+            is_causal,
+            s_aux,
+            softcap,
+            kwargs,
         )
 
     _check_packable(query, key, attention_mask, dropout)
@@ -143,34 +155,52 @@ def cuseq_attention(
     if deferred is not None and not compiling and deferred.recurrent:
         warn_once(leak_warning(deferred.recurrent))
     if deferred is not None and not compiling and deferred.arguments["attention_mask"] is not None:
-        warn_once(
-            "attention_mask has no effect beside packed lengths, which say where sequences lie; "
-            "leave it out, or leave the lengths out"
-        )
+        warn_once(MASK_BESIDE_LENGTHS)
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
+    backend = getattr(module, BACKEND, "auto")
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     if packed is not None:
         check_layout(packed)
         if not compiling:  # in compiled code the op compares the sizes when it runs
-            _check_total(packed, rows[0])
+            check_total(packed, rows[0].shape[0])
             if lengths_given:
                 check_agreement(
                     packed, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs
                 )
             packed = packed.to(query.device)
         out = cuseq.varlen_attention(
-            *rows, packed, causal=causal, window=window, scale=scaling, sinks=s_aux
+            *rows,
+            packed,
+            causal=causal,
+            window=window,
+            scale=scaling,
+            softcap=softcap,
+            sinks=s_aux,
+            backend=backend,
         )
     elif s_aux is not None:
-        raise ValueError("a model with sinks needs the layout, packed=, not its bare offsets")
+        raise ValueError(
+            "packed must be passed to a model with sinks, got only cu_seq_lens_q or _k"
+        )
     else:
         cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
         bound = None
         if not compiling:
             check_offsets(cu_seq_lens_q, cu_seq_lens_k)
             bound = longest_on_host(max_length_q, max_length_k)
+        if query.is_cuda:
+            load_backends()
+        offsets = cu_seqlens.to(torch.int32)
         out, _ = torch.ops.cuseq.varlen_attention(
-            *rows, cu_seqlens.to(torch.int32), None, causal, window, scaling, bound
+            *rows,
+            offsets,
+            None,
+            causal,
+            window,
+            scaling,
+            bound,
+            softcap=softcap,
+            backend=backend,
         )
     batch, _, seqlen, _ = query.shape
     return out.view(batch, seqlen, out.shape[-2], out.shape[-1]), None
@@ -186,20 +216,18 @@ def _dense_attention(
     scaling: float | None,
     is_causal: bool | None,
     s_aux: Tensor | None,
+    softcap: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Run transformers' sdpa, or the model's eager attention if it has sinks.
-
-    Warn about a soft cap, which sdpa ignores silently.
-    """
+    """Run transformers' sdpa, or the model's eager attention for sinks and soft caps."""
     # Models with an indexer turn its indices into a mask only for implementations that they know.
     _refuse(kwargs, ("indices", "block_indices"), f'attn_implementation="{NAME}"')
-    if s_aux is not None:
-        return _dense_attention_with_sinks(
+    if softcap is not None:
+        kwargs = {**kwargs, "softcap": softcap}
+    if s_aux is not None or softcap is not None:
+        return _dense_attention_by_model(
             module, query, key, value, attention_mask, dropout, scaling, kwargs
         )
-    if kwargs.get("softcap") is not None and not is_tracing(query):
-        warn_once("softcap has no effect here: transformers' sdpa, which attends, ignores it")
     return sdpa_attention_forward(
         module,
         query,
@@ -213,7 +241,7 @@ def _dense_attention(
     )
 
 
-def _dense_attention_with_sinks(
+def _dense_attention_by_model(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -223,7 +251,10 @@ def _dense_attention_with_sinks(
     scaling: float | None,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Run the model's own eager attention, which reads its sinks and takes an additive mask."""
+    """Run the model's own eager attention, which knows its sinks and soft caps, as sdpa does not.
+
+    It takes an additive mask.
+    """
     if attention_mask is None and query.shape[2] > 1:
         shape = query.shape[2], key.shape[2]
         attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
@@ -235,36 +266,6 @@ def _dense_attention_with_sinks(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return out, None
-
-
-def _layout_of(position_ids: Tensor | None, batch: int) -> cuseq.PackedLayout | None:
-    """Return the layout that position ids describe; None if each row is one sequence.
-
-    This waits for one event, once for each tensor until it is edited in place, because all layers
-    share the cached result. Tensors made in inference mode have no version, so every layer waits;
-    with CUSEQ_CACHE=0 every layer waits too.
-    """
-    if position_ids is None:
-        return None
-    with outside_inference_mode():
-        return remember(
-            position_ids,
-            "packed_positions",
-            lambda: _several_sequences(position_ids, batch),
-            batch,
-            tensors=_tensors_of,
-        )
-
-
-def _several_sequences(position_ids: Tensor, batch: int) -> cuseq.PackedLayout | None:
-    layout = cuseq.PackedLayout.from_position_ids(position_ids.expand(batch, -1))
-    return None if layout.num_sequences == batch else layout
-
-
-def _tensors_of(layout: cuseq.PackedLayout | None) -> tuple[Tensor, ...]:
-    if layout is None:
-        return ()
-    return layout.state.lengths, layout.state.cu_seqlens_static, layout.state.host_meta
 
 
 def _check_packable(
@@ -284,9 +285,9 @@ def _check_packable(
         shape = list(getattr(attention_mask, "shape", ()))
         raise ValueError(
             "packed lengths cannot be combined with a 4-D attention_mask, got "
-            f"{type(attention_mask).__name__} of shape {shape}; give one of the two. If you gave "
-            "no mask, the model draws a pattern of its own (image blocks, chunks, another kind "
-            "of causality) that packed attention does not know"
+            f"{type(attention_mask).__name__} of shape {shape}; pass one of the two. If you "
+            "passed no mask, the model made one for a pattern (image blocks, chunks, another kind "
+            "of causality) that packed attention cannot compute"
         )
     if dropout:
         raise ValueError(
@@ -300,11 +301,3 @@ def _refuse(kwargs: dict[str, Any], names: tuple[str, ...], where: str) -> None:
         given = kwargs.get(name)
         if given is not None and given is not False:
             raise ValueError(f"{name} is not supported by {where}, and dropping it would be wrong")
-
-
-def _check_total(packed: cuseq.PackedLayout, row: Tensor) -> None:
-    if packed.total_tokens != row.shape[0]:
-        raise ValueError(
-            f"packed must describe all batch * seqlen = {row.shape[0]} tokens of the input, got a "
-            f"layout of total_tokens={packed.total_tokens}"
-        )

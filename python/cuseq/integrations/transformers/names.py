@@ -5,8 +5,10 @@ from __future__ import annotations
 NAME = "cuseq"
 """What `attn_implementation` is called."""
 
+BACKEND = "_cuseq_backend"
+"""The attribute of an attention layer that says which backend `enable` was asked for."""
+
 UNSUPPORTED = (
-    "softcap",
     "position_bias",
     "head_mask",
     "indices",
@@ -14,6 +16,12 @@ UNSUPPORTED = (
     "output_attentions",
 )
 """Keywords that models give their attention and that change its result."""
+
+MASK_BESIDE_LENGTHS = (
+    "attention_mask has no effect with packed lengths, which determine the sequences; pass one of "
+    "the two"
+)
+"""The warning about a 2-D mask beside packed lengths."""
 
 ROTATE = "apply_rotary_pos_emb"
 ROTATE_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -27,5 +35,7 @@ FORWARD_PARAMETERS = [
     "past_key_values",
     "kwargs",
 ]
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""An attention layer whose norms can go into the rotation."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+OUTPUTS = ("o_proj", "out_proj")
+NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+"""An attention layer whose norms can go into the rotation: its parts, by any of these names."""

@@ -1,0 +1,52 @@
+"""Forwards that cuseq sets on module objects, and their removal."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from cuseq.integrations.transformers._private import (
+    has_accelerate_forward,
+    own_forwards,
+    set_forward,
+)
+
+_MARK = "_cuseq_forward"
+
+
+def our_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that `replace_forward` may set.
+
+    pickle saves bound methods by name. A model that is pickled while enabled therefore gets its
+    class's own forward when it is loaded.
+    """
+    function.__name__ = "forward"
+    setattr(function, _MARK, True)
+    return function
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Set a forward on a module, or inside accelerate's wrapper.
+
+    The forward becomes a bound method: with a partial, each compiled layer would get its own graph.
+    """
+    set_forward(module, types.MethodType(forward, module))
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Undo `replace_forward`."""
+    if has_accelerate_forward(module):
+        set_forward(module, types.MethodType(type(module).forward, module))
+    else:
+        del module.forward
+
+
+def is_replaced(module: nn.Module) -> bool:
+    """Return whether a module has a forward of ours, or is a copy of such a module."""
+    return any(
+        getattr(getattr(forward, "__func__", None), _MARK, False)
+        for forward in own_forwards(module)
+    )

@@ -1,0 +1,149 @@
+"""The way of a row's layout from the call of a model to its mixers.
+
+The layout travels as an argument, so no layer can see the boundaries of another batch, not even
+when a checkpoint computes it again during the backward. A model that is told its sequences in
+another way (offsets, packed position ids) gets a layout made of them first, because mixers cannot
+read those.
+
+Some models do not hand their keywords on: Mamba's head to its backbone, Jamba's layers to their
+mixers. There the caller lends its keywords to the module for the time of its forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cuseq.integrations.transformers._forwards import our_forward
+from cuseq.integrations.transformers._layouts import (
+    check_total,
+    layout_of_offsets,
+    layout_of_positions,
+)
+from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
+from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.names import MASK_BESIDE_LENGTHS
+from cuseq.layout import PackedLayout, check_layout
+
+# Attributes of modules, for the forwards here.
+HANDS_ON_SEQ_IDX = "_cuseq_hands_on_seq_idx"  # whether its layers hand on `seq_idx` alone
+LENDS_TO = "_cuseq_lends_to"  # the name of a child that gets no keywords
+LENT = "_cuseq_lent"  # the keywords that the caller lends for now
+
+_LENGTHS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids")
+
+
+def lent_to(module: nn.Module) -> dict[str, Any]:
+    """Return the keywords about sequences that a module's caller lends to it."""
+    return getattr(module, LENT, None) or {}
+
+
+@functools.cache
+def entry_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a forward for a text model that gives its layers a layout, as `packed`."""
+    forward = cls.forward
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @our_forward
+    @functools.wraps(forward)
+    def entered(self, *args, **kwargs):
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        packed = _layout(self, kwargs)
+        if packed is not None:
+            kwargs["packed"] = packed
+            if getattr(self, HANDS_ON_SEQ_IDX):
+                kwargs["seq_idx"] = packed
+            mask = kwargs.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                if not torch.compiler.is_compiling():
+                    warn_once(MASK_BESIDE_LENGTHS)
+                kwargs["attention_mask"] = None
+        return forward(self, **kwargs)
+
+    return entered
+
+
+@functools.cache
+def lending_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a forward for a module that does not hand its keywords on to a child."""
+    forward = cls.forward
+
+    @our_forward
+    @functools.wraps(forward)
+    def lending(self, *args, **kwargs):
+        child = self.get_submodule(getattr(self, LENDS_TO))
+        setattr(child, LENT, {name: kwargs[name] for name in _LENGTHS if name in kwargs})
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            setattr(child, LENT, None)
+
+    return lending
+
+
+def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
+    """Return the layout of a call's row; None if each row of the batch is one sequence."""
+    told = lent_to(model) | {n: v for n, v in kwargs.items() if v is not None}
+    packed = told.get("packed")
+    offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
+    if packed is None and offsets is None:
+        return _packed_positions(told)
+    name = type(model).__name__
+    if packed is None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                f"{name} has layers with a state along the row, which compiled code can only "
+                "separate by the layout, packed=, got bare offsets"
+            )
+        check_lengths(told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k"), told)
+        check_offsets(told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k"))
+        packed = layout_of_offsets(offsets, _tokens(told))
+    check_layout(packed)
+    if not torch.compiler.is_compiling():  # compiled code that reads an int may recompile
+        check_total(packed, _tokens(told))
+    # A layout of a tree says so; layouts of this release have no trees yet.
+    is_part = packed.rank_positions is not None
+    if is_part or getattr(packed, "is_tree", False):
+        what = "the part of a row that cp_partition gave to one rank" if is_part else "a tree"
+        raise ValueError(
+            f"{name} has layers with a state along the row, which need whole rows of documents: "
+            f"packed must not be {what}"
+        )
+    return packed
+
+
+def _packed_positions(told: dict[str, Any]) -> PackedLayout | None:
+    """Return the layout of packed position ids, read under the conditions of attention."""
+    positions = told.get("position_ids")
+    if positions is None or torch.compiler.is_compiling():
+        return None
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # M-RoPE with the text's positions in front
+    rows = _rows(told)
+    seqlen = rows.shape[1]
+    if positions.dim() > 2 or positions.shape[-1] != seqlen or seqlen == 1:
+        return None
+    if told.get("attention_mask") is not None or _is_filled(told):
+        return None
+    return layout_of_positions(positions, rows.shape[0])
+
+
+def _tokens(told: dict[str, Any]) -> int:
+    rows = _rows(told)
+    return rows.shape[0] * rows.shape[1]
+
+
+def _rows(told: dict[str, Any]) -> Tensor:
+    """Return the input of a call, `[batch, seqlen]` or `[batch, seqlen, hidden]`."""
+    ids = told.get("input_ids")
+    return told["inputs_embeds"] if ids is None else ids
+
+
+def _is_filled(told: dict[str, Any]) -> bool:
+    cache = told.get("past_key_values", told.get("cache_params"))
+    return cache is not None and cache.get_seq_length() > 0

@@ -1,0 +1,77 @@
+"""Forwards for mixers whose recurrence is no function that gets the layout.
+
+MiniMax's lightning attention computes its recurrence in its own forward. A Mamba-1 layer calls a
+function but does not hand its keywords on to it. Such a layer is called for each segment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from cuseq.integrations.transformers._forwards import our_forward
+from cuseq.integrations.transformers.hybrids.boundaries import lent_to
+from cuseq.integrations.transformers.hybrids.functions import WITH_FLA, layout_among
+from cuseq.integrations.transformers.hybrids.kernels import fla_arguments, kernel
+from cuseq.integrations.transformers.hybrids.segments import by_segment
+from cuseq.layout import PackedLayout
+
+NO_KERNEL = "no package has a kernel for it that takes offsets"
+_CACHES = ("cache_params", "past_key_values")
+
+
+@our_forward
+def mamba_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a Mamba-1 layer; with a layout, on one segment at a time."""
+    packed = layout_among(kwargs | lent_to(self), hidden_states)
+    if packed is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    out, _ = _segments(self, "Mamba 1", NO_KERNEL, packed, hidden_states, args, kwargs)
+    return out
+
+
+@our_forward
+def lightning_forward(
+    self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Run a layer of lightning attention; with a layout, by fla or on one segment at a time."""
+    packed = layout_among(kwargs, hidden_states)
+    if packed is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    simple_gla = kernel("chunk_simple_gla", hidden_states)
+    if simple_gla is not None and all(kwargs.get(name) is None for name in _CACHES):
+        batch, seqlen, _ = hidden_states.shape
+        heads = self.act_fn(self.qkv_proj(hidden_states))
+        heads = heads.view(1, -1, self.num_attention_heads, 3 * self.head_dim)
+        out, _ = simple_gla(
+            *heads.split(self.head_dim, dim=-1),
+            g_gamma=-self.slope_rate.float().view(-1),
+            scale=1.0,
+            **fla_arguments(simple_gla, packed),
+        )
+        out = self.norm(out.reshape(batch, seqlen, -1))
+        return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
+    return _segments(self, "lightning attention", WITH_FLA, packed, hidden_states, args, kwargs)
+
+
+def _segments(
+    layer: nn.Module,
+    what: str,
+    remedy: str,
+    packed: PackedLayout,
+    hidden_states: Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Run a layer's own forward on each segment; a cache gets the state of the last sequence."""
+    caches = {name: kwargs[name] for name in _CACHES if name in kwargs}
+    others = {name: value for name, value in kwargs.items() if name not in caches}
+
+    def run(is_last: bool, row: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = type(layer).forward(layer, row, *args, **others, **(caches if is_last else {}))
+        return found if isinstance(found, tuple) else (found, None)
+
+    rows = hidden_states.flatten(0, 1).unsqueeze(0)
+    out, state = by_segment(what, remedy, packed, run, rows)
+    return out.view(hidden_states.shape), state
