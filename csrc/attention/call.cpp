@@ -1,42 +1,52 @@
 #include "attention/call.h"
 
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "attention/backend.h"
+#include "attention/choice.h"
 
 namespace cuseq::attention {
 namespace {
 
-// Sorted by descending preference.
-std::vector<Backend>& backends() {
+std::vector<Backend>& registered_backends() {
   static auto* all = new std::vector<Backend>();
   return *all;
 }
 
-const Backend& backend_of(const Call& call) {
-  const auto found =
-      std::ranges::find_if(backends(), [&](const Backend& one) { return one.takes(call); });
-  TORCH_INTERNAL_ASSERT(found != backends().end(), "no attention backend takes the call");
-  if (found->warn != nullptr) found->warn(call);
-  return *found;
+const Backend& chosen_backend(const Call& call) {
+  const Backend& backend = backend_of(call);
+  if (backend.warn != nullptr && call.backend == "auto") backend.warn(call);
+  return backend;
+}
+
+// Return the name under which a profile shows the backend.
+std::string profiled_name(const Backend& backend) {
+  return std::string("cuseq attention: ") + backend.name;
 }
 
 bool is_empty(const Call& call) { return call.queries.count() == 0 || call.queries.longest == 0; }
 
 }  // namespace
 
+const std::vector<Backend>& backends() { return registered_backends(); }
+
 RegisterBackend::RegisterBackend(const Backend& backend) {
-  auto& all = backends();
+  auto& all = registered_backends();
   const auto next = std::ranges::find_if(
       all, [&](const Backend& one) { return one.preference < backend.preference; });
   all.insert(next, backend);
 }
 
 Output attend(const Call& call) {
-  if (!is_empty(call)) return backend_of(call).forward(call);
+  if (!is_empty(call)) {
+    const Backend& backend = chosen_backend(call);
+    RECORD_USER_SCOPE(profiled_name(backend));
+    return backend.forward(call);
+  }
   const Tensor& q = call.q;
   const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {at::zeros({q.size(0), q.size(1), call.v.size(2)}, q.options()),
@@ -44,7 +54,11 @@ Output attend(const Call& call) {
 }
 
 Gradients attend_backward(const Call& call, const Outer& outer) {
-  if (!is_empty(call)) return backend_of(call).backward(call, outer);
+  if (!is_empty(call)) {
+    const Backend& backend = chosen_backend(call);
+    RECORD_USER_SCOPE(profiled_name(backend));
+    return backend.backward(call, outer);
+  }
   return {at::zeros(call.q.sizes(), call.q.options()), at::zeros(call.k.sizes(), call.k.options()),
           at::zeros(call.v.sizes(), call.v.options())};
 }

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "ops/types.h"
@@ -30,6 +31,8 @@ struct Call {
   OptionalInt window;    // keys that a query sees, including itself; none: all
   OptionalTensor spans;  // int32 [n_spans, 2]; their tokens see the whole span
   double scale = 1.0;
+  OptionalDouble softcap;        // scores become softcap * tanh(score / softcap)
+  std::string backend = "auto";  // or the name of the backend that must execute the call
 
   // Return whether queries and keys are the tokens of the same row.
   bool is_of_one_row() const { return queries.offsets.is_same(keys.offsets); }
@@ -48,7 +51,7 @@ struct Outer {
   Tensor logsumexp;
 };
 
-// Execute a call with the preferred backend that takes it.
+// Execute a call with the backend that choice.h names.
 Output attend(const Call& call);
 Gradients attend_backward(const Call& call, const Outer& outer);
 

@@ -34,15 +34,15 @@ void check_tensors(const Tensor& q, const Tensor& k, const Tensor& v) {
   check_heads(q, "q", q);
   check_heads(k, "k", q);
   check_heads(v, "v", q);
-  TORCH_CHECK_VALUE(k.size(1) == v.size(1), "k and v must have as many heads, got ", k.size(1),
-                    " and ", v.size(1));
+  TORCH_CHECK_VALUE(k.size(1) == v.size(1), "k and v must have the same number of heads, got ",
+                    k.size(1), " and ", v.size(1));
   TORCH_CHECK_VALUE(q.size(1) > 0, "q must have at least one head, got ", q.sizes());
   TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-                    "heads of q must be a multiple of those of k, got ", q.size(1), " and ",
+                    "q's number of heads must be a multiple of k's, got ", q.size(1), " and ",
                     k.size(1));
   TORCH_CHECK_VALUE(q.size(2) == k.size(2) && q.size(2) > 0 && v.size(2) > 0,
-                    "q and k must have one head_dim above 0, got ", q.size(2), " and ", k.size(2),
-                    " (v has ", v.size(2), ")");
+                    "q and k must have the same head_dim, at least 1, got ", q.size(2), " and ",
+                    k.size(2), " (v has ", v.size(2), ")");
   check_tokens(q.size(0));
 }
 
@@ -73,6 +73,9 @@ void check_options(const Tensor& q, const AttentionOptions& options, OptionalInt
   TORCH_CHECK_VALUE(
       !options.scale.has_value() || (std::isfinite(*options.scale) && *options.scale > 0),
       "scale must be a finite number above 0, got ", options.scale.value_or(0));
+  const double softcap = options.softcap.value_or(1.0);
+  TORCH_CHECK_VALUE(softcap >= 0x1p-100 && softcap <= 0x1p100,
+                    "softcap must be None or from 2^-100 to 2^100, got ", softcap);
   if (!options.spans.has_value()) return;
   check_spans(*options.spans, cu_seqlens);
   if (!values_can_be_read(cu_seqlens)) return;
@@ -145,6 +148,8 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   call.causal = options.causal;
   call.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));
   call.spans = options.spans;
+  call.softcap = options.softcap;
+  call.backend = options.backend;
   // A window at least as long as the longest sequence has no effect. The caller's bound does not
   // prove that, since lengths may exceed it.
   const int64_t longest =

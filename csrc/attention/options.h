@@ -14,7 +14,7 @@ namespace cuseq::attention {
 template <typename Return, typename... Front>
 using Signature = Return(Front..., const Tensor&, const OptionalTensor&, bool, OptionalInt,
                          OptionalDouble, OptionalSymInt, const OptionalTensor&,
-                         const OptionalTensor&);
+                         const OptionalTensor&, OptionalDouble, c10::string_view);
 
 // Adapt function(options, front...) to a kernel with such a signature.
 template <auto function>
@@ -25,9 +25,10 @@ struct Kernel<function> {
   static Return call(Front... front, const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                      bool causal, OptionalInt window, OptionalDouble scale,
                      OptionalSymInt max_seqlen_bound, const OptionalTensor& spans,
-                     const OptionalTensor& cu_seqlens_padded) {
+                     const OptionalTensor& cu_seqlens_padded, OptionalDouble softcap,
+                     c10::string_view backend) {
     return function({cu_seqlens, host_meta, causal, window, scale, std::move(max_seqlen_bound),
-                     spans, cu_seqlens_padded},
+                     spans, cu_seqlens_padded, softcap, std::string(backend)},
                     front...);
   }
 };
@@ -35,7 +36,8 @@ struct Kernel<function> {
 template <typename Op, typename... Front>
 decltype(auto) call_op(const Op& op, const AttentionOptions& options, const Front&... front) {
   return op.call(front..., options.cu_seqlens, options.host_meta, options.causal, options.window,
-                 options.scale, options.max_seqlen_bound, options.spans, options.cu_seqlens_padded);
+                 options.scale, options.max_seqlen_bound, options.spans, options.cu_seqlens_padded,
+                 options.softcap, options.backend);
 }
 
 // Save `saved` and the options on an autograd node. The options' tensors follow those of `saved`.
@@ -48,6 +50,8 @@ inline void save_options(torch::autograd::AutogradContext* ctx, const AttentionO
   ctx->saved_data["window"] = options.window;
   ctx->saved_data["scale"] = options.scale;
   ctx->saved_data["max_seqlen_bound"] = options.max_seqlen_bound;
+  ctx->saved_data["softcap"] = options.softcap;
+  ctx->saved_data["backend"] = options.backend;
 }
 
 // Return the saved options. `first` is the index of the options' first tensor in `saved`.
@@ -61,7 +65,9 @@ inline AttentionOptions saved_options(torch::autograd::AutogradContext* ctx,
           data["scale"].toOptional<double>(),
           data["max_seqlen_bound"].toOptional<c10::SymInt>(),
           or_nullopt(saved[first + 2]),
-          or_nullopt(saved[first + 3])};
+          or_nullopt(saved[first + 3]),
+          data["softcap"].toOptional<double>(),
+          data["backend"].toStringRef()};
 }
 
 }  // namespace cuseq::attention

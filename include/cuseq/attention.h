@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "cuseq/macros.h"
@@ -24,6 +25,8 @@ struct AttentionOptions {
   std::optional<c10::SymInt> max_seqlen_bound;
   std::optional<at::Tensor> spans;              // int32 [n_spans, 2]
   std::optional<at::Tensor> cu_seqlens_padded;  // segment starts, if segments are padded
+  std::optional<double> softcap;                // scores become softcap * tanh(score / softcap)
+  std::string backend = "auto";                 // or the name of the backend that must run
 };
 
 // Compute attention of q [tokens, heads, head_dim] over k and v [tokens, key heads, head_dim].

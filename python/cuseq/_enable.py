@@ -23,8 +23,10 @@ def enable(x: Any, **options: Any) -> Enabled:
       attention of its text part becomes `attn_implementation="cuseq"`. RoPE of query and key (and
       the per-head q/k norm, if any) becomes one kernel. Enable the model before its layers are
       compiled. Padded batches, generation and evaluation give the same numbers as before, but
-      attention weights (`output_attentions=True`) are not available. Liger's kernels work together
-      with this if they were applied with Liger's option `rope=False`.
+      attention weights (`output_attentions=True`) are not available. In a hybrid model, layers with
+      a state along the row (short convolutions, gated delta rules, Mamba) start each document anew;
+      docs/hybrids.md lists the families. Liger's kernels work together with this if they were
+      applied with Liger's option `rope=False`.
     - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`. Its model is enabled as above,
       and its data collator is replaced, so that each batch has the layout of its row. Call `enable`
       before `train()`.
@@ -42,6 +44,8 @@ def enable(x: Any, **options: Any) -> Enabled:
         rope: for a model or a trainer, default True: replace the rotation.
         qk_norm: for a model or a trainer, default True: run the norms of queries and keys in the
             rotation's kernel.
+        backend: for a model or a trainer, default "auto": which backend computes the attention of
+            packed rows, as in `cuseq.varlen_attention`, for this model alone.
         bin_pack: for an SFTTrainer, default False. True, or a strategy of `cuseq.data.bin_pack`,
             packs the training dataset again, all of it together and not a thousand examples at a
             time. Evaluation keeps its rows. Documents longer than `capacity` are split with
@@ -57,11 +61,12 @@ def enable(x: Any, **options: Any) -> Enabled:
     Raises:
         TypeError: `x` is none of these, or an option does not apply to it.
         ValueError: `x` is already enabled with other options, or has a part that cuseq cannot
-            replace exactly; the message names it.
+            replace exactly; or the backend is unknown or not installed; the message names it.
 
     Warns:
-        UserWarning: the model has recurrent layers, through which the documents of a packed row
-            leak into each other (`warnings` has the same text, which starts with "LEAKS").
+        UserWarning: the model has recurrent layers that cuseq does not know, through which the
+            documents of a packed row leak into each other (`warnings` has the same text, which
+            starts with "LEAKS").
 
     Synchronises: it compares outputs of the model's layers with those of the kernels on a small
     input.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def check_pairs(
     Returns:
         int32 `[n_spans, 2]`, or None if there are no pairs.
     """
-    host = dict(dtype=torch.int32, device="cpu")
+    host: dict[str, Any] = dict(dtype=torch.int32, device="cpu")
     with outside_inference_mode():
         try:
             spans = torch.tensor(pairs, **host) if pairs else None

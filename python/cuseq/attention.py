@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,7 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
+from cuseq import _C
 from cuseq._arguments import as_float, as_size, check_flag, check_tensor
+from cuseq._backends import (
+    Question,
+    check_backend,
+    load_backends,
+    takes_flex,
+    why_flex,
+)
+from cuseq._flex import attend_by_flex
 from cuseq._spans import Spans
 from cuseq.layout import PackedLayout, check_layout
 
@@ -27,22 +36,23 @@ def varlen_attention(
     window: int | None = None,
     spans: Spans | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Compute exact softmax attention inside each sequence of a packed row.
 
-    On CUDA it runs PyTorch's varlen flash kernels, or the implementation that
-    `torch.nn.attention.activate_flash_attention_impl` has activated. FlashAttention 4 loads whole
-    tiles, so the values after the last sequence must be finite. On the CPU, and for inputs that
-    flash attention refuses (fp32, head_dim above 256, GPUs below sm_80), another exact kernel runs,
-    with one warning per process. With `spans`, sequences run one by one, and those with a span use
-    a mask for a few queries at a time. If many layers use spans, `flex_attention` with
-    `packed.block_mask(spans=...)` is faster. Grouped-query attention needs no repeated keys. No
-    tensor of size tokens x tokens is ever made.
+    Several backends compute it. `backend="auto"` takes the one that was the fastest where something
+    like the call was measured: FlashAttention 4 if it is installed, PyTorch's flash kernels, or
+    flex attention. For inputs that flash attention refuses (fp32, head_dim above 256, GPUs below
+    sm_80), another exact kernel runs, with one warning per process. `cuseq.attention_backend` names
+    the one that is chosen and says why. Grouped-query attention needs no repeated keys. No tensor
+    of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
-    The output and the gradients are zero on padding and tail.
+    With `softcap` the scores become `softcap * tanh(score / softcap)` before the softmax. The
+    output and the gradients are zero on padding and tail.
 
     Args:
         q: `[total_tokens, heads, head_dim]`; the last dimension must be contiguous.
@@ -55,15 +65,23 @@ def varlen_attention(
         spans: (start, end) pairs in tokens of the row; in compiled code an int32 tensor
             `[n_spans, 2]`, as in `PackedLayout.dense_mask`. Tokens of a span see all of it.
         scale: factor of the scores, default `head_dim ** -0.5`.
+        softcap: bound of the scores, above 0 (Gemma 2; Gemma Team 2024, arXiv:2408.00118). None
+            means no bound.
         sinks: floating point `[heads]`, one score per head that is added to the softmax's
             denominator and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453). The layout
             must then have no padding between its sequences.
+        backend: "auto"; "flash", PyTorch's flash kernels or what
+            `torch.nn.attention.activate_flash_attention_impl` has put in their place; "fa4" and
+            "fa3", FlashAttention 4 and 3, whose packages must be installed; "flex", flex attention,
+            which compiles a kernel at the first call; "efficient", PyTorch's memory-efficient
+            kernel; "segments", one sequence after the other.
 
     Returns:
         `[total_tokens, heads, value_dim]`, contiguous. Differentiable once.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or the layout do not fit.
+        ValueError, TypeError: shapes, dtypes, devices or the layout do not fit; or the backend that
+            was asked for is not installed or cannot take the call, and the message says what to do.
 
     Inside torch.compile one graph serves every pack with the same `total_tokens`, because the op
     reads the lengths when it runs. With a layout from host lengths nothing synchronises. With a
@@ -76,6 +94,128 @@ def varlen_attention(
         >>> cuseq.varlen_attention(q, k, v, packed).shape
         torch.Size([5, 4, 16])
     """
+    options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
+    if _runs_flex(q, v, packed, options):
+        if not is_compiling():  # the checks of the op, which does not run
+            _C.attention_choice(q, k, v, *options._replace(backend="auto").of_op(q, packed))
+        return attend_by_flex(q, k, v, packed, sinks=sinks, **options.of_flex())
+    arguments = options.of_op(q, packed)
+    if is_compiling():
+        return _attend(q, k, v, sinks, arguments)
+    try:
+        return _attend(q, k, v, sinks, arguments)
+    except (RuntimeError, TypeError):
+        # The dispatcher's message would print the schema. Checking first would cost time.
+        _check_rows(q, k, v)
+        raise
+
+
+class AttentionBackend(NamedTuple):
+    """The backend of a call of `varlen_attention`, and why it was chosen."""
+
+    name: str
+    reason: str
+
+
+def attention_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedLayout,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    spans: Spans | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+) -> AttentionBackend:
+    """Return which backend `varlen_attention` runs for the same arguments in eager code, and why.
+
+    Nothing is computed. Waits as `varlen_attention` does for a layout from lengths on a GPU.
+
+    Returns:
+        `AttentionBackend(name, reason)`.
+
+    Raises:
+        ValueError, TypeError: as `varlen_attention`.
+
+    Examples:
+        >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
+        >>> q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+        >>> cuseq.attention_backend(q, k, v, packed).name
+        'segments'
+    """
+    _check_rows(q, k, v)
+    options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
+    if _runs_flex(q, v, packed, options):
+        return AttentionBackend("flex", why_flex(options.question()))
+    return AttentionBackend(*_C.attention_choice(q, k, v, *options.of_op(q, packed)))
+
+
+class _Options(NamedTuple):
+    """The checked options of a call."""
+
+    causal: bool
+    window: int | None
+    spans: Spans | None
+    scale: float | None
+    softcap: float | None
+    backend: str
+
+    def question(self) -> Question:
+        return Question(self.causal, self.window, self.spans, self.softcap, self.backend)
+
+    def of_flex(self) -> dict[str, Any]:
+        return {
+            "causal": self.causal,
+            "window": self.window,
+            "spans": self.spans,
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
+
+    def of_op(self, q: Tensor, packed: PackedLayout) -> tuple[Any, ...]:
+        """Return the arguments of the op after q, k and v."""
+        causal, window, spans, scale, softcap, backend = self
+        one_by_one = (
+            spans is not None
+            or softcap is not None
+            or (window is not None and not causal)
+            or q.dtype == torch.float64
+            or backend == "segments"
+        )
+        if one_by_one and not is_compiling():
+            packed.remember_offsets_on_host()
+        state = packed.state
+        return (
+            state.cu_seqlens_static,
+            state.host_meta,
+            causal,
+            window,
+            scale,
+            None,
+            packed.checked_spans(spans) if spans is not None else None,
+            packed.cu_seqlens_padded_static,
+            softcap,
+            backend,
+        )
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedLayout,
+    causal: bool,
+    window: int | None,
+    spans: Spans | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    backend: str,
+) -> _Options:
     are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
     if not are_tensors or q.is_meta or k.is_meta or v.is_meta:
         _check_rows(q, k, v)
@@ -88,32 +228,30 @@ def varlen_attention(
         scale = as_float(scale, "scale")
         if 0 < scale < 2**-126 and q.dtype != torch.float64:  # zero times -inf would be NaN
             raise ValueError(f"scale must be at least 2^-126 for {q.dtype}, got {scale}")
-    if spans is not None:
-        spans = packed.checked_spans(spans)
-    one_by_one = (
-        spans is not None or (window is not None and not causal) or q.dtype == torch.float64
-    )
-    if one_by_one and not is_compiling():
-        packed.remember_offsets_on_host()
-    state = packed.state
-    arguments = (
-        state.cu_seqlens_static,
-        state.host_meta,
-        causal,
-        window,
-        scale,
-        None,
-        spans,
-        packed.cu_seqlens_padded_static,
-    )
-    if is_compiling():
-        return _attend(q, k, v, sinks, arguments)
-    try:
-        return _attend(q, k, v, sinks, arguments)
-    except (RuntimeError, TypeError):
-        # The dispatcher's message would print the schema. Checking first would cost time.
-        _check_rows(q, k, v)
-        raise
+    if softcap is not None and not is_compiling():
+        softcap = as_float(softcap, "softcap")
+        if not 2**-100 <= softcap <= 2**100:  # beyond, fp32 has no share of it
+            raise ValueError(f"softcap must be None or from 2^-100 to 2^100, got {softcap}")
+    if type(backend) is not str or backend != "auto":
+        check_backend(backend)
+    if sinks is not None:
+        if not is_compiling():
+            _check_rows(q, k, v)
+        _check_sinks(q, sinks, packed)
+    return _Options(causal, window, spans, scale, softcap, backend)
+
+
+def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> bool:
+    """Return whether flex attention runs the call; load the other backends first."""
+    if not q.is_cuda:
+        return options.backend == "flex" and takes_flex(q, v, packed, options.question())
+    load_backends()
+    if not is_compiling():
+        _, window, spans, _, softcap, backend = options
+        plain = softcap is None and spans is None and (options.causal or window is None)
+        if (plain and backend != "flex") or isinstance(q, FakeTensor):
+            return False
+    return takes_flex(q, v, packed, options.question())
 
 
 def _attend(
@@ -129,9 +267,7 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(value, name)
 
 
-def _attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, arguments: tuple[Any, ...]
-) -> Tensor:
+def _check_sinks(q: Tensor, sinks: Tensor, packed: PackedLayout) -> None:
     check_tensor(sinks, "sinks")
     fits = sinks.shape == q.shape[1:2] and sinks.is_floating_point() and sinks.device == q.device
     if not fits and q.dim() == 3:  # the op itself refuses a q of other dimensions
@@ -139,8 +275,13 @@ def _attention_with_sinks(
             f"sinks must be floating point [heads = {q.shape[1]}] on {q.device}, got "
             f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
         )
-    if arguments[-1] is not None:
+    if packed.cu_seqlens_padded_static is not None:
         raise ValueError("packed must have no padding between its sequences for sinks")
+
+
+def _attention_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, arguments: tuple[Any, ...]
+) -> Tensor:
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -161,7 +302,9 @@ class _WithSinks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, *arguments):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *arguments: Any
+    ) -> Tensor:
         out, logsumexp = _ops.varlen_attention(q, k, v, *arguments)
         scores = sinks.detach().to(logsumexp.dtype).unsqueeze(1)
         total = torch.logaddexp(logsumexp, scores)  # [heads, tokens]
@@ -171,17 +314,20 @@ class _WithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
         create_graph = torch.is_grad_enabled() and not is_compiling()
         with torch.no_grad():
-            grads = _WithSinks.gradients(grad_out, *saved, ctx.arguments)
+            grads = _WithSinks.gradients(grad_out, saved, ctx.arguments)
         if create_graph:
             grads = _Once.apply(grad_out, *saved[:4], *grads)
         return *grads, *[None] * len(ctx.arguments)
 
     @staticmethod
-    def gradients(grad_out, q, k, v, sinks, out, total, arguments) -> tuple[Tensor, ...]:
+    def gradients(
+        grad_out: Tensor, saved: tuple[Tensor, ...], arguments: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        q, k, v, sinks, out, total = saved
         grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *arguments)
         share = (sinks.to(total.dtype).unsqueeze(1) - total).exp()
         # On padding and tail `out` is zero, and `grad_out` may hold any value, even NaN.
@@ -197,11 +343,12 @@ class _Once(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, grad_out, q, k, v, sinks, *grads):
-        return tuple(grad.clone() for grad in grads)  # autograd forbids in-place edits of views
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Take `grad_out, q, k, v, sinks` and then the gradients."""
+        return tuple(grad.clone() for grad in tensors[5:])  # autograd forbids edits of views
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
         raise NotImplementedError(
             "cuseq::varlen_attention cannot be differentiated twice: its kernels have no second "
             "derivative; use eager attention where you need create_graph=True"
@@ -224,13 +371,30 @@ def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) ->
 
 
 @register_flop_formula(_ops.varlen_attention, get_raw=True)
-def _forward_flops(q, k, v, cu_seqlens, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _forward_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **kwargs: Any,
+) -> int:
     return _attention_flops(q, v, cu_seqlens, products=2)
 
 
 @register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
 def _backward_flops(
-    grad_out, q, k, v, out, logsumexp, cu_seqlens, *args: Any, out_val: Any = None, **kwargs: Any
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cu_seqlens: Tensor,
+    *args: Any,
+    out_val: Any = None,
+    **kwargs: Any,
 ) -> int:
     # The backward computes the scores again, and two products for each of the forward's two.
     return _attention_flops(q, v, cu_seqlens, products=5)

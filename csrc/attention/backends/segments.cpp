@@ -39,9 +39,9 @@ struct Tile {
   int64_t keys() const { return key_end - key_begin; }
 };
 
-// Return the offsets on the host. Those of a layout are copied at most once and then cached; others
-// are copied in each call. A copy synchronises.
-Tensor offsets_on_host(const Sequences& sequences) {
+// Return the offsets on the host, checked. Those of a layout are copied at most once and then
+// cached; others are copied in each call. A copy synchronises.
+Tensor offsets_on_host(const Sequences& sequences, int64_t total_tokens) {
   const Tensor& offsets = sequences.offsets;
   if (offsets.is_cpu()) return offsets;
   TORCH_CHECK(!is_capturing(offsets),
@@ -52,6 +52,9 @@ Tensor offsets_on_host(const Sequences& sequences) {
   TORCH_CHECK_VALUE(host.size(0) > sequences.count(),
                     "host_meta must be of the layout of cu_seqlens: it says n_seqs = ",
                     sequences.count(), ", but there are ", host.size(0), " offsets");
+  // host_meta does not say where sequences lie: offsets that it was not made of may hold any
+  // values.
+  check_offset_values(host.narrow(0, 0, sequences.count() + 1), total_tokens);
   return host;
 }
 
@@ -64,13 +67,15 @@ struct Rules {
   // is assumed to have a span, and any query to see all of its segment.
   OptionalTensor host_spans;
   bool spans_are_known = true;
+  bool cuts_all = false;  // into runs, since all scores of a tile are in memory at once
 
-  explicit Rules(const Call& call) : host_offsets(offsets_on_host(call.queries)) {
+  explicit Rules(const Call& call) : host_offsets(offsets_on_host(call.queries, call.q.size(0))) {
     device.segments.seqlens = {call.queries.offsets.const_data_ptr<int32_t>(),
                                call.queries.count()};
     device.segments.total_tokens = call.q.size(0);
     device.causal = call.causal;
     device.window = call.window.value_or(0);
+    cuts_all = call.softcap.has_value();
     host = device;
     host.segments.seqlens.cu_seqlens = host_offsets.const_data_ptr<int32_t>();
     if (call.spans.has_value()) {
@@ -101,8 +106,9 @@ struct Rules {
   }
 };
 
-// Call `visit` for each tile. A segment is one tile, unless a window or spans need a mask: then it
-// is cut into runs of queries, each with the keys within its reach.
+// Call `visit` for each tile. A segment is one tile, unless a window or spans need a mask, or a
+// soft cap needs the scores: then it is cut into runs of queries, each with the keys within its
+// reach.
 template <typename F>
 void for_each_tile(const Rules& rules, const F& visit) {
   const MaskRule& rule = rules.host;
@@ -111,7 +117,7 @@ void for_each_tile(const Rules& rules, const F& visit) {
     const int64_t end = rule.segments.seqlens.begin(segment + 1);
     if (begin == end) continue;
     const bool windowed = rule.window > 0 && rule.window < end - begin;
-    if (!windowed && !rules.has_span(begin, end)) {
+    if (!windowed && !rules.cuts_all && !rules.has_span(begin, end)) {
       visit(Tile{begin, end, begin, end, false});
       continue;
     }
@@ -131,7 +137,10 @@ void for_each_tile(const Rules& rules, const F& visit) {
 class TileAttention {
  public:
   TileAttention(const Tile& tile, const MaskRule& rule, const Call& call, const Tensor& q)
-      : causal_(call.causal && !tile.masked), scale_(call.scale), kernel_(kernel_for(q)) {
+      : causal_(call.causal && !tile.masked),
+        scale_(call.scale),
+        softcap_(call.softcap),
+        kernel_(softcap_.has_value() ? Kernel::kPlain : kernel_for(q)) {
     // The plain kernel has no causal option.
     if (tile.masked || (causal_ && kernel_ == Kernel::kPlain)) {
       mask_ = mask_of_tile(rule, tile.query_begin, tile.queries(), tile.key_begin, tile.keys(), q);
@@ -152,9 +161,9 @@ class TileAttention {
       case Kernel::kPlain:
         break;
     }
-    const Tensor scores = plain_scores(q, k);
+    const Tensor scores = masked(capped(scores_of(q, k)));
     const Tensor logsumexp = scores.logsumexp(-1);
-    return {at::matmul(scores.sub_(logsumexp.unsqueeze(-1)).exp_(), v), logsumexp};
+    return {at::matmul(scores.sub_(logsumexp.unsqueeze(-1)).exp_(), wide(v)), logsumexp};
   }
 
   std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q,
@@ -180,12 +189,17 @@ class TileAttention {
       case Kernel::kPlain:
         break;
     }
-    const Tensor weights = plain_scores(q, k).sub_(logsumexp.unsqueeze(-1)).exp_();
-    const Tensor grad_weights = at::matmul(grad_out, v.transpose(-2, -1));
-    const Tensor delta = grad_out.mul(out).sum(-1, /*keepdim=*/true);
-    const Tensor grad_scores = grad_weights.sub(delta).mul_(weights).mul_(scale_);
-    return {at::matmul(grad_scores, k), at::matmul(grad_scores.transpose(-2, -1), q),
-            at::matmul(weights.transpose(-2, -1), grad_out)};
+    const Tensor grad = wide(grad_out);
+    const Tensor scores = capped(scores_of(q, k));
+    const Tensor weights = masked(scores.clone()).sub_(logsumexp.unsqueeze(-1)).exp_();
+    const Tensor delta = grad.mul(wide(out)).sum(-1, /*keepdim=*/true);
+    const Tensor grad_scores =
+        at::matmul(grad, wide(v).transpose(-2, -1)).sub_(delta).mul_(weights).mul_(scale_);
+    if (softcap_.has_value()) {  // the derivative of c * tanh(s / c) is 1 - tanh^2
+      grad_scores.mul_(scores.div_(*softcap_).square_().neg_().add_(1));
+    }
+    return {at::matmul(grad_scores, wide(k)), at::matmul(grad_scores.transpose(-2, -1), wide(q)),
+            at::matmul(weights.transpose(-2, -1), grad)};
   }
 
   // PyTorch's memory-efficient kernel does not support fp64, and supports bf16 from sm_80 on.
@@ -211,13 +225,24 @@ class TileAttention {
     return mask_->expand({1, q.size(1), -1, -1});
   }
 
-  Tensor plain_scores(const Tensor& q, const Tensor& k) const {
-    Tensor scores = at::matmul(q, k.transpose(-2, -1)).mul_(scale_);
-    return mask_.has_value() ? scores.add_(*mask_) : scores;
+  // Scores of fp16 or bf16 would have too few digits.
+  static Tensor wide(const Tensor& tensor) {
+    return tensor.scalar_type() == at::kDouble ? tensor : tensor.to(at::kFloat);
   }
+
+  Tensor scores_of(const Tensor& q, const Tensor& k) const {
+    return at::matmul(wide(q), wide(k).transpose(-2, -1)).mul_(scale_);
+  }
+
+  Tensor capped(Tensor scores) const {
+    return softcap_.has_value() ? scores.div_(*softcap_).tanh_().mul_(*softcap_) : scores;
+  }
+
+  Tensor masked(Tensor scores) const { return mask_.has_value() ? scores.add_(*mask_) : scores; }
 
   bool causal_;
   double scale_;
+  OptionalDouble softcap_;
   Kernel kernel_;
   OptionalTensor mask_;  // additive, [1, 1, queries, keys]
 };
@@ -253,11 +278,12 @@ Tensor prepared(const Tensor& rows, int64_t head_dim) {
   return TileAttention::is_efficient(rows) ? aligned_rows(padded) : padded;
 }
 
-// Takes every call on the CPU, where it is the only backend, and every CUDA call of one row.
-bool takes(const Call& call) { return call.is_of_one_row(); }
+std::string obstacle(const Call& call) {
+  return call.is_of_one_row() ? "" : "its queries and keys are the same tokens";
+}
 
 void warn(const Call& call) {
-  if (call.q.is_cpu() || call.spans.has_value()) return;
+  if (call.q.is_cpu() || call.spans.has_value() || call.softcap.has_value()) return;
   const bool two_sided_window = call.window.has_value() && !call.causal;
   TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ", call.q.scalar_type(),
                   two_sided_window ? " with a two-sided window" : "",
@@ -322,7 +348,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return {grad_q, grad_k, grad_v};
 }
 
-const RegisterBackend registered({"segments", /*preference=*/0, takes, forward, backward, warn});
+const RegisterBackend registered({"segments", /*preference=*/0, obstacle, forward, backward, warn});
 
 }  // namespace
 }  // namespace cuseq::attention

@@ -3,11 +3,13 @@
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "attention/backend.h"
+#include "attention/flash_rows.h"
 #include "attention/rows.h"
 #include "cuseq/seqlens.h"
 
@@ -16,46 +18,21 @@
 namespace cuseq::attention {
 namespace {
 
-constexpr int64_t kHeadDimMultiple = 8;
-constexpr int64_t kMaxHeadDim = 256;
-
-int64_t padded_head_dim(const Call& call) {
-  return round_up(std::max(call.q.size(2), call.v.size(2)), kHeadDimMultiple);
-}
-
-bool takes(const Call& call) {
-  const auto dtype = call.q.scalar_type();
-  return call.q.is_cuda() && !call.spans.has_value() &&
-         (dtype == at::kHalf || dtype == at::kBFloat16) && padded_head_dim(call) <= kMaxHeadDim &&
-         at::cuda::getCurrentDeviceProperties()->major >= 8;
-}
-
-// flash-attention's window does not count the query itself, ours does. Without a window both bounds
-// are absent: FA4 through PyTorch's operator treats any bound as a window, and its backward does
-// not support windows.
-struct FlashWindow {
-  OptionalInt left;
-  OptionalInt right;
-
-  explicit FlashWindow(const Call& call) {
-    if (!call.window.has_value()) return;
-    left = *call.window - 1;
-    right = call.causal ? 0 : *left;
+std::string obstacle(const Call& call) {
+  if (!call.q.is_cuda()) return "it runs on CUDA, got a tensor on the CPU";
+  const auto* properties = at::cuda::getCurrentDeviceProperties();
+  if (properties->major < 8) {
+    return c10::str("it runs on GPUs from sm_80 on, got sm_", properties->major, properties->minor);
   }
-};
+  return flash_obstacle(call);
+}
 
 // With a longest length of 1, flash-attention takes a decoding path that assumes a row without a
 // tail.
 int64_t longest_of(const Sequences& sequences) { return std::max<int64_t>(sequences.longest, 2); }
 
-// flash-attention loads 16 bytes at a time without checking alignment: unaligned rows would cause a
-// misaligned address error.
-Tensor flash_rows(const Tensor& rows, int64_t head_dim) {
-  return aligned_rows(pad_last_dim(rows, head_dim));
-}
-
 Output forward(const Call& call) {
-  const int64_t head_dim = padded_head_dim(call);
+  const int64_t head_dim = flash_head_dim(call);
   const FlashWindow window(call);
   auto result = at::_flash_attention_forward(
       flash_rows(call.q, head_dim), flash_rows(call.k, head_dim), flash_rows(call.v, head_dim),
@@ -88,7 +65,7 @@ int64_t heads_per_backward(const Call& call) {
   TORCH_CHECK(heads >= 1,
               "flash attention's backward indexes (tokens + 128 * n_seqs) * head_dim "
               "with 32 bits, and this pack needs ",
-              per_head, ": use shorter rows, or fewer sequences in one");
+              per_head, ": use shorter rows, or fewer sequences per row");
   return heads;
 }
 
@@ -126,7 +103,7 @@ Gradients backward_by_heads(const Call& call, const Outer& outer, int64_t heads_
 }
 
 Gradients backward(const Call& call, const Outer& outer) {
-  const int64_t head_dim = padded_head_dim(call);
+  const int64_t head_dim = flash_head_dim(call);
   Call padded = call;
   padded.q = flash_rows(call.q, head_dim);
   padded.k = flash_rows(call.k, head_dim);
@@ -143,7 +120,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return with_zero_tails(call, {grad_q, grad_k, grad_v});
 }
 
-const RegisterBackend registered({"flash", /*preference=*/100, takes, forward, backward});
+const RegisterBackend registered({"flash", /*preference=*/100, obstacle, forward, backward});
 
 }  // namespace
 }  // namespace cuseq::attention

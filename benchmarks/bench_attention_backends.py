@@ -1,0 +1,312 @@
+"""Measure every backend of attention and write the table that `backend="auto"` follows.
+
+    python -m benchmarks attention_backends [--table FILE] [--quick]
+
+Rows of 16 query and 8 key-value heads, lognormal lengths. Times are microseconds of one forward and
+backward:
+
+- eager: wall time of a layer in a stack of LAYERS under one backward, host and device overlapping.
+- compiled: the same stack under torch.compile.
+- captured: a CUDA graph of forwards and backwards, whose host does not know the lengths. Its
+  number of sequences is the capacity of the offsets, which decides about the workspace.
+
+The host columns are the time that a call occupies the host; "of the package" is the part that
+FlashAttention 4's own Python functions take for the same call, which cuseq passes by. Memory is the
+peak above the inputs.
+
+The table keeps the rows of other GPUs. A backend that fails is left out of its row, and the report
+says why.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timer
+import torch
+from report import Report, Table, arguments, environment
+from workload import lognormal_lengths
+
+import cuseq
+from cuseq import _backends, _fa4
+
+Tensor = torch.Tensor
+LAYERS = 8
+HEADS, KEY_HEADS = 16, 8
+TABLE = Path(cuseq.__file__).parent / _backends.TABLE
+HALF = {torch.bfloat16: "1", torch.float32: "0"}
+PLAIN = ("flash", "fa4", "fa3")
+ONE_BY_ONE = ("flex", "segments")
+WIDE = ("efficient", "segments")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: what is attended over, and the backends in question."""
+
+    tokens: int
+    mean: int
+    head_dim: int = 128
+    mask: str = "causal"
+    window: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    backends: tuple[str, ...] = PLAIN
+    modes: tuple[str, ...] = ("eager", "compiled", "captured")
+
+    def backends_of(self, mode: str) -> tuple[str, ...]:
+        """Return the backends that auto chooses from: in compiled code always flex too."""
+        with_flex = mode == "compiled" and "flex" not in self.backends
+        return (*self.backends, "flex") if with_flex else self.backends
+
+    @property
+    def capacity(self) -> int:
+        """Return the room of the offsets, which a capture takes for the number of sequences."""
+        return max(64, 2 * len(self.lengths))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the lengths of the documents."""
+        return lognormal_lengths(self.tokens, self.mean, seed=self.mean)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `varlen_attention`."""
+        options: dict[str, Any] = {"causal": self.mask not in ("full", "two_sided")}
+        if self.window:
+            options["window"] = self.window
+        if self.mask == "softcap":
+            options["softcap"] = 50.0
+        if self.mask == "spans":  # an image of 256 tokens at the start of each long document
+            starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0).tolist()
+            longer = zip(starts, self.lengths, strict=True)
+            options["spans"] = [(begin, begin + 256) for begin, n in longer if n > 300]
+        return options
+
+
+def rows(quick: bool) -> list[Row]:
+    """Return the rows of the table."""
+    sizes = [(8192, 350), (2048, 350), (16384, 2048), (4096, 350), (512, 256), (1024, 350),
+             (32768, 350), (32768, 8192), (8192, 4096)]  # fmt: skip
+    if quick:
+        sizes = [(2048, 350), (8192, 350), (16384, 2048)]
+    found = [Row(*size) for size in sizes]
+    special = {"backends": ONE_BY_ONE, "modes": ("eager",)}
+    for tokens, mean in ((8192, 1024), (1024, 350), (32768, 2048)):
+        found.append(Row(tokens, mean, mask="spans", **special))
+        found.append(Row(tokens, mean, mask="two_sided", window=128, **special))
+        found.append(Row(tokens, mean, 256, mask="softcap", **special))
+    eager = ("eager", "captured")
+    found += [
+        Row(tokens, 4096, mask="window", window=1024, modes=eager) for tokens in (8192, 32768)
+    ]
+    found += [Row(8192, 1024, mask="full", modes=eager)]
+    found += [Row(*size, dim, modes=eager) for dim in (64, 256) for size in sizes[:3]]
+    wide = {"dtype": torch.float32, "backends": WIDE, "modes": ("eager",)}
+    found += [Row(tokens, 350, **wide) for tokens in (2048, 8192)]
+    found += [Row(8192, 1024, 512, backends=WIDE, modes=("eager",))]
+    return found
+
+
+class Case:
+    """The inputs of a row."""
+
+    def __init__(self, row: Row, device: torch.device):
+        self.row, self.device = row, device
+        generator = torch.Generator(device=device).manual_seed(row.tokens + row.mean)
+
+        def random(heads: int) -> Tensor:
+            shape = (row.tokens, heads, row.head_dim)
+            drawn = torch.randn(shape, generator=generator, device=device, dtype=row.dtype)
+            return drawn.requires_grad_()
+
+        self.q = random(HEADS)
+        self.pairs = [(random(KEY_HEADS), random(KEY_HEADS)) for _ in range(LAYERS)]
+        self.grad = torch.randn_like(self.q)
+        room = row.capacity
+        self.packed = cuseq.PackedLayout.from_lengths(row.lengths, max_seqs=room, device=device)
+        self.leaves = [self.q, *(tensor for pair in self.pairs for tensor in pair)]
+
+    def stack(self, backend: str) -> Callable[..., Tensor]:
+        """Return a function of q and the pairs that runs LAYERS attentions."""
+        packed, options = self.packed, self.row.options()
+        if "spans" in options:
+            options["spans"] = packed.checked_spans(options["spans"])
+
+        def run(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+            for k, v in pairs:
+                q = cuseq.varlen_attention(q, k, v, packed, backend=backend, **options)
+            return q
+
+        return run
+
+    def step(self, run: Callable[..., Tensor]) -> Callable[[], object]:
+        """Return a function that runs a stack forward and backward."""
+        return lambda: torch.autograd.grad(run(self.q, self.pairs), self.leaves, self.grad)
+
+    def single(self, backend: str) -> Callable[[], object]:
+        """Return a function that runs one attention forward and backward."""
+        run, (pair, *_) = self.stack(backend), self.pairs
+        leaves = (self.q, *pair)
+        return lambda: torch.autograd.grad(run(self.q, [pair]), leaves, self.grad)
+
+
+def wall_us(step: Callable[[], object]) -> float:
+    """Return the median wall time of a step in microseconds, host and device together."""
+    samples: list[float] = []
+    for _ in range(3):
+        step()
+    until = time.perf_counter() + timer.BUDGET_S
+    while len(samples) < timer.MIN_REPEATS or (time.perf_counter() < until and len(samples) < 30):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - begun) * 1e6)
+    return statistics.median(samples)
+
+
+def measure(case: Case, mode: str, backend: str) -> dict[str, float]:
+    """Return the time of one layer, and in eager code its memory and host time."""
+    if mode == "captured":
+        calls = 4 if case.row.tokens < 16384 else 2
+        taken = timer.graph_time(case.single(backend), calls=calls, repeats=5)
+        return {"us": taken.median}
+    run = case.stack(backend)
+    if mode == "compiled":
+        torch._dynamo.reset()
+        return {"us": wall_us(case.step(torch.compile(run, fullgraph=True))) / LAYERS}
+    us = wall_us(case.step(run)) / LAYERS
+    single = case.single(backend)
+    single()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    single()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    host = timer.host_time(case.step(run), device=case.device, calls=1, batches=15).median / LAYERS
+    return {"us": us, "memory_mib": peak, "host_us": host}
+
+
+def package_host(case: Case) -> dict[str, float]:
+    """Return the host time of FlashAttention 4 launched by cuseq and by its own functions."""
+    if "fa4" not in _backends.registered:
+        return {}
+    (k, v), *_ = case.pairs
+    q, k, v = (tensor.detach() for tensor in (case.q, k, v))
+    out, grads = torch.empty_like(q), [torch.empty_like(t) for t in (q, k, v)]
+    logsumexp = torch.empty(HEADS, q.shape[0], dtype=torch.float32, device=case.device)
+    offsets = case.packed.cu_seqlens
+    longest = case.packed.max_seqlen
+    rest = (offsets, offsets, longest, longest, q.shape[2] ** -0.5, True, None, None)
+
+    def forward() -> None:
+        _fa4.forward(q, k, v, out, logsumexp, *rest)
+
+    def backward() -> None:
+        _fa4.backward(case.grad, q, k, v, out, logsumexp, *grads, *rest)
+
+    found = {}
+    for name, call in (("forward", forward), ("backward", backward)):
+        found[f"{name}_us"] = timer.host_time(call, device=case.device, calls=5).median
+        with _fa4.through_the_package():
+            found[f"{name}_of_the_package_us"] = timer.host_time(
+                call, device=case.device, calls=5
+            ).median
+    return found
+
+
+def line_of(row: Row, mode: str, times: dict[str, float], sm: int) -> dict[str, Any]:
+    """Return a line of the table."""
+    values = (
+        sm, HALF[row.dtype], row.head_dim, row.mask, row.window, mode, row.tokens,
+        row.capacity if mode == "captured" else len(row.lengths),
+    )  # fmt: skip
+    named = dict(zip(_backends.FACTS, values, strict=True))
+    return named | {name: f"{us:.1f}" for name, us in times.items()}
+
+
+def write_table(path: Path, lines: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    """Write the lines; keep those of other GPUs that the file has."""
+    text = path.read_text() if path.exists() else ""
+    old = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    ours = {str(line["sm"]) for line in lines}
+    kept = [line for line in old if line["sm"] not in ours]
+    names = [*_backends.FACTS, *(name for name in _backends.BACKENDS if name != "auto")]
+    body = io.StringIO()
+    body.write(
+        "# Microseconds of one forward and backward of attention by backend; the choice of\n"
+        '# "auto" follows the closest row. Written by: python -m benchmarks attention_backends\n'
+        f"# {found['gpu']}, torch {found['torch']}, commit {found['commit']}, {found['time']}\n"
+    )
+    table = csv.DictWriter(body, names, restval="", lineterminator="\n")
+    table.writeheader()
+    table.writerows(kept + lines)
+    path.write_text(body.getvalue())
+    print(f"wrote {path}", flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--table", type=Path, default=TABLE, help=f"default {TABLE}")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type != "cuda":
+        parser.error("backends are chosen on a GPU: there is nothing to measure on a CPU")
+    _backends.load_backends()
+    major, minor = torch.cuda.get_device_capability()
+    lines, shown, hosts = [], [], []
+    for row in rows(args.quick):
+        case = Case(row, device)
+        for mode in row.modes:
+            facts = {"mask": row.mask, "mode": mode, "head_dim": row.head_dim,
+                     "dtype": str(row.dtype).removeprefix("torch."), "window": row.window,
+                     "tokens": row.tokens, "sequences": len(row.lengths)}  # fmt: skip
+            times = {}
+            for backend in row.backends_of(mode):
+                try:
+                    found = measure(case, mode, backend)
+                    times[backend] = found["us"]
+                except Exception as failure:  # a kernel of a peer may fail in any way
+                    found = {"note": str(failure).splitlines()[0][:120] if str(failure) else
+                             type(failure).__name__}  # fmt: skip
+                shown.append(facts | {"backend": backend} | found)
+            if times:
+                lines.append(line_of(row, mode, times, 10 * major + minor))
+                write_table(args.table, lines, environment(args.device))
+            best = ", ".join(
+                f"{name} {us:,.0f}" for name, us in sorted(times.items(), key=lambda x: x[1])
+            )
+            print(f"{row.mask} {row.head_dim} {row.tokens:,} {mode}: {best}", flush=True)
+        if row in rows(args.quick)[:5] and row.dtype == torch.bfloat16:
+            hosts.append({"tokens": row.tokens} | package_host(case))
+        del case
+        torch.cuda.empty_cache()
+
+    report = Report("attention_backends", environment(args.device))
+    report.notes.append(f"{HEADS} query and {KEY_HEADS} key-value heads, forward and backward.")
+    columns = {
+        "mask": "mask", "dtype": "dtype", "head_dim": "head_dim", "window": "window",
+        "tokens": "tokens", "sequences": "sequences", "mode": "mode", "backend": "backend",
+        "us": "us", "host_us": "host us", "memory_mib": "MiB", "note": "failed",
+    }  # fmt: skip
+    report.tables.append(Table("Backends", columns, shown))
+    if any(len(host) > 1 for host in hosts):
+        columns = {
+            "tokens": "tokens", "forward_us": "forward", "backward_us": "backward",
+            "forward_of_the_package_us": "forward of the package",
+            "backward_of_the_package_us": "backward of the package",
+        }  # fmt: skip
+        report.tables.append(Table("Host time of FlashAttention 4, us", columns, hosts))
+    report.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "attention/backend.h"
+#include "attention/choice.h"
+#include "attention/flash_rows.h"
+#include "attention/rows.h"
+#include "ops/dispatch.h"
+
+// FlashAttention 4 and 3. Their packages launch the kernels from Python: cuseq._fa4 and cuseq._fa3
+// register them for the ops cuseq::fa4_forward, fa4_backward, fa3_forward and fa3_backward, which
+// this file calls. Unlike torch's activate_flash_attention_impl that changes no other attention of
+// the process.
+namespace cuseq::attention {
+namespace {
+
+template <typename... Tensors>
+using Signature = void(Tensors..., const Tensor&, const Tensor&, int64_t, int64_t, double, bool,
+                       OptionalInt, OptionalInt);
+using ForwardSignature =
+    Signature<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&>;
+using BackwardSignature =
+    Signature<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+              const Tensor&, const Tensor&, const Tensor&, const Tensor&>;
+
+struct Ops {
+  c10::TypedOperatorHandle<ForwardSignature> forward;
+  c10::TypedOperatorHandle<BackwardSignature> backward;
+
+  explicit Ops(const std::string& name)
+      : forward(find_op<ForwardSignature>(("cuseq::" + name + "_forward").c_str())),
+        backward(find_op<BackwardSignature>(("cuseq::" + name + "_backward").c_str())) {}
+};
+
+struct Fa4 {
+  static constexpr const char* name = "fa4";
+};
+struct Fa3 {
+  static constexpr const char* name = "fa3";
+};
+
+template <typename Package>
+const Ops& ops() {
+  static const Ops found(Package::name);
+  return found;
+}
+
+// Return the rows of the sequences alone. The kernels load whole tiles, which reach past the end of
+// the last sequence, and multiply what they find there by zero: it must not be NaN. Past the end of
+// a tensor they read zeros.
+Tensor rows_without_tail(const Tensor& rows, const Sequences& sequences) {
+  if (sequences.num_real_tokens.has_value()) return rows.narrow(0, 0, *sequences.num_real_tokens);
+  const Tensor& offsets = sequences.offsets;
+  const Tensor tail = at::arange(rows.size(0), offsets.options())
+                          .ge(offsets.select(0, offsets.size(0) - 1))
+                          .unsqueeze(1)
+                          .unsqueeze(2);
+  return rows.masked_fill(tail, 0);
+}
+
+// Return the head_dim that q, k and v are padded to. With others flash-attn-4 4.0.0b8 on sm_90 does
+// not compile its backward, or gives wrong gradients of q (80 with a window), and with 192 it does
+// not compile that of grouped queries.
+int64_t package_head_dim(const Call& call) {
+  const int64_t own = std::max(call.q.size(2), call.v.size(2));
+  for (const int64_t size : {64, 96, 128}) {
+    if (own <= size) return size;
+  }
+  return own <= 192 && call.q.size(1) == call.k.size(1) ? 192 : kMaxFlashHeadDim;
+}
+
+bool is_expanded(const Tensor& rows) {
+  return (rows.stride(0) == 0 && rows.size(0) > 1) || (rows.stride(1) == 0 && rows.size(1) > 1);
+}
+
+// Tensors of a call as the kernels take them. Their compiled code has no expanded strides.
+Tensor package_rows(const Tensor& rows, const Sequences& sequences, int64_t head_dim) {
+  const Tensor own = is_expanded(rows) ? rows.contiguous() : rows;
+  return flash_rows(rows_without_tail(own, sequences), head_dim);
+}
+
+template <typename Package>
+std::string obstacle(const Call& call) {
+  const auto key = call.q.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  if (!ops<Package>().forward.hasKernelForDispatchKey(key)) {
+    return call.q.is_cuda() ? why_missing(Package::name)
+                            : "it runs on CUDA, got a tensor on the CPU";
+  }
+  if (at::globalContext().deterministicAlgorithms()) {
+    return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for";
+  }
+  return flash_obstacle(call);
+}
+
+template <typename Package>
+Output forward(const Call& call) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t head_dim = package_head_dim(call);
+  const FlashWindow window(call);
+  const Tensor q = package_rows(call.q, call.queries, head_dim);
+  const Tensor k = package_rows(call.k, call.keys, head_dim);
+  const Tensor v = package_rows(call.v, call.keys, head_dim);
+  Tensor out = at::empty({call.q.size(0), call.q.size(1), head_dim}, q.options());
+  Tensor logsumexp = at::empty({call.q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+  ops<Package>().forward.call(q, k, v, out.narrow(0, 0, q.size(0)), logsumexp, call.queries.offsets,
+                              call.keys.offsets, call.queries.longest, call.keys.longest,
+                              call.scale, call.causal, window.left, window.right);
+  out = unpad_last_dim(out, call.v.size(2));
+  if (q.size(0) < out.size(0)) {
+    Tensor whole = at::empty({call.q.size(1), call.q.size(0)}, logsumexp.options());
+    whole.narrow(1, 0, q.size(0)).copy_(logsumexp);
+    logsumexp = whole;
+  }
+  zero_tail({out, logsumexp.t()}, call.queries);
+  return {out, logsumexp};
+}
+
+template <typename Package>
+Gradients backward(const Call& call, const Outer& outer) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const int64_t head_dim = package_head_dim(call);
+  const FlashWindow window(call);
+  const Tensor q = package_rows(call.q, call.queries, head_dim);
+  const Tensor k = package_rows(call.k, call.keys, head_dim);
+  const Tensor v = package_rows(call.v, call.keys, head_dim);
+  const auto empty_like = [&](const Tensor& rows) {
+    return at::empty({rows.size(0), rows.size(1), head_dim}, rows.options());
+  };
+  Tensor grad_q = empty_like(call.q);
+  Tensor grad_k = empty_like(call.k);
+  Tensor grad_v = empty_like(call.v);
+  ops<Package>().backward.call(package_rows(outer.grad_out.contiguous(), call.queries, head_dim), q,
+                               k, v, package_rows(outer.out, call.queries, head_dim),
+                               outer.logsumexp.narrow(1, 0, q.size(0)).contiguous(),
+                               grad_q.narrow(0, 0, q.size(0)), grad_k.narrow(0, 0, k.size(0)),
+                               grad_v.narrow(0, 0, k.size(0)), call.queries.offsets,
+                               call.keys.offsets, call.queries.longest, call.keys.longest,
+                               call.scale, call.causal, window.left, window.right);
+  return with_zero_tails(
+      call, {unpad_last_dim(grad_q, call.q.size(2)), unpad_last_dim(grad_k, call.k.size(2)),
+             unpad_last_dim(grad_v, call.v.size(2))});
+}
+
+// Below PyTorch's flash kernels: where nobody measured them, nobody ran them either.
+const RegisterBackend fa4({Fa4::name, /*preference=*/90, obstacle<Fa4>, forward<Fa4>,
+                           backward<Fa4>});
+const RegisterBackend fa3({Fa3::name, /*preference=*/80, obstacle<Fa3>, forward<Fa3>,
+                           backward<Fa3>});
+
+}  // namespace
+}  // namespace cuseq::attention

@@ -1,0 +1,41 @@
+#include "attention/flash_rows.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+
+#include "attention/rows.h"
+#include "cuseq/seqlens.h"
+
+namespace cuseq::attention {
+
+int64_t flash_head_dim(const Call& call) {
+  constexpr int64_t kMultiple = 8;
+  return round_up(std::max(call.q.size(2), call.v.size(2)), kMultiple);
+}
+
+Tensor flash_rows(const Tensor& rows, int64_t head_dim) {
+  return aligned_rows(pad_last_dim(rows, head_dim));
+}
+
+FlashWindow::FlashWindow(const Call& call) {
+  if (!call.window.has_value()) return;
+  left = *call.window - 1;
+  right = call.causal ? 0 : *left;
+}
+
+std::string flash_obstacle(const Call& call) {
+  const auto dtype = call.q.scalar_type();
+  if (dtype != at::kHalf && dtype != at::kBFloat16) {
+    return c10::str("it takes fp16 and bf16, got ", dtype);
+  }
+  if (flash_head_dim(call) > kMaxFlashHeadDim) {
+    return c10::str("it takes head_dim up to ", kMaxFlashHeadDim, ", got ",
+                    std::max(call.q.size(2), call.v.size(2)));
+  }
+  if (call.spans.has_value()) return "it has no spans";
+  if (call.softcap.has_value()) return "it has no soft cap with a backward";
+  return "";
+}
+
+}  // namespace cuseq::attention

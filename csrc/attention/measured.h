@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "attention/call.h"
+#include "cuseq/macros.h"
+
+// The measurements that the choice of a backend follows. `python -m benchmarks attention_backends`
+// takes them and Python loads them; without Python there are none.
+namespace cuseq::attention {
+
+// The facts of a call that decide how fast a backend is.
+struct Facts {
+  int64_t sm = 0;         // compute capability, such as 90; 0 on the CPU
+  bool half = false;      // fp16 or bf16
+  int64_t head_dim = 0;   // the larger one of q and v
+  std::string mask;       // "causal", "full", "window", "two_sided", "spans" or "softcap"
+  int64_t window = 0;     // keys that a query sees; 0 without a window
+  std::string mode;       // "eager", "compiled" or "captured"
+  int64_t tokens = 0;     // of the row
+  int64_t sequences = 0;  // 0 if unknown; those that the offsets have room for if captured
+};
+
+struct Measured {
+  Facts facts;
+  std::map<std::string, double> us;  // forward and backward, by backend
+};
+
+// Return the facts of a call.
+Facts facts_of(const Call& call);
+
+// Replace the measurements.
+CUSEQ_API void set_measured(std::vector<Measured> rows);
+
+// Return the row that is closest to the facts, or null if nothing comparable was measured.
+CUSEQ_API const Measured* closest_measured(const Facts& facts);
+
+}  // namespace cuseq::attention

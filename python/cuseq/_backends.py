@@ -1,0 +1,234 @@
+"""Python's part in the choice of an attention backend.
+
+The choice itself is C++ (`csrc/attention/choice.cpp`) and is made when the op runs. Python loads
+the measurements that it follows and the packages whose kernels are launched from Python, both at
+the first call on a GPU. The one backend that C++ cannot run is flex, which becomes a part of
+compiled code: Python decides about it, before the op.
+"""
+
+from __future__ import annotations
+
+import csv
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from cuseq import _C, _fa3, _fa4
+from cuseq._modes import is_capturing
+from cuseq.layout import PackedLayout
+
+BACKENDS = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
+PACKAGES = {"fa4": _fa4.register, "fa3": _fa3.register}
+TABLE = "_attention_table.csv"
+FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
+
+# Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
+_LEAST_TOKENS_FOR_FLEX = 512
+# How far flex must be ahead where another backend has one kernel too: layers that are compiled one
+# by one each make the block mask again, and their kernels take longer to compile.
+_HANDICAP = 1.05
+
+registered: set[str] = set()  # the packages that are there
+_loaded = False
+
+
+class Question(NamedTuple):
+    """What a call asks of attention, as far as the choice depends on it."""
+
+    causal: bool
+    window: int | None
+    spans: Any
+    softcap: float | None
+    backend: str
+
+
+def check_backend(backend: object) -> None:
+    """Raise ValueError unless `backend` is a name of a backend or "auto"."""
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        names = ", ".join(f'"{name}"' for name in BACKENDS)
+        raise ValueError(f"backend must be one of {names}, got {backend!r}")
+
+
+def check_installed(backend: object) -> None:
+    """Raise ValueError unless `backend` is a name and, if a package, is installed."""
+    check_backend(backend)
+    if backend in PACKAGES:
+        if not torch.cuda.is_available():
+            raise ValueError(f'backend="{backend}" runs on CUDA, and torch finds no GPU')
+        load_backends()
+        if backend not in registered:
+            raise ValueError(f'backend="{backend}" cannot be used: {_C.missing_attention(backend)}')
+
+
+def load_backends() -> None:
+    """Load the measurements and the installed packages, once per process.
+
+    Called while code is compiled, it runs then: the compiled code finds everything loaded.
+    """
+    if is_compiling():
+        from cuseq._compile_time import load_now  # imports torch._dynamo, which is there by now
+
+        load_now()
+    elif not _loaded:
+        load()
+
+
+def load() -> None:
+    """Load them, unless they are loaded."""
+    global _loaded
+    if not _loaded and torch.cuda.is_available():  # tensors may be fakes of a GPU elsewhere
+        _loaded = True
+        _C.set_measured_attention([row for row in read_table() if row[1]])
+        capability = torch.cuda.get_device_capability()
+        for name, register in PACKAGES.items():
+            why = register(capability)
+            _C.set_missing_attention(name, why)
+            if not why:
+                registered.add(name)
+
+
+def read_table() -> list[tuple[tuple[Any, ...], dict[str, float]]]:
+    """Return the measurements: facts, and the microseconds of each backend."""
+    text = resources.files("cuseq").joinpath(TABLE).read_text()
+    lines = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    return [(_facts(line), _times(line)) for line in lines]
+
+
+def _facts(line: dict[str, str]) -> tuple[Any, ...]:
+    sm, half, head_dim, mask, window, mode, tokens, sequences = (line[name] for name in FACTS)
+    return (
+        int(sm), half == "1", int(head_dim), mask, int(window), mode, int(tokens), int(sequences),
+    )  # fmt: skip
+
+
+def _times(line: dict[str, str]) -> dict[str, float]:
+    return {name: float(line[name]) for name in BACKENDS if line.get(name)}
+
+
+# ------------------------------------------------------------------------------------------- flex
+
+
+def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> bool:
+    """Return whether flex attention runs the call.
+
+    Raises:
+        ValueError: `asked.backend` is "flex", which cannot take the call.
+    """
+    if asked.backend == "flex":
+        obstacle = _flex_obstacle(q, v)
+        if obstacle:
+            raise ValueError(
+                f'backend="flex" cannot take this call: {obstacle}; backend="auto" chooses one '
+                "that can"
+            )
+        return q.shape[0] > 0
+    if asked.backend != "auto":
+        return False
+    if not _computes_in_half(q) or _flex_obstacle(q, v):
+        return False
+    mask = _mask_only_flex_runs_at_once(packed, asked)
+    if is_compiling():
+        return _compiled_code_takes_flex(q, v, asked, mask)
+    if mask is None or q.shape[0] < _LEAST_TOKENS_FOR_FLEX:
+        return False
+    if is_capturing(q.device):
+        return True  # the capture cannot copy the offsets that segments need
+    tokens, sequences = packed.num_real_tokens, packed.num_sequences
+    fastest = fastest_measured(
+        q, (True, max(q.shape[2], v.shape[2]), mask, asked.window or 0, "eager", tokens, sequences)
+    )
+    # A soft cap that is not measured runs faster in one kernel than as five passes over the scores.
+    return fastest == "flex" or (fastest is None and mask == "softcap")
+
+
+def why_flex(asked: Question) -> str:
+    """Return why `takes_flex` said yes."""
+    if asked.backend == "flex":
+        return "it was asked for"
+    return "one kernel for all sequences, where the other backends run them one by one"
+
+
+def _mask_only_flex_runs_at_once(packed: PackedLayout, asked: Question) -> str | None:
+    """Return the kind of a mask that other backends run sequence by sequence, or None."""
+    if asked.softcap is not None:
+        return "softcap"
+    if asked.spans is not None:
+        return "spans"
+    if asked.window is None or asked.causal:
+        return None
+    if is_compiling() or is_capturing(packed.device) or asked.window < packed.max_seqlen:
+        return "two_sided"
+    return None  # it hides no key
+
+
+def _compiled_code_takes_flex(q: Tensor, v: Tensor, asked: Question, mask: str | None) -> bool:
+    if mask is not None:
+        return True
+    kind = "window" if asked.window is not None else "causal" if asked.causal else "full"
+    # Sizes may be symbolic in the code that is compiled, so constants stand for them.
+    head_dim = _constant(q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2], (64, 128, 192))
+    window = 0 if asked.window is None else _constant(asked.window, (128, 512, 1024, 4096))
+    from cuseq._compile_time import least_tokens_for_flex
+
+    least = least_tokens_for_flex(head_dim, kind, window)
+    return least is not None and q.shape[0] >= least
+
+
+def _constant(size: int, constants: tuple[int, ...]) -> int:
+    """Return the smallest of the constants that is not below a size, or twice the largest."""
+    for constant in constants:
+        if size <= constant:
+            return constant
+    return 2 * constants[-1]
+
+
+def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> int | None:
+    """Return the fewest tokens from which flex stays the fastest in compiled code, or None."""
+    least = None
+    for power in range(_LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):
+        facts = (True, head_dim, mask, window, "compiled", 2**power, 0)
+        if fastest_measured(None, facts, handicap=_HANDICAP) != "flex":
+            least = None
+        elif least is None:
+            least = 2**power
+    return least
+
+
+def fastest_measured(q: Tensor | None, facts: tuple[Any, ...], handicap: float = 1.0) -> str | None:
+    """Return the fastest backend where something like these facts was measured, or None.
+
+    Args:
+        q: tensor on the GPU in question; None for the current one.
+        facts: all but the first of `FACTS`.
+        handicap: multiplies the time of flex.
+    """
+    major, minor = torch.cuda.get_device_capability(None if q is None else q.device)
+    times = _C.closest_measured_attention((10 * major + minor, *facts))
+    if times is None:
+        return None
+    there = {name: us for name, us in times.items() if name not in PACKAGES or name in registered}
+    if "flex" in there:
+        there["flex"] *= handicap
+    return min(there, key=there.__getitem__, default=None)
+
+
+def _computes_in_half(q: Tensor) -> bool:
+    """Return whether attention runs in fp16 or bf16; fp32 keeps its exact kernels."""
+    autocast = torch.is_autocast_enabled(q.device.type)
+    dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
+    if not q.is_cuda:
+        return 'it runs on CUDA, since on a CPU it has no gradients; use backend="segments"'
+    if q.dim() != 3 or v.dim() != 3:
+        return "it takes q, k and v of shape [tokens, heads, head_dim]"
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it takes fp16, bf16 and fp32, got {q.dtype}"
+    if min(q.shape[2], v.shape[2]) < 16 or max(q.shape[2], v.shape[2]) > 256:
+        return f"it takes head_dim from 16 to 256, got {q.shape[2]} and {v.shape[2]}"
+    return None

@@ -1,0 +1,24 @@
+"""Questions that compiled code asks while it is compiled; it holds the answers as constants.
+
+Marking a function for that imports torch._dynamo, which takes longer than the rest of cuseq. Only
+code that is being compiled imports this module.
+"""
+
+from __future__ import annotations
+
+from torch.compiler import assume_constant_result
+
+from cuseq import _backends
+
+
+@assume_constant_result
+def load_now() -> bool:
+    """Load the measurements and the installed packages of attention."""
+    _backends.load()
+    return True
+
+
+@assume_constant_result
+def least_tokens_for_flex(head_dim: int, mask: str, window: int) -> int | None:
+    """Return the fewest tokens from which flex stays the fastest in compiled code, or None."""
+    return _backends.tokens_from_which_flex_is_fastest(head_dim, mask, window)

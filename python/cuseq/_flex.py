@@ -1,0 +1,134 @@
+"""Attention by `torch.nn.attention.flex_attention`, for the backend "flex".
+
+flex_attention is a higher-order op: compiled code turns it into a kernel of its own. Inside
+compiled code it becomes a part of that code; eager calls run one function that is compiled here.
+What differs between packs, windows, spans and soft caps is in tensors, so one graph serves them
+all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from cuseq._spans import Spans
+from cuseq.layout import PackedLayout
+
+_SIZES = 4
+
+_sizes: dict[tuple[Any, ...], set[int]] = {}
+_copies = itertools.count()
+
+
+def attend_by_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: PackedLayout,
+    *,
+    causal: bool,
+    window: int | None,
+    spans: Spans | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute `cuseq.varlen_attention` with checked arguments."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    mask = packed.block_mask(causal=causal, window=window, spans=spans)
+    is_pad = _is_pad(packed, q.shape[0]) if is_compiling() else packed.moe_padding_mask
+    cap = None if softcap is None else torch.full((), softcap, device=q.device)
+    run = flex_rows if is_compiling() else _compiled_for(q, k, v, scale, cap, sinks)
+    return run(q, k, v, mask, is_pad, scale, cap, sinks)
+
+
+def flex_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask,
+    is_pad: Tensor,
+    scale: float | None,
+    cap: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention of rows `[tokens, heads, head_dim]`.
+
+    Args:
+        is_pad: bool `[tokens]`, True on padding and tail. They see themselves in the mask; what
+            they hold must not reach other rows, not even as NaN times zero.
+        cap: soft cap, `[]`.
+    """
+    pads = is_pad[:, None, None]
+    query, key, value = (t.masked_fill(pads, 0).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    found: Any = flex_attention(
+        query,
+        key,
+        value,
+        score_mod=None if cap is None else _capped(cap),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    out, aux = found
+    if sinks is not None:  # the share of the softmax that the real keys keep
+        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+        out = (out * share.unsqueeze(-1)).to(out.dtype)
+    return out.squeeze(0).transpose(0, 1).masked_fill(pads, 0).contiguous()
+
+
+def _capped(cap: Tensor) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod
+
+
+def _is_pad(packed: PackedLayout, total_tokens: int) -> Tensor:
+    padded = packed.cu_seqlens_padded_static
+    offsets = packed.state.cu_seqlens_static
+    return torch.ops.cuseq.token_metadata(offsets, total_tokens, padded)[2]
+
+
+def _compiled_for(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, cap: Tensor | None, sinks: Tensor | None
+) -> Callable[..., Tensor]:
+    """Return the function for eager calls like this one, compiled for its number of tokens.
+
+    Kernels for any number of tokens may be slower. They run where calls of one kind
+    have had `_SIZES` numbers of tokens, since each costs seconds to compile.
+    """
+    kind = (
+        q.dtype,
+        q.device,
+        q.shape[1:],
+        k.shape[1],
+        v.shape[2],
+        scale,
+        cap is None,
+        sinks is None,
+    )
+    sizes = _sizes.setdefault(kind, set())
+    if len(sizes) < _SIZES:
+        sizes.add(q.shape[0])
+    return _compiled(kind, q.shape[0] if q.shape[0] in sizes else None)
+
+
+@functools.cache
+def _compiled(kind: tuple[Any, ...], tokens: int | None) -> Callable[..., Tensor]:
+    """Compile a copy of `flex_rows`: Dynamo bounds how often it compiles one code object."""
+    code = flex_rows.__code__.replace(co_name=f"flex_rows_{next(_copies)}")
+    copy = types.FunctionType(code, flex_rows.__globals__)
+    return torch.compile(copy, fullgraph=True, dynamic=None if tokens is None else False)

@@ -1,0 +1,426 @@
+"""Backends of attention: which one runs, that each is exact, and what the others say.
+
+FlashAttention 3 and 4 are packages of others. Stand-ins on the CPU show how their ops are called;
+the kernels themselves are tested where a GPU has them.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import pytest
+import torch
+from reference import attention as reference_attention
+from test_attention import PACKS, check_against_reference, inputs, relative
+from test_flash_implementations import exact, gradients
+from torch import Tensor
+
+from cuseq import _C, PackedLayout, _backends, _flex, attention_backend, varlen_attention
+
+NAMES = ("flash", "fa4", "fa3", "flex", "efficient", "segments")
+op = torch.ops.cuseq.varlen_attention
+
+
+# --------------------------------------------------------------------------------- on every device
+
+
+def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
+    asked = []
+
+    def least(head_dim: int, mask: str, window: int) -> int:
+        asked.append((head_dim, mask, window))
+        return 8
+
+    monkeypatch.setattr(_backends, "load", lambda: asked.append("load"))
+    monkeypatch.setattr(_backends, "tokens_from_which_flex_is_fastest", least)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def takes_flex(x: Tensor) -> Tensor:
+        _backends.load_backends()
+        asked_of = _backends.Question(True, None, None, None, "auto")
+        rows = x.view(-1, 1, 64)
+        return x + 1 if _backends._compiled_code_takes_flex(rows, rows, asked_of, None) else x - 1
+
+    assert takes_flex(torch.zeros(9, 64)).eq(1).all()
+    assert takes_flex(torch.zeros(3, 64)).eq(-1).all()
+    count = len(asked)
+    assert {"load", (64, "causal", 0)} == set(asked)
+    assert takes_flex(torch.zeros(10, 64)).eq(1).all()
+    assert len(asked) == count
+
+
+@pytest.fixture
+def measured():
+    """Return a function that replaces the measurements until the test is over."""
+
+    def replace(*rows: tuple[tuple, dict[str, float]]) -> None:
+        _C.set_measured_attention(list(rows))
+
+    yield replace
+    _C.set_measured_attention(_backends.read_table() if torch.cuda.is_available() else [])
+
+
+class Package:
+    """Exact attention on the CPU in place of a package's kernels, with NaN where it may be."""
+
+    def __init__(self, name: str):
+        self.calls: list[tuple[str, int | None, int | None]] = []
+        self._library = torch.library.Library("cuseq", "IMPL")
+        self._library.impl(f"{name}_forward", self.forward, "CPU")
+        self._library.impl(f"{name}_backward", self.backward, "CPU")
+
+    def remove(self) -> None:
+        self._library = None
+
+    def forward(self, q, k, v, out, logsumexp, offsets, _, longest, _k, scale, causal, left, right):
+        self.calls.append(("forward", left, right))
+        lengths = self.lengths_of(offsets, longest, q)
+        assert right == (None if left is None else 0 if causal else left)
+        out.copy_(exact(q, k, v, lengths, causal, left, scale))
+        assert logsumexp.shape == (q.shape[1], q.shape[0])
+        logsumexp.fill_(1.0)
+
+    def backward(
+        self, grad, q, k, v, out, lse, dq, dk, dv, offsets, _, longest, _k, scale, causal, left, _r
+    ):
+        self.calls.append(("backward", left, _r))
+        assert lse.is_contiguous() and bool((lse == 1).all())
+        lengths = self.lengths_of(offsets, longest, q)
+        found = gradients(q, k, v, grad, lengths, causal, left, scale)
+        for tensor, value in zip((dq, dk, dv), found, strict=True):
+            tensor.copy_(value)
+
+    def lengths_of(self, offsets: Tensor, longest: int, q: Tensor) -> list[int]:
+        lengths = offsets.diff().tolist()
+        assert longest >= max(lengths) and sum(lengths) == q.shape[0], "no rows of the tail"
+        return lengths
+
+
+@pytest.fixture
+def install():
+    """Return a function that puts a stand-in in the place of a package until the test is over."""
+    installed = []
+
+    def put(name: str) -> Package:
+        installed.append(Package(name))
+        return installed[-1]
+
+    yield put
+    for package in installed:
+        package.remove()
+
+
+@pytest.fixture(params=["fa4", "fa3"])
+def package(request, install) -> tuple[str, Package]:
+    return request.param, install(request.param)
+
+
+@pytest.mark.parametrize("lengths,tokens", PACKS)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": 3}, {"causal": False, "window": 2}], ids=str
+)
+def test_a_package_gets_the_rows_of_the_sequences(package, lengths, tokens, options):
+    name, kernels = package
+    tensors = inputs(tokens, dim=20, value_dim=16, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[sum(lengths) :] = math.nan
+    packed = PackedLayout.from_lengths(lengths, tokens)
+    out = varlen_attention(*tensors, packed, **options, backend=name)
+    real = [t.detach()[: sum(lengths)] for t in tensors]
+    expected = reference_attention(*(t.double() for t in real), lengths, **options)
+    assert not out[sum(lengths) :].any()
+    assert relative(out[: sum(lengths)], expected, expected) < 6e-3
+    grads = torch.autograd.grad(out.sum(), tensors)
+    assert all(not grad[sum(lengths) :].any() and grad.isfinite().all() for grad in grads)
+    assert [one for one, *_ in kernels.calls] == (["forward", "backward"] if any(lengths) else [])
+
+
+@pytest.mark.parametrize(
+    "dim,heads,padded",
+    [
+        (8, (4, 2), 64), (40, (4, 2), 64), (64, (4, 4), 64), (72, (4, 2), 96), (80, (4, 4), 96),
+        (128, (4, 1), 128), (160, (4, 4), 192), (160, (4, 2), 256), (192, (4, 1), 256),
+        (256, (2, 2), 256),
+    ],
+)  # fmt: skip
+def test_a_package_gets_head_sizes_that_it_computes_right(dim, heads, padded):
+    """For others flash-attn-4's backward does not compile, or gives wrong gradients."""
+    seen = []
+
+    class Recording(Package):
+        def forward(self, q, k, v, *rest):
+            seen.append({rows.shape[2] for rows in (q, k, v)})
+            super().forward(q, k, v, *rest)
+
+    kernels = Recording("fa4")
+    try:
+        tensors = inputs(9, *heads, dim, 8, dtype=torch.bfloat16)
+        packed = PackedLayout.from_lengths([4, 5])
+        out = varlen_attention(*tensors, packed, backend="fa4")
+        expected = varlen_attention(*tensors, packed, backend="segments")
+        assert seen == [{padded}] and out.shape == expected.shape
+        assert relative(out, expected, expected) < 1e-2
+        grads = torch.autograd.grad(out.sum(), tensors)
+        assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
+    finally:
+        kernels.remove()
+
+
+def test_a_package_refuses_larger_heads(package):
+    name, _ = package
+    tensors = inputs(9, 2, 2, 264, dtype=torch.bfloat16)
+    packed = PackedLayout.from_lengths([4, 5])
+    with pytest.raises(ValueError, match="it takes head_dim up to 256, got 264"):
+        varlen_attention(*tensors, packed, backend=name)
+
+
+def test_the_measurements_choose_and_the_backward_follows(measured, install):
+    kernels = install("fa4")
+    facts = (0, True, 16, "causal", 0, "eager")
+    measured(
+        ((*facts, 8, 2), {"fa4": 9.0, "segments": 1.0}),
+        ((*facts, 512, 2), {"fa4": 1.0, "segments": 9.0, "flash": 0.1}),
+    )
+    for lengths, name in (([3, 4], "segments"), ([300, 200], "fa4")):
+        packed = PackedLayout.from_lengths(lengths)
+        q, k, v = inputs(sum(lengths), dtype=torch.bfloat16)
+        found = attention_backend(q, k, v, packed)
+        assert found.name == name and "fastest where it was measured" in found.reason
+        before = len(kernels.calls)
+        varlen_attention(q, k, v, packed).sum().backward()
+        made = ["forward", "backward"] if name == "fa4" else []
+        assert [one for one, *_ in kernels.calls[before:]] == made
+
+
+def test_without_measurements_the_usual_one_runs(measured, install):
+    measured()
+    packed = PackedLayout.from_lengths([3, 4])
+    tensors = inputs(7, dtype=torch.bfloat16)
+    assert attention_backend(*tensors, packed).name == "segments"
+    kernels = install("fa4")
+    found = attention_backend(*tensors, packed)
+    assert found.name == "fa4" and "nothing like this call was measured" in found.reason
+    kernels.remove()
+    assert attention_backend(*tensors, packed).name == "segments"
+
+
+def test_deterministic_mode_leaves_the_packages(package):
+    name, _ = package
+    packed = PackedLayout.from_lengths([3, 4])
+    tensors = inputs(7, dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert attention_backend(*tensors, packed).name == "segments"
+        with pytest.raises(ValueError, match="not deterministic"):
+            varlen_attention(*tensors, packed, backend=name)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["flash", "fa4", "fa3", "flex", "efficient"])
+def test_a_backend_that_cannot_run_says_what_to_do(name):
+    packed = PackedLayout.from_lengths([2, 3])
+    tensors = inputs(5)
+    remedy = "CUDA|Python|installed"
+    for call in (varlen_attention, attention_backend):
+        with pytest.raises(ValueError, match=f'backend="{name}".*({remedy})'):
+            call(*tensors, packed, backend=name)
+    with pytest.raises(ValueError, match=f'backend="{name}"'):
+        op(*tensors, packed.cu_seqlens, backend=name)
+
+
+@pytest.mark.parametrize("name", ["FA4", "", "sdpa", None, 4])
+def test_an_unknown_backend_raises(name):
+    packed = PackedLayout.from_lengths([2, 3])
+    with pytest.raises(ValueError, match="backend must be"):
+        varlen_attention(*inputs(5), packed, backend=name)
+    if isinstance(name, str):
+        with pytest.raises(ValueError, match="backend must be"):
+            op(*inputs(5), packed.cu_seqlens, backend=name)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 2}, {"causal": False}, {"sinks": True}], ids=str
+)
+def test_segments_can_be_asked_for(device, options):
+    lengths, tokens = [5, 0, 9], 16
+    packed = PackedLayout.from_lengths(lengths, tokens, device=device)
+    tensors = inputs(tokens, dim=16, device=device)
+    if options.pop("sinks", False):
+        options = {"sinks": torch.randn(4, device=device)}
+    expected = varlen_attention(*tensors, packed, **options)
+    out = varlen_attention(*tensors, packed, **options, backend="segments")
+    torch.testing.assert_close(out, expected)
+    assert attention_backend(*tensors, packed, **options, backend="segments").name == "segments"
+
+
+# ------------------------------------------------------------------------------------- soft caps
+
+
+@pytest.mark.parametrize("lengths,tokens", PACKS)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"causal": False}, {"causal": False, "window": 4}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_soft_caps_match_the_reference(device, lengths, tokens, options, dtype):
+    tensors = inputs(tokens, device=device, dtype=dtype)
+    packed = PackedLayout.from_lengths(lengths, tokens, device=device)
+    bound = 2e-6 if dtype == torch.float32 else 1e-13
+    check_against_reference(
+        tensors, lengths, packed, bound=bound, softcap=0.7, backend="segments", **options
+    )
+
+
+def test_soft_caps_pass_gradcheck(device):
+    tensors = inputs(6, 2, 1, 8, dtype=torch.float64, device=device)
+    packed = PackedLayout.from_lengths([2, 3], 6, device=device)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: varlen_attention(q, k, v, packed, softcap=0.5, window=2), tensors
+    )
+
+
+def test_soft_caps_of_padded_segments(device):
+    tensors = inputs(12, device=device)
+    padded = PackedLayout.from_lengths([2, 3], 12, segment_multiple=4, device=device)
+    out = varlen_attention(*tensors, padded, softcap=0.5)
+    rows = torch.tensor([0, 1, 4, 5, 6], device=device)
+    packed = PackedLayout.from_lengths([2, 3], device=device)
+    expected = varlen_attention(*(t[rows] for t in tensors), packed, softcap=0.5)
+    torch.testing.assert_close(out[rows], expected)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, math.nan, math.inf])
+def test_a_soft_cap_is_above_zero(softcap):
+    packed = PackedLayout.from_lengths([2, 3])
+    with pytest.raises(ValueError, match="softcap must be"):
+        varlen_attention(*inputs(5), packed, softcap=softcap)
+    with pytest.raises(ValueError, match="softcap must be"):
+        op(*inputs(5), packed.cu_seqlens, softcap=softcap)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_keeps_the_options(device, reentrant):
+    tensors = inputs(6, device=device)
+    packed = PackedLayout.from_lengths([2, 3], 6, device=device)
+
+    def layer(q, k, v):
+        return varlen_attention(q, k, v, packed, softcap=0.5, backend="segments")
+
+    expected = torch.autograd.grad(layer(*tensors).sum(), tensors)
+    out = torch.utils.checkpoint.checkpoint(layer, *tensors, use_reentrant=reentrant)
+    out.sum().backward()
+    assert all(torch.equal(t.grad, grad) for t, grad in zip(tensors, expected, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_with_options(backend):
+    def layer(q, k, v, packed):
+        return varlen_attention(q, k, v, packed, softcap=0.5, backend="segments")
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    tensors = inputs(6)
+    for lengths in ([2, 3], [6], [0, 2], []):
+        packed = PackedLayout.from_lengths(lengths, 6)
+        out, expected = compiled(*tensors, packed), layer(*tensors, packed)
+        torch.testing.assert_close(out, expected)
+        for actual, wanted in zip(
+            torch.autograd.grad(out.sum(), tensors),
+            torch.autograd.grad(expected.sum(), tensors),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_compiled_autograd_keeps_the_options():
+    tensors = inputs(6)
+    packed = PackedLayout.from_lengths([2, 3], 6)
+
+    def gradients_of(softcap):
+        out = varlen_attention(*tensors, packed, softcap=softcap, backend="segments")
+        return torch.autograd.grad(out.sum(), tensors)
+
+    expected = [gradients_of(softcap) for softcap in (0.5, 0.25)]
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        found = [gradients_of(softcap) for softcap in (0.5, 0.25)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_opcheck_with_options(device):
+    packed = PackedLayout.from_lengths([2, 3], 6, device=device)
+    arguments = (*inputs(6, device=device), packed.cu_seqlens_static, packed.host_meta)
+    torch.library.opcheck(op, arguments, {"softcap": 0.5, "backend": "segments"})
+
+
+# ------------------------------------------------------------------------------------------- flex
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("lengths,tokens", [pack for pack in PACKS if pack.values[1] > 0])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 3}, {"causal": False}, {"causal": False, "window": 2}, {"softcap": 0.7}],
+    ids=str,
+)
+def test_flex_rows_match_the_reference(lengths, tokens, options):
+    """Uncompiled, in fp64 and without gradients, which a CPU does not have."""
+    q, k, v = (t.detach() for t in inputs(tokens, dim=16, dtype=torch.float64))
+    for tensor in (q, k, v):
+        tensor[sum(lengths) :] = math.nan
+    packed = PackedLayout.from_lengths(lengths, tokens)
+    mask = packed.block_mask(**{n: o for n, o in options.items() if n != "softcap"})
+    cap = torch.tensor(options["softcap"]) if "softcap" in options else None
+    out = _flex.flex_rows(q, k, v, mask, packed.moe_padding_mask, 0.3, cap, None)
+    real = [t[: sum(lengths)] for t in (q, k, v)]
+    expected = reference_attention(*real, lengths, scale=0.3, **options)
+    assert out.is_contiguous() and not out[sum(lengths) :].any()
+    assert relative(out[: sum(lengths)], expected, expected) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_rows_with_sinks_and_spans():
+    q, k, v = (t.detach() for t in inputs(9, dim=16))
+    packed = PackedLayout.from_lengths([4, 3], 9)
+    sinks = torch.randn(4)
+    expected = varlen_attention(q, k, v, packed, spans=[(1, 3)], sinks=sinks)
+    mask = packed.block_mask(spans=[(1, 3)])
+    out = _flex.flex_rows(q, k, v, mask, packed.moe_padding_mask, None, None, sinks)
+    torch.testing.assert_close(out, expected)
+
+
+# ------------------------------------------------------------------------------------- the table
+
+
+def test_every_row_of_the_table_is_its_own_closest(measured):
+    """So auto takes the fastest backend at every row, of those that are installed."""
+    rows = _backends.read_table()
+    measured(*rows)
+    assert len({facts for facts, _ in rows}) == len(rows)
+    for facts, times in rows:
+        assert times and all(us > 0 for us in times.values())
+        assert _C.closest_measured_attention(facts) == times
+        sm, half, head_dim, mask, window, mode, tokens, sequences = facts
+        assert sm >= 80 and head_dim > 0 and window >= 0 < min(tokens, sequences)
+        assert mask in ("causal", "full", "window", "two_sided", "spans", "softcap")
+        assert mode in ("eager", "compiled", "captured")
+
+
+def test_rows_are_compared_by_ratios(measured):
+    facts = (90, True, 128, "causal", 0, "eager")
+    measured(((*facts, 1000, 1), {"flash": 1.0}), ((*facts, 8000, 1), {"flash": 2.0}))
+    for tokens, us in ((1, 1.0), (2000, 1.0), (4000, 2.0), (10**9, 2.0)):
+        assert _C.closest_measured_attention((*facts, tokens, 1)) == {"flash": us}
+    for other in ((80, *facts[1:]), (90, False, *facts[2:]), (*facts[:3], "full", 0, "eager")):
+        assert _C.closest_measured_attention((*other, 1000, 1)) is None
+
+
+def test_the_table_is_in_the_package():
+    text = _backends.resources.files("cuseq").joinpath(_backends.TABLE).read_text()
+    header = next(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
+    assert header[: len(_backends.FACTS)] == list(_backends.FACTS)
+    assert set(header[len(_backends.FACTS) :]) <= set(NAMES)

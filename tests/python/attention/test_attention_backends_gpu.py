@@ -1,0 +1,393 @@
+"""Every backend that a GPU has: values, gradients, and every way that PyTorch runs it.
+
+FlashAttention 3 and 4 are skipped where they are not installed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import attention as reference_attention
+from reference import mask as reference_mask
+from test_attention import PACKS, check_against_reference, inputs, relative
+from torch import Tensor
+
+from cuseq import _C, PackedLayout, _backends, _fa4, _flex, attention_backend, varlen_attention
+
+NAMES = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
+HALF = 6e-3  # error of bf16, relative
+
+
+@pytest.fixture(params=NAMES)
+def name(request, cuda) -> str:
+    """Return each backend that is installed."""
+    _backends.load_backends()
+    if request.param in _backends.PACKAGES:
+        packed = PackedLayout.from_lengths([64], device=cuda)
+        tensors = inputs(64, dim=64, device=cuda, dtype=torch.bfloat16)
+        try:
+            attention_backend(*tensors, packed, backend=request.param)
+        except ValueError as missing:
+            pytest.skip(str(missing))
+    return request.param
+
+
+@pytest.fixture
+def fa4(cuda) -> None:
+    """Skip where FlashAttention 4 is not installed."""
+    _backends.load_backends()
+    if "fa4" not in _backends.registered:
+        pytest.skip("FlashAttention 4 is not installed")
+
+
+def packed_inputs(lengths, tokens, *heads, dtype=torch.bfloat16, tail=0.0, **options):
+    tensors = inputs(tokens, *heads, device="cuda", dtype=dtype, **options)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[sum(lengths) :] = tail
+    return tensors, PackedLayout.from_lengths(lengths, tokens, device="cuda")
+
+
+def check_with_any_tail(lengths, tokens, *heads, options, bound=HALF, **draw) -> None:
+    """Compare with the reference; the tail holds NaN, in the inputs and in what comes back."""
+    tensors, packed = packed_inputs(lengths, tokens, *heads, tail=math.nan, **draw)
+    real = sum(lengths)
+    out = varlen_attention(*tensors, packed, **options)
+    named = {n: o for n, o in options.items() if n != "backend"}
+    exact = [t.detach()[:real].double().cpu().requires_grad_() for t in tensors]
+    expected = reference_attention(*exact, lengths, **named)
+    assert out.is_contiguous() and not out[real:].any()
+    assert relative(out[:real], expected, expected) <= bound
+    grad = torch.randn(out.shape, dtype=torch.float64)
+    poisoned = grad.clone()
+    poisoned[real:] = math.nan
+    grads = torch.autograd.grad(out, tensors, poisoned.to(out))
+    if not real:
+        return
+    wanted = torch.autograd.grad(expected, exact, grad[:real])
+    for actual, right in zip(grads, wanted, strict=True):
+        assert not actual[real:].any()
+        assert relative(actual[:real], right, grad[:real]) <= 3 * bound
+
+
+def takes(name: str, tensors, packed: PackedLayout, **options) -> bool:
+    try:
+        attention_backend(*tensors, packed, backend=name, **options)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("lengths,tokens", PACKS)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": False}, {"window": 3}, {"causal": False, "window": 4}], ids=str
+)
+def test_every_backend_matches_the_reference(name, lengths, tokens, options):
+    options = {"backend": name, **options}
+    tensors, packed = packed_inputs(lengths, tokens, 4, 2, 64)
+    if not takes(name, tensors, packed, **{n: o for n, o in options.items() if n != "backend"}):
+        pytest.skip("another backend runs this")
+    check_with_any_tail(lengths, tokens, 4, 2, 64, options=options)
+
+
+@pytest.mark.parametrize("dim,value_dim", [
+    (40, 40), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192),
+    (256, 256), (512, 512),
+])  # fmt: skip
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+def test_every_backend_with_every_head_dim(name, dim, value_dim, heads, options):
+    if name == "flex" and dim not in (40, 128, 192, 256):
+        pytest.skip("every head_dim takes seconds to compile")
+    lengths, tokens = [300, 1, 0, 129, 77], 520
+    tensors, packed = packed_inputs(lengths, tokens, *heads, dim, value_dim)
+    if not takes(name, tensors, packed, **options):
+        pytest.skip("another backend runs this")
+    options = {"backend": name, **options}
+    check_with_any_tail(lengths, tokens, *heads, dim, value_dim, options=options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_every_backend_with_other_dtypes(name, dtype):
+    lengths, tokens = [300, 1, 0, 129], 440
+    tensors, packed = packed_inputs(lengths, tokens, 4, 2, 64, dtype=dtype)
+    if not takes(name, tensors, packed):
+        pytest.skip("another backend runs this")
+    bound = 1.5e-3 if dtype == torch.float16 else 1e-5
+    check_with_any_tail(
+        lengths, tokens, 4, 2, 64, options={"backend": name}, dtype=dtype, bound=bound
+    )
+
+
+@settings(max_examples=15)
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=8),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 310),
+)
+def test_any_pack(name, lengths, causal, window):
+    tokens = max(sum(lengths), 1)
+    tokens += -tokens % 512  # few shapes, since flex compiles each
+    tensors, packed = packed_inputs(lengths, tokens, 4, 2, 64)
+    options = {"causal": causal, "window": window}
+    if takes(name, tensors, packed, **options):
+        check_with_any_tail(lengths, tokens, 4, 2, 64, options={"backend": name, **options})
+
+
+def test_every_backend_at_the_size_of_a_model(name):
+    lengths = [700, 1, 90, 1300, 0, 900, 2048]
+    check_with_any_tail(lengths, 5120, 16, 8, 128, options={"backend": name})
+
+
+def test_every_backend_with_sinks(name):
+    tensors, packed = packed_inputs([200, 0, 170], 400, 4, 2, 64)
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+
+    def run(backend: str) -> list[Tensor]:
+        out = varlen_attention(*tensors, packed, sinks=sinks, backend=backend)
+        weight = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
+        return [out, *torch.autograd.grad((out.float() * weight).sum(), (*tensors, sinks))]
+
+    for found, expected in zip(run(name), run("segments"), strict=True):
+        assert relative(found, expected, expected) < 2e-2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_every_backend_under_checkpointing(name, reentrant):
+    tensors, packed = packed_inputs([200, 100], 320, 4, 2, 64)
+
+    def layer(q, k, v):
+        return varlen_attention(q, k, v, packed, backend=name)
+
+    expected = torch.autograd.grad(layer(*tensors).sum(), tensors)
+    torch.utils.checkpoint.checkpoint(layer, *tensors, use_reentrant=reentrant).sum().backward()
+    for tensor, wanted in zip(tensors, expected, strict=True):
+        assert relative(tensor.grad, wanted, wanted) < 1e-2
+
+
+def test_every_backend_in_compiled_code(name):
+    """One graph serves all packs."""
+
+    def layer(q, k, v, packed, backend=name):
+        return varlen_attention(q * 2, k, v, packed, window=70, backend=backend) * 2
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=False)
+    for lengths in ([100, 200], [300], [10] * 20, []):
+        tensors, packed = packed_inputs(lengths, 300, 4, 2, 64)
+        out, expected = compiled(*tensors, packed), layer(*tensors, packed, "segments")
+        assert relative(out, expected, expected) < 1e-2
+        found = torch.autograd.grad(out.sum(), tensors)
+        wanted = torch.autograd.grad(expected.sum(), tensors)
+        for one, other in zip(found, wanted, strict=True):
+            assert relative(one, other, other) < 2e-2
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_every_backend_without_host_lengths(name):
+    """Offsets alone, as in a capture: the last one is known to the device."""
+    if name in ("flex", "segments"):
+        pytest.skip("it does not run from offsets on the device")
+    lengths, tokens = [200, 0, 170], 400
+    tensors, packed = packed_inputs(lengths, tokens, 4, 2, 64, tail=math.nan)
+    for offsets in (packed.cu_seqlens, packed.cu_seqlens_static[:65]):
+        out, _ = torch.ops.cuseq.varlen_attention(*tensors, offsets, None, backend=name)
+        grads = torch.autograd.grad(out.sum(), tensors)
+        expected = varlen_attention(*tensors, packed, backend="segments")
+        wanted = torch.autograd.grad(expected.sum(), tensors)
+        for one, other in zip((out, *grads), (expected, *wanted), strict=True):
+            assert one.isfinite().all() and relative(one, other, other) < 1e-2
+
+
+def test_every_backend_in_a_captured_graph(name):
+    if name == "segments":
+        pytest.skip("it needs offsets on the host")
+    lengths = [200, 0, 170]
+    tensors, packed = packed_inputs(lengths, 400, 4, 2, 64)
+    packed = PackedLayout.from_lengths(lengths, 400, max_seqs=8, device="cuda")
+
+    def step():
+        out = varlen_attention(*tensors, packed, backend=name)
+        # A graph that lives on would tie the gradients of the leaves to the stream of its making.
+        return out.detach(), *torch.autograd.grad(out.sum(), tensors)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = [t.clone() for t in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    for one, other in zip(found, expected, strict=True):
+        assert relative(one, other, other) < 1e-2
+
+
+def test_backends_mix_in_one_model(cuda):
+    """Layers under one backward, each with another backend, leave the process as it was."""
+    tensors, packed = packed_inputs([200, 0, 170], 400, 4, 2, 64)
+    names = [name for name in NAMES[1:] if takes(name, tensors, packed)]
+
+    def stack(backends):
+        out = tensors[0]
+        for backend in backends:
+            out = varlen_attention(out, *tensors[1:], packed, backend=backend)
+        return [out, *torch.autograd.grad(out.float().square().sum(), tensors)]
+
+    assert "flash" in names
+    before = stack(["flash"] * len(names))
+    for one, other in zip(stack(names), before, strict=True):
+        assert relative(one, other, other) < 2e-2
+    assert all(map(torch.equal, stack(["flash"] * len(names))[:1], before[:1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False}], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)], ids=str)
+def test_kernels_launched_directly_are_those_of_the_package(fa4, options, heads):
+    tensors, packed = packed_inputs([300, 0, 129, 77], 520, *heads, 64)
+
+    def run():
+        out = varlen_attention(*tensors, packed, backend="fa4", **options)
+        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+    run()
+    direct = run()
+    with _fa4.through_the_package():
+        expecteds = run()
+    for found, expected in zip(direct, expecteds, strict=True):
+        assert relative(found, expected, expected) < 1e-3  # sums in another order
+
+
+@pytest.mark.parametrize("options", [
+    {"softcap": 5.0}, {"softcap": 5.0, "window": 100}, {"spans": [(10, 200), (310, 330)]},
+    {"spans": [(10, 200)], "window": 50}, {"causal": False, "window": 60},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flex_is_what_segments_are(cuda, options, compiled):
+    lengths, tokens = [300, 0, 229, 77], 700
+    tensors, packed = packed_inputs(lengths, tokens, 4, 2, 64)
+    torch._dynamo.reset()
+
+    def run(backend):
+        def layer(q, k, v, spans):
+            more = {} if spans is None else {"spans": spans}
+            return varlen_attention(q, k, v, packed, **others, **more, backend=backend)
+
+        others = {n: o for n, o in options.items() if n != "spans"}
+        spans = options.get("spans")
+        if spans is not None:
+            spans = torch.tensor(spans, dtype=torch.int32, device="cuda")
+        call = torch.compile(layer, fullgraph=True) if compiled and backend == "flex" else layer
+        out = call(*tensors, spans)
+        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+    for found, expected in zip(run("flex"), run("segments"), strict=True):
+        assert relative(found, expected, expected) < 2e-2
+
+
+def test_spans_of_flex_are_those_of_the_mask(cuda):
+    """Beside segments: the scores are hidden where the mask of the specification says so."""
+    lengths, tokens, spans = [300, 200], 512, [(10, 200)]
+    tensors, packed = packed_inputs(lengths, tokens, 2, 2, 64)
+    out = varlen_attention(*tensors, packed, spans=spans, backend="flex")
+    seen = reference_mask(lengths, tokens, spans=spans).cuda()
+    q, k, v = (t.detach().double() for t in tensors)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 64**-0.5
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", weights, v)
+    assert relative(out[:500], expected[:500], expected[:500]) < HALF
+
+
+def test_eager_flex_is_compiled_once_for_all_packs(cuda):
+    _flex._compiled.cache_clear()
+    torch._dynamo.utils.counters.clear()
+    for lengths, softcap, window in (([300, 200], 5.0, None), ([512], 7.0, 60), ([9] * 50, 3.0, 9)):
+        tensors, packed = packed_inputs(lengths, 512, 4, 2, 64)
+        options = {"softcap": softcap, "window": window, "backend": "flex"}
+        varlen_attention(*tensors, packed, **options).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_eager_flex_takes_any_number_of_lengths_of_the_row(cuda):
+    """Dynamo bounds how often it compiles one function; other calls must not use that up."""
+    _flex._compiled.cache_clear()
+    for tokens in (512, 513, 640, 700, 800, 901, 1024):
+        check_with_any_tail([tokens - 9], tokens, 2, 1, 32, options={"backend": "flex"})
+
+
+def test_auto_takes_flex_for_soft_caps(cuda):
+    tensors, packed = packed_inputs([300, 200], 512, 4, 2, 64)
+    assert attention_backend(*tensors, packed, softcap=5.0).name == "flex"
+    assert attention_backend(*tensors, packed).name != "flex"
+    short, few = packed_inputs([30], 32, 4, 2, 64)
+    assert attention_backend(*short, few, softcap=5.0).name == "segments"
+
+
+def test_auto_is_level_with_the_best_of_the_table(cuda):
+    """Replay the measurements: auto is within 5 % of the best backend at every row."""
+    _backends.load_backends()
+    major, minor = torch.cuda.get_device_capability()
+    rows = [row for row in _backends.read_table() if row[0][0] == 10 * major + minor]
+    if not rows:
+        pytest.skip("nothing was measured on such a GPU")
+    for facts, times in rows:
+        _, half, dim, mask, window, mode, tokens, sequences = facts
+        if mode != "eager":
+            continue
+        each = tokens // sequences
+        lengths = [each] * (sequences - 1) + [tokens - each * (sequences - 1)]
+        packed = PackedLayout.from_lengths(lengths, device="cuda")
+        dtype = torch.bfloat16 if half else torch.float32
+        q = torch.empty(tokens, 2, dim, dtype=dtype, device="cuda")
+        options = {
+            "causal": mask not in ("full", "two_sided"),
+            "window": window or None,
+            "softcap": 30.0 if mask == "softcap" else None,
+            "spans": [(0, min(8, lengths[0]))] if mask == "spans" else None,
+        }
+        found = attention_backend(q, q, q, packed, **options).name
+        only_special = mask in ("spans", "two_sided", "softcap")  # flex is eager there alone
+        there = {
+            one: us
+            for one, us in times.items()
+            if takes(one, (q, q, q), packed, **options) and (one != "flex" or only_special)
+        }
+        assert times[found] <= 1.05 * min(there.values()), (facts, found)
+
+
+def test_deterministic_mode_runs_the_same_numbers_twice(cuda):
+    tensors, packed = packed_inputs([300, 200], 512, 4, 2, 64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert attention_backend(*tensors, packed).name not in _backends.PACKAGES
+
+        def run():
+            return torch.autograd.grad(varlen_attention(*tensors, packed).sum(), tensors)
+
+        assert all(map(torch.equal, run(), run()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_closest_row_of_this_gpu_exists(cuda):
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != (9, 0):
+        pytest.skip("only H100 and H200 were measured")
+    _backends.load_backends()
+    facts = (90, True, 128, "causal", 0, "eager", 8192, 16)
+    assert _C.closest_measured_attention(facts)
+
+
+def test_the_second_gpu(name, second_gpu):
+    tensors = [
+        t.detach().to(second_gpu).requires_grad_()
+        for t in inputs(300, 4, 2, 64, dtype=torch.bfloat16)
+    ]
+    packed = PackedLayout.from_lengths([100, 190], 300, device=second_gpu)
+    check_against_reference(tensors, [100, 190], packed, bound=HALF, tail=1e3, backend=name)
