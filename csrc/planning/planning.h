@@ -7,11 +7,13 @@
 #include <string_view>
 #include <tuple>
 
+#include "context_parallel/plan.h"
 #include "cuseq/macros.h"
 
-// Planning of which samples share a row, on the host, with the algorithms of csrc/packing. Python
-// calls these functions as `_C.NAME`; they are not ops because they take no part in graphs. All
-// tensors are on the CPU; lengths are int32 or int64.
+// Planning on the host: which samples share a row, with the algorithms of csrc/packing, and which
+// rank holds which tokens, with those of csrc/context_parallel. Python calls these functions as
+// `_C.NAME`; they are not ops because they take no part in graphs. All tensors are on the CPU;
+// lengths are int32 or int64.
 namespace cuseq {
 
 // Pack samples into rows of `capacity` tokens and return (indices, offsets, starts, piece_lengths),
@@ -39,5 +41,29 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> pack_window(const at::Tensor& lengt
 CUSEQ_API at::Tensor row_costs(const at::Tensor& lengths, const at::Tensor& samples,
                                const at::Tensor& begins, const at::Tensor& ends, double quadratic,
                                double linear, double constant);
+
+// Plan which tokens of a row each rank of context parallelism holds. `segments` are the tokens of
+// each document in memory, none if there is no padding between documents. `policy` is "auto",
+// "contiguous", "ulysses" or "zigzag".
+CUSEQ_API cp::Plan cp_plan(const at::Tensor& lengths, const std::optional<at::Tensor>& segments,
+                           int64_t total_tokens, std::string_view policy, cp::Options options);
+
+// Return whether the plan was made for documents and segments of these lengths; documents without
+// tokens do not count.
+CUSEQ_API bool cp_plan_is_for(const cp::Plan& plan, const at::Tensor& lengths,
+                              const std::optional<at::Tensor>& segments, int64_t total_tokens);
+
+// Return the tokens of all ranks, rank after rank, and the place of each token there, int32
+// `[total_tokens]`.
+CUSEQ_API std::tuple<at::Tensor, at::Tensor> cp_deal(const cp::Plan& plan);
+
+// Return the pieces of a rank, int32 `[n, 3]`: document (n_seqs for the tail), begin and end.
+CUSEQ_API at::Tensor cp_pieces(const cp::Plan& plan, int64_t rank);
+
+// Return the lengths of the rank's pieces without padding, int32, and its share of the plan as
+// rank_rows and rank_meta (csrc/context_parallel/share.h). `max_seqs` is the capacity of the row's
+// offsets.
+CUSEQ_API std::tuple<at::Tensor, at::Tensor, at::Tensor> cp_share(const cp::Plan& plan,
+                                                                  int64_t rank, int64_t max_seqs);
 
 }  // namespace cuseq

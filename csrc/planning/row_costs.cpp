@@ -33,8 +33,9 @@ void check_rows(const Tensor& begins, const Tensor& ends, const Tensor& samples,
                    ends.scalar_type());
   TORCH_CHECK_TYPE(samples.scalar_type() == at::kInt, "samples must be int32, got ",
                    samples.scalar_type());
-  TORCH_CHECK_VALUE(begins.numel() == ends.numel(), "begins and ends must have a value a row, got ",
-                    begins.numel(), " and ", ends.numel());
+  TORCH_CHECK_VALUE(begins.numel() == ends.numel(),
+                    "begins and ends must have one value for each row, got ", begins.numel(),
+                    " and ", ends.numel());
   const auto begin = begins.accessor<const int64_t, 1>();
   const auto end = ends.accessor<const int64_t, 1>();
   const auto sample = samples.accessor<const int32_t, 1>();

@@ -137,45 +137,6 @@ struct Segments {
   }
 };
 
-// The tokens of a row as context parallelism distributes them (zigzag): each segment, and the tail,
-// is cut into 2 * cp_size equal parts, and rank r gets the parts r and 2 * cp_size - 1 - r. Within
-// a rank the tokens stay in ascending order; the dealt row holds the ranks one after the other.
-//
-// Worked example, lengths [8, 4] over 2 ranks: rank 0 has 0 1 6 7 8 11, rank 1 has 2 3 4 5 9 10.
-struct ContextParallel {
-  SeqLens segments{};
-  int64_t total_tokens = 0;
-  int64_t cp_size = 1;
-
-  CUSEQ_HOST_DEVICE int64_t length_of(int64_t segment) const {
-    const int64_t end = segment < segments.n_seqs ? segments.begin(segment + 1) : total_tokens;
-    return end - segments.begin(segment);
-  }
-
-  // Return the row index of a rank's token number `index`, which is below total_tokens / cp_size.
-  CUSEQ_HOST_DEVICE int64_t token_of(int64_t index, int64_t rank) const {
-    const int64_t segment = segments.segment_of(index * cp_size);
-    const int64_t begin = segments.begin(segment);
-    const int64_t length = length_of(segment);
-    const int64_t inside = index - begin / cp_size;
-    return begin + zigzag_position(inside, length, cp_size, rank);
-  }
-
-  // Return the index of a row's token in the dealt row.
-  CUSEQ_HOST_DEVICE int64_t dealt(int64_t token) const {
-    const int64_t segment = segments.segment_of(token);
-    const int64_t begin = segments.begin(segment);
-    const int64_t parts = 2 * cp_size;
-    const int64_t part_length = length_of(segment) / parts;
-    if (part_length <= 0) return -1;  // fewer than 2 * cp_size tokens
-    const int64_t part = (token - begin) / part_length;
-    const int64_t inside = token - begin - part * part_length;
-    const bool second = part >= cp_size;
-    const int64_t rank = second ? parts - 1 - part : part;
-    return rank * (total_tokens / cp_size) + begin / cp_size + (second ? part_length : 0) + inside;
-  }
-};
-
 // Return whether a new sequence starts between two neighbouring positions. Text positions step by
 // exactly one inside a sequence. A plane of multimodal positions repeats a value inside an image
 // and jumps after it, so only a decrease, or two zeros in a row, is a restart.

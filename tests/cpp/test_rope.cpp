@@ -4,7 +4,7 @@
 #include "cuseq/rope.h"
 #include "tensors.h"
 
-// C++ tests of the behaviour that tests/python/test_rope.py tests from Python.
+// C++ tests of the behaviour that tests/python/rope/test_rope.py tests from Python.
 namespace {
 
 using cuseq_tests::ints;

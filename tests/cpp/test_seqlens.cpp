@@ -230,37 +230,6 @@ TEST(Segments, StayInsideTheRowWhateverTheOffsets) {
   }
 }
 
-// Tokens of each rank in order, and back to their places in the row.
-TEST(ContextParallel, DealsEachTokenOnce) {
-  for (int64_t ranks = 1; ranks <= 4; ++ranks) {
-    const auto unit = static_cast<int32_t>(2 * ranks);
-    const std::vector<int32_t> offsets = {0, 3 * unit, 3 * unit, 4 * unit};
-    const int64_t total = 6 * unit;  // a tail of two units
-    const cuseq::ContextParallel deal{{offsets.data(), 3}, total, ranks};
-    std::vector<int> held(total, 0);
-    for (int64_t rank = 0; rank < ranks; ++rank) {
-      for (int64_t index = 0; index < total / ranks; ++index) {
-        const int64_t token = deal.token_of(index, rank);
-        ++held.at(token);
-        EXPECT_EQ(deal.dealt(token), rank * (total / ranks) + index);
-      }
-    }
-    EXPECT_EQ(held, std::vector<int>(total, 1));
-  }
-}
-
-TEST(ContextParallel, TheWorkedExample) {
-  const std::vector<int32_t> offsets = {0, 8, 12};
-  const cuseq::ContextParallel deal{{offsets.data(), 2}, 12, 2};
-  std::vector<int64_t> first, second;
-  for (int64_t index = 0; index < 6; ++index) {
-    first.push_back(deal.token_of(index, 0));
-    second.push_back(deal.token_of(index, 1));
-  }
-  EXPECT_EQ(first, (std::vector<int64_t>{0, 1, 6, 7, 8, 11}));
-  EXPECT_EQ(second, (std::vector<int64_t>{2, 3, 4, 5, 9, 10}));
-}
-
 TEST(GreatestCommonDivisor, ZeroAddsNothing) {
   EXPECT_EQ(cuseq::greatest_common_divisor(12, 18), 6);
   EXPECT_EQ(cuseq::greatest_common_divisor(0, 5), 5);

@@ -6,7 +6,7 @@ import sys
 import warnings
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
     return converted
 
 
-def is_array(values: Any) -> bool:
+def is_array(values: object) -> TypeGuard[numpy.ndarray]:
     """Return whether `values` is a NumPy array; NumPy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(values, numpy.ndarray)

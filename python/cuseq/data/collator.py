@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, check_tensor, shown
+from cuseq._labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
+from cuseq.distributed import ContextParallel, cp_partition
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
 
-IGNORE_INDEX = -100
 # These convert to int64 exactly; values of other dtypes may change.
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
@@ -89,6 +91,8 @@ class PackingCollator:
             capacity is then the number of tokens in the row.
         total_multiple: rows are padded to a multiple of this (such as 8 for tensor cores).
         pad_token_id: token of the padding, which belongs to no sequence.
+        cp: this rank's `cuseq.distributed.ContextParallel`. The examples are then those of a row
+            that its ranks share, the same on all of them, and the batch is this rank's part.
 
     Call it with a list of examples. Each is a mapping from names to one value per token (a list or
     a tensor): `input_ids`, and optionally `labels` (default: the input ids) and other per-token
@@ -100,10 +104,17 @@ class PackingCollator:
     `packed`, the row's `PackedLayout`. Everything is on the host: move the dict like any batch,
     `packed` has `.to`.
 
+    With `cp`, rows are also padded to a multiple of its size, and every tensor is this rank's
+    `[1, total_tokens / cp.size]` in the order of the plan, with positions in the whole sequences.
+    There are two more keys, made before the row is dealt: `shift_labels`, the label of the next
+    token, -100 at each sequence's end (give them to the loss, which must not shift dealt labels);
+    and `num_label_tokens`, the int number of labels of the whole row that are not -100.
+
     Raises:
         ValueError: an example is empty or longer than `capacity`; all examples together are longer
-            than `capacity` or more than `max_seqs`; an example lacks a key that others have; or
-            shapes differ. The message names the argument or the example.
+            than `capacity` or more than `max_seqs`; an example lacks a key that others have;
+            shapes differ; or the row cannot be dealt by the policy of `cp`. The message names the
+            argument or the example.
         TypeError: the examples are not mappings, or a key does not hold one value per token.
 
     Examples:
@@ -124,7 +135,10 @@ class PackingCollator:
         max_seqs: int | None = None,
         total_multiple: int = 1,
         pad_token_id: int = 0,
+        cp: ContextParallel | None = None,
     ):
+        if cp is not None and not isinstance(cp, ContextParallel):
+            raise TypeError(f"cp must be a ContextParallel or None, got {shown(cp)}")
         capacity = None if capacity is None else as_int(capacity, "capacity", 1)
         total_tokens = None if total_tokens is None else as_int(total_tokens, "total_tokens", 1)
         total_multiple = as_int(total_multiple, "total_multiple", 1)
@@ -133,6 +147,13 @@ class PackingCollator:
                 f"total_tokens must be a multiple of total_multiple = {total_multiple}, "
                 f"got {total_tokens}"
             )
+        if cp is not None:
+            total_multiple = lcm(total_multiple, cp.size)
+            if total_tokens is not None and total_tokens % cp.size != 0:
+                raise ValueError(
+                    f"total_tokens must be a multiple of cp.size = {cp.size}, so that every rank "
+                    f"gets the same number of tokens, got {total_tokens}"
+                )
         if capacity is not None and total_tokens is not None and capacity > total_tokens:
             raise ValueError(
                 f"capacity must be at most total_tokens = {total_tokens}, got {capacity}"
@@ -142,6 +163,7 @@ class PackingCollator:
         self.max_seqs = None if max_seqs is None else as_int(max_seqs, "max_seqs", 1)
         self.total_multiple = total_multiple
         self.pad_token_id = as_int(pad_token_id, "pad_token_id")
+        self.cp = cp
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if isinstance(examples, Mapping):
@@ -166,6 +188,10 @@ class PackingCollator:
             raise ValueError(f"examples must have input_ids, got {sorted(examples[0])}")
         lengths = [len(ids) for ids in columns["input_ids"]]
         self._check(examples, columns, lengths)
+        if self.cp is not None and "shift_labels" in columns:
+            raise ValueError(
+                "shift_labels must be left out of the examples, they are made of labels"
+            )
         columns.pop("attention_mask", None)
         columns.setdefault("labels", columns["input_ids"])
 
@@ -176,6 +202,8 @@ class PackingCollator:
             key: _pack(pieces, total, fills.get(key, 0)) for key, pieces in columns.items()
         }
         batch["labels"] = mask_boundary_labels(batch["labels"], packed)
+        if self.cp is not None:
+            return _part_of(batch, packed, self.cp)
         batch["position_ids"] = packed.position_ids.long().unsqueeze(0)
         batch["packed"] = packed
         return batch
@@ -209,14 +237,14 @@ class PackingCollator:
             positions = example.get("position_ids")
             if positions is not None and not _counts(positions, length):
                 raise ValueError(
-                    f"position_ids must count from 0, but those of examples[{i}] do not: leave "
-                    "them out, they are made here"
+                    f"position_ids must count from 0, but those of examples[{i}] do not: drop "
+                    "the column, the collator makes it"
                 )
         for i, mask in enumerate(columns.get("attention_mask", [])):
             if not bool((mask == 1).all()):
                 raise ValueError(
-                    f"attention_mask must be all ones, a packed row holds no padding between "
-                    f"sequences, but examples[{i}] masks tokens: strip them first"
+                    f"attention_mask must be all ones, since a packed row has no padding between "
+                    f"sequences, but examples[{i}] masks tokens: remove those tokens first"
                 )
         if self.capacity is not None and sum(lengths) > self.capacity:
             raise ValueError(
@@ -230,8 +258,23 @@ class PackingCollator:
         return -(-tokens // self.total_multiple) * self.total_multiple
 
 
+def _part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -> dict[str, Any]:
+    """Return this rank's part of a batch. Labels are shifted before neighbours are parted."""
+    labels = batch["labels"]
+    # The first label of each sequence is masked, so the last one of each is after the shift.
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    batch = batch | {"shift_labels": shifted}
+    rows = [value.squeeze(0) for value in batch.values()]
+    local, *parts = cp_partition(packed, cp.plan(packed), cp.rank, *rows, group=cp.group_name)
+    dealt: dict[str, Any] = {key: part.unsqueeze(0) for key, part in zip(batch, parts, strict=True)}
+    dealt["position_ids"] = local.position_ids.long().unsqueeze(0)
+    dealt["packed"] = local
+    dealt["num_label_tokens"] = int((shifted != IGNORE_INDEX).sum())
+    return dealt
+
+
 def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
-    column = []
+    column: list[Tensor] = []
     for i, example in enumerate(examples):
         if key not in example:
             raise ValueError(f"examples must have the same keys, but examples[{i}] lacks {key!r}")
@@ -242,13 +285,13 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
                 raise ValueError(f"{key} must fit in int64, but examples[{i}] does not") from error
             raise TypeError(
                 f"{key} must hold one number per token, got {type(example[key]).__name__} in "
-                f"examples[{i}]; drop the keys that are not per token first"
+                f"examples[{i}]; drop columns that are not per token"
             ) from error
         check_tensor(values, f"{key} of examples[{i}]")
         if values.dim() == 0 or (key in PackingCollator._KNOWN and values.dim() != 1):
             raise TypeError(
                 f"{key} must hold one value per token, got shape {tuple(values.shape)} in "
-                f"examples[{i}]; drop the keys that are not per token first"
+                f"examples[{i}]; drop columns that are not per token"
             )
         if key in PackingCollator._KNOWN:
             if values.dtype not in _INTEGERS and values.numel() > 0:
@@ -256,7 +299,7 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
             values = values.long()
         if column and values.shape[1:] != column[0].shape[1:]:
             raise ValueError(
-                f"{key} must have one shape behind the tokens, got {list(values.shape[1:])} in "
+                f"{key} must have one shape per token, got {list(values.shape[1:])} in "
                 f"examples[{i}] and {list(column[0].shape[1:])} in examples[0]"
             )
         column.append(values)

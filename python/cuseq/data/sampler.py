@@ -153,8 +153,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         for name, value in (("strategy", strategy), ("overlong", overlong)):
             if isinstance(value, str) and value == _CUTTING[name]:
                 raise ValueError(
-                    f'{name}="{value}" cuts samples, which a batch of dataset indices cannot say: '
-                    "use bin_pack and cut the dataset by its starts and lengths"
+                    f'{name} must not be "{value}", which cuts samples: a batch of dataset indices '
+                    "holds whole ones; use bin_pack and cut the dataset by its starts and lengths"
                 )
         self.capacity = as_int(capacity, "capacity", least=1)
         self.world_size = as_int(world_size, "world_size", least=1)
@@ -190,7 +190,7 @@ class PackedBatchSampler(Sampler[list[int]]):
                 above = chunk > self.capacity
                 if self.overlong == "raise":
                     rule = f"must be at most capacity = {self.capacity}"
-                    self._refuse(begin, chunk, above, rule, ': overlong="skip" leaves longer out')
+                    self._refuse(begin, chunk, above, rule, ': overlong="skip" leaves it out')
                 skipped += int(above.sum())
         return skipped
 
@@ -232,8 +232,8 @@ class PackedBatchSampler(Sampler[list[int]]):
             # With workers StatefulDataLoader starts one iterator, drops it and starts another.
             self._next = start
             warnings.warn(
-                f"the state that was loaded is of the end of epoch {self.epoch}, of which nothing "
-                "is left: set_epoch chooses another one",
+                f"the loaded state was saved at the end of epoch {self.epoch}, which has no "
+                "batches left: call set_epoch",
                 stacklevel=2,
             )
 
@@ -359,7 +359,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         ranks = (self.world_size, self.accumulation)
         if stages[-1].world_size == self.world_size and stages[-1][:2] != ranks:
             raise ValueError(
-                "state must be of the same accumulation on as many ranks, but accumulation is "
+                "state must be of the same accumulation on the same number of ranks, but it is "
                 f"{self.accumulation} and was {stages[-1].accumulation}"
             )
         while stages and stages[-1].steps == 0:

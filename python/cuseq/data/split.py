@@ -90,8 +90,8 @@ def _checked_layout(batch: Mapping[str, Any]) -> PackedLayout:
         if not isinstance(value, Tensor) or value.shape[:2] != (1, packed.total_tokens):
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{key} must be a tensor [1, total_tokens = {packed.total_tokens}, ...], what is "
-                f"not per token cannot be split, got {got}"
+                f"{key} must be a tensor [1, total_tokens = {packed.total_tokens}, ...] to be "
+                f"split, got {got}"
             )
     return packed
 
@@ -100,7 +100,7 @@ def _host_lengths(packed: PackedLayout) -> list[int]:
     if packed.known_lengths is None:
         raise ValueError(
             "packed must be made from lengths on the host, where passes are planned, but its "
-            "lengths are on the GPU alone"
+            "lengths are only on the GPU"
         )
     return packed.known_lengths[: packed.num_sequences].tolist()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +123,7 @@ class PackedStream(IterableDataset[list[Any]]):
             raise TypeError(f"length must be a function of a sample, got {shown(length)}")
         check_flag(shuffle, "shuffle")
         check_flag(drop_last, "drop_last")
-        self.iterable = iterable
+        self.iterable: Any = iterable  # some have `state_dict` and `load_state_dict`
         self.capacity = as_int(capacity, "capacity", least=1)
         self.world_size = as_int(world_size, "world_size", least=1)
         self.rank = as_int(rank, "rank")
@@ -159,8 +159,8 @@ class PackedStream(IterableDataset[list[Any]]):
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
             raise RuntimeError(
-                "PackedStream would be read by each worker of a DataLoader, and repeated: "
-                f"num_workers must be 0 or 1, got {worker.num_workers}"
+                "num_workers must be 0 or 1 for a PackedStream, since each worker would read and "
+                f"repeat the whole stream, got {worker.num_workers}"
             )
         # The position is set here, but a loaded state is consumed by the first row only:
         # torchdata's StatefulDataLoader drops some iterators without ever starting them.
@@ -273,8 +273,8 @@ class PackedStream(IterableDataset[list[Any]]):
             sample = next(samples, _END)
             if sample is _END:
                 raise ValueError(
-                    f"the iterable must be that of the state, which had read {at.consumed} "
-                    f"samples of it, but it ended after {number}"
+                    f"iterable must be that of the state, of which {at.consumed} samples were "
+                    f"read, but it ended after {number}"
                 )
             if number in wanted:
                 found[number] = sample
@@ -294,8 +294,8 @@ class PackedStream(IterableDataset[list[Any]]):
             else:
                 raise ValueError(
                     f"samples must have at most capacity = {self.capacity} tokens, but number "
-                    f'{entry.number} of the stream has {entry.length}: overlong="skip" leaves such '
-                    "ones out"
+                    f'{entry.number} of the stream has {entry.length}: overlong="skip" leaves it '
+                    "out"
                 )
             at.consumed += 1
         return False
@@ -342,7 +342,7 @@ class PackedStream(IterableDataset[list[Any]]):
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Return the rows to yield, a multiple of `world_size`, and the rows that stay."""
         spare = len(rows) % world_size
-        numbers = range(len(rows))
+        numbers: Sequence[int] = range(len(rows))
         if ended and not self.drop_last:
             return self._evened(rows, held, world_size), []
         if not ended:
@@ -398,7 +398,7 @@ class PackedStream(IterableDataset[list[Any]]):
             TypeError: `state` is not what `state_dict` returns.
         """
         refuse_other(state, self._settings(), (*_COUNTS, "world_size", "held", "source"))
-        position = {name: as_int(state[name], name, least=0) for name in _COUNTS}
+        position: dict[str, Any] = {n: as_int(state[n], n, least=0) for n in _COUNTS}
         position["world_size"] = as_int(state["world_size"], "world_size", least=1)
         if not isinstance(state["held"], list):
             raise TypeError(f"held must be a list, got {type(state['held']).__name__}")
@@ -424,7 +424,7 @@ def _tokens(sample: Any) -> int:
         return len(sample["input_ids"])
     except (TypeError, LookupError) as error:
         raise TypeError(
-            f"samples must be mappings with input_ids where length is None, got {shown(sample)}"
+            f"samples must be mappings with input_ids if length is None, got {shown(sample)}"
         ) from error
 
 

@@ -1,0 +1,78 @@
+#include "context_parallel/deal.h"
+
+#include <algorithm>
+
+#include "cuseq/seqlens.h"
+
+namespace cuseq::cp {
+
+void append(Pieces& pieces, const Piece& piece) {
+  if (piece.begin == piece.end) return;
+  if (!pieces.empty() && pieces.back().segment == piece.segment &&
+      pieces.back().end == piece.begin) {
+    pieces.back().end = piece.end;
+  } else {
+    pieces.push_back(piece);
+  }
+}
+
+Deal deal_zigzag(const Row& row, int64_t cp_size) {
+  Deal deal(cp_size);
+  for (int64_t segment = 0; segment < row.size(); ++segment) {
+    const int64_t part = row.segments[segment] / (2 * cp_size);
+    for (int64_t rank = 0; rank < cp_size; ++rank) {
+      for (const int64_t number : {rank, 2 * cp_size - 1 - rank}) {
+        append(deal[rank], {static_cast<int32_t>(segment), static_cast<int32_t>(number * part),
+                            static_cast<int32_t>((number + 1) * part)});
+      }
+    }
+  }
+  return deal;
+}
+
+Deal deal_contiguous(const Row& row, int64_t cp_size, bool in_order) {
+  const int64_t own = row.total_tokens / cp_size;
+  Deal deal(cp_size);
+  int64_t placed = 0;
+  for (int64_t segment = 0; segment < row.size(); ++segment) {
+    for (int64_t begin = 0; begin < row.lengths[segment];) {
+      const int64_t rank = placed / own;
+      const int64_t end = std::min(row.lengths[segment], begin + (rank + 1) * own - placed);
+      append(deal[rank], {static_cast<int32_t>(segment), static_cast<int32_t>(begin),
+                          static_cast<int32_t>(end)});
+      placed += end - begin;
+      begin = end;
+    }
+  }
+  if (!in_order) put_cut_first(row, deal);
+  fill_with_padding(row, own, deal);
+  return deal;
+}
+
+void fill_with_padding(const Row& row, int64_t tokens_per_rank, Deal& deal) {
+  std::vector<int64_t> room(deal.size(), tokens_per_rank);
+  for (size_t rank = 0; rank < deal.size(); ++rank) {
+    for (const Piece& piece : deal[rank]) room[rank] -= piece.size();
+  }
+  size_t rank = 0;
+  for (int64_t segment = 0; segment < row.size(); ++segment) {
+    for (int64_t begin = row.lengths[segment]; begin < row.segments[segment];) {
+      while (room[rank] == 0) ++rank;
+      const int64_t end = std::min(row.segments[segment], begin + room[rank]);
+      // Not appended: a document must not look longer than it is.
+      deal[rank].push_back(
+          {static_cast<int32_t>(segment), static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+      room[rank] -= end - begin;
+      begin = end;
+    }
+  }
+}
+
+void put_cut_first(const Row& row, Deal& deal) {
+  for (Pieces& pieces : deal) {
+    std::stable_partition(pieces.begin(), pieces.end(),
+                          [&](const Piece& piece) { return !is_whole(row, piece); });
+  }
+}
+
+}  // namespace cuseq::cp

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+
+// rank_meta is an int32 CPU tensor with the numbers of a rank's share that host code needs, as
+// host_meta has those of a layout. Ops read it when they run, so one compiled graph serves every
+// plan.
+namespace cuseq {
+
+// Index of each entry. Python reads these numbers as `_C.RankMeta`. After kSize there are cp_size
+// numbers of rows that this rank sends to each rank, and cp_size numbers of rows that it receives.
+enum class RankMetaSlot : int32_t {
+  kCpSize,
+  kRank,
+  kUlysses,       // 1: heads are exchanged, and the pieces are the documents of the whole row
+  kWindow,        // keys that a token sees at most; 0: all
+  kAnyFar,        // whether any rank of the plan receives rows
+  kNumPieces,     // pieces of this rank, of which
+  kNumCut,        // the first ones need keys besides their own, and
+  kNumTokens,     // tokens of all pieces
+  kNumCutTokens,  // tokens of the cut ones
+  kLongestWhole,  // queries of the longest piece behind the cut ones
+  kLongestCut,    // queries of the longest cut piece
+  kLongestKeys,   // keys of the cut piece that has the most
+  kNumKeyRows,    // keys of all cut pieces together
+  kNumFarRows,    // rows that this rank receives
+  kNumSentRows,   // rows that it sends
+  kHashLow,       // the plan's hash
+  kHashHigh,
+  kPieceCapacity,  // sections of rank_rows: twice this + 1 offsets,
+  kKeyCapacity,    // this many key rows,
+  kSendCapacity,   // this many rows to send
+  kSize,
+};
+
+}  // namespace cuseq

@@ -1,0 +1,247 @@
+#include "context_parallel/share.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace cuseq::cp {
+namespace {
+
+// Tokens [begin, end) of a document that lie together on a rank, from its row `start` on.
+struct Run {
+  int32_t segment;
+  int32_t begin;
+  int32_t end;
+  int32_t rank;
+  int64_t start;
+  bool is_cut;
+
+  int64_t size() const { return end - begin; }
+  bool operator<(const Run& other) const {
+    return std::tie(segment, begin) < std::tie(other.segment, other.begin);
+  }
+};
+
+using Runs = std::vector<Run>;
+
+// Return the runs of a rank in its order.
+Runs runs_of(const Plan& plan, int64_t rank) {
+  Runs runs;
+  int64_t start = 0;
+  for (const Piece& piece : plan.deal[rank]) {
+    const Piece real = real_part(plan.row, piece);
+    if (real.size() == 0) continue;
+    runs.push_back({real.segment, real.begin, real.end, static_cast<int32_t>(rank), start,
+                    !is_whole(plan.row, real)});
+    start += real.size();
+  }
+  return runs;
+}
+
+// The cut documents of a plan: their runs on all ranks by document and position.
+class CutDocuments {
+ public:
+  explicit CutDocuments(const Plan& plan) : window_(plan.options.window) {
+    for (int64_t rank = 0; rank < plan.options.cp_size; ++rank) {
+      for (const Run& run : runs_of(plan, rank)) {
+        if (run.is_cut) runs_.push_back(run);
+      }
+    }
+    std::sort(runs_.begin(), runs_.end());
+  }
+
+  // Return what `rank` needs of the keys that `owner` holds, by document and position. If `owner`
+  // is -1, return what it needs of all others.
+  Runs needed(int64_t rank, int64_t owner) const {
+    Runs found;
+    for (size_t first = 0, end = 0; first < runs_.size(); first = end) {
+      while (end < runs_.size() && runs_[end].segment == runs_[first].segment) ++end;
+      const auto begin = runs_.begin() + static_cast<int64_t>(first);
+      const Runs::const_iterator last = runs_.begin() + static_cast<int64_t>(end);
+      int64_t seen = 0;
+      for (auto query = begin; query != last; ++query) {
+        if (query->rank != rank) continue;
+        const int64_t from = std::max(seen, first_key(query->begin, window_));
+        for (auto key = begin; key != query; ++key) {
+          if (key->rank != rank && (owner < 0 || key->rank == owner)) {
+            append_overlap(found, *key, from, query->begin);
+          }
+        }
+        seen = query->end;
+      }
+    }
+    return found;
+  }
+
+ private:
+  static void append_overlap(Runs& runs, const Run& run, int64_t begin, int64_t end) {
+    Run part = run;
+    part.begin = static_cast<int32_t>(std::max<int64_t>(run.begin, begin));
+    part.end = static_cast<int32_t>(std::min<int64_t>(run.end, end));
+    if (part.begin >= part.end) return;
+    part.start += part.begin - run.begin;
+    runs.push_back(part);
+  }
+
+  Runs runs_;
+  int64_t window_;
+};
+
+class Writer {
+ public:
+  Writer(const Plan& plan, int64_t rank, int64_t max_seqs)
+      : plan_(plan), rank_(rank), capacities_(Capacities::of(plan, max_seqs)) {
+    share_.rows.assign(capacities_.total(), -1);
+    const int64_t ranks = plan.options.cp_size;
+    share_.meta.assign(static_cast<int64_t>(RankMetaSlot::kSize) + 2 * ranks, 0);
+    set(RankMetaSlot::kCpSize, ranks);
+    set(RankMetaSlot::kRank, rank);
+    set(RankMetaSlot::kUlysses, plan.options.policy == Policy::kUlysses);
+    set(RankMetaSlot::kWindow, plan.options.window);
+    set(RankMetaSlot::kAnyFar, plan.costs.far_rows > 0);
+    set(RankMetaSlot::kHashLow, static_cast<int32_t>(plan.hash));
+    set(RankMetaSlot::kHashHigh, static_cast<int32_t>(plan.hash >> 32));
+    set(RankMetaSlot::kPieceCapacity, capacities_.pieces);
+    set(RankMetaSlot::kKeyCapacity, capacities_.keys);
+    set(RankMetaSlot::kSendCapacity, capacities_.sent);
+  }
+
+  Share documents() && {
+    Runs runs;
+    int64_t start = 0;
+    for (int64_t i = 0; i < plan_.row.size(); ++i) {
+      const auto length = static_cast<int32_t>(plan_.row.lengths[i]);
+      if (length > 0) runs.push_back({static_cast<int32_t>(i), 0, length, 0, start, false});
+      start += length;
+    }
+    write_pieces(runs, 0);
+    write_keys({}, {});
+    return std::move(share_);
+  }
+
+  Share exchange() && {
+    const Runs runs = runs_of(plan_, rank_);
+    size_t cut = runs.size();
+    while (cut > 0 && !runs[cut - 1].is_cut) --cut;
+    write_pieces(runs, cut);
+    const CutDocuments documents(plan_);
+    write_keys({runs.begin(), runs.begin() + static_cast<int64_t>(cut)}, received(documents));
+    write_sent(documents);
+    return std::move(share_);
+  }
+
+ private:
+  void set(RankMetaSlot slot, int64_t value) {
+    share_.meta[static_cast<size_t>(slot)] = static_cast<int32_t>(value);
+  }
+
+  void write_pieces(const Runs& runs, size_t cut) {
+    int32_t* offsets = share_.rows.data();
+    int64_t tokens = 0, cut_tokens = 0, longest_cut = 0, longest_whole = 0;
+    offsets[0] = 0;
+    for (size_t i = 0; i < runs.size(); ++i) {
+      tokens += runs[i].size();
+      if (i < cut) cut_tokens = tokens;
+      int64_t& longest = i < cut ? longest_cut : longest_whole;
+      longest = std::max(longest, runs[i].size());
+      offsets[i + 1] = static_cast<int32_t>(tokens);
+    }
+    std::fill(offsets + runs.size() + 1, offsets + capacities_.pieces + 1,
+              static_cast<int32_t>(tokens));
+    set(RankMetaSlot::kNumPieces, static_cast<int64_t>(runs.size()));
+    set(RankMetaSlot::kNumCut, static_cast<int64_t>(cut));
+    set(RankMetaSlot::kNumTokens, tokens);
+    set(RankMetaSlot::kNumCutTokens, cut_tokens);
+    set(RankMetaSlot::kLongestCut, longest_cut);
+    set(RankMetaSlot::kLongestWhole, longest_whole);
+  }
+
+  // Return the far rows of this rank by document and position; `start` is their place behind the
+  // rank's own rows.
+  Runs received(const CutDocuments& documents) {
+    Runs runs = documents.needed(rank_, -1);
+    std::stable_sort(runs.begin(), runs.end(),
+                     [](const Run& a, const Run& b) { return a.rank < b.rank; });
+    const int64_t own = share_.at(RankMetaSlot::kNumTokens);
+    int64_t rows = 0;
+    int32_t* from =
+        share_.meta.data() + static_cast<size_t>(RankMetaSlot::kSize) + plan_.options.cp_size;
+    for (Run& run : runs) {
+      run.start = own + rows;
+      rows += run.size();
+      from[run.rank] += static_cast<int32_t>(run.size());
+    }
+    set(RankMetaSlot::kNumFarRows, rows);
+    std::sort(runs.begin(), runs.end());
+    return runs;
+  }
+
+  // Write the rows of each cut piece's keys, own ones and far ones in the order of their positions.
+  void write_keys(const Runs& cut, const Runs& far_runs) {
+    Runs sources = far_runs;
+    sources.insert(sources.end(), cut.begin(), cut.end());
+    std::sort(sources.begin(), sources.end());
+    int32_t* offsets = share_.rows.data() + capacities_.pieces + 1;
+    int32_t* keys = offsets + capacities_.pieces + 1;
+    int64_t count = 0, longest = 0;
+    offsets[0] = 0;
+    for (size_t i = 0; i < cut.size(); ++i) {
+      const Run& piece = cut[i];
+      const int64_t before = count;
+      const int64_t begin = first_key(piece.begin, plan_.options.window);
+      auto source =
+          std::lower_bound(sources.begin(), sources.end(), Run{piece.segment, 0, 0, 0, 0, false});
+      for (; source != sources.end() && source->segment == piece.segment; ++source) {
+        const int64_t first = std::max<int64_t>(source->begin, begin);
+        const int64_t end = std::min(source->end, piece.end);
+        for (int64_t key = first; key < end; ++key) {
+          keys[count++] = static_cast<int32_t>(source->start + key - source->begin);
+        }
+      }
+      longest = std::max(longest, count - before);
+      offsets[i + 1] = static_cast<int32_t>(count);
+    }
+    std::fill(offsets + cut.size() + 1, keys, static_cast<int32_t>(count));
+    set(RankMetaSlot::kLongestKeys, longest);
+    set(RankMetaSlot::kNumKeyRows, count);
+  }
+
+  void write_sent(const CutDocuments& documents) {
+    int32_t* rows = share_.rows.data() + capacities_.total() - capacities_.sent;
+    int32_t* to = share_.meta.data() + static_cast<size_t>(RankMetaSlot::kSize);
+    int64_t count = 0;
+    for (int64_t peer = 0; peer < plan_.options.cp_size; ++peer) {
+      if (peer == rank_) continue;
+      for (const Run& run : documents.needed(peer, rank_)) {
+        for (int64_t i = 0; i < run.size(); ++i) {
+          rows[count++] = static_cast<int32_t>(run.start + i);
+        }
+        to[peer] += static_cast<int32_t>(run.size());
+      }
+    }
+    set(RankMetaSlot::kNumSentRows, count);
+  }
+
+  const Plan& plan_;
+  int64_t rank_;
+  Capacities capacities_;
+  Share share_;
+};
+
+}  // namespace
+
+Capacities Capacities::of(const Plan& plan, int64_t max_seqs) {
+  const int64_t own = plan.tokens_per_rank();
+  if (plan.options.policy == Policy::kUlysses) return {max_seqs, 0, 0};
+  const int64_t others = plan.row.total_tokens - own;
+  const int64_t received = std::min(others, plan.options.max_far_rows.value_or(others));
+  const int64_t sent = std::min(others, received * (plan.options.cp_size - 1));
+  return {std::min(own, 2 * max_seqs), plan.options.cp_size == 1 ? 0 : 2 * (own + received), sent};
+}
+
+Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs) {
+  Writer writer(plan, rank, max_seqs);
+  return plan.options.policy == Policy::kUlysses ? std::move(writer).documents()
+                                                 : std::move(writer).exchange();
+}
+
+}  // namespace cuseq::cp

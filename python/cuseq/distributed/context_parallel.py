@@ -1,0 +1,142 @@
+"""`ContextParallel`: a rank's place in a group that shares packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from cuseq._arguments import as_int, check_tensor, one_of, shown
+from cuseq._labels import IGNORE_INDEX
+from cuseq.distributed._groups import check_group, device_of
+from cuseq.distributed.plan import (
+    HEAD_DIM,
+    HEADS,
+    POLICIES,
+    ContextParallelPlan,
+    checked_heads,
+    cp_plan,
+)
+from cuseq.layout import PackedLayout
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ContextParallel:
+    """This rank's place among the ranks that share packed rows, and how rows are dealt to them.
+
+    Give it to `PackingCollator(cp=...)`. It holds numbers and the group's name, no group, so that
+    it goes to the workers of a DataLoader, which need no process group.
+
+    Args:
+        mesh_or_group: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group.
+        policy: as for `cp_plan`.
+        heads: numbers of query and key heads of the model, as for `cp_plan`.
+        head_dim: elements of a head, as for `cp_plan`.
+
+    Raises:
+        ValueError: the mesh has several dimensions, this process is not in the group, or an
+            argument is outside its range.
+        TypeError: an argument has the wrong type.
+
+    Examples:
+        >>> mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp", "cp"))  # doctest: +SKIP
+        >>> cp = cuseq.distributed.ContextParallel(mesh["cp"])  # doctest: +SKIP
+        >>> collate = cuseq.PackingCollator(total_tokens=65_536, cp=cp)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        mesh_or_group: DeviceMesh | ProcessGroup,
+        *,
+        policy: str = "auto",
+        heads: Sequence[int] | None = None,
+        head_dim: int | None = None,
+    ):
+        group = _group_of(mesh_or_group)
+        self.rank: int = torch.distributed.get_rank(group)
+        self.size: int = torch.distributed.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("mesh_or_group must contain this process, got a group without it")
+        self.group_name: str = group.group_name
+        self.policy = one_of(policy, "policy", POLICIES)
+        self.heads = HEADS if heads is None else checked_heads(heads)
+        self.head_dim = HEAD_DIM if head_dim is None else as_int(head_dim, "head_dim", least=1)
+
+    def plan(self, packed: PackedLayout) -> ContextParallelPlan:
+        """Return the plan of a row, which is the same on all ranks."""
+        return cp_plan(
+            packed, self.size, policy=self.policy, heads=self.heads, head_dim=self.head_dim
+        )
+
+    @staticmethod
+    def num_items(
+        batches: Iterable[Mapping[str, Any]], group: ProcessGroup | None = None
+    ) -> Tensor:
+        """Count the labels of a step on all ranks that the loss does not leave out.
+
+        Divide each rank's sum of token losses by this number. Where gradients are averaged over the
+        ranks (DDP, FSDP), multiply it by their number.
+
+        Args:
+            batches: this rank's batches of one optimizer step, with the `shift_labels` that
+                `PackingCollator(cp=...)` makes. Ranks may have different numbers of batches, even
+                none.
+            group: the group of all ranks that hold different tokens: data parallel times context
+                parallel. Default: all ranks.
+
+        Returns:
+            int64 `[]` on a device of the group's backend. One all-reduce of one number; over NCCL
+            the host does not wait for it.
+
+        Raises:
+            ValueError: a batch has no `shift_labels`.
+            TypeError: an argument has the wrong type.
+
+        Examples:
+            >>> labels = torch.tensor([[5, -100, 7, -100]])
+            >>> count = cuseq.distributed.ContextParallel.num_items
+            >>> count([{"shift_labels": labels}])  # doctest: +SKIP
+            tensor(2)
+        """
+        check_group(group)
+        counts = []
+        for number, batch in enumerate(batches):
+            if not isinstance(batch, Mapping) or "shift_labels" not in batch:
+                raise ValueError(
+                    f"batches must have shift_labels, as PackingCollator(cp=...) makes them, got "
+                    f"{sorted(batch) if isinstance(batch, Mapping) else shown(batch)} as "
+                    f"batches[{number}]"
+                )
+            labels = batch["shift_labels"]
+            check_tensor(labels, f"shift_labels of batches[{number}]")
+            counts.append((labels != IGNORE_INDEX).sum())
+        preferred = counts[0].device.type if counts else "cuda"
+        device = device_of(group, preferred)
+        kept = torch.zeros((), dtype=torch.int64, device=device)
+        for count in counts:
+            kept += count.to(device, non_blocking=True)
+        torch.distributed.all_reduce(kept, group=group)
+        return kept
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank {self.rank} of {self.size}, {self.policy})"
+
+
+def _group_of(mesh_or_group: Any) -> ProcessGroup:
+    if isinstance(mesh_or_group, ProcessGroup):
+        return mesh_or_group
+    if not torch.distributed.is_available() or not hasattr(mesh_or_group, "get_group"):
+        raise TypeError(
+            f"mesh_or_group must be a DeviceMesh or a ProcessGroup, got {shown(mesh_or_group)}"
+        )
+    if mesh_or_group.ndim != 1:
+        raise ValueError(
+            'mesh_or_group must have one dimension, such as mesh["cp"], got '
+            f"{mesh_or_group.ndim}: {shown(mesh_or_group)}"
+        )
+    return mesh_or_group.get_group()

@@ -1,0 +1,223 @@
+// Plans of context parallelism, compared with plain loops.
+#include "context_parallel/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <random>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "context_parallel/share.h"
+
+namespace {
+
+using cuseq::RankMetaSlot;
+using namespace cuseq::cp;
+
+using Values = std::vector<int64_t>;
+
+Row row_of(Values lengths, int64_t total_tokens, int64_t multiple = 1) {
+  Row row;
+  row.total_tokens = total_tokens;
+  int64_t tail = total_tokens;
+  for (const int64_t length : lengths) {
+    row.segments.push_back((length + multiple - 1) / multiple * multiple);
+    tail -= row.segments.back();
+  }
+  row.lengths = std::move(lengths);
+  row.lengths.push_back(0);
+  row.segments.push_back(tail);
+  return row;
+}
+
+Options options_of(int64_t cp_size, Policy policy, int64_t window = 0) {
+  Options options;
+  options.cp_size = cp_size;
+  options.policy = policy;
+  options.heads = 16;
+  options.key_heads = 8;
+  options.window = window;
+  return options;
+}
+
+// A key's place: its document and its position there.
+using Key = std::pair<int32_t, int32_t>;
+
+// Return the real tokens of a rank in its order.
+std::vector<Key> tokens_of(const Plan& plan, int64_t rank) {
+  std::vector<Key> tokens;
+  for (const Piece& piece : plan.deal[rank]) {
+    for (int32_t i = piece.begin; i < piece.end; ++i) {
+      if (i < plan.row.lengths[piece.segment]) tokens.emplace_back(piece.segment, i);
+    }
+  }
+  return tokens;
+}
+
+int64_t visible(int32_t position, int64_t window) {
+  return window == 0 ? position + 1 : std::min<int64_t>(position + 1, window);
+}
+
+void check_deal(const Plan& plan) {
+  std::vector<int32_t> tokens = plan.tokens();
+  ASSERT_EQ(static_cast<int64_t>(tokens.size()), plan.row.total_tokens);
+  std::sort(tokens.begin(), tokens.end());
+  for (size_t i = 0; i < tokens.size(); ++i) ASSERT_EQ(tokens[i], static_cast<int32_t>(i));
+  for (const Pieces& pieces : plan.deal) {
+    int64_t held = 0;
+    std::map<int32_t, int> pieces_of;
+    for (const Piece& piece : pieces) {
+      ASSERT_LT(piece.begin, piece.end);
+      held += piece.size();
+      if (real_part(plan.row, piece).size() > 0) ++pieces_of[piece.segment];
+    }
+    ASSERT_EQ(held, plan.tokens_per_rank());
+    for (const auto& [document, count] : pieces_of) ASSERT_LE(count, 2);
+  }
+}
+
+// Send the rows as the shares say and check that each cut piece gets exactly its keys, in order.
+void check_shares(const Plan& plan, int64_t max_seqs) {
+  const int64_t ranks = plan.options.cp_size;
+  std::vector<Share> shares;
+  std::vector<std::vector<Key>> own;
+  std::vector<std::vector<std::vector<Key>>> sent(ranks);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    shares.push_back(share_of(plan, rank, max_seqs));
+    own.push_back(tokens_of(plan, rank));
+    const Share& share = shares.back();
+    ASSERT_EQ(static_cast<int64_t>(share.rows.size()), Capacities::of(plan, max_seqs).total());
+    const int32_t* rows =
+        share.rows.data() + share.rows.size() - share.at(RankMetaSlot::kSendCapacity);
+    for (int64_t peer = 0; peer < ranks; ++peer) {
+      std::vector<Key> message;
+      for (int32_t i = 0; i < share.meta[static_cast<size_t>(RankMetaSlot::kSize) + peer]; ++i) {
+        message.push_back(own[rank].at(*rows++));
+      }
+      sent[rank].push_back(message);
+    }
+  }
+  int64_t pairs = 0, far_rows = 0;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const Share& share = shares[rank];
+    std::vector<Key> sources = own[rank];
+    for (int64_t peer = 0; peer < ranks; ++peer) {
+      const auto& message = sent[peer][rank];
+      ASSERT_EQ(static_cast<int32_t>(message.size()),
+                share.meta[static_cast<size_t>(RankMetaSlot::kSize) + ranks + peer]);
+      sources.insert(sources.end(), message.begin(), message.end());
+    }
+    far_rows += share.at(RankMetaSlot::kNumFarRows);
+    ASSERT_EQ(sources.size(), own[rank].size() + share.at(RankMetaSlot::kNumFarRows));
+    ASSERT_EQ(share.at(RankMetaSlot::kNumTokens), static_cast<int32_t>(own[rank].size()));
+    const int32_t* queries = share.rows.data();
+    const int32_t capacity = share.at(RankMetaSlot::kPieceCapacity);
+    const int32_t* keys = queries + capacity + 1;
+    const int32_t* rows = keys + capacity + 1;
+    for (int32_t piece = 0; piece < share.at(RankMetaSlot::kNumPieces); ++piece) {
+      const Key first = own[rank].at(queries[piece]);
+      const Key last = own[rank].at(queries[piece + 1] - 1);
+      ASSERT_EQ(first.first, last.first);
+      for (int32_t i = first.second; i <= last.second; ++i)
+        pairs += visible(i, plan.options.window);
+      if (piece >= share.at(RankMetaSlot::kNumCut)) {
+        ASSERT_EQ(first.second, 0);
+        ASSERT_EQ(last.second + 1, plan.row.lengths[first.first]);
+        continue;
+      }
+      const int32_t begin = static_cast<int32_t>(first_key(first.second, plan.options.window));
+      ASSERT_EQ(keys[piece + 1] - keys[piece], last.second + 1 - begin);
+      for (int32_t i = 0; i < keys[piece + 1] - keys[piece]; ++i) {
+        ASSERT_EQ(sources.at(rows[keys[piece] + i]), Key(first.first, begin + i));
+      }
+    }
+  }
+  EXPECT_EQ(pairs, plan.costs.pairs);
+  EXPECT_EQ(far_rows, plan.costs.far_rows);
+}
+
+TEST(ContextParallelPlan, TheWorkedExample) {
+  const Plan plan = make_plan(row_of({2, 6}, 10), options_of(2, Policy::kContiguous));
+  EXPECT_EQ(plan.deal[0], (Pieces{{1, 0, 3}, {0, 0, 2}}));
+  EXPECT_EQ(plan.deal[1], (Pieces{{1, 3, 6}, {2, 0, 2}}));
+  EXPECT_EQ(plan.tokens(), (std::vector<int32_t>{2, 3, 4, 0, 1, 5, 6, 7, 8, 9}));
+  EXPECT_EQ(plan.num_whole, 1);
+  EXPECT_EQ(plan.num_cut, 1);
+  EXPECT_EQ(plan.costs.far_rows, 3);
+}
+
+TEST(ContextParallelPlan, AnyRow) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 2000; ++round) {
+    const int64_t ranks = 1 + random() % 8;
+    const int64_t multiple = random() % 2 == 0 ? 1 : 2 * ranks;
+    const int64_t window = random() % 3 == 0 ? 1 + random() % 20 : 0;
+    Values lengths;
+    int64_t tokens = 0;
+    for (uint32_t n = random() % 7; n > 0; --n) {
+      const uint32_t longest = random() % 2 == 0 ? 8 : 120;
+      lengths.push_back(random() % longest);
+      tokens += (lengths.back() + multiple - 1) / multiple * multiple;
+    }
+    const int64_t parts = multiple == 1 ? ranks : 2 * ranks;
+    const int64_t total = (tokens + parts - 1) / parts * parts + parts * (random() % 3);
+    for (const Policy policy : {Policy::kAuto, Policy::kContiguous, Policy::kZigzag}) {
+      if (policy == Policy::kZigzag && multiple == 1) continue;
+      const Row row = row_of(lengths, total, multiple);
+      const Plan plan = make_plan(row, options_of(ranks, policy, window));
+      SCOPED_TRACE(testing::Message() << "round " << round << ", policy " << int(policy));
+      check_deal(plan);
+      check_shares(plan, static_cast<int64_t>(lengths.size()));
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(ContextParallelPlan, UlyssesKeepsTheOrderOfTheRow) {
+  const Plan plan = make_plan(row_of({3, 6}, 12), options_of(2, Policy::kUlysses));
+  std::vector<int32_t> expected(12);
+  for (int32_t i = 0; i < 12; ++i) expected[i] = i;
+  EXPECT_EQ(plan.tokens(), expected);
+  const Share share = share_of(plan, 1, 4);
+  EXPECT_EQ(share.rows, (std::vector<int32_t>{0, 3, 9, 9, 9, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(share.at(RankMetaSlot::kUlysses), 1);
+  EXPECT_EQ(share.at(RankMetaSlot::kLongestWhole), 6);
+}
+
+TEST(ContextParallelPlan, TheHashIsOfWhatRanksMustAgreeOn) {
+  const auto hash_of = [](Values lengths, Policy policy, int64_t window = 0) {
+    return make_plan(row_of(std::move(lengths), 32), options_of(2, policy, window)).hash;
+  };
+  const uint64_t hash = hash_of({9, 7, 16}, Policy::kContiguous);
+  EXPECT_EQ(hash_of({9, 7, 16}, Policy::kContiguous), hash);
+  EXPECT_NE(hash_of({9, 16, 7}, Policy::kContiguous), hash);
+  EXPECT_NE(hash_of({9, 7, 16}, Policy::kUlysses), hash);
+  EXPECT_NE(hash_of({9, 7, 16}, Policy::kContiguous, 4), hash);
+  // The same on every platform.
+  EXPECT_EQ(hash_of({32}, Policy::kZigzag), 2523953300649714144U);
+}
+
+TEST(ContextParallelCost, PairsAreCounted) {
+  for (int64_t window = 0; window < 300; window += 37) {
+    for (int64_t begin = 0; begin < 400; begin += 31) {
+      for (int64_t end = begin; end < 900; end += 57) {
+        int64_t pairs = 0;
+        for (int64_t i = begin; i < end; ++i) pairs += visible(static_cast<int32_t>(i), window);
+        ASSERT_EQ(pairs_of(begin, end, window), pairs);
+        int64_t tiles = 0;
+        for (int64_t tile = begin; tile < end; tile += 128) {
+          const int64_t last = std::min(tile + 128, end);
+          tiles += (last + 63) / 64 - first_key(tile, window) / 64;
+        }
+        ASSERT_EQ(tiled_pairs_of(begin, end, window), tiles * 128 * 64)
+            << begin << " to " << end << ", window " << window;
+      }
+    }
+  }
+}
+
+}  // namespace
