@@ -33,10 +33,6 @@ TORCH_LIBRARY(cuseq, m) {
   // csrc/ops/NAME.cpp
   m.def("lengths_from_padding_mask(Tensor mask, str kind=\"nonzero\") -> Tensor", pure);
   m.def(
-      "cp_rows(Tensor cu_seqlens, SymInt total_tokens, int cp_size) -> "
-      "(Tensor tokens, Tensor places)",
-      pure);
-  m.def(
       "segment_rows(Tensor cu_seqlens, Tensor cu_seqlens_padded, SymInt total_tokens) -> "
       "(Tensor places, Tensor ranks)",
       pure);
@@ -78,15 +74,30 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
       "Tensor? host_meta=None, bool causal=True, int? window=None, float? scale=None, "
-      "SymInt? max_seqlen_bound=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None) -> "
-      "(Tensor out, Tensor logsumexp)",
+      "SymInt? max_seqlen_bound=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None, "
+      "float? softcap=None, str backend=\"auto\") -> (Tensor out, Tensor logsumexp)",
       reads_host);
   m.def(
       "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
       "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None, "
-      "Tensor? cu_seqlens_padded=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      "Tensor? cu_seqlens_padded=None, float? softcap=None, str backend=\"auto\") -> "
+      "(Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       reads_host);
+
+  // csrc/attention/backends/packages.cpp calls these inside of varlen_attention. Python registers
+  // their kernels, which packages launch: python/cuseq/_fa3.py and _fa4.py.
+  const std::string outputs = "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) logsumexp";
+  const std::string gradients =
+      "Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor logsumexp, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v";
+  const std::string sequences =
+      ", Tensor cu_seqlens_q, Tensor cu_seqlens_k, int longest_q, int longest_k, float scale, "
+      "bool causal, int? window_left, int? window_right) -> ()";
+  m.def(("fa4_forward(" + outputs + sequences).c_str());
+  m.def(("fa4_backward(" + gradients + sequences).c_str());
+  m.def(("fa3_forward(" + outputs + sequences).c_str());
+  m.def(("fa3_backward(" + gradients + sequences).c_str());
 
   // csrc/ops/apply_rope.cpp and csrc/ops/apply_qk_norm_rope.cpp, which also read host_meta. During
   // a capture by the user they ignore it and read the offsets on the device.
@@ -110,6 +121,18 @@ TORCH_LIBRARY(cuseq, m) {
       "apply_qk_norm_rope_backward(Tensor[] grads, Tensor[] tensors, Tensor[] weights, "
       "Tensor[] rstd, float weight_offset, bool weight_grads",
       "(Tensor[] grad_tensors, Tensor[] grad_weights)");
+
+  // csrc/ops/causal_conv1d.cpp. The forward returns the output and, if asked for, the final states;
+  // the backward the gradients of x, of weight and bias, and of the initial states, where they are.
+  const std::string conv =
+      "Tensor x, Tensor weight, Tensor? bias=None, Tensor? cu_seqlens=None, "
+      "Tensor? cu_seqlens_padded=None, Tensor? seq_idx=None, Tensor? initial_states=None, "
+      "bool silu=False";
+  m.def(("causal_conv1d(" + conv + ", bool final_states=False) -> Tensor[]").c_str(), pure);
+  m.def(("causal_conv1d_backward(Tensor grad_out, " + conv +
+         ", Tensor? grad_final_states=None, bool weight_grads=True) -> Tensor[]")
+            .c_str(),
+        pure);
 
   // csrc/cache/cached_ops.cpp
   m.def("cached_cu_seqlens(Tensor lengths) -> Tensor", pure);

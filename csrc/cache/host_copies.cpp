@@ -53,8 +53,8 @@ std::vector<at::Tensor> start_host_copy(const std::vector<at::Tensor>& on_device
   if (on_device[0].is_cpu()) return on_device;
   const c10::Device device = on_device[0].device();
   TORCH_CHECK(!is_capturing(on_device[0]),
-              "lengths that lie on the device cannot be brought to the host while a CUDA graph is "
-              "captured: build the PackedLayout from host lengths, before the capture");
+              "lengths on the device cannot be copied to the host while a CUDA graph is captured: "
+              "build the PackedLayout from host lengths, before the capture");
   int64_t size = 0;
   for (const at::Tensor& tensor : on_device) size += tensor.size(0);
   const at::Tensor pinned =

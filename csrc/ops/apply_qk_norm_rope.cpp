@@ -49,8 +49,9 @@ QkNormRopeArgs plan(TensorList tensors, TensorList weights, double weight_offset
   args.rope = plan_rope(tensors, options);
   args.weight_offset = weight_offset;
   args.mean_factor = 1.0 / static_cast<double>(args.rope.head_dim);
-  TORCH_CHECK_VALUE(weights.size() == tensors.size(), "weights must be as many as tensors, ",
-                    tensors.size(), ", got ", weights.size());
+  TORCH_CHECK_VALUE(weights.size() == tensors.size(),
+                    "weights must have as many entries as tensors, ", tensors.size(), ", got ",
+                    weights.size());
   args.weight_dtype = float_type(weights[0], kWeightNames[0]);
   for (size_t i = 0; i < weights.size(); ++i) {
     const char* name = kWeightNames[i];
@@ -109,7 +110,7 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
                         bool weight_grads) {
   QkNormRopeArgs args = plan(grads, weights, weight_offset, options);
   TORCH_CHECK_VALUE(tensors.size() == grads.size() && rstds.size() == grads.size(),
-                    "tensors and rstd must be as many as grads, ", grads.size(), ", got ",
+                    "tensors and rstd must have as many entries as grads, ", grads.size(), ", got ",
                     tensors.size(), " and ", rstds.size());
   Tensors grad_tensors;
   Tensors grad_weights;
@@ -249,7 +250,7 @@ class QkNormRopeBackward : public torch::autograd::Function<QkNormRopeBackward> 
   static variable_list backward(AutogradContext*, const variable_list&) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false,
-        "cuseq::apply_qk_norm_rope can be differentiated once: normalise in eager PyTorch and call "
+        "cuseq::apply_qk_norm_rope has no second derivative: normalise in eager PyTorch and call "
         "cuseq.apply_rope where you need the gradient of a gradient");
   }
 };

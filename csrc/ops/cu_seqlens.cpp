@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor> layout_metadata_kernel(const Tensor& source,
   if (num_seqs.has_value()) {
     TORCH_CHECK_VALUE(num_seqs->numel() == 1 && num_seqs->scalar_type() == at::kInt &&
                           num_seqs->device() == source.device(),
-                      "num_seqs must be one int32 beside the lengths, got shape ",
+                      "num_seqs must be one int32 on the lengths' device, got shape ",
                       num_seqs->sizes(), ", ", num_seqs->scalar_type(), ", ", num_seqs->device());
     if (values_can_be_read(*num_seqs)) {
       const auto count = num_seqs->item<int64_t>();
@@ -110,7 +110,7 @@ void check_segments(const Tensor& lengths, int64_t total_tokens, int64_t multipl
   int64_t end = 0;
   for (int64_t i = 0; i < host.numel(); ++i) {
     end += segment_length(host.const_data_ptr<int64_t>()[i], multiple);
-    TORCH_CHECK_VALUE(end <= total_tokens, "lengths filled up to segment_multiple = ", multiple,
+    TORCH_CHECK_VALUE(end <= total_tokens, "lengths rounded up to segment_multiple = ", multiple,
                       " must sum to at most total_tokens = ", total_tokens, ", but segment ", i,
                       " ends at ", end);
   }

@@ -15,16 +15,18 @@ namespace {
 Tensor rows_of(const Tensor& position_ids, std::optional<int64_t> plane) {
   check_integer(position_ids, "position_ids");
   if (position_ids.dim() == 3) {
-    TORCH_CHECK_VALUE(plane.has_value(), "position_ids has shape ", position_ids.sizes(),
-                      ", [planes, batch, seqlen]: say with `plane` which plane to read");
+    TORCH_CHECK_VALUE(
+        plane.has_value(),
+        "plane must choose a plane of position_ids of shape [planes, batch, seqlen] = ",
+        position_ids.sizes(), ", got None");
     const int64_t planes = position_ids.size(0);
     TORCH_CHECK_VALUE(*plane >= 0 && *plane < planes, "plane must lie in [0, ", planes, "), got ",
                       *plane);
     return position_ids.select(0, *plane);
   }
-  TORCH_CHECK_VALUE(!plane.has_value(), "plane = ", plane.value_or(0),
-                    " was given, but position_ids has no planes, its shape is ",
-                    position_ids.sizes());
+  TORCH_CHECK_VALUE(!plane.has_value(),
+                    "plane must be None for position_ids without planes, got plane = ",
+                    plane.value_or(0), " and shape ", position_ids.sizes());
   TORCH_CHECK_VALUE(position_ids.dim() == 1 || position_ids.dim() == 2,
                     "position_ids must have shape [seqlen], [batch, seqlen] or "
                     "[planes, batch, seqlen], got ",

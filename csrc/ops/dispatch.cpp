@@ -10,8 +10,8 @@ void check_launch() {
   if (error == cudaErrorNoKernelImageForDevice) {
     const cudaDeviceProp* gpu = at::cuda::getCurrentDeviceProperties();
     TORCH_CHECK(false, "cuseq was built for the CUDA architectures ", CUSEQ_CUDA_ARCHS,
-                " and has no code for ", gpu->name, " (sm_", gpu->major, gpu->minor,
-                "); rebuild it with CUSEQ_CUDA_ARCHS=", gpu->major, gpu->minor);
+                " and cannot run on ", gpu->name, " (sm_", gpu->major, gpu->minor,
+                "): rebuild it with CUSEQ_CUDA_ARCHS=", gpu->major, gpu->minor);
   }
   C10_CUDA_CHECK(error);
 }

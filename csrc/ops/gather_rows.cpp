@@ -162,8 +162,8 @@ std::vector<Tensor> gather_rows_kernel(TensorList tensors, const Tensor& index,
                     index.device(), ", got ", inverse.device());
   TORCH_CHECK_VALUE(leading == 1 || leading == 2, "leading must be 1 or 2, got ", leading);
   TORCH_CHECK_VALUE((rows.size() == 1 || rows.size() == 2) && product(rows) == index.numel(),
-                    "rows must be one or two sizes of together index.numel() = ", index.numel(),
-                    " rows, got ", rows);
+                    "rows must be one or two sizes whose product is index.numel() = ",
+                    index.numel(), ", got ", rows);
   TORCH_CHECK_VALUE(fill.size() == tensors.size(), "fill must hold one number for each of ",
                     tensors.size(), " tensors, got ", fill.size());
   const int64_t slots = inverse.numel();

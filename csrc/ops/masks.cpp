@@ -277,12 +277,13 @@ void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded
                         "spans must be (start, end) with 0 <= start < end <= total_tokens = ",
                         total_tokens, ", got spans[", i, "] = (", span[0], ", ", span[1], ")");
       TORCH_CHECK_VALUE(i == 0 || span[-1] <= span[0],
-                        "spans must ascend and lie apart, got spans[", i, "] = (", span[0], ", ",
-                        span[1], ") behind (", span[-2], ", ", span[-1], ")");
+                        "spans must be sorted and must not overlap, got spans[", i, "] = (",
+                        span[0], ", ", span[1], ") after (", span[-2], ", ", span[-1], ")");
       const int64_t segment = rule.segments.seqlens.segment_of(span[0]);
       TORCH_CHECK_VALUE(
           segment < rule.segments.seqlens.n_seqs && span[1] <= rule.segments.real_end(segment),
-          "spans must lie inside a sequence, got spans[", i, "] = (", span[0], ", ", span[1], ")");
+          "spans must lie inside one sequence, got spans[", i, "] = (", span[0], ", ", span[1],
+          ")");
     }
   }
   if (!row_length.has_value()) return;

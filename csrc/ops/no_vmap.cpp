@@ -14,8 +14,9 @@ void refuse_vmap(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
 }  // namespace
 
 TORCH_LIBRARY_IMPL(cuseq, FuncTorchBatched, m) {
-  for (const char* name : {"apply_rope", "apply_rope_", "apply_qk_norm_rope", "apply_qk_norm_rope_",
-                           "apply_qk_norm_rope_backward", "gather_rows"}) {
+  for (const char* name :
+       {"apply_rope", "apply_rope_", "apply_qk_norm_rope", "apply_qk_norm_rope_",
+        "apply_qk_norm_rope_backward", "causal_conv1d", "causal_conv1d_backward", "gather_rows"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   }
 }

@@ -3,13 +3,12 @@
 #include <cstdint>
 
 #include "cuseq/seqlens.h"
+#include "ops/float_type.h"
 #include "ops/kernel.h"
 
 // Rotary position embedding: the arguments of its kernels, and the position of each token.
 
 namespace cuseq {
-
-enum class FloatType : int32_t { kFloat32, kFloat64, kBFloat16, kFloat16 };
 
 // One of the tensors that are rotated together, as [batch, tokens, heads, head_dim] for every
 // qkv_format.

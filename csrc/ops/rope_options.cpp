@@ -54,7 +54,7 @@ void check_heads_apart(const Tensor& tensor, const char* name) {
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
     TORCH_CHECK_VALUE(
         tensor.size(dim) <= 1 || tensor.stride(dim) == 0 || tensor.stride(dim) >= tensor.size(-1),
-        name, " must not overlap itself but by expanding, got sizes ", tensor.sizes(),
+        name, " must not overlap itself except through expand(), got sizes ", tensor.sizes(),
         " and strides ", tensor.strides());
   }
 }
@@ -150,10 +150,11 @@ void read_table(const RopeOptions& options, bool per_token, const Sizes& sizes, 
                 RopeArgs& args) {
   const Tensor& cos = options.cos;
   const Tensor& sin = options.sin;
-  TORCH_CHECK_VALUE(cos.sizes() == sin.sizes(), "cos and sin must have one shape, got ",
+  TORCH_CHECK_VALUE(cos.sizes() == sin.sizes(), "cos and sin must have the same shape, got ",
                     cos.sizes(), " and ", sin.sizes());
-  TORCH_CHECK_TYPE(cos.scalar_type() == sin.scalar_type(), "cos and sin must have one dtype, got ",
-                   cos.scalar_type(), " and ", sin.scalar_type());
+  TORCH_CHECK_TYPE(cos.scalar_type() == sin.scalar_type(),
+                   "cos and sin must have the same dtype, got ", cos.scalar_type(), " and ",
+                   sin.scalar_type());
   RopeTable& table = args.table;
   table.dtype = float_type(cos, "cos");
   for (const auto& [tensor, name] : {std::pair{&cos, "cos"}, std::pair{&sin, "sin"}}) {
@@ -192,7 +193,7 @@ void read_table(const RopeOptions& options, bool per_token, const Sizes& sizes, 
 
 void read_planes(const RopeOptions& options, RopeArgs& args) {
   TORCH_CHECK_VALUE(options.mrope_section.has_value() || !options.mrope_interleaved,
-                    "mrope_interleaved must come with mrope_section, got none");
+                    "mrope_interleaved must be passed with mrope_section, got no mrope_section");
   if (!options.mrope_section.has_value()) return;
   const at::IntArrayRef section = *options.mrope_section;
   const int64_t pairs = args.rotary_dim / 2;
@@ -298,25 +299,28 @@ void read_positions(const RopeOptions& options, bool per_token, const Tensor& qu
   const bool has_offsets = options.cu_seqlens.has_value();
   const bool has_ids = options.position_ids.has_value();
   TORCH_CHECK_VALUE(!options.host_meta.has_value() || has_offsets,
-                    "host_meta must come with cu_seqlens, got it alone");
+                    "host_meta must be passed with cu_seqlens, got host_meta alone");
   TORCH_CHECK_VALUE(!(has_offsets && has_ids),
                     "positions must have one source, got packed and position_ids");
   TORCH_CHECK_VALUE(!per_token || !(has_offsets || has_ids),
-                    "table=\"token\" must come without positions, its rows say them, got ",
+                    "table=\"token\" must be used without packed and position_ids, since its rows "
+                    "are the positions of the tokens, got ",
                     has_offsets ? "packed" : "position_ids");
   const bool dense = !(has_offsets || has_ids || per_token);
   TORCH_CHECK_VALUE(offset >= 0 && offset <= std::numeric_limits<int32_t>::max(),
                     "offset must lie in [0, 2^31 - 1], got ", offset);
-  TORCH_CHECK_VALUE(offset == 0 || dense,
-                    "offset must be 0 where packed, position_ids or the table say the positions, "
-                    "got ",
-                    offset);
+  TORCH_CHECK_VALUE(
+      offset == 0 || dense,
+      "offset must be 0 if packed, position_ids or the table determine the positions, "
+      "got ",
+      offset);
   TORCH_CHECK_VALUE(cp_size == 1 || dense || has_offsets,
-                    "cp_size must be 1 where position_ids or the table say the positions, got ",
+                    "cp_size must be 1 if position_ids or the table determine the positions, got ",
                     cp_size);
-  TORCH_CHECK_VALUE(args.planes.kind == Planes::kOne || has_ids || per_token,
-                    "mrope_section must come with position_ids of three planes or table=\"token\", "
-                    "got neither");
+  TORCH_CHECK_VALUE(
+      args.planes.kind == Planes::kOne || has_ids || per_token,
+      "mrope_section must be passed with position_ids of three planes or table=\"token\", "
+      "got neither");
   if (per_token) {
     positions.source = PositionSource::kToken;
   } else if (has_offsets) {
@@ -336,22 +340,6 @@ void read_positions(const RopeOptions& options, bool per_token, const Tensor& qu
 }
 
 }  // namespace
-
-FloatType float_type(const Tensor& tensor, const char* name) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return FloatType::kFloat32;
-    case at::kDouble:
-      return FloatType::kFloat64;
-    case at::kBFloat16:
-      return FloatType::kBFloat16;
-    case at::kHalf:
-      return FloatType::kFloat16;
-    default:
-      TORCH_CHECK_TYPE(false, name, " must be float32, float64, bfloat16 or float16, got ",
-                       tensor.scalar_type());
-  }
-}
 
 void read_strides(const Tensor& tensor, std::string_view qkv_format, int64_t (&strides)[3]) {
   const bool has_batch = qkv_format != kFormats[kThd];

@@ -24,8 +24,6 @@ void read_strides(const at::Tensor& tensor, std::string_view qkv_format, int64_t
 // Make the kernel write to `output`, which may be the input.
 void write_to(const at::Tensor& output, const RopeOptions& options, RopeTensor& tensor);
 
-FloatType float_type(const at::Tensor& tensor, const char* name);
-
 // The signature (front..., every option), in the order of the schemas.
 template <typename Return, typename... Front>
 using RopeSignature = Return(Front..., const at::Tensor&, const at::Tensor&,

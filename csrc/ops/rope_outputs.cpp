@@ -16,12 +16,12 @@ namespace cuseq {
 void check_written_in_place(TensorList tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     TORCH_CHECK_VALUE(!overlaps_itself(tensors[i]), i == 0 ? "q" : "k",
-                      " must not overlap itself where it is written in place, got sizes ",
+                      " must not overlap itself if it is rotated in place, got sizes ",
                       tensors[i].sizes(), " and strides ", tensors[i].strides());
   }
   TORCH_CHECK_VALUE(tensors.size() != 2 || !overlap(tensors[0], tensors[1]),
-                    "q and k must not overlap where both are written in place, or what they share "
-                    "is turned twice, got sizes ",
+                    "q and k must not overlap if both are rotated in place, since shared elements "
+                    "would be rotated twice, got sizes ",
                     tensors[0].sizes(), " and ", tensors[1].sizes(), " and strides ",
                     tensors[0].strides(), " and ", tensors[1].strides());
 }
@@ -45,10 +45,10 @@ Tensor empty_output(const Tensor& like) {
 void refuse_table_gradients(const RopeOptions& options) {
   for (const Tensor& table : {options.cos, options.sin}) {
     const bool wants_gradient = at::GradMode::is_enabled() && table.requires_grad();
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !wants_gradient && !table._fw_grad(/*level=*/0).defined(),
-        "cos and sin must not require grad, they take no gradient here: detach them, or rotate in "
-        "eager PyTorch to train them");
+    TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient && !table._fw_grad(/*level=*/0).defined(),
+                                "cos and sin must not require grad, since no gradient is computed "
+                                "for them: detach them, or rotate in "
+                                "eager PyTorch to train them");
   }
 }
 

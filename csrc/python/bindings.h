@@ -13,9 +13,11 @@ namespace py = pybind11;
 using OptionalTensor = std::optional<at::Tensor>;
 using Released = py::call_guard<py::gil_scoped_release>;
 
-void bind_cache(py::module_& m);     // the identity cache, with hits that skip the dispatcher
+void bind_attention(py::module_& m);  // the choice of a backend
+void bind_cache(py::module_& m);      // the identity cache, with hits that skip the dispatcher
+void bind_conv(py::module_& m);       // the convolution, with unboxed arguments
 void bind_layout(py::module_& m);    // host copies of device lengths, and the checks that read them
-void bind_planning(py::module_& m);  // planning of which samples share a row
+void bind_planning(py::module_& m);  // which samples share a row, and which rank holds which tokens
 void bind_rope(py::module_& m);      // the rotations, with unboxed arguments
 
 }  // namespace cuseq::python

@@ -104,9 +104,10 @@ py::object remember(py::handle key, py::handle fact, py::handle make, py::handle
   py::object value = make();
   if (!before.has_value()) return value;
   Tensors in_value = tensors_in(value, tensors);
-  TORCH_CHECK(std::ranges::none_of(
-                  in_value, [&](const at::Tensor& tensor) { return tensor.is_same(query.key); }),
-              "the value of a fact must not hold its key, which would then never go");
+  TORCH_CHECK(
+      std::ranges::none_of(in_value,
+                           [&](const at::Tensor& tensor) { return tensor.is_same(query.key); }),
+      "the value of a fact must not contain its key tensor, which would then never be freed");
   if (std::ranges::all_of(in_value, has_identity)) {
     keep(query, std::move(before), std::move(in_value), value, outlives_scopes);
   }

@@ -1,4 +1,5 @@
 #include "cache/host_copies.h"
+#include "layout/chunks.h"
 #include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/mask_options.h"
@@ -33,6 +34,8 @@ void bind_layout(py::module_& m) {
   m.def("copy_to_device", &copy_to_device, Released());
   m.def("wait_host_copy", &wait_host_copy, Released());
   m.def("read_host_meta", &read_host_meta, Released());
+  m.def("recurrent_offsets", &recurrent_offsets, Released());
+  m.def("chunks_of", &chunks_of, Released());
 }
 
 }  // namespace cuseq::python

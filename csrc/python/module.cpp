@@ -5,7 +5,7 @@
 #include "python/bindings.h"
 
 // The functions that cannot be ops: the cache with its cheap hits, waits for host copies, planning
-// on the host, and rotations with unboxed arguments.
+// on the host, and rotations and convolutions with unboxed arguments.
 namespace {
 
 namespace py = pybind11;
@@ -44,7 +44,9 @@ PYBIND11_MODULE(_C, m) {
     throw py::error_already_set();
   }
   m.def("build_info", &build_info);
+  cuseq::python::bind_attention(m);
   cuseq::python::bind_cache(m);
+  cuseq::python::bind_conv(m);
   cuseq::python::bind_layout(m);
   cuseq::python::bind_planning(m);
   cuseq::python::bind_rope(m);

@@ -36,6 +36,22 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> segment_rows(const at::Tensor& cu_s
                                                           const at::Tensor& cu_seqlens_padded,
                                                           int64_t total_tokens);
 
+// The options of a convolution: all its arguments but x, weight and bias.
+struct ConvOptions {
+  std::optional<at::Tensor> cu_seqlens;         // int32 [n_seqs + 1]
+  std::optional<at::Tensor> cu_seqlens_padded;  // segment starts, if segments are padded
+  std::optional<at::Tensor> seq_idx;            // int32 [batch, tokens], instead of offsets
+  std::optional<at::Tensor> initial_states;     // [n_seqs or batch, channels, width - 1]
+  bool silu = false;
+  bool final_states = false;  // whether to return the states after the last tokens
+};
+
+// Convolve [tokens, channels] or [batch, tokens, channels] with weight [channels, width] and bias
+// [channels]. Return the output and, if asked for, the final states.
+CUSEQ_API std::vector<at::Tensor> causal_conv1d(const at::Tensor& x, const at::Tensor& weight,
+                                                const std::optional<at::Tensor>& bias,
+                                                const ConvOptions& options);
+
 // The rule that says which keys each token of a row may attend to.
 struct MaskOptions {
   at::Tensor source;  // lengths, or their offsets

@@ -1,6 +1,6 @@
 """Types of the compiled module. `csrc/python` defines it."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,90 @@ class HostMeta:
     LENGTH_DIVISOR: int
     SIZE: int
 
+class RankMeta:
+    """Positions of the numbers in the `rank_meta` of a rank's part of a row."""
+
+    CP_SIZE: int
+    RANK: int
+    ULYSSES: int
+    WINDOW: int
+    ANY_FAR: int
+    NUM_PIECES: int
+    NUM_CUT: int
+    NUM_TOKENS: int
+    NUM_CUT_TOKENS: int
+    LONGEST_WHOLE: int
+    LONGEST_CUT: int
+    LONGEST_KEYS: int
+    NUM_KEY_ROWS: int
+    NUM_FAR_ROWS: int
+    NUM_SENT_ROWS: int
+    HASH_LOW: int
+    HASH_HIGH: int
+    PIECE_CAPACITY: int
+    KEY_CAPACITY: int
+    SEND_CAPACITY: int
+    SIZE: int
+
+class CpPlan:
+    """Which tokens each rank of context parallelism holds."""
+
+    def __init__(
+        self,
+        lengths: Tensor,
+        segments: Tensor | None,
+        total_tokens: int,
+        cp_size: int,
+        policy: str,
+        heads: int,
+        key_heads: int,
+        window: int | None,
+        max_far_rows: int | None,
+        /,
+    ) -> None: ...
+    def deal(self) -> tuple[Tensor, Tensor]: ...
+    def is_for(self, lengths: Tensor, segments: Tensor | None, total_tokens: int, /) -> bool: ...
+    def pieces(self, rank: int, /) -> Tensor: ...
+    def share(self, rank: int, max_seqs: int, /) -> tuple[Tensor, Tensor, Tensor]: ...
+    @property
+    def num_whole(self) -> int: ...
+    @property
+    def num_cut(self) -> int: ...
+    @property
+    def hash(self) -> int: ...
+    @property
+    def pairs(self) -> int: ...
+    @property
+    def max_pairs(self) -> int: ...
+    @property
+    def far_rows(self) -> int: ...
+    @property
+    def time(self) -> int: ...
+
+# The choice of an attention backend. Facts are (sm, half, head_dim, mask, window, mode, tokens,
+# sequences).
+_Facts = tuple[int, bool, int, str, int, str, int, int]
+
+def set_measured_attention(rows: Sequence[tuple[_Facts, dict[str, float]]], /) -> None: ...
+def closest_measured_attention(facts: _Facts, /) -> dict[str, float] | None: ...
+def set_missing_attention(name: str, why: str, /) -> None: ...
+def missing_attention(name: str, /) -> str: ...
+def attention_choice(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    host_meta: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    max_seqlen_bound: int | None,
+    spans: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    softcap: float | None,
+    backend: str,
+    /,
+) -> tuple[str, str]: ...
 def build_info() -> dict[str, Any]: ...
 
 # The identity cache.
@@ -33,7 +117,7 @@ def remember(
     fact: tuple[Hashable, ...],
     make: Callable[[], Any],
     device: torch.device | str | int | None,
-    tensors: Callable[[Any], Sequence[Tensor]] | None,
+    tensors: Callable[[Any], Iterable[Tensor]] | None,
     outlives_scopes: bool,
     /,
 ) -> Any: ...
@@ -77,6 +161,10 @@ def check_spans_and_rows(
     row_length: int | None,
     /,
 ) -> None: ...
+def recurrent_offsets(
+    lengths: Tensor, segment_lengths: Tensor | None, total_tokens: int, /
+) -> Tensor: ...
+def chunks_of(offsets: Tensor, chunk_size: int, /) -> tuple[Tensor, Tensor]: ...
 def start_host_copy(on_device: Sequence[Tensor], /) -> list[Tensor]: ...
 def wait_host_copy(on_host: Tensor, /) -> None: ...
 def copy_to_device(
@@ -127,6 +215,20 @@ def apply_qk_norm_rope(
     cp_rank: int,
     inplace: bool,
 ) -> tuple[Tensor, Tensor | None]: ...
+
+# The convolution.
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_padded: Tensor | None,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None,
+    silu: bool,
+    final_states: bool,
+    /,
+) -> list[Tensor]: ...
 
 # Planning on the host.
 def bin_pack(

@@ -9,7 +9,8 @@ from cuseq._enable import disable, enable
 from cuseq._load import build_info
 from cuseq._rope_table import rope_table
 from cuseq._version import __version__ as __version__
-from cuseq.attention import varlen_attention
+from cuseq.attention import attention_backend, varlen_attention
+from cuseq.conv import causal_conv1d
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check import check_packing
 from cuseq.debug.profile import profile_step
@@ -22,8 +23,10 @@ __all__ = [
     "PackingCollator",
     "apply_qk_norm_rope",
     "apply_rope",
+    "attention_backend",
     "build_info",
     "cache",
+    "causal_conv1d",
     "check_packing",
     "data",
     "disable",

@@ -109,11 +109,6 @@ def _(lengths, total_tokens, max_seqs, segment_multiple):
     return tuple(_int32(lengths, size) for size in shapes)
 
 
-@register_fake("cuseq::cp_rows")
-def _(cu_seqlens, total_tokens, cp_size):
-    return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
-
-
 @register_fake("cuseq::segment_rows")
 def _(cu_seqlens, cu_seqlens_padded, total_tokens):
     return _int32(cu_seqlens, total_tokens), _int32(cu_seqlens, total_tokens)
@@ -246,3 +241,56 @@ def _(grads, tensors, weights, rstd, weight_offset, weight_grads, *options, **na
         [torch.empty_like(tensor) for tensor in tensors],
         [torch.empty_like(weight) for weight in weights] if weight_grads else [],
     )
+
+
+@register_fake("cuseq::causal_conv1d")
+def _(
+    x,
+    weight,
+    bias=None,
+    cu_seqlens=None,
+    cu_seqlens_padded=None,
+    seq_idx=None,
+    initial_states=None,
+    silu=False,
+    final_states=False,
+):
+    outputs = [_rows_like(x)]
+    if final_states:
+        batch = x.shape[0] if x.dim() == 3 else 1
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        dtype = x.dtype if initial_states is None else initial_states.dtype
+        shape = (sequences, x.shape[-1], weight.shape[1] - 1)
+        outputs.append(x.new_empty(shape, dtype=dtype))
+    return outputs
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    """Return a dense tensor, with contiguous tokens if x has those and no contiguous channels."""
+    if x.stride(-1) != 1 and x.stride(-2) == 1:
+        return x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-2]).transpose(-1, -2)
+    return x.new_empty(x.shape)
+
+
+@register_fake("cuseq::causal_conv1d_backward")
+def _(
+    grad_out,
+    x,
+    weight,
+    bias=None,
+    cu_seqlens=None,
+    cu_seqlens_padded=None,
+    seq_idx=None,
+    initial_states=None,
+    silu=False,
+    grad_final_states=None,
+    weight_grads=True,
+):
+    grads = [_rows_like(x)]
+    if weight_grads:
+        grads.append(weight.new_empty(weight.shape))
+        if bias is not None:
+            grads.append(bias.new_empty(bias.shape))
+    if initial_states is not None:
+        grads.append(initial_states.new_empty(initial_states.shape))
+    return grads

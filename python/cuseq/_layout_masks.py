@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from cuseq import _C, masks
 from cuseq._arguments import as_window, check_dtype, check_flag, check_tensor
-from cuseq._layout_facts import LayoutFacts
+from cuseq._layout_chunks import LayoutChunks
 from cuseq._layout_state import LayoutState
 from cuseq._modes import is_capturing, outside_inference_mode
 from cuseq._spans import Spans, check_pairs, sorted_pairs, spans_on
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ops = torch.ops.cuseq
 
 
-class LayoutMasks(LayoutFacts):
+class LayoutMasks(LayoutChunks):
     """Masks, xformers' bias and flash attention's keyword arguments of a layout."""
 
     def __init__(self, state: LayoutState):
@@ -224,7 +224,7 @@ class LayoutMasks(LayoutFacts):
         given = spans if isinstance(spans, Tensor) else None
         if given is not None:
             check_tensor(given, "spans")
-        pairs = () if given is not None or spans is None else sorted_pairs(spans)
+        pairs = () if spans is None or isinstance(spans, Tensor) else sorted_pairs(spans)
         if not pairs and row_length is None:
             return given
         on_gpu = self.device.type == "cuda"
@@ -238,6 +238,7 @@ class LayoutMasks(LayoutFacts):
         if given is not None:
             return given
         checked, on_host = self._spans[key]
-        if on_gpu and checked is not None and not is_capturing(self.device):
-            _C.remember_on_host(checked, on_host)
+        if on_gpu and checked is not None and on_host is not None:
+            if not is_capturing(self.device):
+                _C.remember_on_host(checked, on_host)
         return checked

@@ -10,5 +10,5 @@ def text_config(model: Any) -> Any:
 
     The config of the whole model may name the attention of another part, such as a vision tower.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -82,7 +82,7 @@ def rope_table(
     if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
     if inv_freq is not None and inv_freq.requires_grad and torch.is_grad_enabled():
-        raise ValueError("inv_freq must not require grad, a table takes no gradient: detach it")
+        raise ValueError("inv_freq must not require grad, since tables have no gradient: detach it")
     if device is None and inv_freq is not None:
         device = inv_freq.device
     if torch.compiler.is_compiling():  # the cache must not hold a graph's tensors
@@ -116,7 +116,7 @@ def _make(
     inv_freq: Tensor | None,
     attention_factor: float,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: torch.device | str | None,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if inv_freq is None:
@@ -125,7 +125,7 @@ def _make(
         inv_freq = (theta ** (-exponents / rotary_dim)).to(wide)
     else:
         # A copy to the host must block, because its reader cannot know when the data has arrived.
-        to_device = torch.device(device).type != "cpu"
+        to_device = device is not None and torch.device(device).type != "cpu"
         inv_freq = inv_freq.detach().to(device=device, dtype=wide, non_blocking=to_device)
     positions = torch.arange(length, dtype=torch.int64, device=inv_freq.device).to(wide)
     angles = torch.outer(positions, inv_freq)

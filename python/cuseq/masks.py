@@ -13,7 +13,7 @@ Tokens of tail and padding see only themselves, because softmax over no keys giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from cuseq._arguments import as_int, as_size, check_dtype, check_flag, check_tensor
 
 _ops = torch.ops.cuseq
+
+# Of batch, head, query and key: whether the query sees the key.
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def mask_ranges(
@@ -183,7 +186,7 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     both = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(both) != 2:
         raise ValueError(
-            f"block_size must be an int or two, of queries and of keys, got {block_size!r}"
+            f"block_size must be an int, or two for queries and keys, got {block_size!r}"
         )
     query_block, key_block = (as_int(size, "block_size", least=1) for size in both)
     if max(query_block, key_block) >= 2**31:
@@ -224,24 +227,24 @@ def build_block_mask(
     )
 
 
-def _mask_mod(ranges: Tensor, row_length: int | None, reads_end: bool):
+def _mask_mod(ranges: Tensor, row_length: int | None, reads_end: bool) -> MaskMod:
     first, end = ranges[0], ranges[1]
 
     if row_length is None and not reads_end:
 
-        def causal_row(batch, head, query, key):
+        def causal_row(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= first[query]) & (key <= query)
 
         return causal_row
 
     if row_length is None:
 
-        def row(batch, head, query, key):
+        def row(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key >= first[query]) & (key < end[query])
 
         return row
 
-    def rows(batch, head, query, key):
+    def rows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         begin = batch * row_length
         token = begin + query
         return (key + begin >= first[token]) & (key + begin < end[token])

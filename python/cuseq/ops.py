@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from cuseq import _C
 from cuseq._arguments import as_size, check_tensor
+from cuseq.conv import causal_conv1d_fn
 from cuseq.masks import block_mask, dense_mask, mask_ranges
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "cached_cu_seqlens",
     "cached_position_ids",
     "cached_seq_ids",
+    "causal_conv1d_fn",
     "cu_seqlens",
     "cu_seqlens_from_position_ids",
     "dense_mask",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ _ops = torch.ops.cuseq
 Fill = bool | int | float | complex
 
 
+@overload
+def pack(
+    packed: PackedLayout | None, tensor: Tensor, /, *, fill: Fill | Sequence[Fill] = 0
+) -> Tensor: ...
+@overload
+def pack(
+    packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
+) -> tuple[Tensor, ...]: ...
 def pack(
     packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
 ) -> Tensor | tuple[Tensor, ...]:
@@ -54,7 +62,7 @@ def pack(
 
 
 def _packed(
-    packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: list[Fill]
+    packed: PackedLayout, names: Sequence[str], tensors: Sequence[Tensor], fills: Sequence[Fill]
 ) -> Sequence[Tensor]:
     slots, tokens = packed.batch_rows()
     rows: list[Tensor] = []  # one for each batch tensor, and one for each plane
@@ -92,6 +100,14 @@ def _has_planes(name: str, tensor: Tensor, batch: torch.Size) -> bool:
     return name == "position_ids" or tensor.shape[:2] != batch
 
 
+@overload
+def unpack(
+    packed: PackedLayout | None, tensor: Tensor, /, *, fill: Fill | Sequence[Fill] = 0
+) -> Tensor: ...
+@overload
+def unpack(
+    packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
+) -> tuple[Tensor, ...]: ...
 def unpack(
     packed: PackedLayout | None, *tensors: Tensor, fill: Fill | Sequence[Fill] = 0
 ) -> Tensor | tuple[Tensor, ...]:
@@ -284,9 +300,9 @@ def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
     use_cache = more.get("use_cache")
     if getattr(config, "use_cache", False) if use_cache is None else use_cache:
         raise ValueError(
-            "model must take packed rows, by cuseq.enable(model) or "
-            f'attn_implementation="cuseq", got attn_implementation={attention!r}, which tells '
-            "documents apart only without a cache: use_cache=False"
+            "model must be enabled by cuseq.enable(model), or made with "
+            f'attn_implementation="cuseq", got attn_implementation={attention!r}, which separates '
+            "documents only with use_cache=False"
         )
 
 
@@ -308,5 +324,5 @@ def _unpacked_items(packed: PackedLayout, items: Sequence[Any]) -> Sequence[Any]
         elif isinstance(item, Tensor) and item.shape[:2] == (1, packed.total_tokens):
             item = unpack(packed, item.squeeze(0))
         unpacked.append(item)
-    is_named = hasattr(items, "_fields")
-    return type(items)(*unpacked) if is_named else type(items)(unpacked)
+    make: Any = type(items)
+    return make(*unpacked) if hasattr(items, "_fields") else make(unpacked)

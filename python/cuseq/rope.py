@@ -100,7 +100,7 @@ def apply_rope(
     """
     if not isinstance(q, Tensor) or q.is_meta:
         check_tensor(q, "q")
-    options = (
+    options: tuple[Any, ...] = (
         offset,
         table,
         qkv_format,
@@ -187,10 +187,10 @@ def apply_qk_norm_rope(
     """
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
-        raise ValueError(f"{given} must come with {missing}, got {missing}=None")
+        raise ValueError(f"{given} must be passed with {missing}, got {missing}=None")
     if not isinstance(q, Tensor) or q.is_meta:
         check_tensor(q, "q")
-    options = (
+    options: tuple[Any, ...] = (
         offset,
         table,
         qkv_format,
@@ -236,8 +236,8 @@ def _positions_of(
     check_tensor(q, "q")
     if cp_size != 1 or position_ids is not None:
         raise ValueError(
-            "packed is a rank's part of a row and has positions of its own: cp_size must be 1 and "
-            f"position_ids None, got cp_size = {cp_size}"
+            "cp_size must be 1 and position_ids None if packed is a rank's part of a row, which "
+            f"has its own positions, got cp_size = {cp_size}"
         )
     positions = state.rank_positions
     if qkv_format == "thd" or q.dim() != 4:  # the op itself refuses a q of other dimensions
@@ -296,9 +296,7 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
     if inplace:
         for name in ("q", "k"):
             if tensors[name] is not None and tensors[name].is_neg():
-                raise ValueError(
-                    f"{name} must hold its own numbers for inplace, got a negated view"
-                )
+                raise ValueError(f"{name} must not be a negated view if inplace=True")
 
 
 def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:
@@ -310,22 +308,22 @@ def _ops_are_watched(q: Tensor, k: Tensor | None) -> bool:
 
 
 def _apply_rope_op(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, Tensor | None]:
-    *options, inplace = options
+    *given, inplace = options
     tensors = [q] if k is None else [q, k]
     if inplace:
-        _ops.apply_rope_(tensors, *options)
+        _ops.apply_rope_(tensors, *given)
         return q, k
-    turned = _ops.apply_rope(tensors, *options)
+    turned = _ops.apply_rope(tensors, *given)
     return turned[0], None if k is None else turned[1]
 
 
 def _apply_qk_norm_rope_op(
     q: Tensor, k: Tensor | None, q_weight: Tensor, k_weight: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    *options, inplace = options
+    *given, inplace = options
     tensors, weights = ([q], [q_weight]) if k is None else ([q, k], [q_weight, k_weight])
     if inplace:
-        _ops.apply_qk_norm_rope_(tensors, weights, *options)
+        _ops.apply_qk_norm_rope_(tensors, weights, *given)
         return q, k
-    turned, _ = _ops.apply_qk_norm_rope(tensors, weights, *options)
+    turned, _ = _ops.apply_qk_norm_rope(tensors, weights, *given)
     return turned[0], None if k is None else turned[1]

@@ -69,7 +69,9 @@ class PackedCollator(DataCollatorForLanguageModeling):
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         lengths = [n for i, example in enumerate(examples) for n in _lengths(example, i) if n]
         if not lengths:
-            raise ValueError(f"examples must hold at least one token, got {len(examples)} empty")
+            raise ValueError(
+                f"examples must hold at least one token, got {len(examples)} empty ones"
+            )
         tokens, multiple = sum(lengths), self.pad_to_multiple_of or 1
         total = -(-tokens // multiple) * multiple
         packed = cuseq.PackedLayout.from_lengths(lengths, total)
@@ -144,6 +146,7 @@ def enable_trainer(
     *,
     rope: bool = True,
     qk_norm: bool = True,
+    backend: str = "auto",
     bin_pack: bool | str = False,
     capacity: int | None = None,
 ) -> Enabled:
@@ -154,7 +157,13 @@ def enable_trainer(
     """
     _check_sft(trainer)
     strategy = "bfd" if bin_pack is True else bin_pack
-    options = {"rope": rope, "qk_norm": qk_norm, "bin_pack": strategy, "capacity": capacity}
+    options = {
+        "rope": rope,
+        "qk_norm": qk_norm,
+        "backend": backend,
+        "bin_pack": strategy,
+        "capacity": capacity,
+    }
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
@@ -168,7 +177,9 @@ def enable_trainer(
     elif capacity is not None:
         raise ValueError(f"capacity must be None without bin_pack, got {capacity}")
 
-    model, ours = enable_model_of_trainer(trainer.model, rope=rope, qk_norm=qk_norm)
+    model, ours = enable_model_of_trainer(
+        trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
+    )
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
     enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
     _states[trainer] = _State(
@@ -228,7 +239,7 @@ def _check_collator(collator: Any) -> None:
     if type(collator) is not DataCollatorForLanguageModeling:
         raise TypeError(
             "trainer.data_collator must be TRL's DataCollatorForLanguageModeling, got "
-            f"{type(collator).__name__}: what another one does would be lost"
+            f"{type(collator).__name__}, whose work cuseq's collator would not do"
         )
     check_fields(DataCollatorForLanguageModeling, _FIELDS)
     if collator.return_tensors != "pt":
@@ -264,7 +275,7 @@ def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> Pa
         )
     capacity = args.max_length if capacity is None else capacity
     if capacity is None:
-        raise ValueError("capacity must be given where the trainer has max_length=None")
+        raise ValueError("capacity must be given if the trainer has max_length=None, got None")
     overlong = "split" if args.packing_strategy == "bfd_split" else "truncate"
     return PackedRows(dataset, capacity, strategy, overlong)
 

@@ -91,7 +91,9 @@ def check_packing(
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function or None, got {shown(function)}")
     if collator is not None and forward is not None:
-        raise ValueError("collator must be left out beside forward, which makes its own batches")
+        raise ValueError(
+            "collator must be None if forward is given, since forward makes the batches"
+        )
     if rtol is not None and not as_float(rtol, "rtol") > 0:
         raise ValueError(f"rtol must be above 0, got {rtol}")
     with _untouched(model):

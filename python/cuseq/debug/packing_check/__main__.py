@@ -28,14 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report = _run(options)
     except Exception as error:  # any error: callers must not mistake it for a verdict
-        print(f"could not be run: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"the check could not run: {type(error).__name__}: {error}", file=sys.stderr)
         return NOT_RUN
     print(report, flush=True)
     if options.json is not None:
         try:
             options.json.write_text(json.dumps(report.to_dict(), indent=2) + "\n")
         except OSError as error:
-            print(f"could not be written: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"{options.json} could not be written: {type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
             return NOT_RUN
     return FINE if report.ok else WRONG
 
@@ -67,20 +70,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--attn", default="cuseq", help="attn_implementation, default cuseq")
     parser.add_argument("--dtype", default="float32", choices=_DTYPES)
     parser.add_argument("--device", default="cpu", help="default cpu")
-    parser.add_argument("--tokens", type=int, default=256, help="of all documents, default 256")
-    parser.add_argument("--documents", type=int, default=6, help="default 6, at least 4")
+    parser.add_argument(
+        "--tokens", type=int, default=256, help="tokens of all documents together, default 256"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=6, help="number of documents, default 6, at least 4"
+    )
     parser.add_argument("--rtol", type=float, help="largest relative difference, default by dtype")
     parser.add_argument(
         "--tiny",
         action="store_true",
-        help="a small model of the same family with random weights; so is a config.json alone",
+        help="check a small model of the same family with random weights",
     )
     parser.add_argument(
         "--no-cache",
         action="store_true",
-        help="with use_cache off in the config, as Trainer has it",
+        help="turn use_cache off in the config, as Trainer does",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the report to FILE as JSON"
+    )
     return parser
 
 

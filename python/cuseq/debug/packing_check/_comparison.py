@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from cuseq.debug.packing_check._runs import Row, Runs, TokensNotFound
 # Nondeterministic runs may differ by this factor times the difference between two equal runs.
 _NOISE = 4
 
+_Gradients = Mapping[str, Tensor | None]
+
 
 class Comparison:
     """One check of one model.
@@ -48,7 +50,7 @@ class Comparison:
     def __init__(self, runs: Runs, documents: Sequence[Document], rtol: float | None):
         self.runs = runs
         self.documents = documents
-        self.rtol = rtol
+        self.rtol = math.nan if rtol is None else rtol
         self.checks: dict[str, Check] = {}
         self.notes: list[str] = []
 
@@ -60,7 +62,7 @@ class Comparison:
             return self._finished(_suspects.tokens(str(error)))
         with torch.no_grad():
             still = self.runs.find_embeddings(self.documents).logits
-            if self.rtol is None:
+            if math.isnan(self.rtol):
                 at_work = self.runs.dtypes_at_work(self.documents, row)
                 self.rtol = _default_rtol(self.runs.model, still, at_work)
             if not bool(still.isfinite().all()):
@@ -91,7 +93,7 @@ class Comparison:
     def _judge_leaks(
         self, forward: Leak, backward: Leak | None, padding: float | None, scale: float
     ) -> None:
-        limit = _NOISE * self.checks["repeat"].value
+        limit = _NOISE * self._value("repeat")
         # An expert's matrix product rounds differently when other tokens share it. A real leak of
         # that size would have a gradient.
         connected = backward is None or backward.size != 0
@@ -99,12 +101,12 @@ class Comparison:
             limit = max(limit, self.rtol * scale)
             if 0 < forward.size <= limit:
                 self.notes.append(
-                    "a changed token moves other documents, by rounding only: experts get other "
-                    "tokens beside theirs, and no gradient connects them"
+                    "a changed token changes other documents' logits, but only by rounding: their "
+                    "experts process other tokens beside them, and no gradient connects them"
                 )
         self._add("leak forward", forward.size, limit, str(forward))
         if backward is None:
-            reason = "no module without children looks the tokens up"
+            reason = "no embedding module that looks up the tokens was found"
             self._add("leak backward", None, 0.0, reason)
         else:
             self._add("leak backward", backward.size, 0.0, str(backward))
@@ -123,29 +125,30 @@ class Comparison:
             where = f"{packed.loss:.6g} packed, {alone.loss:.6g} alone"
             self._add("loss", error, self.rtol, where)
         else:
-            self._add("loss", None, self.rtol, "the model gives none")
+            self._add("loss", None, self.rtol, "the model returns none")
             wrong = _suspects.wrong_label(row, self.documents, may_be_shifted=True)
             if wrong:
                 self._add("labels", math.inf, 0.0, wrong)
-        pairs = {
+        pairs: dict[str, tuple[_Gradients, _Gradients]] = {
             "gradients": (packed.gradients, alone.gradients),
             "gradients of embeddings": (packed.embeddings, alone.embeddings),
         }
-        for name, pair in pairs.items():
-            value, where = worst_error(*pair) or (None, "nothing that takes one was seen")
+        for name, (together, apart) in pairs.items():
+            none = (None, "no tensor that takes a gradient was found")
+            value, where = worst_error(together, apart) or none
             self._add(name, value, self.rtol, where)
 
     # ------------------------------------------------------------------------------- the suspects
 
     def _suspect_of_runs(self, row: Row, forward: Leak, backward: Leak | None) -> Suspect | None:
         if not self._passed("repeat"):
-            return _suspects.repeat(self.checks["repeat"].value)
+            return _suspects.repeat(self._value("repeat"))
         if not self._passed("leak from padding"):
-            return _suspects.padding(self.checks["leak from padding"].value)
+            return _suspects.padding(self._value("leak from padding"))
         if not self._passed("leak forward"):
             found = self._mixing_module(row, forward.changes)
             return _suspects.mixing(self.runs.model, row, str(forward), found)
-        if not self._passed("leak backward"):
+        if backward is not None and not self._passed("leak backward"):
             return _suspects.backward(backward)
         return None
 
@@ -159,7 +162,7 @@ class Comparison:
     def _suspect_of_logits(self, row: Row, errors: Tensor) -> Suspect | None:
         if self._passed("logits"):
             return None
-        if math.isinf(self.checks["logits"].value):
+        if math.isinf(self._value("logits")):
             return _suspects.not_finite("a document alone")
         wrong = errors > self.rtol
         documents = row.document[wrong].unique().tolist()
@@ -201,6 +204,11 @@ class Comparison:
 
     def _passed(self, name: str) -> bool:
         return name not in self.checks or self.checks[name].ok
+
+    def _value(self, name: str) -> float:
+        value = self.checks[name].value
+        assert value is not None, name
+        return value
 
     def _add(self, name: str, value: float | None, limit: float, where: str = "") -> None:
         self.checks[name] = Check(name, value, limit, where)

@@ -89,11 +89,11 @@ def read_documents(
             f"{[document.length for document in documents]}"
         )
     if not any(document.num_targets for document in documents):
-        raise ValueError("examples must have labels that count, got -100 alone after first tokens")
+        raise ValueError("examples must have labels to predict, got only -100 after first tokens")
     if len(torch.cat([document.ids for document in documents]).unique()) < 2:
         raise ValueError(
-            "examples must hold two different tokens, since one is changed into another, got "
-            f"{int(documents[0].ids[0])} alone"
+            "examples must hold two different tokens, since one is changed into the other, got "
+            f"only {int(documents[0].ids[0])}"
         )
     return documents
 

@@ -38,7 +38,7 @@ class Leak:
     def __str__(self) -> str:
         if self.size == 0:
             return ""
-        return f"{_one_of(self.targets)} hears of {_one_of(self.sources)}"
+        return f"{_one_of(self.sources)} leaks into {_one_of(self.targets)}"
 
 
 def forward_leak(
@@ -96,7 +96,7 @@ def padding_leak(
 ) -> float | None:
     """Return how much other pad tokens change the logits; None if there is no padding."""
     pads = row.pads()
-    if len(pads) == 0:
+    if row.batch is None or len(pads) == 0:
         return None
     ids = row.batch["input_ids"].clone()
     flat = ids.view(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -106,7 +106,7 @@ def token_errors(packed: Tensor, alone: Tensor) -> Tensor:
     """
     if packed.shape != alone.shape:
         raise ValueError(
-            "logits must be as wide packed as alone, got shapes "
+            "logits must have the same width packed and alone, got shapes "
             f"{tuple(packed.shape)} and {tuple(alone.shape)}"
         )
     packed, alone = wide(packed), wide(alone)
@@ -117,7 +117,7 @@ def token_errors(packed: Tensor, alone: Tensor) -> Tensor:
 
 
 def worst_error(
-    packed: dict[str, Tensor | None], alone: dict[str, Tensor | None]
+    packed: Mapping[str, Tensor | None], alone: Mapping[str, Tensor | None]
 ) -> tuple[float, str] | None:
     """Return the largest relative L2 error of tensors with equal names, and that name.
 

@@ -91,11 +91,11 @@ class PackingReport:
         }
 
     def __str__(self) -> str:
-        rows = [("", "difference", "allowed", "", "largest")]
+        rows = [("", "difference", "allowed", "", "where")]
         rows += [
             (
                 check.name,
-                "not seen" if check.value is None else f"{check.value:.2g}",
+                "not measured" if check.value is None else f"{check.value:.2g}",
                 f"{check.limit:.2g}",
                 "" if check.ok else "WRONG",
                 check.where,
@@ -112,7 +112,7 @@ class PackingReport:
 
     def _verdict(self) -> list[str]:
         if self.suspect is None:
-            return ["verdict: fine, packed equals one by one and no document hears of another"]
+            return ["verdict: OK, packed equals one by one and no document leaks into another"]
         return [
             f"verdict: WRONG ({self.suspect.name}): {self.suspect.finding}",
             f"remedy: {self.suspect.remedy}",

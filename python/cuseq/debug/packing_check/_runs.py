@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +130,7 @@ class Runs:
             if self.forward is not None:
                 output = self.forward(self.model, [document.example() for document in documents])
             else:
-                output = self.model(**row.batch)
+                output = self.model(**(row.batch or {}))
         return Outcome(*_logits_and_loss(output, row.slots), row.slots, embeddings, lookups)
 
     def alone(self, document: Document, keys: Collection[str]) -> Outcome:
@@ -161,7 +161,7 @@ class Runs:
         row = self.row(documents)
         found = []
 
-        def look(module, args, kwargs, output):
+        def look(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             if _looks_up(args, kwargs, output, row.slots, row.ids) and module not in found:
                 found.append(module)
 
@@ -186,7 +186,7 @@ class Runs:
         embeddings: list[Tensor] = []
         lookups: list[int] = []
 
-        def keep(module, args, kwargs, output):
+        def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Tensor | None:
             if not _looks_up(args, kwargs, output, slots, ids):
                 return None
             if torch.is_grad_enabled() and not output.requires_grad:
@@ -231,7 +231,7 @@ class Runs:
         calls: dict[tuple[str, int], tuple] = {}
         counts: Counter[str] = Counter()
 
-        def keep(module, args, kwargs, output):
+        def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             name = names[module]
             calls[name, counts[name]] = (
                 _rows_of((args, kwargs), total, kept),
@@ -295,14 +295,14 @@ def _search(row: list[int], documents: Sequence[Document]) -> Tensor:
     for i, document in enumerate(documents):
         ids = document.ids.tolist()
         last = len(row) - len(ids)
-        start = next((s for s in range(start, last + 1) if row[s : s + len(ids)] == ids), None)
-        if start is None:
+        found = next((s for s in range(start, last + 1) if row[s : s + len(ids)] == ids), None)
+        if found is None:
             raise TokensNotFound(
-                f"the {len(row)} input_ids of the batch do not hold document {i} "
-                f"({len(ids)} tokens) whole and behind those before it"
+                f"the batch's {len(row)} input_ids must hold all documents whole and in order, but "
+                f"document {i} ({len(ids)} tokens) is missing or out of place"
             )
-        slots.append(torch.arange(start, start + len(ids)))
-        start += len(ids)
+        start = found + len(ids)
+        slots.append(torch.arange(found, start))
     return torch.cat(slots)
 
 
@@ -334,8 +334,9 @@ def _logits_and_loss(output: Any, slots: Tensor) -> tuple[Tensor, Tensor | None]
             f"logits must have a row for each of the {len(slots)} tokens, got shape "
             f"{tuple(logits.shape)}"
         )
-    is_loss = isinstance(loss, Tensor) and loss.numel() == 1
-    return flat[slots], loss.reshape(()) if is_loss else None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return flat[slots], None
+    return flat[slots], loss.reshape(())
 
 
 def _looks_up(args: tuple, kwargs: dict, output: Any, slots: Tensor, ids: Tensor) -> bool:
@@ -373,7 +374,7 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _hooked(modules, hook) -> Iterator[None]:
+def _hooked(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
     handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield

@@ -31,18 +31,18 @@ def has_experts(model: nn.Module) -> bool:
     return any(_EXPERTS.search(type(module).__name__) for module in model.modules())
 
 
-def mixing(model: nn.Module, row: Row, heard: str, found: tuple[str, nn.Module] | None) -> Suspect:
+def mixing(model: nn.Module, row: Row, seen: str, found: tuple[str, nn.Module] | None) -> Suspect:
     """Name the cause of a leak, from the first module that lets a changed token through.
 
     Args:
-        heard: the observation, which begins the finding.
+        seen: the observation, which begins the finding.
         found: name and module, or None if no module shows the leak.
     """
     if found is None:
         return Suspect(
             "mixing",
-            f"{heard}, outside of what its modules show",
-            "tell whatever works across tokens where documents lie (packed, cu_seqlens, seq_ids)",
+            f"{seen}, but no module's output shows where",
+            "pass the boundaries (packed, cu_seqlens or seq_ids) to every operation across tokens",
         )
     name, module = found
     kind = type(module).__name__
@@ -51,26 +51,25 @@ def mixing(model: nn.Module, row: Row, heard: str, found: tuple[str, nn.Module] 
     if _STATEFUL.search(kind) or _STATEFUL.search(own_name):
         return Suspect(
             "state",
-            f"{heard}: state leaks in {place}",
-            "give the layer the documents (seq_idx = packed.seq_ids, or packed.cu_seqlens), or "
-            "start its state anew where position_ids are 0",
+            f"{seen}: state leaks in {place}",
+            "pass the boundaries to the layer (seq_idx=packed.seq_ids, or packed.cu_seqlens), or "
+            "reset its state where position_ids are 0",
         )
     if _ATTENTION.search(kind) or _ATTENTION.search(own_name):
-        finding = f"{heard}: attention leaks in {place}"
+        finding = f"{seen}: attention leaks in {place}"
         return Suspect("attention", finding, _attention_remedy(model, row))
     return Suspect(
         "mixing",
-        f"{heard}: {place} mixes tokens of different documents",
-        "make it work inside each document (packed.seq_ids and packed.cu_seqlens say where they "
-        "lie)",
+        f"{seen}: {place} mixes tokens of different documents",
+        "keep it inside each document (packed.seq_ids and packed.cu_seqlens hold the boundaries)",
     )
 
 
 def padding(leak: float) -> Suspect:
     return Suspect(
         "padding",
-        f"padding is heard: another pad token changes the documents' logits by {leak:.2g}",
-        "put padding behind all documents (cuseq.PackingCollator does), and leave it out of their "
+        f"padding leaks: another pad token changes the documents' logits by {leak:.2g}",
+        "put padding after all documents (cuseq.PackingCollator does), and exclude it from their "
         "lengths and masks",
     )
 
@@ -78,7 +77,7 @@ def padding(leak: float) -> Suspect:
 def backward(leak: Leak) -> Suspect:
     return Suspect(
         "backward",
-        f"{leak} in the backward pass alone: its gradients leak",
+        f"{leak} in the backward pass only: gradients leak",
         "look at the backward of custom autograd functions and kernels: they must use the same "
         "boundaries as their forward",
     )
@@ -88,24 +87,24 @@ def tokens(message: str) -> Suspect:
     return Suspect(
         "tokens",
         message,
-        "let the collator keep all tokens of the examples, in their order (cuseq.PackingCollator)",
+        "keep all tokens of the examples in the collator, in order (cuseq.PackingCollator does)",
     )
 
 
 def not_finite(what: str) -> Suspect:
     return Suspect(
         "not finite",
-        f"{what} has logits that are not finite",
-        "look for a row of a mask that hides everything, or for overflow: try a wider dtype",
+        f"the logits of {what} are not finite",
+        "look for a mask row that hides every key, or for overflow: try a wider dtype",
     )
 
 
 def repeat(size: float) -> Suspect:
     return Suspect(
         "repeat",
-        f"the same packed run twice gives logits that differ by {size:.2g}",
-        "start state that the model keeps between calls anew, and turn randomness off, in eval "
-        "mode: without that nothing here can be told",
+        f"two runs of the same packed row give logits that differ by {size:.2g}",
+        "reset state that the model keeps between calls, and turn off randomness in eval mode; the "
+        "other checks need runs that repeat",
     )
 
 
@@ -113,30 +112,30 @@ def crossing_labels(row: Row, documents: Sequence[Document]) -> Suspect:
     wrong = wrong_label(row, documents)
     return Suspect(
         "labels",
-        "the loss is that of documents whose last tokens predict the next one's first"
-        + (f" ({wrong})" if wrong else ""),
-        "set the label of each document's first token to -100 (cuseq.data.mask_boundary_labels), "
-        "or with labels that are shifted already, that of its last",
+        "the loss includes targets across boundaries: a document's last token predicts the next "
+        "document's first token" + (f" ({wrong})" if wrong else ""),
+        "set the label of each document's first token to -100 (cuseq.data.mask_boundary_labels); "
+        "if the labels are shifted already, set that of its last token",
     )
 
 
 def unused_labels(wrong: str) -> Suspect:
     return Suspect(
         "labels",
-        f"the model gives no loss, and the labels for another are wrong: {wrong}",
-        "let the collator keep the examples' labels, and give -100 to padding and to each "
-        "document's first token (cuseq.PackingCollator does)",
+        f"the model returns no loss, and the batch's labels are wrong: {wrong}",
+        "keep the examples' labels in the collator, with -100 on padding and on each document's "
+        "first token (cuseq.PackingCollator does)",
     )
 
 
 def loss(row: Row, documents: Sequence[Document]) -> Suspect:
     wrong = wrong_label(row, documents)
     if wrong:
-        remedy = "let the collator keep the examples' labels and give padding -100"
-        return Suspect("labels", f"the logits agree and the loss does not: {wrong}", remedy)
+        remedy = "keep the examples' labels in the collator, with -100 on padding"
+        return Suspect("labels", f"the logits agree but the loss differs: {wrong}", remedy)
     return Suspect(
         "loss",
-        "the logits agree and the loss does not",
+        "the logits agree but the loss differs",
         "make the loss the mean over all targets of the row, and look at terms that do not add up "
         "over documents (a router's auxiliary loss)",
     )
@@ -146,36 +145,36 @@ def positions(row: Row, first: int) -> Suspect:
     wrong = _wrong_position(row)
     return Suspect(
         "positions",
-        f"document {first} and perhaps later ones differ, those before do not, and nothing leaks: "
+        f"document {first} and perhaps later ones differ, earlier ones agree, and nothing leaks: "
         "positions do not restart" + (f" ({wrong})" if wrong else ""),
-        "give position_ids that count from 0 in each document (packed.position_ids)",
+        "pass position_ids that count from 0 in each document (packed.position_ids)",
     )
 
 
 def routing(share: float) -> Suspect:
     return Suspect(
         "routing",
-        f"{share:.1%} of the tokens differ and nothing leaks: experts are chosen differently",
-        "if they agree in a wider dtype (float32, float64) these are ties that rounding breaks, "
-        "and harmless; else look at the experts' capacity",
+        f"{share:.1%} of the tokens differ and nothing leaks: the router chose other experts",
+        "try a wider dtype (float32, float64): if the results agree there, rounding broke ties, "
+        "which is harmless; otherwise look at the experts' capacity",
     )
 
 
 def logits(documents: Sequence[int]) -> Suspect:
     return Suspect(
         "logits",
-        f"documents {', '.join(map(str, documents[:8]))} differ from themselves alone, and "
-        "nothing leaks",
+        f"documents {', '.join(map(str, documents[:8]))} differ from their runs alone, "
+        "and nothing leaks",
         "compare scale, window, causality, padding and positions (RoPE that depends on the longest "
-        "sequence) of the packed path with those of the other",
+        "sequence) between the packed path and the other",
     )
 
 
 def gradients(name: str) -> Suspect:
     return Suspect(
         "gradients",
-        f"logits and loss agree and gradients do not, most of all that of {name}",
-        "look at the backward of what the packed path alone runs",
+        f"logits and loss agree but gradients differ, most of all that of {name}",
+        "look at the backward of code that only the packed path runs",
     )
 
 
@@ -185,14 +184,13 @@ def _attention_remedy(model: nn.Module, row: Row) -> str:
     implementation = getattr(text_config(model), "_attn_implementation", None)
     if implementation is not None and implementation != "cuseq":
         remedy = (
-            'load the model with attn_implementation="cuseq", which reads `packed`; '
-            f'"{implementation}" reads position_ids that restart, and those with use_cache=False '
-            "only"
+            "call cuseq.enable(model), whose attention reads `packed`; "
+            f'"{implementation}" reads position_ids that restart, and only with use_cache=False'
         )
     elif "packed" not in batch and "cu_seq_lens_q" not in batch:
-        remedy = "give the model the documents' lengths (`packed`, from cuseq.PackingCollator)"
+        remedy = "pass the documents' lengths to the model (`packed`, from cuseq.PackingCollator)"
     else:
-        remedy = "let attention read the lengths that the batch has (cuseq.varlen_attention)"
+        remedy = "make attention use the lengths that the batch has (cuseq.varlen_attention)"
     return f"{remedy}; {wrong}" if wrong else remedy
 
 
@@ -214,8 +212,9 @@ def wrong_label(
     row: Row, documents: Sequence[Document], *, may_be_shifted: bool = False
 ) -> str | None:
     """Return what is wrong with the batch's labels; None if nothing or if it has none."""
-    given = (row.batch or {}).get("labels")
-    if not isinstance(given, Tensor) or given.numel() != row.batch["input_ids"].numel():
+    batch = row.batch or {}
+    given = batch.get("labels")
+    if not isinstance(given, Tensor) or given.numel() != batch["input_ids"].numel():
         return None
     flat = given.flatten()
     pads = row.pads()

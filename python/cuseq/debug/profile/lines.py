@@ -88,7 +88,8 @@ class LineLog:
 
 
 def _tracer(times: list[int], places: list[tuple[CodeType, int]]) -> Any:
-    clock, known = time.time_ns, {}
+    clock = time.time_ns
+    known: dict[str, bool] = {}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         back: FrameType | None = frame.f_back if event == "return" else frame

@@ -97,9 +97,9 @@ _FIGURES: list[tuple[str, str, Callable[[float], str]]] = [
 def text(head: str, figures: Figures, lists: Sequence[Listing], notes: Sequence[str]) -> str:
     """Format one profile for a terminal; figures that are None are left out."""
     rows = [
-        [label, write(figures[name])]
+        [label, write(value)]
         for label, name, write in _FIGURES
-        if figures[name] is not None
+        if (value := figures[name]) is not None
     ]
     return _parts(head + "\n" + _table(rows, "<>"), lists, notes)
 

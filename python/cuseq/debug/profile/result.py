@@ -101,6 +101,8 @@ class StepProfile:
         allocations: calls that allocate or free driver memory, which may wait for the GPU.
         op_table: PyTorch's ops by name, the most frequent first; an op's time includes that of the
             ops it calls.
+        attention: the backends that computed packed attention, with their calls, forward and
+            backward, and the host time in them; for "flex", kernels and their time on the GPU.
         tokens: tokens of the batch; None if no batch was given.
         notes: limits of these numbers, in sentences.
         timeline: data of the picture.
@@ -118,6 +120,7 @@ class StepProfile:
     graph_launches: int
     allocations: int
     op_table: tuple[Work, ...]
+    attention: tuple[Work, ...]
     tokens: Tokens | None
     notes: tuple[str, ...]
     timeline: report.Timeline = field(repr=False)
@@ -165,8 +168,12 @@ class StepProfile:
     def summary(self) -> dict[str, float | int | None]:
         """Return the figures of one step by name; None for figures that cannot be known."""
         tokens = self.tokens
-        sums = {"wall_us": self.wall_us, "host_reads": self.read_count, "ops": self.ops}
-        on_gpu = {
+        sums: dict[str, float | None] = {
+            "wall_us": self.wall_us,
+            "host_reads": self.read_count,
+            "ops": self.ops,
+        }
+        on_gpu: dict[str, float | None] = {
             "gpu_busy_us": self.gpu_busy_us,
             "syncs": self.sync_count(),
             **{f"syncs_{kind}": self.sync_count(kind) for kind in KINDS},
@@ -213,7 +220,7 @@ class StepProfile:
         kept = json.loads(text)
         del kept["summary"]
         rows = {"syncs": Wait, "host_reads": HostRead, "copies": Copy}
-        rows |= {"kernel_table": Work, "op_table": Work}
+        rows |= {"kernel_table": Work, "op_table": Work, "attention": Work}
         for name, row in rows.items():
             kept[name] = tuple(row(**values) for values in kept[name])
         line = kept["timeline"]
@@ -256,7 +263,11 @@ class StepProfile:
             [count(w.count / steps), f"{w.us / steps:,.1f}", report.shorten(w.name)]
             for w in (self.kernel_table if self.gpu else self.op_table)
         ]
+        attention = [
+            [count(w.count / steps), f"{w.us / steps:,.1f}", w.name] for w in self.attention
+        ]
         return [
+            report.Listing("Attention backends", ["count", "us", "name"], attention, ">><"),
             report.Listing("Waits for the GPU", ["count", "us", "kind", "line"], waits, ">><<"),
             report.Listing("Host reads of values", ["count", "op", "line"], reads, "><<"),
             report.Listing(title, ["count", "us", "name"], work, ">><"),
@@ -264,7 +275,7 @@ class StepProfile:
 
     def _title(self) -> str:
         figures = self.summary()
-        wall = f"{self.device}: {figures['wall_us'] / 1e3:,.2f} ms a step"
+        wall = f"{self.device}: {self.wall_us / self.steps / 1e3:,.2f} ms a step"
         if self.gpu:
             waits = report.count(figures["syncs"])
             return f"{wall}, GPU idle {self.idle_share:.0%}, {waits} waits"

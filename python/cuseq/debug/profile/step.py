@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from cuseq.debug.profile.trace import (
     union,
 )
 from cuseq.layout import PackedLayout
+
+_ATTENTION = "cuseq attention: "  # what csrc/attention/call.cpp puts before a backend's name
 
 
 def profile_step(
@@ -80,7 +83,7 @@ def profile_step(
     warmup, steps = as_int(warmup, "warmup", 0), as_int(steps, "steps", 1)
     batches = _batches(batch)
     if torch.autograd._profiler_enabled():
-        raise RuntimeError("profile_step must not run inside another profiler, got one at work")
+        raise RuntimeError("profile_step must not run inside another profiler, got an active one")
     for _ in range(warmup):
         fn()
     wall_us = _wall_us(fn, steps)
@@ -131,6 +134,7 @@ def summarise(
         graph_launches=len(seen.graph_launches),
         allocations=len(seen.allocations),
         op_table=_by_name(seen.ops, longest=False),
+        attention=_attention(seen),
         tokens=tokens,
         notes=notes,
         timeline=_timeline(seen, window, gpu is not None),
@@ -187,6 +191,18 @@ def _by_name(spans: Iterable[Span], longest: bool) -> tuple[Work, ...]:
         times[span.name].append(span.us)
     rows = [Work(name, len(each), sum(each)) for name, each in times.items()]
     return tuple(sorted(rows, key=lambda row: -row.us if longest else -row.count))
+
+
+def _attention(seen: Stretch) -> tuple[Work, ...]:
+    """Sum the calls of each attention backend, under the names that C++ gives them."""
+    calls = [
+        replace(label, name=label.name.removeprefix(_ATTENTION))
+        for label in seen.labels
+        if label.name.startswith(_ATTENTION)
+    ]
+    # flex is a part of compiled code: nothing calls it, but its kernels have its name.
+    flex = [replace(work, name="flex") for work in seen.work if "flex_attention" in work.name]
+    return _by_name([*calls, *flex], longest=False)
 
 
 def _copies(spans: Iterable[Span]) -> tuple[Copy, ...]:
@@ -250,10 +266,12 @@ def _notes(gpu: bool, log: LineLog, broken: str | None) -> tuple[str, ...]:
     if not gpu:
         notes.append(
             "No GPU was in use, so nothing could wait for one. Each host read would wait, if its "
-            "tensor were on a GPU; so would tolist(), .cpu() and .numpy(), which are not seen here."
+            "tensor were on a GPU; so would tolist(), .cpu() and .numpy(), which are not counted."
         )
     if not log.active:
-        notes.append("Another trace function was at work (a debugger, coverage): no lines.")
+        notes.append(
+            "Another trace function was active (a debugger, coverage), so lines are unknown."
+        )
     return tuple(notes)
 
 

@@ -112,6 +112,7 @@ class Stretch:
         ops: PyTorch's ops, including nested ones, without other records of that category
             (autograd's nodes, Dynamo's stages).
         reads: ops of `HOST_READS`, except those called by another one.
+        labels: the `record_function` labels of the code.
     """
 
     spans: list[Span]
@@ -121,6 +122,7 @@ class Stretch:
     work: list[Span]
     ops: list[Span]
     reads: list[Span]
+    labels: list[Span]
 
 
 class Trace:
@@ -177,6 +179,7 @@ class Trace:
             work=[work for correlation in caused for work in self._work.get(correlation, [])],
             ops=[op for op in ops if _OP.match(op.name)],
             reads=[op for op in ops if self._is_read(op)],
+            labels=inside(label for same in self._labels.values() for label in same),
         )
 
     def ops_around(self, span: Span) -> list[Span]:
@@ -201,7 +204,7 @@ class Trace:
 
     def _waits(self, calls: list[Span]) -> list[HostWait]:
         last: dict[Any, HostWait] = {}
-        waits = []
+        waits: list[HostWait] = []
         for call in calls:
             kind = self._kind(call)
             before = last.get(call.thread)
@@ -332,8 +335,8 @@ def check_gpu_profiler() -> str | None:
     if kernels == 1 and kinds in (["event", "stream"], ["copy", "event"]):
         return None
     return (
-        "The profiler miscounts on this machine, its counts prove nothing: of one kernel, a wait "
-        f"for an event and a read of a value it saw {kernels} kernels and the waits {kinds}."
+        "The profiler miscounts on this machine, so do not trust its counts: of one kernel, a wait "
+        f"for an event and a read of a value it recorded {kernels} kernels and the waits {kinds}."
     )
 
 

@@ -225,10 +225,10 @@ def _limits(module: ModuleType, compile_blocks: bool) -> tuple[tuple[str, ...], 
         left_alone.append("blocks: packed rows run uncompiled, since compile_blocks is False")
     warnings = []
     if private(sys.modules[DISPATCH], "HAS_FLASH_ATTENTION"):
-        warnings.append("attention: flash-attn is installed, and its packed rows stay its own")
+        warnings.append("attention: flash-attn is installed and keeps its packed rows")
     if torch.are_deterministic_algorithms_enabled():
         warnings.append(
-            "attention: torch.use_deterministic_algorithms is on, so packed rows stay unsloth's"
+            "attention: torch.use_deterministic_algorithms is on, so unsloth keeps packed rows"
         )
     return tuple(left_alone), tuple(warnings)
 

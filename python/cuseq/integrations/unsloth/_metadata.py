@@ -92,8 +92,8 @@ def _agree(packed: PackedLayout, lengths: Tensor) -> bool:
         starts = range(len(whole) - len(given) + 1)
         if not any(whole[start : start + len(given)] == given for start in starts):
             raise ValueError(
-                f"{LENGTHS} must be the lengths of packed, or those of neighbouring sequences of "
-                f"it, got {given} beside a layout of {whole}"
+                f"{LENGTHS} must be the lengths of packed, or those of consecutive sequences of "
+                f"it, got {given} and a layout of {whole}"
             )
     return packed.num_sequences == lengths.numel()
 

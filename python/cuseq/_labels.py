@@ -1,0 +1,3 @@
+"""The label that a loss leaves out."""
+
+IGNORE_INDEX = -100
