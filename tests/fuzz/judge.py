@@ -216,15 +216,19 @@ def dense_mask(arguments: dict[str, Any], result: Tensor) -> None:
 
 
 def layout(arguments: dict[str, Any], packed: Any) -> None:
-    """A layout's host values, tensors and row agree with the lengths that it was made from."""
+    """A layout's host values, tensors and row agree with the lengths that it was made from.
+
+    Wrong lengths on a GPU raise at the first host value, so that one is read first.
+    """
     if packed.device.type == "meta":
         return
+    longest = packed.max_seqlen
     lengths, total = packed.lengths.tolist(), packed.total_tokens
     given = arguments.get("lengths")
     if isinstance(given, list):
         _equal(lengths, [int(length) for length in given], "lengths")
     _equal(packed.cu_seqlens, reference.cu_seqlens(lengths), "cu_seqlens")
-    _equal(packed.max_seqlen, reference.max_seqlen(lengths), "max_seqlen")
+    _equal(longest, reference.max_seqlen(lengths), "max_seqlen")
     _equal(packed.num_real_tokens, sum(lengths), "num_real_tokens")
     assert sum(lengths) <= total, "a layout of more tokens than its row"
     if total <= MOST_TOKENS and not packed.pads_between_sequences:
@@ -243,6 +247,7 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
     if scale is not None and not abs(float(scale)) < 1e3:
         return
     window, causal = arguments["window"], bool(arguments["causal"])
+    softcap = arguments["softcap"]
     expected = reference.attention(
         q,
         k,
@@ -251,6 +256,7 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
         causal=causal,
         window=window,
         scale=None if scale is None else float(scale),
+        softcap=None if softcap is None else float(softcap),
     )
     _close(out, expected, "varlen_attention")
 

@@ -9,13 +9,12 @@ import torch
 
 import cuseq
 from tests.fuzz import judge
-from tests.fuzz.calls.schemas import heads, rotation
+from tests.fuzz.calls.schemas import convolution, heads, rotation
 from tests.fuzz.calls.target import function
-from tests.fuzz.values import Draw, a_layout, a_row, some_spans
+from tests.fuzz.values import Draw, Row, a_layout, a_row, some_spans
 
 
-@function("cuseq.varlen_attention", cuseq.varlen_attention, check=judge.attention, weight=2)
-def _(draw):
+def _attention(draw: Draw) -> dict[str, Any]:
     row = a_row(draw)
     q, k, v = heads(draw, row.total)
     spans = some_spans(draw, row) if draw.chance(0.2) else []
@@ -29,8 +28,16 @@ def _(draw):
         "window": draw.choice((None, None, 1, 3)),
         "spans": spans or None,
         "scale": draw.choice((None, 0.5)),
+        "softcap": draw.choice((None, None, 2.0)),
         "sinks": sinks,
+        "backend": draw.choice(("auto", "auto", "segments")),
     }
+
+
+function("cuseq.varlen_attention", cuseq.varlen_attention, check=judge.attention, weight=2)(
+    _attention
+)
+function("cuseq.attention_backend", cuseq.attention_backend, weight=1)(_attention)
 
 
 def _rope_arguments(draw: Draw) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,6 +95,44 @@ def _(draw):
         "attention_factor": 1.0,
         "dtype": draw.choice((torch.float32, torch.bfloat16)),
         "device": draw.device,
+    }
+
+
+@function("cuseq.causal_conv1d", cuseq.causal_conv1d, also=("initial_states", "cu_seqlens"))
+def _(draw):
+    tensors, row = convolution(draw)
+    channels, width = tensors["weight"].shape
+    packed, states = a_layout(draw, row), None
+    if draw.chance(0.3):
+        states = draw.floats(packed.num_sequences, channels, width - 1, dtype=torch.float32)
+    return {
+        **tensors,
+        "packed": packed,
+        "activation": draw.choice((None, "silu")),
+        "initial_state": states,
+        "return_final_state": draw.chance(0.3),
+    }
+
+
+@function("cuseq.ops.causal_conv1d_fn", cuseq.ops.causal_conv1d_fn, also=("final_states",))
+def _(draw):
+    tensors, row = convolution(draw)
+    channels, width = tensors["weight"].shape
+    seq_idx, final, out = None, draw.chance(0.3), None
+    if draw.chance(0.4):
+        seq_idx = draw.ints([[draw.randrange(-1, 2) for _ in range(row.total)]], torch.int32)
+        final = False
+    if final and draw.chance(0.5):
+        out = draw.floats(1, channels, width - 1, dtype=tensors["x"].dtype)
+    return {
+        "x": tensors["x"].t().unsqueeze(0),
+        "weight": tensors["weight"],
+        "bias": tensors["bias"],
+        "seq_idx": seq_idx,
+        "initial_states": None,
+        "return_final_states": final,
+        "final_states_out": out,
+        "activation": draw.choice((None, "swish")),
     }
 
 
@@ -163,26 +208,38 @@ def _(draw):
 # --------------------------------------------------------------------------- context parallelism
 
 cp = cuseq.distributed
+POLICIES = ("auto", "contiguous", "ulysses", "zigzag")
+
+
+def _dealt_row(draw: Draw, policy: str, cp_size: int) -> Row:
+    """A row that the policy can deal."""
+    row = a_row(draw, multiple=2 * cp_size if policy == "zigzag" else 1)
+    return Row(row.lengths, row.total + -row.total % cp_size)
 
 
 @function(
     "cuseq.distributed.cp_plan", cp.cp_plan, also=("segments", "the tail", "lengths"), weight=2
 )
 def _(draw):
-    cp_size = draw.choice((1, 2, 3))
-    row = a_row(draw, multiple=2 * cp_size)
+    cp_size, policy = draw.choice((1, 2, 4)), draw.choice(POLICIES)
+    row = _dealt_row(draw, policy, cp_size)
+    of_lengths = draw.chance(0.5)
     return {
-        "lengths_or_layout": draw.choice((row.lengths, a_layout(draw, row))),
+        "lengths_or_layout": row.lengths if of_lengths else a_layout(draw, row),
         "cp_size": cp_size,
-        "total_tokens": None,
-        "policy": "zigzag",
+        "total_tokens": row.total if of_lengths else None,
+        "policy": policy,
+        "heads": (8, 4),
+        "head_dim": 16,
+        "window": draw.choice((None, None, 1, 3)),
+        "max_far_rows": draw.choice((None, row.total)),
     }
 
 
 def _planned(draw: Draw) -> tuple[cuseq.PackedLayout, Any, int]:
-    cp_size = draw.choice((1, 2, 3))
-    packed = a_layout(draw, a_row(draw, multiple=2 * cp_size))
-    return packed, cp.cp_plan(packed, cp_size, policy="zigzag"), cp_size
+    cp_size, policy = draw.choice((1, 2, 4)), draw.choice(POLICIES)
+    packed = a_layout(draw, _dealt_row(draw, policy, cp_size))
+    return packed, cp.cp_plan(packed, cp_size, policy=policy), cp_size
 
 
 def _check_partition(arguments: dict[str, Any], result: Any) -> None:
@@ -203,7 +260,13 @@ def _check_partition(arguments: dict[str, Any], result: Any) -> None:
 def _(draw):
     packed, plan, cp_size = _planned(draw)
     tensors = [draw.floats(packed.total_tokens, 2) for _ in range(draw.choice((0, 1, 2)))]
-    return {"packed": packed, "plan": plan, "rank": draw.randrange(cp_size), "tensors": tensors}
+    return {
+        "packed": packed,
+        "plan": plan,
+        "rank": draw.randrange(cp_size),
+        "tensors": tensors,
+        "group": None,
+    }
 
 
 @function("cuseq.distributed.cp_join", cp.cp_join, call=_spread(cp.cp_join), weight=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -171,11 +172,13 @@ def _(draw):
     }
 
 
-@_method("xformers_bias", weight=1)
-def _(draw):
-    packed = a_layout(draw, a_row(draw))
-    packed = packed.with_total_tokens(packed.total_tokens + 1)  # a row without tokens is refused
-    return {"self": packed, "window": draw.choice((None, 2))}
+if find_spec("xformers") is not None:
+
+    @_method("xformers_bias", weight=1)
+    def _(draw):
+        packed = a_layout(draw, a_row(draw))
+        packed = packed.with_total_tokens(packed.total_tokens + 1)  # an empty row is refused
+        return {"self": packed, "window": draw.choice((None, 2))}
 
 
 @_method("with_total_tokens", check=judge.layout)

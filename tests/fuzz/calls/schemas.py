@@ -106,17 +106,6 @@ def _(draw):
     }
 
 
-@schema("cp_rows")
-def _(draw):
-    cp_size = draw.choice((1, 2, 3))
-    row = a_row(draw, multiple=2 * cp_size)
-    return {
-        "cu_seqlens": _offsets(draw, row, capacity=draw.choice((0, 2))),
-        "total_tokens": row.total,
-        "cp_size": cp_size,
-    }
-
-
 @schema("segment_rows")
 def _(draw):
     row = a_row(draw)
@@ -245,6 +234,8 @@ def _attention(draw: Draw) -> dict[str, Any]:
         "max_seqlen_bound": draw.choice((None, None, 64)),
         "spans": draw.ints(spans, torch.int32).view(-1, 2) if spans else None,
         "cu_seqlens_padded": None,
+        "softcap": draw.choice((None, None, 2.0)),
+        "backend": draw.choice(("auto", "auto", "segments")),
     }
 
 
@@ -328,3 +319,55 @@ def _(draw):
         "weight_grads": draw.chance(0.5),
         **dict(zip(names, rest, strict=True)),
     }
+
+
+def convolution(draw: Draw) -> tuple[dict[str, Any], Row]:
+    """Return x, weight and bias, and the row."""
+    row, channels = a_row(draw), draw.choice((1, 3, 8, 16))
+    dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+    of_weight = draw.choice((dtype, torch.float32, torch.bfloat16))
+    x = draw.floats(channels, row.total, dtype=dtype).t()
+    return {
+        "x": x if draw.chance(0.3) else x.contiguous(),
+        "weight": draw.floats(channels, draw.choice((2, 3, 4)), dtype=of_weight),
+        "bias": draw.floats(channels, dtype=of_weight) if draw.chance(0.5) else None,
+    }, row
+
+
+def _convolution(draw: Draw) -> tuple[dict[str, Any], bool]:
+    tensors, row = convolution(draw)
+    offsets, seq_idx, states, final = None, None, None, draw.chance(0.3)
+    channels, width = tensors["weight"].shape
+    if draw.chance(0.7):
+        offsets = _offsets(draw, row)
+        if draw.chance(0.3):
+            states = draw.floats(len(row.lengths), channels, width - 1, dtype=torch.float32)
+    elif draw.chance(0.5):
+        tensors["x"] = tensors["x"].unsqueeze(0)
+        seq_idx = draw.ints([[draw.randrange(-1, 2) for _ in range(row.total)]], torch.int32)
+        final = False
+    rest = {
+        "cu_seqlens": offsets,
+        "cu_seqlens_padded": offsets if draw.chance(0.3) else None,
+        "seq_idx": seq_idx,
+        "initial_states": states,
+        "silu": draw.chance(0.5),
+    }
+    return {**tensors, **rest}, final
+
+
+@schema("causal_conv1d")
+def _(draw):
+    arguments, final = _convolution(draw)
+    return {**arguments, "final_states": final}
+
+
+@schema("causal_conv1d_backward", weight=2)
+def _(draw):
+    arguments, final = _convolution(draw)
+    out = torch.ops.cuseq.causal_conv1d(*arguments.values(), final)
+    last = {
+        "grad_final_states": out[1] if final else None,
+        "weight_grads": draw.chance(0.7),
+    }
+    return {"grad_out": out[0], **arguments, **last}
