@@ -14,16 +14,26 @@ FOLDER = Path(__file__).resolve().parent
 # Name: what it measures, what it needs beside cuseq.
 BENCHMARKS = {
     "attention": ("varlen_attention beside sdpa, flex and flash", "a GPU for figures that count"),
+    "attention_backends": (
+        'each backend of varlen_attention; writes the table of backend="auto"',
+        "a GPU; flash-attn-4 for fa4",
+    ),
     "cache": (
         "hits and misses of the identity cache, on threads too",
         "a compiled cuseq_cache_threads",
     ),
+    "conv": ("causal_conv1d beside fla and PyTorch", "PEERS for fla"),
+    "cp_plan": ("plans of context parallelism: host time and quality", "nothing; it needs no GPU"),
     "masks": ("dense and block masks beside torch and unsloth", "PEERS for unsloth"),
     "metadata": ("offsets, positions and layouts, with waits of the host", "nothing"),
     "packing": ("bin_pack, sampler and stream", "nothing; it needs no GPU"),
     "rope": ("apply_rope and apply_qk_norm_rope", "PEERS for Liger and unsloth"),
     "thd": ("pack, unpack and context-parallel partition", "nothing"),
     "training_step": ("a training step of a transformers model", "transformers; PEERS for Liger"),
+    "training_turns": (
+        "training steps of flex attention and cuseq, in turns in one process",
+        "a GPU; flash-attn-4 for fa4",
+    ),
     "unsloth": ("a training step inside unsloth", "a GPU and PEERS with unsloth"),
 }
 

@@ -6,29 +6,24 @@ bf16 on CUDA, fp32 on a CPU; 16 query and 8 key-value heads of size 128 unless t
 otherwise. "PyTorch's kernels" calls `aten::_flash_attention_forward` and `_backward` directly with
 the exact longest length, which is the lowest cost of any wrapper; "bound" passes the row's length
 as the longest length instead. If flash-attn-4 is installed, the last line is cuseq over its
-kernels, by `torch.nn.attention.activate_flash_attention_impl`. The error column compares output and
-gradients with the first line of each case.
+kernels, by `backend="fa4"`; its other lines run PyTorch's flash kernels. The error column compares
+output and gradients with the first line of each case.
 
 Host time is measured in two ways: for one call with its own backward, which includes starting
 autograd's engine and waking its thread, and per call of a stack of LAYERS calls under one backward,
 as in a model.
-
-Target (on the H200): host time in the stack, forward and backward, at most 30 us above PyTorch's
-kernels, called directly or under PyTorch's own autograd.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import timer
 import torch
-from report import Report, Table, Target, arguments, draw_bars, environment
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+from report import Report, Table, arguments, draw_bars, environment
 from torch.nn.attention.varlen import varlen_attn
 from workload import has_flash_attention_4, lognormal_lengths
 
@@ -64,15 +59,13 @@ class Contender:
     """One attention implementation.
 
     It consists of a forward on plain tensors; the same with its backward (output, dq, dk, dv); and
-    LAYERS chained forwards under one backward. `flash` names the replacement of PyTorch's flash
-    attention that is active meanwhile.
+    LAYERS chained forwards under one backward.
     """
 
     name: str
     forward: Callable[[], Tensor]
     both: Callable[[], tuple[Tensor, Gradients]]
     stacked: Callable[[], object]
-    flash: str | None = None
 
 
 def make_case(tokens: int, mean: int, heads: tuple[int, int, int], device: torch.device) -> Case:
@@ -164,12 +157,17 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
     def by_varlen_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen_attn(q, k, v, offsets, offsets, longest, longest, window_size=(-1, 0))
 
+    own_backend = "flash" if device.type == "cuda" else "segments"
+
     def with_layout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cuseq.varlen_attention(q, k, v, layout)
+        return cuseq.varlen_attention(q, k, v, layout, backend=own_backend)
+
+    def over_fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cuseq.varlen_attention(q, k, v, layout, backend="fa4")
 
     def by_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.ops.cuseq.varlen_attention(
-            q, k, v, layout.cu_seqlens_static, layout.host_meta
+            q, k, v, layout.cu_seqlens_static, layout.host_meta, backend=own_backend
         )[0]
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,9 +184,9 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
     masked = with_autograd("SDPA, dense mask", case, dense)
     if device.type != "cuda":
         return [masked, *own]
-    over_fa4 = []
+    faster = []
     if has_flash_attention_4():
-        over_fa4.append(replace(own[0], name=f"{CUSEQ}, FA4", flash="FA4"))
+        faster.append(with_autograd(f"{CUSEQ}, FA4", case, over_fa4))
     return [
         kernels_alone(KERNELS, case, offsets, longest),
         kernels_alone("PyTorch's kernels, bound", case, offsets, total),
@@ -196,7 +194,7 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
         with_autograd("torch.nn.attention.varlen, exact", case, by_varlen_attn),
         *own,
         masked,
-        *over_fa4,
+        *faster,
     ]
 
 
@@ -216,8 +214,6 @@ def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]
             "longest": max(case.lengths), "name": contender.name,
         }  # fmt: skip
         rows.append(row)
-        if contender.flash:
-            activate_flash_attention_impl(contender.flash)
         try:
             result = contender.both()
             expected = expected or result
@@ -237,25 +233,11 @@ def measure(case: Case, mean: int, device: torch.device) -> list[dict[str, Any]]
                 row["stacked_host_us"] = host.median / LAYERS
         except RuntimeError as failure:
             row["note"] = str(failure).splitlines()[0]
-        finally:
-            if contender.flash:
-                restore_flash_attention_impl()
     alone = rows[0].get("stacked_host_us")
     for row in rows:
         if alone is not None and "stacked_host_us" in row:
             row["above_us"] = row["stacked_host_us"] - alone
     return rows
-
-
-def _median_above(rows: list[dict[str, Any]], base: str) -> float | None:
-    """Return the median extra host time of cuseq over `base`; autograd's thread makes outliers."""
-    of = {
-        (row["name"], row["tokens"], row["mean"]): row["stacked_host_us"]
-        for row in rows
-        if "stacked_host_us" in row
-    }
-    above = [of[key] - of[(base, *key[1:])] for key in of if key[0] == CUSEQ]
-    return statistics.median(above) if above else None
 
 
 def main() -> None:
@@ -300,9 +282,6 @@ def main() -> None:
             "stacked_host_us": f"the same in a stack of {LAYERS}",
             "above_us": "above the kernels",
         }
-        for base in (KERNELS, AUTOGRAD):
-            what = f"host us a call in a stack above {base}, median of the cases"
-            report.targets.append(Target(what, _median_above(rows, base), 30))
     if failed := [row["name"] for row in rows if "note" in row]:
         headings["note"] = "failed"
     report.tables.append(Table("Attention", headings, rows))

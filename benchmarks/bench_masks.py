@@ -27,8 +27,6 @@ on real tokens; on the tail they differ by design.
 The peers' packages come from the folder in PEERS (default .peers; peers.txt says how to fill it). A
 missing package is reported and left out. A step that might end after LIMIT_S (CPU_LIMIT_S) is not
 started.
-
-Targets are the project's, for the H200; on a CPU there is one, against transformers.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ from typing import Any
 
 import timer
 import torch
-from report import Report, Table, Target, arguments, draw_bars, environment
+from report import Report, Table, arguments, draw_bars, environment
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from workload import import_peer, lognormal_lengths, peers_folder
 
@@ -60,8 +58,6 @@ Row = dict[str, Any]
 MEAN_LENGTH = 350
 DOCUMENTS = (1, 16, 254, 2000)
 TAIL = 100
-# The target for dense masks applies from this length on; shorter masks fit the L2 cache.
-LARGE = 4096
 PEER_TOKENS = (4096, 8192)
 # Host time does not grow with the row, and long rows would only make the host wait.
 HOST_TOKENS = 8192
@@ -589,71 +585,6 @@ def count_rows(tokens: int, device: torch.device) -> list[Row]:
 # ----------------------------------------------------------------------------------------- results
 
 
-def targets(
-    dense: list[Row], blocks: list[Row], flex: list[Row], device: torch.device
-) -> list[Target]:
-    """Return the project's targets, each with its worst measurement."""
-    own_dense = [row for row in dense if row["name"] == CUSEQ]
-    if device.type != "cuda":
-        return cpu_targets(dense, own_dense)
-    found = []
-    for dtype in ("bool", "bf16"):
-        for documents in DOCUMENTS:
-            shares = [
-                row.get("of_fill")
-                for row in own_dense
-                if (row["dtype"], row["documents"]) == (dtype, documents) and row["tokens"] >= LARGE
-            ]
-            # If one length failed, do not report the minimum of the others.
-            reached = None if not shares or None in shares else min(shares)
-            what = (
-                f"dense, {dtype}, {documents:,} documents: bandwidth over the fill's, "
-                f"least from {LARGE:,} tokens"
-            )
-            found.append(Target(what, reached, 0.9, at_least=True))
-    own_blocks = [row for row in blocks if row["name"] == CUSEQ]
-    for key, what, limit in (
-        ("graph_us", "device us in a graph", 30),
-        ("host_us", "host us of cuseq.ops.block_mask", 60),
-        ("first_us", "host us of layout.block_mask, first call", 60),
-    ):
-        taken = [row.get(key) for row in own_blocks]
-        reached = None if not taken or None in taken else max(taken)
-        found.append(Target(f"BlockMask: {what}, most", reached, limit))
-    for row in flex:
-        if row["name"] == CUSEQ:
-            for part, title in (("forward", "forward"), ("both", "forward and backward")):
-                ratio = row.get(f"{part}_ratio")
-                # Two runs of one kernel differ by half a percent.
-                reached = None if ratio is None else round(ratio, 2)
-                what = f"flex, {row['tokens']:,} tokens, {title}: time over theirs, to 1 %"
-                found.append(Target(what, reached, 1.0))
-    return found
-
-
-def cpu_targets(dense: list[Row], own: list[Row]) -> list[Target]:
-    """Return the speedup over transformers' mask of the same case, with several documents."""
-    found = []
-    for dtype in ("bool", "fp32"):
-        theirs = {
-            (row["documents"], row["tail"]): row["alone_us"]
-            for row in dense
-            if (row["name"], row["tokens"], row["dtype"]) == (TRANSFORMERS, LARGE, dtype)
-            and row["documents"] > 1
-            and "alone_us" in row
-        }
-        times = [
-            theirs[row["documents"], row["tail"]] / row["alone_us"]
-            for row in own
-            if (row["tokens"], row["dtype"]) == (LARGE, dtype)
-            and (row["documents"], row["tail"]) in theirs
-            and "alone_us" in row
-        ]
-        what = f"dense, {dtype}, {LARGE:,} tokens: times as fast as transformers', least"
-        found.append(Target(what, min(times, default=None), 5, at_least=True))
-    return found
-
-
 def table(title: str, columns: dict[str, str], rows: list[Row]) -> Table:
     """Return a table without the columns that no row fills."""
     filled_in = {key: text for key, text in columns.items() if any(key in row for row in rows)}
@@ -780,7 +711,6 @@ def main() -> None:
     report.notes += steps.notes
     report.notes.append(f"Took {steps.seconds:.0f} s.")
     report.tables += tables(dense, blocks, flex, biases, counts)
-    report.targets += targets(dense, blocks, flex, device)
     report.write(args.out)
     draw(dense, blocks, args.out)
     failed = [

@@ -6,9 +6,6 @@ Three tables: the metadata of a whole forward (host time on an idle and on a bus
 waits), each op against the equivalent PyTorch calls, and the kernels' bandwidth against that of a
 copy. On the busy GPU a matrix product is queued before each layer's metadata, in place of the
 model's layers, so that waits show as host time. Nothing else of the model runs.
-
-Targets (on the H200): a miss at most 25 us of host time and 2 kernels; no wait with host lengths,
-at most one event wait with device lengths.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from typing import Any
 
 import timer
 import torch
-from report import Report, Table, Target, arguments, environment
+from report import Report, Table, arguments, environment
 from workload import lognormal_lengths
 
 import cuseq
@@ -365,35 +362,7 @@ def main() -> None:
             "gbs": "GB/s",
         }
         report.tables.append(Table("Kernels, L2 warm", headings, bandwidths))
-        report.targets += targets(forwards, singles)
     report.write(args.out)
-
-
-def targets(forwards: list[dict[str, Any]], singles: list[dict[str, Any]]) -> list[Target]:
-    """Return the targets, from the rows with the most layers and the single op."""
-    most = max(line["layers"] for line in forwards)
-    host = [f for f in forwards if f["layers"] == most and "host lengths" in f["way"]]
-    ondevice = [f for f in forwards if f["layers"] == most and "device lengths" in f["way"]]
-    miss = next(line for line in singles if line["op"] == "cuseq.ops.cu_seqlens")
-    return [
-        Target("cuseq.ops.cu_seqlens, host us", miss["host_us"], 25),
-        Target("cuseq.ops.cu_seqlens, kernels", miss["kernels"], 2),
-        Target(
-            f"waits with host lengths, {most} layers",
-            max(f["syncs"] + f["event_waits"] for f in host),
-            0,
-        ),
-        Target(
-            f"event waits with device lengths, {most} layers",
-            max(f["event_waits"] for f in ondevice),
-            1,
-        ),
-        Target(
-            f"stream waits with device lengths, {most} layers",
-            max(f["syncs"] for f in ondevice),
-            0,
-        ),
-    ]
 
 
 if __name__ == "__main__":

@@ -8,10 +8,6 @@ each, and by default packs each thousand samples separately.
 
 The sampler's time is from the lengths to the first batch, for one of 8 ranks. `--large` plans that
 many samples in windows of a tenth, in a process of its own whose peak memory is read; 0 skips it.
-
-Targets: bfd of 1,000,000 lengths in 0.1 s, at most one row above the bound; balanced over 8 ranks
-in 1 s, the slowest within 0.5 % of the mean in tokens and 2 % in attention; 100,000,000 lengths
-within 1 GiB.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from typing import Any
 import numpy as np
 import timer
 import torch
-from report import Report, Table, Target, arguments, draw_bars, environment
+from report import Report, Table, arguments, draw_bars, environment
 
 import cuseq
 
@@ -259,7 +255,6 @@ def main() -> None:
         }
         title = "PackedBatchSampler in windows, balance attention"
         report.tables.append(Table(title, headings, [large]))
-    report.targets += targets(packings, samplers, large)
     report.write(args.out)
 
     timed = [row for row in packings if "seconds" in row]
@@ -270,27 +265,6 @@ def main() -> None:
         [""],
         {row["packer"]: [row["seconds"]] for row in timed},
     )
-
-
-def targets(
-    packings: list[dict[str, Any]], samplers: list[dict[str, Any]], large: dict[str, Any] | None
-) -> list[Target]:
-    """Return the targets."""
-    packing = {row["packer"]: row for row in packings}
-    balanced = {row["balance"]: row for row in samplers if row["accumulation"] == 1}
-    above = packing["cuseq, bfd"]["rows"] - packing["bound"]["rows"]
-    return [
-        Target("bfd, s", packing["cuseq, bfd"]["seconds"], 0.1),
-        Target("bfd, rows above the bound", above, 1),
-        Target("balanced by attention, s", balanced["attention"]["seconds"], 1),
-        Target("balanced by tokens, tokens above the mean, %", balanced["tokens"]["tokens"], 0.5),
-        Target(
-            "balanced by attention, attention above the mean, %",
-            balanced["attention"]["attention"],
-            2,
-        ),
-        Target("large set, peak MiB", large and large["peak_mib"], 1024),
-    ]
 
 
 if __name__ == "__main__":

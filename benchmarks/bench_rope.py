@@ -25,8 +25,6 @@ difference of the two results.
 unsloth patches transformers and torch on import, so it and the sweep are measured in a separate
 process. The peers' packages come from the folder in PEERS (default .peers; peers.txt says how to
 fill it). A missing package is reported and left out.
-
-Targets are the project's, for the H200.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ import argparse
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -48,7 +45,7 @@ from typing import Any
 
 import timer
 import torch
-from report import Report, Table, Target, arguments, draw_bars, environment
+from report import Report, Table, arguments, draw_bars, environment
 from workload import import_peer, lognormal_lengths, peers_folder
 
 import cuseq
@@ -74,8 +71,6 @@ SWEEP_SIZES = [256, 512, 1024, 2048, 4096, 8192]
 # Host time does not grow with the row, and long rows would only make the host wait.
 HOST_TOKENS = 8192
 ERROR_TOKENS = 8192
-# From LARGE on, the targets are about bandwidth; from SMALL on, about the peers.
-LARGE, SMALL = 8192, 512
 # Seconds after which no further case is started, so that the results are written in time.
 STOP_S = 140
 WORKER_LIMIT_S = 100
@@ -84,7 +79,6 @@ COPY, COMPILED, EAGER = "copy", "torch.compile", "transformers"
 CUSEQ, UNSLOTH, LIGER = "cuseq", "unsloth", "Liger"
 NORM = ", q/k norm"
 FROZEN = ", frozen weights"
-PEERS = (UNSLOTH, LIGER, COMPILED)
 
 
 @dataclass(frozen=True)
@@ -743,67 +737,6 @@ def add_rows(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[d
     return ordered
 
 
-def targets(rows: list[dict[str, Any]], on_gpu: bool) -> list[Target]:
-    """Return the project's targets."""
-    cases: dict[tuple, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault((row["shape"], row["dtype"], row["tokens"]), {})[row["name"]] = row
-
-    def values(name: str, key: str, fewest: int) -> list[float]:
-        return [
-            by_name[name][key]
-            for (_, _, tokens), by_name in cases.items()
-            if tokens >= fewest and key in by_name.get(name, {})
-        ]
-
-    def slowest_against(ours: str, theirs: str, key: str, fewest: int) -> float | None:
-        found = [
-            by_name[ours][key] / by_name[theirs][key]
-            for (_, _, tokens), by_name in cases.items()
-            if tokens >= fewest and key in by_name.get(ours, {}) and key in by_name.get(theirs, {})
-        ]
-        return max(found, default=None)
-
-    found = []
-    if not on_gpu:
-        for key, part in (("forward_us", "forward"), ("both_us", "forward and backward")):
-            for norm in ("", NORM):
-                what = f"cuseq{norm}: time over transformers', {part}, at worst"
-                reached = slowest_against(CUSEQ + norm, EAGER + norm, key, 0)
-                found.append(Target(what, reached, 1.0))
-        return found
-
-    of_copy = {
-        CUSEQ: 0.95, "cuseq, dense": 0.95, "cuseq, interleaved": 0.95,
-        "cuseq, MRoPE": 0.9, "cuseq, MRoPE alternating": 0.9, "cuseq, partial": 0.9,
-        CUSEQ + NORM: 0.9,
-    }  # fmt: skip
-    for name, limit in of_copy.items():
-        for part in ("forward", "backward"):
-            reached = min(values(name, f"{part}_of_copy", LARGE), default=None)
-            what = f"{name}: {part}, bandwidth over the copy's, least from {LARGE:,} tokens"
-            found.append(Target(what, reached, limit, at_least=True))
-    against = [(CUSEQ, peer) for peer in PEERS]
-    against += [
-        (CUSEQ + NORM + FROZEN, UNSLOTH + NORM + FROZEN),
-        (CUSEQ + NORM, COMPILED + NORM),
-    ]
-    for ours, theirs in against:
-        for key, part in (("forward_us", "forward"), ("backward_us", "backward")):
-            what = f"{ours}: device time over {theirs}, {part}, at worst from {SMALL} tokens"
-            found.append(Target(what, slowest_against(ours, theirs, key, SMALL), 1.0))
-    for key, part, limit in (
-        ("host_us", "forward without autograd", 10),
-        ("graded_host_us", "forward with autograd", 15),
-        ("both_host_us", "forward and backward", 40),
-        ("stacked_host_us", f"forward and backward in a stack of {LAYERS}", 40),
-    ):
-        taken = values(CUSEQ, key, 0)
-        reached = statistics.median(taken) if taken else None
-        found.append(Target(f"cuseq: host us a call, {part}, median of the cases", reached, limit))
-    return found
-
-
 def tables(rows: list[dict[str, Any]], on_gpu: bool) -> list[Table]:
     """Return a table for each shape and dtype, and another with q/k norm."""
     headings = {
@@ -890,7 +823,6 @@ def main() -> None:
         report.notes.append(f"Left out for lack of time: {'; '.join(left_out)}.")
     report.notes.append(f"Took {time.monotonic() - begun:.0f} s.")
     report.tables += [*tables(rows, on_gpu), *sweep_tables(swept_rows)]
-    report.targets += targets(rows, on_gpu)
     report.write(args.out)
     draw(rows, args.out)
     failed = [row for row in rows if "note" in row and row["name"].startswith(CUSEQ)]

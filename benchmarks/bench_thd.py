@@ -9,8 +9,6 @@
 - Everything in a layout, from a 2-D mask on the device, with a fixed total.
 - Attention over a batch of which a third is real: fake packing (each padded row is a sequence),
   real packing, and real packing in segments as long as the padded rows.
-
-Targets are the project's, for the H200.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 
 import timer
 import torch
-from report import Report, Table, Target, arguments, environment
+from report import Report, Table, arguments, environment
 
 import cuseq
 
@@ -198,17 +196,6 @@ def main() -> None:
             attention,
         )
     )
-    by_name = {row["what"]: row for row in [*moves, *small, *attention]}
-    for name in ("cuseq.pack", "cuseq.unpack", "cuseq.pack, backward", "cuseq.unpack, backward"):
-        reached = by_name[name]["of_copy"]
-        report.targets.append(Target(f"{name}: of a copy's bandwidth", reached, 0.9, at_least=True))
-    eight, layout = small
-    report.targets.append(Target("8 token-sized tensors, us", eight["us"], 15))
-    report.targets.append(Target("layout of a device mask, kernels", layout.get("kernels"), 3))
-    report.targets.append(Target("layout of a device mask, waits", layout.get("waits"), 0))
-    for name in ("real packing", "real packing in padded segments"):
-        times = by_name[name]["times"]
-        report.targets.append(Target(f"{name} against fake", times, 2, at_least=True))
     report.write(args.out)
 
 

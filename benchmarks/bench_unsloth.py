@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import Report, Table, Target, arguments, draw_bars, environment
+from report import Report, Table, arguments, draw_bars, environment
 from unsloth_steps import VARIANTS
 from workload import peers_folder
 
@@ -62,12 +62,6 @@ CHECKPOINT_BYTES = 12e9
 PHASES = ("forward", "backward", "batch")
 # Percent of each time saved by keeping metadata, as reported in pull request 4173.
 PUBLISHED = {"forward": 43.3, "backward": 5.8, "batch": 14.3}
-# The second compares two processes, which a busy host may slow differently.
-SPEEDUPS_AT_SMALL = [
-    ("cuseq", "unsloth", 1.5),
-    ("cuseq", "xformers", 1.05),
-    ("cuseq_xformers", "xformers", 1.05),
-]
 
 
 @dataclass(frozen=True)
@@ -206,36 +200,6 @@ def add_comparisons(rows: dict[str, Row]) -> None:
             row["loss_error"] = abs(row["loss"] - expected) / abs(expected)
 
 
-def targets(section: str, tokens: int, rows: dict[str, Row], saved: list[Row]) -> list[Target]:
-    """Return the project's targets for one row length."""
-
-    def value(name: str, key: str) -> Any:
-        return rows.get(name, {}).get(key)
-
-    found = []
-    where = f"{tokens:,} tokens"
-    if section == "0.6b":
-        for ours, theirs, ratio in SPEEDUPS_AT_SMALL:
-            what = f"{where}: {ours} against {theirs}, times as fast"
-            found.append(Target(what, value(ours, f"times {theirs}"), ratio, at_least=True))
-    for line in saved:
-        if section == "14b" and line["attention"] == "unsloth":
-            what = f"{where}: percent of {line['phase']} saved by cuseq, from emptied caches"
-            limit = PUBLISHED[line["phase"]]
-            found.append(Target(what, line.get("cuseq saved"), limit, at_least=True))
-    for ours, theirs in (("cuseq", "unsloth"), ("cuseq_xformers", "xformers")):
-        counts = (value(ours, "waits"), value(theirs, "waits"))
-        more = None if None in counts else counts[0] - counts[1]
-        found.append(Target(f"{where}: waits of a step, {ours} less {theirs}", more, -1))
-    # The change from another of unsloth's own kernels shows what bf16 does to the same numbers.
-    noise = value("xformers", "gradient_error")
-    for name in ("cuseq", "cuseq_xformers", "cuseq_blocks"):
-        if noise is not None and name in rows:
-            what = f"{where}: gradients of {name} against unsloth, limit twice that of xformers"
-            found.append(Target(what, value(name, "gradient_error"), 2 * noise))
-    return found
-
-
 def notes(rows: list[Row], problems: list[str]) -> list[str]:
     """Return versions, what was loaded, and what went wrong."""
     found = []
@@ -269,13 +233,10 @@ def report_steps(
         "forward and backward."
     )
     saved: list[Row] = []
-    asked: list[Target] = []
     for tokens in sorted({row["tokens"] for row in mine}):
         by_name = {row["variant"]: row for row in mine if row["tokens"] == tokens}
         add_comparisons(by_name)
-        here = saved_by_keeping(by_name, tokens)
-        saved += here
-        asked += targets(section, tokens, by_name, here)
+        saved += saved_by_keeping(by_name, tokens)
     report.tables.append(step_table(mine))
     if saved:
         report.tables.append(saved_table(saved))
@@ -291,7 +252,6 @@ def report_steps(
         headings = {"tokens": "tokens", "variant": "variant", "phase": "phase"}
         headings |= {"site": "wait", "count": "count"}
         report.tables.append(Table("Where a step waits", headings, sites))
-    report.targets += asked
     report.write(args.out)
     for tokens in sorted({row["tokens"] for row in mine}):
         shown = (*PHASES, "step")

@@ -51,8 +51,8 @@ double throughput(const std::vector<at::Tensor>& keys) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  // As in a Python process, where the death of a key is heard of: no call has to look for dead
-  // ones.
+  // As in a Python process, where a weak reference reports that a key was freed: no call has to
+  // look for freed keys.
   cuseq::IdentityCache::instance().set_watcher(
       {[](const at::Tensor&) {}, [](const c10::TensorImpl*) {}});
   const c10::Device device(argc > 1 ? argv[1] : "cpu");

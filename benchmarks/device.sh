@@ -13,7 +13,8 @@
 #   OUT       a folder for few files: receives results.tar.gz and summary.txt; without it, results
 #       go
 #             to benchmarks/results/DATE
-#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks thd training_step);
+#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd
+#             training_step);
 #             unsloth is another, which takes nearly 10 minutes
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
 #   (.peers);
@@ -38,16 +39,17 @@ for stage in "${stages[@]}"; do
     exit 2
   fi
 done
-read -ra benches <<<"${BENCHES:-metadata cache attention rope masks thd training_step}"
+read -ra benches <<<"${BENCHES:-metadata cache attention rope masks conv thd training_step}"
 read -ra tokens <<<"${TOKENS:-}"
 
 # Tests of the kernels that use shared memory or cub, the only kernels that racecheck can check:
 # scan_lengths, token_metadata, cu_seqlens_from_position_ids (metadata, layout, values_on_device),
 # lengths_from_padding_mask, mask_rows (padding_mask_layouts, padded_segments), masks (masks,
-# block_masks, cache_masks), apply_rope, apply_qk_norm_rope (rope, rope_autograd, qk_norm_rope).
-shared_memory="test_metadata.py test_layout.py test_values_on_device.py test_padding_mask_layouts.py
-  test_padded_segments.py test_masks.py test_block_masks.py test_cache_masks.py test_rope.py
-  test_rope_autograd.py test_qk_norm_rope.py"
+# block_masks, cache_masks), apply_rope, apply_qk_norm_rope (rope, rope_autograd, qk_norm_rope),
+# causal_conv1d (conv).
+shared_memory="layout/test_*.py masks/test_masks.py masks/test_block_masks.py
+  cache/test_cache_masks.py ops/test_values_on_device.py rope/test_rope.py
+  rope/test_rope_autograd.py rope/test_qk_norm_rope.py recurrent/test_conv.py"
 
 stamp=$(date +%Y-%m-%d-%H%M%S)
 if [[ -n ${OUT:-} ]]; then
@@ -173,7 +175,7 @@ stage_test() {
     echo "There is no cuseq_tests (GoogleTest was not found): the C++ tests are left out."
     note test-cpp 'LEFT OUT' 0
   fi
-  step test-python 560 bash -c 'python_tests "$@"' _ "${TESTS:-test_*.py}" \
+  step test-python 560 bash -c 'python_tests "$@"' _ "${TESTS:-*/test_*.py}" \
     "$PYTHON" -m pytest -q -ra --durations=3
 }
 
@@ -201,7 +203,7 @@ check_memory() {
 
 stage_sanitize() {
   # API errors are not checked here: torch probes the driver with calls that are meant to fail.
-  check_memory sanitize 'test_*.py' --tool memcheck --report-api-errors no
+  check_memory sanitize '*/test_*.py' --tool memcheck --report-api-errors no
 }
 
 stage_racecheck() {

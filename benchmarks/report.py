@@ -1,7 +1,6 @@
 """Write results: a JSON file with everything and a Markdown page with the tables.
 
-Every page starts with the machine and the command, and can end with the project's targets next to
-the results.
+Every page starts with the machine and the command.
 """
 
 from __future__ import annotations
@@ -37,31 +36,13 @@ class Table:
         cells = [[_text(row.get(key)) for key in keys] for row in self.rows]
         numeric = [any(isinstance(row.get(key), (int, float)) for row in self.rows) for key in keys]
         lines = [
-            f"### {self.title}",
+            f"## {self.title}",
             "",
             "| " + " | ".join(self.columns.values()) + " |",
             "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
         ]
         lines += ["| " + " | ".join(row) + " |" for row in cells]
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Target:
-    """A target and the measured value; `reached` is None if it was not measured."""
-
-    what: str
-    reached: float | None
-    limit: float
-    at_least: bool = False
-
-    @property
-    def verdict(self) -> str:
-        """Return `met`, `MISSED` or `not measured`."""
-        if self.reached is None:
-            return "not measured"
-        met = self.reached >= self.limit if self.at_least else self.reached <= self.limit
-        return "met" if met else "MISSED"
 
 
 @dataclass
@@ -71,16 +52,13 @@ class Report:
     name: str
     environment: dict[str, Any]
     tables: list[Table] = field(default_factory=list)
-    targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def markdown(self) -> str:
         """Return the whole page."""
-        parts = [f"## {self.name}", _environment_line(self.environment)]
+        parts = [f"# {self.name}", _environment_line(self.environment)]
         parts += self.notes
         parts += [table.markdown() for table in self.tables]
-        if self.targets:
-            parts.append(self._target_table().markdown())
         return "\n\n".join(parts) + "\n"
 
     def write(self, out: Path) -> None:
@@ -89,23 +67,8 @@ class Report:
         page = self.markdown()
         print("\n" + page, flush=True)
         (out / f"{self.name}.md").write_text(page, encoding="utf-8")
-        record = asdict(self)
-        record["targets"] = [asdict(t) | {"verdict": t.verdict} for t in self.targets]
-        text = json.dumps(record, indent=1, default=str)
+        text = json.dumps(asdict(self), indent=1, default=str)
         (out / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
-
-    def _target_table(self) -> Table:
-        rows = [
-            {
-                "what": target.what,
-                "limit": f"{'at least' if target.at_least else 'at most'} {_text(target.limit)}",
-                "reached": target.reached,
-                "verdict": target.verdict,
-            }
-            for target in self.targets
-        ]
-        headings = {"what": "target", "limit": "asked", "reached": "reached", "verdict": ""}
-        return Table("Targets", headings, rows)
 
 
 def environment(device: str) -> dict[str, Any]:
