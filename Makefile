@@ -3,7 +3,7 @@
 # make test-all  build, then run every test, those that build the package too
 # make tsan      build with ThreadSanitizer, then run the C++ tests of the cache
 # make bench     build, then run the benchmarks (the published figures come from a GPU)
-# make format    format the sources with clang-format and ruff; make lint checks them
+# make format    format the sources with clang-format and ruff; make lint checks them and the types
 # make docs      build the documentation site into build/site
 #
 # Everything happens in VENV, which is created if it does not exist. To use an environment of your
@@ -20,7 +20,7 @@ BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
 # megatron-core's rotation and TRL's packer are what ours are compared with; the former has no wheels
 # for Python 3.14 yet.
 EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis \
-  "trl==1.16.0" datasets torchdata peft \
+  "trl==1.16.0" datasets torchdata peft build pytest-xdist \
   "megatron-core==0.16.1; python_version < '3.14'" \
   "xformers==0.0.35; platform_machine == 'x86_64'"
 
@@ -31,14 +31,13 @@ train: build
 
 test: TIER := -m "not full"
 test test-all: build
-	PYTHON="$(PY)" bash scripts/fetch_unsloth.sh --whole || echo "tests against unsloth are left out"
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(TIER) $(ARGS)
 
 tsan: environment
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
 
 bench: build
-	for name in metadata cache attention rope masks thd packing training_step; do \
+	for name in metadata cache attention rope masks conv thd packing cp_plan training_step; do \
 	  $(PY) -m benchmarks $$name $(ARGS) || exit; \
 	done
 
@@ -54,9 +53,10 @@ lint: linters
 	$(CPP_FILES) | xargs $(VENV)/bin/clang-format --dry-run -Werror
 	$(VENV)/bin/ruff format --check $(PYTHON_FILES)
 	$(VENV)/bin/ruff check $(PYTHON_FILES)
+	$(VENV)/bin/mypy
 
 linters: environment
-	$(PY) -m pip install -q "clang-format==19.1.7" "ruff==0.14.5"
+	$(PY) -m pip install -q "clang-format==19.1.7" "ruff==0.14.5" "mypy==2.4.1"
 
 docs: environment
 	$(PY) -m pip install -q "mkdocs-material==9.8.1" "mkdocstrings[python]==1.0.8"
