@@ -228,13 +228,19 @@ class LayoutFacts:
         self.check_whole()
         if self._seq_idx is not None:
             return self._seq_idx
+        seq_idx = self._compute_seq_idx()
+        self._keep_seq_idx(seq_idx)
+        return seq_idx
+
+    def _compute_seq_idx(self) -> Tensor:
         with outside_inference_mode():
             _, sequences, is_pad = self._token_metadata()
-            seq_idx = sequences.masked_fill(is_pad, -1).unsqueeze(0)
+            return sequences.masked_fill(is_pad, -1).unsqueeze(0)
+
+    def _keep_seq_idx(self, seq_idx: Tensor) -> None:
         if may_keep(seq_idx) and not is_capturing(self.device):
             self._seq_idx = seq_idx
             self.note_versions(seq_idx=seq_idx)
-        return seq_idx
 
     @property
     def rank_positions(self) -> Tensor | None:
@@ -258,11 +264,14 @@ class LayoutFacts:
         if self._tokens is not None:
             return self._tokens
         self.check_unedited()
-        padded = None if self._segments is None else self._segments.cu_seqlens
-        with outside_inference_mode():
-            tokens = _ops.token_metadata(self.cu_seqlens, self.total_tokens, padded)
+        tokens = self._compute_token_metadata()
         self._keep_tokens(tokens)
         return tokens
+
+    def _compute_token_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
+        padded = None if self._segments is None else self._segments.cu_seqlens
+        with outside_inference_mode():
+            return _ops.token_metadata(self.cu_seqlens, self.total_tokens, padded)
 
     def _keep_tokens(self, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
         # A tensor made during CUDA graph capture holds no values until the replay, and later graphs
@@ -271,6 +280,19 @@ class LayoutFacts:
             self._tokens = tokens
             positions, sequences, is_pad = tokens
             self.note_versions(position_ids=positions, seq_ids=sequences, moe_padding_mask=is_pad)
+
+    def made_for_tokens(self) -> tuple[tuple[Tensor, Tensor, Tensor] | None, Tensor | None]:
+        """Return `position_ids`, `seq_ids` and `moe_padding_mask`, and `seq_idx`, if made."""
+        return self._tokens, self._seq_idx
+
+    def refill(self, tokens: tuple[Tensor, Tensor, Tensor] | None, seq_idx: Tensor | None) -> None:
+        """Compute what `made_for_tokens` returned for another row, into the same tensors."""
+        if tokens is not None:
+            for old, new in zip(tokens, self._compute_token_metadata(), strict=True):
+                old.copy_(new)
+            self._keep_tokens(tokens)
+        if seq_idx is not None:
+            self._keep_seq_idx(seq_idx.copy_(self._compute_seq_idx()))
 
     def batch_rows(self) -> tuple[Tensor, Tensor]:
         """Return the batch slot of each token, and the token of each slot of the padded batch.

@@ -20,6 +20,10 @@ TOTAL_TOKENS: int = _C.HostMeta.TOTAL_TOKENS
 NUM_REAL_TOKENS: int = _C.HostMeta.NUM_REAL_TOKENS
 LENGTH_DIVISOR: int = _C.HostMeta.LENGTH_DIVISOR
 
+# These tensors have one size for all rows of a kind, so that CUDA graphs can read them.
+_STATIC = ("cu_seqlens_static", "host_meta", "slots", "tokens")
+_STATIC_OF_PART = ("rank_positions", "rank_rows", "rank_meta")
+
 # These tensors are on the layout's device; `_copied` copies two of them at a time.
 _ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions", "rank_rows")
 _TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths", "rank_meta")
@@ -107,6 +111,44 @@ class LayoutState(NamedTuple):
             return longer
 
         return self.map(change, total_tokens=total_tokens)
+
+    def static_tensors(self) -> list[Tensor]:
+        """Return the tensors whose sizes do not depend on the lengths, without the segments'."""
+        tensors = (getattr(self, name) for name in (*_STATIC, *_STATIC_OF_PART))
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def check_like(self, other: LayoutState) -> None:
+        """Raise ValueError unless `filled_from(other)` is possible."""
+
+        def check(what: str, mine: object, given: object) -> None:
+            if mine != given:
+                raise ValueError(f"other must have the same {what}: {mine}, got {given}")
+
+        check("device", self.cu_seqlens_static.device, other.cu_seqlens_static.device)
+        check("total_tokens", self.total_tokens, other.total_tokens)
+        max_seqs = self.cu_seqlens_static.shape[0] - 1
+        check("max_seqs", max_seqs, other.cu_seqlens_static.shape[0] - 1)
+        check("padding between sequences", self.segments is not None, other.segments is not None)
+        if self.tokens is not None and other.tokens is not None:
+            check("padded batch", tuple(self.tokens.shape), tuple(other.tokens.shape))
+        for name in _STATIC_OF_PART:
+            mine, given = (getattr(state, name) for state in (self, other))
+            shapes = (None if tensor is None else tuple(tensor.shape) for tensor in (mine, given))
+            check(f"shape of {name}", *shapes)
+        check("process group", self.rank_group, other.rank_group)
+        if self.segments is not None and other.segments is not None:
+            self.segments.check_like(other.segments)
+
+    def filled_from(self, other: LayoutState) -> LayoutState:
+        """Copy the static tensors of another state into this state's, and return a state of these
+        tensors and of the rest of `other`. The segments are `other`'s.
+        """
+        kept = {}
+        for name in (*_STATIC, *_STATIC_OF_PART):
+            mine, given = getattr(self, name), getattr(other, name)
+            if mine is not None and given is not None:
+                kept[name] = mine.copy_(given, non_blocking=True)
+        return other._replace(**kept)
 
     def to_buffers(self) -> LayoutState:
         """Return the state with tensors as bytes: a worker sends each tensor by a shared-memory

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _build_layout as build
+from cuseq import cache
 from cuseq._arguments import as_device, as_int, shown
 from cuseq._layout_masks import LayoutMasks
 from cuseq._layout_state import LayoutState
@@ -262,6 +263,73 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             return PackedLayout(self.state.moved(device))
 
+    def copy_(self, other: PackedLayout) -> PackedLayout:
+        """Make this layout describe another row, in place, for the static inputs of a CUDA graph.
+
+        A graph reads tensors where they were at its capture. This fills those again:
+        `cu_seqlens_static`, `host_meta`, a rank's share of a plan, and `position_ids`, `seq_ids`,
+        `moe_padding_mask`, `seq_idx` and the rows of a padded batch where they have been made.
+        Everything else (masks, chunks, `lengths`, `cu_seqlens`, copies on other devices) is dropped
+        and made anew at its next use.
+
+        The copies are asynchronous on a GPU. If the lengths of either layout came from a GPU, this
+        waits for their copy to the host.
+
+        Args:
+            other: a layout with the same `total_tokens`, `max_seqs`, device and kind: with or
+                without padding between sequences, of a padded batch of the same shape or of none,
+                a rank's part or a whole row.
+
+        Returns:
+            This layout.
+
+        Raises:
+            ValueError: `other` differs in one of these; nothing has been written.
+            TypeError: `other` is not a PackedLayout.
+            RuntimeError: a CUDA graph is being captured.
+
+        Examples:
+            >>> packed = cuseq.PackedLayout.from_lengths([2, 3], 6, max_seqs=4)
+            >>> positions = packed.position_ids
+            >>> packed.copy_(cuseq.PackedLayout.from_lengths([4, 2], 6, max_seqs=4))
+            PackedLayout(2 sequences, longest 4, 6 real of 6 tokens, cpu)
+            >>> positions
+            tensor([0, 1, 2, 3, 0, 1], dtype=torch.int32)
+        """
+        if other is self:
+            return self
+        check_layout(other, "other")
+        self.check_unedited()
+        if is_capturing(self.device):
+            raise RuntimeError("packed.copy_ must be called before the capture of a CUDA graph")
+        if self.state.slots is not None:
+            other.batch_rows()
+        self.state.check_like(other.state)
+        for layout in (self, other):
+            layout._wait_for_all()
+        with outside_inference_mode():
+            self._copy_from(other)
+        return self
+
+    def _copy_from(self, other: PackedLayout) -> None:
+        for tensor in (self.state.lengths, *self.state.static_tensors()):
+            cache.invalidate(tensor)
+        # Copies on other devices stay what they are: this layout is no longer one of them.
+        origin = None if self._origin is None else self._origin()
+        if origin is not None:
+            origin._moved.pop(self.device, None)
+        for moved in self._moved.values():
+            moved._origin = None
+        made, segments = self.made_for_tokens(), self._segments
+        state = self.state.filled_from(other.state)
+        if segments is not None and other._segments is not None:
+            segments._copy_from(other._segments)
+            state = state._replace(segments=segments.state)
+        PackedLayout.__init__(self, state)  # drops what was derived from the old row
+        if segments is not None:
+            self._segments = segments
+        self.refill(*made)
+
     def pin_memory(self, device: Any = None) -> PackedLayout:
         """Return this layout in pinned memory, for DataLoader; on a GPU, return itself."""
         if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
@@ -274,7 +342,7 @@ class PackedLayout(LayoutMasks):
         return _restored, (self.state.to_buffers(), str(self.device))
 
     def __copy__(self) -> PackedLayout:
-        return self  # immutable
+        return self  # only copy_ changes it, and all holders see that
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayout:
         return self
@@ -294,11 +362,11 @@ def _restored(buffers: LayoutState, device: str) -> PackedLayout:
     return PackedLayout(buffers.from_buffers()).to(device)
 
 
-def check_layout(packed: object) -> None:
+def check_layout(packed: object, name: str = "packed") -> None:
     """Raise TypeError unless `packed` is a PackedLayout.
 
     With `CUSEQ_CHECK=1`, raise ValueError if its tensors were edited.
     """
     if not isinstance(packed, PackedLayout):
-        raise TypeError(f"packed must be a PackedLayout, got {type(packed).__name__}")
+        raise TypeError(f"{name} must be a PackedLayout, got {type(packed).__name__}")
     packed.check_unedited()

@@ -1,0 +1,197 @@
+"""Test PackedLayout.copy_: a layout that is filled again for the static inputs of a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cuseq
+from cuseq import PackedLayout
+
+MAX_SEQS = 6
+STATIC = ("position_ids", "seq_ids", "moe_padding_mask", "seq_idx", "cu_seqlens_static")
+TENSORS = (*STATIC, "lengths", "cu_seqlens", "cu_seqlens_padded", "cu_seqlens_recurrent")
+NUMBERS = ("num_sequences", "max_seqlen", "num_real_tokens", "total_tokens", "max_seqlen_padded")
+
+pairs = st.tuples(*[st.lists(st.integers(0, 5), min_size=1, max_size=MAX_SEQS)] * 2)
+
+
+def assert_same(filled: PackedLayout, fresh: PackedLayout) -> None:
+    """Check each property of a filled layout against a new layout of the same row."""
+    for name in TENSORS:
+        assert (name, getattr(filled, name).tolist()) == (name, getattr(fresh, name).tolist())
+    for name in NUMBERS:
+        assert (name, getattr(filled, name)) == (name, getattr(fresh, name))
+    assert filled.host_meta.tolist() == fresh.host_meta.tolist()
+    assert filled.chunk_indices(2).tolist() == fresh.chunk_indices(2).tolist()
+    assert torch.equal(filled.dense_mask(), fresh.dense_mask())
+
+
+@pytest.mark.kernels
+@given(lengths=pairs, segment_multiple=st.sampled_from([1, 4]))
+def test_a_filled_layout_equals_a_new_one(lengths, segment_multiple, device):
+    def layout(of: list[int]) -> PackedLayout:
+        return PackedLayout.from_lengths(
+            of, 48, segment_multiple=segment_multiple, max_seqs=MAX_SEQS, device=device
+        )
+
+    first, second = (layout(of) for of in lengths)
+    assert_same(first, layout(lengths[0]))  # makes every lazy field
+    segments = first.segments
+    static = {name: getattr(first, name) for name in STATIC}
+    assert first.copy_(second) is first
+    assert_same(first, layout(lengths[1]))
+    assert_same(second, layout(lengths[1]))
+    for name, tensor in static.items():
+        assert getattr(first, name) is tensor, name
+    assert first.segments is segments
+    assert segments.cu_seqlens.tolist() == second.cu_seqlens_padded.tolist()
+
+
+@pytest.mark.kernels
+def test_layouts_of_padded_batches(device):
+    masks = [
+        torch.tensor(rows, device=device) for rows in ([[1, 1, 0], [1, 0, 0]], [[0, 1, 1]] * 2)
+    ]
+    first, second = (
+        PackedLayout.from_padding_mask(mask, total_tokens=6, max_seqs=2) for mask in masks
+    )
+    ids = torch.arange(6, device=device).view(2, 3)
+    slots = first.state.slots
+    first.copy_(second)
+    assert torch.equal(cuseq.pack(first, ids), cuseq.pack(second, ids))
+    assert first.state.slots is slots
+
+
+def test_masks_and_copies_of_the_old_row_are_dropped(fresh_cache):
+    packed, other = (PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([2, 3], [6]))
+    old = weakref.ref(packed.dense_mask())
+    elsewhere = packed.to("meta")
+    packed.copy_(other)
+    gc.collect()
+    assert old() is None
+    assert packed.to("meta") is not elsewhere
+    with pytest.raises(NotImplementedError):  # it stays the copy of the old row, without data
+        elsewhere.to("cpu")
+
+
+def test_a_moved_copy_that_is_filled_leaves_its_origin(cuda):
+    origin, other = (PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([2, 3], [6]))
+    moved = origin.to(cuda)
+    moved.copy_(other.to(cuda))
+    assert moved.lengths.tolist() == [6]
+    assert origin.to(cuda).lengths.tolist() == origin.lengths.tolist() == [2, 3]
+    assert moved.to("cpu").lengths.tolist() == [6]
+
+
+def test_lengths_that_only_the_device_knew(device):
+    packed, other = (
+        PackedLayout.from_lengths(torch.tensor(of, device=device), 6, max_seqs=3)
+        for of in ([2, 3], [1, 1, 2])
+    )
+    packed.copy_(other)
+    assert_same(packed, PackedLayout.from_lengths([1, 1, 2], 6, max_seqs=3, device=device))
+
+
+def part(lengths: list[int], rank: int = 0, group: str | None = None) -> PackedLayout:
+    """Return a rank's part of a row of 8 tokens."""
+    packed = PackedLayout.from_lengths(lengths, 8, max_seqs=3)
+    plan = cuseq.distributed.cp_plan(packed, 2, policy="contiguous")
+    return cuseq.distributed.cp_partition(packed, plan, rank, group=group)[0]
+
+
+def test_parts_of_rows():
+    local, other = part([5, 3]), part([2, 6])
+    positions, rows, meta = local.position_ids, local.state.rank_rows, local.state.rank_meta
+    local.copy_(other)
+    assert local.position_ids is positions
+    assert positions.tolist() == [0, 1, 0, 1]
+    assert torch.equal(rows, other.state.rank_rows)
+    assert torch.equal(meta, other.state.rank_meta)
+
+
+def packed_of(*lengths: int, **options) -> PackedLayout:
+    return PackedLayout.from_lengths(list(lengths), **{"total_tokens": 8, "max_seqs": 3} | options)
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "message"),
+    [
+        ([2, 3], TypeError, "other must be a PackedLayout, got list"),
+        (
+            packed_of(2, total_tokens=9),
+            ValueError,
+            "other must have the same total_tokens: 8, got 9",
+        ),
+        (packed_of(2, max_seqs=4), ValueError, "other must have the same max_seqs: 3, got 4"),
+        (packed_of(2).to("meta"), ValueError, "other must have the same device: cpu, got meta"),
+        (
+            packed_of(2, segment_multiple=2),
+            ValueError,
+            "other must have the same padding between sequences: False, got True",
+        ),
+        (
+            PackedLayout.from_padding_mask(
+                torch.ones(2, 4, dtype=torch.int64), total_tokens=8, max_seqs=3
+            ),
+            ValueError,
+            r"other must have the same padded batch: \(3, 4\), got \(2, 4\)",
+        ),
+    ],
+)
+def test_other_kinds_are_refused_before_anything_is_written(other, error, message):
+    packed = PackedLayout.from_padding_mask(
+        torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]), total_tokens=8, max_seqs=3
+    )
+    before = packed.cu_seqlens_static.tolist()
+    with pytest.raises(error, match=message):
+        packed.copy_(other)
+    assert packed.cu_seqlens_static.tolist() == before
+
+
+@pytest.mark.parametrize("other", [part([2, 6], group="cp"), packed_of(2, total_tokens=4)])
+def test_parts_of_other_groups_are_refused(other):
+    with pytest.raises(ValueError, match="other must have the same"):
+        part([5, 3]).copy_(other)
+
+
+def test_an_edit_in_place_by_copy_is_no_edit_to_check(run_python):
+    code = """
+import cuseq
+packed, other = (cuseq.PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([2, 3], [6]))
+packed.position_ids, packed.seq_idx
+packed.copy_(other).dense_mask()
+packed.copy_(other).copy_(other)
+assert packed.position_ids.tolist() == [0, 1, 2, 3, 4, 5]
+"""
+    done = run_python(code, CUSEQ_CHECK="1")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_captured_graph_reads_the_new_row(cuda):
+    packed, other = (
+        PackedLayout.from_lengths(of, 64, max_seqs=8, device=cuda) for of in ([20, 30], [1, 9, 54])
+    )
+    q, k = (torch.randn(64, 2, 16, device=cuda) for _ in range(2))
+    cos, sin = cuseq.rope_table(64, 16, device=cuda)
+    packed.position_ids  # noqa: B018  outside the graph, so that copy_ fills it
+    cuseq.apply_rope(q, k, cos, sin, packed=packed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        turned = cuseq.apply_rope(q, k, cos, sin, packed=packed)
+        positions = packed.position_ids + 0
+        with pytest.raises(RuntimeError, match="before the capture"):
+            packed.copy_(other)
+    packed.copy_(other)
+    graph.replay()
+    for of_graph, of_now in zip(
+        turned, cuseq.apply_rope(q, k, cos, sin, packed=other), strict=True
+    ):
+        assert torch.equal(of_graph, of_now)
+    assert positions.tolist() == other.position_ids.tolist()
