@@ -14,11 +14,13 @@ from cuseq.conv import causal_conv1d
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check import check_packing
 from cuseq.debug.profile import profile_step
+from cuseq.graphed_step import GraphedStep
 from cuseq.layout import PackedLayout
 from cuseq.pad import pack, run_packed, unpack
 from cuseq.rope import apply_qk_norm_rope, apply_rope
 
 __all__ = [
+    "GraphedStep",
     "PackedLayout",
     "PackingCollator",
     "apply_qk_norm_rope",

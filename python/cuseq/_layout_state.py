@@ -112,6 +112,10 @@ class LayoutState(NamedTuple):
 
         return self.map(change, total_tokens=total_tokens)
 
+    def cloned(self) -> LayoutState:
+        """Return the state with tensors of its own."""
+        return self.map(lambda tensors: {name: tensor.clone() for name, tensor in tensors.items()})
+
     def static_tensors(self) -> list[Tensor]:
         """Return the tensors whose sizes do not depend on the lengths, without the segments'."""
         tensors = (getattr(self, name) for name in (*_STATIC, *_STATIC_OF_PART))

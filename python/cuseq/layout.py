@@ -263,6 +263,17 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             return PackedLayout(self.state.moved(device))
 
+    def static_copy(self, device: torch.device) -> PackedLayout:
+        """Return a layout of the same row with tensors of its own, for `copy_` to fill.
+
+        Its `position_ids`, `seq_ids` and `moe_padding_mask` are made.
+        """
+        self._wait_for_all()
+        with outside_inference_mode():
+            made = PackedLayout(self.state.moved(device).cloned())
+        made.position_ids  # noqa: B018  computes them
+        return made
+
     def copy_(self, other: PackedLayout) -> PackedLayout:
         """Make this layout describe another row, in place, for the static inputs of a CUDA graph.
 

@@ -1,0 +1,114 @@
+"""A batch whose tensors stay where they are, for a CUDA graph to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cuseq.layout import PackedLayout
+
+
+def _leaves(batch: object, name: str) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the leaves of a batch with their names, and its structure."""
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # a subclass, such as transformers' BatchEncoding, would be one leaf
+    paths, structure = pytree.tree_flatten_with_path(batch)
+    return [(name + pytree.keystr(path), leaf) for path, leaf in paths], structure
+
+
+def _check_capacity(packed: PackedLayout, name: str) -> None:
+    max_seqs = packed.cu_seqlens_static.shape[0] - 1
+    if max_seqs >= packed.total_tokens:
+        raise ValueError(
+            f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, got {max_seqs} "
+            "(the default), for which every replay would pay: give PackedLayout.from_lengths or "
+            "PackingCollator a max_seqs, such as 128"
+        )
+
+
+class StaticBatch:
+    """Static tensors and layouts of the form of an example batch.
+
+    Args:
+        example: a mapping, list, tuple or tensor; nested. Its tensors and layouts may be on the
+            host or on the device. Other leaves are constants.
+        device: where the static tensors are.
+        name: what the batch is called in messages.
+
+    Raises:
+        ValueError: a layout's `max_seqs` is not below its `total_tokens`.
+    """
+
+    def __init__(self, example: object, device: torch.device, name: str):
+        leaves, self._structure = _leaves(example, name)
+        self._leaves: list[Any] = []
+        for leaf_name, leaf in leaves:
+            if isinstance(leaf, PackedLayout):
+                _check_capacity(leaf, leaf_name)
+                leaf = leaf.static_copy(device)
+            elif isinstance(leaf, Tensor):
+                leaf = torch.empty_like(leaf, device=device).copy_(leaf)
+            self._leaves.append(leaf)
+        self.value = pytree.tree_unflatten(self._leaves, self._structure)
+
+    def check(self, batch: object, name: str) -> list[Any]:
+        """Return the leaves of a batch; raise ValueError unless it has the form of the example.
+
+        A tensor must have the example's shape and dtype, a layout its `total_tokens`, `max_seqs`
+        and kind; any other value must be equal to the example's.
+        """
+        leaves, structure = _leaves(batch, name)
+        if structure != self._structure:
+            raise ValueError(
+                f"{name} must have the structure of example_batch, {self._structure}, got "
+                f"{structure}"
+            )
+        for static, (leaf_name, leaf) in zip(self._leaves, leaves, strict=True):
+            if type(leaf) is not type(static) and not isinstance(static, Tensor | PackedLayout):
+                raise ValueError(
+                    f"{leaf_name} must be {static!r} as in example_batch, got {leaf!r}"
+                )
+            if isinstance(static, PackedLayout):
+                _check_layout(static, leaf, leaf_name)
+            elif isinstance(static, Tensor):
+                _check_tensor(static, leaf, leaf_name)
+            elif leaf != static:
+                raise ValueError(
+                    f"{leaf_name} must be {static!r} as in example_batch, since a graph keeps "
+                    f"constants, got {leaf!r}"
+                )
+        return [leaf for _, leaf in leaves]
+
+    def fill(self, leaves: list[Any]) -> None:
+        """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""
+        for static, leaf in zip(self._leaves, leaves, strict=True):
+            if isinstance(static, PackedLayout):
+                static.copy_(leaf.to(static.device))
+            elif isinstance(static, Tensor):
+                to_gpu = static.is_cuda and leaf.device.type == "cpu"
+                # Only a copy from pinned memory is asynchronous.
+                source = leaf.pin_memory() if to_gpu and not leaf.is_pinned() else leaf
+                static.copy_(source, non_blocking=True)
+
+
+def _check_layout(static: PackedLayout, packed: Any, name: str) -> None:
+    if not isinstance(packed, PackedLayout):
+        raise ValueError(f"{name} must be a PackedLayout as in example_batch, got {packed!r}")
+    try:
+        static.state.check_like(packed.to(static.device).state)
+    except ValueError as error:
+        raise ValueError(f"{name} must be like example_batch's layout: {error}") from None
+
+
+def _check_tensor(static: Tensor, tensor: Any, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor as in example_batch, got {tensor!r}")
+    if tensor.shape != static.shape or tensor.dtype != static.dtype:
+        raise ValueError(
+            f"{name} must be {static.dtype} {list(static.shape)} as in example_batch, got "
+            f"{tensor.dtype} {list(tensor.shape)}"
+        )

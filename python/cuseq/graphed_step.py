@@ -1,0 +1,305 @@
+"""`GraphedStep`: a training step that is captured once and replayed with new packs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from cuseq._arguments import as_float, as_int, shown
+from cuseq._static_batch import StaticBatch
+
+
+class GraphedStep:
+    """A training step (forward, loss, backward, clipping, optimizer) as one CUDA graph.
+
+    The first `warmup` calls run the step as it is. The next call captures it, and from then on a
+    call copies its batch to the static inputs and replays the graph, whatever sequences the batch
+    holds. Where a capture is not possible, every call runs the plain step and `reason` says why.
+
+    Everything stays usable between calls: evaluation, saving, `state_dict` and `load_state_dict`
+    of model and optimizer, the scheduler, `optimizer.param_groups`. After a change that the graph
+    cannot follow (loaded optimizer state, another weight decay, parameters that moved, froze or
+    were replaced) the next call captures anew. Modes of modules (`train`, `eval`) are those of the
+    capture.
+
+    Args:
+        loss_fn: called with a batch, returns the loss, a scalar tensor. It must not read values of
+            GPU tensors on the host. Mappings arrive as dict.
+        optimizer: all parameters on one device. To be captured it must be `fused=True` or
+            `capturable=True`.
+        example_batch: a batch of the form of all others: mappings, lists and tuples of tensors,
+            `PackedLayout` and constants. Layouts must be made with `max_seqs` below `total_tokens`.
+        scheduler: its `step()` is called after each step of the optimizer, on the host.
+        max_grad_norm: clips the norm of all gradients, as `torch.nn.utils.clip_grad_norm_` does.
+        accumulation: batches of a step. Their gradients are added: `loss_fn` divides its loss by
+            whatever makes it a mean.
+        autocast: `torch.bfloat16` for an autocast region around `loss_fn`.
+        warmup: plain steps before the capture, at least 1. They compile and tune kernels.
+
+    Raises:
+        ValueError: an argument has a wrong value, or the optimizer's parameters are on several
+            devices.
+        TypeError: an argument has a wrong type.
+
+    Examples:
+        >>> linear = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+        >>> def loss_fn(batch):
+        ...     return linear(batch["x"]).square().mean()
+        >>> step = cuseq.GraphedStep(loss_fn, optimizer, {"x": torch.ones(2, 4)})
+        >>> loss = step({"x": torch.randn(2, 4)})
+        >>> step.captured, step.reason
+        (False, 'the parameters are on cpu, and CUDA graphs need a GPU')
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], Tensor],
+        optimizer: Optimizer,
+        example_batch: Any,
+        *,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        accumulation: int = 1,
+        autocast: torch.dtype | None = None,
+        warmup: int = 3,
+    ):
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
+        if autocast not in (None, torch.bfloat16):
+            raise ValueError(
+                f"autocast must be torch.bfloat16 or None, got {shown(autocast)}: float16 needs a "
+                "GradScaler, which decides on the host"
+            )
+        if max_grad_norm is not None:
+            max_grad_norm = as_float(max_grad_norm, "max_grad_norm")
+            if not max_grad_norm > 0:
+                raise ValueError(f"max_grad_norm must be above 0, got {max_grad_norm}")
+        self._loss_fn = loss_fn
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._max_grad_norm = max_grad_norm
+        self._autocast = autocast
+        self._plain_steps_left = as_int(warmup, "warmup", least=1)
+        self._device = _device_of(optimizer)
+        self._batches = [
+            StaticBatch(example_batch, self._device, "example_batch")
+            for _ in range(as_int(accumulation, "accumulation", least=1))
+        ]
+        self._obstacle = _obstacle(optimizer, self._device)
+        self._graph: _Graph | None = None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._grad_norm: Tensor | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether the last call replayed a graph."""
+        return self._graph is not None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the step is not captured, or None."""
+        if self._graph is not None:
+            return None
+        if self._obstacle is None and self._plain_steps_left > 0:
+            return f"warming up: plain steps before the capture: {self._plain_steps_left}"
+        return self._obstacle
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the gradients of the last step before clipping, on the device; None without
+        `max_grad_norm`.
+        """
+        return None if self._grad_norm is None else self._grad_norm.clone()
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Run one step and return its loss, detached, on the device. Never synchronises if it
+        replays a graph.
+
+        Args:
+            batch: of the form of `example_batch`, on the host (best in pinned memory) or on the
+                device; with accumulation a list of as many batches, whose losses are added.
+
+        Raises:
+            ValueError: a batch has another form; nothing has been run.
+        """
+        given = self._check(batch)
+        for static, leaves in zip(self._batches, given, strict=True):
+            static.fill(leaves)
+        if self._obstacle is not None or self._plain_steps_left > 0:
+            loss = self._plain_step()
+        else:
+            loss = self._replayed_step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return loss
+
+    def _check(self, batch: Any) -> list[list[Any]]:
+        if len(self._batches) == 1:
+            return [self._batches[0].check(batch, "batch")]
+        if not isinstance(batch, Sequence) or len(batch) != len(self._batches):
+            raise ValueError(
+                f"batch must be a list of accumulation = {len(self._batches)} batches, got "
+                f"{f'{len(batch)} of them' if isinstance(batch, Sequence) else shown(batch)}"
+            )
+        numbered = enumerate(zip(self._batches, batch, strict=True))
+        return [static.check(one, f"batch[{number}]") for number, (static, one) in numbered]
+
+    def _plain_step(self) -> Tensor:
+        self._plain_steps_left = max(0, self._plain_steps_left - 1)
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._stream is None:
+            return self._run()
+        # Autograd remembers the stream of a parameter's first use; it must be the capture's.
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            loss = self._run()
+        current.wait_stream(self._stream)
+        loss.record_stream(current)
+        return loss
+
+    def _run(self) -> Tensor:
+        """Run the step over the static batches; gradients must be None before."""
+        total: Tensor | None = None
+        for batch in self._batches:
+            with self._autocast_region():
+                loss = self._loss_fn(batch.value)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        if self._max_grad_norm is not None:
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+        self._optimizer.step()
+        return total
+
+    def _autocast_region(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+    def _replayed_step(self) -> Tensor:
+        if self._graph is not None and not self._graph.still_fits(self._optimizer):
+            self._graph = None
+        if self._graph is None:
+            self._capture()
+        if self._graph is None:
+            return self._plain_step()
+        self._graph.replay(self._optimizer)
+        return self._graph.loss.clone()
+
+    def _capture(self) -> None:
+        """Capture the step. Nothing of it runs: parameters and optimizer state stay as they are."""
+        self._optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        rates = [_as_rate(group["lr"], self._device) for group in self._optimizer.param_groups]
+        try:
+            with _capturable(self._optimizer, rates), torch.cuda.graph(graph, stream=self._stream):
+                loss = self._run()
+        except Exception as error:
+            self._optimizer.zero_grad(set_to_none=True)
+            self._obstacle = f"the step cannot be captured: {type(error).__name__}: {error}"
+            return
+        self._graph = _Graph(graph, loss, rates, self._optimizer)
+
+
+class _Graph:
+    """A captured step and what it took for constant."""
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        loss: Tensor,
+        rates: list[Tensor],
+        optimizer: Optimizer,
+    ):
+        self.loss = loss
+        self._graph = graph
+        # The learning rates are inputs of the graph, numbers on the host in the optimizer.
+        self._rates = rates
+        self._rates_now = [group["lr"] for group in optimizer.param_groups]
+        self._state = optimizer.state
+        self._constants = _constants(optimizer)
+        self._gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+
+    def still_fits(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer has the parameters, state and options of the capture."""
+        return optimizer.state is self._state and _constants(optimizer) == self._constants
+
+    def replay(self, optimizer: Optimizer) -> None:
+        """Run the step with the learning rates of now."""
+        for number, group in enumerate(optimizer.param_groups):
+            if group["lr"] is not self._rates_now[number]:
+                self._rates[number].fill_(group["lr"])
+                self._rates_now[number] = group["lr"]
+        self._graph.replay()
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _constants(optimizer: Optimizer) -> list[Any]:
+    """Return what a captured step has in it: options, and where parameters are."""
+    options = [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+    parameters = [
+        (p.data_ptr(), p.requires_grad) for group in optimizer.param_groups for p in group["params"]
+    ]
+    return [options, parameters]
+
+
+def _as_rate(rate: float | Tensor, device: torch.device) -> Tensor:
+    return rate if isinstance(rate, Tensor) else torch.tensor(rate, device=device)
+
+
+@contextlib.contextmanager
+def _capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
+    """Make the optimizer read its learning rates from tensors, and let it be captured."""
+    names = ("lr", "capturable")
+    before: list[dict[str, Any]] = [
+        {name: group[name] for name in names if name in group} for group in optimizer.param_groups
+    ]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, before, strict=True):
+            group.update(values)
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    if len(devices) != 1:
+        raise ValueError(
+            "optimizer must have its parameters on one device, got them on "
+            f"{', '.join(sorted(map(str, devices)))}"
+        )
+    return devices.pop()
+
+
+def _obstacle(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Return why a step of the optimizer cannot be captured, or None."""
+    if device.type != "cuda":
+        return f"the parameters are on {device}, and CUDA graphs need a GPU"
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return "the parameters are sharded: a captured step runs on one GPU"
+    if not all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        return (
+            f"{type(optimizer).__name__} decides on the host: make it with fused=True or "
+            "capturable=True"
+        )
+    return None

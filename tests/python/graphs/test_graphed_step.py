@@ -1,0 +1,309 @@
+"""Test GraphedStep: its plain path on every device, and its graph on a GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import cuseq
+from cuseq import GraphedStep, PackedLayout
+
+TOKENS, MAX_SEQS, VOCABULARY = 64, 8, 32
+ROWS = ([20, 30], [1, 9, 54], [64], [5] * 8, [0, 63, 0], [33, 31])
+
+
+class TinyModel(nn.Module):
+    """One attention layer between an embedding and a head."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.qkv = nn.Linear(32, 96)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(32, VOCABULARY)
+        cos, sin = cuseq.rope_table(TOKENS, 16)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, input_ids, packed):
+        hidden = self.embedding(input_ids)
+        q, k, v = self.qkv(hidden).view(-1, 3, 2, 16).unbind(1)
+        q, k = cuseq.apply_rope(q, k, self.cos, self.sin, packed=packed)
+        mixed = cuseq.varlen_attention(q, k, v, packed).flatten(1)
+        return self.head(self.dropout(hidden + mixed))
+
+
+def make_batch(lengths: list[int], seed: int = 0, max_seqs: int = MAX_SEQS) -> dict:
+    numbers = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCABULARY, (TOKENS,), generator=numbers)
+    packed = PackedLayout.from_lengths(lengths, TOKENS, max_seqs=max_seqs)
+    return {"input_ids": ids, "labels": ids.roll(-1), "packed": packed}
+
+
+BATCHES = [make_batch(lengths, seed) for seed, lengths in enumerate(ROWS)]
+
+
+def make_loss(model: nn.Module, accumulation: int = 1):
+    def loss_fn(batch):
+        logits = model(batch["input_ids"], batch["packed"])
+        return nn.functional.cross_entropy(logits, batch["labels"]) / accumulation
+
+    return loss_fn
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def moved(batch: dict, device: torch.device) -> dict:
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def plain_loop(model, batches, *, accumulation=1, max_grad_norm=None, autocast=None, gamma=None):
+    """Train as a user would without GraphedStep; return losses and norms."""
+    optimizer, loss_fn = make_optimizer(model), make_loss(model, accumulation)
+    scheduler = None if gamma is None else torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    device = next(model.parameters()).device
+    losses, norms = [], []
+    for first in range(0, len(batches), accumulation):
+        optimizer.zero_grad()
+        total = torch.zeros((), device=device)
+        for batch in batches[first : first + accumulation]:
+            with torch.autocast(device.type, autocast or torch.bfloat16, enabled=bool(autocast)):
+                loss = loss_fn(moved(batch, device))
+            loss.backward()
+            total += loss.detach()
+        if max_grad_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(total)
+    return losses, norms
+
+
+def graphed(model, *, gamma=None, accumulation=1, warmup=2, **options):
+    """Return a GraphedStep over the model, its optimizer and its scheduler."""
+    optimizer = make_optimizer(model)
+    scheduler = None if gamma is None else torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+    step = GraphedStep(
+        make_loss(model, accumulation),
+        optimizer,
+        BATCHES[0],
+        scheduler=scheduler,
+        accumulation=accumulation,
+        warmup=warmup,
+        **options,
+    )
+    return step, optimizer
+
+
+def grouped(batches: list, accumulation: int) -> list:
+    if accumulation == 1:
+        return batches
+    return [batches[i : i + accumulation] for i in range(0, len(batches), accumulation)]
+
+
+OPTIONS = [
+    {},
+    {"max_grad_norm": 0.5},
+    {"accumulation": 2},
+    {"autocast": torch.bfloat16},
+    {"gamma": 0.5, "max_grad_norm": 0.5, "accumulation": 3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_it_trains_as_a_plain_loop_does(options, device):
+    model = TinyModel().to(device)
+    twin = copy.deepcopy(model)
+    batches = BATCHES * 3
+    expected, norms = plain_loop(twin, batches, **options)
+    step, _ = graphed(model, **options)
+    losses = []
+    for number, batch in enumerate(grouped(batches, options.get("accumulation", 1))):
+        losses.append(step(batch))
+        if norms:
+            torch.testing.assert_close(step.grad_norm, norms[number], rtol=1e-3, atol=1e-5)
+    assert step.captured == (device.type == "cuda"), step.reason
+    rounding = 2e-2 if "autocast" in options else 2e-4 if device.type == "cuda" else 0.0
+    torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rounding, atol=rounding)
+
+
+def test_what_the_reason_says(device):
+    step, _ = graphed(TinyModel().to(device))
+    if device.type == "cpu":
+        assert step.reason == "the parameters are on cpu, and CUDA graphs need a GPU"
+    else:
+        assert step.reason == "warming up: plain steps before the capture: 2"
+    step(BATCHES[0])
+    assert not step.captured
+    assert step.grad_norm is None
+
+
+def changed(**changes) -> dict:
+    return BATCHES[1] | changes
+
+
+def test_batches_of_another_form_are_refused_before_anything_runs(device):
+    model = TinyModel().to(device)
+    step, _ = graphed(model)
+    before = copy.deepcopy(model.state_dict())
+    ids = BATCHES[0]["input_ids"]
+    wrong = [
+        (changed(input_ids=ids[:-1]), r"batch\['input_ids'\] must be torch.int64 \[64\]"),
+        (changed(labels=ids.int()), r"batch\['labels'\] must be torch.int64 \[64\] as in example"),
+        (changed(labels=None), r"batch\['labels'\] must be a tensor"),
+        (changed(packed=ids), r"batch\['packed'\] must be a PackedLayout"),
+        (make_batch([64], max_seqs=9), r"batch\['packed'\] must be like .* max_seqs: 8, got 9"),
+        (changed(more=1), "batch must have the structure of example_batch"),
+        (ids, "batch must have the structure of example_batch"),
+    ]
+    for batch, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            step(batch)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    accumulating, _ = graphed(model, accumulation=2)
+    for batch in (BATCHES[:1], BATCHES[0]):
+        with pytest.raises(ValueError, match="a list of accumulation = 2 batches, got"):
+            accumulating(batch)
+
+
+def test_constants_must_stay(device):
+    linear = nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.AdamW(linear.parameters(), fused=True)
+    example = {"x": torch.ones(2, 4), "scale": 2.0}
+    step = GraphedStep(lambda b: linear(b["x"]).mean() * b["scale"], optimizer, example)
+    step(example)
+    with pytest.raises(ValueError, match=r"batch\['scale'\] must be 2.0 .* got 3.0"):
+        step(example | {"scale": 3.0})
+
+
+def test_wrong_arguments_are_named():
+    linear = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters())
+    default = PackedLayout.from_lengths([2, 3])
+
+    def make(optimizer=optimizer, example=(), **options):
+        return GraphedStep(lambda batch: None, optimizer, example, **options)
+
+    with pytest.raises(ValueError, match=r"max_seqs below total_tokens = 5, got 5 .*PackingColl"):
+        make(example={"packed": default})
+    with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got"):
+        make(optimizer=linear)
+    with pytest.raises(ValueError, match=r"autocast must be torch.bfloat16 or None, got torch.fl"):
+        make(autocast=torch.float16)
+    with pytest.raises(ValueError, match="max_grad_norm must be above 0, got 0.0"):
+        make(max_grad_norm=0)
+    with pytest.raises(ValueError, match="accumulation must be at least 1, got 0"):
+        make(accumulation=0)
+    with pytest.raises(TypeError, match="warmup must be an int, got 'x'"):
+        make(warmup="x")
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(ValueError, match="on one device, got them on cpu, meta"):
+        make(optimizer=torch.optim.SGD(parameters))
+
+
+def test_an_error_leaves_parameters_as_they_are(device):
+    model = TinyModel().to(device)
+    optimizer = make_optimizer(model)
+    loss_fn = make_loss(model)
+
+    def fail(batch):
+        loss_fn(batch)
+        raise RuntimeError("out of luck")
+
+    step = GraphedStep(fail, optimizer, BATCHES[0], warmup=1)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="out of luck"):
+        step(BATCHES[0])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_state_dicts_and_resuming(device):
+    """A run that is saved and resumed in the middle equals one that is not."""
+    model = TinyModel().to(device)
+    twin = copy.deepcopy(model)
+    step, optimizer = graphed(model)
+    for batch in BATCHES:
+        step(batch)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    assert optimizer.param_groups[0]["capturable"] is False
+    with torch.no_grad():
+        model.eval()(BATCHES[0]["input_ids"].to(device), BATCHES[0]["packed"].to(device))
+        model.train()
+    twin_step, twin_optimizer = graphed(twin)
+    for batch in BATCHES[:3]:
+        twin_step(batch)  # captured on a GPU; what it learned is replaced
+    twin.load_state_dict(saved[0])
+    twin_optimizer.load_state_dict(saved[1])
+    for batch in BATCHES:
+        torch.testing.assert_close(twin_step(batch), step(batch), rtol=1e-4, atol=1e-5)
+    assert twin_step.captured == (device.type == "cuda"), twin_step.reason
+
+
+def test_frozen_parameters_and_options_changed_in_between(device):
+    model = TinyModel().to(device)
+    step, optimizer = graphed(model)
+    for batch in BATCHES[:4]:
+        step(batch)
+    model.embedding.requires_grad_(False)
+    frozen = model.embedding.weight.clone()
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    head = model.head.weight.clone()
+    step(BATCHES[4])
+    assert torch.equal(model.embedding.weight, frozen)
+    assert not torch.equal(model.head.weight, head)
+    assert step.captured == (device.type == "cuda"), step.reason
+
+
+def test_dropout_draws_new_numbers_in_each_replay(cuda):
+    model = TinyModel(dropout=0.5).to(cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
+    step = GraphedStep(make_loss(model), optimizer, BATCHES[0], warmup=1)
+    losses = {step(BATCHES[0]).item() for _ in range(6)}
+    assert step.captured, step.reason
+    assert len(losses) == 6
+
+
+def test_a_step_that_waits_for_the_gpu_says_so(cuda):
+    model = TinyModel().to(cuda)
+    loss_fn = make_loss(model)
+
+    def waits(batch):
+        loss = loss_fn(batch)
+        return loss if loss.item() > 0 else loss * 2
+
+    step = GraphedStep(waits, make_optimizer(model), BATCHES[0], warmup=1)
+    losses = [step(BATCHES[0]).item() for _ in range(4)]
+    assert not step.captured
+    assert "cannot be captured" in step.reason
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_an_optimizer_that_decides_on_the_host_is_named(cuda):
+    model = TinyModel().to(cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False, foreach=True)
+    step = GraphedStep(make_loss(model), optimizer, BATCHES[0])
+    step(BATCHES[0])
+    assert "fused=True or capturable=True" in step.reason
+
+
+def test_two_graphs_in_one_process(cuda):
+    models = [TinyModel().to(cuda) for _ in range(2)]
+    twins = copy.deepcopy(models)
+    steps = [graphed(model)[0] for model in models]
+    losses = [[step(batch) for step in steps] for batch in BATCHES]
+    expected = [plain_loop(twin, BATCHES)[0] for twin in twins]
+    for number, step in enumerate(steps):
+        assert step.captured, step.reason
+        mine = [pair[number] for pair in losses]
+        torch.testing.assert_close(mine, expected[number], rtol=1e-3, atol=1e-4)
