@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import checkpoint
 
 from cuseq._arguments import as_float, as_int, shown
 from cuseq._static_batch import StaticBatch
@@ -98,6 +99,7 @@ class GraphedStep:
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
+        self._draws = False  # whether a plain step drew random numbers on the device
 
     @property
     def captured(self) -> bool:
@@ -161,8 +163,10 @@ class GraphedStep:
         # Autograd remembers the stream of a parameter's first use; it must be the capture's.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        generator = torch.cuda.get_rng_state(self._device)
         with torch.cuda.stream(self._stream):
             loss = self._run()
+        self._draws |= not torch.equal(generator, torch.cuda.get_rng_state(self._device))
         current.wait_stream(self._stream)
         loss.record_stream(current)
         return loss
@@ -203,7 +207,12 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         rates = [_as_rate(group["lr"], self._device) for group in self._optimizer.param_groups]
         try:
-            with _capturable(self._optimizer, rates), torch.cuda.graph(graph, stream=self._stream):
+            with (
+                _capturable(self._optimizer, rates),
+                nullcontext() if self._draws else _checkpoints_without_generators(),
+                # Other threads may pin memory meanwhile, as DataLoader's does.
+                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 loss = self._run()
         except Exception as error:
             self._optimizer.zero_grad(set_to_none=True)
@@ -279,6 +288,20 @@ def _capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
     finally:
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
+
+
+@contextlib.contextmanager
+def _checkpoints_without_generators() -> Iterator[None]:
+    """Keep activation checkpointing from saving the generators' states, which a capture forbids.
+
+    Without random numbers there is nothing to restore.
+    """
+    kept = checkpoint.get_device_states
+    checkpoint.get_device_states = lambda *args: ([], [])
+    try:
+        yield
+    finally:
+        checkpoint.get_device_states = kept
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import cuseq
 from cuseq import GraphedStep, PackedLayout
@@ -272,6 +273,39 @@ def test_dropout_draws_new_numbers_in_each_replay(cuda):
     losses = {step(BATCHES[0]).item() for _ in range(6)}
     assert step.captured, step.reason
     assert len(losses) == 6
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant, device):
+    model = TinyModel().to(device)
+    twin = copy.deepcopy(model)
+    expected, _ = plain_loop(twin, BATCHES)
+    mixes = model.head.forward
+
+    def recomputed(hidden):
+        return checkpoint(mixes, hidden, use_reentrant=reentrant)
+
+    model.head.forward = recomputed
+    step, _ = graphed(model)
+    losses = [step(batch) for batch in BATCHES]
+    assert step.captured == (device.type == "cuda"), step.reason
+    rounding = 1e-4 if device.type == "cuda" else 0.0
+    torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
+
+
+def test_checkpointing_with_dropout_says_why_it_is_not_captured(cuda):
+    model = TinyModel(dropout=0.5).to(cuda)
+    loss_fn = make_loss(model)
+    step = GraphedStep(
+        lambda batch: checkpoint(loss_fn, batch, use_reentrant=False),
+        make_optimizer(model),
+        BATCHES[0],
+        warmup=1,
+    )
+    for batch in BATCHES:
+        step(batch)
+    assert not step.captured
+    assert "cannot be captured" in step.reason
 
 
 def test_a_step_that_waits_for_the_gpu_says_so(cuda):
