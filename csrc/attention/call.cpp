@@ -1,13 +1,16 @@
 #include "attention/call.h"
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "attention/backend.h"
 #include "attention/choice.h"
+#include "attention/rows.h"
 
 namespace cuseq::attention {
 namespace {
@@ -28,7 +31,9 @@ std::string profiled_name(const Backend& backend) {
   return std::string("cuseq attention: ") + backend.name;
 }
 
-bool is_empty(const Call& call) { return call.queries.count() == 0 || call.queries.longest == 0; }
+bool is_empty(const Call& call) {
+  return call.queries.count() == 0 || call.queries.longest == 0 || call.keys.longest == 0;
+}
 
 }  // namespace
 
@@ -49,8 +54,10 @@ Output attend(const Call& call) {
   }
   const Tensor& q = call.q;
   const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {at::zeros({q.size(0), q.size(1), call.v.size(2)}, q.options()),
-          at::zeros({q.size(1), q.size(0)}, q.options().dtype(lse_type))};
+  Tensor logsumexp = at::full({q.size(1), q.size(0)}, -std::numeric_limits<double>::infinity(),
+                              q.options().dtype(lse_type));
+  zero_tail({logsumexp.t()}, call.queries);
+  return {at::zeros({q.size(0), q.size(1), call.v.size(2)}, q.options()), logsumexp};
 }
 
 Gradients attend_backward(const Call& call, const Outer& outer) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <tuple>
 
+#include "cuseq/macros.h"
 #include "ops/types.h"
 
 // One attention call: rows of queries against rows of keys, sequence by sequence. Compositions make
@@ -15,12 +16,17 @@ namespace cuseq::attention {
 struct Sequences {
   Tensor offsets;               // int32 [n_seqs + 1] on the rows' device, ascending and inside them
   Tensor cu_seqlens;            // tensor the caller gave; the cache key of host copies
+  int64_t first = 0;            // index of offsets[0] in cu_seqlens
   int64_t longest = 0;          // exact, or a bound if only the device knows it
   OptionalInt num_real_tokens;  // the last offset; none if only the device knows it
 
   int64_t count() const { return offsets.size(0) - 1; }
 };
 
+// Queries and keys are the tokens of one row, or lie in two rows. In two rows query i of a pair of
+// n queries and m keys stands at key m - n + i: a causal call ends there and a window counts from
+// there. A pair may have no queries or no keys; a causal one has at least as many keys as queries,
+// or none.
 struct Call {
   Tensor q;  // [tokens, heads, head_dim]
   Tensor k;  // [keys, key_heads, head_dim]; heads are a multiple of key_heads
@@ -39,7 +45,8 @@ struct Call {
 };
 
 // out is contiguous [tokens, heads, value_dim]; logsumexp is [heads, tokens] in fp32 (fp64 for fp64
-// inputs); gradients are contiguous. All are zero on tokens after the last sequence.
+// inputs); gradients are contiguous. All are zero on tokens after the last sequence. A query
+// without keys has out 0, logsumexp -inf and gradient 0.
 using Output = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
@@ -52,7 +59,7 @@ struct Outer {
 };
 
 // Execute a call with the backend that choice.h names.
-Output attend(const Call& call);
-Gradients attend_backward(const Call& call, const Outer& outer);
+CUSEQ_API Output attend(const Call& call);
+CUSEQ_API Gradients attend_backward(const Call& call, const Outer& outer);
 
 }  // namespace cuseq::attention

@@ -2,6 +2,11 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+
+#include "ops/checks.h"
+#include "ops/dispatch.h"
+#include "ops/token_metadata.h"
 
 namespace cuseq::attention {
 
@@ -50,6 +55,21 @@ Gradients with_zero_tails(const Call& call, Gradients gradients) {
     zero_tail({grad_k, grad_v}, call.keys);
   }
   return gradients;
+}
+
+Tensor queries_without_keys(const Call& call) {
+  const Tensor& offsets = call.queries.offsets;
+  const int64_t total_tokens = call.q.size(0);
+  Tensor positions = at::empty({total_tokens}, offsets.options());
+  Tensor sequences = at::empty({total_tokens}, offsets.options());
+  TokenMetadataArgs args;
+  args.segments = segments_of(offsets, std::nullopt, total_tokens);
+  args.position_ids = positions.mutable_data_ptr<int32_t>();
+  args.seq_ids = sequences.mutable_data_ptr<int32_t>();
+  CUSEQ_RUN(token_metadata, offsets, args);
+  // The tail belongs to no sequence, and counts as without keys.
+  const Tensor lengths = at::constant_pad_nd(call.keys.offsets.diff(), {0, 1});
+  return lengths.index_select(0, sequences).eq(0);
 }
 
 }  // namespace cuseq::attention

@@ -24,4 +24,7 @@ void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences);
 // Zero the tails of the gradients of q, k and v, in place, and return them.
 Gradients with_zero_tails(const Call& call, Gradients gradients);
 
+// Return bool [tokens]: the queries whose sequence has no keys, in a call of two rows.
+Tensor queries_without_keys(const Call& call);
+
 }  // namespace cuseq::attention

@@ -93,6 +93,10 @@ std::string obstacle(const Call& call) {
   if (at::globalContext().deterministicAlgorithms()) {
     return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for";
   }
+  if (!call.is_of_one_row()) {
+    return "it is not given keys of another row, because some of its releases crash on sequences "
+           "without tokens";
+  }
   return flash_obstacle(call);
 }
 

@@ -2,8 +2,10 @@
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/zeros.h>
@@ -27,17 +29,28 @@
 namespace cuseq::attention {
 namespace {
 
-// Queries [query_begin, query_end) see only keys in [key_begin, key_end).
+// Queries [query_begin, query_end) see only keys in [key_begin, key_end). Both are tokens of their
+// rows; the mask rule's tokens are those plus a shift.
 struct Tile {
   int64_t query_begin;
   int64_t query_end;
   int64_t key_begin;
   int64_t key_end;
+  int64_t query_shift;
+  int64_t key_shift;
   bool masked;  // needs a mask; if not, sees all keys or their causal half
 
   int64_t queries() const { return query_end - query_begin; }
   int64_t keys() const { return key_end - key_begin; }
 };
+
+// Raise unless offsets on the host ascend inside the row. They may start after its first token.
+void check_offsets_inside(const Tensor& offsets, int64_t total_tokens) {
+  const int64_t first = offsets.const_data_ptr<int32_t>()[0];
+  TORCH_CHECK_VALUE(0 <= first && first <= total_tokens, "offsets must lie in [0, ", total_tokens,
+                    "], got ", first);
+  check_offset_values(offsets.sub(first), total_tokens - first);
+}
 
 // Return the offsets on the host, checked. Those of a layout are copied at most once and then
 // cached; others are copied in each call. A copy synchronises.
@@ -47,32 +60,67 @@ Tensor offsets_on_host(const Sequences& sequences, int64_t total_tokens) {
   TORCH_CHECK(!is_capturing(offsets),
               "varlen_attention with these inputs runs sequence by sequence and needs offsets on "
               "the host, which a CUDA graph capture cannot copy: use fp16 or bf16, without spans");
-  const Tensor host =
-      sequences.num_real_tokens.has_value() ? cached_on_host(sequences.cu_seqlens) : offsets.cpu();
-  TORCH_CHECK_VALUE(host.size(0) > sequences.count(),
-                    "host_meta must be of the layout of cu_seqlens: it says n_seqs = ",
-                    sequences.count(), ", but there are ", host.size(0), " offsets");
+  const int64_t size = sequences.count() + 1;
+  Tensor host;
+  if (sequences.num_real_tokens.has_value()) {
+    const Tensor whole = cached_on_host(sequences.cu_seqlens);
+    TORCH_CHECK_VALUE(whole.size(0) >= sequences.first + size,
+                      "host_meta must be of the layout of cu_seqlens: it says n_seqs = ",
+                      sequences.count(), ", but there are ", whole.size(0), " offsets");
+    host = whole.narrow(0, sequences.first, size);
+  } else {
+    host = offsets.cpu();
+  }
   // host_meta does not say where sequences lie: offsets that it was not made of may hold any
   // values.
-  check_offset_values(host.narrow(0, 0, sequences.count() + 1), total_tokens);
+  check_offsets_inside(host, total_tokens);
   return host;
 }
 
-// The mask rule on the inputs' device and on the host.
+// A sequence: its queries and keys, and the shifts of both to tokens of the mask rule.
+struct Pair {
+  int64_t query_begin;
+  int64_t query_end;
+  int64_t key_begin;
+  int64_t key_end;
+  int64_t query_shift = 0;
+  int64_t key_shift = 0;
+  int64_t segment = 0;  // of the mask rule
+
+  int64_t queries() const { return query_end - query_begin; }
+  int64_t keys() const { return key_end - key_begin; }
+};
+
+// The mask rule on the inputs' device and on the host. The rule's tokens are those of the row; with
+// queries and keys in two rows they are those of one endless sequence, on which the last query and
+// the last key of a pair are the same token.
 struct Rules {
-  Tensor host_offsets;  // owns the memory that `host` points to
+  Tensor device_offsets;  // these own the memory that `device` and `host` point to
+  Tensor host_offsets;
+  Tensor query_offsets;
+  Tensor key_offsets;
   MaskRule device;
   MaskRule host;
+  bool of_one_row;
   // Spans known only on the device are not copied, since that would synchronise. Then any segment
   // is assumed to have a span, and any query to see all of its segment.
   OptionalTensor host_spans;
   bool spans_are_known = true;
   bool cuts_all = false;  // into runs, since all scores of a tile are in memory at once
 
-  explicit Rules(const Call& call) : host_offsets(offsets_on_host(call.queries, call.q.size(0))) {
-    device.segments.seqlens = {call.queries.offsets.const_data_ptr<int32_t>(),
-                               call.queries.count()};
-    device.segments.total_tokens = call.q.size(0);
+  explicit Rules(const Call& call)
+      : query_offsets(offsets_on_host(call.queries, call.q.size(0))),
+        of_one_row(call.is_of_one_row()) {
+    key_offsets = of_one_row ? query_offsets : offsets_on_host(call.keys, call.k.size(0));
+    constexpr int64_t kEndless = std::numeric_limits<int32_t>::max();
+    const auto endless = [](const Tensor& like) {
+      return at::arange(2, like.options()).mul_(kEndless);
+    };
+    device_offsets = of_one_row ? call.queries.offsets : endless(call.queries.offsets);
+    host_offsets = of_one_row ? query_offsets : endless(query_offsets);
+    device.segments.seqlens = {device_offsets.const_data_ptr<int32_t>(),
+                               device_offsets.size(0) - 1};
+    device.segments.total_tokens = of_one_row ? call.q.size(0) : kEndless;
     device.causal = call.causal;
     device.window = call.window.value_or(0);
     cuts_all = call.softcap.has_value();
@@ -90,44 +138,73 @@ struct Rules {
     }
   }
 
-  // Return the keys of the queries [first, last) of a segment. The bounds of keys ascend with the
-  // tokens, so the first and the last query determine them.
-  KeyRange keys_of(int64_t first, int64_t last, int64_t segment) const {
-    if (!spans_are_known)
-      return {host.segments.seqlens.begin(segment), host.segments.seqlens.begin(segment + 1)};
-    return {host.keys_of(first, segment).first, host.keys_of(last - 1, segment).end};
+  int64_t count() const { return query_offsets.size(0) - 1; }
+
+  // Return sequence i, without the queries that see no key.
+  Pair pair(int64_t i) const {
+    const auto* queries = query_offsets.const_data_ptr<int32_t>();
+    const auto* keys = key_offsets.const_data_ptr<int32_t>();
+    Pair pair{queries[i], queries[i + 1], keys[i], keys[i + 1]};
+    if (of_one_row) {
+      pair.segment = i;
+      return pair;
+    }
+    const int64_t surplus = pair.queries() - pair.keys();  // of queries
+    pair.query_shift = std::max<int64_t>(0, -surplus) - pair.query_begin;
+    pair.key_shift = std::max<int64_t>(0, surplus) - pair.key_begin;
+    int64_t blind = 0;
+    if (host.causal) {
+      blind = surplus;
+    } else if (host.window > 0) {
+      blind = surplus + 1 - host.window;
+    }
+    pair.query_begin += std::clamp<int64_t>(blind, 0, pair.queries());
+    return pair;
   }
 
-  // Return whether a span may start in the tokens [begin, end).
-  bool has_span(int64_t begin, int64_t end) const {
+  // Return the keys of the queries [first, last) of a pair. The bounds of keys ascend with the
+  // queries, so the first and the last query determine them.
+  KeyRange keys_of(int64_t first, int64_t last, const Pair& pair) const {
+    if (!spans_are_known) return {pair.key_begin, pair.key_end};
+    const auto of = [&](int64_t query) {
+      return host.keys_of(query + pair.query_shift, pair.segment);
+    };
+    return {std::max(of(first).first - pair.key_shift, pair.key_begin),
+            std::min(of(last - 1).end - pair.key_shift, pair.key_end)};
+  }
+
+  // Return whether a span may start in the pair.
+  bool has_span(const Pair& pair) const {
     if (!spans_are_known) return true;
-    const int64_t last = host.span_before(end - 1);
-    return last >= 0 && host.spans[2 * last] >= begin;
+    const int64_t last = host.span_before(pair.query_end - 1);
+    return last >= 0 && host.spans[2 * last] >= pair.query_begin;
   }
 };
 
-// Call `visit` for each tile. A segment is one tile, unless a window or spans need a mask, or a
-// soft cap needs the scores: then it is cut into runs of queries, each with the keys within its
-// reach.
+// Call `visit` for each tile. A sequence is one tile, unless a window, spans or keys before the
+// first query need a mask, or a soft cap needs the scores: then it is cut into runs of queries,
+// each with the keys within its reach.
 template <typename F>
 void for_each_tile(const Rules& rules, const F& visit) {
   const MaskRule& rule = rules.host;
-  for (int64_t segment = 0; segment < rule.segments.seqlens.n_seqs; ++segment) {
-    const int64_t begin = rule.segments.seqlens.begin(segment);
-    const int64_t end = rule.segments.seqlens.begin(segment + 1);
-    if (begin == end) continue;
-    const bool windowed = rule.window > 0 && rule.window < end - begin;
-    if (!windowed && !rules.cuts_all && !rules.has_span(begin, end)) {
-      visit(Tile{begin, end, begin, end, false});
+  for (int64_t i = 0; i < rules.count(); ++i) {
+    const Pair pair = rules.pair(i);
+    if (pair.queries() == 0 || pair.keys() == 0) continue;
+    const auto visit_run = [&](int64_t first, int64_t last, KeyRange keys, bool masked) {
+      visit(Tile{first, last, keys.first, keys.end, pair.query_shift, pair.key_shift, masked});
+    };
+    const bool windowed = rule.window > 0 && rule.window < std::max(pair.queries(), pair.keys());
+    const bool is_square = pair.query_begin + pair.query_shift == pair.key_begin + pair.key_shift;
+    if (!windowed && !rules.cuts_all && (!rule.causal || is_square) && !rules.has_span(pair)) {
+      visit_run(pair.query_begin, pair.query_end, {pair.key_begin, pair.key_end}, false);
       continue;
     }
     constexpr int64_t kShortestRun = 128;
     constexpr int64_t kRun = 1024;
     const int64_t run = windowed ? std::max(kShortestRun, rule.window) : kRun;
-    for (int64_t first = begin; first < end; first += run) {
-      const int64_t last = std::min(first + run, end);
-      const KeyRange keys = rules.keys_of(first, last, segment);
-      visit(Tile{first, last, keys.first, keys.end, true});
+    for (int64_t first = pair.query_begin; first < pair.query_end; first += run) {
+      const int64_t last = std::min(first + run, pair.query_end);
+      visit_run(first, last, rules.keys_of(first, last, pair), true);
     }
   }
 }
@@ -143,7 +220,8 @@ class TileAttention {
         kernel_(softcap_.has_value() ? Kernel::kPlain : kernel_for(q)) {
     // The plain kernel has no causal option.
     if (tile.masked || (causal_ && kernel_ == Kernel::kPlain)) {
-      mask_ = mask_of_tile(rule, tile.query_begin, tile.queries(), tile.key_begin, tile.keys(), q);
+      mask_ = mask_of_tile(rule, tile.query_begin + tile.query_shift, tile.queries(),
+                           tile.key_begin + tile.key_shift, tile.keys(), q);
     }
   }
 
@@ -279,7 +357,8 @@ Tensor prepared(const Tensor& rows, int64_t head_dim) {
 }
 
 std::string obstacle(const Call& call) {
-  return call.is_of_one_row() ? "" : "its queries and keys are the same tokens";
+  const bool fits = call.is_of_one_row() || !call.spans.has_value();
+  return fits ? "" : "its spans are of a row of queries and keys";
 }
 
 void warn(const Call& call) {
@@ -301,7 +380,9 @@ Output forward(const Call& call) {
   const Tensor v = prepared(call.v, head_dim);
   Tensor out = at::zeros({q.size(0), heads, value_dim}, q.options());
   const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  Tensor logsumexp = at::zeros({heads, q.size(0)}, q.options().dtype(lse_type));
+  Tensor logsumexp = at::full({heads, q.size(0)}, -std::numeric_limits<double>::infinity(),
+                              q.options().dtype(lse_type));
+  zero_tail({logsumexp.t()}, call.queries);
   for_each_tile(rules, [&](const Tile& tile) {
     const auto [tile_out, tile_lse] =
         TileAttention(tile, rules.device, call, q)

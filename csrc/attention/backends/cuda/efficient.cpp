@@ -25,9 +25,6 @@ std::string obstacle(const Call& call) {
   if (call.spans.has_value()) return "it has no spans";
   if (call.softcap.has_value()) return "it has no soft cap";
   if (call.window.has_value() && !call.causal) return "it has no two-sided window";
-  if (call.causal && !call.is_of_one_row()) {
-    return "it is causal only where queries and keys are the same tokens";
-  }
   return "";
 }
 
@@ -61,8 +58,11 @@ Tensor reduce_groups(const Tensor& rows, int64_t heads) {
   return group == 1 ? rows : rows.unflatten(1, {heads, group}).sum(2);
 }
 
-// 1 is a causal mask aligned at the top left. For equal lengths this is the only alignment.
-int64_t mask_type(const Call& call) { return call.causal ? 1 : 0; }
+// 1 is a causal mask aligned at the top left, 2 at the bottom right.
+int64_t mask_type(const Call& call) {
+  if (!call.causal) return 0;
+  return call.is_of_one_row() ? 1 : 2;
+}
 
 // The kernel's logsumexp is [n_seqs, heads, longest rounded up to 32], ours is [heads, tokens].
 // unpad_logsumexp and pad_logsumexp convert between them.
@@ -90,6 +90,11 @@ Output forward(const Call& call) {
   Tensor out =
       unpad_last_dim(std::get<0>(result).squeeze(0), call.v.size(2)).to(call.q.scalar_type());
   Tensor logsumexp = unpad_logsumexp(std::get<1>(result), call.queries.offsets, call.q.size(0));
+  if (!call.is_of_one_row()) {
+    const Tensor alone = queries_without_keys(call);
+    out.masked_fill_(alone.unsqueeze(1).unsqueeze(2), 0);
+    logsumexp.masked_fill_(alone.unsqueeze(0), -std::numeric_limits<double>::infinity());
+  }
   zero_tail({out, logsumexp.t()}, call.queries);
   return {out, logsumexp};
 }
@@ -123,6 +128,9 @@ Gradients backward(const Call& call, const Outer& outer) {
     return reduce_groups(own, like.size(1)).to(like.scalar_type()).contiguous();
   };
   Tensor grad_q = finish(std::get<0>(result), call.q);
+  if (!call.is_of_one_row()) {  // the kernel leaves the gradients of queries without keys unwritten
+    grad_q.masked_fill_(queries_without_keys(call).unsqueeze(1).unsqueeze(2), 0);
+  }
   Tensor grad_k = finish(std::get<1>(result), call.k);
   Tensor grad_v = finish(std::get<2>(result), call.v);
   return with_zero_tails(call, {grad_q, grad_k, grad_v});

@@ -31,6 +31,8 @@ std::string obstacle(const Call& call) {
 // tail.
 int64_t longest_of(const Sequences& sequences) { return std::max<int64_t>(sequences.longest, 2); }
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
 Output forward(const Call& call) {
   const int64_t head_dim = flash_head_dim(call);
   const FlashWindow window(call);
@@ -41,6 +43,8 @@ Output forward(const Call& call) {
       window.right);
   Tensor out = unpad_last_dim(std::get<0>(result), call.v.size(2));
   Tensor logsumexp = std::get<1>(result);
+  // flash-attention's logsumexp of a query without keys is inf.
+  if (!call.is_of_one_row()) logsumexp.masked_fill_(logsumexp.eq(kInfinity), -kInfinity);
   zero_tail({out, logsumexp.t()}, call.queries);
   return {out, logsumexp};
 }
@@ -108,8 +112,11 @@ Gradients backward(const Call& call, const Outer& outer) {
   padded.q = flash_rows(call.q, head_dim);
   padded.k = flash_rows(call.k, head_dim);
   padded.v = flash_rows(call.v, head_dim);
+  const Tensor logsumexp =
+      call.is_of_one_row() ? outer.logsumexp
+                           : outer.logsumexp.masked_fill(outer.logsumexp.eq(-kInfinity), kInfinity);
   const Outer padded_outer{flash_rows(outer.grad_out.contiguous(), head_dim),
-                           flash_rows(outer.out, head_dim), outer.logsumexp.contiguous()};
+                           flash_rows(outer.out, head_dim), logsumexp.contiguous()};
   const int64_t heads_per_call = heads_per_backward(padded);
   auto [grad_q, grad_k, grad_v] = heads_per_call >= call.q.size(1)
                                       ? backward_once(padded, padded_outer)
