@@ -9,16 +9,9 @@
 // a call makes the same choice as its forward.
 namespace cuseq::attention {
 
-struct Choice {
-  const Backend* backend = nullptr;
-  std::string reason;
-};
-
-// Return the backend for a call. Raise ValueError if call.backend names one that cannot take it.
-const Backend& backend_of(const Call& call);
-
-// Return the same backend, and why it was chosen.
-CUSEQ_API Choice explained_choice(const Call& call);
+// Return the backend for a call, and write to `reason`, if given, why it was chosen. Raise
+// ValueError if call.backend names one that cannot take it.
+CUSEQ_API const Backend& backend_of(const Call& call, std::string* reason = nullptr);
 
 // Say why a backend whose kernels come from Python is not there. Empty if it is.
 CUSEQ_API void set_missing(const std::string& name, const std::string& why);

@@ -8,7 +8,7 @@ namespace {
 
 using attention::Facts;
 using attention::Measured;
-using Times = std::map<std::string, double>;
+using Times = std::map<std::string, double, std::less<>>;
 
 // The columns of the table in python/cuseq/_attention_table.csv, in their order.
 using FactsRow =
@@ -45,8 +45,9 @@ std::pair<std::string, std::string> attention_choice(
       attention::row_of(q, k, v,
                         {cu_seqlens, host_meta, causal, window, scale, max_seqlen_bound, spans,
                          cu_seqlens_padded, softcap, backend});
-  const auto choice = attention::explained_choice(row.call);
-  return {choice.backend->name, choice.reason};
+  std::string reason;
+  const attention::Backend& chosen = attention::backend_of(row.call, &reason);
+  return {chosen.name, reason};
 }
 
 }  // namespace

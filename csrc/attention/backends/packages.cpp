@@ -84,16 +84,19 @@ Tensor package_rows(const Tensor& rows, const Sequences& sequences, int64_t head
 }
 
 template <typename Package>
-std::string obstacle(const Call& call) {
+bool takes(const Call& call, std::string* why) {
   const auto key = call.q.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   if (!ops<Package>().forward.hasKernelForDispatchKey(key)) {
-    return call.q.is_cuda() ? why_missing(Package::name)
-                            : "it runs on CUDA, got a tensor on the CPU";
+    if (!call.q.is_cuda()) return refuse(why, "it runs on CUDA, got a tensor on the CPU");
+    if (why != nullptr) *why = why_missing(Package::name);
+    return false;
   }
   if (at::globalContext().deterministicAlgorithms()) {
-    return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for";
+    return refuse(why,
+                  "its backward is not deterministic, which torch.use_deterministic_algorithms "
+                  "asks for");
   }
-  return flash_obstacle(call);
+  return flash_takes(call, why);
 }
 
 template <typename Package>
@@ -146,10 +149,8 @@ Gradients backward(const Call& call, const Outer& outer) {
 }
 
 // Below PyTorch's flash kernels: where nobody measured them, nobody ran them either.
-const RegisterBackend fa4({Fa4::name, /*preference=*/90, obstacle<Fa4>, forward<Fa4>,
-                           backward<Fa4>});
-const RegisterBackend fa3({Fa3::name, /*preference=*/80, obstacle<Fa3>, forward<Fa3>,
-                           backward<Fa3>});
+const RegisterBackend fa4({Fa4::name, /*preference=*/90, takes<Fa4>, forward<Fa4>, backward<Fa4>});
+const RegisterBackend fa3({Fa3::name, /*preference=*/80, takes<Fa3>, forward<Fa3>, backward<Fa3>});
 
 }  // namespace
 }  // namespace cuseq::attention

@@ -278,8 +278,8 @@ Tensor prepared(const Tensor& rows, int64_t head_dim) {
   return TileAttention::is_efficient(rows) ? aligned_rows(padded) : padded;
 }
 
-std::string obstacle(const Call& call) {
-  return call.is_of_one_row() ? "" : "its queries and keys are the same tokens";
+bool takes(const Call& call, std::string* why) {
+  return call.is_of_one_row() || refuse(why, "its queries and keys are the same tokens");
 }
 
 void warn(const Call& call) {
@@ -348,7 +348,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return {grad_q, grad_k, grad_v};
 }
 
-const RegisterBackend registered({"segments", /*preference=*/0, obstacle, forward, backward, warn});
+const RegisterBackend registered({"segments", /*preference=*/0, takes, forward, backward, warn});
 
 }  // namespace
 }  // namespace cuseq::attention

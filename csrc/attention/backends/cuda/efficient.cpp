@@ -19,16 +19,18 @@
 namespace cuseq::attention {
 namespace {
 
-std::string obstacle(const Call& call) {
-  if (!call.q.is_cuda()) return "it runs on CUDA, got a tensor on the CPU";
-  if (call.q.scalar_type() == at::kDouble) return "it takes fp16, bf16 and fp32, got fp64";
-  if (call.spans.has_value()) return "it has no spans";
-  if (call.softcap.has_value()) return "it has no soft cap";
-  if (call.window.has_value() && !call.causal) return "it has no two-sided window";
-  if (call.causal && !call.is_of_one_row()) {
-    return "it is causal only where queries and keys are the same tokens";
+bool takes(const Call& call, std::string* why) {
+  if (!call.q.is_cuda()) return refuse(why, "it runs on CUDA, got a tensor on the CPU");
+  if (call.q.scalar_type() == at::kDouble) {
+    return refuse(why, "it takes fp16, bf16 and fp32, got fp64");
   }
-  return "";
+  if (call.spans.has_value()) return refuse(why, "it has no spans");
+  if (call.softcap.has_value()) return refuse(why, "it has no soft cap");
+  if (call.window.has_value() && !call.causal) return refuse(why, "it has no two-sided window");
+  if (call.causal && !call.is_of_one_row()) {
+    return refuse(why, "it is causal only where queries and keys are the same tokens");
+  }
+  return true;
 }
 
 void warn(const Call& call) {
@@ -128,8 +130,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return with_zero_tails(call, {grad_q, grad_k, grad_v});
 }
 
-const RegisterBackend registered({"efficient", /*preference=*/50, obstacle, forward, backward,
-                                  warn});
+const RegisterBackend registered({"efficient", /*preference=*/50, takes, forward, backward, warn});
 
 }  // namespace
 }  // namespace cuseq::attention
