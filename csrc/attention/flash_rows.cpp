@@ -5,6 +5,7 @@
 #include "attention/backend.h"
 #include "attention/rows.h"
 #include "cuseq/seqlens.h"
+#include "ops/dtype_name.h"
 
 namespace cuseq::attention {
 
@@ -26,7 +27,7 @@ FlashWindow::FlashWindow(const Call& call) {
 bool flash_takes(const Call& call, std::string* why) {
   const auto dtype = call.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) {
-    return refuse(why, "it takes fp16 and bf16, got ", dtype);
+    return refuse(why, "it takes fp16 and bf16, got ", dtype_name(dtype));
   }
   if (flash_head_dim(call) > kMaxFlashHeadDim) {
     return refuse(why, "it takes head_dim up to ", kMaxFlashHeadDim, ", got ",

@@ -15,6 +15,7 @@
 #include "attention/rows.h"
 #include "cuseq/cache.h"
 #include "ops/checks.h"
+#include "ops/dtype_name.h"
 #include "ops/mask_options.h"
 
 #ifdef CUSEQ_WITH_CUDA
@@ -285,7 +286,8 @@ bool takes(const Call& call, std::string* why) {
 void warn(const Call& call) {
   if (call.q.is_cpu() || call.spans.has_value() || call.softcap.has_value()) return;
   const bool two_sided_window = call.window.has_value() && !call.causal;
-  TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ", call.q.scalar_type(),
+  TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ",
+                  dtype_name(call.q.scalar_type()),
                   two_sided_window ? " with a two-sided window" : "",
                   " here, so sequences run one by one, and offsets that only the device knows "
                   "are copied to the host once, a synchronisation");

@@ -13,6 +13,7 @@
 #include "cuseq/seqlens.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/token_metadata.h"
 
 // PyTorch's memory-efficient kernel: for fp32, wide heads and GPUs without flash attention.
@@ -37,7 +38,7 @@ void warn(const Call& call) {
   TORCH_WARN_ONCE(
       "cuseq.varlen_attention: flash attention takes fp16 and bf16, head_dim up to 256 "
       "and GPUs from sm_80 on, got ",
-      call.q.scalar_type(), " and head_dim ", call.q.size(2),
+      dtype_name(call.q.scalar_type()), " and head_dim ", call.q.size(2),
       "; PyTorch's memory-efficient kernel runs instead, exact but slower");
 }
 
