@@ -486,7 +486,7 @@ def test_fills_are_checked(function, device):
     refused(ids, fill=0.5, message=r"fill\[0\].*torch.int64.*0.5")
     refused(ids, fill=math.nan, message=r"fill\[0\].*torch.int64")
     refused(ids, ids.bool(), fill=-100, message=r"fill\[1\].*torch.bool.*-100")
-    refused(ids.byte(), fill=-100, message=r"fill\[0\].*Byte.*-100")
+    refused(ids.byte(), fill=-100, message=r"fill\[0\].*torch.uint8.*-100")
     refused(ids.half(), fill=1e6, message=r"fill\[0\].*torch.float16")
 
 
