@@ -15,7 +15,7 @@ namespace cuseq::attention {
 
 struct Backend {
   const char* name;
-  int preference;  // among backends that nobody measured, the largest wins
+  int preference;  // among backends without a measurement, the largest wins
   // Return whether the backend takes the call. If not and `why` is given, write to it why not and
   // what to do instead. Every eager call asks without `why`: then nothing may be allocated.
   bool (*takes)(const Call& call, std::string* why);

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <sstream>
 
 #include "attention/measured.h"
@@ -16,16 +14,6 @@ namespace {
 constexpr const char* kAuto = "auto";
 constexpr const char* kNames =
     "\"auto\", \"flash\", \"fa4\", \"fa3\", \"flex\", \"efficient\" or \"segments\"";
-
-struct Missing {
-  std::mutex mutex;
-  std::map<std::string, std::string> why;
-};
-
-Missing& missing() {
-  static auto* all = new Missing();
-  return *all;
-}
 
 const Backend* find_backend(const std::string& name) {
   const auto& all = backends();
@@ -82,16 +70,14 @@ const Backend* fastest_of(const Candidates& candidates, const Measured& row) {
   return fastest;
 }
 
-std::string only_reason(const Call& call, const Backend& only) {
-  std::ostringstream reason;
-  reason << "no other takes the call";
-  for (const Backend& other : backends()) {
-    if (&other == &only) continue;
+// Return which backends refuse the call and why, each after a semicolon.
+std::string refusals(const Call& call) {
+  std::ostringstream text;
+  for (const Backend& backend : backends()) {
     std::string why;
-    other.takes(call, &why);
-    reason << "; " << other.name << ": " << why;
+    if (!backend.takes(call, &why)) text << "; " << backend.name << ": " << why;
   }
-  return reason.str();
+  return text.str();
 }
 
 std::string measured_reason(const Measured& row, const Backend& fastest,
@@ -121,30 +107,19 @@ const Backend& backend_of(const Call& call, std::string* reason) {
   const Candidates candidates = candidates_for(call);
   const Backend& preferred = *candidates.front();
   if (candidates.size() == 1) {
-    if (reason != nullptr) *reason = only_reason(call, preferred);
+    if (reason != nullptr) *reason = "no other takes the call" + refusals(call);
     return preferred;
   }
   const Measured* row = closest_measured(facts_of(call));
   const Backend* fastest = row == nullptr ? nullptr : fastest_of(candidates, *row);
   if (fastest == nullptr) {
-    if (reason != nullptr) *reason = "usually the fastest; nothing like this call was measured";
+    if (reason != nullptr) {
+      *reason = "usually the fastest; nothing like this call was measured" + refusals(call);
+    }
     return preferred;
   }
-  if (reason != nullptr) *reason = measured_reason(*row, *fastest, candidates);
+  if (reason != nullptr) *reason = measured_reason(*row, *fastest, candidates) + refusals(call);
   return *fastest;
-}
-
-void set_missing(const std::string& name, const std::string& why) {
-  const std::lock_guard<std::mutex> guard(missing().mutex);
-  missing().why[name] = why;
-}
-
-std::string why_missing(const std::string& name) {
-  const std::lock_guard<std::mutex> guard(missing().mutex);
-  const auto found = missing().why.find(name);
-  return found == missing().why.end() ? "its kernels are launched from Python, through "
-                                        "cuseq.varlen_attention"
-                                      : found->second;
 }
 
 }  // namespace cuseq::attention

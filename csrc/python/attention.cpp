@@ -1,6 +1,7 @@
 #include "attention/choice.h"
 #include "attention/inputs.h"
 #include "attention/measured.h"
+#include "attention/packages.h"
 #include "python/bindings.h"
 
 namespace cuseq::python {
@@ -57,6 +58,7 @@ void bind_attention(py::module_& m) {
   m.def("closest_measured_attention", &closest_measured);
   m.def("set_missing_attention", &attention::set_missing);
   m.def("missing_attention", &attention::why_missing);
+  m.def("set_failed_attention", &attention::set_failed);
   m.def("attention_choice", &attention_choice, Released());
 }
 
