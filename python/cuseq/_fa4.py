@@ -71,7 +71,7 @@ def forward(
 ) -> None:
     """Compute attention into `out` and `logsumexp`, for the op `cuseq::fa4_forward`.
 
-    Rows are fp16 or bf16 `[tokens, heads, head_dim]` without a tail, `logsumexp` is fp32
+    Rows are fp16 or bf16 `[tokens, heads, head_dim]` with zeros in a tail; `logsumexp` is fp32
     `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens; a
     window does not count the query, and None is no window. Never synchronises.
     """
