@@ -11,7 +11,8 @@ output and gradients with the first line of each case.
 
 Host time is measured in two ways: for one call with its own backward, which includes starting
 autograd's engine and waking its thread, and per call of a stack of LAYERS calls under one backward,
-as in a model.
+as in a model. On a CPU a second table has the host time of calls whose kernels do nothing, in place
+of FlashAttention 4: what checks, the choice of a backend, allocation and autograd take.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.nn.attention.varlen import varlen_attn
 from workload import has_flash_attention_4, lognormal_lengths
 
 import cuseq
+from cuseq import _C, _backends, _packages
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -198,6 +200,42 @@ def contenders(case: Case, device: torch.device) -> list[Contender]:
     ]
 
 
+def empty_calls(heads: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Return the host time on a CPU of calls whose kernels do nothing, chosen and asked for."""
+    device = torch.device("cpu")
+    query_heads, key_heads, dim = heads
+    # The measurements of a GPU stand for a CPU, so that the choice compares the call with them.
+    rows = [((0, *facts[1:]), {"fa4": 1.0}) for facts, _ in _backends.read_table()]
+    _C.set_measured_attention(rows)
+    library = _packages.register_kernels("fa4", "empty", _nothing, _nothing, device="CPU")
+    shapes = [(64, n, dim) for n in (query_heads, key_heads, key_heads)]
+    q, k, v = (torch.zeros(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    layout = cuseq.PackedLayout.from_lengths([40, 24])
+    found = []
+    for backend in ("auto", "fa4"):
+
+        def forward(backend: str = backend) -> Tensor:
+            with torch.no_grad():
+                return cuseq.varlen_attention(q, k, v, layout, backend=backend)
+
+        def both(backend: str = backend) -> object:
+            out = cuseq.varlen_attention(q, k, v, layout, backend=backend)
+            return torch.autograd.grad(out, (q, k, v), out)
+
+        row = {"name": f'backend="{backend}"'}
+        for part, call in (("forward", forward), ("both", both)):
+            taken = timer.host_time(call, device=device, calls=200, warmup=50)
+            row |= {f"{part}_us": taken.median, f"{part}_low_us": taken.low}
+        found.append(row)
+    _C.set_measured_attention([])
+    del library
+    return found
+
+
+def _nothing(*tensors: object) -> None:
+    pass
+
+
 def error(found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients]) -> float:
     """Return the largest relative L2 distance among output, dq, dk and dv."""
     pairs = zip((found[0].detach(), *found[1]), (expected[0].detach(), *expected[1]), strict=True)
@@ -285,6 +323,10 @@ def main() -> None:
     if failed := [row["name"] for row in rows if "note" in row]:
         headings["note"] = "failed"
     report.tables.append(Table("Attention", headings, rows))
+    if not on_gpu:
+        headings = {"name": "attention", "forward_us": "forward us", "forward_low_us": "p10",
+                    "both_us": "forward + backward us", "both_low_us": "p10"}  # fmt: skip
+        report.tables.append(Table("Calls whose kernels do nothing", headings, empty_calls(heads)))
     report.write(args.out)
 
     names = list(dict.fromkeys(row["name"] for row in rows))

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/StringUtil.h>
+
 #include <string>
 #include <vector>
 
@@ -7,20 +9,28 @@
 
 // A backend executes attention calls. It is one file that registers itself here:
 //
-//   static const RegisterBackend registered({"flash", /*preference=*/100, obstacle, forward,
+//   static const RegisterBackend registered({"flash", /*preference=*/100, takes, forward,
 //   backward});
 namespace cuseq::attention {
 
 struct Backend {
   const char* name;
-  int preference;  // among backends that nobody measured, the largest wins
-  // Return an empty string if the backend takes the call, else why not and what to do instead.
-  std::string (*obstacle)(const Call& call);
+  int preference;  // among backends without a measurement, the largest wins
+  // Return whether the backend takes the call. If not and `why` is given, write to it why not and
+  // what to do instead. Every eager call asks without `why`: then nothing may be allocated.
+  bool (*takes)(const Call& call, std::string* why);
   Output (*forward)(const Call& call);
   Gradients (*backward)(const Call& call, const Outer& outer);
   // Warn once per process about the cost of falling back to this backend; may be null.
   void (*warn)(const Call& call) = nullptr;
 };
+
+// Return false for `takes`, and write the reason if it is wanted.
+template <typename... Parts>
+bool refuse(std::string* why, const Parts&... parts) {
+  if (why != nullptr) *why = c10::str(parts...);
+  return false;
+}
 
 struct RegisterBackend {
   explicit RegisterBackend(const Backend& backend);

@@ -31,6 +31,20 @@ std::string profiled_name(const Backend& backend) {
   return std::string("cuseq attention: ") + backend.name;
 }
 
+// Run a call with the backend that is chosen for it. If "auto" chose a package that failed and said
+// so, which makes it refuse the call from then on, run the next backend.
+template <typename Run>
+auto run_with_backend(const Call& call, const Run& run) {
+  const Backend& backend = chosen_backend(call);
+  try {
+    RECORD_USER_SCOPE(profiled_name(backend));
+    return run(backend);
+  } catch (...) {
+    if (backend.takes(call, nullptr)) throw;
+  }
+  return run_with_backend(call, run);
+}
+
 bool is_empty(const Call& call) {
   return call.queries.count() == 0 || call.queries.longest == 0 || call.keys.longest == 0;
 }
@@ -48,9 +62,7 @@ RegisterBackend::RegisterBackend(const Backend& backend) {
 
 Output attend(const Call& call) {
   if (!is_empty(call)) {
-    const Backend& backend = chosen_backend(call);
-    RECORD_USER_SCOPE(profiled_name(backend));
-    return backend.forward(call);
+    return run_with_backend(call, [&](const Backend& backend) { return backend.forward(call); });
   }
   const Tensor& q = call.q;
   const auto lse_type = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -62,9 +74,8 @@ Output attend(const Call& call) {
 
 Gradients attend_backward(const Call& call, const Outer& outer) {
   if (!is_empty(call)) {
-    const Backend& backend = chosen_backend(call);
-    RECORD_USER_SCOPE(profiled_name(backend));
-    return backend.backward(call, outer);
+    return run_with_backend(call,
+                            [&](const Backend& backend) { return backend.backward(call, outer); });
   }
   return {at::zeros(call.q.sizes(), call.q.options()), at::zeros(call.k.sizes(), call.k.options()),
           at::zeros(call.v.sizes(), call.v.options())};

@@ -1,8 +1,9 @@
 #include "attention/choice.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
-#include <map>
-#include <mutex>
+#include <limits>
 #include <sstream>
 
 #include "attention/measured.h"
@@ -14,16 +15,6 @@ constexpr const char* kAuto = "auto";
 constexpr const char* kNames =
     "\"auto\", \"flash\", \"fa4\", \"fa3\", \"flex\", \"efficient\" or \"segments\"";
 
-struct Missing {
-  std::mutex mutex;
-  std::map<std::string, std::string> why;
-};
-
-Missing& missing() {
-  static auto* all = new Missing();
-  return *all;
-}
-
 const Backend* find_backend(const std::string& name) {
   const auto& all = backends();
   const auto found =
@@ -31,6 +22,7 @@ const Backend* find_backend(const std::string& name) {
   return found == all.end() ? nullptr : &*found;
 }
 
+// Return the backend that the call names. Raise ValueError if it cannot take the call.
 const Backend& named_backend(const Call& call) {
   const std::string& name = call.backend;
   TORCH_CHECK_VALUE(name != "flex",
@@ -43,48 +35,61 @@ const Backend& named_backend(const Call& call) {
                     "reinstall it where nvcc and a CUDA build of torch are found");
 #endif
   TORCH_CHECK_VALUE(backend != nullptr, "backend must be ", kNames, ", got \"", name, "\"");
-  const std::string obstacle = backend->obstacle(call);
-  TORCH_CHECK_VALUE(obstacle.empty(), "backend=\"", name, "\" cannot take this call: ", obstacle,
-                    "; backend=\"auto\" chooses one that can");
+  if (!backend->takes(call, nullptr)) {
+    std::string why;
+    backend->takes(call, &why);
+    TORCH_CHECK_VALUE(false, "backend=\"", name, "\" cannot take this call: ", why,
+                      "; backend=\"auto\" chooses one that can");
+  }
   return *backend;
 }
 
-struct Candidates {
-  std::vector<const Backend*> all;
+// The backends that take a call, sorted by descending preference.
+using Candidates = c10::SmallVector<const Backend*, 8>;
 
-  explicit Candidates(const Call& call) {
-    for (const Backend& backend : backends()) {
-      if (backend.obstacle(call).empty()) all.push_back(&backend);
-    }
-    TORCH_INTERNAL_ASSERT(!all.empty(), "no attention backend takes the call");
+Candidates candidates_for(const Call& call) {
+  Candidates candidates;
+  for (const Backend& backend : backends()) {
+    if (backend.takes(call, nullptr)) candidates.push_back(&backend);
   }
+  TORCH_INTERNAL_ASSERT(!candidates.empty(), "no attention backend takes the call");
+  return candidates;
+}
 
-  // Return the fastest candidate of a row of measurements, or null if none was measured.
-  const Backend* fastest(const Measured* row) const {
-    if (row == nullptr) return nullptr;
-    const Backend* best = nullptr;
-    double least = 0;
-    for (const Backend* backend : all) {
-      const auto found = row->us.find(backend->name);
-      if (found == row->us.end()) continue;
-      if (best == nullptr || found->second < least) {
-        best = backend;
-        least = found->second;
-      }
+// Return the fastest candidate of a row of measurements, or null if none was measured.
+const Backend* fastest_of(const Candidates& candidates, const Measured& row) {
+  const Backend* fastest = nullptr;
+  double least = std::numeric_limits<double>::infinity();
+  for (const Backend* backend : candidates) {
+    const auto found = row.us.find(backend->name);
+    if (found != row.us.end() && found->second < least) {
+      fastest = backend;
+      least = found->second;
     }
-    return best;
   }
-};
+  return fastest;
+}
 
-std::string measured_reason(const Measured& row, const Backend& chosen, const Candidates& among) {
+// Return which backends refuse the call and why, each after a semicolon.
+std::string refusals(const Call& call) {
+  std::ostringstream text;
+  for (const Backend& backend : backends()) {
+    std::string why;
+    if (!backend.takes(call, &why)) text << "; " << backend.name << ": " << why;
+  }
+  return text.str();
+}
+
+std::string measured_reason(const Measured& row, const Backend& fastest,
+                            const Candidates& candidates) {
   std::ostringstream reason;
   reason << "the fastest where it was measured (sm_" << row.facts.sm << ", head_dim "
          << row.facts.head_dim << ", " << row.facts.mask << ", " << row.facts.tokens
-         << " tokens in " << row.facts.sequences << " sequences): " << row.us.at(chosen.name)
+         << " tokens in " << row.facts.sequences << " sequences): " << row.us.at(fastest.name)
          << " us";
-  for (const Backend* other : among.all) {
+  for (const Backend* other : candidates) {
     const auto found = row.us.find(other->name);
-    if (other != &chosen && found != row.us.end()) {
+    if (other != &fastest && found != row.us.end()) {
       reason << ", " << other->name << " " << found->second;
     }
   }
@@ -93,43 +98,28 @@ std::string measured_reason(const Measured& row, const Backend& chosen, const Ca
 
 }  // namespace
 
-const Backend& backend_of(const Call& call) {
-  if (call.backend != kAuto) return named_backend(call);
-  const Candidates candidates(call);
-  if (candidates.all.size() == 1) return *candidates.all.front();
-  const Backend* fastest = candidates.fastest(closest_measured(facts_of(call)));
-  return fastest == nullptr ? *candidates.all.front() : *fastest;
-}
-
-Choice explained_choice(const Call& call) {
-  if (call.backend != kAuto) return {&named_backend(call), "it was asked for"};
-  const Candidates candidates(call);
-  if (candidates.all.size() == 1) {
-    std::ostringstream reason;
-    reason << "no other takes the call";
-    for (const Backend& other : backends()) {
-      if (&other == candidates.all.front()) continue;
-      reason << "; " << other.name << ": " << other.obstacle(call);
-    }
-    return {candidates.all.front(), reason.str()};
+const Backend& backend_of(const Call& call, std::string* reason) {
+  if (call.backend != kAuto) {
+    const Backend& named = named_backend(call);
+    if (reason != nullptr) *reason = "it was asked for";
+    return named;
+  }
+  const Candidates candidates = candidates_for(call);
+  const Backend& preferred = *candidates.front();
+  if (candidates.size() == 1) {
+    if (reason != nullptr) *reason = "no other takes the call" + refusals(call);
+    return preferred;
   }
   const Measured* row = closest_measured(facts_of(call));
-  const Backend* fastest = candidates.fastest(row);
-  if (fastest != nullptr) return {fastest, measured_reason(*row, *fastest, candidates)};
-  return {candidates.all.front(), "usually the fastest; nothing like this call was measured"};
-}
-
-void set_missing(const std::string& name, const std::string& why) {
-  const std::lock_guard<std::mutex> guard(missing().mutex);
-  missing().why[name] = why;
-}
-
-std::string why_missing(const std::string& name) {
-  const std::lock_guard<std::mutex> guard(missing().mutex);
-  const auto found = missing().why.find(name);
-  return found == missing().why.end() ? "its kernels are launched from Python, through "
-                                        "cuseq.varlen_attention"
-                                      : found->second;
+  const Backend* fastest = row == nullptr ? nullptr : fastest_of(candidates, *row);
+  if (fastest == nullptr) {
+    if (reason != nullptr) {
+      *reason = "usually the fastest; nothing like this call was measured" + refusals(call);
+    }
+    return preferred;
+  }
+  if (reason != nullptr) *reason = measured_reason(*row, *fastest, candidates) + refusals(call);
+  return *fastest;
 }
 
 }  // namespace cuseq::attention

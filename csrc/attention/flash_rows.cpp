@@ -1,11 +1,11 @@
 #include "attention/flash_rows.h"
 
-#include <c10/util/StringUtil.h>
-
 #include <algorithm>
 
+#include "attention/backend.h"
 #include "attention/rows.h"
 #include "cuseq/seqlens.h"
+#include "ops/dtype_name.h"
 
 namespace cuseq::attention {
 
@@ -24,18 +24,18 @@ FlashWindow::FlashWindow(const Call& call) {
   right = call.causal ? 0 : *left;
 }
 
-std::string flash_obstacle(const Call& call) {
+bool flash_takes(const Call& call, std::string* why) {
   const auto dtype = call.q.scalar_type();
   if (dtype != at::kHalf && dtype != at::kBFloat16) {
-    return c10::str("it takes fp16 and bf16, got ", dtype);
+    return refuse(why, "it takes fp16 and bf16, got ", dtype_name(dtype));
   }
   if (flash_head_dim(call) > kMaxFlashHeadDim) {
-    return c10::str("it takes head_dim up to ", kMaxFlashHeadDim, ", got ",
-                    std::max(call.q.size(2), call.v.size(2)));
+    return refuse(why, "it takes head_dim up to ", kMaxFlashHeadDim, ", got ",
+                  std::max(call.q.size(2), call.v.size(2)));
   }
-  if (call.spans.has_value()) return "it has no spans";
-  if (call.softcap.has_value()) return "it has no soft cap with a backward";
-  return "";
+  if (call.spans.has_value()) return refuse(why, "it has no spans");
+  if (call.softcap.has_value()) return refuse(why, "it has no soft cap with a backward");
+  return true;
 }
 
 }  // namespace cuseq::attention

@@ -24,7 +24,7 @@ struct FlashWindow {
   explicit FlashWindow(const Call& call);
 };
 
-// Return why no flash-attention kernel takes the call, or an empty string.
-std::string flash_obstacle(const Call& call);
+// Return whether flash-attention kernels take the call; see Backend::takes.
+bool flash_takes(const Call& call, std::string* why);
 
 }  // namespace cuseq::attention

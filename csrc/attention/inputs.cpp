@@ -9,6 +9,7 @@
 #include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/mask_options.h"
 #include "ops/scan_lengths.h"
 
@@ -21,8 +22,8 @@ void check_heads(const Tensor& tensor, const char* name, const Tensor& q) {
   TORCH_CHECK_VALUE(tensor.size(0) == q.size(0), name, " must have as many tokens as q, ",
                     q.size(0), ", got ", tensor.size(0));
   TORCH_CHECK_TYPE(tensor.is_floating_point() && tensor.scalar_type() == q.scalar_type(), name,
-                   " must be floating point and of q's dtype, ", q.scalar_type(), ", got ",
-                   tensor.scalar_type());
+                   " must be floating point and of q's dtype, ", dtype_name(q.scalar_type()),
+                   ", got ", dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must lie on q's device, ", q.device(),
                     ", got ", tensor.device());
   TORCH_CHECK_VALUE(tensor.stride(2) == 1 || tensor.numel() == 0 || tensor.size(2) == 1, name,
@@ -166,8 +167,8 @@ Outer outer_of(const Tensor& grad_out, const Tensor& out, const Tensor& logsumex
                          at::ScalarType dtype) {
     TORCH_CHECK_VALUE(tensor.sizes() == sizes, name, " must have shape ", sizes, ", got ",
                       tensor.sizes());
-    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be of dtype ", dtype, ", got ",
-                     tensor.scalar_type());
+    TORCH_CHECK_TYPE(tensor.scalar_type() == dtype, name, " must be of dtype ", dtype_name(dtype),
+                     ", got ", dtype_name(tensor.scalar_type()));
     TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must lie on q's device, ", q.device(),
                       ", got ", tensor.device());
   };

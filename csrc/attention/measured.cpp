@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <memory>
+#include <utility>
 
 #include "ops/checks.h"
 
@@ -15,30 +15,42 @@
 namespace cuseq::attention {
 namespace {
 
+// Binary logarithms of a call's sizes: sizes are compared by ratios.
+struct Logarithms {
+  double head_dim;
+  double tokens;
+  double window;
+  double mean_length;
+
+  explicit Logarithms(const Facts& facts)
+      : head_dim(of(facts.head_dim)),
+        tokens(of(facts.tokens)),
+        window(of(facts.window)),
+        mean_length(of(facts.tokens / std::max<int64_t>(facts.sequences, 1))) {}
+
+  static double of(int64_t size) {
+    return std::log2(static_cast<double>(std::max<int64_t>(size, 1)));
+  }
+};
+
+// A row of the table with its logarithms: every call is compared with every row.
+struct Entry {
+  Measured row;
+  Logarithms logarithms;
+};
+
 // Readers hold pointers into it without a lock, so a table that was replaced is never freed. A
 // process loads one; only tests load more.
-std::atomic<const std::vector<Measured>*>& table() {
-  static std::atomic<const std::vector<Measured>*> rows{new std::vector<Measured>()};
-  return rows;
-}
-
-double ratio(int64_t one, int64_t other) {
-  const auto at_least_one = [](int64_t size) {
-    return static_cast<double>(std::max<int64_t>(size, 1));
-  };
-  return std::abs(std::log2(at_least_one(one) / at_least_one(other)));
-}
-
-int64_t mean_length(const Facts& facts) {
-  return facts.tokens / std::max<int64_t>(facts.sequences, 1);
+std::atomic<const std::vector<Entry>*>& table() {
+  static std::atomic<const std::vector<Entry>*> entries{new std::vector<Entry>()};
+  return entries;
 }
 
 // The head dimension decides which tiles a kernel has, so it counts more than the sizes.
-double distance(const Facts& one, const Facts& other) {
-  const bool both_know = one.sequences > 0 && other.sequences > 0;
-  return 4 * ratio(one.head_dim, other.head_dim) + ratio(one.tokens, other.tokens) +
-         ratio(one.window, other.window) +
-         (both_know ? ratio(mean_length(one), mean_length(other)) : 0.0);
+double distance(const Logarithms& one, const Logarithms& other, bool both_know_sequences) {
+  return 4 * std::abs(one.head_dim - other.head_dim) + std::abs(one.tokens - other.tokens) +
+         std::abs(one.window - other.window) +
+         (both_know_sequences ? std::abs(one.mean_length - other.mean_length) : 0.0);
 }
 
 bool comparable(const Facts& one, const Facts& other) {
@@ -79,18 +91,26 @@ Facts facts_of(const Call& call) {
 }
 
 void set_measured(std::vector<Measured> rows) {
-  table().store(new std::vector<Measured>(std::move(rows)), std::memory_order_release);
+  auto* entries = new std::vector<Entry>();
+  entries->reserve(rows.size());
+  for (Measured& row : rows) {
+    const Logarithms logarithms(row.facts);
+    entries->push_back({std::move(row), logarithms});
+  }
+  table().store(entries, std::memory_order_release);
 }
 
 const Measured* closest_measured(const Facts& facts) {
+  const Logarithms logarithms(facts);
   const Measured* closest = nullptr;
   double least = std::numeric_limits<double>::infinity();
-  for (const Measured& row : *table().load(std::memory_order_acquire)) {
-    if (!comparable(row.facts, facts)) continue;
-    const double apart = distance(row.facts, facts);
+  for (const Entry& entry : *table().load(std::memory_order_acquire)) {
+    if (!comparable(entry.row.facts, facts)) continue;
+    const bool both_know_sequences = entry.row.facts.sequences > 0 && facts.sequences > 0;
+    const double apart = distance(entry.logarithms, logarithms, both_know_sequences);
     if (apart < least) {
       least = apart;
-      closest = &row;
+      closest = &entry.row;
     }
   }
   return closest;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -26,7 +27,7 @@ struct Facts {
 
 struct Measured {
   Facts facts;
-  std::map<std::string, double> us;  // forward and backward, by backend
+  std::map<std::string, double, std::less<>> us;  // forward and backward, by backend
 };
 
 // Return the facts of a call.

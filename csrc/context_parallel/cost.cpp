@@ -37,7 +37,7 @@ int64_t tiled_pairs_of(int64_t begin, int64_t end, int64_t window) {
   if (begin == end) return 0;
   const int64_t full = (end - begin) / kQueryTile;
   const int64_t tiles = ceil_div(end - begin, kQueryTile);
-  // Query tile i ends at begin + 128 * (i + 1), which is a multiple of 64 behind begin.
+  // Query tile i ends at begin + 128 * (i + 1), which is a multiple of 64 after begin.
   int64_t count = full * ceil_div(begin, kKeyTile) + full * (full + 1);
   if (tiles > full) count += ceil_div(end, kKeyTile);
   if (window > 0 && end >= window) {

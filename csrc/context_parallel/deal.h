@@ -38,7 +38,7 @@ using Pieces = std::vector<Piece>;
 // neighbours in ascending order and do not touch.
 using Deal = std::vector<Pieces>;
 
-// Return the part of a piece that is no padding; it may be empty.
+// Return the part of a piece that is not padding; it may be empty.
 inline Piece real_part(const Row& row, const Piece& piece) {
   const auto length = static_cast<int32_t>(row.lengths[piece.segment]);
   const int32_t begin = piece.begin < length ? piece.begin : length;
@@ -57,7 +57,7 @@ void append(Pieces& pieces, const Piece& piece);
 CUSEQ_API Deal deal_zigzag(const Row& row, int64_t cp_size);
 
 // Cut the documents, one after the other, every total_tokens / cp_size tokens. Padding and tail
-// follow the last document. A rank holds the pieces of cut documents first, except `in_order`.
+// follow the last document. A rank holds the pieces of cut documents first, unless `in_order`.
 CUSEQ_API Deal deal_contiguous(const Row& row, int64_t cp_size, bool in_order);
 
 // Distribute padding and tail over the free places of the ranks, in the order of the row.

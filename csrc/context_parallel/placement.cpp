@@ -100,8 +100,8 @@ bool Placement::place_whole(int32_t document) {
   return true;
 }
 
-// Return equal shares on the ranks that expect the least work; more shares than asked for if the
-// ranks have no room for these, and none if there is no room for any.
+// Return equal shares on the ranks that expect the least work. If these are too large for the
+// ranks, return more and smaller ones; return none if no number of shares fits.
 std::vector<Placement::Share> Placement::equal_shares(int32_t document, int64_t ranks) const {
   const int64_t length = row_.lengths[document];
   std::vector<Share> shares;

@@ -12,8 +12,8 @@ namespace cuseq::cp {
 std::vector<int32_t> longest_first(const Row& row);
 
 // Deal whole documents where possible. A document is cut if it is longer than a rank or if its
-// attention is more than `percent` of a rank's share; it is then cut over so many ranks that no
-// piece is. Documents that fit nowhere are cut to fill the free places.
+// attention is more than `percent` of a rank's share; it is then cut over so many ranks that each
+// piece is neither. Documents that fit on no rank are cut to fill the free places.
 class Placement {
  public:
   Placement(const Row& row, const std::vector<Work>& work, const std::vector<int32_t>& order,

@@ -15,7 +15,7 @@ namespace {
 // Shares of a rank's attention, in percent, above which documents are cut. Each is one candidate.
 constexpr std::array<int64_t, 9> kThresholds{102, 70, 50, 35, 25, 18, 12, 8, 5};
 
-// So many candidates in a row that are no better than a balanced one end the search.
+// The search ends after this many candidates in a row that do not improve on a balanced one.
 constexpr int kPatience = 2;
 
 struct Candidate {

@@ -19,7 +19,7 @@ enum class RankMetaSlot : int32_t {
   kNumCut,        // the first ones need keys besides their own, and
   kNumTokens,     // tokens of all pieces
   kNumCutTokens,  // tokens of the cut ones
-  kLongestWhole,  // queries of the longest piece behind the cut ones
+  kLongestWhole,  // queries of the longest piece after the cut ones
   kLongestCut,    // queries of the longest cut piece
   kLongestKeys,   // keys of the cut piece that has the most
   kNumKeyRows,    // keys of all cut pieces together

@@ -155,7 +155,7 @@ class Writer {
     set(RankMetaSlot::kLongestWhole, longest_whole);
   }
 
-  // Return the far rows of this rank by document and position; `start` is their place behind the
+  // Return the far rows of this rank by document and position; `start` is their place after the
   // rank's own rows.
   Runs received(const CutDocuments& documents) {
     Runs runs = documents.needed(rank_, -1);

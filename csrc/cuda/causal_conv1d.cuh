@@ -100,7 +100,7 @@ struct BlockLags {
   int64_t high;
   const uint8_t* lags;  // in shared memory
 
-  // Find the lags of `count` tokens; behind the row's end they are 0. All threads of the block must
+  // Find the lags of `count` tokens; after the row's end they are 0. All threads of the block must
   // call it.
   __device__ static BlockLags find(const ConvArgs& args, int64_t row, int64_t first, int count,
                                    uint8_t* shared) {

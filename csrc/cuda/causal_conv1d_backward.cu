@@ -12,7 +12,7 @@ namespace {
 // Wider vectors would take the registers of other warps.
 constexpr int kVectorBytes = 8;
 
-// A chunk and the halo behind it together are whole turns of the unrolled loop.
+// A chunk and the halo after it are together whole turns of the unrolled loop.
 constexpr ConvTuning kBackward{.warps = 4,
                                .channel_warps = 1,
                                .blocks_per_processor = 4,
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kBackward.warps* kWarpSize, kBackward.blocks_p
           for (int v = 0; v < V; ++v) sums[kMaxConvWidth][v] += grad[v];
         }
       }
-      // Padding may hold NaN, so what its lags lack is left out and not multiplied by zero.
+      // Padding may hold NaN, so lags that it lacks are left out, not multiplied by zero.
 #pragma unroll
       for (int v = 0; v < V; ++v) {
         pending[i][v] = known == 0 ? A(0) : weights.of_lag[0][v] * grad[v];

@@ -7,6 +7,7 @@
 
 #include "cuseq/seqlens.h"
 #include "ops/checks.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 
 namespace cuseq {
@@ -15,8 +16,8 @@ namespace {
 void check_host_ints(const Tensor& tensor, const char* name) {
   check_vector(tensor, name);
   TORCH_CHECK_VALUE(tensor.is_cpu() && tensor.scalar_type() == at::kInt && tensor.is_contiguous(),
-                    name, " must be contiguous int32 on the CPU, got ", tensor.scalar_type(),
-                    " on ", tensor.device());
+                    name, " must be contiguous int32 on the CPU, got ",
+                    dtype_name(tensor.scalar_type()), " on ", tensor.device());
 }
 
 Tensor empty_ints(at::IntArrayRef sizes) {

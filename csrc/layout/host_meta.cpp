@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include "cache/host_copies.h"
+#include "ops/dtype_name.h"
 
 namespace cuseq {
 namespace {
@@ -30,8 +31,8 @@ const int32_t* checked(const at::Tensor& host_meta) {
                         host_meta.dim() == 1 && host_meta.size(0) == kHostMetaSize &&
                         host_meta.is_contiguous(),
                     "host_meta must be the contiguous int32 [", static_cast<int>(kHostMetaSize),
-                    "] on the CPU of a PackedLayout, got ", host_meta.scalar_type(), " ",
-                    host_meta.sizes(), " on ", host_meta.device());
+                    "] on the CPU of a PackedLayout, got ", dtype_name(host_meta.scalar_type()),
+                    " ", host_meta.sizes(), " on ", host_meta.device());
   wait_host_copy(host_meta);
   const int32_t* meta = host_meta.const_data_ptr<int32_t>();
   check_layout_status(meta[kStatus], meta[kNumSeqs], meta[kTotalTokens]);

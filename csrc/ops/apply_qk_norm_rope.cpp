@@ -6,6 +6,7 @@
 #include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/rope_options.h"
 #include "ops/rope_outputs.h"
 #include "ops/types.h"
@@ -59,8 +60,8 @@ QkNormRopeArgs plan(TensorList tensors, TensorList weights, double weight_offset
                       " must have shape [head_dim = ", args.rope.head_dim, "], got ",
                       weights[i].sizes());
     TORCH_CHECK_TYPE(weights[i].scalar_type() == weights[0].scalar_type(), name,
-                     " must be of q_weight's dtype, ", weights[0].scalar_type(), ", got ",
-                     weights[i].scalar_type());
+                     " must be of q_weight's dtype, ", dtype_name(weights[0].scalar_type()),
+                     ", got ", dtype_name(weights[i].scalar_type()));
     TORCH_CHECK_VALUE(weights[i].device() == tensors[0].device(), name, " must lie on q's device, ",
                       tensors[0].device(), ", got ", weights[i].device());
     TORCH_CHECK_VALUE(weights[i].is_contiguous(), name, " must be contiguous, got stride ",
@@ -121,13 +122,13 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
                       "grads must have the tensors' shape, ", tensors[i].sizes(), ", got ",
                       grads[i].sizes());
     TORCH_CHECK_TYPE(tensors[i].scalar_type() == grads[i].scalar_type(),
-                     "grads must have the tensors' dtype, ", tensors[i].scalar_type(), ", got ",
-                     grads[i].scalar_type());
+                     "grads must have the tensors' dtype, ", dtype_name(tensors[i].scalar_type()),
+                     ", got ", dtype_name(grads[i].scalar_type()));
     TORCH_CHECK_VALUE(rstds[i].is_contiguous() &&
                           rstds[i].scalar_type() == arithmetic_of(grads[i]) &&
                           rstds[i].numel() == args.rope.batch * args.rope.tokens * tensor.heads,
                       "rstd must be what the forward returned, got ", rstds[i].sizes(), " of ",
-                      rstds[i].scalar_type());
+                      dtype_name(rstds[i].scalar_type()));
     TORCH_CHECK_VALUE(
         tensors[i].device() == grads[i].device() && rstds[i].device() == grads[i].device(),
         "tensors and rstd must lie on the grads' device, ", grads[i].device(), ", got ",

@@ -6,6 +6,7 @@
 #include "cuseq/ops.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 
 // Checks, allocation and kernels; autograd and autocast are in causal_conv1d_autograd.cpp.
@@ -70,7 +71,7 @@ void read_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
   TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == args.channels,
                     "bias must have shape [channels = ", args.channels, "], got ", bias->sizes());
   TORCH_CHECK_TYPE(bias->scalar_type() == weight.scalar_type(), "bias must be of weight's dtype, ",
-                   weight.scalar_type(), ", got ", bias->scalar_type());
+                   dtype_name(weight.scalar_type()), ", got ", dtype_name(bias->scalar_type()));
   check_on(*bias, "bias", x);
   args.bias = bias->const_data_ptr();
   args.bias_stride = bias->stride(0);
@@ -87,7 +88,7 @@ void read_sequences(const Tensor& x, const ConvOptions& options, ConvSequences& 
                       "seq_idx must be None with cu_seqlens, which say where sequences lie");
     TORCH_CHECK_VALUE(!has_states, "initial_states and final_states must be left out with seq_idx");
     TORCH_CHECK_TYPE(seq_idx.scalar_type() == at::kInt, "seq_idx must be int32, got ",
-                     seq_idx.scalar_type());
+                     dtype_name(seq_idx.scalar_type()));
     TORCH_CHECK_VALUE(seq_idx.dim() == 2 && seq_idx.size(0) == sequences.batch &&
                           seq_idx.size(1) == sequences.tokens,
                       "seq_idx must have shape [batch = ", sequences.batch,
@@ -186,7 +187,7 @@ std::vector<Tensor> backward_kernel(const Tensor& grad_out, const Tensor& x, con
   TORCH_CHECK_VALUE(grad_out.sizes() == x.sizes(), "grad_out must have x's shape, ", x.sizes(),
                     ", got ", grad_out.sizes());
   TORCH_CHECK_TYPE(grad_out.scalar_type() == x.scalar_type(), "grad_out must be of x's dtype, ",
-                   x.scalar_type(), ", got ", grad_out.scalar_type());
+                   dtype_name(x.scalar_type()), ", got ", dtype_name(grad_out.scalar_type()));
   check_on(grad_out, "grad_out", x);
   TORCH_CHECK_VALUE(grad_out.numel() == 0 || grad_out.stride(conv.channel_major ? -2 : -1) == 1,
                     "grad_out must be contiguous in the dimension in which x is, got strides ",

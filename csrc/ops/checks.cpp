@@ -9,6 +9,7 @@
 #include <string>
 
 #include "cuseq/seqlens.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 
 #ifdef CUSEQ_WITH_CUDA
@@ -38,7 +39,7 @@ bool values_can_be_read(const Tensor& tensor) {
 
 void check_integer(const Tensor& tensor, const char* name) {
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong, name,
-                   " must be int32 or int64, got ", tensor.scalar_type());
+                   " must be int32 or int64, got ", dtype_name(tensor.scalar_type()));
 }
 
 void check_vector(const Tensor& tensor, const char* name) {
@@ -61,7 +62,7 @@ FloatType float_type(const Tensor& tensor, const char* name) {
       return FloatType::kFloat16;
     default:
       TORCH_CHECK_TYPE(false, name, " must be float32, float64, bfloat16 or float16, got ",
-                       tensor.scalar_type());
+                       dtype_name(tensor.scalar_type()));
   }
 }
 
@@ -69,7 +70,7 @@ void check_offsets(const Tensor& cu_seqlens) {
   TORCH_CHECK_VALUE(cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1,
                     "cu_seqlens must have shape [n_seqs + 1], got ", cu_seqlens.sizes());
   TORCH_CHECK_TYPE(cu_seqlens.scalar_type() == at::kInt, "cu_seqlens must be int32, got ",
-                   cu_seqlens.scalar_type());
+                   dtype_name(cu_seqlens.scalar_type()));
   TORCH_CHECK_VALUE(cu_seqlens.is_contiguous(), "cu_seqlens must be contiguous, got stride ",
                     cu_seqlens.strides());
 }
@@ -141,7 +142,7 @@ int64_t tokens_of(const Tensor& source, bool is_cu_seqlens) {
   TORCH_CHECK(source.is_cpu(), "tokens_of reads values on the host, got ", source.device());
   check_source(source, /*total_tokens=*/-1, is_cu_seqlens);
   const Tensor counted = is_cu_seqlens ? source.slice(0, -1) : source;
-  return counted.sum().item<int64_t>();
+  return *counted.sum().const_data_ptr<int64_t>();  // item() would be profiled as a wait
 }
 
 void check_padded_offsets(const OptionalTensor& cu_seqlens_padded, const Tensor& cu_seqlens,
@@ -149,7 +150,7 @@ void check_padded_offsets(const OptionalTensor& cu_seqlens_padded, const Tensor&
   if (!cu_seqlens_padded.has_value()) return;
   const Tensor& padded = *cu_seqlens_padded;
   TORCH_CHECK_TYPE(padded.scalar_type() == at::kInt, "cu_seqlens_padded must be int32, got ",
-                   padded.scalar_type());
+                   dtype_name(padded.scalar_type()));
   TORCH_CHECK_VALUE(padded.sizes() == cu_seqlens.sizes() && padded.is_contiguous(),
                     "cu_seqlens_padded must be contiguous [n_seqs + 1 = ", cu_seqlens.size(0),
                     "], got shape ", padded.sizes());

@@ -7,6 +7,7 @@
 #include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/scan_lengths.h"
 #include "ops/types.h"
 
@@ -85,7 +86,8 @@ std::tuple<Tensor, Tensor, Tensor> layout_metadata_kernel(const Tensor& source,
     TORCH_CHECK_VALUE(num_seqs->numel() == 1 && num_seqs->scalar_type() == at::kInt &&
                           num_seqs->device() == source.device(),
                       "num_seqs must be one int32 on the lengths' device, got shape ",
-                      num_seqs->sizes(), ", ", num_seqs->scalar_type(), ", ", num_seqs->device());
+                      num_seqs->sizes(), ", ", dtype_name(num_seqs->scalar_type()), ", ",
+                      num_seqs->device());
     if (values_can_be_read(*num_seqs)) {
       const auto count = num_seqs->item<int64_t>();
       TORCH_CHECK_VALUE(count <= n_seqs, "there must be at most max_seqs = ", n_seqs,

@@ -15,6 +15,7 @@
 #include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/gather_rows.h"
 #include "ops/types.h"
 
@@ -38,7 +39,7 @@ std::vector<Tensor> call_gather_rows(TensorList tensors, const Tensor& index, co
 
 void check_indices(const Tensor& indices, const char* name) {
   TORCH_CHECK_TYPE(indices.scalar_type() == at::kInt, name, " must be int32, got ",
-                   indices.scalar_type());
+                   dtype_name(indices.scalar_type()));
   TORCH_CHECK_VALUE(indices.dim() == 1 && indices.is_contiguous(), name,
                     " must be contiguous with one dimension, got shape ", indices.sizes(),
                     " and strides ", indices.strides());
@@ -96,7 +97,7 @@ void write_fill(const Scalar& fill, at::ScalarType dtype, size_t i, GatheredTens
   AT_DISPATCH_V2(dtype, "gather_rows", AT_WRAP([&] {
                    TORCH_CHECK_VALUE(represents<scalar_t>(fill), "fill[", i,
                                      "] must be representable in the dtype of tensors[", i, "], ",
-                                     dtype, ", got ", fill);
+                                     dtype_name(dtype), ", got ", fill);
                    const auto value = fill.to<scalar_t>();
                    for (size_t at = 0; at < sizeof(gathered.fill); at += sizeof(value)) {
                      std::memcpy(gathered.fill + at, &value, sizeof(value));

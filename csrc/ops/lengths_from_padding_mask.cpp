@@ -2,6 +2,7 @@
 
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/lengths_from_padding_mask.h"
 #include "ops/types.h"
 
@@ -12,14 +13,14 @@ MaskKind kind_of(const Tensor& mask, std::string_view kind) {
   if (kind == "additive") {
     TORCH_CHECK_TYPE(at::isFloatingType(mask.scalar_type()),
                      "mask must be floating point where its kind is 'additive', got ",
-                     mask.scalar_type());
+                     dtype_name(mask.scalar_type()));
     return MaskKind::kNegativeIsHidden;
   }
   TORCH_CHECK_VALUE(kind == "nonzero" || kind == "zero",
                     "kind must be 'nonzero', 'zero' or 'additive', got '", kind, "'");
   TORCH_CHECK_TYPE(at::isIntegralType(mask.scalar_type(), /*includeBool=*/true),
                    "mask must be bool or an integer type, or of kind 'additive', got ",
-                   mask.scalar_type());
+                   dtype_name(mask.scalar_type()));
   return kind == "zero" ? MaskKind::kZeroIsReal : MaskKind::kNonZeroIsReal;
 }
 

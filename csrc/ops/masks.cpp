@@ -11,6 +11,7 @@
 #include "cuseq/ops.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/mask_options.h"
 #include "ops/types.h"
 
@@ -179,7 +180,7 @@ void check_range_values(const Tensor& ranges, const Rows& rows) {
 std::vector<Tensor> block_mask_kernel(const Tensor& ranges, OptionalInt row_length,
                                       int64_t query_block, int64_t key_block) {
   TORCH_CHECK_TYPE(ranges.scalar_type() == at::kInt, "ranges must be int32, got ",
-                   ranges.scalar_type());
+                   dtype_name(ranges.scalar_type()));
   TORCH_CHECK_VALUE(ranges.dim() == 2 && ranges.size(0) == 2 && ranges.is_contiguous(),
                     "ranges must be contiguous [2, total_tokens], got shape ", ranges.sizes());
   check_block_mask(ranges.size(1), row_length, query_block, key_block);
@@ -258,7 +259,7 @@ void check_block_mask(int64_t total_tokens, OptionalInt row_length, int64_t quer
 
 void check_spans(const Tensor& spans, const Tensor& offsets) {
   TORCH_CHECK_TYPE(spans.scalar_type() == at::kInt, "spans must be int32, got ",
-                   spans.scalar_type());
+                   dtype_name(spans.scalar_type()));
   TORCH_CHECK_VALUE(spans.dim() == 2 && spans.size(1) == 2 && spans.is_contiguous(),
                     "spans must be contiguous [n_spans, 2], got shape ", spans.sizes());
   TORCH_CHECK_VALUE(spans.device() == offsets.device(), "spans must lie where the lengths do, on ",

@@ -10,6 +10,7 @@
 #include "layout/host_meta.h"
 #include "ops/autograd.h"
 #include "ops/checks.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 
 namespace cuseq {
@@ -40,7 +41,7 @@ void check_tensor(const Tensor& tensor, const char* name, const Tensor& query, i
                         : "shape [batch, heads, seqlen, head_dim] for qkv_format bhsd",
                     ", got ", tensor.sizes());
   TORCH_CHECK_TYPE(tensor.scalar_type() == query.scalar_type(), name, " must be of q's dtype, ",
-                   query.scalar_type(), ", got ", tensor.scalar_type());
+                   dtype_name(query.scalar_type()), ", got ", dtype_name(tensor.scalar_type()));
   TORCH_CHECK_VALUE(tensor.device() == query.device(), name, " must lie on q's device, ",
                     query.device(), ", got ", tensor.device());
   TORCH_CHECK_VALUE(tensor.size(-1) == query.size(-1), name, " must have q's head_dim, ",
@@ -153,8 +154,8 @@ void read_table(const RopeOptions& options, bool per_token, const Sizes& sizes, 
   TORCH_CHECK_VALUE(cos.sizes() == sin.sizes(), "cos and sin must have the same shape, got ",
                     cos.sizes(), " and ", sin.sizes());
   TORCH_CHECK_TYPE(cos.scalar_type() == sin.scalar_type(),
-                   "cos and sin must have the same dtype, got ", cos.scalar_type(), " and ",
-                   sin.scalar_type());
+                   "cos and sin must have the same dtype, got ", dtype_name(cos.scalar_type()),
+                   " and ", dtype_name(sin.scalar_type()));
   RopeTable& table = args.table;
   table.dtype = float_type(cos, "cos");
   for (const auto& [tensor, name] : {std::pair{&cos, "cos"}, std::pair{&sin, "sin"}}) {

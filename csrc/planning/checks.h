@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops/checks.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 #include "packing/bin_pack.h"
 
@@ -28,7 +29,7 @@ inline void check_capacity(int64_t capacity) {
 inline void check_samples(const Tensor& samples, int64_t set_size, const char* name) {
   check_host_vector(samples, name);
   TORCH_CHECK_TYPE(samples.scalar_type() == at::kInt, name, " must be int32, got ",
-                   samples.scalar_type());
+                   dtype_name(samples.scalar_type()));
   const auto values = samples.accessor<const int32_t, 1>();
   for (int64_t i = 0; i < samples.numel(); ++i) {
     TORCH_CHECK_VALUE(0 <= values[i] && values[i] < set_size, name, " must lie in [0, ", set_size,

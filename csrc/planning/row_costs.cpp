@@ -1,5 +1,6 @@
 #include <ATen/ops/empty.h>
 
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 #include "planning/checks.h"
 #include "planning/planning.h"
@@ -29,10 +30,10 @@ void check_rows(const Tensor& begins, const Tensor& ends, const Tensor& samples,
   check_host_vector(ends, "ends");
   check_host_vector(samples, "samples");
   TORCH_CHECK_TYPE(begins.scalar_type() == at::kLong && ends.scalar_type() == at::kLong,
-                   "begins and ends must be int64, got ", begins.scalar_type(), " and ",
-                   ends.scalar_type());
+                   "begins and ends must be int64, got ", dtype_name(begins.scalar_type()), " and ",
+                   dtype_name(ends.scalar_type()));
   TORCH_CHECK_TYPE(samples.scalar_type() == at::kInt, "samples must be int32, got ",
-                   samples.scalar_type());
+                   dtype_name(samples.scalar_type()));
   TORCH_CHECK_VALUE(begins.numel() == ends.numel(),
                     "begins and ends must have one value for each row, got ", begins.numel(),
                     " and ", ends.numel());

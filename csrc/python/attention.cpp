@@ -1,6 +1,7 @@
 #include "attention/choice.h"
 #include "attention/inputs.h"
 #include "attention/measured.h"
+#include "attention/packages.h"
 #include "python/bindings.h"
 
 namespace cuseq::python {
@@ -8,7 +9,7 @@ namespace {
 
 using attention::Facts;
 using attention::Measured;
-using Times = std::map<std::string, double>;
+using Times = std::map<std::string, double, std::less<>>;
 
 // The columns of the table in python/cuseq/_attention_table.csv, in their order.
 using FactsRow =
@@ -46,8 +47,9 @@ std::pair<std::string, std::string> attention_choice(
       attention::row_of(q, k, v,
                         {cu_seqlens, host_meta, causal, window, scale, max_seqlen_bound, spans,
                          cu_seqlens_padded, softcap, backend, tree_rows, tree_meta});
-  const auto choice = attention::explained_choice(row.call);
-  return {choice.backend->name, choice.reason};
+  std::string reason;
+  const attention::Backend& chosen = attention::backend_of(row.call, &reason);
+  return {chosen.name, reason};
 }
 
 }  // namespace
@@ -57,6 +59,7 @@ void bind_attention(py::module_& m) {
   m.def("closest_measured_attention", &closest_measured);
   m.def("set_missing_attention", &attention::set_missing);
   m.def("missing_attention", &attention::why_missing);
+  m.def("set_failed_attention", &attention::set_failed);
   m.def("attention_choice", &attention_choice, Released());
 }
 

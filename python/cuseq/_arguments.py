@@ -74,6 +74,15 @@ def check_tensor(value: Any, name: str) -> None:
         raise ValueError(f"{name} must have values, got a tensor on meta")
 
 
+def check_values(value: Any, name: str) -> None:
+    """Raise as `check_tensor` for what an op does not name itself: no tensor, or one on meta.
+
+    For calls in every layer, where the whole of `check_tensor` would cost time.
+    """
+    if not isinstance(value, Tensor) or value.is_meta:
+        check_tensor(value, name)
+
+
 def check_flag(value: Any, name: str) -> None:
     """Raise TypeError unless `value` is True or False, because None would silently mean False."""
     if value is True or value is False or isinstance(value, torch.SymBool):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cuseq import _C, _fa3, _fa4
+from cuseq import _C, _fa3, _fa4, _packages
 from cuseq._modes import is_capturing
 from cuseq.layout import PackedLayout
 
@@ -209,7 +209,8 @@ def fastest_measured(q: Tensor | None, facts: tuple[Any, ...], handicap: float =
     times = _C.closest_measured_attention((10 * major + minor, *facts))
     if times is None:
         return None
-    there = {name: us for name, us in times.items() if name not in PACKAGES or name in registered}
+    usable = registered - _packages.failed
+    there = {name: us for name, us in times.items() if name not in PACKAGES or name in usable}
     if "flex" in there:
         there["flex"] *= handicap
     return min(there, key=there.__getitem__, default=None)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuseq._packages import register_kernels
+
 _library: torch.library.Library | None = None
 
 
@@ -35,9 +37,7 @@ def register(capability: tuple[int, int]) -> str:
             f"flash_attn_interface cannot be used ({type(error).__name__}: {error}): build it "
             f"again for torch {torch.__version__}"
         )
-    _library = torch.library.Library("cuseq", "IMPL")
-    _library.impl("fa3_forward", forward, "CUDA")
-    _library.impl("fa3_backward", backward, "CUDA")
+    _library = register_kernels("fa3", "flash_attn_interface", forward, backward)
     return ""
 
 
@@ -49,7 +49,12 @@ def forward(
     logsumexp: Tensor,
     *sequences: Any,
 ) -> None:
-    """Compute attention into `out` and `logsumexp`; the arguments are those of the op."""
+    """Compute attention into `out` and `logsumexp`, for the op `cuseq::fa3_forward`.
+
+    Rows are fp16 or bf16 `[tokens, heads, head_dim]` with zeros in a tail; `logsumexp` is fp32
+    `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens; a
+    window does not count the query, and None is no window. Never synchronises.
+    """
     _, found, *_ = torch.ops.flash_attn_3.fwd(q, k, v, out=out, **_options(*sequences))
     logsumexp.copy_(found)
 
@@ -66,7 +71,10 @@ def backward(
     grad_v: Tensor,
     *sequences: Any,
 ) -> None:
-    """Compute gradients into `grad_q`, `grad_k` and `grad_v`; the arguments are those of the op."""
+    """Compute gradients into `grad_q`, `grad_k` and `grad_v`, for the op `cuseq::fa3_backward`.
+
+    Shapes and dtypes are those of the forward; gradients have them too. Never synchronises.
+    """
     torch.ops.flash_attn_3.bwd(
         grad_out, q, k, v, out, logsumexp, dq=grad_q, dk=grad_k, dv=grad_v, **_options(*sequences)
     )

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuseq._packages import register_kernels
+
 _KNOWN_VERSION = "4.0.0b8"
 _CAPABILITIES = (9, 10)
 
@@ -48,9 +50,7 @@ def register(capability: tuple[int, int]) -> str:
             "pip install 'cuseq[fa4]' installs versions that fit each other"
         )
     _launches_directly = version == _KNOWN_VERSION and capability[0] == 9
-    _library = torch.library.Library("cuseq", "IMPL")
-    _library.impl("fa4_forward", forward, "CUDA")
-    _library.impl("fa4_backward", backward, "CUDA")
+    _library = register_kernels("fa4", f"flash-attn-4 {version}", forward, backward)
     return ""
 
 
@@ -69,7 +69,12 @@ def forward(
     window_left: int | None,
     window_right: int | None,
 ) -> None:
-    """Compute attention into `out` and `logsumexp`; the arguments are those of the op."""
+    """Compute attention into `out` and `logsumexp`, for the op `cuseq::fa4_forward`.
+
+    Rows are fp16 or bf16 `[tokens, heads, head_dim]` with zeros in a tail; `logsumexp` is fp32
+    `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens; a
+    window does not count the query, and None is no window. Never synchronises.
+    """
     key = (q.dtype, q.shape[1:], k.shape[1], v.shape[2], causal, window_left is None)
     kernel = _forward_kernels.get(key)
     if kernel is not None:
@@ -119,7 +124,10 @@ def backward(
     window_left: int | None,
     window_right: int | None,
 ) -> None:
-    """Compute gradients into `grad_q`, `grad_k` and `grad_v`; the arguments are those of the op."""
+    """Compute gradients into `grad_q`, `grad_k` and `grad_v`, for the op `cuseq::fa4_backward`.
+
+    Shapes and dtypes are those of the forward; gradients have them too. Never synchronises.
+    """
     key = (q.dtype, q.shape[1:], k.shape[1], v.shape[2], causal, window_left is None)
     kernels = _backward_kernels.get(key)
     if kernels is not None:

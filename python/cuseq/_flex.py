@@ -41,7 +41,11 @@ def attend_by_flex(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute `cuseq.varlen_attention` with checked arguments."""
+    """Compute `cuseq.varlen_attention` with checked arguments.
+
+    Returns `[total_tokens, heads, value_dim]`. Eager code compiles a kernel, for seconds, at the
+    first call of a kind.
+    """
     device = q.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -68,7 +72,8 @@ def flex_rows(
     Args:
         is_pad: bool `[tokens]`, True on padding and tail. They see themselves in the mask; what
             they hold must not reach other rows, not even as NaN times zero.
-        cap: soft cap, `[]`.
+        cap: soft cap, `[]`, or None.
+        sinks: `[heads]`, or None.
     """
     pads = is_pad[:, None, None]
     query, key, value = (t.masked_fill(pads, 0).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
@@ -107,8 +112,8 @@ def _compiled_for(
 ) -> Callable[..., Tensor]:
     """Return the function for eager calls like this one, compiled for its number of tokens.
 
-    Kernels for any number of tokens may be slower. They run where calls of one kind
-    have had `_SIZES` numbers of tokens, since each costs seconds to compile.
+    Each number of tokens costs seconds to compile. After `_SIZES` numbers for calls of one kind,
+    further ones share a kernel for any number, which may be slower.
     """
     kind = (
         q.dtype,

@@ -16,7 +16,7 @@ from cuseq._transfer import copy_pair
 class LayoutChunks(LayoutFacts):
     """The runs of tokens over which a recurrence may go, and their chunks.
 
-    A run is a sequence, the padding after one, or the tail: kernels leave tokens behind the last
+    A run is a sequence, the padding after one, or the tail: kernels leave tokens after the last
     offset unwritten, and a state that enters padding must not come out again. No run is empty,
     because such offsets break kernels of gated delta nets (VeOmni#845). All of these are computed
     once, on the host, from lengths that are there, so nothing waits; for lengths that came from a

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq import _C
-from cuseq._arguments import as_float, as_size, check_flag, check_tensor
+from cuseq._arguments import as_float, as_size, check_flag, check_tensor, check_values
 from cuseq._backends import (
     Question,
     check_backend,
@@ -241,9 +241,9 @@ def _checked(
     sinks: Tensor | None,
     backend: str,
 ) -> _Options:
-    are_tensors = isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    if not are_tensors or q.is_meta or k.is_meta or v.is_meta:
-        _check_rows(q, k, v)
+    check_values(q, "q")
+    check_values(k, "k")
+    check_values(v, "v")
     check_layout(packed)
     if causal is not True and causal is not False:
         check_flag(causal, "causal")

@@ -11,7 +11,16 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_variadic
 
 from cuseq import _C
-from cuseq._arguments import as_float, as_int, as_size, check_flag, check_tensor, one_of, shown
+from cuseq._arguments import (
+    as_float,
+    as_int,
+    as_size,
+    check_flag,
+    check_tensor,
+    check_values,
+    one_of,
+    shown,
+)
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
@@ -98,8 +107,7 @@ def apply_rope(
         >>> q.shape, k.shape
         (torch.Size([5, 8, 64]), torch.Size([5, 2, 64]))
     """
-    if not isinstance(q, Tensor) or q.is_meta:
-        check_tensor(q, "q")
+    check_values(q, "q")
     options: tuple[Any, ...] = (
         offset,
         table,
@@ -188,8 +196,7 @@ def apply_qk_norm_rope(
     if (k is None) != (k_weight is None):
         given, missing = ("k_weight", "k") if k is None else ("k", "k_weight")
         raise ValueError(f"{given} must be passed with {missing}, got {missing}=None")
-    if not isinstance(q, Tensor) or q.is_meta:
-        check_tensor(q, "q")
+    check_values(q, "q")
     options: tuple[Any, ...] = (
         offset,
         table,

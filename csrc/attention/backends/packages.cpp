@@ -4,10 +4,11 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "attention/backend.h"
-#include "attention/choice.h"
 #include "attention/flash_rows.h"
+#include "attention/packages.h"
 #include "attention/rows.h"
 #include "ops/dispatch.h"
 
@@ -36,12 +37,33 @@ struct Ops {
         backward(find_op<BackwardSignature>(("cuseq::" + name + "_backward").c_str())) {}
 };
 
+// What Python said about a package. Every call reads it without a lock, so a text that was replaced
+// is never freed; only tests replace more than one.
+struct Reports {
+  std::atomic<const std::string*> missing{nullptr};
+  std::atomic<const std::string*> failed{nullptr};
+
+  static void set(std::atomic<const std::string*>& report, const std::string& text) {
+    report.store(text.empty() ? nullptr : new std::string(text), std::memory_order_release);
+  }
+  static const std::string* get(const std::atomic<const std::string*>& report) {
+    return report.load(std::memory_order_acquire);
+  }
+};
+
 struct Fa4 {
   static constexpr const char* name = "fa4";
+  static inline Reports reports;
 };
 struct Fa3 {
   static constexpr const char* name = "fa3";
+  static inline Reports reports;
 };
+
+Reports& reports_of(const std::string& name) {
+  TORCH_INTERNAL_ASSERT(name == Fa4::name || name == Fa3::name, "no package of attention: ", name);
+  return name == Fa4::name ? Fa4::reports : Fa3::reports;
+}
 
 template <typename Package>
 const Ops& ops() {
@@ -84,20 +106,27 @@ Tensor package_rows(const Tensor& rows, const Sequences& sequences, int64_t head
 }
 
 template <typename Package>
-std::string obstacle(const Call& call) {
+bool takes(const Call& call, std::string* why) {
   const auto key = call.q.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   if (!ops<Package>().forward.hasKernelForDispatchKey(key)) {
-    return call.q.is_cuda() ? why_missing(Package::name)
-                            : "it runs on CUDA, got a tensor on the CPU";
+    if (!call.q.is_cuda()) return refuse(why, "it runs on CUDA, got a tensor on the CPU");
+    if (why != nullptr) *why = why_missing(Package::name);
+    return false;
   }
+  // Who names the backend gets the package's own error again.
+  const std::string* failed = Reports::get(Package::reports.failed);
+  if (failed != nullptr && call.backend == "auto") return refuse(why, *failed);
   if (at::globalContext().deterministicAlgorithms()) {
-    return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for";
+    return refuse(why,
+                  "its backward is not deterministic, which torch.use_deterministic_algorithms "
+                  "asks for");
   }
   if (!call.is_of_one_row()) {
-    return "it is not given keys of another row, because some of its releases crash on sequences "
-           "without tokens";
+    return refuse(why,
+                  "it is not given keys of another row, because some of its releases crash on "
+                  "sequences without tokens");
   }
-  return flash_obstacle(call);
+  return flash_takes(call, why);
 }
 
 template <typename Package>
@@ -149,11 +178,24 @@ Gradients backward(const Call& call, const Outer& outer) {
              unpad_last_dim(grad_v, call.v.size(2))});
 }
 
-// Below PyTorch's flash kernels: where nobody measured them, nobody ran them either.
-const RegisterBackend fa4({Fa4::name, /*preference=*/90, obstacle<Fa4>, forward<Fa4>,
-                           backward<Fa4>});
-const RegisterBackend fa3({Fa3::name, /*preference=*/80, obstacle<Fa3>, forward<Fa3>,
-                           backward<Fa3>});
+// Below PyTorch's flash kernels: where they were not measured, they were not run either.
+const RegisterBackend fa4({Fa4::name, /*preference=*/90, takes<Fa4>, forward<Fa4>, backward<Fa4>});
+const RegisterBackend fa3({Fa3::name, /*preference=*/80, takes<Fa3>, forward<Fa3>, backward<Fa3>});
 
 }  // namespace
+
+void set_missing(const std::string& name, const std::string& why) {
+  Reports::set(reports_of(name).missing, why);
+}
+
+std::string why_missing(const std::string& name) {
+  const std::string* why = Reports::get(reports_of(name).missing);
+  return why != nullptr ? *why
+                        : "its kernels are launched from Python, through cuseq.varlen_attention";
+}
+
+void set_failed(const std::string& name, const std::string& how) {
+  Reports::set(reports_of(name).failed, how);
+}
+
 }  // namespace cuseq::attention

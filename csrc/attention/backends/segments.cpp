@@ -17,6 +17,7 @@
 #include "attention/rows.h"
 #include "cuseq/cache.h"
 #include "ops/checks.h"
+#include "ops/dtype_name.h"
 #include "ops/mask_options.h"
 
 #ifdef CUSEQ_WITH_CUDA
@@ -356,15 +357,16 @@ Tensor prepared(const Tensor& rows, int64_t head_dim) {
   return TileAttention::is_efficient(rows) ? aligned_rows(padded) : padded;
 }
 
-std::string obstacle(const Call& call) {
-  const bool fits = call.is_of_one_row() || !call.spans.has_value();
-  return fits ? "" : "its spans are of a row of queries and keys";
+bool takes(const Call& call, std::string* why) {
+  return call.is_of_one_row() || !call.spans.has_value() ||
+         refuse(why, "its spans are of a row of queries and keys");
 }
 
 void warn(const Call& call) {
   if (call.q.is_cpu() || call.spans.has_value() || call.softcap.has_value()) return;
   const bool two_sided_window = call.window.has_value() && !call.causal;
-  TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ", call.q.scalar_type(),
+  TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ",
+                  dtype_name(call.q.scalar_type()),
                   two_sided_window ? " with a two-sided window" : "",
                   " here, so sequences run one by one, and offsets that only the device knows "
                   "are copied to the host once, a synchronisation");
@@ -429,7 +431,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return {grad_q, grad_k, grad_v};
 }
 
-const RegisterBackend registered({"segments", /*preference=*/0, obstacle, forward, backward, warn});
+const RegisterBackend registered({"segments", /*preference=*/0, takes, forward, backward, warn});
 
 }  // namespace
 }  // namespace cuseq::attention

@@ -26,6 +26,9 @@ def equalize_tokens(
     Returns:
         The layout with a longer tail, or the same layout if its row is already the longest.
 
+    Raises:
+        TypeError: `packed` is not a layout or None, or `group` is not a process group or None.
+
     Examples:
         >>> cuseq.distributed.equalize_tokens(packed)  # doctest: +SKIP
         PackedLayout(2 sequences, longest 3, 5 real of 8 tokens, cpu)

@@ -47,8 +47,8 @@ def cp_partition(
         rank's part `[total_tokens / cp_size, ...]` of each tensor, differentiable.
 
     Raises:
-        ValueError: the plan was made for other sequences, there is no such rank, or a tensor has
-            other leading dimensions.
+        ValueError: the plan was made for other sequences, `rank` is not below `plan.cp_size`, or
+            a tensor has other leading dimensions.
         TypeError: an argument has the wrong type.
 
     Synchronises only if the host does not know the lengths: it then waits for their copy.

@@ -130,7 +130,7 @@ class ContextParallelPlan:
             int64 `[total_tokens / cp_size]` on the host.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: `rank` is below 0 or not below `cp_size`.
         """
         rank, own = self.checked_rank(rank), self._total_tokens // self._cp_size
         tokens, _ = self._deal_on(torch.device("cpu"))

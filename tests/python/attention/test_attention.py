@@ -457,7 +457,10 @@ def test_errors_name_argument_rule_and_value(change, message):
     "change,message",
     [
         (dict(grad_out=torch.zeros(5, 4, 16)), r"grad_out must have shape \[6, 4, 16\], got \[5"),
-        (dict(grad_out=torch.zeros(6, 4, 16).double()), "grad_out must be of dtype Float, got Dou"),
+        (
+            dict(grad_out=torch.zeros(6, 4, 16).double()),
+            "grad_out must be of dtype torch.float32, got torch.float64",
+        ),
         (dict(out=torch.zeros(6, 4, 8)), r"out must have shape \[6, 4, 16\], got \[6, 4, 8\]"),
         (dict(logsumexp=torch.zeros(6, 4)), r"logsumexp must have shape \[4, 6\], got \[6, 4\]"),
     ],

@@ -16,7 +16,15 @@ from test_attention import PACKS, check_against_reference, inputs, relative
 from test_flash_implementations import exact, gradients
 from torch import Tensor
 
-from cuseq import _C, PackedLayout, _backends, _flex, attention_backend, varlen_attention
+from cuseq import (
+    _C,
+    PackedLayout,
+    _backends,
+    _flex,
+    _packages,
+    attention_backend,
+    varlen_attention,
+)
 
 NAMES = ("flash", "fa4", "fa3", "flex", "efficient", "segments")
 op = torch.ops.cuseq.varlen_attention
@@ -66,9 +74,8 @@ class Package:
 
     def __init__(self, name: str):
         self.calls: list[tuple[str, int | None, int | None]] = []
-        self._library = torch.library.Library("cuseq", "IMPL")
-        self._library.impl(f"{name}_forward", self.forward, "CPU")
-        self._library.impl(f"{name}_backward", self.backward, "CPU")
+        kernels = self.forward, self.backward
+        self._library = _packages.register_kernels(name, "stand-in 1.0", *kernels, device="CPU")
 
     def remove(self) -> None:
         self._library = None
@@ -217,6 +224,98 @@ def test_deterministic_mode_leaves_the_packages(package):
             varlen_attention(*tensors, packed, backend=name)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Failing(Package):
+    """A package whose kernel raises in one direction; what it computes before is right."""
+
+    def __init__(self, name: str, fails_in: str, error: BaseException):
+        super().__init__(name)
+        self.fails_in, self.error = fails_in, error
+
+    def forward(self, q, k, v, out, logsumexp, offsets, *rest):
+        self.calls.append(("forward", None, None))
+        if self.fails_in == "forward":
+            raise self.error
+        found, lse = op(q, k, v, offsets, scale=rest[3], backend="segments")
+        out.copy_(found)
+        logsumexp.copy_(lse)
+
+    def backward(self, *tensors):
+        self.calls.append(("backward", None, None))
+        raise self.error
+
+
+@pytest.fixture(params=["forward", "backward"])
+def failing(request, measured):
+    """Return a function that installs a package that fails, and removes it after the test."""
+    measured()
+    installed = []
+
+    def put(error: BaseException) -> Failing:
+        installed.append(Failing("fa4", request.param, error))
+        return installed[-1]
+
+    yield put
+    for kernels in installed:
+        kernels.remove()
+        Package("fa4").remove()  # forgets the failure
+
+
+def test_auto_passes_by_a_package_that_fails(failing):
+    lengths, tokens = [3, 0, 4], 9
+    packed = PackedLayout.from_lengths(lengths, tokens)
+    tensors = inputs(tokens, dtype=torch.bfloat16)
+    expected = varlen_attention(*tensors, packed)
+    wanted = torch.autograd.grad(expected.sum(), tensors)
+    kernels = failing(TypeError("no such tile\n(many more lines)"))
+    assert attention_backend(*tensors, packed).name == "fa4"
+    with pytest.warns(
+        UserWarning, match=r"stand-in 1.0 failed \(TypeError: no such tile\): "
+    ) as seen:
+        out = varlen_attention(*tensors, packed)
+        grads = torch.autograd.grad(out.sum(), tensors)
+    assert len(seen) == 1
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(grads, wanted)
+    made = len(kernels.calls)
+    assert kernels.calls[-1][0] == kernels.fails_in
+    varlen_attention(*tensors, packed).sum().backward()  # no second warning
+    assert len(kernels.calls) == made
+    found = attention_backend(*tensors, packed)
+    assert found.name == "segments"
+    assert "fa4: stand-in 1.0 failed (TypeError: no such tile)" in found.reason
+
+
+@pytest.mark.filterwarnings("ignore:stand-in")
+def test_a_package_that_is_asked_for_raises_its_error(failing):
+    packed = PackedLayout.from_lengths([3, 4])
+    tensors = inputs(7, dtype=torch.bfloat16)
+    failing(TypeError("no such tile"))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="no such tile"):
+            varlen_attention(*tensors, packed, backend="fa4").sum().backward()
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), torch.OutOfMemoryError("CUDA out of memory")], ids=repr
+)
+def test_what_is_no_failure_of_the_package_is_raised(failing, error):
+    packed = PackedLayout.from_lengths([3, 4])
+    tensors = inputs(7, dtype=torch.bfloat16)
+    failing(error)
+    with pytest.raises(type(error)):
+        varlen_attention(*tensors, packed).sum().backward()
+    assert attention_backend(*tensors, packed).name == "fa4" and not _packages.failed
+
+
+@pytest.mark.filterwarnings("error:stand-in")
+def test_a_failure_raises_where_warnings_are_errors(failing):
+    packed = PackedLayout.from_lengths([3, 4])
+    tensors = inputs(7, dtype=torch.bfloat16)
+    failing(TypeError("no such tile"))
+    with pytest.raises(UserWarning, match="stand-in 1.0 failed"):
+        varlen_attention(*tensors, packed).sum().backward()
 
 
 @pytest.mark.parametrize("name", ["flash", "fa4", "fa3", "flex", "efficient"])

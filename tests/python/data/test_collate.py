@@ -129,7 +129,7 @@ def test_labels_of_any_shape(device):
 
 def test_wrong_labels_are_refused(device):
     labels = torch.arange(6, device=device)
-    with pytest.raises(TypeError, match="labels must be int32 or int64, got Float"):
+    with pytest.raises(TypeError, match="labels must be int32 or int64, got torch.float32"):
         mask_boundary_labels(labels.float(), [2, 3])
     with pytest.raises(TypeError, match="labels must be a tensor, got list"):
         mask_boundary_labels(labels.tolist(), [2, 3])

@@ -443,6 +443,22 @@ def test_reads_in_backward():
     }
 
 
+def test_checks_of_tensors_on_the_cpu_are_no_reads():
+    """On a GPU cuseq does not check values, so nothing would wait."""
+    table = cuseq.rope_table(16, 8)
+    q = torch.randn(5, 2, 8, requires_grad=True)
+    ids = torch.tensor([[0, 1, 0, 1, 2]])
+
+    def step():
+        packed = PackedLayout.from_lengths(torch.tensor([2, 3]))
+        for positions in ({"packed": packed}, {"position_ids": ids[0]}):
+            cuseq.apply_rope(q, None, *table, **positions)[0].sum().backward()
+
+    assert profile_step(step).read_count == 0
+    lengths = torch.tensor([2, 3])
+    assert profile_step(lambda: cuseq.ops.max_seqlen_sync(lengths)).read_count == 1
+
+
 def test_ops_of_the_users_own_threads_are_not_seen():
     def step():
         thread = threading.Thread(target=lambda: torch.ones(1).item())

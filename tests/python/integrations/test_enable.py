@@ -818,8 +818,35 @@ def test_what_is_no_model_of_transformers():
         with pytest.raises(TypeError, match="transformers model"):
             cuseq.enable(other)
     config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
-    with pytest.raises(ValueError, match="BertModel has no attention layer that cuseq knows"):
+    with pytest.raises(
+        ValueError, match="BertModel has no attention layer that cuseq knows"
+    ) as bert:
         cuseq.enable(transformers.BertModel(config))
+    assert "padded batches, or call cuseq.varlen_attention" in str(bert.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_batch_that_was_cut_is_refused_before_a_layer_runs(family, device):
+    model = make_model(family, device)
+    cuseq.enable(model)
+    batch = cuseq.PackingCollator()([{"input_ids": [5] * n} for n in LENGTHS])
+    batch = {name: value.to(device) for name, value in batch.items()}
+    ids = batch["input_ids"]
+    ran = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: ran.append(module))
+    cut = ids[:, :-4]
+    embeds = model.get_input_embeddings()(cut)
+    for inputs in (dict(input_ids=cut), dict(input_ids=None, inputs_embeds=embeds)):
+        name = "input_ids" if inputs["input_ids"] is not None else "inputs_embeds"
+        with pytest.raises(ValueError, match=rf"{name} must have packed.total_tokens = 18.*got 14"):
+            model(**(batch | inputs))
+    with pytest.raises(ValueError, match="input_ids must have packed.total_tokens = 18.*got 14"):
+        model(cut, packed=batch["packed"])
+    assert not ran
+    model(**batch)
+    assert len(ran) == 1
+    cuseq.disable(model)
+    assert not model._forward_pre_hooks
 
 
 def test_a_vision_model_keeps_its_own_attention(device):

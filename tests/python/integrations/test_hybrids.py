@@ -819,7 +819,7 @@ def test_a_filled_cache_beside_lengths_is_refused(name, enabled, device):
 def test_a_layout_of_another_row_is_refused(name, enabled, device):
     model = enabled(name)
     packed = cuseq.PackedLayout.from_lengths([3, 4], device=device)
-    with pytest.raises(ValueError, match="packed must describe all batch"):
+    with pytest.raises(ValueError, match="input_ids must have packed.total_tokens = 7.*got 9"):
         model(documents([9], device)[0], packed=packed, use_cache=False)
     with pytest.raises(TypeError, match="packed must be a PackedLayout"):
         model(documents([9], device)[0], packed=[3, 4], use_cache=False)

@@ -220,7 +220,7 @@ def test_limits():
             "causal must be True or False, got None",
         ),
         (lambda: PackedLayout.from_lengths([2.0, 3.0]), TypeError, "lengths.*2.0"),
-        (lambda: PackedLayout.from_lengths(torch.ones(2)), TypeError, "lengths.*Float"),
+        (lambda: PackedLayout.from_lengths(torch.ones(2)), TypeError, "lengths.*torch.float32"),
         (lambda: PackedLayout.from_lengths(np.ones(2)), TypeError, "lengths"),
         (lambda: PackedLayout.from_lengths(torch.tensor(5)), ValueError, "lengths"),
         (lambda: PackedLayout.from_lengths(torch.ones(2, 2).int()), ValueError, "lengths"),

@@ -483,11 +483,11 @@ def test_fills_are_checked(function, device):
     refused(ids, fill=(1, 2), message=r"fill.*1.*\(1, 2\)")
     refused(ids, ids, fill=[1], message=r"fill.*2.*\[1\]")
     refused(ids, ids, ids, fill=(1, 2), message=r"fill.*3.*\(1, 2\)")
-    refused(ids, fill=0.5, message=r"fill\[0\].*Long.*0.5")
-    refused(ids, fill=math.nan, message=r"fill\[0\].*Long")
-    refused(ids, ids.bool(), fill=-100, message=r"fill\[1\].*Bool.*-100")
-    refused(ids.byte(), fill=-100, message=r"fill\[0\].*Byte.*-100")
-    refused(ids.half(), fill=1e6, message=r"fill\[0\].*Half")
+    refused(ids, fill=0.5, message=r"fill\[0\].*torch.int64.*0.5")
+    refused(ids, fill=math.nan, message=r"fill\[0\].*torch.int64")
+    refused(ids, ids.bool(), fill=-100, message=r"fill\[1\].*torch.bool.*-100")
+    refused(ids.byte(), fill=-100, message=r"fill\[0\].*torch.uint8.*-100")
+    refused(ids.half(), fill=1e6, message=r"fill\[0\].*torch.float16")
 
 
 @pytest.mark.parametrize("function", [cuseq.pack, cuseq.unpack])

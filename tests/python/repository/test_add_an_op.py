@@ -96,6 +96,14 @@ def build_environment(folder: Path) -> dict[str, str]:
     return environment
 
 
+def run_python(folder: Path, environment: dict[str, str], *command: str) -> None:
+    """Run Python in the folder; fail with the end of its output if it fails."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
 def test_the_list_names_files_that_exist():
     assert len(steps()) == 9
     for file in steps():
@@ -108,19 +116,8 @@ def test_an_op_added_by_the_list_builds_and_passes_its_checks(tmp_path):
     copy_of_the_tree(tmp_path)
     follow_the_list(tmp_path)
     environment = build_environment(tmp_path)
-
-    def run(*command: str) -> None:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-
-    run("setup.py", "build_ext", "--inplace")
+    run_python(tmp_path, environment, "setup.py", "build_ext", "--inplace")
     environment["PYTHONPATH"] = os.pathsep.join(
         str(tmp_path / folder) for folder in ("python", "tests/python", "tests/python/ops")
     )
-    run("-c", CHECKS.format(root=str(tmp_path), op=ADDED))
+    run_python(tmp_path, environment, "-c", CHECKS.format(root=str(tmp_path), op=ADDED))

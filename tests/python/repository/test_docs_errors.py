@@ -104,6 +104,18 @@ def test_every_finding_of_check_packing_is_explained():
     assert sorted(explained) == sorted(set(re.findall(r'Suspect\(\s*"([a-z ]+)"', source)))
 
 
+def prints_a_dtype(source: str) -> bool:
+    """Return whether a literal is followed by a dtype, which C++ prints as "Float"."""
+    return re.search(r'",\s*[\w.>\[\]-]+scalar_type\(\)', source) is not None
+
+
+def test_dtypes_have_their_names_in_python():
+    sources = [path for path in (ROOT / "csrc").rglob("*.[ch]*") if path.is_file()]
+    assert not [path.name for path in sources if prints_a_dtype(path.read_text())], "use dtype_name"
+    assert prints_a_dtype('TORCH_CHECK(ok, "got ", x->scalar_type());')
+    assert not prints_a_dtype('TORCH_CHECK(ok, "got ", dtype_name(x->scalar_type()));')
+
+
 @pytest.mark.parametrize(
     "invented",
     [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
-from test_add_an_op import ROOT, build_environment, copy_of_the_tree
+from test_add_an_op import ROOT, build_environment, copy_of_the_tree, run_python
 
 pytest.importorskip("build")
 
@@ -45,18 +43,10 @@ def test_the_source_distribution_builds_a_wheel_that_works(tmp_path):
     # `build` unpacks in TMPDIR; inside this folder ccache finds what other trees have compiled.
     environment = build_environment(tmp_path) | {"TMPDIR": str(tmp_path)}
 
-    def run(*command: str) -> None:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-
     # Without options `build` unpacks the source distribution and makes the wheel from that.
-    run("-m", "build", "--no-isolation", "--outdir", str(made), str(tree))
+    run_python(
+        tmp_path, environment, "-m", "build", "--no-isolation", "--outdir", str(made), str(tree)
+    )
     (archive,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
     with tarfile.open(archive) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
@@ -68,4 +58,4 @@ def test_the_source_distribution_builds_a_wheel_that_works(tmp_path):
     for name in ("py.typed", "_C.pyi", "include/cuseq/ops.h", "lib/libcuseq.so"):
         assert (installed / "cuseq" / name).is_file(), name
     environment["PYTHONPATH"] = str(installed)
-    run("-c", CHECK.format(folder=str(installed)))
+    run_python(tmp_path, environment, "-c", CHECK.format(folder=str(installed)))

@@ -729,8 +729,14 @@ def test_compiled_in_place_mutates_its_inputs(backend, device):
     [
         (dict(q_weight=torch.ones(7)), r"q_weight must have shape .*8.*got .*7"),
         (dict(k_weight=torch.ones(1, 8)), r"k_weight must have shape .*got .*1, 8"),
-        (dict(q_weight=torch.ones(8, dtype=torch.int32)), "q_weight must be float32.*got Int"),
-        (dict(k_weight=torch.ones(8).half()), "k_weight must be of q_weight's dtype.*got Half"),
+        (
+            dict(q_weight=torch.ones(8, dtype=torch.int32)),
+            "q_weight must be float32.*got torch.int32",
+        ),
+        (
+            dict(k_weight=torch.ones(8).half()),
+            "k_weight must be of q_weight's dtype.*got torch.float16",
+        ),
         (
             dict(k_weight=torch.ones(16).double()[::2]),
             r"k_weight must be contiguous, got stride.*2",

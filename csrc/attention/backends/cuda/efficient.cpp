@@ -13,26 +13,29 @@
 #include "cuseq/seqlens.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/token_metadata.h"
 
 // PyTorch's memory-efficient kernel: for fp32, wide heads and GPUs without flash attention.
 namespace cuseq::attention {
 namespace {
 
-std::string obstacle(const Call& call) {
-  if (!call.q.is_cuda()) return "it runs on CUDA, got a tensor on the CPU";
-  if (call.q.scalar_type() == at::kDouble) return "it takes fp16, bf16 and fp32, got fp64";
-  if (call.spans.has_value()) return "it has no spans";
-  if (call.softcap.has_value()) return "it has no soft cap";
-  if (call.window.has_value() && !call.causal) return "it has no two-sided window";
-  return "";
+bool takes(const Call& call, std::string* why) {
+  if (!call.q.is_cuda()) return refuse(why, "it runs on CUDA, got a tensor on the CPU");
+  if (call.q.scalar_type() == at::kDouble) {
+    return refuse(why, "it takes fp16, bf16 and fp32, got fp64");
+  }
+  if (call.spans.has_value()) return refuse(why, "it has no spans");
+  if (call.softcap.has_value()) return refuse(why, "it has no soft cap");
+  if (call.window.has_value() && !call.causal) return refuse(why, "it has no two-sided window");
+  return true;
 }
 
 void warn(const Call& call) {
   TORCH_WARN_ONCE(
       "cuseq.varlen_attention: flash attention takes fp16 and bf16, head_dim up to 256 "
       "and GPUs from sm_80 on, got ",
-      call.q.scalar_type(), " and head_dim ", call.q.size(2),
+      dtype_name(call.q.scalar_type()), " and head_dim ", call.q.size(2),
       "; PyTorch's memory-efficient kernel runs instead, exact but slower");
 }
 
@@ -136,8 +139,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return with_zero_tails(call, {grad_q, grad_k, grad_v});
 }
 
-const RegisterBackend registered({"efficient", /*preference=*/50, obstacle, forward, backward,
-                                  warn});
+const RegisterBackend registered({"efficient", /*preference=*/50, takes, forward, backward, warn});
 
 }  // namespace
 }  // namespace cuseq::attention

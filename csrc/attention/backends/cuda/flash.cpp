@@ -3,7 +3,6 @@
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <limits>
@@ -18,13 +17,14 @@
 namespace cuseq::attention {
 namespace {
 
-std::string obstacle(const Call& call) {
-  if (!call.q.is_cuda()) return "it runs on CUDA, got a tensor on the CPU";
+bool takes(const Call& call, std::string* why) {
+  if (!call.q.is_cuda()) return refuse(why, "it runs on CUDA, got a tensor on the CPU");
   const auto* properties = at::cuda::getCurrentDeviceProperties();
   if (properties->major < 8) {
-    return c10::str("it runs on GPUs from sm_80 on, got sm_", properties->major, properties->minor);
+    return refuse(why, "it runs on GPUs from sm_80 on, got sm_", properties->major,
+                  properties->minor);
   }
-  return flash_obstacle(call);
+  return flash_takes(call, why);
 }
 
 // With a longest length of 1, flash-attention takes a decoding path that assumes a row without a
@@ -127,7 +127,7 @@ Gradients backward(const Call& call, const Outer& outer) {
   return with_zero_tails(call, {grad_q, grad_k, grad_v});
 }
 
-const RegisterBackend registered({"flash", /*preference=*/100, obstacle, forward, backward});
+const RegisterBackend registered({"flash", /*preference=*/100, takes, forward, backward});
 
 }  // namespace
 }  // namespace cuseq::attention

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cuseq._arguments import check_flag
@@ -23,6 +24,7 @@ from cuseq.integrations.transformers._layers import (
     rotating_layers,
     text_configs,
 )
+from cuseq.integrations.transformers._layouts import check_input
 from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._recurrent import (
@@ -60,6 +62,7 @@ class _State:
     implementations: dict[str, str]
     fused: list[nn.Module]
     plan: Plan
+    check: RemovableHandle
     release: Callable[[], object]
 
 
@@ -131,7 +134,9 @@ def enable_model(
     # A model that is freed without `disable` releases what it holds of transformers.
     release = weakref.finalize(base, _release, rotated, plan.functions, mark)
     release.atexit = False
-    _states[base] = _State(enabled, options, layers, implementations, list(normed), plan, release)
+    check = base.register_forward_pre_hook(check_input, with_kwargs=True)
+    fused = list(normed)
+    _states[base] = _State(enabled, options, layers, implementations, fused, plan, check, release)
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
@@ -155,6 +160,7 @@ def disable_model(model: nn.Module) -> None:
     for layer in state.fused:
         unfuse(layer)
     restore_modules(base, state.plan)
+    state.check.remove()
     state.release()
 
 

@@ -53,8 +53,10 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
     ]
     if not layers and not mixers:
         raise ValueError(
-            f"{type(base).__name__} has no attention layer that cuseq knows: none is numbered, "
-            f"takes position_embeddings and calls {ROTATE}"
+            f"{type(base).__name__} has no attention layer that cuseq knows: enable looks for "
+            f"layers with a layer_idx and an output projection ({' or '.join(OUTPUTS)}) whose "
+            f"forward takes position_embeddings, in a module with {ROTATE}, as Llama's. Train this "
+            "model on padded batches, or call cuseq.varlen_attention in its attention layers"
         )
     return layers
 

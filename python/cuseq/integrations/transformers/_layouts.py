@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from cuseq._modes import outside_inference_mode
 from cuseq.cache import remember
@@ -49,6 +52,28 @@ def check_total(packed: PackedLayout, tokens: int) -> None:
         raise ValueError(
             f"packed must describe all batch * seqlen = {tokens} tokens of the input, got a layout "
             f"of total_tokens={packed.total_tokens}"
+        )
+
+
+def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError unless the input of a model's call is as long as its `packed`.
+
+    A forward pre-hook, so that the error comes before a layer runs. Reads shapes only. In compiled
+    code it does nothing, because a comparison there would recompile; attention compares then.
+    """
+    packed = kwargs.get("packed")
+    if torch.compiler.is_compiling() or not isinstance(packed, PackedLayout):
+        return
+    name, rows = "input_ids", kwargs.get("input_ids", args[0] if args else None)
+    if rows is None:
+        name, rows = "inputs_embeds", kwargs.get("inputs_embeds")
+    if not isinstance(rows, Tensor) or rows.dim() < 2:
+        return  # the model refuses them
+    tokens = rows.shape[0] * rows.shape[1]
+    if tokens != packed.total_tokens:
+        raise ValueError(
+            f"{name} must have packed.total_tokens = {packed.total_tokens} tokens, got {tokens}: "
+            "was a batch cut or padded after its collator? Cut the examples before it"
         )
 
 

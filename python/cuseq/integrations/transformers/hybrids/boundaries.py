@@ -1,4 +1,4 @@
-"""The way of a row's layout from the call of a model to its mixers.
+"""Forwards that bring a row's layout from the call of a model to its mixers.
 
 The layout travels as an argument, so no layer can see the boundaries of another batch, not even
 when a checkpoint computes it again during the backward. A model that is told its sequences in

@@ -49,9 +49,9 @@ class Kind:
         what: its recurrence, for messages; None for a convolution alone.
         calls: functions and attributes that its forward uses, by which it is recognised.
         lacks: what its forward must not use.
-        replacements: what those and others are replaced by.
+        replacements: the functions to replace, and what makes each replacement.
         forward: the forward that replaces the mixer's own, if functions are not enough.
-        kernels: functions of other packages, one of which must be there for speed.
+        kernels: functions of other packages; without one of them the mixer is slow.
         remedy: how to get one, for a warning.
     """
 

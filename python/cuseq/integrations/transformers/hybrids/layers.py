@@ -1,4 +1,4 @@
-"""Forwards for mixers whose recurrence is no function that gets the layout.
+"""Forwards for mixers whose recurrence is not a function that gets the layout.
 
 MiniMax's lightning attention computes its recurrence in its own forward. A Mamba-1 layer calls a
 function but does not hand its keywords on to it. Such a layer is called for each segment.

@@ -1,4 +1,4 @@
-"""The ways of keywords through the modules of a model, read from their source.
+"""Search for the way of keywords through the modules of a model, in their source code.
 
 A mixer is separated only if the layout reaches it. Most modules hand their keywords on; from some
 others a caller can lend them to the child for the time of its forward. That must happen inside what

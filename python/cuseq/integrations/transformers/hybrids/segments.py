@@ -1,4 +1,4 @@
-"""Running a function of a row on one segment of the row at a time."""
+"""Calls of a function of a row on one segment of the row at a time."""
 
 from __future__ import annotations
 
