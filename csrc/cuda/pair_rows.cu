@@ -1,5 +1,5 @@
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads)
   if (takes_part) {
     kept = static_cast<const A*>(args.logsumexp)[head * args.stride + row];
     other = static_cast<const A*>(args.part_logsumexp)[head * args.part_stride + row];
-    takes_part = other != -std::numeric_limits<A>::infinity();
+    takes_part = other != static_cast<A>(-INFINITY);
   }
   __syncwarp();  // all lanes of the group have read before one of them writes
   if (!takes_part) return;

@@ -1,7 +1,7 @@
 #include "ops/segment_reduce.h"
 
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "cuda/launch.cuh"
 #include "cuda/vectors.cuh"
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t end = args.segments.real_end(segment);
   const int64_t begin = max(offset, int64_t{0});
   const int64_t first = args.kind == Reduction::kLast ? max(begin, end - 1) : begin;
-  Partial<A> mine{is_max ? -std::numeric_limits<A>::infinity() : A{0}, -1};
+  Partial<A> mine{is_max ? static_cast<A>(-INFINITY) : A{0}, -1};
   if (column < args.columns) {
     const auto* values = static_cast<const T*>(args.values);
     for (int64_t token = first + row; token < end; token += rows) {
