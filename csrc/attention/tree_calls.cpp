@@ -4,6 +4,7 @@
 
 #include "cuseq/cache.h"
 #include "ops/checks.h"
+#include "ops/dtype_name.h"
 #include "trees/tree_meta.h"
 
 namespace cuseq::attention {
@@ -24,11 +25,12 @@ class Meta {
                           meta.is_contiguous() && meta.size(0) >= kTreeMetaHead,
                       "tree_meta must be the contiguous int32 vector on the CPU of a PackedTree's "
                       "layout, got ",
-                      meta.scalar_type(), " ", meta.sizes(), " on ", meta.device());
+                      dtype_name(meta.scalar_type()), " ", meta.sizes(), " on ", meta.device());
     TORCH_CHECK_VALUE(rows.scalar_type() == at::kInt && rows.dim() == 1 && rows.is_contiguous() &&
                           rows.device() == q.device(),
                       "tree_rows must be a contiguous int32 vector on q's device, ", q.device(),
-                      ", got ", rows.scalar_type(), " ", rows.sizes(), " on ", rows.device());
+                      ", got ", dtype_name(rows.scalar_type()), " ", rows.sizes(), " on ",
+                      rows.device());
     numbers_ = meta.const_data_ptr<int32_t>();
     const bool fits = nodes() >= 0 && offsets() >= 0 && depth() >= 0 && depth() <= max_depth() &&
                       meta.size(0) == kTreeMetaHead + max_depth() * kTreeCallSize &&

@@ -6,6 +6,7 @@
 
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 
 namespace cuseq {
@@ -77,11 +78,11 @@ Tensor segment_reduce_backward_kernel(const Tensor& grad_out, const Tensor& whic
   const int64_t segments = cu_seqlens.size(0) - 1;
   TORCH_CHECK_VALUE(grad_out.size(0) == segments, "grad_out must have a row for each of the ",
                     segments, " sequences, got ", grad_out.size(0));
-  TORCH_CHECK_TYPE(grad_out.scalar_type() == wide(dtype), "grad_out must be ", wide(dtype),
-                   ", got ", grad_out.scalar_type());
+  TORCH_CHECK_TYPE(grad_out.scalar_type() == wide(dtype), "grad_out must be ",
+                   dtype_name(wide(dtype)), ", got ", dtype_name(grad_out.scalar_type()));
   check_rows(which, "which", cu_seqlens);
   TORCH_CHECK_TYPE(which.scalar_type() == at::kInt, "which must be int32, got ",
-                   which.scalar_type());
+                   dtype_name(which.scalar_type()));
   const int64_t maxima = args.kind == Reduction::kMax ? columns : 0;
   TORCH_CHECK_VALUE(which.size(0) == segments && which.size(1) == maxima,
                     "which must be what segment_reduce returned, [", segments, ", ", maxima,

@@ -8,6 +8,7 @@
 
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/dtype_name.h"
 #include "ops/types.h"
 
 // Log-probabilities of targets from hidden states and the weight of a language model's head, some
@@ -46,10 +47,10 @@ void check(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
                     "targets must have one entry for each of the ", hidden.size(0), " tokens, got ",
                     targets.sizes());
   TORCH_CHECK_TYPE(targets.scalar_type() == at::kLong, "targets must be int64, got ",
-                   targets.scalar_type());
+                   dtype_name(targets.scalar_type()));
   TORCH_CHECK_TYPE(weight.scalar_type() == hidden.scalar_type(),
-                   "weight must be of hidden's dtype, ", hidden.scalar_type(), ", got ",
-                   weight.scalar_type());
+                   "weight must be of hidden's dtype, ", dtype_name(hidden.scalar_type()), ", got ",
+                   dtype_name(weight.scalar_type()));
   const auto check_device = [&](const Tensor& tensor, const char* name) {
     TORCH_CHECK_VALUE(tensor.device() == hidden.device(), name, " must lie on hidden's device, ",
                       hidden.device(), ", got ", tensor.device());
@@ -61,7 +62,7 @@ void check(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
     TORCH_CHECK_VALUE(bias->dim() == 1 && bias->size(0) == weight.size(0) &&
                           bias->scalar_type() == weight.scalar_type(),
                       "bias must be [vocabulary = ", weight.size(0), "] of weight's dtype, got ",
-                      bias->scalar_type(), " ", bias->sizes());
+                      dtype_name(bias->scalar_type()), " ", bias->sizes());
   }
   TORCH_CHECK_VALUE(std::isfinite(temperature) && temperature > 0,
                     "temperature must be a finite number above 0, got ", temperature);
@@ -159,11 +160,11 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_backward_kernel(
   const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight),
                   entropy};
   const auto check_numbers = [&](const Tensor& numbers, const char* name, int64_t size) {
-    TORCH_CHECK_VALUE(numbers.dim() == 1 && numbers.size(0) == size &&
-                          numbers.scalar_type() == head.wide() &&
-                          numbers.device() == hidden.device(),
-                      name, " must be ", head.wide(), " [", size, "] on ", hidden.device(),
-                      ", got ", numbers.scalar_type(), " ", numbers.sizes());
+    TORCH_CHECK_VALUE(
+        numbers.dim() == 1 && numbers.size(0) == size && numbers.scalar_type() == head.wide() &&
+            numbers.device() == hidden.device(),
+        name, " must be ", dtype_name(head.wide()), " [", size, "] on ", hidden.device(), ", got ",
+        dtype_name(numbers.scalar_type()), " ", numbers.sizes());
   };
   check_numbers(logsumexp, "logsumexp", head.tokens());
   check_numbers(mean, "mean", entropy ? head.tokens() : 0);

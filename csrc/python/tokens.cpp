@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "ops/dtype_name.h"
 #include "python/arguments.h"
 
 namespace cuseq::python {
@@ -23,7 +24,8 @@ TokenSource::TokenSource(py::handle value, std::string name) : name_(std::move(n
   if (THPVariable_Check(value.ptr())) {
     const at::Tensor& tensor = dense_argument(value, name_.c_str());
     const bool is_int = tensor.scalar_type() == at::kLong || tensor.scalar_type() == at::kInt;
-    TORCH_CHECK_TYPE(is_int, name_, " must be int32 or int64, got ", tensor.scalar_type());
+    TORCH_CHECK_TYPE(is_int, name_, " must be int32 or int64, got ",
+                     dtype_name(tensor.scalar_type()));
     TORCH_CHECK_VALUE(tensor.dim() == 1, name_, " must have one dimension, got ", tensor.sizes());
     TORCH_CHECK_VALUE(tensor.is_cpu(), name_,
                       " must lie on the CPU, since a tree is built there, "
