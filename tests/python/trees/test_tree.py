@@ -211,6 +211,7 @@ def test_a_longer_row():
         lambda p: cuseq.causal_conv1d(torch.ones(9, 1), torch.ones(1, 2), packed=p),
         lambda p: cuseq.unpack(p, torch.ones(9, 1)),
         lambda p: p.xformers_bias(),
+        lambda p: cuseq.data.mask_boundary_labels(torch.ones(9, dtype=torch.int64), p),
     ],
 )
 def test_what_needs_whole_documents_refuses_trees(use):
