@@ -37,7 +37,7 @@ tsan: environment
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
 
 bench: build
-	for name in metadata cache attention rope masks conv thd packing cp_plan training_step; do \
+	for name in metadata cache attention rope masks conv thd tree packing cp_plan training_step; do \
 	  $(PY) -m benchmarks $$name $(ARGS) || exit; \
 	done
 

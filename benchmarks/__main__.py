@@ -34,6 +34,7 @@ BENCHMARKS = {
         "training steps of flex attention and cuseq, in turns in one process",
         "a GPU; flash-attn-4 for fa4",
     ),
+    "tree": ("rows whose samples share a prompt, beside copies of it", "transformers for the step"),
     "unsloth": ("a training step inside unsloth", "a GPU and PEERS with unsloth"),
 }
 

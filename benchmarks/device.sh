@@ -13,7 +13,7 @@
 #   OUT       a folder for few files: receives results.tar.gz and summary.txt; without it, results
 #       go
 #             to benchmarks/results/DATE
-#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd
+#   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
 #             unsloth is another, which takes nearly 10 minutes
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
@@ -39,7 +39,7 @@ for stage in "${stages[@]}"; do
     exit 2
   fi
 done
-read -ra benches <<<"${BENCHES:-metadata cache attention rope masks conv thd training_step}"
+read -ra benches <<<"${BENCHES:-metadata cache attention rope masks conv thd tree training_step}"
 read -ra tokens <<<"${TOKENS:-}"
 
 # Tests of the kernels that use shared memory or cub, the only kernels that racecheck can check:

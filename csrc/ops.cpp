@@ -75,13 +75,15 @@ TORCH_LIBRARY(cuseq, m) {
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
       "Tensor? host_meta=None, bool causal=True, int? window=None, float? scale=None, "
       "SymInt? max_seqlen_bound=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None, "
-      "float? softcap=None, str backend=\"auto\") -> (Tensor out, Tensor logsumexp)",
+      "float? softcap=None, str backend=\"auto\", Tensor? tree_rows=None, "
+      "Tensor? tree_meta=None) -> (Tensor out, Tensor logsumexp)",
       reads_host);
   m.def(
       "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
       "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None, "
-      "Tensor? cu_seqlens_padded=None, float? softcap=None, str backend=\"auto\") -> "
+      "Tensor? cu_seqlens_padded=None, float? softcap=None, str backend=\"auto\", "
+      "Tensor? tree_rows=None, Tensor? tree_meta=None) -> "
       "(Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       reads_host);
 
@@ -131,6 +133,31 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(("causal_conv1d(" + conv + ", bool final_states=False) -> Tensor[]").c_str(), pure);
   m.def(("causal_conv1d_backward(Tensor grad_out, " + conv +
          ", Tensor? grad_final_states=None, bool weight_grads=True) -> Tensor[]")
+            .c_str(),
+        pure);
+
+  // csrc/ops/segment_reduce.cpp. `kind` is "sum", "mean", "max" or "last"; `which` is the token of
+  // each maximum, and empty for other kinds.
+  const std::string segments = "Tensor cu_seqlens, str kind, Tensor? cu_seqlens_padded=None";
+  m.def(("segment_reduce(Tensor values, " + segments + ") -> (Tensor out, Tensor which)").c_str(),
+        pure);
+  m.def(("segment_reduce_backward(Tensor grad_out, Tensor which, ScalarType dtype, "
+         "SymInt total_tokens, " +
+         segments + ") -> Tensor")
+            .c_str(),
+        pure);
+
+  // csrc/ops/token_logprobs.cpp. `mean` is that of the logits, weighted with their probabilities.
+  const std::string head =
+      "Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, float temperature=1.0, "
+      "int? chunk_size=None, bool entropy=False";
+  m.def(("token_logprobs(" + head +
+         ") -> (Tensor logprobs, Tensor entropies, Tensor logsumexp, Tensor mean)")
+            .c_str(),
+        pure);
+  m.def(("token_logprobs_backward(Tensor? grad_logprobs, Tensor? grad_entropies, "
+         "Tensor logsumexp, Tensor mean, " +
+         head + ") -> (Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)")
             .c_str(),
         pure);
 

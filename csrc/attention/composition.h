@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/call.h"
+#include "attention/tree_calls.h"
 
 // A composition turns a row with its layout into attention calls. It is one file that registers
 // itself here; it knows the layout but no backend:
@@ -13,6 +14,7 @@ namespace cuseq::attention {
 struct Row {
   Call call;
   OptionalTensor cu_seqlens_padded;  // segment starts, if segments are padded
+  std::optional<TreeCalls> tree;     // what tokens see besides their own node, if it is a tree
 };
 
 struct Composition {

@@ -156,6 +156,7 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   const int64_t longest =
       call.queries.num_real_tokens.has_value() ? call.queries.longest : q.size(0);
   if (options.window.has_value() && *options.window < longest) call.window = options.window;
+  row.tree = tree_calls_of(q, options, bound);
   return row;
 }
 

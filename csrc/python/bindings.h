@@ -19,5 +19,6 @@ void bind_conv(py::module_& m);       // the convolution, with unboxed arguments
 void bind_layout(py::module_& m);    // host copies of device lengths, and the checks that read them
 void bind_planning(py::module_& m);  // which samples share a row, and which rank holds which tokens
 void bind_rope(py::module_& m);      // the rotations, with unboxed arguments
+void bind_trees(py::module_& m);     // which tokens of a row follow which
 
 }  // namespace cuseq::python

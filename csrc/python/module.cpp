@@ -50,4 +50,5 @@ PYBIND11_MODULE(_C, m) {
   cuseq::python::bind_layout(m);
   cuseq::python::bind_planning(m);
   cuseq::python::bind_rope(m);
+  cuseq::python::bind_trees(m);
 }

@@ -27,6 +27,10 @@ struct AttentionOptions {
   std::optional<at::Tensor> cu_seqlens_padded;  // segment starts, if segments are padded
   std::optional<double> softcap;                // scores become softcap * tanh(score / softcap)
   std::string backend = "auto";                 // or the name of the backend that must run
+  // Of a layout of a tree, for rows whose samples share prefixes: int32, on q's device and on the
+  // CPU.
+  std::optional<at::Tensor> tree_rows;
+  std::optional<at::Tensor> tree_meta;
 };
 
 // Compute attention of q [tokens, heads, head_dim] over k and v [tokens, key heads, head_dim].

@@ -17,11 +17,14 @@ from cuseq.debug.profile import profile_step
 from cuseq.graphed_step import GraphedStep
 from cuseq.layout import PackedLayout
 from cuseq.pad import pack, run_packed, unpack
+from cuseq.reductions import token_logprobs
 from cuseq.rope import apply_qk_norm_rope, apply_rope
+from cuseq.tree import PackedTree
 
 __all__ = [
     "GraphedStep",
     "PackedLayout",
+    "PackedTree",
     "PackingCollator",
     "apply_qk_norm_rope",
     "apply_rope",
@@ -39,6 +42,7 @@ __all__ = [
     "profile_step",
     "rope_table",
     "run_packed",
+    "token_logprobs",
     "unpack",
     "varlen_attention",
 ]

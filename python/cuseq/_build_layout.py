@@ -161,6 +161,16 @@ def of_lengths_and_segments(
     return state._replace(segments=segments)
 
 
+def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: int) -> LayoutState:
+    """Return the state, on the host, of a row that holds the nodes of a tree."""
+    lengths = tree.lengths()
+    state = of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
+    capacity = state.cu_seqlens_static.shape[0] - 1
+    rows, meta = tree.calls(capacity, max_depth, total_tokens)
+    positions = tree.positions(total_tokens)
+    return state._replace(tree_positions=positions, tree_rows=rows, tree_meta=meta)
+
+
 def _started(made: Sequence[Tensor], total_tokens: int, num_sequences: int | None) -> LayoutState:
     """Start the copy of a kernel's outputs to the host; return their state."""
     lengths, offsets, meta = made

@@ -294,3 +294,35 @@ def _(
     if initial_states is not None:
         grads.append(initial_states.new_empty(initial_states.shape))
     return grads
+
+
+@register_fake("cuseq::segment_reduce")
+def _(values, cu_seqlens, kind, cu_seqlens_padded=None):
+    segments, columns = cu_seqlens.shape[0] - 1, values.shape[1]
+    which = cu_seqlens.new_empty(segments, columns if kind == "max" else 0)
+    return values.new_empty(segments, columns, dtype=_summed(values.dtype)), which
+
+
+@register_fake("cuseq::segment_reduce_backward")
+def _(grad_out, which, dtype, total_tokens, cu_seqlens, kind, cu_seqlens_padded=None):
+    return grad_out.new_empty(total_tokens, grad_out.shape[1], dtype=dtype)
+
+
+@register_fake("cuseq::token_logprobs")
+def _(hidden, weight, targets, bias=None, temperature=1.0, chunk_size=None, entropy=False):
+    numbers = hidden.new_empty(hidden.shape[0], dtype=_summed(hidden.dtype))
+    if entropy:
+        return tuple(torch.empty_like(numbers) for _ in range(4))
+    none = numbers.new_empty(0)
+    return numbers, none, torch.empty_like(numbers), torch.empty_like(none)
+
+
+@register_fake("cuseq::token_logprobs_backward")
+def _(grad_logprobs, grad_entropies, logsumexp, mean, hidden, weight, targets, bias=None, *options):
+    grad_bias = hidden.new_empty(0 if bias is None else weight.shape[0])
+    return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape), grad_bias
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -40,6 +40,8 @@ class LayoutFacts:
         self.note_versions(cu_seqlens=state.cu_seqlens_static, lengths=state.lengths)
         self.note_versions(host_meta=state.host_meta, position_ids=state.rank_positions)
         self.note_versions(rank_rows=state.rank_rows, rank_meta=state.rank_meta)
+        self.note_versions(tree_positions=state.tree_positions)
+        self.note_versions(tree_rows=state.tree_rows, tree_meta=state.tree_meta)
 
     def note_versions(self, **tensors: Tensor | None) -> None:
         """With `CUSEQ_CHECK=1`, remember the versions of tensors for `check_unedited`."""
@@ -179,7 +181,7 @@ class LayoutFacts:
         """int32 `[max_seqs + 1]` for ops; None if there is no padding between sequences. Must not
         be edited.
         """
-        self.check_whole()
+        self._check_no_part()
         return None if self._segments is None else self._segments.cu_seqlens_static
 
     @property
@@ -197,9 +199,9 @@ class LayoutFacts:
         """int32 `[total_tokens]`, position of each token inside its segment. Must not be edited.
 
         Padding continues the positions of its sequence, and the tail restarts at 0. For a rank's
-        part of a row these are the positions in the whole sequences.
+        part of a row these are the positions in the whole sequences, for a tree those on the paths.
         """
-        positions = self.state.rank_positions
+        positions = self.own_positions
         return self._token_metadata()[0] if positions is None else positions
 
     @property
@@ -249,8 +251,33 @@ class LayoutFacts:
         """
         return self.state.rank_positions
 
+    @property
+    def own_positions(self) -> Tensor | None:
+        """`position_ids` where they do not follow from the lengths: of a rank's part of a row, and
+        of a tree. Must not be edited.
+        """
+        state = self.state
+        return state.tree_positions if state.rank_positions is None else state.rank_positions
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether this is the layout of a `PackedTree`, whose sequences are the nodes."""
+        return self.state.tree_rows is not None
+
+    def check_no_tree(self) -> None:
+        """Raise ValueError if this is the layout of a tree."""
+        if self.state.tree_rows is not None:
+            raise ValueError(
+                "packed must hold its documents one after the other here, got the layout of a "
+                "tree: its tokens continue tokens that do not lie in front of them"
+            )
+
     def check_whole(self) -> None:
-        """Raise ValueError if this is a rank's part of a row."""
+        """Raise ValueError if this is a rank's part of a row, or the layout of a tree."""
+        self._check_no_part()
+        self.check_no_tree()
+
+    def _check_no_part(self) -> None:
         if self.state.rank_positions is not None:
             raise ValueError(
                 "packed must describe a whole row here, got the part of it that cp_partition gave "

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, masks
+from cuseq import _tree_masks as trees
 from cuseq._arguments import as_window, check_dtype, check_flag, check_tensor
 from cuseq._layout_chunks import LayoutChunks
 from cuseq._layout_state import LayoutState
@@ -104,6 +105,9 @@ class LayoutMasks(LayoutChunks):
         check_dtype(dtype, "dtype")
         check_flag(causal, "causal")
         check_flag(finite, "finite")
+        if self.is_tree:
+            window = self._tree_window(causal, window, spans, row_length)
+            return trees.dense_mask(self, dtype, window, finite)
         offsets, tokens, window, spans, padded, row_length = self._mask_facts(
             window, spans, row_length
         )
@@ -141,6 +145,10 @@ class LayoutMasks(LayoutChunks):
         """
         check_flag(causal, "causal")
         sizes = masks.block_sizes(block_size)
+        if self.is_tree:
+            return trees.block_mask(
+                self, self._tree_window(causal, window, spans, row_length), sizes
+            )
         offsets, tokens, window, spans, padded, row_length = self._mask_facts(
             window, spans, row_length
         )
@@ -181,6 +189,18 @@ class LayoutMasks(LayoutChunks):
             tensors=itemgetter(1),
         )
         return bias
+
+    def _tree_window(
+        self, causal: bool, window: int | None, spans: Spans | None, row_length: int | None
+    ) -> int | None:
+        """Check the arguments of a tree's mask; return the window."""
+        self.check_unedited()
+        if not causal or spans is not None or row_length is not None:
+            raise ValueError(
+                "a tree's mask must be causal, without spans and row_length, got causal="
+                f"{causal}, spans={spans!r} and row_length={row_length}"
+            )
+        return as_window(window)
 
     def _mask_facts(
         self, window: int | None, spans: Spans | None, row_length: int | None

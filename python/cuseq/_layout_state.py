@@ -23,10 +23,14 @@ LENGTH_DIVISOR: int = _C.HostMeta.LENGTH_DIVISOR
 # These tensors have one size for all rows of a kind, so that CUDA graphs can read them.
 _STATIC = ("cu_seqlens_static", "host_meta", "slots", "tokens")
 _STATIC_OF_PART = ("rank_positions", "rank_rows", "rank_meta")
+_STATIC_OF_TREE = ("tree_positions", "tree_rows", "tree_meta")
 
 # These tensors are on the layout's device; `_copied` copies two of them at a time.
-_ON_DEVICE = ("cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions", "rank_rows")
-_TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths", "rank_meta")
+_ON_DEVICE = (
+    "cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions", "rank_rows",
+    "tree_positions", "tree_rows",
+)  # fmt: skip
+_TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths", "rank_meta", "tree_meta")
 
 Tensors = dict[str, Any]
 
@@ -59,6 +63,11 @@ class LayoutState(NamedTuple):
     rank_meta: Tensor | None = None
     # Name of the process group whose ranks hold the other parts; None: the default group.
     rank_group: str | None = None
+    # For a tree: positions on the paths, [total_tokens], and what attention reads: tree_rows and,
+    # on the CPU, tree_meta (csrc/trees/tree_meta.h).
+    tree_positions: Tensor | None = None
+    tree_rows: Tensor | None = None
+    tree_meta: Tensor | None = None
 
     def map(self, change: Callable[[Tensors], Tensors], **fields: Any) -> LayoutState:
         """Return a state with changed tensors and fields, and change its segments alike.
@@ -105,9 +114,10 @@ class LayoutState(NamedTuple):
             longer = {"host_meta": meta, "lengths": lengths.view_as(lengths)}
             if "slots" in tensors:
                 longer["slots"] = torch.nn.functional.pad(tensors["slots"], (0, more), value=-1)
-            if "rank_positions" in tensors:
-                tail = torch.arange(more, dtype=torch.int32, device=lengths.device)
-                longer["rank_positions"] = torch.cat([tensors["rank_positions"], tail])
+            for name in ("rank_positions", "tree_positions"):
+                if name in tensors:
+                    tail = torch.arange(more, dtype=torch.int32, device=lengths.device)
+                    longer[name] = torch.cat([tensors[name], tail])
             return longer
 
         return self.map(change, total_tokens=total_tokens)
@@ -118,7 +128,7 @@ class LayoutState(NamedTuple):
 
     def static_tensors(self) -> list[Tensor]:
         """Return the tensors whose sizes do not depend on the lengths, without the segments'."""
-        tensors = (getattr(self, name) for name in (*_STATIC, *_STATIC_OF_PART))
+        tensors = (getattr(self, name) for name in (*_STATIC, *_STATIC_OF_PART, *_STATIC_OF_TREE))
         return [tensor for tensor in tensors if tensor is not None]
 
     def check_like(self, other: LayoutState) -> None:
@@ -135,7 +145,7 @@ class LayoutState(NamedTuple):
         check("padding between sequences", self.segments is not None, other.segments is not None)
         if self.tokens is not None and other.tokens is not None:
             check("padded batch", tuple(self.tokens.shape), tuple(other.tokens.shape))
-        for name in _STATIC_OF_PART:
+        for name in (*_STATIC_OF_PART, *_STATIC_OF_TREE):
             mine, given = (getattr(state, name) for state in (self, other))
             shapes = (None if tensor is None else tuple(tensor.shape) for tensor in (mine, given))
             check(f"shape of {name}", *shapes)
@@ -148,7 +158,7 @@ class LayoutState(NamedTuple):
         tensors and of the rest of `other`. The segments are `other`'s.
         """
         kept = {}
-        for name in (*_STATIC, *_STATIC_OF_PART):
+        for name in (*_STATIC, *_STATIC_OF_PART, *_STATIC_OF_TREE):
             mine, given = getattr(self, name), getattr(other, name)
             if mine is not None and given is not None:
                 kept[name] = mine.copy_(given, non_blocking=True)

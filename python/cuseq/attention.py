@@ -21,6 +21,7 @@ from cuseq._backends import (
 )
 from cuseq._flex import attend_by_flex
 from cuseq._spans import Spans
+from cuseq._tree_masks import attend_densely, longest_path
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
@@ -53,6 +54,9 @@ def varlen_attention(
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
     With `softcap` the scores become `softcap * tanh(score / softcap)` before the softmax. The
     output and the gradients are zero on padding and tail.
+
+    With the layout of a `PackedTree` a token sees its path. A window that is shorter than the
+    longest path counts tokens of the path; it runs as flex attention, or densely where that cannot.
 
     Args:
         q: `[total_tokens, heads, head_dim]`; the last dimension must be contiguous.
@@ -95,6 +99,10 @@ def varlen_attention(
         torch.Size([5, 4, 16])
     """
     options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
+    if packed.is_tree:
+        options = options.of_tree(packed)
+        if options.window is not None and not _runs_flex(q, v, packed, options):
+            return attend_densely(q, k, v, packed, options.window, scale, softcap, sinks)
     if _runs_flex(q, v, packed, options):
         if not is_compiling():  # the checks of the op, which does not run
             _C.attention_choice(q, k, v, *options._replace(backend="auto").of_op(q, packed))
@@ -167,6 +175,21 @@ class _Options(NamedTuple):
     def question(self) -> Question:
         return Question(self.causal, self.window, self.spans, self.softcap, self.backend)
 
+    def of_tree(self, packed: PackedLayout) -> _Options:
+        """Return the options for a tree, without a window that hides nothing.
+
+        Raises:
+            ValueError: an option is not for trees.
+        """
+        if not self.causal:
+            raise ValueError("causal must be True for a tree, got False")
+        if self.spans is not None:
+            raise ValueError("spans must be None for a tree")
+        hides_nothing = self.window is None or (
+            not is_compiling() and self.window >= longest_path(packed)
+        )
+        return self._replace(window=None) if hides_nothing else self
+
     def of_flex(self) -> dict[str, Any]:
         return {
             "causal": self.causal,
@@ -200,6 +223,8 @@ class _Options(NamedTuple):
             packed.cu_seqlens_padded_static,
             softcap,
             backend,
+            state.tree_rows,
+            state.tree_meta,
         )
 
 

@@ -82,6 +82,7 @@ def causal_conv1d(
     offsets = padded = None
     if packed is not None:
         check_layout(packed)
+        packed.check_no_tree()
         padded = packed.cu_seqlens_padded_static
         offsets = packed.cu_seqlens_static
         if initial_state is not None or return_final_state:

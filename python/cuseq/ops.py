@@ -19,6 +19,7 @@ from cuseq import _C
 from cuseq._arguments import as_size, check_tensor
 from cuseq.conv import causal_conv1d_fn
 from cuseq.masks import block_mask, dense_mask, mask_ranges
+from cuseq.reductions import segment_last, segment_max, segment_mean, segment_sum
 
 __all__ = [
     "block_mask",
@@ -35,6 +36,10 @@ __all__ = [
     "max_seqlen",
     "max_seqlen_sync",
     "position_ids",
+    "segment_last",
+    "segment_max",
+    "segment_mean",
+    "segment_sum",
     "seq_ids",
 ]
 

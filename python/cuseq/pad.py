@@ -9,11 +9,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor, shown
+from cuseq._arguments import as_int, check_flag, check_tensor, shown
 from cuseq._build_layout import common_multiple
 from cuseq._models import text_config
 from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout
+from cuseq.tree import PackedTree
 
 _ops = torch.ops.cuseq
 
@@ -180,6 +181,7 @@ def run_packed(
     total_multiple: int | Sequence[int] = 1,
     true_is_pad: bool = False,
     total_tokens: int | None = None,
+    tree: bool = False,
     **more: Any,
 ) -> Any:
     """Run a model that takes packed rows on a padded batch, and return a padded batch.
@@ -196,6 +198,9 @@ def run_packed(
         segment_multiple, total_multiple, true_is_pad, total_tokens: as for
             `PackedLayout.from_padding_mask`. Without `total_tokens`, a mask on a GPU makes the call
             wait for the lengths.
+        tree: whether to compute prefixes that rows of the batch share once (`PackedTree`). The
+            call then waits for the ids of a GPU. `more` must hold no tensors, and
+            `segment_multiple` and `total_multiple` must be 1.
         more: further arguments of the model. Tensors must be `[batch, seqlen, ...]` and are packed.
             `position_ids` may also be M-RoPE's `[planes, batch, seqlen]`; the model then gets
             `[planes, 1, total_tokens]`. Arguments whose names end in "labels" get -100 on padding.
@@ -230,6 +235,14 @@ def run_packed(
         return model(input_ids=input_ids, **more)
     _check_takes_rows(model, more)
     attention_mask = _mask_of_batch(attention_mask, input_ids)
+    check_flag(tree, "tree")
+    if tree:
+        if not segment_multiple == total_multiple == 1:
+            raise ValueError(
+                "segment_multiple and total_multiple must be 1 with tree=True, got "
+                f"{segment_multiple} and {total_multiple}"
+            )
+        return _run_tree(model, input_ids, attention_mask, true_is_pad, total_tokens, more)
     packed = PackedLayout.from_padding_mask(
         attention_mask,
         segment_multiple,
@@ -253,11 +266,53 @@ def run_packed(
         more["labels"] = mask_boundary_labels(more["labels"], packed)
     if more.get("position_ids") is None:
         more["position_ids"] = packed.position_ids.long().unsqueeze(0)
-    out = model(packed=packed, **more)
+    return _unpacked_output(_Row(packed), model(packed=packed, **more))
+
+
+def _run_tree(
+    model: Callable[..., Any],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    true_is_pad: bool,
+    total_tokens: int | None,
+    more: dict[str, Any],
+) -> Any:
+    tensors = [name for name, value in more.items() if isinstance(value, Tensor)]
+    if tensors or input_ids.dim() != 2:
+        raise ValueError(
+            "tree=True takes input_ids [batch, seqlen] and no other tensor, whose values could "
+            f"differ where ids are equal, got {', '.join(tensors) or list(input_ids.shape)}"
+        )
+    ids, mask = input_ids.cpu(), attention_mask.cpu()
+    packed = PackedLayout.from_padding_mask(mask, true_is_pad=true_is_pad)
+    sequences = pack(packed, ids).split(packed.lengths.tolist())
+    total = total_tokens
+    if total is None and packed.total_tokens == 0:
+        total = 1  # models need at least one token
+    tree = PackedTree.from_sequences(sequences, total_tokens=total, device=input_ids.device)
+    more["position_ids"] = tree.position_ids.long()
+    out = model(packed=tree.layout, input_ids=tree.input_ids.to(input_ids.dtype), **more)
+    return _unpacked_output(_Row(packed.to(input_ids.device), tree), out)
+
+
+class _Row:
+    """A row that a model computed, to be unpacked to the padded batch."""
+
+    def __init__(self, samples: PackedLayout, tree: PackedTree | None = None):
+        self.samples, self.tree = samples, tree
+        self.total_tokens = (samples if tree is None else tree.layout).total_tokens
+
+    def unpacked(self, row: Tensor) -> Tensor:
+        """Return `[batch, seqlen, ...]` from a row `[1, total_tokens, ...]`."""
+        values = row.squeeze(0)
+        return unpack(self.samples, values if self.tree is None else self.tree.gather(values))
+
+
+def _unpacked_output(row: _Row, out: Any) -> Any:
     if isinstance(out, Tensor):
-        return _unpacked(packed, "the output", out)
+        return _unpacked(row, "the output", out)
     if isinstance(out, (tuple, list)):
-        return _unpacked_items(packed, out)
+        return _unpacked_items(row, out)
     if not isinstance(out, MutableMapping):
         raise TypeError(
             "the model must return a tensor, a tuple, a list or a mapping of outputs, got "
@@ -265,9 +320,9 @@ def run_packed(
         )
     for name in ("logits", "last_hidden_state"):
         if out.get(name) is not None:
-            out[name] = _unpacked(packed, name, out[name])
+            out[name] = _unpacked(row, name, out[name])
     if out.get("hidden_states") is not None:
-        out["hidden_states"] = _unpacked_items(packed, out["hidden_states"])
+        out["hidden_states"] = _unpacked_items(row, out["hidden_states"])
     return out
 
 
@@ -306,23 +361,23 @@ def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
         )
 
 
-def _unpacked(packed: PackedLayout, name: str, rows: Tensor) -> Tensor:
-    if rows.shape[:2] != (1, packed.total_tokens):
+def _unpacked(row: _Row, name: str, out: Tensor) -> Tensor:
+    if out.shape[:2] != (1, row.total_tokens):
         raise ValueError(
-            f"{name} must be [1, total_tokens = {packed.total_tokens}, ...] to be unpacked, got "
-            f"shape {list(rows.shape)}"
+            f"{name} must be [1, total_tokens = {row.total_tokens}, ...] to be unpacked, got "
+            f"shape {list(out.shape)}"
         )
-    return unpack(packed, rows.squeeze(0))
+    return row.unpacked(out)
 
 
-def _unpacked_items(packed: PackedLayout, items: Sequence[Any]) -> Sequence[Any]:
+def _unpacked_items(row: _Row, items: Sequence[Any]) -> Sequence[Any]:
     """Unpack the packed rows in a tuple or list, and in tuples and lists inside it."""
     unpacked = []
     for item in items:
         if isinstance(item, (tuple, list)):
-            item = _unpacked_items(packed, item)
-        elif isinstance(item, Tensor) and item.shape[:2] == (1, packed.total_tokens):
-            item = unpack(packed, item.squeeze(0))
+            item = _unpacked_items(row, item)
+        elif isinstance(item, Tensor) and item.shape[:2] == (1, row.total_tokens):
+            item = row.unpacked(item)
         unpacked.append(item)
     make: Any = type(items)
     return make(*unpacked) if hasattr(items, "_fields") else make(unpacked)

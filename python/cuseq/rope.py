@@ -231,22 +231,22 @@ def _positions_of(
     """Return `(cu_seqlens, host_meta, position_ids)` for the op.
 
     The first two are those of the layout's segments, in which positions restart. They are None if
-    there is no layout, or if the layout is a rank's part, which has positions of its own.
+    there is no layout, or if the layout has positions of its own: a rank's part and a tree.
     """
     if packed is None:
         return None, None, position_ids
     check_layout(packed)
     state = packed.state
-    if state.rank_positions is None:
+    positions = packed.own_positions
+    if positions is None:
         segments = state if state.segments is None else state.segments
         return segments.cu_seqlens_static, segments.host_meta, position_ids
     check_tensor(q, "q")
     if cp_size != 1 or position_ids is not None:
         raise ValueError(
             "cp_size must be 1 and position_ids None if packed is a rank's part of a row, which "
-            f"has its own positions, got cp_size = {cp_size}"
+            f"has its own positions, or a tree, got cp_size = {cp_size}"
         )
-    positions = state.rank_positions
     if qkv_format == "thd" or q.dim() != 4:  # the op itself refuses a q of other dimensions
         return None, None, positions
     batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]

@@ -241,6 +241,8 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
     if out.is_meta or wild or not _plain(q, k, v) or packed.pads_between_sequences:
         return
     lengths, scale = packed.lengths.tolist(), arguments["scale"]
+    if packed.is_tree:
+        return _tree_attention(arguments, out)
     q, k, v = (t.detach().cpu().double() for t in (q, k, v))
     if max(t.abs().max().item() if t.numel() else 0 for t in (q, k, v)) > 1e3:
         return
@@ -259,6 +261,30 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
         softcap=None if softcap is None else float(softcap),
     )
     _close(out, expected, "varlen_attention")
+
+
+def _tree_attention(arguments: dict[str, Any], out: Tensor) -> None:
+    """Compare with dense attention over each token's ancestors."""
+    q, k, v, packed = (arguments[name] for name in ("q", "k", "v", "packed"))
+    rows, softcap, scale = packed.state.tree_rows, arguments["softcap"], arguments["scale"]
+    nodes = packed.seq_ids.tolist()
+    positions = packed.position_ids.tolist()
+    ends = [rows[node].item() if node < packed.num_sequences else 0 for node in nodes]
+    window = arguments["window"] or packed.total_tokens + 1
+    q, k, v = (t.detach().cpu().double() for t in (q, k, v))
+    if max(t.abs().max().item() if t.numel() else 0 for t in (q, k, v)) > 1e3:
+        return
+    group = q.shape[1] // k.shape[1]
+    expected = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=torch.float64)
+    for i in range(q.shape[0]):
+        seen = [j for j in range(i + 1) if i < ends[j] and positions[i] - positions[j] < window]
+        for head in range(q.shape[1] if seen else 0):
+            scores = k[seen, head // group] @ q[i, head]
+            scores = scores * (q.shape[2] ** -0.5 if scale is None else float(scale))
+            if softcap is not None:
+                scores = float(softcap) * torch.tanh(scores / float(softcap))
+            expected[i, head] = scores.softmax(0) @ v[seen, head // group]
+    _close(out, expected, "varlen_attention of a tree")
 
 
 def _close(out: Tensor, expected: Tensor, what: str) -> None:

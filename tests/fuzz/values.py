@@ -79,6 +79,24 @@ def a_layout(draw: Draw, row: Row, segment_multiple: int = 1) -> cuseq.PackedLay
     )
 
 
+def tree_nodes(draw: Draw) -> tuple[list[int], list[int]]:
+    """Draw lengths and parents of a tree's nodes, in the order of the row."""
+    path: list[int] = []
+    lengths, parents = [], []
+    for node in range(draw.choice((0, 1, 2, 6))):
+        path = path[: draw.randint(0, len(path))]
+        parents.append(path[-1] if path else -1)
+        lengths.append(draw.choice((0, 1, 2, 5)))
+        path.append(node)
+    return lengths, parents
+
+
+def a_tree(draw: Draw) -> cuseq.PackedTree:
+    lengths, parents = tree_nodes(draw)
+    total = sum(lengths) + draw.choice((0, 0, 2))
+    return cuseq.PackedTree.from_parents(lengths, parents, total_tokens=total, device=draw.device)
+
+
 def some_spans(draw: Draw, row: Row) -> list[tuple[int, int]]:
     spans = []
     for begin, length in zip(row.offsets, row.lengths, strict=False):

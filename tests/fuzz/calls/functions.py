@@ -11,20 +11,22 @@ import cuseq
 from tests.fuzz import judge
 from tests.fuzz.calls.schemas import convolution, heads, rotation
 from tests.fuzz.calls.target import function
-from tests.fuzz.values import Draw, Row, a_layout, a_row, some_spans
+from tests.fuzz.values import Draw, Row, a_layout, a_row, a_tree, some_spans
 
 
 def _attention(draw: Draw) -> dict[str, Any]:
     row = a_row(draw)
-    q, k, v = heads(draw, row.total)
-    spans = some_spans(draw, row) if draw.chance(0.2) else []
+    is_tree = draw.chance(0.2)
+    packed = a_tree(draw).layout if is_tree else a_layout(draw, row)
+    q, k, v = heads(draw, packed.total_tokens)
+    spans = some_spans(draw, row) if draw.chance(0.2) and not is_tree else []
     sinks = draw.floats(q.shape[1], dtype=q.dtype) if draw.chance(0.15) else None
     return {
         "q": q,
         "k": k,
         "v": v,
-        "packed": a_layout(draw, row),
-        "causal": draw.chance(0.7),
+        "packed": packed,
+        "causal": is_tree or draw.chance(0.7),
         "window": draw.choice((None, None, 1, 3)),
         "spans": spans or None,
         "scale": draw.choice((None, 0.5)),

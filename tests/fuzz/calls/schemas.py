@@ -8,7 +8,7 @@ import torch
 
 from tests.fuzz import judge
 from tests.fuzz.calls.target import schema
-from tests.fuzz.values import Draw, Row, a_layout, a_row, some_spans
+from tests.fuzz.values import Draw, Row, a_layout, a_row, a_tree, some_spans
 
 
 def _offsets(draw: Draw, row: Row, capacity: int = 0) -> torch.Tensor:
@@ -219,23 +219,26 @@ def heads(draw: Draw, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 def _attention(draw: Draw) -> dict[str, Any]:
     row = a_row(draw)
-    packed = a_layout(draw, row)
-    q, k, v = heads(draw, row.total)
-    spans = some_spans(draw, row) if draw.chance(0.2) else []
+    is_tree = draw.chance(0.2)
+    packed = a_tree(draw).layout if is_tree else a_layout(draw, row)
+    q, k, v = heads(draw, packed.total_tokens)
+    spans = some_spans(draw, row) if draw.chance(0.2) and not is_tree else []
     return {
         "q": q,
         "k": k,
         "v": v,
         "cu_seqlens": packed.cu_seqlens_static,
         "host_meta": packed.host_meta,
-        "causal": draw.chance(0.7),
-        "window": draw.choice((None, None, 1, 3)),
+        "causal": is_tree or draw.chance(0.7),
+        "window": draw.choice((None, 64)) if is_tree else draw.choice((None, None, 1, 3)),
         "scale": draw.choice((None, 0.5)),
         "max_seqlen_bound": draw.choice((None, None, 64)),
         "spans": draw.ints(spans, torch.int32).view(-1, 2) if spans else None,
         "cu_seqlens_padded": None,
         "softcap": draw.choice((None, None, 2.0)),
         "backend": draw.choice(("auto", "auto", "segments")),
+        "tree_rows": packed.state.tree_rows,
+        "tree_meta": packed.state.tree_meta,
     }
 
 
@@ -371,3 +374,59 @@ def _(draw):
         "weight_grads": draw.chance(0.7),
     }
     return {"grad_out": out[0], **arguments, **last}
+
+
+def _segments(draw: Draw) -> dict[str, Any]:
+    row = a_row(draw)
+    dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+    return {
+        "values": draw.floats(row.total, draw.choice((0, 1, 3)), dtype=dtype),
+        "cu_seqlens": a_layout(draw, row).cu_seqlens,
+        "kind": draw.choice(("sum", "mean", "max", "last")),
+        "cu_seqlens_padded": None,
+    }
+
+
+schema("segment_reduce")(_segments)
+
+
+@schema("segment_reduce_backward")
+def _(draw):
+    values, offsets, kind, padded = _segments(draw).values()
+    out, which = torch.ops.cuseq.segment_reduce(values, offsets, kind, padded)
+    return {
+        "grad_out": out,
+        "which": which,
+        "dtype": values.dtype,
+        "total_tokens": values.shape[0],
+        "cu_seqlens": offsets,
+        "kind": kind,
+        "cu_seqlens_padded": padded,
+    }
+
+
+def _head(draw: Draw) -> dict[str, Any]:
+    tokens, features, vocabulary = (draw.choice(sizes) for sizes in ((0, 1, 5), (1, 4), (1, 7)))
+    dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16))
+    targets = [draw.choice((-100, draw.randrange(vocabulary))) for _ in range(tokens)]
+    return {
+        "hidden": draw.floats(tokens, features, dtype=dtype),
+        "weight": draw.floats(vocabulary, features, dtype=dtype),
+        "targets": draw.ints(targets, torch.int64),
+        "bias": draw.floats(vocabulary, dtype=dtype) if draw.chance(0.5) else None,
+        "temperature": draw.choice((1.0, 0.5)),
+        "chunk_size": draw.choice((None, 1, 3)),
+        "entropy": draw.chance(0.5),
+    }
+
+
+schema("token_logprobs")(_head)
+
+
+@schema("token_logprobs_backward")
+def _(draw):
+    arguments = _head(draw)
+    out = torch.ops.cuseq.token_logprobs(*arguments.values())
+    entropies = out[1] if arguments["entropy"] else None
+    first = {"grad_logprobs": out[0], "grad_entropies": entropies, "logsumexp": out[2]}
+    return {**first, "mean": out[3], **arguments}

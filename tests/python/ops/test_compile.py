@@ -68,6 +68,14 @@ def convolutions(d, trained=True):
     ]
 
 
+def heads(d):
+    """Return arguments of token_logprobs."""
+    targets = ints(d, [0, 8, -100, 3])
+    hidden, weight, bias = (torch.randn(s, device=d) for s in ((4, 5), (9, 5), (9,)))
+    hidden.requires_grad_(), weight.requires_grad_()
+    return [(hidden, weight, targets), (hidden, weight, targets, bias, 0.5, 3, True)]
+
+
 # Arguments of every op except those in ELSEWHERE, tested in test_attention.py,
 # test_rope_autograd.py and test_gather_rows.py.
 CASES = {
@@ -142,7 +150,24 @@ CASES = {
         (torch.ones_like(case[0]), *case[:-1], torch.ones(2, 3, 3, device=d) if case[-1] else None)
         for case in convolutions(d, trained=False)
     ],
-}
+    "segment_reduce": lambda d: [
+        (torch.randn(6, 3, device=d, requires_grad=True), ints(d, [0, 2, 5], torch.int32), kind)
+        for kind in ("sum", "mean", "max", "last")
+    ],
+    "segment_reduce_backward": lambda d: [
+        (torch.randn(2, 3, device=d), ints(d, [[]] * 2, torch.int32), torch.bfloat16, 6,
+         ints(d, [0, 2, 5], torch.int32), "mean"),
+        (torch.randn(2, 1, device=d), ints(d, [[1], [3]], torch.int32), torch.float32, 6,
+         ints(d, [0, 2, 5], torch.int32), "max"),
+    ],
+    "token_logprobs": heads,
+    "token_logprobs_backward": lambda d: [
+        (torch.randn(4, device=d), None, torch.randn(4, device=d), torch.randn(0, device=d),
+         *(t.detach() for t in heads(d)[0][:3])),
+        (torch.randn(4, device=d), torch.randn(4, device=d), torch.randn(4, device=d),
+         torch.randn(4, device=d), *(t.detach() for t in heads(d)[1][:4]), 0.5, 3, True),
+    ],
+}  # fmt: skip
 ELSEWHERE = {
     "gather_rows",
     "varlen_attention",

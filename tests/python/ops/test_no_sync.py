@@ -177,6 +177,7 @@ def test_to_is_safe_while_its_pinned_memory_is_free_again(cuda):
 # Every op with its arguments, and the most kernels that it may launch.
 def all_ops(lengths, mask, ids, labels):
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=lengths.device)
+    values = torch.ones(TOTAL, 3, device=lengths.device)
     return {
         "cu_seqlens": (lambda: cuseq.ops.cu_seqlens(lengths), 1),
         "max_seqlen": (lambda: cuseq.ops.max_seqlen(lengths), 1),
@@ -190,6 +191,7 @@ def all_ops(lengths, mask, ids, labels):
         "token_metadata": (lambda: ops.token_metadata(offsets, TOTAL), 1),
         "lengths_from_padding_mask": (lambda: cuseq.ops.lengths_from_padding_mask(mask), 1),
         "from_position_ids": (lambda: cuseq.ops.cu_seqlens_from_position_ids(ids, 4), 2),
+        "segment_reduce": (lambda: ops.segment_reduce(values, offsets, "mean"), 1),
         "mask_boundary_labels": (lambda: ops.mask_boundary_labels(labels, offsets), 1),
     }
 

@@ -107,6 +107,17 @@ def test_offsets_cannot_lead_out_of_bounds(values, cuda):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "last"])
+@pytest.mark.parametrize("values", BAD_OFFSETS)
+def test_offsets_cannot_lead_a_reduction_out_of_bounds(values, kind, cuda):
+    offsets, rows = on(cuda, values, torch.int32), torch.ones(TOTAL, 3, device=cuda)
+    out, which = ops.segment_reduce(rows, offsets, kind)
+    assert within(which, -1, TOTAL - 1)
+    grads = ops.segment_reduce_backward(out, which, torch.float32, TOTAL, offsets, kind)
+    assert grads.shape == rows.shape
+
+
+@pytest.mark.kernels
 @pytest.mark.parametrize("order", ["channels", "tokens"])
 @pytest.mark.parametrize("values", BAD_OFFSETS)
 def test_offsets_cannot_lead_a_convolution_out_of_bounds(values, order, cuda):

@@ -78,10 +78,10 @@ def check_agreement(
     """Raise ValueError if other lengths or offsets of the call contradict `packed`.
 
     Offsets and lengths may count the tail as further sequences, as TRL's collator does, and may
-    omit sequences of length zero. Tensors on a GPU, and layouts whose lengths came from a GPU, are
-    not compared.
+    omit sequences of length zero. Tensors on a GPU, layouts whose lengths came from a GPU, a rank's
+    part of a row and trees are not compared.
     """
-    if packed.rank_positions is not None or packed.known_lengths is None:
+    if packed.own_positions is not None or packed.known_lengths is None:
         return
     longest = longest_on_host(max_q, max_k)
     if longest is not None and longest < packed.max_seqlen:

@@ -106,9 +106,8 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     check_layout(packed)
     if not torch.compiler.is_compiling():  # compiled code that reads an int may recompile
         check_total(packed, _tokens(told))
-    # A layout of a tree says so; layouts of this release have no trees yet.
     is_part = packed.rank_positions is not None
-    if is_part or getattr(packed, "is_tree", False):
+    if is_part or packed.is_tree:
         what = "the part of a row that cp_partition gave to one rank" if is_part else "a tree"
         raise ValueError(
             f"{name} has layers with a state along the row, which need whole rows of documents: "

@@ -1,0 +1,283 @@
+"""Benchmark rows whose samples share prefixes: building them, attention, and a training step.
+
+    python -m benchmarks tree [--device cpu] [--out FOLDER]
+
+- Building: a million tokens in groups of 16, by kind of input.
+- Attention, forward and backward, of one row of a group: the tree; packed rows that copy the prompt
+  into each sample; keys and values gathered for each node's path, as TRL's AsyncGRPO does; flex
+  attention with unsloth's mask of labels. The last two need a GPU.
+- A training step of the shape of Qwen3-0.6B whose head runs on completions, tree against copies.
+
+On a CPU the sizes are small, and only say that everything runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import timer
+import torch
+from report import Report, Table, arguments, environment
+
+import cuseq
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt and its completions, all of one length."""
+
+    prompt: int
+    completion: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.prompt:,} / {self.completion:,} / {self.size}"
+
+    def tree(self, device: torch.device) -> cuseq.PackedTree:
+        """Return a tree of one such group with random ids."""
+        ids = torch.randint(1000, (self.prompt + self.size * self.completion,))
+        prompt, *completions = ids.split([self.prompt] + [self.completion] * self.size)
+        return cuseq.PackedTree.from_groups([prompt], [completions], device=device)
+
+
+GPU = [
+    Group(2048, 512, 8),
+    Group(4096, 512, 8),
+    Group(4096, 512, 16),
+    Group(512, 512, 8),
+    Group(2048, 512, 2),
+    Group(512, 4096, 8),
+]
+CPU = [Group(64, 16, 4)]
+
+SHAPE = dict(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+SMALL = dict(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+)
+
+
+def fastest(call: Callable[[], object], repeats: int = 7) -> float:
+    """Return the least time of a host function in ms."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times)
+
+
+def measure_building(groups: int) -> list[dict]:
+    """Build trees of 512 tokens for each prompt and completion, 16 completions a group."""
+    prompts = list(torch.randint(1000, (groups, 512)))
+    completions = [list(torch.randint(1000, (16, 512))) for _ in range(groups)]
+    kinds: dict[str, Callable[[Tensor], object]] = {
+        "tensors": lambda ids: ids,
+        "NumPy arrays": lambda ids: ids.numpy(),
+        "lists": lambda ids: ids.tolist(),
+    }
+    found = []
+    for name, convert in kinds.items():
+        own = [convert(ids) for ids in prompts]
+        theirs = [[convert(ids) for ids in one] for one in completions]
+        ms = fastest(lambda a=own, b=theirs: cuseq.PackedTree.from_groups(a, b))
+        found.append({"what": f"from_groups, {name}", "tokens": groups * 17 * 512, "ms": ms})
+    sequences = [
+        torch.cat([prompt, one])
+        for prompt, group in zip(prompts, completions, strict=True)
+        for one in group
+    ]
+    ms = fastest(lambda: cuseq.PackedTree.from_sequences(sequences), 3)
+    found.append({"what": "from_sequences, tensors", "tokens": groups * 16 * 1024, "ms": ms})
+    return found
+
+
+# ------------------------------------------------------------------------------- attention
+
+
+def leaves(tokens: int, heads: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+    query_heads, key_heads, dim = heads
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return [
+        torch.randn(tokens, count, dim, device=device, dtype=dtype, requires_grad=True)
+        for count in (query_heads, key_heads, key_heads)
+    ]
+
+
+def gathered_attention(group: Group, device: torch.device) -> Callable[..., Tensor]:
+    """Return attention of each node over its path's keys and values, which are gathered."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    tree = group.tree(torch.device("cpu"))
+    rows = torch.cat([torch.arange(group.prompt), *(tree.rows_of(i) for i in range(group.size))])
+    rows = rows.to(device)
+    queries = [group.prompt] + [group.completion] * group.size
+    keys = [group.prompt] + [group.prompt + group.completion] * group.size
+    cu_q, cu_k = (
+        torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+        for lengths in (queries, keys)
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.index_select(0, rows), v.index_select(0, rows)
+        group_size = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group_size, 1) for x in (k, v))
+        window = (-1, 0)  # causal, from the bottom right
+        return varlen_attn(q, k, v, cu_q, cu_k, max(queries), max(keys), window_size=window)
+
+    return attend
+
+
+def labelled_attention(group: Group, device: torch.device) -> Callable[..., Tensor]:
+    """Return flex attention with a mask of labels: a completion sees its prompt and itself."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    labels = torch.repeat_interleave(
+        torch.arange(group.size + 1),
+        torch.tensor([group.prompt] + [group.completion] * group.size),
+    ).to(device)
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & ((labels[key] == 0) | (labels[key] == labels[query]))
+
+    tokens = len(labels)
+    mask = create_block_mask(sees, None, None, tokens, tokens, device=device)
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        out = compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+
+    return attend
+
+
+def measure_attention(
+    group: Group, heads: tuple[int, int, int], device: torch.device
+) -> dict[str, object]:
+    """Return milliseconds of a forward and backward, by method."""
+    tree = group.tree(device)
+
+    def time_of(tokens: int, attend: Callable[..., Tensor]) -> float:
+        tensors = leaves(tokens, heads, device)
+        grad = torch.ones_like(tensors[0])
+
+        def both() -> object:
+            return torch.autograd.grad(attend(*tensors), tensors, grad)
+
+        return timer.device_time(both, device=device, repeats=20).median / 1e3
+
+    def over(packed: cuseq.PackedLayout) -> Callable[..., Tensor]:
+        return lambda q, k, v: cuseq.varlen_attention(q, k, v, packed)
+
+    tokens, copies = tree.layout.total_tokens, tree.samples.total_tokens
+    row: dict[str, object] = {"group": str(group), "saved": copies / tokens}
+    row["tree"] = time_of(tokens, over(tree.layout))
+    row["copies"] = time_of(copies, over(tree.samples))
+    if device.type == "cuda":
+        row["gathered"] = time_of(tokens, gathered_attention(group, device))
+        row["labels"] = time_of(tokens, labelled_attention(group, device))
+    return row
+
+
+# ------------------------------------------------------------------------------- a step
+
+
+def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> dict[str, object]:
+    """Return milliseconds and gigabytes of a step's forward and backward, tree and copies."""
+    tree = group.tree(device)
+    rows, labels, by_sample = tree.targets
+    starts = tree.samples.cu_seqlens[:-1].long() + group.prompt - 1
+    places = starts.unsqueeze(1) + torch.arange(group.completion, device=device)
+
+    def step(
+        ids: Tensor, positions: Tensor, packed: cuseq.PackedLayout, kept: Tensor
+    ) -> Callable[[], None]:
+        def run() -> None:
+            hidden = model.model(
+                input_ids=ids, position_ids=positions, packed=packed
+            ).last_hidden_state[0]
+            logprobs = cuseq.token_logprobs(hidden[kept], model.lm_head.weight, labels)
+            cuseq.ops.segment_sum(logprobs, by_sample).mean().backward()
+            model.zero_grad(set_to_none=True)
+
+        return run
+
+    samples = tree.samples
+    copied = tree.gather(tree.input_ids[0].float()).long().unsqueeze(0)
+    positions = samples.position_ids.unsqueeze(0)
+    row: dict[str, object] = {"group": str(group)}
+    for name, run in (
+        ("tree", step(tree.input_ids, tree.position_ids, tree.layout, rows)),
+        ("copies", step(copied, positions, samples, places.flatten())),
+    ):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        row[name] = timer.device_time(run, device=device, repeats=5).median / 1e3
+        if device.type == "cuda":
+            row[f"{name}_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
+    row["times"] = row["copies"] / row["tree"]
+    return row
+
+
+def measure_steps(groups: list[Group], device: torch.device) -> list[dict]:
+    try:
+        import transformers
+    except ImportError:
+        return []
+    on_gpu = device.type == "cuda"
+    config = transformers.Qwen3Config(**(SHAPE if on_gpu else SMALL), use_cache=False)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with device:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    cuseq.enable(model)
+    return [measure_step(model, group, device) for group in groups]
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
+    device = torch.device(args.device)
+    on_gpu = device.type == "cuda"
+    groups = GPU if on_gpu else CPU
+    heads = (16, 8, 128) if on_gpu else (4, 2, 16)
+    report = Report("tree", environment(args.device))
+    report.tables.append(
+        Table(
+            "Building on the host",
+            {"what": "", "tokens": "tokens", "ms": "ms"},
+            measure_building(115 if on_gpu else 4),
+        )
+    )
+    sizes = "prompt / completion / group"
+    columns = {"group": sizes, "saved": "tokens saved, times", "tree": "tree, ms"}
+    columns |= {"copies": "copies, ms"}
+    if on_gpu:
+        columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
+    attention = [measure_attention(group, heads, device) for group in groups]
+    report.tables.append(Table("Attention, forward and backward", columns, attention))
+    memory = {"tree_gb": "tree, GiB", "copies_gb": "copies, GiB"} if on_gpu else {}
+    columns = {"group": sizes, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
+    steps = measure_steps(groups, device)
+    report.tables.append(Table("A step, head on completions", columns | memory, steps))
+    report.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+#include <ATen/ops/empty.h>
+
+#include <limits>
+#include <numeric>
+
+#include "planning/checks.h"
+#include "planning/trees.h"
+#include "python/bindings.h"
+#include "python/tokens.h"
+
+namespace cuseq::python {
+namespace {
+
+using trees::Tree;
+
+struct TreeMetaSlots {};
+
+// Bind the slots as plain ints on a class (`_C.TreeMeta.DEPTH`), which torch.compile reads as
+// constants.
+void bind_tree_meta_slots(py::module_& m) {
+  py::class_<TreeMetaSlots> slots(m, "TreeMeta", "What each entry of a tree's meta holds.");
+  slots.attr("DEPTH") = static_cast<int>(kTreeDepth);
+  slots.attr("LONGEST_PATH") = static_cast<int>(kTreeLongestPath);
+  slots.attr("NUM_NODES") = static_cast<int>(kTreeNumNodes);
+  slots.attr("NODE_CAPACITY") = static_cast<int>(kTreeNodeCapacity);
+  slots.attr("OFFSETS_CAPACITY") = static_cast<int>(kTreeOffsetsCapacity);
+  slots.attr("MAX_DEPTH") = static_cast<int>(kTreeMaxDepth);
+}
+
+using TreeAndTokens = std::tuple<Tree, at::Tensor>;
+
+// Return a row for `used` tokens, with zeros behind them.
+at::Tensor row_for(int64_t used, std::optional<int64_t> total_tokens) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const int64_t total = total_tokens.value_or(used);
+  TORCH_CHECK_VALUE(total <= kMost, "total_tokens must be at most 2^31 - 1, got ", total);
+  TORCH_CHECK_VALUE(used <= total, "total_tokens must be at least the ", used,
+                    " tokens of the tree, got ", total);
+  at::Tensor row = at::empty({total}, at::kLong);
+  row.narrow(0, used, total - used).zero_();
+  return row;
+}
+
+// Return the nodes of groups, a prompt and its completions each, and their tokens.
+TreeAndTokens tree_of_groups(py::handle prompts, py::handle completions,
+                             std::optional<int64_t> total_tokens) {
+  std::vector<TokenSource> nodes;
+  std::vector<int64_t> parents;
+  std::vector<int32_t> context;
+  const auto sources = token_sources(prompts, "prompts");
+  int64_t group = 0;
+  if (!py::isinstance<py::iterable>(completions)) {
+    throw py::type_error("completions must be a list of lists of token sequences, got " +
+                         py::repr(completions).cast<std::string>());
+  }
+  for (const py::handle samples : py::reinterpret_borrow<py::iterable>(completions)) {
+    TORCH_CHECK_VALUE(group < static_cast<int64_t>(sources.size()),
+                      "completions must have a list for each of the ", sources.size(),
+                      " prompts, got more");
+    const auto own = token_sources(samples, "completions[" + std::to_string(group) + "]");
+    const auto prompt = static_cast<int64_t>(nodes.size());
+    nodes.push_back(sources[group++]);
+    parents.push_back(-1);
+    TORCH_CHECK_VALUE(!own.empty(), "completions[", group - 1,
+                      "] must have at least one completion, got none");
+    for (const TokenSource& one : own) {
+      nodes.push_back(one);
+      parents.push_back(prompt);
+      context.push_back(static_cast<int32_t>(nodes[prompt].length()));
+    }
+  }
+  TORCH_CHECK_VALUE(group == static_cast<int64_t>(sources.size()),
+                    "completions must have a list for each of the ", sources.size(),
+                    " prompts, got ", group);
+  std::vector<int64_t> lengths(nodes.size());
+  for (size_t i = 0; i < nodes.size(); ++i) lengths[i] = nodes[i].length();
+  at::Tensor row =
+      row_for(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), total_tokens);
+  auto* to = row.mutable_data_ptr<int64_t>();
+  for (const TokenSource& node : nodes) {
+    node.copy_to(to);
+    to += node.length();
+  }
+  Tree tree = tree_of_nodes(tensor_of(std::move(lengths)), tensor_of(std::move(parents)));
+  tree.context = std::move(context);
+  return {std::move(tree), row};
+}
+
+std::vector<int64_t> flat_values(const std::vector<TokenSource>& sources) {
+  int64_t total = 0;
+  for (const TokenSource& one : sources) total += one.length();
+  std::vector<int64_t> flat(total);
+  int64_t* to = flat.data();
+  for (const TokenSource& one : sources) {
+    one.copy_to(to);
+    to += one.length();
+  }
+  return flat;
+}
+
+// Return the tree that shares the sequences' prefixes, and its tokens.
+TreeAndTokens tree_of_sequences(py::handle sequences, py::handle keys, int64_t min_shared,
+                                std::optional<int64_t> total_tokens) {
+  const auto sources = token_sources(sequences, "sequences");
+  const std::vector<int64_t> tokens = flat_values(sources);
+  std::vector<int64_t> flat_keys;
+  if (!keys.is_none()) {
+    const auto key_sources = token_sources(keys, "keys");
+    TORCH_CHECK_VALUE(key_sources.size() == sources.size(),
+                      "keys must have a list for each of the ", sources.size(), " sequences, got ",
+                      key_sources.size());
+    for (size_t i = 0; i < sources.size(); ++i) {
+      TORCH_CHECK_VALUE(key_sources[i].length() == sources[i].length(), "keys[", i,
+                        "] must have a key for each of the ", sources[i].length(), " tokens, got ",
+                        key_sources[i].length());
+    }
+    flat_keys = flat_values(key_sources);
+  }
+  std::vector<trees::Sequence> spans;
+  int64_t begin = 0;
+  for (const TokenSource& one : sources) {
+    spans.push_back(
+        {tokens.data() + begin, keys.is_none() ? nullptr : flat_keys.data() + begin, one.length()});
+    begin += one.length();
+  }
+  const py::gil_scoped_release released;
+  trees::SharedTree shared = trees::share_prefixes(spans, min_shared);
+  at::Tensor row = row_for(shared.tree.tokens(), total_tokens);
+  auto* to = row.mutable_data_ptr<int64_t>();
+  for (int32_t node = 0; node < shared.tree.size(); ++node) {
+    const auto& source = shared.sources[node];
+    const int64_t* from = spans[source.sequence].tokens + source.begin;
+    to = std::copy(from, from + shared.tree.length(node), to);
+  }
+  return {std::move(shared.tree), row};
+}
+
+// Return what makes the same tree again: lengths, parents, samples and context.
+py::tuple parts(const Tree& tree) {
+  std::vector<int64_t> lengths(tree.size());
+  for (int32_t i = 0; i < tree.size(); ++i) lengths[i] = tree.length(i);
+  return py::make_tuple(lengths, tree.parents, tree.samples, tree.context);
+}
+
+Tree tree_of_parts(const std::vector<int64_t>& lengths, const std::vector<int64_t>& parents,
+                   std::vector<int32_t> samples, std::vector<int32_t> context) {
+  std::string why;
+  auto tree = trees::tree_of_nodes(lengths, parents, &why);
+  TORCH_CHECK_VALUE(tree.has_value(), "the parts must be those of a tree, ", why);
+  tree->samples = std::move(samples);
+  tree->context = std::move(context);
+  return *std::move(tree);
+}
+
+}  // namespace
+
+void bind_trees(py::module_& m) {
+  bind_tree_meta_slots(m);
+  py::class_<Tree>(m, "Tree", "Which tokens of a row follow which.")
+      .def("lengths", &tree_lengths, Released())
+      .def("sample_lengths", &tree_sample_lengths, Released())
+      .def("positions", &tree_positions, Released())
+      .def("calls", &tree_calls, Released())
+      .def("rows_of", &tree_rows_of, Released())
+      .def("uses", &tree_uses, Released())
+      .def("targets", &tree_targets, Released())
+      .def_property_readonly("num_nodes", &Tree::size)
+      .def_property_readonly("num_samples", &Tree::num_samples)
+      .def_property_readonly("num_tokens", &Tree::tokens)
+      .def_property_readonly("depth", &Tree::deepest)
+      .def_property_readonly("longest_path", &Tree::longest_path)
+      .def(py::pickle(&parts, [](const py::tuple& state) {
+        return tree_of_parts(
+            state[0].cast<std::vector<int64_t>>(), state[1].cast<std::vector<int64_t>>(),
+            state[2].cast<std::vector<int32_t>>(), state[3].cast<std::vector<int32_t>>());
+      }));
+  m.def("tree_of_nodes", &tree_of_nodes, Released());
+  m.def("tree_of_groups", &tree_of_groups);
+  m.def("tree_of_sequences", &tree_of_sequences);
+}
+
+}  // namespace cuseq::python

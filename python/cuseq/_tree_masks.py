@@ -1,0 +1,180 @@
+"""Masks of trees: a token sees its path, and a window counts tokens of the path.
+
+In a row that holds a tree, the tokens that see a key lie side by side: the key itself, the rest of
+its node, and the node's descendants. So a mask is one number per key, where they end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn.attention.flex_attention import BlockMask
+
+from cuseq import _C
+from cuseq.cache import remember
+
+if TYPE_CHECKING:
+    from cuseq._layout_facts import LayoutFacts
+
+_ops = torch.ops.cuseq
+
+_LONGEST_PATH: int = _C.TreeMeta.LONGEST_PATH
+
+
+def longest_path(packed: LayoutFacts) -> int:
+    """Return the tokens of a tree's longest path. Never waits."""
+    return int(cast("Tensor", packed.state.tree_meta)[_LONGEST_PATH])
+
+
+def ranges_of_keys(packed: LayoutFacts) -> Tensor:
+    """Return the queries that see each key, int32 `[2, total_tokens]`: from `first` up to `end`.
+
+    A token of the tail is seen by itself alone.
+    """
+    if is_compiling():
+        return _ranges_of_keys(packed)
+    return remember(packed.state.lengths, "tree_ranges", lambda: _ranges_of_keys(packed))
+
+
+def _ranges_of_keys(packed: LayoutFacts) -> Tensor:
+    state = packed.state
+    rows, offsets = cast("Tensor", state.tree_rows), state.cu_seqlens_static
+    _, nodes, is_tail = _ops.token_metadata(offsets, state.total_tokens, None)
+    tokens = torch.arange(state.total_tokens, dtype=torch.int32, device=rows.device)
+    ends = rows.index_select(0, nodes.clamp(max=offsets.shape[0] - 2))
+    return torch.stack([tokens, torch.where(is_tail, tokens + 1, ends)])
+
+
+def visible(packed: LayoutFacts, window: int | None) -> Tensor:
+    """Return which keys each token sees, bool `[total_tokens, total_tokens]`."""
+    first, end = ranges_of_keys(packed)
+    query = first.unsqueeze(1)
+    seen = (first <= query) & (query < end)
+    if window is not None:
+        positions = cast("Tensor", packed.own_positions)
+        seen &= positions.unsqueeze(1) - positions < window
+    return seen
+
+
+def dense_mask(packed: LayoutFacts, dtype: torch.dtype, window: int | None, finite: bool) -> Tensor:
+    """Return `PackedLayout.dense_mask` of a tree."""
+
+    def make() -> Tensor:
+        seen, tokens = visible(packed, window), packed.total_tokens
+        # Lines start at multiples of 16 elements, as PyTorch's kernels want them.
+        mask = torch.zeros(tokens, -(-tokens // 16) * 16, dtype=dtype, device=packed.device)
+        mask = mask[:, :tokens]
+        if dtype == torch.bool:
+            mask.copy_(seen)
+        else:
+            mask.masked_fill_(~seen, torch.finfo(dtype).min if finite else -torch.inf)
+        return mask[None, None]
+
+    if is_compiling():
+        return make()
+    return remember(packed.state.lengths, "tree_mask", make, dtype, window, finite)
+
+
+def block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int]) -> BlockMask:
+    """Return `PackedLayout.block_mask` of a tree.
+
+    Args:
+        sizes: tokens of a query block and of a key block.
+    """
+    if is_compiling():
+        return _block_mask(packed, window, sizes)
+    return remember(
+        packed.state.lengths,
+        "tree_block_mask",
+        lambda: _block_mask(packed, window, sizes),
+        window,
+        *sizes,
+        tensors=_tensors_of,
+    )
+
+
+def _block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int]) -> BlockMask:
+    ranges = ranges_of_keys(packed)
+    end, positions = ranges[1], cast("Tensor", packed.own_positions)
+    query_block, key_block = sizes
+    # The op takes the keys of each query. Given the queries of each key, it returns the mask with
+    # both sides exchanged.
+    of_keys = _ops.block_mask(ranges, None, key_block, query_block)
+    parts = [*of_keys[4:], *of_keys[:4]]
+
+    def path(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key])
+
+    reach = packed.total_tokens if window is None else window
+
+    def windowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = positions[query] - positions[key] < reach
+        return (key <= query) & (query < end[key]) & near
+
+    tokens = packed.total_tokens
+    kv: list[Any] = parts[:4]
+    q: list[Any] = parts[4:]
+    if window is not None:  # a block that is full without the window may be partial with it
+        kv, q = [*_one_list(kv), None, None], [*_one_list(q), None, None]
+    return BlockMask(
+        seq_lengths=(tokens, tokens),
+        kv_num_blocks=kv[0],
+        kv_indices=kv[1],
+        full_kv_num_blocks=kv[2],
+        full_kv_indices=kv[3],
+        q_num_blocks=q[0],
+        q_indices=q[1],
+        full_q_num_blocks=q[2],
+        full_q_indices=q[3],
+        BLOCK_SIZE=sizes,
+        mask_mod=path if window is None else windowed,
+    )
+
+
+def _one_list(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return counts and ascending indices of partial and full blocks together."""
+    counts, indices, full_counts, full_indices = parts
+    blocks = indices.shape[-1]
+    listed = torch.arange(blocks, device=indices.device)
+    seen = indices.new_zeros(*indices.shape[:-1], blocks + 1)
+    for number, which in ((counts, indices), (full_counts, full_indices)):
+        inside = torch.where(listed < number.unsqueeze(-1), which, blocks).long()
+        seen.scatter_(-1, inside, 1)
+    seen = seen[..., :blocks]
+    order = seen.argsort(dim=-1, descending=True, stable=True).to(indices.dtype)
+    return seen.sum(-1, dtype=counts.dtype), order.contiguous()
+
+
+def _tensors_of(mask: BlockMask) -> list[Tensor]:
+    return [value for value in mask.as_tuple() if isinstance(value, Tensor)]
+
+
+def attend_densely(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packed: LayoutFacts,
+    window: int,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention over a tree with a window, with the scores of all pairs in memory."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    queries = q.to(wide).transpose(0, 1)
+    keys, values = (x.to(wide).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = queries @ keys.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(packed, window), -torch.inf)
+    if sinks is not None:
+        column = sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, column], 2)
+    weights = scores.softmax(-1)[..., : k.shape[0]]
+    out = (weights @ values).transpose(0, 1)
+    is_tail = _ops.token_metadata(packed.state.cu_seqlens_static, packed.total_tokens, None)[2]
+    return out.masked_fill(is_tail[:, None, None], 0).to(q.dtype).contiguous()

@@ -1,0 +1,216 @@
+"""Test reductions over sequences, and log-probabilities of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuseq
+from cuseq import ops
+
+KINDS = {
+    "sum": ops.segment_sum,
+    "mean": ops.segment_mean,
+    "max": ops.segment_max,
+    "last": ops.segment_last,
+}
+EMPTY = {"sum": 0.0, "mean": 0.0, "max": -torch.inf, "last": 0.0}
+
+
+def by_loop(values: torch.Tensor, packed: cuseq.PackedLayout, kind: str) -> torch.Tensor:
+    """Reduce each sequence with PyTorch."""
+    results = []
+    starts = packed.cu_seqlens_padded.tolist()
+    for start, length in zip(starts, packed.lengths.tolist(), strict=False):
+        own = values[start : start + length]
+        if length == 0:
+            results.append(torch.full_like(values.sum(0), EMPTY[kind]))
+        elif kind == "last":
+            results.append(own[-1])
+        elif kind == "max":
+            results.append(own.max(0).values)
+        else:
+            results.append(getattr(own, kind)(0))
+    return torch.stack(results) if results else values.new_zeros(0, *values.shape[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 5, 40]), max_size=6),
+    st.integers(0, 3),
+    st.sampled_from([(), (1,), (3,), (2, 40)]),
+    st.sampled_from([1, 4]),
+)
+def test_values_and_gradients(kind, lengths, tail, shape, multiple):
+    total = sum(-(-n // multiple) * multiple for n in lengths) + multiple * tail
+    packed = cuseq.PackedLayout.from_lengths(lengths, total, segment_multiple=multiple)
+    values = torch.randn(total, *shape, dtype=torch.float64, requires_grad=True)
+    found, expected = KINDS[kind](values, packed), by_loop(values, packed, kind)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found).where(found.isfinite(), 0)
+    (grad,) = torch.autograd.grad((found.nan_to_num(neginf=0) * weights).sum(), values)
+    (wanted,) = torch.autograd.grad(
+        (expected.nan_to_num(neginf=0) * weights).sum() + 0 * values.sum(), values
+    )
+    torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_wide_and_deterministic(kind, dtype, device):
+    packed = cuseq.PackedLayout.from_lengths([3000, 0, 1, 70], 3080, device=device)
+    values = torch.randn(3080, 33, device=device).to(dtype).requires_grad_()
+    found = KINDS[kind](values, packed)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, by_loop(values.float(), packed, kind), atol=1e-4, rtol=1e-5)
+    assert torch.equal(found, KINDS[kind](values, packed))
+    (grad,) = torch.autograd.grad(found.nan_to_num(neginf=0).sum(), values)
+    assert grad.dtype == dtype and not grad[3071:].any()
+
+
+def test_the_first_maximum_has_the_gradient(device):
+    packed = cuseq.PackedLayout.from_lengths([4, 3], device=device)
+    values = torch.tensor([1.0, 5.0, 5.0, 2.0, 1.0, torch.nan, 3.0], device=device).requires_grad_()
+    found = ops.segment_max(values, packed)
+    assert found[0] == 5 and found[1].isnan()
+    (grad,) = torch.autograd.grad(found[0], values)
+    assert grad.tolist() == [0, 1, 0, 0, 0, 0, 0]
+
+
+def test_wrong_values_are_named():
+    packed = cuseq.PackedLayout.from_lengths([2, 3])
+    with pytest.raises(ValueError, match="total_tokens = 5 rows"):
+        ops.segment_sum(torch.ones(4), packed)
+    with pytest.raises(TypeError, match="values must be"):
+        ops.segment_sum(torch.ones(5, dtype=torch.int64), packed)
+    with pytest.raises(TypeError, match="values must be a tensor"):
+        ops.segment_sum([1.0], packed)
+
+
+# ------------------------------------------------------------------------ token_logprobs
+
+
+def plain(hidden, weight, targets, bias=None, temperature=1.0):
+    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
+    logprobs = logits.log_softmax(1)
+    kept = targets != -100
+    own = logprobs.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1) * kept
+    return own, -(logprobs.exp() * logprobs).sum(1) * kept
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logprobs_and_entropies(chunk_size, with_bias, device):
+    torch.manual_seed(0)
+    like = dict(dtype=torch.float64, device=device)
+    hidden = torch.randn(7, 5, **like).requires_grad_()
+    weight = torch.randn(11, 5, **like).requires_grad_()
+    bias = torch.randn(11, **like).requires_grad_() if with_bias else None
+    targets = torch.tensor([3, 0, -100, 10, 3, 3, -100], device=device)
+    inputs = [hidden, weight, *([bias] if with_bias else [])]
+    for temperature in (1.0, 0.7):
+        found = cuseq.token_logprobs(
+            hidden, weight, targets, bias=bias, temperature=temperature,
+            chunk_size=chunk_size, entropy=True,
+        )  # fmt: skip
+        expected = plain(hidden, weight, targets, bias, temperature)
+        weights = [torch.randn_like(one) for one in expected]
+        for used in ((0,), (1,), (0, 1)):
+            grads = torch.autograd.grad(
+                sum((found[i] * weights[i]).sum() for i in used), inputs, retain_graph=True
+            )
+            wanted = torch.autograd.grad(
+                sum((expected[i] * weights[i]).sum() for i in used), inputs, retain_graph=True
+            )
+            for grad, one in zip(grads, wanted, strict=True):
+                torch.testing.assert_close(grad, one)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        only = cuseq.token_logprobs(hidden, weight, targets, bias=bias, temperature=temperature)
+        torch.testing.assert_close(only, expected[0])
+
+
+def test_sums_over_chunks_are_wide(device):
+    """In bfloat16 many chunks give the weight's gradient of one chunk."""
+    torch.manual_seed(0)
+    hidden = torch.randn(256, 16, device=device).bfloat16()
+    weight = torch.randn(32, 16, device=device).bfloat16().requires_grad_()
+    targets = torch.randint(32, (256,), device=device)
+    grads = [
+        torch.autograd.grad(
+            cuseq.token_logprobs(hidden, weight, targets, chunk_size=size).sum(), weight
+        )[0].float()
+        for size in (2, 256)
+    ]
+    torch.testing.assert_close(grads[0], grads[1], atol=0.05 * grads[1].abs().max().item(), rtol=0)
+
+
+def test_no_tokens():
+    weight = torch.randn(3, 4, requires_grad=True)
+    none = torch.empty(0, dtype=torch.int64)
+    found = cuseq.token_logprobs(torch.empty(0, 4), weight, none)
+    assert found.shape == (0,)
+    (grad,) = torch.autograd.grad(found.sum(), weight)
+    assert not grad.any()
+
+
+def test_logits_are_never_all_in_memory():
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.numel = max(self.numel, result.numel())
+            return result
+
+    hidden, weight = torch.randn(64, 4), torch.randn(50, 4, requires_grad=True)
+    with Largest() as largest:
+        found = torch.ops.cuseq.token_logprobs(
+            hidden, weight.detach(), torch.zeros(64, dtype=torch.int64), None, 1.0, 4, False
+        )
+    assert found[0].shape == (64,) and largest.numel <= 50 * 4
+
+
+def test_compiled(device):
+    def loss(hidden, weight, targets):
+        logprobs, entropies = cuseq.token_logprobs(hidden, weight, targets, entropy=True)
+        return (logprobs - 0.1 * entropies).sum()
+
+    hidden = torch.randn(6, 4, device=device, requires_grad=True)
+    weight = torch.randn(9, 4, device=device, requires_grad=True)
+    targets = torch.randint(9, (6,), device=device)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found, expected = compiled(hidden, weight, targets), loss(hidden, weight, targets)
+    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(found, [hidden, weight])
+    wanted = torch.autograd.grad(expected, [hidden, weight])
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, one)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.ones(3, 5)}, "weight must have shape"),
+        ({"targets": torch.zeros(2, dtype=torch.int32)}, "targets must be int64"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets must have one entry"),
+        ({"targets": torch.tensor([0, 3])}, r"targets must lie in \[0, 3\)"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1"),
+        ({"bias": torch.ones(4)}, "bias must be"),
+        ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    given = {
+        "hidden": torch.ones(2, 4),
+        "weight": torch.ones(3, 4),
+        "targets": torch.zeros(2, dtype=torch.int64),
+    }
+    with pytest.raises((ValueError, TypeError), match=message):
+        cuseq.token_logprobs(**(given | change))

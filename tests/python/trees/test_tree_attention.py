@@ -1,0 +1,308 @@
+"""Test attention over trees against a mask of ancestors that is made sample by sample."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import cuseq
+
+HARD = {
+    "a group of 1": ([-1, 0], [3, 4]),
+    "an empty completion": ([-1, 0, 0, 0], [3, 0, 2, 1]),
+    "an empty prompt": ([-1, 0, 0], [0, 2, 3]),
+    "a longer prompt": ([-1, 0, 0, 0], [40, 3, 2, 5]),
+    "several prompts": ([-1, 0, 0, -1, -1, 4, 4], [4, 2, 3, 5, 2, 1, 1]),
+    "leaves of one token": ([-1, *[0] * 9], [2, *[1] * 9]),
+    "64 completions": ([-1, *[0] * 64], [5, *[2] * 64]),
+    "a chain of depth 16": ([-1, *range(16)], [2, 1, 3] * 5 + [1, 2]),
+    "branches at every depth": (
+        [-1, 0, 1, 1, 0, 4, 5, 5, 4, -1, 9],
+        [2, 3, 1, 2, 2, 1, 4, 1, 3, 2, 2],
+    ),
+    "empty inner nodes": ([-1, 0, 1, 1, 0], [3, 0, 2, 1, 2]),
+    "one node": ([-1], [5]),
+    "no tokens": ([-1, 0], [0, 0]),
+}
+
+
+def tree_of(name: str, tail: int = 0, **more) -> cuseq.PackedTree:
+    parents, lengths = HARD[name]
+    return cuseq.PackedTree.from_parents(lengths, parents, total_tokens=sum(lengths) + tail, **more)
+
+
+def ancestors(tree: cuseq.PackedTree, window: int | None = None) -> torch.Tensor:
+    """Return which keys a token sees: those before it on a sample's path, and itself."""
+    tokens = tree.layout.total_tokens
+    seen = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for i in range(tree.samples.num_sequences):
+        rows = tree.rows_of(i).cpu()
+        place = torch.arange(len(rows))
+        away = place.unsqueeze(1) - place
+        near = (away >= 0) & (away < (window or tokens + 1))
+        seen[rows.unsqueeze(1), rows] |= near
+    return seen
+
+
+def dense(q, k, v, seen, scale=None, softcap=None, sinks=None):
+    """Attend with a mask; rows that see nothing are zero."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen.to(q.device), -1e300)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], 2)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, v) * seen.to(q.device).any(1)[:, None, None]
+
+
+def inputs(tokens, heads=4, key_heads=2, dim=8, value_dim=8, device="cpu", dtype=torch.float64):
+    torch.manual_seed(tokens)
+    shapes = (tokens, heads, dim), (tokens, key_heads, dim), (tokens, key_heads, value_dim)
+    return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def compare(tree, window=None, value_dim=8, device="cpu", **options):
+    q, k, v = inputs(tree.layout.total_tokens, value_dim=value_dim, device=device)
+    tree = tree.to(device)
+    out = cuseq.varlen_attention(q, k, v, tree.layout, window=window, **options)
+    expected = dense(q, k, v, ancestors(tree, window), **options)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    extra = [options["sinks"]] if options.get("sinks") is not None else []
+    grads = torch.autograd.grad((out * weights).sum(), [q, k, v, *extra])
+    wanted = torch.autograd.grad((expected * weights).sum(), [q, k, v, *extra])
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, one)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_trees(name, device):
+    compare(tree_of(name, tail=3), device=device)
+
+
+@pytest.mark.parametrize("name", ["several prompts", "branches at every depth"])
+@pytest.mark.parametrize("window", [1, 3, 5, 100])
+def test_windows_count_along_the_path(name, window):
+    compare(tree_of(name, tail=2), window=window)
+
+
+def test_options():
+    name = "branches at every depth"
+    compare(tree_of(name), scale=0.2, value_dim=5)
+    compare(tree_of(name), softcap=0.8)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    compare(tree_of(name, tail=2), sinks=sinks)
+    compare(tree_of(name), sinks=sinks, softcap=0.8, window=3)
+
+
+def test_random_forests():
+    draw = random.Random(3)
+    for _ in range(25):
+        path, parents, lengths = [], [], []
+        for node in range(draw.randint(1, 14)):
+            path = path[: draw.randint(0, len(path))]
+            parents.append(path[-1] if path else -1)
+            lengths.append(draw.choice((0, 1, 1, 2, 3, 9)))
+            path.append(node)
+        tail = draw.randint(0, 2)
+        tree = cuseq.PackedTree.from_parents(lengths, parents, total_tokens=sum(lengths) + tail)
+        compare(tree)
+
+
+def test_samples_one_by_one():
+    """The outputs are those of each sample alone, and gradients the sums over samples."""
+    tree = cuseq.PackedTree.from_groups(
+        [[1] * 6, [2] * 3], [[[3] * 4, [4] * 2], [[5] * 5, [], [6]]]
+    )
+    q, k, v = inputs(tree.layout.total_tokens)
+    out = tree.gather(cuseq.varlen_attention(q, k, v, tree.layout))
+    rows = torch.cat([tree.rows_of(i) for i in range(5)])
+    alone = cuseq.varlen_attention(q[rows], k[rows], v[rows], tree.samples)
+    torch.testing.assert_close(out, alone)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum(), [q, k, v])
+    wanted = torch.autograd.grad((alone * weights).sum(), [q, k, v])
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["64 completions", "a chain of depth 16"])
+def test_narrow_dtypes_are_as_exact_as_one_call(name, dtype, device):
+    """The error is compared with that of dense attention in the same dtype."""
+    tree = tree_of(name).to(device)
+    exact = inputs(tree.layout.total_tokens, dim=16, value_dim=16, device=device)
+    q, k, v = (t.detach().to(dtype).requires_grad_() for t in exact)
+    seen = ancestors(tree)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    weights = torch.randn(q.shape, device=device, dtype=torch.float64)
+    wanted = dense(*wide, seen)
+    wanted_grads = torch.autograd.grad((wanted * weights).sum(), wide)
+    out = cuseq.varlen_attention(q, k, v, tree.layout)
+    grads = torch.autograd.grad(out, [q, k, v], weights.to(dtype))
+    eps = torch.finfo(dtype).eps
+    for found, one in zip([out, *grads], [wanted, *wanted_grads], strict=True):
+        error = (found.double() - one).abs().max() / one.abs().max()
+        assert error < 4 * eps + 1e-6, float(error / eps)
+
+
+def test_gradients_are_deterministic(device):
+    tree = tree_of("64 completions").to(device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q, k, v = inputs(tree.layout.total_tokens, device=device, dtype=dtype)
+    runs = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for _ in range(3):
+            out = cuseq.varlen_attention(q, k, v, tree.layout)
+            runs.append(torch.autograd.grad(out.square().sum(), [q, k, v]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for run in runs[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("window", [None, 3])
+def test_masks(name, window, device):
+    tree = tree_of(name, tail=3).to(device)
+    layout, tokens = tree.layout, tree.layout.total_tokens
+    seen = ancestors(tree, window)
+    tail = torch.arange(tokens - 3, tokens)
+    seen[tail, tail] = True
+    mask = layout.dense_mask(window=window)
+    assert mask.shape == (1, 1, tokens, tokens) and mask is layout.dense_mask(window=window)
+    assert torch.equal(mask[0, 0].cpu(), seen)
+    additive = layout.dense_mask(torch.float32, window=window)
+    assert torch.equal(additive[0, 0].cpu() == 0, seen)
+    assert additive.stride(2) % 16 == 0
+    block = layout.block_mask(window=window, block_size=(4, 8))
+    index = torch.arange(tokens, device=device)
+    modded = block.mask_mod(None, None, index.unsqueeze(1), index)
+    assert torch.equal(modded.cpu(), seen)
+    covered = torch.zeros(-(-tokens // 4), -(-tokens // 8), dtype=torch.int64)
+    for counts, indices, kind in (
+        (block.kv_num_blocks, block.kv_indices, 1),
+        (block.full_kv_num_blocks, block.full_kv_indices, 2),
+    ):
+        if counts is None:
+            continue
+        for row in range(covered.shape[0]):
+            for column in indices[0, 0, row, : counts[0, 0, row]].tolist():
+                covered[row, column] += kind
+    padded = torch.zeros(covered.shape[0] * 4, covered.shape[1] * 8, dtype=torch.bool)
+    padded[:tokens, :tokens] = seen
+    tiles = padded.view(covered.shape[0], 4, covered.shape[1], 8).sum((1, 3))
+    if window is None:
+        assert torch.equal(covered > 0, tiles > 0)
+        assert torch.equal(covered == 2, tiles == 32)
+    else:
+        assert not ((tiles > 0) & (covered == 0)).any() and not (covered == 2).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": False}, "causal must be True"),
+        ({"spans": [(0, 2)]}, "spans must be None"),
+    ],
+)
+def test_options_that_trees_do_not_have(options, message):
+    tree = tree_of("several prompts")
+    q, k, v = inputs(tree.layout.total_tokens)
+    with pytest.raises(ValueError, match=message):
+        cuseq.varlen_attention(q, k, v, tree.layout, **options)
+    with pytest.raises(ValueError, match="a tree's mask must be causal"):
+        tree.layout.dense_mask(**options)
+
+
+def test_the_op_refuses_what_is_no_tree():
+    tree = tree_of("several prompts")
+    q, k, v = (t.detach() for t in inputs(tree.layout.total_tokens))
+    state = tree.layout.state
+
+    def call(rows=state.tree_rows, meta=state.tree_meta, window=None):
+        arguments = (state.cu_seqlens_static, state.host_meta, True, window)
+        return torch.ops.cuseq.varlen_attention(q, k, v, *arguments, tree_rows=rows, tree_meta=meta)
+
+    call()
+    with pytest.raises(ValueError, match="longest path of the tree, 7 tokens"):
+        call(window=3)
+    with pytest.raises(ValueError, match="must be given together"):
+        call(meta=None)
+    with pytest.raises(ValueError, match="tree_meta must be of the layout of tree_rows"):
+        call(rows=state.tree_rows[:-1])
+    with pytest.raises(ValueError, match="tree_rows must hold offsets that ascend"):
+        call(rows=torch.zeros_like(state.tree_rows))
+    for slot in range(6, 12):
+        meta = state.tree_meta.clone()
+        meta[slot] = 1 << 20
+        with pytest.raises(ValueError, match="tree_"):
+            call(meta=meta)
+
+
+def test_one_graph_serves_all_trees(device):
+    """Nothing is compiled again for other trees of the same capacities."""
+    graphs = []
+
+    def counted(module, example):
+        graphs.append(module)
+        return module
+
+    def attend(q, k, v, packed, window):
+        return cuseq.varlen_attention(q, k, v, packed, window=window).sin()
+
+    compiled = torch.compile(attend, fullgraph=True, backend=counted)
+    names = ["several prompts", "branches at every depth", "one node", "64 completions"]
+    for window in (None, 4) if device.type == "cpu" else (None,):
+        graphs.clear()
+        for name in names:
+            parents, lengths = HARD[name]
+            tree = cuseq.PackedTree.from_parents(lengths, parents, total_tokens=140, max_depth=4)
+            tree = tree.to(device)
+            q, k, v = inputs(140, device=device)
+            out = compiled(q, k, v, tree.layout, window)
+            expected = dense(q, k, v, ancestors(tree, window)).sin()
+            torch.testing.assert_close(out, expected)
+            grads = torch.autograd.grad(out.sum(), [q, k, v])
+            wanted = torch.autograd.grad(expected.sum(), [q, k, v])
+            for grad, one in zip(grads, wanted, strict=True):
+                torch.testing.assert_close(grad, one)
+        assert len(graphs) == 1
+
+
+def test_the_backend_of_a_tree_is_named():
+    tree = tree_of("several prompts")
+    q, k, v = inputs(tree.layout.total_tokens)
+    assert cuseq.attention_backend(q, k, v, tree.layout).name == "segments"
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_graph_takes_other_groups():
+    def groups(lengths):
+        parents = [-1, *[0] * (len(lengths) - 1)]
+        return cuseq.PackedTree.from_parents(
+            lengths, parents, total_tokens=64, max_seqs=16, max_depth=1, device="cuda"
+        )
+
+    tree = groups([20, 8, 8])
+    q, k, v = (
+        t.detach() for t in inputs(64, dim=64, value_dim=64, device="cuda", dtype=torch.float16)
+    )
+    static = tree.layout
+    cuseq.varlen_attention(q, k, v, static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuseq.varlen_attention(q, k, v, static)
+    for lengths in ([20, 8, 8], [5, 30, 1, 7, 9], [64]):
+        other = groups(lengths)
+        static.copy_(other.layout)
+        graph.replay()
+        expected = dense(q.double(), k.double(), v.double(), ancestors(other))
+        torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=5e-3)
