@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/call.h"
+#include "attention/rank_share.h"
 
 // A composition turns a row with its layout into attention calls. It is one file that registers
 // itself here; it knows the layout but no backend:
@@ -13,6 +14,7 @@ namespace cuseq::attention {
 struct Row {
   Call call;
   OptionalTensor cu_seqlens_padded;  // segment starts, if segments are padded
+  std::optional<RankShare> share;    // of a plan, if the row is a rank's part of one
 };
 
 struct Composition {

@@ -41,11 +41,12 @@ std::pair<std::string, std::string> attention_choice(
     const OptionalTensor& host_meta, bool causal, std::optional<int64_t> window,
     std::optional<double> scale, std::optional<int64_t> max_seqlen_bound,
     const OptionalTensor& spans, const OptionalTensor& cu_seqlens_padded,
-    std::optional<double> softcap, const std::string& backend) {
+    std::optional<double> softcap, const std::string& backend, const OptionalTensor& rank_rows,
+    const OptionalTensor& rank_meta, const std::string& rank_group) {
   const auto row =
       attention::row_of(q, k, v,
                         {cu_seqlens, host_meta, causal, window, scale, max_seqlen_bound, spans,
-                         cu_seqlens_padded, softcap, backend});
+                         cu_seqlens_padded, softcap, backend, rank_rows, rank_meta, rank_group});
   std::string reason;
   const attention::Backend& chosen = attention::backend_of(row.call, &reason);
   return {chosen.name, reason};
