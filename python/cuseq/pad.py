@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from math import lcm
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -291,7 +291,8 @@ def _run_tree(
         total = 1  # models need at least one token
     tree = PackedTree.from_sequences(sequences, total_tokens=total, device=input_ids.device)
     more["position_ids"] = tree.position_ids.long()
-    out = model(packed=tree.layout, input_ids=tree.input_ids.to(input_ids.dtype), **more)
+    unique = cast("Tensor", tree.input_ids).to(input_ids.dtype)
+    out = model(packed=tree.layout, input_ids=unique, **more)
     return _unpacked_output(_Row(packed.to(input_ids.device), tree), out)
 
 
