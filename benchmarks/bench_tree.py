@@ -64,7 +64,7 @@ SHAPE = dict(
     head_dim=128,
 )
 SMALL = dict(
-    vocab_size=128,
+    vocab_size=1024,
     hidden_size=32,
     intermediate_size=64,
     num_hidden_layers=2,

@@ -31,7 +31,7 @@ TokenSource::TokenSource(py::handle value, std::string name) : name_(std::move(n
                       " must lie on the CPU, since a tree is built there, "
                       "got ",
                       tensor.device());
-    const at::Tensor own = tensor.contiguous();
+    const at::Tensor own = tensor.resolve_neg().contiguous();
     owner_ = py::cast(own);
     memory_ = own.const_data_ptr();
     kind_ = own.scalar_type() == at::kLong ? Kind::kInt64 : Kind::kInt32;

@@ -144,6 +144,11 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
     return fastest == "flex" or (fastest is None and mask == "softcap")
 
 
+def fits_flex(q: Tensor, v: Tensor) -> bool:
+    """Return whether flex attention can take rows of these shapes and dtypes."""
+    return q.shape[0] > 0 and _flex_obstacle(q, v) is None
+
+
 def why_flex(asked: Question) -> str:
     """Return why `takes_flex` said yes."""
     if asked.backend == "flex":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq import _C
-from cuseq._arguments import as_float, as_size, check_flag, check_tensor, check_values
+from cuseq._arguments import as_float, as_size, as_window, check_flag, check_tensor, check_values
 from cuseq._backends import (
     Question,
     check_backend,
+    fits_flex,
     load_backends,
     takes_flex,
     why_flex,
@@ -112,8 +113,8 @@ def varlen_attention(
     options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
     if packed.is_tree:
         options = options.of_tree(packed)
-        if options.window is not None and not _runs_flex(q, v, packed, options):
-            return attend_densely(q, k, v, packed, options.window, scale, softcap, sinks)
+        if options.window is not None:
+            return _attend_along_paths(q, k, v, packed, sinks, options)
     if _runs_flex(q, v, packed, options):
         if not is_compiling():  # the checks of the op, which does not run
             _C.attention_choice(q, k, v, *options._replace(backend="auto").of_op(q, packed))
@@ -168,6 +169,11 @@ def attention_backend(
     """
     _check_rows(q, k, v)
     options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
+    if packed.is_tree:
+        options = options.of_tree(packed)
+        if options.window is not None:
+            name = _path_backend(q, v, packed, options)
+            return AttentionBackend(name, "the window is shorter than a path of the tree")
     if _runs_flex(q, v, packed, options):
         return AttentionBackend("flex", why_flex(options.question()))
     return AttentionBackend(*_C.attention_choice(q, k, v, *options.of_op(q, packed)))
@@ -196,10 +202,18 @@ class _Options(NamedTuple):
             raise ValueError("causal must be True for a tree, got False")
         if self.spans is not None:
             raise ValueError("spans must be None for a tree")
+        as_window(self.window)
         hides_nothing = self.window is None or (
             not is_compiling() and self.window >= longest_path(packed)
         )
-        return self._replace(window=None) if hides_nothing else self
+        if hides_nothing:
+            return self._replace(window=None)
+        if self.backend not in ("auto", "flex"):
+            raise ValueError(
+                f'backend="{self.backend}" cannot take this call: its window counts tokens of the '
+                'row, not of a path; backend="auto" chooses one that can'
+            )
+        return self
 
     def of_flex(self) -> dict[str, Any]:
         return {
@@ -305,6 +319,25 @@ def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) ->
         if (plain and backend != "flex") or isinstance(q, FakeTensor):
             return False
     return takes_flex(q, v, packed, options.question())
+
+
+def _attend_along_paths(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, sinks: Tensor | None, options: _Options
+) -> Tensor:
+    """Compute attention over a tree with a window that is shorter than its longest path."""
+    if not is_compiling():  # the checks of the op, which does not run
+        _check_rows(q, k, v)
+        whole = options._replace(backend="auto", window=None)
+        _C.attention_choice(q, k, v, *whole.of_op(q, packed))
+    if _path_backend(q, v, packed, options) == "flex":
+        return attend_by_flex(q, k, v, packed, sinks=sinks, **options.of_flex())
+    window = cast("int", options.window)
+    return attend_densely(q, k, v, packed, window, options.scale, options.softcap, sinks)
+
+
+def _path_backend(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> str:
+    asked = options.backend == "flex" and takes_flex(q, v, packed, options.question())
+    return "flex" if asked or fits_flex(q, v) else "dense"
 
 
 def _attend(

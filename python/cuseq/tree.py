@@ -10,13 +10,15 @@ from torch import Tensor
 
 from cuseq import _C
 from cuseq import _build_layout as build
-from cuseq._arguments import as_device, as_int, shown
+from cuseq._arguments import as_device, as_int, check_tensor, shown
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import with_index
 from cuseq.layout import PackedLayout
 
 _ops = torch.ops.cuseq
 
+_MOST_DEPTH = 2**16
+_UNINDEXED = (torch.uint16, torch.uint32, torch.uint64)
 _MAX_DEPTH = 16  # by default: the most calls of attention beside the first
 
 # Token ids: a list, a NumPy array or a tensor on the CPU, of ints.
@@ -190,6 +192,8 @@ class PackedTree:
         max_depth = _size(max_depth, "max_depth")
         if max_depth is None:
             max_depth = max(_MAX_DEPTH, tree.depth)
+        if max_depth > _MOST_DEPTH:
+            raise ValueError(f"max_depth must be at most {_MOST_DEPTH}, got {max_depth}")
         if tree.depth > max_depth:
             raise ValueError(
                 f"max_depth must be at least the depth of the tree, {tree.depth}, got {max_depth}"
@@ -285,14 +289,16 @@ class PackedTree:
 
         Raises:
             ValueError: `values` has another number of rows.
+            TypeError: `values` is no dense tensor, or of an unsigned dtype wider than a byte.
 
         Examples:
             >>> tree = cuseq.PackedTree.from_groups([[5, 6]], [[[7], [8]]])
             >>> tree.gather(torch.tensor([0.5, 0.6, 0.7, 0.8]))
             tensor([0.5000, 0.6000, 0.7000, 0.5000, 0.6000, 0.8000])
         """
-        if not isinstance(values, Tensor):
-            raise TypeError(f"values must be a tensor, got {shown(values)}")
+        check_tensor(values, "values")
+        if values.dtype in _UNINDEXED:
+            raise TypeError(f"values must have a dtype that torch indexes, got {values.dtype}")
         if values.dim() == 0 or values.shape[0] != self._layout.total_tokens:
             raise ValueError(
                 f"values must have the tree's total_tokens = {self._layout.total_tokens} rows, got "

@@ -32,7 +32,7 @@ def _attention(draw: Draw) -> dict[str, Any]:
         "scale": draw.choice((None, 0.5)),
         "softcap": draw.choice((None, None, 2.0)),
         "sinks": sinks,
-        "backend": draw.choice(("auto", "auto", "segments")),
+        "backend": "auto" if is_tree else draw.choice(("auto", "auto", "segments")),
     }
 
 

@@ -280,6 +280,28 @@ def test_the_backend_of_a_tree_is_named():
     tree = tree_of("several prompts")
     q, k, v = inputs(tree.layout.total_tokens)
     assert cuseq.attention_backend(q, k, v, tree.layout).name == "segments"
+    assert cuseq.attention_backend(q, k, v, tree.layout, window=2).name == "dense"
+    with pytest.raises(ValueError, match="its window counts tokens of the row"):
+        cuseq.varlen_attention(q, k, v, tree.layout, window=2, backend="segments")
+    with pytest.raises(ValueError, match='backend="flex" cannot take this call'):
+        cuseq.varlen_attention(q, k, v, tree.layout, window=2, backend="flex")
+    with pytest.raises(ValueError, match="window must be None or at least 1"):
+        cuseq.varlen_attention(q, k, v, tree.layout, window=0)
+    with pytest.raises(ValueError, match="k must have as many tokens as q"):
+        cuseq.varlen_attention(q, k[1:], v, tree.layout, window=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("window", [2, 9])
+def test_short_windows_run_as_flex_attention(window, cuda):
+    tree = tree_of("branches at every depth", tail=5).to(cuda)
+    tokens = tree.layout.total_tokens
+    shapes = dict(dim=64, value_dim=64, device=cuda, dtype=torch.bfloat16)
+    q, k, v = inputs(tokens, **shapes)
+    assert cuseq.attention_backend(q, k, v, tree.layout, window=window).name == "flex"
+    out = cuseq.varlen_attention(q, k, v, tree.layout, window=window)
+    expected = dense(q.double(), k.double(), v.double(), ancestors(tree, window))
+    torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.kernels
