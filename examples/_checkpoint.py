@@ -95,7 +95,7 @@ class Checkpoints:
         try:
             saved.result()
             mine: dict[str, Any] | str = _checksums(self._files_of_this_rank(path))
-        except Exception as error:  # whatever it is, training goes on
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             mine = _reason(error)
         group = self._ranks.saving_group
         outcomes: list[Any] = [None] * self._ranks.world_size
@@ -194,7 +194,7 @@ def _damage(file: Path, written: tuple[int, int]) -> str | None:
     return None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return the error in one line, with the rank that had it."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))

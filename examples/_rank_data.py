@@ -139,6 +139,7 @@ class RankRows:
             collate_fn=Collate(row_length, cp),
             num_workers=workers,
             pin_memory=ranks.device.type == "cuda",
+            generator=torch.Generator(),  # else each epoch draws from the training's numbers
         )
         self._used = 0  # batches of this epoch, which a worker may have run ahead of
 

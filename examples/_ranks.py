@@ -123,8 +123,8 @@ def train(
             if stopped:
                 break
         log.read()
-        _warn(checkpoints.wait(), log)
         if saved != steps and (stopped or options.save_every is not None):
+            _warn(checkpoints.wait(), log)
             checkpoints.save(trained.state_dict(), steps, {"rows": rows.state_dict()})
         error = checkpoints.wait()
     if error is not None:

@@ -137,12 +137,12 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    check_training(options)
     if options.device.index is not None:
         raise UserError(
             f"--device must be cpu or cuda, since each rank takes a GPU of its own, "
             f"got {options.device}"
         )
+    check_training(options)
     at_least = {1: ("dp_replicate", "cp", "accumulation", "steps", "keep", "log_every")}
     at_least[0] = ("workers", "lr_warmup")
     for least, names in at_least.items():

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import distributed
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten_with_path
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
@@ -102,13 +104,13 @@ def copy_run(source: Path, target: Path, step: int) -> Path:
 
 def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     """Train ten steps, resume after five, stop by a signal, and lose the disk in a save."""
-    torch_runs: dict[str, Any] = {}
-    torch_runs["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
+    outcome: dict[str, Any] = {}
+    outcome["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
     half = copy_run(folder / "whole", folder / "half", HALF)
-    torch_runs["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
-    torch_runs["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
-    torch_runs["full"] = with_a_full_disk(rank, folder / "full", inputs)
-    return torch_runs
+    outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
+    outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
+    outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
+    return outcome
 
 
 def stopped_by_a_signal(rank: int, out: Path, inputs: list[str]) -> Any:
@@ -129,22 +131,17 @@ def stopped_by_a_signal(rank: int, out: Path, inputs: list[str]) -> Any:
 
 
 def with_a_full_disk(rank: int, out: Path, inputs: list[str]) -> tuple[str | None, list[str]]:
-    """Let the second save fail on rank 1, as a full disk does; return the error and what is left."""
+    """Let the disk of rank 1 be full in the second save; return the error and what is left."""
     module = import_example("_checkpoint")
     save = module.Checkpoints.save
 
-    def save_on_a_small_disk(self: Any, state: dict, step: int, facts: dict) -> None:
-        if step == HALF or rank == 0:
-            return save(self, state, step, facts)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            save(self, state, step, facts)
-            self._join()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    def save_on_a_full_disk(self: Any, state: dict, step: int, facts: dict) -> None:
+        if step == STEPS and rank == 1:
+            checkpoint(out, step).mkdir(parents=True, exist_ok=True)
+            (checkpoint(out, step) / "__1_0.distcp").symlink_to("/dev/full")
+        save(self, state, step, facts)
 
-    module.Checkpoints.save = save_on_a_small_disk
+    module.Checkpoints.save = save_on_a_full_disk
     error = None
     try:
         train(out, *inputs, "--save-every", HALF)
@@ -166,9 +163,7 @@ def runs(inputs, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 @pytest.fixture
 def one_rank(tmp_path):
     """Make this process a group of one."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -183,3 +178,167 @@ def test_two_ranks_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
     assert losses(log) == pytest.approx(losses(of_ranks[0]["whole"][0]), rel=1e-5)
     assert [line["tokens"] for line in log] == [line["tokens"] for line in of_ranks[0]["whole"][0]]
     assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_a_run_that_resumes_on_as_many_ranks_is_bit_equal(runs):
+    folder, of_ranks = runs
+    for outcome in of_ranks:
+        (whole, samples), (resumed, samples_after) = outcome["whole"], outcome["resumed"]
+        for key in ("loss", "grad_norm", "tokens", "balance"):
+            assert [line[key] for line in resumed] == [line[key] for line in whole], key
+        assert samples_after == samples[HALF:]
+    whole, resumed = (tensors_of(checkpoint(folder / run, STEPS)) for run in ("whole", "half"))
+    assert len(whole) > 50 and list(whole) == list(resumed)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return weights, moments and random numbers of a checkpoint, by name."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, folder / "together.pt")
+    leaves = tree_flatten_with_path(torch.load(folder / "together.pt"))[0]
+    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def test_another_number_of_ranks_repeats_and_loses_no_sample(runs, one_rank, inputs, tmp_path):
+    """Two ranks begin an epoch, one goes on, and three end it."""
+    folder, of_ranks = runs
+    out = copy_run(folder / "whole", tmp_path / "one", HALF)
+    log, of_one = train(out, *inputs, "--save-every", HALF, "--resume", out)
+    assert losses(log)[:HALF] == losses(of_ranks[0]["whole"][0])[:HALF]
+    assert len(of_one) == STEPS - HALF
+    of_two = [row for outcome in of_ranks for row in outcome["whole"][1][:HALF]]
+    manifest = json.loads((checkpoint(out, STEPS) / "manifest.json").read_text())
+    of_three = [row for rank in range(3) for row in rest_of_epoch(out, manifest["rows"], rank, 3)]
+    assert of_three
+    counts = Counter(sample for row in of_two + of_one + of_three for sample in row)
+    assert counts == Counter(range(DOCUMENTS))
+
+
+def rest_of_epoch(out: Path, position: dict, rank: int, ranks: int) -> list[list[int]]:
+    """Return the samples of the rows that a rank still has in the epoch of a position."""
+    data = import_example("_rank_data")
+    seen: list[list[int]] = []
+
+    class Recorded(data.TokenStore):
+        def __getitems__(self, indices: list[int]) -> list:
+            seen.append(indices)
+            return [self[index] for index in indices]
+
+    place = SimpleNamespace(dp_rank=rank, dp_size=ranks, device=torch.device("cpu"))
+    rows = data.RankRows(Recorded(out / "data"), place, row_length=256, accumulation=1, seed=0)
+    rows.load_state_dict(position)
+    for _ in rows:
+        if rows.state_dict()["epoch"] != position["epoch"]:
+            return seen[:-1]
+    raise AssertionError("rows end")
+
+
+def test_a_position_at_the_end_of_an_epoch_starts_the_next(runs):
+    folder, _ = runs
+    position = json.loads((checkpoint(folder / "whole", HALF) / "manifest.json").read_text())[
+        "rows"
+    ]
+    data = import_example("_rank_data")
+    place = SimpleNamespace(dp_rank=0, dp_size=2, device=torch.device("cpu"))
+    rows = data.RankRows(
+        data.TokenStore(folder / "whole" / "data"), place, row_length=256, accumulation=1, seed=0
+    )
+    rows.load_state_dict(
+        position | {"step": len(rest_of_epoch(folder / "whole", position, 0, 2)) + HALF}
+    )
+    assert rows.state_dict()["epoch"] == 1
+    assert len(next(iter(rows))) == 1
+
+
+def test_sigterm_to_one_rank_saves_a_checkpoint_on_all(runs):
+    folder, of_ranks = runs
+    for outcome in of_ranks:
+        log, samples = outcome["stopped"]
+        assert len(log) == len(samples) == 4  # the ranks ask each other as a step begins
+        assert losses(log) == losses(outcome["whole"][0])[:4]
+    assert (checkpoint(folder / "stopped", 4) / "manifest.json").exists()
+    assert (folder / "stopped" / "results.png").exists()
+
+
+def test_the_last_good_checkpoint_survives_a_failed_save(runs):
+    folder, of_ranks = runs
+    for outcome in of_ranks:
+        error, left = outcome["full"]
+        assert left == [f"step-{HALF:08d}"]
+        assert (
+            f"step-{STEPS:08d} was not saved: rank 1: [Errno 28] No space left on device" in error
+        )
+        assert error.endswith(f"the newest checkpoint is {checkpoint(folder / 'full', HALF)}")
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+def test_a_damaged_shard_is_named(runs, one_rank, inputs, tmp_path, damage):
+    out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
+    shard = checkpoint(out, HALF) / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "cut":
+        del content[1000:]
+    shard.write_bytes(content)
+    if damage == "gone":
+        shard.unlink()
+    with pytest.raises(import_example("_documents").UserError, match=str(shard)):
+        train(out, *inputs, "--resume", out)
+
+
+def test_a_folder_that_a_save_left_unfinished_is_no_checkpoint(runs, one_rank, tmp_path):
+    out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
+    later = checkpoint(out, STEPS)
+    shutil.copytree(checkpoint(out, HALF), later)
+    (later / "manifest.json").unlink()
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = import_example("_checkpoint").Checkpoints(out / "checkpoints", ranks, keep=2)
+    assert checkpoints.newest()["step"] == HALF
+    assert not later.exists()
+
+
+def test_old_checkpoints_are_removed(one_rank, tmp_path):
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = import_example("_checkpoint").Checkpoints(tmp_path / "c", ranks, keep=2)
+    tensor = torch.arange(4.0)
+    for step in range(1, 5):
+        checkpoints.save({"tensor": tensor}, step, {})
+        tensor += 1  # a save that is under way does not see it
+    assert checkpoints.wait() is None
+    assert [path.name for path in checkpoints.found()] == ["step-00000003", "step-00000004"]
+    state = {"tensor": torch.zeros(4)}
+    checkpoints.load(state, checkpoints.newest())
+    assert state["tensor"].tolist() == [3, 4, 5, 6]
+
+
+def test_a_run_does_not_mix_with_the_checkpoints_of_another(runs, one_rank, inputs):
+    with pytest.raises(import_example("_documents").UserError, match="--resume .*continues it"):
+        train(runs[0] / "whole", *inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--cp", "2"], "--cp must be 1"),
+        (["--cp", "0"], "--cp must be at least 1, got 0"),
+        (["--accumulation", "0"], "--accumulation must be at least 1"),
+        (["--save-every", "0"], "--save-every must be at least 1"),
+        (["--max-grad-norm", "nan"], "--max-grad-norm must be above 0"),
+        (["--device", "cuda:1"], "--device must be cpu or cuda"),
+        (["--dp-replicate", "3"], "must divide the number of ranks, 1, got 3 times 1"),
+        (["--resume", "nowhere"], "--resume nowhere: no run there"),
+    ],
+)
+def test_mistakes_are_named(one_rank, inputs, tmp_path, options, rule):
+    with pytest.raises(import_example("_documents").UserError, match=rule):
+        train(tmp_path, *inputs, *options)
+
+
+def test_the_learning_rate_rises_and_falls_to_a_tenth():
+    rate_at = import_example("_rank_training").rate_at
+    rates = [rate_at(step, steps=100, warmup=10) for step in range(101)]
+    assert rates[:11] == pytest.approx([(step + 1) / 11 for step in range(11)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
