@@ -89,11 +89,6 @@ class Ranks:
         return outcome[0]
 
 
-def under_torchrun() -> bool:
-    """Return whether torchrun started this process."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 @contextmanager
 def joined_ranks(device_type: str, dp_replicate: int, cp: int) -> Iterator[Ranks]:
     """Join the other ranks, and leave them at the end.
@@ -106,7 +101,15 @@ def joined_ranks(device_type: str, dp_replicate: int, cp: int) -> Iterator[Ranks
     on_cuda = device_type == "cuda"
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # torchrun may keep its store when it starts the ranks again, with the addresses of dead ones.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        store=dist.PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=world_size,
+    )
     try:
         yield make_ranks(device_type, dp_replicate, cp)
     finally:

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 import torch
 from _documents import UserError
 from _figure import draw
-from _mesh import under_torchrun
 from _modes import MODES
 from _options import parse_options
 from _prepare import prepare
@@ -36,7 +35,7 @@ EXIT_INTERRUPTED = 130  # the exit code that a shell reports after Ctrl-C
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example and return the process's exit code."""
     transformers_logging.disable_progress_bar()
-    if under_torchrun():
+    if torch.distributed.is_torchelastic_launched():
         import _ranks
 
         return _ranks.main(arguments)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +36,7 @@ def import_example(name: str) -> Any:
     """Import a module of the example."""
     sys.path.insert(0, str(EXAMPLES))
     try:
-        return __import__(name)
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(EXAMPLES))
 
@@ -342,3 +345,98 @@ def test_the_learning_rate_rises_and_falls_to_a_tenth():
     assert rates[:11] == pytest.approx([(step + 1) / 11 for step in range(11)])
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[100] == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------------------- launching
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Write a command that a machine without Slurm lacks."""
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_slurm_script_starts_and_resumes(tmp_path):
+    stand_in(
+        tmp_path, "scontrol", '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"'
+    )
+    stand_in(tmp_path, "srun", '[ "$1" = --kill-on-bad-exit ] && exec "${@:2}"')
+    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    job = {"NNODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "17", "JOB_NODELIST": "node[3-4]"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    out = tmp_path / "a run"
+
+    def submit() -> list[str]:
+        script = ["bash", str(EXAMPLES / "slurm.sh"), str(out), "--data", "my texts"]
+        return subprocess.run(
+            script, env=environment, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    launch = "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 17"
+    launch = [*launch.split(), "--rdzv-endpoint", "node3:29500", "examples/train.py"]
+    assert submit() == [*launch, "--out", str(out), "--data", "my texts"]
+    (out / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert submit() == [*launch, "--out", str(out), "--data", "my texts"]  # nothing whole yet
+    (out / "checkpoints" / "step-00000010" / "manifest.json").touch()
+    arguments = submit()
+    assert arguments == [*launch, "--resume", str(out), "--data", "my texts"]
+    run = importlib.import_module("torch.distributed.run")
+    parsed = run.get_args_parser().parse_args(arguments)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_id) == ("2", "8", "17")
+    assert parsed.training_script == "examples/train.py"
+
+
+def torchrun(out: Path, *options: object) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    if "--max-restarts" in options:
+        launch += ["--max-restarts", 1]
+        options = tuple(option for option in options if option != "--max-restarts")
+    return [*map(str, launch), str(EXAMPLES / "train.py"), *map(str, options), "--out", str(out)]
+
+
+def wait_for_line(file: Path, number: int, process: subprocess.Popen) -> None:
+    """Wait until a run has written that many lines of its log."""
+    while not file.exists() or len(file.read_text().splitlines()) < number:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_sigterm_to_torchrun_saves_a_checkpoint(inputs, tmp_path):
+    command = torchrun(tmp_path, *inputs, "--steps", 5000)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for_line(tmp_path / "log.jsonl", 3, process)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    steps = len((tmp_path / "log.jsonl").read_text().splitlines())
+    assert f"Stopped by SIGTERM after step {steps}" in output + errors
+    assert (checkpoint(tmp_path, steps) / "manifest.json").exists()
+
+
+@pytest.mark.full
+def test_torchrun_restarts_after_a_killed_rank_from_the_checkpoint(inputs, tmp_path):
+    options = [*inputs, "--steps", 60, "--save-every", 5, "--max-restarts"]
+    process = subprocess.Popen(torchrun(tmp_path, *options), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_line(tmp_path / "log.jsonl", 12, process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        errors = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, 61))
+    assert (checkpoint(tmp_path, 60) / "manifest.json").exists()
+
+
+def test_a_mistake_is_printed_once(tmp_path, monkeypatch, capsys):
+    ranks = import_example("_ranks")
+    for rank, printed in ((0, "train.py: --steps must be at least 1, got 0\n"), (1, "")):
+        monkeypatch.setenv("RANK", str(rank))
+        assert ranks.main(["--device", "cpu", "--steps", "0", "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == printed
