@@ -183,6 +183,18 @@ def test_two_ranks_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
     assert log[-1]["loss"] < log[0]["loss"]
 
 
+def copies(rank: int, out: Path, inputs: list[str]) -> list[dict]:
+    """Train two copies of the model, each sharded over two ranks."""
+    return train(out, *inputs, "--dp-replicate", 2, "--recompute")[0]
+
+
+@pytest.mark.full
+def test_copies_of_a_sharded_model_have_the_losses_of_one_rank(one_rank, inputs, tmp_path):
+    log, _ = train(tmp_path / "one", *inputs, "--accumulation", 4)
+    of_ranks = distributed.run(copies, tmp_path / "four", inputs, processes=4, limit=240)
+    assert losses(of_ranks[0]) == pytest.approx(losses(log), rel=1e-5)
+
+
 def test_a_run_that_resumes_on_as_many_ranks_is_bit_equal(runs):
     folder, of_ranks = runs
     for outcome in of_ranks:
