@@ -399,6 +399,22 @@ def test_the_slurm_script_starts_and_resumes(tmp_path):
     assert parsed.training_script == "examples/train.py"
 
 
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ([], ""),
+        (["NPROC=2"], "-m torch.distributed.run --standalone --nproc-per-node 2"),
+    ],
+)
+def test_make_train_starts_the_ranks(variables, launch):
+    command = ["make", "--dry-run", "train", "VENV=env", "ARGS=--steps 3", *variables]
+    process = subprocess.run(
+        command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
+    )
+    started = process.stdout.splitlines()[-1].split()
+    assert started == ["env/bin/python", *launch.split(), "examples/train.py", "--steps", "3"]
+
+
 def torchrun(out: Path, *options: object) -> list[str]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     if "--max-restarts" in options:
