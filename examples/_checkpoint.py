@@ -81,10 +81,6 @@ class Checkpoints:
         error, self._error = self._error, None
         return error
 
-    @property
-    def is_saving(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()

@@ -66,10 +66,9 @@ class Trained:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        tokens, pairs = (sum(batch[key] for batch in batches) for key in HOST_KEYS)
-        counts = torch.tensor([tokens, pairs], dtype=torch.float64)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return torch.cat([loss[None], counts.to(loss.device), norm.double()[None]])
+        counts = (sum(batch[key] for batch in batches) for key in HOST_KEYS)
+        return torch.stack([loss, *(loss.new_full((), n) for n in counts), norm.double()])
 
     def state_dict(self, random: bool = True) -> dict[str, Any]:
         """Return the shards of model and optimizer, and this rank's state of random numbers.

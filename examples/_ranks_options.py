@@ -155,11 +155,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--save-every must be at least 1, got {options.save_every}")
     if not options.max_grad_norm > 0:
         raise UserError(f"--max-grad-norm must be above 0, got {options.max_grad_norm}")
-    if options.cp > 1:
-        raise UserError(
-            f"--cp must be 1, since attention over the parts of a row does not exist yet, "
-            f"got {options.cp}"
-        )
     if options.row_length % options.cp != 0:
         raise UserError(
             f"--row-length must be a multiple of --cp ({options.cp}), got {options.row_length}"

@@ -106,11 +106,12 @@ def copy_run(source: Path, target: Path, step: int) -> Path:
 
 
 def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
-    """Train ten steps, resume after five, stop by a signal, and lose the disk in a save."""
+    """Train, resume, share rows, stop by a signal, and save to a full disk."""
     outcome: dict[str, Any] = {}
     outcome["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
     half = copy_run(folder / "whole", folder / "half", HALF)
     outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
+    outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
     outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
@@ -181,6 +182,21 @@ def test_two_ranks_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
     assert losses(log) == pytest.approx(losses(of_ranks[0]["whole"][0]), rel=1e-5)
     assert [line["tokens"] for line in log] == [line["tokens"] for line in of_ranks[0]["whole"][0]]
     assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
+    """Also if one rank continues what two ranks that share rows began."""
+    folder, of_ranks = runs
+    log, seen = train(tmp_path / "one", *inputs)
+    for outcome in of_ranks:
+        shared, samples = outcome["shared rows"]
+        assert losses(shared) == pytest.approx(losses(log), rel=1e-5)
+        assert [line["tokens"] for line in shared] == [line["tokens"] for line in log]
+        assert samples == seen
+    out = copy_run(folder / "cp", tmp_path / "continued", HALF)
+    continued, rest = train(out, *inputs, "--resume", out)
+    assert losses(continued) == pytest.approx(losses(log), rel=1e-5)
+    assert rest == seen[HALF:]
 
 
 def copies(rank: int, out: Path, inputs: list[str]) -> list[dict]:
@@ -336,7 +352,8 @@ def test_a_run_does_not_mix_with_the_checkpoints_of_another(runs, one_rank, inpu
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        (["--cp", "2"], "--cp must be 1"),
+        (["--cp", "3"], "--row-length must be a multiple of --cp \\(3\\), got 256"),
+        (["--cp", "2"], "must divide the number of ranks, 1, got 1 times 2"),
         (["--cp", "0"], "--cp must be at least 1, got 0"),
         (["--accumulation", "0"], "--accumulation must be at least 1"),
         (["--save-every", "0"], "--save-every must be at least 1"),
