@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -37,7 +36,8 @@ from cuseq.integrations.transformers._recurrent import (
 )
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
-    find_rotaries,
+    Function,
+    find_rotations,
     replace_rotation,
     restore_rotations,
 )
@@ -93,8 +93,8 @@ def enable_model(
     layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
     refuse_inexact_layers(layers)
     rotating = rotating_layers(base, layers)
-    rotaries = find_rotaries(base, rotating) if rope or qk_norm else {}
-    normed, left_alone = find_normed_layers(rotating, rotaries) if qk_norm else ({}, [])
+    rotations = find_rotations(base, rotating) if rope or qk_norm else {}
+    normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
     configs = text_configs(base, layers)
     config = text_config(base)
     recurrent = recurrent_types(config)
@@ -102,12 +102,12 @@ def enable_model(
     leaks = (leak_warning(leaking),) if leaking else ()
     if leaking:
         left_alone.append(f"layers of type {', '.join(leaking)}: cuseq does not know these layers")
-    rotated = list(rotaries) if rope else []
+    rotated = list(rotations) if rope else []
     enabled = Enabled(
         "model",
         replaced=(
             *(f"attention:{name}" for name in class_names(type(layer) for layer in layers)),
-            *sorted(f"rope:{code.__name__}" for code in rotated),
+            *sorted({f"rope:{code.__name__}" for code, _ in rotated}),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
             *plan.replaced,
         ),
@@ -127,8 +127,8 @@ def enable_model(
         setattr(layer, BACKEND, backend)
     for layer, how in normed.items():
         fuse(layer, how)
-    for code in rotated:
-        replace_rotation(code, rotaries[code])
+    for function in rotated:
+        replace_rotation(function, rotations[function])
     separate(base, plan)
     mark = mark_separated(config) if recurrent and not leaking else None
     # A model that is freed without `disable` releases what it holds of transformers.
@@ -189,8 +189,8 @@ def enable_model_of_trainer(
 
 
 def _release(
-    rotated: list[ModuleType],
-    functions: list[tuple[ModuleType, str]],
+    rotated: list[Function],
+    functions: list[Function],
     mark: Separated | None,
 ) -> None:
     restore_rotations(rotated)
