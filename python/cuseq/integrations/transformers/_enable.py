@@ -14,7 +14,11 @@ from cuseq._arguments import check_flag
 from cuseq._backends import check_installed
 from cuseq._models import text_config
 from cuseq.integrations._enabled import Enabled, check_same_options
-from cuseq.integrations.transformers._forwards import is_replaced
+from cuseq.integrations.transformers._forwards import (
+    is_replaced,
+    replace_forward,
+    restore_forward,
+)
 from cuseq.integrations.transformers._layers import (
     attention_layers,
     class_names,
@@ -41,6 +45,7 @@ from cuseq.integrations.transformers._rotation import (
     replace_rotation,
     restore_rotations,
 )
+from cuseq.integrations.transformers._temperature import counts_along_the_row, tempered_forward
 from cuseq.integrations.transformers._warn import warn
 from cuseq.integrations.transformers.hybrids.plan import (
     Plan,
@@ -61,6 +66,7 @@ class _State:
     layers: list[nn.Module]
     implementations: dict[str, str]
     fused: list[nn.Module]
+    tempered: list[nn.Module]
     plan: Plan
     check: RemovableHandle
     release: Callable[[], object]
@@ -92,6 +98,7 @@ def enable_model(
     plan = plan_mixers(base)
     layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
     refuse_inexact_layers(layers)
+    tempered = [layer for layer in layers if counts_along_the_row(layer)]
     rotating = rotating_layers(base, layers)
     rotations = find_rotations(base, rotating) if rope or qk_norm else {}
     normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
@@ -109,6 +116,7 @@ def enable_model(
             *(f"attention:{name}" for name in class_names(type(layer) for layer in layers)),
             *sorted({f"rope:{code.__name__}" for code, _ in rotated}),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
+            *(f"temperature:{name}" for name in class_names(type(layer) for layer in tempered)),
             *plan.replaced,
         ),
         left_alone=tuple(left_alone),
@@ -127,6 +135,8 @@ def enable_model(
         setattr(layer, BACKEND, backend)
     for layer, how in normed.items():
         fuse(layer, how)
+    for layer in tempered:
+        replace_forward(layer, tempered_forward)
     for function in rotated:
         replace_rotation(function, rotations[function])
     separate(base, plan)
@@ -136,7 +146,9 @@ def enable_model(
     release.atexit = False
     check = base.register_forward_pre_hook(check_input, with_kwargs=True)
     fused = list(normed)
-    _states[base] = _State(enabled, options, layers, implementations, fused, plan, check, release)
+    _states[base] = _State(
+        enabled, options, layers, implementations, fused, tempered, plan, check, release
+    )
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
@@ -159,6 +171,8 @@ def disable_model(model: nn.Module) -> None:
         delattr(layer, BACKEND)
     for layer in state.fused:
         unfuse(layer)
+    for layer in state.tempered:
+        restore_forward(layer)
     restore_modules(base, state.plan)
     state.check.remove()
     state.release()
