@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB = 64
@@ -169,12 +175,11 @@ def family_names() -> list[str]:
     return sorted(_NAMES)
 
 
-def text_family(name: str) -> str | None:
-    """Return the family of a composite model's text part, or None for a model of text alone."""
-    kind = CONFIG_MAPPING[name]
-    parts = getattr(kind, "sub_configs", {})
-    text = parts.get("text_config")
-    return None if text is None else text.model_type
+def other_parts(name: str) -> list[str]:
+    """Return the names of the parts of a composite model; empty for a model of text alone."""
+    models = {*CONFIG_MAPPING.values(), AutoConfig}
+    parts = getattr(CONFIG_MAPPING[name], "sub_configs", {})
+    return sorted(part for part, kind in parts.items() if kind in models or part == "text_config")
 
 
 def small_config(name: str) -> PreTrainedConfig:
@@ -214,7 +219,7 @@ def small_model(name: str, change: Callable[[Any], None] | None = None) -> PreTr
     if change is not None:
         change(config)
     model = AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), attn_implementation="eager"
+        copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager"
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)

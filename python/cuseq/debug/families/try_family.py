@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 import cuseq
 from cuseq.debug.families._checks import CHECKS
-from cuseq.debug.families.models import small_model, text_family
+from cuseq.debug.families.models import other_parts, small_model
 from cuseq.debug.families.result import (
     DIFFERS,
     LEAKS,
@@ -31,9 +31,9 @@ def try_family(family: str, checks: Collection[str] = tuple(CHECKS)) -> FamilyRe
     Returns:
         The result. Errors of the model, of `enable` and of the checks become a part of it.
     """
-    text = text_family(family)
-    if text is not None:
-        return FamilyResult(family, NOT_TRIED, f"a model of several parts; its text is {text}")
+    parts = other_parts(family)
+    if parts:
+        return FamilyResult(family, NOT_TRIED, f"a model of several parts: {', '.join(parts)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -22,6 +22,7 @@ from cuseq.integrations.transformers._forwards import (
 from cuseq.integrations.transformers._layers import (
     attention_layers,
     class_names,
+    dropout_warnings,
     find_pretrained,
     refuse_inexact_layers,
     rotating_layers,
@@ -45,7 +46,7 @@ from cuseq.integrations.transformers._rotation import (
     replace_rotation,
     restore_rotations,
 )
-from cuseq.integrations.transformers._temperature import counts_along_the_row, tempered_forward
+from cuseq.integrations.transformers._temperature import find_tempered_layers, tempered_forward
 from cuseq.integrations.transformers._warn import warn
 from cuseq.integrations.transformers.hybrids.plan import (
     Plan,
@@ -98,7 +99,7 @@ def enable_model(
     plan = plan_mixers(base)
     layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
     refuse_inexact_layers(layers)
-    tempered = [layer for layer in layers if counts_along_the_row(layer)]
+    tempered = find_tempered_layers(layers)
     rotating = rotating_layers(base, layers)
     rotations = find_rotations(base, rotating) if rope or qk_norm else {}
     normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
@@ -120,7 +121,7 @@ def enable_model(
             *plan.replaced,
         ),
         left_alone=tuple(left_alone),
-        warnings=(*leaks, *plan.slow),
+        warnings=(*leaks, *plan.slow, *dropout_warnings(layers)),
     )
     implementations = {name: attention_of(config) for name, config in configs.items()}
 

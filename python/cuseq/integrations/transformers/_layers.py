@@ -110,12 +110,20 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
                 f"{name} attends only to keys that its indexer chooses, which packed attention "
                 "cannot"
             )
-        dropout = getattr(layer, "attention_dropout", 0.0)
-        if dropout:
-            raise ValueError(
-                f"{name} drops attention weights (attention_dropout={dropout}), which packed "
-                "attention cannot: set the config's attention_dropout to 0"
-            )
+        if "position_bias" in inspect.unwrap(type(layer).forward).__code__.co_varnames:
+            raise ValueError(f"{name} adds biases of its own to the scores, which packed attention cannot")
+
+
+def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:
+    """Return a warning for each class of layers that drops attention weights while it trains."""
+    rates = {type(layer).__name__: getattr(layer, "attention_dropout", 0.0) for layer in layers}
+    return tuple(
+        f"DROPOUT: {name} drops attention weights (attention_dropout={rate}), which packed "
+        "attention cannot: packed rows raise ValueError in training mode; set the config's "
+        "attention_dropout to 0"
+        for name, rate in sorted(rates.items())
+        if isinstance(rate, float) and rate
+    )
 
 
 def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, Any]:

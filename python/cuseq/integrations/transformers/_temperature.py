@@ -27,16 +27,23 @@ _SETTINGS = ("attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale")
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
 
 
-def counts_along_the_row(layer: nn.Module) -> bool:
-    """Return whether an attention layer counts the positions of its tokens itself."""
-    if hasattr(layer, _SETTINGS[0]):
-        return bool(layer.attn_temperature_tuning) and not layer.use_rope
-    return "arange" in calls_of(layer)
+def find_tempered_layers(layers: list[nn.Module]) -> list[nn.Module]:
+    """Return the layers whose forward has to be replaced by `tempered_forward`.
 
-
-def is_tempered(layer: nn.Module) -> bool:
-    """Return whether `tempered_forward` can replace the forward of a layer that counts."""
-    return all(hasattr(layer, name) for name in (*_SETTINGS, *_PARTS))
+    Raises:
+        ValueError: a layer counts the positions of its tokens in a way that cuseq does not know.
+    """
+    found = []
+    for layer in layers:
+        is_known = all(hasattr(layer, name) for name in (*_SETTINGS, *_PARTS))
+        if is_known and layer.attn_temperature_tuning and not layer.use_rope:
+            found.append(layer)
+        elif not is_known and "arange" in calls_of(layer):
+            raise ValueError(
+                f"{type(layer).__name__} {layer.layer_idx} counts the positions of its tokens "
+                "along the row, which are wrong in a packed row"
+            )
+    return found
 
 
 @our_forward

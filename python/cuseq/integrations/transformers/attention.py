@@ -143,6 +143,12 @@ def cuseq_attention(
 
     _check_packable(query, key, attention_mask, dropout)
     _refuse(kwargs, UNSUPPORTED, "packed attention")
+    if getattr(module, "attn_temperature_tuning", False) and not hasattr(module, BACKEND):
+        raise ValueError(
+            f"{type(module).__name__} scales queries by their positions in the row, so a model "
+            f'made with attn_implementation="{NAME}" cannot take packed rows: call '
+            "cuseq.enable(model)"
+        )
     # A layer may declare itself bidirectional under a causal mask (PaliGemma): the mask decides.
     causal, window, chunk = getattr(module, "is_causal", True), sliding_window, None
     if deferred is not None:
