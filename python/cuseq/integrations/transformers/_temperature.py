@@ -93,7 +93,9 @@ def _positions(
     """Return the positions of a packed row's tokens; None if each row is one sequence."""
     batch, seqlen, _ = hidden_states.shape
     packed: PackedLayout | None = kwargs.get("packed")
-    offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
+    offsets = None
+    if packed is None:  # with packed, compiled code must not look at offsets: they change their size
+        offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
     if torch.compiler.is_compiling():
         padded = None
         if packed is not None:
