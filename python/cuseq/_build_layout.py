@@ -204,13 +204,16 @@ def offsets_of_chunks(
     Returns:
         Logical and physical offsets of the chunks, int32 `[capacity + 1]`; None for `padded=None`.
     """
+    if offsets.shape[0] == 1:  # no sequences
+        none = offsets.expand(capacity + 1).contiguous()
+        return none, None if padded is None else none.clone()
     lengths = offsets.diff()
     counts = (lengths + (chunk_size - 1)) // chunk_size
     if padded is not None:
         counts = torch.maximum(counts, (padded.diff() > 0).to(counts.dtype))
     ends = counts.cumsum(0)
     chunk = torch.arange(capacity + 1, device=offsets.device)
-    sequence = torch.searchsorted(ends, chunk, right=True).clamp(max=max(counts.shape[0] - 1, 0))
+    sequence = torch.searchsorted(ends, chunk, right=True).clamp(max=counts.shape[0] - 1)
     before = (chunk - (ends - counts)[sequence]) * chunk_size
     is_chunk = chunk < ends[-1]
 
