@@ -1,4 +1,4 @@
-"""Test wide heads, values of another width, and keys that are values or belong to several layers."""
+"""Test wide heads, values of another width, and keys that are values or of several layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test the families of transformers that `enable` must take, and the program that tries them all."""
+"""Test the families that `enable` must take, and the program that tries all of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import nn
 
 import cuseq
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from cuseq.debug.families import __main__ as command
-from cuseq.debug.families import _sweep, _table, try_family
+from cuseq.debug.families import _sweep, _table, attempt, try_family
 from cuseq.debug.families._checks import CHECKS
 from cuseq.debug.families.models import family_names, small_model
 from cuseq.debug.families.result import (
@@ -156,11 +156,8 @@ def wrong_model(family: str) -> nn.Module:
 
 
 def test_a_leak_is_found(monkeypatch):
-    import importlib
-
-    module = importlib.import_module("cuseq.debug.families.try_family")
-    monkeypatch.setattr(module, "small_model", wrong_model)
-    result = module.try_family("llama", ["packed", "separate", "dense"])
+    monkeypatch.setattr(attempt, "small_model", wrong_model)
+    result = try_family("llama", ["packed", "separate", "dense"])
     assert result.verdict == LEAKS
     assert result.reason == "separate: document 0 reaches document 1"
     assert result.checks["packed"] and not result.checks["dense"]

@@ -9,7 +9,7 @@ padded, generation, gradient checkpointing and torch.compile. Downloads nothing.
 
 from __future__ import annotations
 
+from cuseq.debug.families.attempt import try_family
 from cuseq.debug.families.result import FamilyResult
-from cuseq.debug.families.try_family import try_family
 
 __all__ = ["FamilyResult", "try_family"]

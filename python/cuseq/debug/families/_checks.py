@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import cuseq
 from cuseq.debug.families.models import VOCAB
@@ -20,7 +22,7 @@ _OTHER_LENGTHS = (2, 7, 6, 3)
 _TOLERANCE = 1e-3  # relative to the largest number
 _NEW_TOKENS = 4
 
-Check = Callable[[nn.Module, nn.Module], str | None]
+Check = Callable[[PreTrainedModel, PreTrainedModel], str | None]
 
 
 def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
@@ -35,7 +37,7 @@ def packed_batch(docs: list[Tensor]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
-def packed(stock: nn.Module, enabled: nn.Module) -> str | None:
+def packed(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Compare a packed row of the enabled model with the stock model's documents one by one."""
     docs = documents()
     expected, expected_grads = _with_gradients(stock, lambda: _one_by_one(stock, docs))
@@ -43,7 +45,7 @@ def packed(stock: nn.Module, enabled: nn.Module) -> str | None:
     return _difference(found, expected) or _gradient_difference(grads, expected_grads)
 
 
-def separate(stock: nn.Module, enabled: nn.Module) -> str | None:
+def separate(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Change one document of a row and see whether the logits of others change."""
     docs = documents()
     with torch.no_grad():
@@ -57,18 +59,15 @@ def separate(stock: nn.Module, enabled: nn.Module) -> str | None:
     return None
 
 
-def dense(stock: nn.Module, enabled: nn.Module) -> str | None:
+def dense(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Compare a batch of two rows of equal length, with gradients."""
     rows = torch.cat(documents((7, 7)))
-    results = [
-        _with_gradients(model, lambda m=model: m(input_ids=rows, use_cache=False).logits)
-        for model in (stock, enabled)
-    ]
+    results = [_with_gradients(model, partial(_logits, model, rows)) for model in (stock, enabled)]
     (expected, expected_grads), (found, grads) = results
     return _difference(found, expected) or _gradient_difference(grads, expected_grads)
 
 
-def padded(stock: nn.Module, enabled: nn.Module) -> str | None:
+def padded(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Compare the real tokens of a padded batch, padded on the right and on the left."""
     for side in ("right", "left"):
         ids, mask = _pad(documents((4, 7)), side)
@@ -86,7 +85,7 @@ def padded(stock: nn.Module, enabled: nn.Module) -> str | None:
     return None
 
 
-def generated(stock: nn.Module, enabled: nn.Module) -> str | None:
+def generated(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Compare greedy continuations of a padded batch."""
     if not hasattr(stock, "generate") or not stock.can_generate():
         return None
@@ -97,7 +96,7 @@ def generated(stock: nn.Module, enabled: nn.Module) -> str | None:
     return None if torch.equal(found, expected) else "other tokens"
 
 
-def checkpointed(stock: nn.Module, enabled: nn.Module) -> str | None:
+def checkpointed(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Compare gradients of a packed row with and without gradient checkpointing."""
     docs = documents()
     if not enabled.supports_gradient_checkpointing:
@@ -112,14 +111,15 @@ def checkpointed(stock: nn.Module, enabled: nn.Module) -> str | None:
     return _difference(found, expected) or _gradient_difference(grads, expected_grads)
 
 
-def compiled(stock: nn.Module, enabled: nn.Module) -> str | None:
+def compiled(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
     """Compare two packed rows of the compiled enabled model with the same in eager code."""
     torch._dynamo.reset()
     run = torch.compile(enabled, backend="aot_eager")
     for lengths in (LENGTHS, _OTHER_LENGTHS):
         docs = documents(lengths)
-        expected, expected_grads = _with_gradients(enabled, lambda d=docs: _packed_logits(enabled, d))
-        found, grads = _with_gradients(enabled, lambda d=docs: _packed_logits(run, d))
+        eager = partial(_packed_logits, enabled, docs)
+        expected, expected_grads = _with_gradients(enabled, eager)
+        found, grads = _with_gradients(enabled, partial(_packed_logits, run, docs))
         wrong = _difference(found, expected) or _gradient_difference(grads, expected_grads)
         if wrong:
             return wrong
@@ -138,16 +138,22 @@ CHECKS: dict[str, Check] = {
 """The checks by name. "packed" and "separate" decide whether documents leak into each other."""
 
 
-def _one_by_one(model: nn.Module, docs: list[Tensor]) -> Tensor:
+def _one_by_one(model: PreTrainedModel, docs: list[Tensor]) -> Tensor:
     return torch.cat([model(input_ids=doc, use_cache=False).logits[0] for doc in docs])
 
 
-def _packed_logits(model: nn.Module, docs: list[Tensor]) -> Tensor:
-    return model(**packed_batch(docs), use_cache=False).logits[0]
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def _packed_logits(model: Callable[..., Any], docs: list[Tensor]) -> Tensor:
+    logits: Tensor = model(**packed_batch(docs), use_cache=False).logits[0]
+    return logits
 
 
 def _with_gradients(
-    model: nn.Module, run: Callable[[], Tensor]
+    model: PreTrainedModel, run: Callable[[], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the logits, and the gradients of their sum with fixed random weights."""
     model.zero_grad()
@@ -193,7 +199,7 @@ def _pad(docs: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
+def _training(model: PreTrainedModel) -> Iterator[None]:
     model.train()
     try:
         yield

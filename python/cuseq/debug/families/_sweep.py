@@ -7,15 +7,14 @@ import resource
 import time
 from collections.abc import Collection, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkProcess
 
 import torch
 import transformers
 
 from cuseq.debug.families._checks import CHECKS
+from cuseq.debug.families.attempt import try_family
 from cuseq.debug.families.result import NOT_TRIED, FamilyResult
-from cuseq.debug.families.try_family import try_family
-
 
 _MEMORY = 12 * 2**30  # bytes that a process may map; torch alone maps 4 GiB
 
@@ -40,7 +39,7 @@ def sweep(
     """
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(families))
-    running: dict[Connection, tuple[str, BaseProcess, float]] = {}
+    running: dict[Connection, tuple[str, ForkProcess, float]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -84,7 +83,7 @@ def _received(receiver: Connection, family: str) -> FamilyResult:
     return result
 
 
-def _end(receiver: Connection, process: BaseProcess) -> None:
+def _end(receiver: Connection, process: ForkProcess) -> None:
     receiver.close()
     process.kill()
     process.join()

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import cuseq
+from cuseq.debug.families._checks import CHECKS
 from cuseq.debug.families.result import (
     DIFFERS,
     LEAKS,
@@ -23,13 +24,18 @@ _WIDTH = 100
 _HEAD = """\
 # Families
 
-What `cuseq.enable` does with every causal language model of transformers {transformers}, by
-`python -m cuseq.debug.families --docs docs/families.md` (cuseq {cuseq}, torch {torch}, on a CPU). The
-program makes a small random model of each family, enables it and compares it with the same model
-before: a packed row with its documents one by one, and batches that are dense or padded, both with
-gradients; generation; gradient checkpointing; and torch.compile, for the checks {checks}. A family is
-"right" if all of them agree. Weights, sizes and options of a real model differ:
+`python -m cuseq.debug.families --docs docs/families.md` writes this page. It makes a small random
+model of each causal-LM family of the installed transformers, enables it by `cuseq.enable`, and
+compares what it computes with the same model before. This run: transformers {transformers}, torch
+{torch}, cuseq {cuseq}, on a CPU.
+
+| check | what it does |
+| --- | --- |
+{checks}
+
+A family is "right" if all checks agree. Sizes and options of a real model differ from these:
 `python -m cuseq.debug.packing_check MODEL` checks a real one.
+[CONTRIBUTING](../CONTRIBUTING.md) says how a family that is refused can be added.
 
 | result | families |
 | --- | ---: |
@@ -72,7 +78,7 @@ def as_page(results: Sequence[FamilyResult]) -> str:
         transformers=transformers.__version__,
         cuseq=cuseq.__version__,
         torch=torch.__version__.partition("+")[0],
-        checks=", ".join(checks),
+        checks="\n".join(f"| {name} | {_summary(name)} |" for name in checks),
         counts="\n".join(f"| {verdict} | {n} |" for verdict, n in _counts(results)),
     )
     right = [result for result in results if result.verdict == RIGHT]
@@ -88,6 +94,10 @@ def as_page(results: Sequence[FamilyResult]) -> str:
         if rows:
             page += _OTHERS.format(title=title, text=text, rows=rows)
     return page
+
+
+def _summary(check: str) -> str:
+    return (CHECKS[check].__doc__ or "").partition(".\n")[0].rstrip(".")
 
 
 def _short(result: FamilyResult) -> list[str]:

@@ -12,7 +12,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-
 def find_pretrained(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model that `model` is or contains.
 
@@ -111,7 +110,9 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
                 "cannot"
             )
         if "position_bias" in inspect.unwrap(type(layer).forward).__code__.co_varnames:
-            raise ValueError(f"{name} adds biases of its own to the scores, which packed attention cannot")
+            raise ValueError(
+                f"{name} adds biases of its own to the scores, which packed attention cannot"
+            )
 
 
 def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:

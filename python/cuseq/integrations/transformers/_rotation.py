@@ -104,9 +104,7 @@ def _angles(base: PreTrainedModel, layer: nn.Module) -> Any:
 
 def replace_rotation(function: Function, rotation: Rotation) -> None:
     """Replace a function that rotates on behalf of one more model."""
-    replace_function(
-        *function, lambda original: rotation.kind.replace(original, rotation.rotary)
-    )
+    replace_function(*function, lambda original: rotation.kind.replace(original, rotation.rotary))
 
 
 def restore_rotations(functions: list[Function]) -> None:

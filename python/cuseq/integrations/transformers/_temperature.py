@@ -87,14 +87,14 @@ def tempered_forward(
     return self.o_proj(out.reshape(*rows, -1)), weights
 
 
-def _positions(
-    hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any]
-) -> Tensor | None:
+def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """Return the positions of a packed row's tokens; None if each row is one sequence."""
     batch, seqlen, _ = hidden_states.shape
     packed: PackedLayout | None = kwargs.get("packed")
     offsets = None
-    if packed is None:  # with packed, compiled code must not look at offsets: they change their size
+    if (
+        packed is None
+    ):  # with packed, compiled code must not look at offsets: they change their size
         offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
     if torch.compiler.is_compiling():
         padded = None

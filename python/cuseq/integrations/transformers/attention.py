@@ -171,7 +171,9 @@ def cuseq_attention(
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     backend = getattr(module, BACKEND, "auto")
     offsets = bound = None
-    if packed is None:  # with packed, compiled code must not look at offsets: they change their size
+    if (
+        packed is None
+    ):  # with packed, compiled code must not look at offsets: they change their size
         offsets = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
     if packed is not None:
         check_layout(packed)
