@@ -71,7 +71,7 @@ def test_no_accepted_family_leaks_or_differs():
     """This is the table of docs/families.md for the installed transformers, without compile."""
     results = {one.family: one for one in _sweep.sweep(family_names(), QUICK, jobs=2)}
     assert list(sorted(results)) == family_names()
-    wrong = {n: r.reason for n, r in results.items() if r.verdict in (LEAKS, DIFFERS)}
+    wrong = {name: result.reason for name, result in results.items() if result.is_wrong}
     assert not wrong
     refused = [name for name in REQUIRED if results[name].verdict != RIGHT]
     assert not refused
@@ -127,6 +127,13 @@ def test_a_layer_that_counts_positions_in_another_way_is_refused(monkeypatch):
 
 
 @needs
+def test_a_leak_that_enable_warns_of_is_not_wrong():
+    result = try_family("zaya", ["separate"])
+    assert result.verdict == LEAKS and not result.is_wrong
+    assert result.warnings[0].startswith("LEAKS: layers of type hybrid")
+
+
+@needs
 def test_a_bias_of_scores_is_refused():
     result = try_family("inkling_text", [])
     assert result.verdict == REFUSED and "adds biases of its own to the scores" in result.reason
@@ -158,7 +165,7 @@ def wrong_model(family: str) -> nn.Module:
 def test_a_leak_is_found(monkeypatch):
     monkeypatch.setattr(attempt, "small_model", wrong_model)
     result = try_family("llama", ["packed", "separate", "dense"])
-    assert result.verdict == LEAKS
+    assert result.verdict == LEAKS and result.is_wrong
     assert result.reason == "separate: document 0 reaches document 1"
     assert result.checks["packed"] and not result.checks["dense"]
 

@@ -5,7 +5,8 @@
 Makes a small random model of every family in a process of its own, enables it, and compares it with
 the model before. Downloads nothing.
 
-Exit codes: 0 no family that `enable` accepts leaks or differs; 1 one does; 2 a name is unknown.
+Exit codes: 0 no family leaks or differs without a warning of `enable`; 1 one does; 2 a name is
+unknown.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from cuseq.debug.families._checks import CHECKS
     from cuseq.debug.families._sweep import sweep
     from cuseq.debug.families.models import family_names
-    from cuseq.debug.families.result import DIFFERS, LEAKS
 
     names = family_names()
     unknown = sorted(set(options.families) - set(names))
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(text + "\n")
     if options.docs is not None:
         options.docs.write_text(_table.as_page(results))
-    return WRONG if any(r.verdict in (LEAKS, DIFFERS) for r in results) else FINE
+    return WRONG if any(result.is_wrong for result in results) else FINE
 
 
 def _parser() -> argparse.ArgumentParser:

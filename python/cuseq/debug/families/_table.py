@@ -51,7 +51,7 @@ _OTHERS = """
 {rows}
 """
 _SECTIONS = (
-    (LEAKS, "Leaking", "Documents of a packed row reach each other. Do not pack these."),
+    (LEAKS, "Leaking", "Documents of a packed row reach each other, and `enable` warns of it."),
     (DIFFERS, "Different", "A check found other numbers."),
     (REFUSED, "Refused", "`enable` raises ValueError with this reason and replaces nothing."),
     (NOT_TRIED, "Not tried", "The program has no small model of these families."),

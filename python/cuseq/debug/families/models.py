@@ -86,12 +86,12 @@ _MAMBA = dict(
 _MAMBA2 = dict(n_groups=2, conv_kernel=4, chunk_size=16)
 _WINDOWS = dict(layer_types=["sliding_attention", "full_attention"])
 _ROTARY = dict(rotary_dim=4)
+_ROPE = dict(rope_type="default", rope_theta=1e4)
 
 # What else a family needs. None removes a size.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | dict(attn_layer_indices=[1]),
     "codegen": _ROTARY,
-    "cohere_compass_text": dict(num_hidden_layers=4),
     "deepseek_v2": dict(n_group=None, topk_group=None),
     "exaone4": _WINDOWS,
     "exaone_moe": _WINDOWS,
@@ -99,6 +99,14 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": _MAMBA | dict(mamba_d_ssm=64),
     "gemma2": _WINDOWS | dict(attn_logit_softcapping=2.0),
     "gemma3_text": _WINDOWS,
+    "gemma3n_text": dict(
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        intermediate_size=[48] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        laurel_rank=8,
+    ),
     # Shared KV layers, k equal to v, and heads of two sizes.
     "gemma4_text": dict(
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -137,6 +145,14 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         moe_layers=[1],
         num_experts_per_tok=1,
     ),
+    "longcat_flash": dict(
+        num_layers=2,
+        head_dim=4,
+        ffn_hidden_size=48,
+        expert_ffn_hidden_size=16,
+        moe_topk=2,
+        zero_expert_num=2,
+    ),
     "mamba2": _MAMBA2 | dict(num_heads=8, head_dim=8, state_size=8, expand=2),
     "minimax": dict(layer_types=["linear_attention", "full_attention"], block_size=4),
     "nemotron_h": _MAMBA2
@@ -153,6 +169,23 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
     "stablelm": dict(qk_layernorm=True),
+    "zamba": dict(
+        layers_block_type=["linear_attention", "hybrid"],
+        attention_hidden_size=64,
+        attention_head_dim=16,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+    ),
+    "zaya": dict(layer_types=["hybrid"] * 2, num_experts_per_tok=1, router_hidden_size=16),
+    "qwen4_exp_text": _LINEAR
+    | dict(
+        layer_types=["linear_attention", "qwen_sparse_attention"],
+        indexer_n_heads=4,
+        indexer_kv_heads=2,
+        indexer_head_dim=8,
+        indexer_budget=4,
+        indexer_compress_ratio=2,
+    ),
     "zamba2": dict(
         layers_block_type=["mamba", "hybrid"],
         mamba_d_state=8,

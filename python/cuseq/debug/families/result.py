@@ -30,3 +30,9 @@ class FamilyResult:
     replaced: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the family leaks or differs and `enable` does not warn of it."""
+        warned = any(warning.startswith("LEAKS") for warning in self.warnings)
+        return self.verdict in (LEAKS, DIFFERS) and not warned
