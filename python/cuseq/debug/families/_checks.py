@@ -1,11 +1,13 @@
-"""The checks of one family: what an enabled model computes against the model before `enable`.
+"""The checks of one family: what a model computes after `enable` against what it did before.
 
-Each check takes two copies of one model, `stock` and `enabled`, and returns None or what is wrong.
+Each check is a generator: it computes what is expected, yields, and goes on when the model is
+enabled; it returns None or what is wrong. `enable` replaces functions for the whole process, so no
+second copy of the model could stay as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +24,9 @@ _OTHER_LENGTHS = (2, 7, 6, 3)
 _TOLERANCE = 1e-3  # relative to the largest number
 _NEW_TOKENS = 4
 
-Check = Callable[[PreTrainedModel, PreTrainedModel], str | None]
+Run = Generator[None, None, str | None]
+Check = Callable[[PreTrainedModel], Run]
+Computed = tuple[Tensor, dict[str, Tensor]]  # logits, and the gradients of parameters
 
 
 def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
@@ -37,90 +41,79 @@ def packed_batch(docs: list[Tensor]) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
-def packed(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
-    """Compare a packed row of the enabled model with the stock model's documents one by one."""
+def packed(model: PreTrainedModel) -> Run:
+    """Compare a packed row with its documents one by one, with gradients."""
     docs = documents()
-    expected, expected_grads = _with_gradients(stock, lambda: _one_by_one(stock, docs))
-    found, grads = _with_gradients(enabled, lambda: _packed_logits(enabled, docs))
-    return _difference(found, expected) or _gradient_difference(grads, expected_grads)
+    expected = _with_gradients(model, partial(_one_by_one, model, docs))
+    yield
+    return _compare(_with_gradients(model, partial(_packed_logits, model, docs)), expected)
 
 
-def separate(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
-    """Change one document of a row and see whether the logits of others change."""
+def separate(model: PreTrainedModel) -> Run:
+    """Change one document of a packed row and see whether the logits of others change."""
     docs = documents()
+    yield
     with torch.no_grad():
-        before = _packed_logits(enabled, docs).split(LENGTHS)
+        before = _packed_logits(model, docs).split(LENGTHS)
         for i in (0, 2, len(docs) - 1):
             changed = [*docs[:i], (docs[i] - 3 + 17) % (VOCAB - 3) + 3, *docs[i + 1 :]]
-            after = _packed_logits(enabled, changed).split(LENGTHS)
+            after = _packed_logits(model, changed).split(LENGTHS)
             for j, (old, new) in enumerate(zip(before, after, strict=True)):
                 if j != i and _difference(new, old):
                     return f"document {i} reaches document {j}"
     return None
 
 
-def dense(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
+def dense(model: PreTrainedModel) -> Run:
     """Compare a batch of two rows of equal length, with gradients."""
     rows = torch.cat(documents((7, 7)))
-    results = [_with_gradients(model, partial(_logits, model, rows)) for model in (stock, enabled)]
-    (expected, expected_grads), (found, grads) = results
-    return _difference(found, expected) or _gradient_difference(grads, expected_grads)
+    expected = _with_gradients(model, partial(_logits, model, rows))
+    yield
+    return _compare(_with_gradients(model, partial(_logits, model, rows)), expected)
 
 
-def padded(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
-    """Compare the real tokens of a padded batch, padded on the right and on the left."""
-    for side in ("right", "left"):
-        ids, mask = _pad(documents((4, 7)), side)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        with torch.no_grad():
-            expected, found = (
-                model(
-                    input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-                ).logits[mask.bool()]
-                for model in (stock, enabled)
-            )
-        wrong = _difference(found, expected)
+def padded(model: PreTrainedModel) -> Run:
+    """Compare the real tokens of batches that are padded on the right and on the left."""
+    expected = {side: _padded_logits(model, side) for side in ("right", "left")}
+    yield
+    for side, logits in expected.items():
+        wrong = _difference(_padded_logits(model, side), logits)
         if wrong:
             return f"padded on the {side}: {wrong}"
     return None
 
 
-def generated(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
-    """Compare greedy continuations of a padded batch."""
-    if not hasattr(stock, "generate") or not stock.can_generate():
-        return None
-    ids, mask = _pad(documents((4, 7)), "left")
-    options = dict(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, do_sample=False)
-    expected = stock.generate(ids, attention_mask=mask, **options)
-    found = enabled.generate(ids, attention_mask=mask, **options)
-    return None if torch.equal(found, expected) else "other tokens"
+def generated(model: PreTrainedModel) -> Run:
+    """Compare greedy continuations of two prompts of equal length."""
+    expected = _continued(model)
+    yield
+    return None if torch.equal(_continued(model), expected) else "other tokens"
 
 
-def checkpointed(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
-    """Compare gradients of a packed row with and without gradient checkpointing."""
-    docs = documents()
-    if not enabled.supports_gradient_checkpointing:
+def checkpointed(model: PreTrainedModel) -> Run:
+    """Compare a packed row in training mode with and without gradient checkpointing."""
+    yield
+    if not model.supports_gradient_checkpointing:
         return None
-    with _training(enabled):
-        expected, expected_grads = _with_gradients(enabled, lambda: _packed_logits(enabled, docs))
-        enabled.gradient_checkpointing_enable({"use_reentrant": False})
+    run = partial(_packed_logits, model, documents())
+    with _training(model):
+        expected = _with_gradients(model, run)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
         try:
-            found, grads = _with_gradients(enabled, lambda: _packed_logits(enabled, docs))
+            return _compare(_with_gradients(model, run), expected)
         finally:
-            enabled.gradient_checkpointing_disable()
-    return _difference(found, expected) or _gradient_difference(grads, expected_grads)
+            model.gradient_checkpointing_disable()
 
 
-def compiled(stock: PreTrainedModel, enabled: PreTrainedModel) -> str | None:
-    """Compare two packed rows of the compiled enabled model with the same in eager code."""
+def compiled(model: PreTrainedModel) -> Run:
+    """Compare two packed rows of the compiled model (`aot_eager`) with the same in eager code."""
+    yield
     torch._dynamo.reset()
-    run = torch.compile(enabled, backend="aot_eager")
+    run = torch.compile(model, backend="aot_eager")
     for lengths in (LENGTHS, _OTHER_LENGTHS):
         docs = documents(lengths)
-        eager = partial(_packed_logits, enabled, docs)
-        expected, expected_grads = _with_gradients(enabled, eager)
-        found, grads = _with_gradients(enabled, partial(_packed_logits, run, docs))
-        wrong = _difference(found, expected) or _gradient_difference(grads, expected_grads)
+        expected = _with_gradients(model, partial(_packed_logits, model, docs))
+        wrong = _compare(_with_gradients(model, partial(_packed_logits, run, docs)), expected)
         if wrong:
             return wrong
     return None
@@ -152,9 +145,29 @@ def _packed_logits(model: Callable[..., Any], docs: list[Tensor]) -> Tensor:
     return logits
 
 
-def _with_gradients(
-    model: PreTrainedModel, run: Callable[[], Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def _padded_logits(model: PreTrainedModel, side: str) -> Tensor:
+    ids, mask = _pad(documents((4, 7)), side)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits: Tensor = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits
+    return logits[mask.bool()]
+
+
+def _continued(model: PreTrainedModel) -> Tensor:
+    # Without padding: transformers' own eager attention and sdpa differ on it (MiniMax).
+    ids = torch.cat(documents((7, 7)))
+    most = dict(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, do_sample=False)
+    tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **most)
+    return tokens
+
+
+def _compare(found: Computed, expected: Computed) -> str | None:
+    return _difference(found[0], expected[0]) or _gradient_difference(found[1], expected[1])
+
+
+def _with_gradients(model: PreTrainedModel, run: Callable[[], Tensor]) -> Computed:
     """Return the logits, and the gradients of their sum with fixed random weights."""
     model.zero_grad()
     logits = run()

@@ -12,6 +12,7 @@ from multiprocessing.context import ForkProcess
 import torch
 import transformers
 
+import cuseq.integrations.transformers as integration
 from cuseq.debug.families._checks import CHECKS
 from cuseq.debug.families.attempt import try_family
 from cuseq.debug.families.result import NOT_TRIED, FamilyResult
@@ -37,6 +38,8 @@ def sweep(
         jobs: number of processes at a time.
         seconds: time limit of one family.
     """
+    integration.register()  # import what `enable` needs once, before the forks
+    integration.unregister()
     context = multiprocessing.get_context("fork")
     waiting = list(reversed(families))
     running: dict[Connection, tuple[str, ForkProcess, float]] = {}

@@ -210,9 +210,12 @@ def family_names() -> list[str]:
 
 def other_parts(name: str) -> list[str]:
     """Return the names of the parts of a composite model; empty for a model of text alone."""
-    models = {*CONFIG_MAPPING.values(), AutoConfig}
     parts = getattr(CONFIG_MAPPING[name], "sub_configs", {})
-    return sorted(part for part, kind in parts.items() if kind in models or part == "text_config")
+    return sorted(
+        part
+        for part, kind in parts.items()
+        if part == "text_config" or kind is AutoConfig or kind.model_type in CONFIG_MAPPING
+    )
 
 
 def small_config(name: str) -> PreTrainedConfig:
