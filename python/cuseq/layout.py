@@ -238,7 +238,10 @@ class PackedLayout(LayoutMasks):
                     chunk_size,
                     self.cu_seqlens_static.shape[0] - 1,
                 )
-            self._chunked.setdefault(chunk_size, PackedLayout(made).to(self.device))
+            chunks = PackedLayout(made).to(self.device)
+            if self.is_static:
+                chunks = chunks.static_copy(self.device)
+            self._chunked.setdefault(chunk_size, chunks)
         return self._chunked[chunk_size]
 
     def as_part_of_row(
@@ -308,6 +311,7 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             made = PackedLayout(self.state.moved(device).cloned())
         made.position_ids  # noqa: B018  computes them
+        made.is_static = made.segments.is_static = True
         return made
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
@@ -315,7 +319,8 @@ class PackedLayout(LayoutMasks):
 
         A graph reads tensors where they were at its capture. This fills those again:
         `cu_seqlens_static`, `host_meta`, a rank's share of a plan, and `position_ids`, `seq_ids`,
-        `moe_padding_mask`, `seq_idx` and the rows of a padded batch where they have been made.
+        `moe_padding_mask`, `seq_idx`, chunks and the rows of a padded batch where they have been
+        made.
         Everything else (masks, chunks, `lengths`, `cu_seqlens`, copies on other devices) is dropped
         and made anew at its next use.
 
@@ -372,7 +377,11 @@ class PackedLayout(LayoutMasks):
         if segments is not None and other._segments is not None:
             segments._copy_from(other._segments)
             state = state._replace(segments=segments.state)
+        chunked = self._chunked
         PackedLayout.__init__(self, state)  # drops what was derived from the old row
+        for chunk_size, chunks in chunked.items():
+            chunks._copy_from(other.chunked(chunk_size))
+        self._chunked = chunked
         if segments is not None:
             self._segments = segments
         self.refill(*made)
