@@ -80,6 +80,7 @@ def compare(tree, window=None, value_dim=8, device="cpu", **options):
         torch.testing.assert_close(grad, one)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", HARD)
 def test_hard_trees(name, device):
     compare(tree_of(name, tail=3), device=device)
