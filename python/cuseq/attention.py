@@ -22,7 +22,7 @@ from cuseq._backends import (
 )
 from cuseq._flex import attend_by_flex
 from cuseq._spans import Spans
-from cuseq._tree_masks import attend_densely, longest_path
+from cuseq._tree_masks import attend_densely, longest_path, pairs_with_ancestors
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
@@ -413,46 +413,32 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _attention_flops(q: Tensor, v: Tensor, cu_seqlens: Tensor, products: int) -> int:
+def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], products: int) -> int:
     """Return the FLOPs of attention, counted as torch counts its own.
 
-    A multiply-add counts as two, and each sequence counts as a full square, without causality. This
-    reads the offsets, which synchronises on a GPU. If they have no values (in tracing), the row
-    counts as one sequence.
+    A multiply-add counts as two, and each sequence counts as a full square, without causality; of
+    a tree each node, and each node's descendants with it. This reads the offsets, which
+    synchronises on a GPU. If they have no values (in tracing), the row counts as one sequence.
     """
-    if cu_seqlens.is_meta or isinstance(cu_seqlens, FakeTensor):
-        squares = q.shape[0] ** 2
+    arguments = dict(zip((a.name for a in op.default._schema.arguments), given, strict=False))
+    arguments |= named
+    q, v, offsets = (arguments[name] for name in ("q", "v", "cu_seqlens"))
+    if offsets.is_meta or isinstance(offsets, FakeTensor):
+        pairs = q.shape[0] ** 2
     else:
-        squares = sum(length * length for length in cu_seqlens.diff().tolist())
+        pairs = sum(length * length for length in offsets.diff().tolist())
+        if arguments.get("tree_rows") is not None:
+            pairs += pairs_with_ancestors(offsets, arguments["tree_rows"])
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
-    return products * heads * squares * (head_dim + value_dim)
+    return products * heads * pairs * (head_dim + value_dim)
 
 
 @register_flop_formula(_ops.varlen_attention, get_raw=True)
-def _forward_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
-    return _attention_flops(q, v, cu_seqlens, products=2)
+def _forward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
+    return _attention_flops(_ops.varlen_attention, given, named, products=2)
 
 
 @register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
-def _backward_flops(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cu_seqlens: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
+def _backward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
     # The backward computes the scores again, and two products for each of the forward's two.
-    return _attention_flops(q, v, cu_seqlens, products=5)
+    return _attention_flops(_ops.varlen_attention_backward, given, named, products=5)
