@@ -1,4 +1,5 @@
 # make train     build, then train a small model on real documents, padded and packed
+# make train NPROC=2  build, then train one model on two ranks, over NCCL or on CPUs over gloo
 # make test      build, then run the fast tier of the tests
 # make test-all  build, then run every test, those that build the package too
 # make tsan      build with ThreadSanitizer, then run the C++ tests of the cache
@@ -27,7 +28,7 @@ EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest p
 .PHONY: train test test-all tsan bench format lint linters docs build environment clean
 
 train: build
-	$(PY) examples/train.py $(ARGS)
+	$(PY) $(if $(NPROC),-m torch.distributed.run --standalone --nproc-per-node $(NPROC)) examples/train.py $(ARGS)
 
 test: TIER := -m "not full"
 test test-all: build

@@ -23,6 +23,10 @@ BENCHMARKS = {
         "a compiled cuseq_cache_threads",
     ),
     "conv": ("causal_conv1d beside fla and PyTorch", "PEERS for fla"),
+    "cp_attention": (
+        "attention and training steps over parts of rows, beside an all-gather and a ring",
+        "two GPUs for figures that count",
+    ),
     "cp_plan": ("plans of context parallelism: host time and quality", "nothing; it needs no GPU"),
     "masks": ("dense and block masks beside torch and unsloth", "PEERS for unsloth"),
     "metadata": ("offsets, positions and layouts, with waits of the host", "nothing"),

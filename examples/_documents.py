@@ -14,6 +14,8 @@ PROSE_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html"}
 CODE_SUFFIXES = {".py", ".pyi", ".c", ".h", ".cpp", ".cu", ".cuh", ".java", ".js", ".ts", ".rs"}
 TEXT_SUFFIXES = PROSE_SUFFIXES | CODE_SUFFIXES
 JSONL_SUFFIX = ".jsonl"
+PARQUET_SUFFIX = ".parquet"
+USER_SUFFIXES = TEXT_SUFFIXES | {JSONL_SUFFIX, PARQUET_SUFFIX}
 # Installed packages lie inside the standard library's folder and differ between machines.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -29,7 +31,7 @@ class Documents:
     Attributes:
         source: where they come from, for messages.
         texts: the documents, none of them blank.
-        places: where each text was found: a file, or a line of one.
+        places: where each text was found: a file, or a line or row of one.
         empty: number of blank documents skipped.
         undecodable: number of files skipped because they are not UTF-8.
     """
@@ -45,7 +47,8 @@ def read_documents(path: Path | None, max_characters: int, seed: int) -> Documen
     """Read documents in an order that depends only on `seed` and the file names.
 
     Args:
-        path: a text file, a JSONL file or a folder of them; None takes Python's standard library.
+        path: a text, JSONL or Parquet file or a folder of them; None takes Python's standard
+            library.
         max_characters: reading stops once the texts together reach this length.
         seed: seed of the shuffle of the files.
 
@@ -53,7 +56,8 @@ def read_documents(path: Path | None, max_characters: int, seed: int) -> Documen
         At least one document.
 
     Raises:
-        UserError: `path` does not exist, cannot be read, holds no text, or a JSONL line is broken.
+        UserError: `path` does not exist, cannot be read, holds no text, or a JSONL line or a
+            Parquet file is broken.
     """
     documents = Documents(source="Python's standard library" if path is None else str(path))
     files = _standard_library() if path is None else _user_files(path)
@@ -85,9 +89,9 @@ def _user_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"--data {path}: no such file or folder")
-    files = _files_below(path, TEXT_SUFFIXES | {JSONL_SUFFIX})
+    files = _files_below(path, USER_SUFFIXES)
     if not files:
-        known = " ".join(sorted(TEXT_SUFFIXES | {JSONL_SUFFIX}))
+        known = " ".join(sorted(USER_SUFFIXES))
         raise UserError(f"no text in {path}: none of its files ends in {known}")
     return files
 
@@ -110,6 +114,8 @@ def _texts(files: list[Path], documents: Documents) -> Iterator[tuple[str, str]]
         try:
             if file.suffix.lower() == JSONL_SUFFIX:
                 yield from _jsonl_texts(file)
+            elif file.suffix.lower() == PARQUET_SUFFIX:
+                yield from _parquet_texts(file)
             else:
                 yield str(file), file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
@@ -134,3 +140,23 @@ def _jsonl_text(line: bytes, place: str) -> str:
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         raise UserError(f'{place}: must be an object with a string "text"')
     return value["text"]
+
+
+def _parquet_texts(file: Path) -> Iterator[tuple[str, str]]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{file}: Parquet files need datasets: pip install datasets") from error
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row.get("text"), str):
+                raise UserError(f'{file}, row {number}: must have a string in column "text"')
+            yield f"{file}, row {number}", row["text"]
+    except (
+        OSError,
+        ValueError,
+        datasets.exceptions.DatasetsError,
+    ) as error:  # pyarrow's errors too
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{file}: not a valid Parquet file ({reason})") from error

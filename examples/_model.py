@@ -1,4 +1,4 @@
-"""The model to train: a small Qwen3, or a local checkpoint or config folder."""
+"""The model to train: a small Qwen3, or a transformers config, folder or name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
+from transformers.utils import cached_file
 
 SMALL: dict[str, Any] = dict(
     hidden_size=128,
@@ -42,21 +43,28 @@ class ModelSource:
 
     Attributes:
         config: the model's configuration.
-        checkpoint: folder with initial weights; None starts from random weights.
+        checkpoint: folder or Hub name of the initial weights; None starts from random weights.
     """
 
     config: PretrainedConfig
-    checkpoint: Path | None = None
+    checkpoint: str | None = None
 
-    def build(self, device: torch.device, seed: int) -> PreTrainedModel:
-        """Return a model in training mode, bf16 on CUDA, else fp32; equal for equal seeds."""
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def build(
+        self, device: torch.device, seed: int, dtype: torch.dtype | None = None
+    ) -> PreTrainedModel:
+        """Return a model in training mode; equal for equal seeds.
+
+        Args:
+            device: where the model lies.
+            seed: seed of random weights.
+            dtype: of the weights; None takes bf16 on CUDA, else fp32.
+        """
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         options: dict[str, Any] = dict(attn_implementation="sdpa", dtype=dtype)
         torch.manual_seed(seed)
         if self.checkpoint is not None:
-            model = AutoModelForCausalLM.from_pretrained(
-                self.checkpoint, local_files_only=True, **options
-            )
+            model = AutoModelForCausalLM.from_pretrained(self.checkpoint, **options)
         else:
             with device:  # drawing 600 million weights on the host would take longer than training
                 model = AutoModelForCausalLM.from_config(self.config, **options)
@@ -75,23 +83,47 @@ def qwen3(vocab_size: int, row_length: int, device: torch.device) -> ModelSource
     return ModelSource(config)
 
 
-def local_model(folder: Path) -> ModelSource:
-    """Return the model of a folder with a config.json, with its weights if the folder has them.
+def find_model(model: str) -> ModelSource:
+    """Return the model of a config file, a folder with a config.json or a name on the Hub.
+
+    A folder and a name bring their weights if they have any. A name has one slash and is no folder.
 
     Raises:
-        UserError: there is no config.json.
+        UserError: there is no such model.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(f"--model {folder}: no config.json there")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    return ModelSource(config, folder if has_weights else None)
+    path = Path(model)
+    if path.is_file():
+        return ModelSource(_config(model))
+    if _is_name(model):
+        return ModelSource(_config(model), model)
+    if not (path / "config.json").is_file():
+        raise UserError(f"--model {model}: no config.json there")
+    has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    return ModelSource(_config(model), model if has_weights else None)
 
 
-def local_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a checkpoint folder; None if there is none."""
-    file = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
+def _is_name(model: str) -> bool:
+    return model.count("/") == 1 and all(model.split("/")) and not Path(model).exists()
+
+
+def _config(model: str) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"--model {model}: transformers finds no config ({reason})") from error
+
+
+def find_tokenizer(model: str) -> Tokenizer | None:
+    """Return the tokenizer of a model's folder or name; None if there is none."""
+    if not _is_name(model):
+        file = Path(model) / "tokenizer.json"
+        return Tokenizer.from_file(str(file)) if file.is_file() else None
+    try:
+        found = cached_file(model, "tokenizer.json")
+    except OSError:  # the repository has no such file
+        return None
+    return None if found is None else Tokenizer.from_file(found)
 
 
 def check_fit(source: ModelSource, documents: list[list[int]], row_length: int) -> None:

@@ -37,9 +37,9 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         UserError: options that do not work, together or on this machine.
     """
     options = _parser(description).parse_args(arguments)
-    if options.device is None:
-        options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _fill_in_defaults(options)
+    fill_in_defaults(options)
+    if options.compile and "cuseq-compiled" not in options.modes:
+        options.modes = [*options.modes, "cuseq-compiled"]
     _check(options)
     return options
 
@@ -48,25 +48,26 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    _add_inputs(parser)
-    _add_training(parser)
+    add_inputs(parser)
+    add_training(parser)
+    _add_comparison(parser)
     return parser
 
 
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to train on and where results go."""
     parser.add_argument(
         "--data",
         type=Path,
         metavar="PATH",
-        help='a text file, a JSONL file with a "text" in each line, or a folder of them '
-        "(default: the source files of Python's standard library)",
+        help='a text file, a JSONL file with a "text" in each line, a Parquet file with a column '
+        '"text", or a folder of them (default: the source files of Python\'s standard library)',
     )
     parser.add_argument(
         "--model",
-        type=Path,
-        metavar="PATH",
-        help="a local checkpoint, or a folder with a config.json, which starts from random "
-        "weights (default: a Qwen3 that suits the device)",
+        metavar="MODEL",
+        help="a checkpoint's folder or its name on the Hub (organisation/name), or a config file "
+        "or its folder, which start from random weights (default: a Qwen3 that suits the device)",
     )
     parser.add_argument(
         "--out",
@@ -90,16 +91,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_training(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--modes",
-        type=_modes,
-        metavar="A,B",
-        help=f"some of {','.join(MODES)} (default: all, on a CPU without the last)",
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="add cuseq-compiled to the modes of a CPU"
-    )
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every training run."""
     parser.add_argument(
         "--row-length",
         type=int,
@@ -107,24 +100,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a packed row {_defaults('row_length')}",
     )
     parser.add_argument(
-        "--batch-size",
-        type=int,
-        metavar="N",
-        default=8,
-        help="documents of a padded batch (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help=f"optimiser steps of each mode, warm-up included {_defaults('steps')}",
-    )
-    parser.add_argument(
-        "--warmup",
-        type=int,
-        metavar="N",
-        default=2,
-        help="first steps that are left out of the timings (default: %(default)s)",
+        "--steps", type=int, metavar="N", help=f"optimiser steps {_defaults('steps')}"
     )
     parser.add_argument(
         "--vocab-size",
@@ -150,6 +126,32 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--modes",
+        type=_modes,
+        metavar="A,B",
+        help=f"some of {','.join(MODES)} (default: all, on a CPU without the last)",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="add cuseq-compiled to the modes of a CPU"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        default=8,
+        help="documents of a padded batch (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        metavar="N",
+        default=2,
+        help="first steps of each mode that are left out of the timings (default: %(default)s)",
+    )
+
+
 def _defaults(name: str) -> str:
     return f"(default: {CPU_DEFAULTS[name]}, on CUDA {CUDA_DEFAULTS[name]})"
 
@@ -162,15 +164,16 @@ def _modes(value: str) -> list[str]:
     return names
 
 
-def _fill_in_defaults(options: argparse.Namespace) -> None:
+def fill_in_defaults(options: argparse.Namespace) -> None:
+    """Replace None by the default that suits the device and the data."""
+    if options.device is None:
+        options.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.learning_rate is None and options.model is not None:
         options.learning_rate = MODEL_LEARNING_RATE
     defaults = CUDA_DEFAULTS if options.device.type == "cuda" else CPU_DEFAULTS
     for name, value in defaults.items():
-        if getattr(options, name) is None:
+        if getattr(options, name, value) is None:
             setattr(options, name, value)
-    if options.compile and "cuseq-compiled" not in options.modes:
-        options.modes = [*options.modes, "cuseq-compiled"]
     if options.long is None:
         options.long = "drop" if options.data is None else "split"
     if options.max_length is None:
@@ -178,16 +181,21 @@ def _fill_in_defaults(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    if not 2 <= options.max_length <= options.row_length:
-        raise UserError(
-            f"--max-length must be from 2 to --row-length ({options.row_length}), "
-            f"got {options.max_length}"
-        )
+    check_training(options)
     if options.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {options.batch_size}")
     if not 0 <= options.warmup < options.steps:
         raise UserError(
             f"--warmup must be from 0 to below --steps ({options.steps}), got {options.warmup}"
+        )
+
+
+def check_training(options: argparse.Namespace) -> None:
+    """Raise UserError for lengths or a device that cannot be trained with."""
+    if not 2 <= options.max_length <= options.row_length:
+        raise UserError(
+            f"--max-length must be from 2 to --row-length ({options.row_length}), "
+            f"got {options.max_length}"
         )
     if options.device.type not in ("cpu", "cuda"):
         raise UserError(f"--device must be cpu or cuda, got {options.device}")

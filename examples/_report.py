@@ -13,8 +13,9 @@ from typing import TypeVar
 import torch
 import transformers
 from _documents import Documents
+from _model import ModelSource
 from _modes import MODES
-from _rows import FittedSequences, Row
+from _rows import FittedSequences
 from _training import Measurement, TrainingPlan
 
 import cuseq
@@ -26,7 +27,7 @@ Value = TypeVar("Value")
 
 
 def print_documents(
-    documents: Documents, fitted: FittedSequences, rows: list[Row], options: argparse.Namespace
+    documents: Documents, fitted: FittedSequences, options: argparse.Namespace
 ) -> None:
     """Print where the documents come from, and how many are skipped, cut or split."""
     tokens = sum(map(len, fitted.sequences))
@@ -44,10 +45,13 @@ def print_documents(
         )
     if fitted.too_short:
         print(f"  {_count(fitted.too_short, 'sequence')} of a single token skipped.")
-    print(
-        f"  {tokens:,} tokens in {len(fitted.sequences):,} sequences pack into {len(rows):,} rows."
-    )
-    if len(rows) < options.steps:
+    print(f"  {tokens:,} tokens in {len(fitted.sequences):,} sequences.")
+
+
+def print_rows(number: int, options: argparse.Namespace) -> None:
+    """Print how many rows of --row-length tokens there are."""
+    print(f"  They pack into {number:,} rows of {options.row_length:,} tokens.")
+    if number < options.steps:
         print(f"  Rows are repeated: {options.steps} steps want more than there are.")
 
 
@@ -57,22 +61,24 @@ def _count(number: int, noun: str) -> str:
 
 def print_plan(plan: TrainingPlan) -> None:
     """Print the model, the machine and the length of the run."""
-    config = plan.source.config
     tokens = sum(len(sequence) for row in plan.rows for sequence in row)
     sequences = sum(map(len, plan.rows))
-    print(
-        f"Model: {config.model_type}, {_count(config.num_hidden_layers, 'layer')}, hidden size "
-        f"{config.hidden_size}, vocabulary {config.vocab_size:,}, "
-        f"{_start(plan)}, on {device_name(plan.device)}."
-    )
+    print_model(plan.source, plan.device)
     print(
         f"Each mode: {len(plan.rows)} steps on the same {sequences:,} sequences, "
         f"{tokens:,} real tokens; the first {plan.warmup} steps are not timed.\n"
     )
 
 
-def _start(plan: TrainingPlan) -> str:
-    return "random weights" if plan.source.checkpoint is None else "the checkpoint's weights"
+def print_model(source: ModelSource, device: torch.device) -> None:
+    """Print the shape of the model, where its weights come from, and the device."""
+    config = source.config
+    start = "random weights" if source.checkpoint is None else "the checkpoint's weights"
+    print(
+        f"Model: {config.model_type}, {_count(config.num_hidden_layers, 'layer')}, hidden size "
+        f"{config.hidden_size}, vocabulary {config.vocab_size:,}, {start}, on "
+        f"{device_name(device)}."
+    )
 
 
 def device_name(device: torch.device) -> str:

@@ -1,11 +1,14 @@
 """Train a causal language model on the same documents padded, packed, and packed with cuseq.
 
     python examples/train.py                        # the source files of Python's standard library
-    python examples/train.py --data my_texts        # a file or folder of text or JSONL
-    python examples/train.py --model my_checkpoint  # a local checkpoint or config folder
+    python examples/train.py --data my_texts        # a file or folder of text, JSONL or Parquet
+    python examples/train.py --model my_checkpoint  # a checkpoint, config or name on the Hub
+    torchrun --standalone --nproc-per-node 2 examples/train.py  # one run on several ranks
 
 Prints a table and writes results.json and results.png. The modes share the initial weights and the
 documents of each step, so their losses can be compared step by step.
+
+Under torchrun it trains one model on all ranks instead, with options of its own: add --help.
 """
 
 from __future__ import annotations
@@ -15,27 +18,27 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from _documents import Documents, UserError, read_documents
+from _documents import UserError
 from _figure import draw
-from _model import ModelSource, check_fit, local_model, local_tokenizer, qwen3
 from _modes import MODES
 from _options import parse_options
-from _report import print_documents, print_plan, print_table, write_results
-from _rows import Tokens, choose_rows, end_of_text, fit_sequences, pack, tokenize, train_tokenizer
+from _prepare import prepare
+from _report import print_documents, print_plan, print_rows, print_table, write_results
+from _rows import choose_rows, pack
 from _training import Measurement, TrainingPlan, train_mode
 from transformers.utils import logging as transformers_logging
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # the exit code that a shell reports after Ctrl-C
 
-# Enough text to train a tokenizer and to choose documents from, and read within seconds.
-MIN_CHARACTERS = 16_000_000
-CHARACTERS_PER_TRAINED_TOKEN = 16  # some are in documents that are too long, some in unused rows
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the example and return the process's exit code."""
     transformers_logging.disable_progress_bar()
+    if torch.distributed.is_torchelastic_launched():
+        import _ranks
+
+        return _ranks.main(arguments)
     try:
         options = parse_options(__doc__, arguments)
         if options.device.type == "cuda" and options.device.index is not None:
@@ -57,15 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_plan(options: argparse.Namespace) -> TrainingPlan:
     """Read and pack the documents, and print how they were treated."""
-    trained_tokens = options.steps * options.row_length
-    max_characters = max(MIN_CHARACTERS, CHARACTERS_PER_TRAINED_TOKEN * trained_tokens)
-    documents = read_documents(options.data, max_characters, options.seed)
-    source, tokens = prepare_model(documents, options)
-    fitted = fit_sequences(tokens, documents.places, options.max_length, options.long)
-    rows = pack(fitted.sequences, options.row_length)
-    print_documents(documents, fitted, rows, options)
+    prepared = prepare(options, options.steps * options.row_length)
+    rows = pack(prepared.fitted.sequences, options.row_length)
+    print_documents(prepared.documents, prepared.fitted, options)
+    print_rows(len(rows), options)
     plan = TrainingPlan(
-        source=source,
+        source=prepared.source,
         rows=choose_rows(rows, options.steps),
         row_length=options.row_length,
         batch_size=options.batch_size,
@@ -76,22 +76,6 @@ def make_plan(options: argparse.Namespace) -> TrainingPlan:
     )
     print_plan(plan)
     return plan
-
-
-def prepare_model(
-    documents: Documents, options: argparse.Namespace
-) -> tuple[ModelSource, list[Tokens]]:
-    """Return the model to train and the documents' tokens for it."""
-    if options.model is None:
-        tokenizer = train_tokenizer(documents.texts, options.vocab_size)
-        source = qwen3(tokenizer.get_vocab_size(), options.row_length, options.device)
-    else:
-        source = local_model(options.model)
-        vocab_size = min(options.vocab_size, source.config.vocab_size)
-        tokenizer = local_tokenizer(options.model) or train_tokenizer(documents.texts, vocab_size)
-    tokens = tokenize(documents.texts, tokenizer, end_of_text(tokenizer, source.config))
-    check_fit(source, tokens, options.row_length)
-    return source, tokens
 
 
 def train_modes(names: list[str], plan: TrainingPlan) -> tuple[list[Measurement], bool]:

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "attention/call.h"
+#include "attention/rank_share.h"
 #include "attention/tree_calls.h"
 
 // A composition turns a row with its layout into attention calls. It is one file that registers
@@ -15,6 +16,7 @@ struct Row {
   Call call;
   OptionalTensor cu_seqlens_padded;  // segment starts, if segments are padded
   std::optional<TreeCalls> tree;     // what tokens see besides their own node, if it is a tree
+  std::optional<RankShare> share;    // of a plan, if the row is a rank's part of one
 };
 
 struct Composition {

@@ -79,12 +79,32 @@ void check_options(const Tensor& q, const AttentionOptions& options, OptionalInt
                     "softcap must be None or from 2^-100 to 2^100, got ", softcap);
   if (!options.spans.has_value()) return;
   check_spans(*options.spans, cu_seqlens);
-  if (!values_can_be_read(cu_seqlens)) return;
+  if (!values_can_be_read(cu_seqlens) || options.rank_meta.has_value()) return;
   const auto segments = options.cu_seqlens_padded.has_value()
                             ? OptionalTensor(options.cu_seqlens_padded->cpu())
                             : std::nullopt;
   check_spans_and_rows(cu_seqlens.cpu(), segments, q.size(0), options.spans->cpu(),
                        /*row_length=*/std::nullopt);
+}
+
+// Return the rank's share of a plan, if the row is a rank's part; check the options that depend on
+// it. Spans then count tokens of the whole row, so they are checked here.
+std::optional<RankShare> share_of(const Tensor& q, const AttentionOptions& options) {
+  TORCH_CHECK_VALUE(options.rank_rows.has_value() == options.rank_meta.has_value(),
+                    "rank_rows and rank_meta must be given together, got ",
+                    options.rank_rows.has_value() ? "rank_rows" : "rank_meta", " alone");
+  if (!options.rank_meta.has_value()) return std::nullopt;
+  TORCH_CHECK(!is_capturing(q),
+              "attention over a rank's part of a row cannot be captured in a CUDA graph: its plan "
+              "is read on the host; capture the layers between");
+  const auto share = RankShare::of(*options.rank_rows, *options.rank_meta, options.rank_group, q);
+  share.check_options(options.causal, options.window, options.spans.has_value());
+  if (options.spans.has_value() && values_can_be_read(options.cu_seqlens)) {
+    const int64_t row = share.at(RankMetaSlot::kCpSize) * share.at(RankMetaSlot::kRowTokens);
+    check_spans_and_rows(share.whole_queries().offsets.cpu(), /*segments=*/std::nullopt, row,
+                         options.spans->cpu(), /*row_length=*/std::nullopt);
+  }
+  return share;
 }
 
 // Return offsets clamped to the row, with lengths clamped to `longest`. Those of a layout are valid
@@ -140,6 +160,10 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   check_options(q, options, bound);
   Row row;
   row.cu_seqlens_padded = options.cu_seqlens_padded;
+  TORCH_CHECK_VALUE(!options.rank_rows.has_value() || !options.tree_rows.has_value(),
+                    "rank_rows and tree_rows must not be given together: a tree is not dealt to "
+                    "ranks");
+  row.share = share_of(q, options);
   Call& call = row.call;
   call.q = q;
   call.k = k;
@@ -153,8 +177,8 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   call.backend = options.backend;
   // A window at least as long as the longest sequence has no effect. The caller's bound does not
   // prove that, since lengths may exceed it.
-  const int64_t longest =
-      call.queries.num_real_tokens.has_value() ? call.queries.longest : q.size(0);
+  int64_t longest = call.queries.num_real_tokens.has_value() ? call.queries.longest : q.size(0);
+  if (row.share.has_value()) longest = row.share->longest_keys();
   if (options.window.has_value() && *options.window < longest) call.window = options.window;
   row.tree = tree_calls_of(q, options, bound);
   return row;

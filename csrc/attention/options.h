@@ -15,6 +15,7 @@ template <typename Return, typename... Front>
 using Signature = Return(Front..., const Tensor&, const OptionalTensor&, bool, OptionalInt,
                          OptionalDouble, OptionalSymInt, const OptionalTensor&,
                          const OptionalTensor&, OptionalDouble, c10::string_view,
+                         const OptionalTensor&, const OptionalTensor&, c10::string_view,
                          const OptionalTensor&, const OptionalTensor&);
 
 // Adapt function(options, front...) to a kernel with such a signature.
@@ -27,10 +28,12 @@ struct Kernel<function> {
                      bool causal, OptionalInt window, OptionalDouble scale,
                      OptionalSymInt max_seqlen_bound, const OptionalTensor& spans,
                      const OptionalTensor& cu_seqlens_padded, OptionalDouble softcap,
-                     c10::string_view backend, const OptionalTensor& tree_rows,
-                     const OptionalTensor& tree_meta) {
+                     c10::string_view backend, const OptionalTensor& rank_rows,
+                     const OptionalTensor& rank_meta, c10::string_view rank_group,
+                     const OptionalTensor& tree_rows, const OptionalTensor& tree_meta) {
     return function({cu_seqlens, host_meta, causal, window, scale, std::move(max_seqlen_bound),
-                     spans, cu_seqlens_padded, softcap, std::string(backend), tree_rows, tree_meta},
+                     spans, cu_seqlens_padded, softcap, std::string(backend), rank_rows, rank_meta,
+                     std::string(rank_group), tree_rows, tree_meta},
                     front...);
   }
 };
@@ -39,7 +42,8 @@ template <typename Op, typename... Front>
 decltype(auto) call_op(const Op& op, const AttentionOptions& options, const Front&... front) {
   return op.call(front..., options.cu_seqlens, options.host_meta, options.causal, options.window,
                  options.scale, options.max_seqlen_bound, options.spans, options.cu_seqlens_padded,
-                 options.softcap, options.backend, options.tree_rows, options.tree_meta);
+                 options.softcap, options.backend, options.rank_rows, options.rank_meta,
+                 options.rank_group, options.tree_rows, options.tree_meta);
 }
 
 // Save `saved` and the options on an autograd node. The options' tensors follow those of `saved`.
@@ -47,6 +51,7 @@ inline void save_options(torch::autograd::AutogradContext* ctx, const AttentionO
                          torch::autograd::variable_list saved) {
   saved.insert(saved.end(), {options.cu_seqlens, or_undefined(options.host_meta),
                              or_undefined(options.spans), or_undefined(options.cu_seqlens_padded),
+                             or_undefined(options.rank_rows), or_undefined(options.rank_meta),
                              or_undefined(options.tree_rows), or_undefined(options.tree_meta)});
   ctx->save_for_backward(std::move(saved));
   ctx->saved_data["causal"] = options.causal;
@@ -55,6 +60,7 @@ inline void save_options(torch::autograd::AutogradContext* ctx, const AttentionO
   ctx->saved_data["max_seqlen_bound"] = options.max_seqlen_bound;
   ctx->saved_data["softcap"] = options.softcap;
   ctx->saved_data["backend"] = options.backend;
+  ctx->saved_data["rank_group"] = options.rank_group;
 }
 
 // Return the saved options. `first` is the index of the options' first tensor in `saved`.
@@ -72,7 +78,10 @@ inline AttentionOptions saved_options(torch::autograd::AutogradContext* ctx,
           data["softcap"].toOptional<double>(),
           data["backend"].toStringRef(),
           or_nullopt(saved[first + 4]),
-          or_nullopt(saved[first + 5])};
+          or_nullopt(saved[first + 5]),
+          data["rank_group"].toStringRef(),
+          or_nullopt(saved[first + 6]),
+          or_nullopt(saved[first + 7])};
 }
 
 }  // namespace cuseq::attention

@@ -1,5 +1,6 @@
 #include <ATen/DeviceGuard.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "attention/inputs.h"
@@ -59,10 +60,15 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
-    auto [grad_q, grad_k, grad_v] = call_op(backward_op(), saved_options(ctx, saved, 5), grads[0],
-                                            saved[0], saved[1], saved[2], saved[3], saved[4]);
+    const AttentionOptions options = saved_options(ctx, saved, 5);
+    Tensor grad_out = grads[0];
+    if (!grad_out.defined()) {
+      if (!options.rank_meta.has_value()) return variable_list(5);
+      grad_out = at::zeros_like(saved[3]);  // other ranks wait for this one
+    }
+    auto [grad_q, grad_k, grad_v] =
+        call_op(backward_op(), options, grad_out, saved[0], saved[1], saved[2], saved[3], saved[4]);
     return {grad_q, grad_k, grad_v, {}, {}};
   }
 };

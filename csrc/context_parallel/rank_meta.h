@@ -25,11 +25,13 @@ enum class RankMetaSlot : int32_t {
   kNumKeyRows,    // keys of all cut pieces together
   kNumFarRows,    // rows that this rank receives
   kNumSentRows,   // rows that it sends
+  kRowTokens,     // tokens of each rank's part of the row, tail included
   kHashLow,       // the plan's hash
   kHashHigh,
-  kPieceCapacity,  // sections of rank_rows: twice this + 1 offsets,
-  kKeyCapacity,    // this many key rows,
-  kSendCapacity,   // this many rows to send
+  kPieceCapacity,   // sections of rank_rows: twice this + 1 offsets,
+  kKeyCapacity,     // this many key rows,
+  kSendCapacity,    // this many rows to send,
+  kSourceCapacity,  // this + 1 offsets, and as many terms as key rows and rows to send
   kSize,
 };
 

@@ -1,6 +1,7 @@
 #include "context_parallel/share.h"
 
 #include <algorithm>
+#include <numeric>
 #include <tuple>
 
 namespace cuseq::cp {
@@ -100,9 +101,11 @@ class Writer {
     set(RankMetaSlot::kAnyFar, plan.costs.far_rows > 0);
     set(RankMetaSlot::kHashLow, static_cast<int32_t>(plan.hash));
     set(RankMetaSlot::kHashHigh, static_cast<int32_t>(plan.hash >> 32));
+    set(RankMetaSlot::kRowTokens, plan.tokens_per_rank());
     set(RankMetaSlot::kPieceCapacity, capacities_.pieces);
     set(RankMetaSlot::kKeyCapacity, capacities_.keys);
     set(RankMetaSlot::kSendCapacity, capacities_.sent);
+    set(RankMetaSlot::kSourceCapacity, capacities_.sources);
   }
 
   Share documents() && {
@@ -115,6 +118,7 @@ class Writer {
     }
     write_pieces(runs, 0);
     write_keys({}, {});
+    write_terms();
     return std::move(share_);
   }
 
@@ -126,6 +130,7 @@ class Writer {
     const CutDocuments documents(plan_);
     write_keys({runs.begin(), runs.begin() + static_cast<int64_t>(cut)}, received(documents));
     write_sent(documents);
+    write_terms();
     return std::move(share_);
   }
 
@@ -155,13 +160,13 @@ class Writer {
     set(RankMetaSlot::kLongestWhole, longest_whole);
   }
 
-  // Return the far rows of this rank by document and position; `start` is their place after the
-  // rank's own rows.
+  // Return the far rows of this rank by document and position; `start` is their place among the
+  // sources, after the rows of the cut pieces.
   Runs received(const CutDocuments& documents) {
     Runs runs = documents.needed(rank_, -1);
     std::stable_sort(runs.begin(), runs.end(),
                      [](const Run& a, const Run& b) { return a.rank < b.rank; });
-    const int64_t own = share_.at(RankMetaSlot::kNumTokens);
+    const int64_t own = share_.at(RankMetaSlot::kNumCutTokens);
     int64_t rows = 0;
     int32_t* from =
         share_.meta.data() + static_cast<size_t>(RankMetaSlot::kSize) + plan_.options.cp_size;
@@ -175,7 +180,7 @@ class Writer {
     return runs;
   }
 
-  // Write the rows of each cut piece's keys, own ones and far ones in the order of their positions.
+  // Write the sources of each cut piece's keys, in the order of their positions.
   void write_keys(const Runs& cut, const Runs& far_runs) {
     Runs sources = far_runs;
     sources.insert(sources.end(), cut.begin(), cut.end());
@@ -206,7 +211,7 @@ class Writer {
   }
 
   void write_sent(const CutDocuments& documents) {
-    int32_t* rows = share_.rows.data() + capacities_.total() - capacities_.sent;
+    int32_t* rows = sent_section();
     int32_t* to = share_.meta.data() + static_cast<size_t>(RankMetaSlot::kSize);
     int64_t count = 0;
     for (int64_t peer = 0; peer < plan_.options.cp_size; ++peer) {
@@ -221,6 +226,29 @@ class Writer {
     set(RankMetaSlot::kNumSentRows, count);
   }
 
+  // Write, for each source, where the terms of its gradient are.
+  void write_terms() {
+    const int32_t* keys = sent_section() - capacities_.keys;
+    const int32_t num_keys = share_.at(RankMetaSlot::kNumKeyRows);
+    const int32_t num_sent = share_.at(RankMetaSlot::kNumSentRows);
+    int32_t* offsets = sent_section() + capacities_.sent;
+    int32_t* terms = offsets + capacities_.sources + 1;
+    const auto source_of = [&](int32_t term) {
+      return term < num_keys ? keys[term] : sent_section()[term - num_keys];
+    };
+    std::fill(offsets, terms, 0);
+    for (int32_t term = 0; term < num_keys + num_sent; ++term) ++offsets[source_of(term) + 1];
+    std::partial_sum(offsets, terms, offsets);
+    std::vector<int32_t> next(offsets, terms);
+    for (int32_t term = 0; term < num_keys + num_sent; ++term) {
+      terms[next[source_of(term)]++] = term;
+    }
+  }
+
+  int32_t* sent_section() {
+    return share_.rows.data() + 2 * (capacities_.pieces + 1) + capacities_.keys;
+  }
+
   const Plan& plan_;
   int64_t rank_;
   Capacities capacities_;
@@ -231,11 +259,13 @@ class Writer {
 
 Capacities Capacities::of(const Plan& plan, int64_t max_seqs) {
   const int64_t own = plan.tokens_per_rank();
-  if (plan.options.policy == Policy::kUlysses) return {max_seqs, 0, 0};
+  if (plan.options.policy == Policy::kUlysses) return {max_seqs, 0, 0, 0};
+  const int64_t pieces = std::min(own, 2 * max_seqs);
+  if (plan.options.cp_size == 1) return {pieces, 0, 0, 0};
   const int64_t others = plan.row.total_tokens - own;
   const int64_t received = std::min(others, plan.options.max_far_rows.value_or(others));
   const int64_t sent = std::min(others, received * (plan.options.cp_size - 1));
-  return {std::min(own, 2 * max_seqs), plan.options.cp_size == 1 ? 0 : 2 * (own + received), sent};
+  return {pieces, 2 * (own + received), sent, own + received};
 }
 
 Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs) {

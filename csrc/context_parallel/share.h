@@ -9,15 +9,19 @@
 
 namespace cuseq::cp {
 
-// One rank's share of a plan, as the two tensors that its attention reads. A rank's own rows are
-// its tokens without padding. Far rows follow them: the rows received from rank 0, then those from
-// rank 1 and so on, for each rank by document and position.
+// One rank's share of a plan, as the two tensors that its attention reads. Its sources are the rows
+// that are keys of its cut pieces: first the own ones, which are the tokens of the cut pieces, then
+// the far rows, received from rank 0, then from rank 1 and so on, for each rank by document and
+// position.
 struct Share {
   // Sections of fixed capacity, so that one compiled graph serves every plan:
   //   [piece_capacity + 1] offsets of the pieces' queries, the last one repeated;
   //   [piece_capacity + 1] offsets of the cut pieces' keys, the last one repeated;
-  //   [key_capacity] own or far row of each key of the cut pieces, then -1;
-  //   [send_capacity] own rows to send, to rank 0, to rank 1 and so on, then -1.
+  //   [key_capacity] source of each key of the cut pieces, then -1;
+  //   [send_capacity] sources to send, to rank 0, to rank 1 and so on, then -1;
+  //   [source_capacity + 1] offsets of each source's terms, the last one repeated;
+  //   [key_capacity + send_capacity] terms of each source's gradient, then -1: the keys that are
+  //     copies of it, and after all keys the sent rows that are, in the order of the ranks.
   std::vector<int32_t> rows;
   std::vector<int32_t> meta;  // RankMetaSlot, then the rows sent to and received from each rank
 
@@ -28,12 +32,13 @@ struct Capacities {
   int64_t pieces = 0;
   int64_t keys = 0;
   int64_t sent = 0;
+  int64_t sources = 0;
 
   // Capacities that are enough for every plan of rows with as many tokens and at most `max_seqs`
   // documents. A rank has at most two pieces of a document, so each row is a key of at most two.
   static CUSEQ_API Capacities of(const Plan& plan, int64_t max_seqs);
 
-  int64_t total() const { return 2 * (pieces + 1) + keys + sent; }
+  int64_t total() const { return 2 * (pieces + 1 + keys + sent) + sources + 1; }
 };
 
 CUSEQ_API Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs);

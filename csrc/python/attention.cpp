@@ -41,12 +41,13 @@ std::pair<std::string, std::string> attention_choice(
     const OptionalTensor& host_meta, bool causal, std::optional<int64_t> window,
     std::optional<double> scale, std::optional<int64_t> max_seqlen_bound,
     const OptionalTensor& spans, const OptionalTensor& cu_seqlens_padded,
-    std::optional<double> softcap, const std::string& backend, const OptionalTensor& tree_rows,
+    std::optional<double> softcap, const std::string& backend, const OptionalTensor& rank_rows,
+    const OptionalTensor& rank_meta, const std::string& rank_group, const OptionalTensor& tree_rows,
     const OptionalTensor& tree_meta) {
-  const auto row =
-      attention::row_of(q, k, v,
-                        {cu_seqlens, host_meta, causal, window, scale, max_seqlen_bound, spans,
-                         cu_seqlens_padded, softcap, backend, tree_rows, tree_meta});
+  const auto row = attention::row_of(
+      q, k, v,
+      {cu_seqlens, host_meta, causal, window, scale, max_seqlen_bound, spans, cu_seqlens_padded,
+       softcap, backend, rank_rows, rank_meta, rank_group, tree_rows, tree_meta});
   std::string reason;
   const attention::Backend& chosen = attention::backend_of(row.call, &reason);
   return {chosen.name, reason};

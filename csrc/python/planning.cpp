@@ -30,11 +30,13 @@ void bind_rank_meta_slots(py::module_& m) {
   add("NUM_KEY_ROWS", RankMetaSlot::kNumKeyRows);
   add("NUM_FAR_ROWS", RankMetaSlot::kNumFarRows);
   add("NUM_SENT_ROWS", RankMetaSlot::kNumSentRows);
+  add("ROW_TOKENS", RankMetaSlot::kRowTokens);
   add("HASH_LOW", RankMetaSlot::kHashLow);
   add("HASH_HIGH", RankMetaSlot::kHashHigh);
   add("PIECE_CAPACITY", RankMetaSlot::kPieceCapacity);
   add("KEY_CAPACITY", RankMetaSlot::kKeyCapacity);
   add("SEND_CAPACITY", RankMetaSlot::kSendCapacity);
+  add("SOURCE_CAPACITY", RankMetaSlot::kSourceCapacity);
   add("SIZE", RankMetaSlot::kSize);
 }
 

@@ -27,6 +27,11 @@ struct AttentionOptions {
   std::optional<at::Tensor> cu_seqlens_padded;  // segment starts, if segments are padded
   std::optional<double> softcap;                // scores become softcap * tanh(score / softcap)
   std::string backend = "auto";                 // or the name of the backend that must run
+  // Of a layout that is a rank's part of a row (cp_partition): the rank's share of the plan, and
+  // the name of the process group of its ranks.
+  std::optional<at::Tensor> rank_rows;
+  std::optional<at::Tensor> rank_meta;
+  std::string rank_group;
   // Of a layout of a tree, for rows whose samples share prefixes: int32, on q's device and on the
   // CPU.
   std::optional<at::Tensor> tree_rows;

@@ -35,11 +35,13 @@ class RankMeta:
     NUM_KEY_ROWS: int
     NUM_FAR_ROWS: int
     NUM_SENT_ROWS: int
+    ROW_TOKENS: int
     HASH_LOW: int
     HASH_HIGH: int
     PIECE_CAPACITY: int
     KEY_CAPACITY: int
     SEND_CAPACITY: int
+    SOURCE_CAPACITY: int
     SIZE: int
 
 class CpPlan:
@@ -143,6 +145,9 @@ def attention_choice(
     cu_seqlens_padded: Tensor | None,
     softcap: float | None,
     backend: str,
+    rank_rows: Tensor | None,
+    rank_meta: Tensor | None,
+    rank_group: str,
     tree_rows: Tensor | None,
     tree_meta: Tensor | None,
     /,

@@ -171,6 +171,69 @@ def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: i
     return state._replace(tree_positions=positions, tree_rows=rows, tree_meta=meta)
 
 
+def of_chunks(
+    lengths: Tensor,
+    segment_lengths: Tensor | None,
+    total_tokens: int,
+    chunk_size: int,
+    max_seqs: int,
+) -> LayoutState:
+    """Return the state whose sequences are the chunks of sequences with lengths on the host.
+
+    It has room for the chunks of any other row of this size with at most `max_seqs` sequences.
+    """
+    offsets, padded = (
+        None if one is None else torch.nn.functional.pad(one.cumsum(0), (1, 0))
+        for one in (lengths, segment_lengths)
+    )
+    assert offsets is not None
+    room = max_seqs + total_tokens // chunk_size
+    found, of_segments = offsets_of_chunks(offsets, padded, chunk_size, room)
+    whole = found if of_segments is None else of_segments
+    count = int((whole.diff() > 0).sum())
+    parts = (None if one is None else one.diff()[:count] for one in (found, of_segments))
+    chunks, segments = parts
+    assert chunks is not None
+    return of_lengths_and_segments(chunks, segments, total_tokens, room)
+
+
+def offsets_of_chunks(
+    offsets: Tensor, padded: Tensor | None, chunk_size: int, capacity: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the offsets of chunks of sequences, by arithmetic that compiled code can do too.
+
+    The padding after a sequence belongs to its last chunk. A sequence without tokens and padding
+    has no chunk.
+
+    Args:
+        offsets: int32 `[n + 1]`, logical offsets; the last may be repeated.
+        padded: int32 `[n + 1]`, physical offsets, None if they are the same.
+        chunk_size: tokens.
+        capacity: number of chunks that there is room for; offsets after the last chunk repeat it.
+
+    Returns:
+        Logical and physical offsets of the chunks, int32 `[capacity + 1]`; None for `padded=None`.
+    """
+    if offsets.shape[0] == 1:  # no sequences
+        none = offsets.expand(capacity + 1).contiguous()
+        return none, None if padded is None else none.clone()
+    lengths = offsets.diff()
+    counts = (lengths + (chunk_size - 1)) // chunk_size
+    if padded is not None:
+        counts = torch.maximum(counts, (padded.diff() > 0).to(counts.dtype))
+    ends = counts.cumsum(0)
+    chunk = torch.arange(capacity + 1, device=offsets.device)
+    sequence = torch.searchsorted(ends, chunk, right=True).clamp(max=counts.shape[0] - 1)
+    before = (chunk - (ends - counts)[sequence]) * chunk_size
+    is_chunk = chunk < ends[-1]
+
+    def of_chunks(of_sequences: Tensor) -> Tensor:
+        starts = torch.where(is_chunk, of_sequences[:-1][sequence] + before, of_sequences[-1])
+        return starts.to(torch.int32)
+
+    return of_chunks(offsets), None if padded is None else of_chunks(padded)
+
+
 def _started(made: Sequence[Tensor], total_tokens: int, num_sequences: int | None) -> LayoutState:
     """Start the copy of a kernel's outputs to the host; return their state."""
     lengths, offsets, meta = made

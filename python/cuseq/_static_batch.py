@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cuseq._arguments import check_tensor
 from cuseq.layout import PackedLayout
 
 
@@ -40,7 +41,8 @@ class StaticBatch:
         name: what the batch is called in messages.
 
     Raises:
-        ValueError: a layout's `max_seqs` is not below its `total_tokens`.
+        ValueError: a layout's `max_seqs` is not below its `total_tokens`, or a tensor is on meta.
+        TypeError: a tensor is sparse, nested or quantized.
     """
 
     def __init__(self, example: object, device: torch.device, name: str):
@@ -51,6 +53,7 @@ class StaticBatch:
                 _check_capacity(leaf, leaf_name)
                 leaf = leaf.static_copy(device)
             elif isinstance(leaf, Tensor):
+                check_tensor(leaf, leaf_name)
                 leaf = torch.empty_like(leaf, device=device).copy_(leaf)
             self._leaves.append(leaf)
         self.value = pytree.tree_unflatten(self._leaves, self._structure)

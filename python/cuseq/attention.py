@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -21,8 +22,10 @@ from cuseq._backends import (
     why_flex,
 )
 from cuseq._flex import attend_by_flex
+from cuseq._layout_state import LayoutState
 from cuseq._spans import Spans
 from cuseq._tree_masks import attend_densely, longest_path, pairs_with_ancestors
+from cuseq.distributed._groups import name_or_default
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
@@ -86,7 +89,15 @@ def varlen_attention(
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or the layout do not fit; or the backend that
-            was asked for is not installed or cannot take the call, and the message says what to do.
+            was asked for is not installed or cannot take the call, and the message says what to do;
+            or the plan of a rank's part does not serve the options, or its process group is
+            unknown.
+        RuntimeError: another rank failed, or did not call within the timeout of the group.
+
+    For a layout from `cp_partition`, all ranks of its group call this alike, forward and backward,
+    each with its own tokens. They exchange the keys that the plan says, and the result is what one
+    process would compute of the whole row. `causal=False` and spans, which are then in tokens of
+    the whole row, need policy "ulysses". Over NCCL the host does not wait for the exchange.
 
     Inside torch.compile one graph serves every pack with the same `total_tokens`, because the op
     reads the lengths when it runs. With a layout from host lengths nothing synchronises. With a
@@ -216,6 +227,18 @@ class _Options(NamedTuple):
     def of_op(self, q: Tensor, packed: PackedLayout) -> tuple[Any, ...]:
         """Return the arguments of the op after q, k and v."""
         causal, window, spans, scale, softcap, backend = self
+        state = packed.state
+        segments = state.segments
+        padded = None if segments is None else segments.cu_seqlens_static
+        if state.rank_meta is not None:
+            if spans is not None and not isinstance(spans, Tensor):
+                raise TypeError(
+                    "spans must be an int32 tensor [n_spans, 2] for a rank's part of a row, got "
+                    f"{type(spans).__name__}"
+                )
+            group = name_or_default(state.rank_group)
+            arguments = self._arguments(state, spans, padded)
+            return *arguments, state.rank_rows, state.rank_meta, group, None, None
         one_by_one = (
             spans is not None
             or softcap is not None
@@ -225,21 +248,17 @@ class _Options(NamedTuple):
         )
         if one_by_one and not is_compiling():
             packed.remember_offsets_on_host()
-        state = packed.state
-        return (
-            state.cu_seqlens_static,
-            state.host_meta,
-            causal,
-            window,
-            scale,
-            None,
-            packed.checked_spans(spans) if spans is not None else None,
-            packed.cu_seqlens_padded_static,
-            softcap,
-            backend,
-            state.tree_rows,
-            state.tree_meta,
-        )
+        spans = packed.checked_spans(spans) if spans is not None else None
+        arguments = self._arguments(state, spans, padded)
+        return *arguments, None, None, "", state.tree_rows, state.tree_meta
+
+    def _arguments(
+        self, state: LayoutState, spans: Tensor | None, padded: Tensor | None
+    ) -> tuple[Any, ...]:
+        causal, window, _, scale, softcap, backend = self
+        meta = state.host_meta
+        offsets = state.cu_seqlens_static
+        return offsets, meta, causal, window, scale, None, spans, padded, softcap, backend
 
 
 def _checked(
@@ -282,6 +301,15 @@ def _checked(
 
 def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> bool:
     """Return whether flex attention runs the call; load the other backends first."""
+    if packed.state.rank_meta is not None:
+        if options.backend == "flex":
+            raise ValueError(
+                'backend="flex" cannot take this call: packed is a rank\'s part of a row, whose '
+                'attention runs in one op; backend="auto" chooses one that can'
+            )
+        if q.is_cuda:
+            load_backends()
+        return False
     if not q.is_cuda:
         return options.backend == "flex" and takes_flex(q, v, packed, options.question())
     load_backends()
@@ -333,7 +361,7 @@ def _check_sinks(q: Tensor, sinks: Tensor, packed: PackedLayout) -> None:
             f"sinks must be floating point [heads = {q.shape[1]}] on {q.device}, got "
             f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
         )
-    if packed.cu_seqlens_padded_static is not None:
+    if packed.state.segments is not None:
         raise ValueError("packed must have no padding between its sequences for sinks")
 
 
@@ -417,20 +445,41 @@ def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], pro
     """Return the FLOPs of attention, counted as torch counts its own.
 
     A multiply-add counts as two, and each sequence counts as a full square, without causality; of
-    a tree each node, and each node's descendants with it. This reads the offsets, which
-    synchronises on a GPU. If they have no values (in tracing), the row counts as one sequence.
+    a tree each node, and each node's descendants with it; of a rank its pieces with their keys.
+    This reads the offsets, which synchronises on a GPU. If they have no values (in tracing), the
+    row counts as one sequence.
+
+    Args:
+        op: the op, whose schema names the arguments.
+        given, named: its arguments by position and by name.
+        products: matrix products of the size of the scores.
     """
-    arguments = dict(zip((a.name for a in op.default._schema.arguments), given, strict=False))
-    arguments |= named
+    names = (argument.name for argument in op.default._schema.arguments)
+    arguments = dict(zip(names, given, strict=False)) | named
     q, v, offsets = (arguments[name] for name in ("q", "v", "cu_seqlens"))
     if offsets.is_meta or isinstance(offsets, FakeTensor):
         pairs = q.shape[0] ** 2
+    elif arguments.get("rank_rows") is not None:
+        pairs = _pairs_of_part(arguments["rank_rows"], arguments["rank_meta"])
     else:
         pairs = sum(length * length for length in offsets.diff().tolist())
         if arguments.get("tree_rows") is not None:
             pairs += pairs_with_ancestors(offsets, arguments["tree_rows"])
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     return products * heads * pairs * (head_dim + value_dim)
+
+
+def _pairs_of_part(rank_rows: Tensor, rank_meta: Tensor) -> int:
+    """Return the queries times keys of a rank's pieces; with Ulysses, its share of the row's."""
+    slots, meta, rows = _C.RankMeta, rank_meta.tolist(), rank_rows.tolist()
+    pieces, cut = meta[slots.NUM_PIECES], meta[slots.NUM_CUT]
+    offsets = rows[: pieces + 1]
+    first_key = meta[slots.PIECE_CAPACITY] + 1
+    key_offsets = rows[first_key : first_key + cut + 1]
+    queries = [end - begin for begin, end in itertools.pairwise(offsets)]
+    keys = [end - begin for begin, end in itertools.pairwise(key_offsets)] + queries[cut:]
+    pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
+    return pairs // meta[slots.CP_SIZE] if meta[slots.ULYSSES] else pairs
 
 
 @register_flop_formula(_ops.varlen_attention, get_raw=True)

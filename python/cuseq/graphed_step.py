@@ -73,6 +73,13 @@ class GraphedStep:
         autocast: torch.dtype | None = None,
         warmup: int = 3,
     ):
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of a batch, got {shown(loss_fn)}")
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise TypeError(
+                "scheduler must be a torch.optim.lr_scheduler.LRScheduler or None, got "
+                f"{shown(scheduler)}"
+            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
         if autocast not in (None, torch.bfloat16):

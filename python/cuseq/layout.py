@@ -49,6 +49,7 @@ class PackedLayout(LayoutMasks):
         super().__init__(state)
         self._moved: dict[torch.device, PackedLayout] = {}
         self._origin: weakref.ref[PackedLayout] | None = None
+        self._chunked: dict[int, PackedLayout] = {}
 
     @classmethod
     def from_lengths(
@@ -204,6 +205,41 @@ class PackedLayout(LayoutMasks):
         self._wait_for_all()
         with outside_inference_mode():
             return PackedLayout(self.state.lengthened(total_tokens))
+
+    def chunked(self, chunk_size: int) -> PackedLayout:
+        """Return the layout whose sequences are chunks of this layout's sequences (Llama 4).
+
+        Attention by that layout is chunked: a token sees the earlier tokens of its own chunk.
+        Chunks start with each sequence and have `chunk_size` tokens; the last of a sequence may be
+        shorter. Padding after a sequence belongs to its last chunk. A sequence without tokens has
+        no chunk. The result is memoised.
+
+        Args:
+            chunk_size: tokens, at least 1.
+
+        Raises:
+            ValueError, TypeError: `chunk_size` is invalid, or this is a rank's part of a row.
+
+        For lengths that came from a GPU the first call waits for their small copy to the host.
+
+        Examples:
+            >>> cuseq.PackedLayout.from_lengths([5, 2], 8).chunked(2).lengths
+            tensor([2, 2, 1, 2], dtype=torch.int32)
+        """
+        chunk_size = as_int(chunk_size, "chunk_size", least=1)
+        if chunk_size not in self._chunked:
+            self.check_whole()
+            self._wait_for_all()
+            with outside_inference_mode():
+                made = build.of_chunks(
+                    self.lengths_on_host(),
+                    self.segments.lengths_on_host() if self.pads_between_sequences else None,
+                    self.total_tokens,
+                    chunk_size,
+                    self.cu_seqlens_static.shape[0] - 1,
+                )
+            self._chunked.setdefault(chunk_size, PackedLayout(made).to(self.device))
+        return self._chunked[chunk_size]
 
     def as_part_of_row(
         self, positions: Tensor, rows: Tensor, meta: Tensor, group: str | None

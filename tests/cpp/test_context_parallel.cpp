@@ -80,6 +80,29 @@ void check_deal(const Plan& plan) {
   }
 }
 
+const int32_t* sent_section(const Share& share) {
+  return share.rows.data() + 2 * (share.at(RankMetaSlot::kPieceCapacity) + 1) +
+         share.at(RankMetaSlot::kKeyCapacity);
+}
+
+// Check that the terms of each source are the keys and sent rows that are copies of it, ascending.
+void check_terms(const Share& share, int32_t num_sources) {
+  const int32_t* sent = sent_section(share);
+  const int32_t* keys = sent - share.at(RankMetaSlot::kKeyCapacity);
+  const int32_t* offsets = sent + share.at(RankMetaSlot::kSendCapacity);
+  const int32_t* terms = offsets + share.at(RankMetaSlot::kSourceCapacity) + 1;
+  const int32_t num_keys = share.at(RankMetaSlot::kNumKeyRows);
+  std::vector<std::vector<int32_t>> expected(num_sources);
+  for (int32_t i = 0; i < num_keys; ++i) expected.at(keys[i]).push_back(i);
+  for (int32_t i = 0; i < share.at(RankMetaSlot::kNumSentRows); ++i) {
+    expected.at(sent[i]).push_back(num_keys + i);
+  }
+  for (int32_t source = 0; source < num_sources; ++source) {
+    ASSERT_EQ(std::vector<int32_t>(terms + offsets[source], terms + offsets[source + 1]),
+              expected[source]);
+  }
+}
+
 // Send the rows as the shares say and check that each cut piece gets exactly its keys, in order.
 void check_shares(const Plan& plan, int64_t max_seqs) {
   const int64_t ranks = plan.options.cp_size;
@@ -91,8 +114,7 @@ void check_shares(const Plan& plan, int64_t max_seqs) {
     own.push_back(tokens_of(plan, rank));
     const Share& share = shares.back();
     ASSERT_EQ(static_cast<int64_t>(share.rows.size()), Capacities::of(plan, max_seqs).total());
-    const int32_t* rows =
-        share.rows.data() + share.rows.size() - share.at(RankMetaSlot::kSendCapacity);
+    const int32_t* rows = sent_section(share);
     for (int64_t peer = 0; peer < ranks; ++peer) {
       std::vector<Key> message;
       for (int32_t i = 0; i < share.meta[static_cast<size_t>(RankMetaSlot::kSize) + peer]; ++i) {
@@ -104,7 +126,8 @@ void check_shares(const Plan& plan, int64_t max_seqs) {
   int64_t pairs = 0, far_rows = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const Share& share = shares[rank];
-    std::vector<Key> sources = own[rank];
+    std::vector<Key> sources(own[rank].begin(),
+                             own[rank].begin() + share.at(RankMetaSlot::kNumCutTokens));
     for (int64_t peer = 0; peer < ranks; ++peer) {
       const auto& message = sent[peer][rank];
       ASSERT_EQ(static_cast<int32_t>(message.size()),
@@ -112,7 +135,7 @@ void check_shares(const Plan& plan, int64_t max_seqs) {
       sources.insert(sources.end(), message.begin(), message.end());
     }
     far_rows += share.at(RankMetaSlot::kNumFarRows);
-    ASSERT_EQ(sources.size(), own[rank].size() + share.at(RankMetaSlot::kNumFarRows));
+    check_terms(share, static_cast<int32_t>(sources.size()));
     ASSERT_EQ(share.at(RankMetaSlot::kNumTokens), static_cast<int32_t>(own[rank].size()));
     const int32_t* queries = share.rows.data();
     const int32_t capacity = share.at(RankMetaSlot::kPieceCapacity);
@@ -183,7 +206,7 @@ TEST(ContextParallelPlan, UlyssesKeepsTheOrderOfTheRow) {
   for (int32_t i = 0; i < 12; ++i) expected[i] = i;
   EXPECT_EQ(plan.tokens(), expected);
   const Share share = share_of(plan, 1, 4);
-  EXPECT_EQ(share.rows, (std::vector<int32_t>{0, 3, 9, 9, 9, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(share.rows, (std::vector<int32_t>{0, 3, 9, 9, 9, 0, 0, 0, 0, 0, 0}));
   EXPECT_EQ(share.at(RankMetaSlot::kUlysses), 1);
   EXPECT_EQ(share.at(RankMetaSlot::kLongestWhole), 6);
 }

@@ -210,8 +210,8 @@ void for_each_tile(const Rules& rules, const F& visit) {
   }
 }
 
-// The attention of one tile, with one of PyTorch's dense kernels. q, k and v are [1, heads, tokens,
-// dim].
+// The attention of one tile, with one of PyTorch's dense kernels. q, k and v are [batch, heads,
+// tokens, dim], where batch * heads is the number of query heads.
 class TileAttention {
  public:
   TileAttention(const Tile& tile, const MaskRule& rule, const Call& call, const Tensor& q)
@@ -301,7 +301,7 @@ class TileAttention {
 
   OptionalTensor mask_for_heads(const Tensor& q) const {
     if (!mask_.has_value()) return std::nullopt;
-    return mask_->expand({1, q.size(1), -1, -1});
+    return mask_->expand({q.size(0), q.size(1), -1, -1});
   }
 
   // Scores of fp16 or bf16 would have too few digits.
@@ -326,14 +326,19 @@ class TileAttention {
   OptionalTensor mask_;  // additive, [1, 1, queries, keys]
 };
 
-// Return a [1, heads, tokens, dim] view of rows [tokens, heads, dim].
-Tensor to_bhsd(const Tensor& rows, int64_t begin, int64_t end) {
-  return rows.narrow(0, begin, end - begin).transpose(0, 1).unsqueeze(0);
+// Return how many batches the heads are seen as. On the CPU each key head is a batch, so that the
+// query heads of a group share it through a stride of zero, and keys and values are not repeated.
+int64_t batches_of(const Call& call) { return call.q.is_cpu() ? call.k.size(1) : 1; }
+
+// Return a [batch, heads / batch, tokens, dim] view of rows [tokens, heads, dim].
+Tensor to_bhsd(const Tensor& rows, int64_t begin, int64_t end, int64_t batch) {
+  return rows.narrow(0, begin, end - begin).transpose(0, 1).unflatten(0, {batch, -1});
 }
 
-// Repeat key and value heads for the query heads that share them.
+// Give key and value heads to the query heads that share them: a view if each is a batch, else a
+// copy.
 Tensor expand_heads(const Tensor& bhsd, int64_t heads) {
-  const int64_t group = heads / bhsd.size(1);
+  const int64_t group = heads / (bhsd.size(0) * bhsd.size(1));
   if (group == 1) return bhsd;
   return bhsd.unsqueeze(2).expand({-1, -1, group, -1, -1}).flatten(1, 2);
 }
@@ -341,9 +346,10 @@ Tensor expand_heads(const Tensor& bhsd, int64_t heads) {
 // Apply the transpose of to_bhsd followed by expand_heads: sum the heads of each group and return
 // [tokens, heads, dim].
 Tensor reduce_heads(const Tensor& bhsd, int64_t heads) {
-  const int64_t group = bhsd.size(1) / heads;
-  const Tensor reduced = group == 1 ? bhsd : bhsd.unflatten(1, {heads, group}).sum(2);
-  return reduced.squeeze(0).transpose(0, 1);
+  const Tensor flat = bhsd.flatten(0, 1);
+  const int64_t group = flat.size(0) / heads;
+  const Tensor reduced = group == 1 ? flat : flat.unflatten(0, {heads, group}).sum(1);
+  return reduced.transpose(0, 1);
 }
 
 // Return a head_dim for q, k and v that the kernels accept.
@@ -385,15 +391,15 @@ Output forward(const Call& call) {
   Tensor logsumexp = at::full({heads, q.size(0)}, -std::numeric_limits<double>::infinity(),
                               q.options().dtype(lse_type));
   zero_tail({logsumexp.t()}, call.queries);
+  const int64_t batch = batches_of(call);
   for_each_tile(rules, [&](const Tile& tile) {
     const auto [tile_out, tile_lse] =
         TileAttention(tile, rules.device, call, q)
-            .forward(to_bhsd(q, tile.query_begin, tile.query_end),
-                     expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
-                     expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads));
-    out.narrow(0, tile.query_begin, tile.queries())
-        .copy_(tile_out.squeeze(0).transpose(0, 1).narrow(2, 0, value_dim));
-    logsumexp.narrow(1, tile.query_begin, tile.queries()).copy_(tile_lse.squeeze(0));
+            .forward(to_bhsd(q, tile.query_begin, tile.query_end, batch),
+                     expand_heads(to_bhsd(k, tile.key_begin, tile.key_end, batch), heads),
+                     expand_heads(to_bhsd(v, tile.key_begin, tile.key_end, batch), heads));
+    to_bhsd(out, tile.query_begin, tile.query_end, batch).copy_(tile_out.narrow(3, 0, value_dim));
+    logsumexp.narrow(1, tile.query_begin, tile.queries()).copy_(tile_lse.flatten(0, 1));
   });
   return {out, logsumexp};
 }
@@ -411,15 +417,17 @@ Gradients backward(const Call& call, const Outer& outer) {
   Tensor grad_q = at::zeros(call.q.sizes(), call.q.options());
   Tensor grad_k = at::zeros(call.k.sizes(), call.k.options());
   Tensor grad_v = at::zeros(call.v.sizes(), call.v.options());
+  const int64_t batch = batches_of(call);
   for_each_tile(rules, [&](const Tile& tile) {
     const auto [tile_q, tile_k, tile_v] =
         TileAttention(tile, rules.device, call, q)
-            .backward(to_bhsd(grad_o, tile.query_begin, tile.query_end),
-                      to_bhsd(q, tile.query_begin, tile.query_end),
-                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end), heads),
-                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end), heads),
-                      to_bhsd(o, tile.query_begin, tile.query_end),
-                      outer.logsumexp.narrow(1, tile.query_begin, tile.queries()).unsqueeze(0));
+            .backward(to_bhsd(grad_o, tile.query_begin, tile.query_end, batch),
+                      to_bhsd(q, tile.query_begin, tile.query_end, batch),
+                      expand_heads(to_bhsd(k, tile.key_begin, tile.key_end, batch), heads),
+                      expand_heads(to_bhsd(v, tile.key_begin, tile.key_end, batch), heads),
+                      to_bhsd(o, tile.query_begin, tile.query_end, batch),
+                      outer.logsumexp.narrow(1, tile.query_begin, tile.queries())
+                          .unflatten(0, {batch, -1}));
     grad_q.narrow(0, tile.query_begin, tile.queries())
         .copy_(reduce_heads(tile_q, heads).narrow(2, 0, call.q.size(2)));
     // Keys of overlapping windows get gradients from several tiles.

@@ -7,7 +7,7 @@
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
 
-// A row with padded segments: gather, call, scatter. The real tokens are gathered into a row
+// A row with padded segments: gather, attend, scatter. The real tokens are gathered into a row
 // without padding, so that padding costs no attention. Outputs and gradients of padding are zero.
 namespace cuseq::attention {
 namespace {
@@ -36,9 +36,11 @@ struct RealTokens {
                        std::vector<at::Scalar>(tensors.size(), 0));
   }
 
-  // Return the call over the real tokens, given their q, k and v.
-  Call call_of(const Row& row, const Tensor& q, const Tensor& k, const Tensor& v) const {
-    Call call = row.call;
+  // Return the row of the real tokens, given their q, k and v.
+  Row row_of(const Row& row, const Tensor& q, const Tensor& k, const Tensor& v) const {
+    Row real = row;
+    real.cu_seqlens_padded.reset();
+    Call& call = real.call;
     call.q = q;
     call.k = k;
     call.v = v;
@@ -49,7 +51,7 @@ struct RealTokens {
       const Tensor lasts = ranks.index({inside.select(1, 1).sub(1).clamp_min(0)});
       call.spans = at::stack({begins, lasts.add(1)}, 1);
     }
-    return call;
+    return real;
   }
 };
 
@@ -58,7 +60,7 @@ bool fits(const Row& row) { return row.cu_seqlens_padded.has_value(); }
 Output forward(const Row& row) {
   const RealTokens tokens(row);
   const auto real = tokens.gathered({row.call.q, row.call.k, row.call.v});
-  const auto [out, logsumexp] = attend(tokens.call_of(row, real[0], real[1], real[2]));
+  const auto [out, logsumexp] = attend(tokens.row_of(row, real[0], real[1], real[2]));
   // Kept in the order of the real tokens: only the backward reads it.
   Tensor all = at::zeros({logsumexp.size(0), tokens.total_tokens}, logsumexp.options());
   all.narrow(1, 0, logsumexp.size(1)).copy_(logsumexp);
@@ -70,7 +72,7 @@ Gradients backward(const Row& row, const Outer& outer) {
   const auto real =
       tokens.gathered({outer.grad_out.contiguous(), row.call.q, row.call.k, row.call.v, outer.out});
   const auto [grad_q, grad_k, grad_v] = attend_backward(
-      tokens.call_of(row, real[1], real[2], real[3]),
+      tokens.row_of(row, real[1], real[2], real[3]),
       {real[0], real[4], outer.logsumexp.narrow(1, 0, real[0].size(0)).contiguous()});
   const auto all = tokens.scattered({grad_q, grad_k, grad_v});
   return {all[0], all[1], all[2]};

@@ -25,6 +25,14 @@ def name_of(group: ProcessGroup | str | None) -> str | None:
     return None if group is None else group.group_name
 
 
+def name_or_default(name: str | None) -> str:
+    """Return the name, or for None that of the default group; empty if there is no such group."""
+    if name is not None:
+        return name
+    world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
+    return "" if world is None else world.group_name
+
+
 def device_of(group: ProcessGroup | None, preferred: str) -> str:
     """Return the device type for a group's collectives: the CPU if the group supports it."""
     config = torch.distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"

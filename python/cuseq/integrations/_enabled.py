@@ -16,13 +16,17 @@ class Enabled:
         replaced: the parts that now run through cuseq: "attention:CLASS" for a class of attention
             layers, "rope:MODULE" for a modeling module whose rotation is cuseq's in this process,
             "qk_norm:CLASS" for a class whose query and key norms run in the rotation's kernel,
+            "temperature:CLASS" for a class of attention layers that scales queries by their
+            positions, which are now those inside each document,
             "conv:CLASS" and "recurrence:CLASS" for a class of recurrent layers whose convolution or
             recurrence starts each document anew,
             "collator:CLASS" for a trainer's data collator.
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
             with "LEAKS" names layers through which documents of one row leak into each other. One
-            that starts with "SLOW" names a recurrence that runs document by document.
+            that starts with "SLOW" names a recurrence that runs document by document. One that
+            starts with "DROPOUT" names attention layers whose dropout packed rows refuse in
+            training mode.
     """
 
     kind: str

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+import cuseq
+from cuseq.distributed import cp_partition, cp_plan
 from tests.fuzz import judge
 from tests.fuzz.calls.target import schema
 from tests.fuzz.values import Draw, Row, a_layout, a_row, a_tree, some_spans
@@ -237,9 +239,25 @@ def _attention(draw: Draw) -> dict[str, Any]:
         "cu_seqlens_padded": None,
         "softcap": draw.choice((None, None, 2.0)),
         "backend": draw.choice(("auto", "auto", "segments")),
+        **(
+            {"rank_rows": None, "rank_meta": None, "rank_group": ""}
+            if is_tree
+            else _share(draw, row)
+        ),
         "tree_rows": packed.state.tree_rows,
         "tree_meta": packed.state.tree_meta,
     }
+
+
+def _share(draw: Draw, row: Row) -> dict[str, Any]:
+    """The share of one rank that has the whole row, or none."""
+    rows, meta = None, None
+    if draw.chance(0.3):
+        packed = cuseq.PackedLayout.from_lengths(row.lengths, row.total)
+        plan = cp_plan(packed, 1, policy="ulysses", heads=(1, 1))
+        local = cp_partition(packed, plan, 0)[0].state
+        rows, meta = local.rank_rows, local.rank_meta
+    return {"rank_rows": rows, "rank_meta": meta, "rank_group": ""}
 
 
 schema("varlen_attention", weight=2)(_attention)

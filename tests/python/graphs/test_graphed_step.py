@@ -196,6 +196,14 @@ def test_wrong_arguments_are_named():
 
     with pytest.raises(ValueError, match=r"max_seqs below total_tokens = 5, got 5 .*PackingColl"):
         make(example={"packed": default})
+    with pytest.raises(TypeError, match="loss_fn must be a function of a batch, got 3"):
+        GraphedStep(3, optimizer, ())
+    with pytest.raises(TypeError, match=r"scheduler must be a torch.optim.lr_scheduler.LRS.*got 1"):
+        make(scheduler=1)
+    with pytest.raises(
+        ValueError, match=r"example_batch\['x'\] must have values, got a tensor on m"
+    ):
+        make(example={"x": torch.ones(2, device="meta")})
     with pytest.raises(TypeError, match="optimizer must be a torch.optim.Optimizer, got"):
         make(optimizer=linear)
     with pytest.raises(ValueError, match=r"autocast must be torch.bfloat16 or None, got torch.fl"):

@@ -477,13 +477,17 @@ def test_layers_that_mix_neighbours_are_named(device, monkeypatch):
     cuseq.disable(model)
 
 
-def test_a_rotation_that_cannot_be_compared_is_refused(device):
-    config = transformers.StableLmConfig(**BASE, partial_rotary_factor=0.5)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model, docs, weight = model.to(device), documents(device), weights(device)
+def test_a_rotation_that_cannot_be_compared_is_refused(monkeypatch, device):
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        raise RuntimeError("it needs something else")
+
+    model = make_model("qwen3", device)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_qwen3, "apply_rotary_pos_emb", apply_rotary_pos_emb)
+        with pytest.raises(ValueError, match="cannot be compared.*rope=False, qk_norm=False"):
+            cuseq.enable(model)
+    docs, weight = documents(device), weights(device)
     expected = one_by_one(model, docs, weight)
-    with pytest.raises(ValueError, match="cannot be compared.*rope=False, qk_norm=False"):
-        cuseq.enable(model)
     cuseq.enable(model, rope=False, qk_norm=False)
     assert_same(packed_run(model, docs, weight), expected)
     cuseq.disable(model)
@@ -726,10 +730,27 @@ def make_changed(config) -> nn.Module:
 
 
 def test_what_is_not_exact_is_refused_whole():
-    dropping = make_changed(transformers.LlamaConfig(**HEAD, attention_dropout=0.1))
-    with pytest.raises(ValueError, match="LlamaAttention 0 drops.*attention_dropout=0.1"):
-        cuseq.enable(dropping)
-    assert_untouched(dropping)
+    config = transformers.DogeConfig(**BASE, keep_window_size=4)
+    model = make_changed(config)
+    with pytest.raises(ValueError, match="DogeAttention 0 computes a mask of its own"):
+        cuseq.enable(model)
+    assert_untouched(model)
+
+
+def test_dropout_is_refused_by_packed_rows_in_training_alone(device):
+    config = transformers.SeedOssConfig(**HEAD, attention_dropout=0.1)
+    model, docs, weight = make_changed(config).to(device), documents(device), weights(device)
+    model.eval()
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    (warning,) = enabled.warnings
+    assert warning.startswith("DROPOUT: SeedOssAttention drops attention weights")
+    assert_same(packed_run(model, docs, weight), expected)
+    model.train()
+    with pytest.raises(ValueError, match="no dropout, got dropout=0.1"):
+        packed_run(model, docs, weight)
+    one_by_one(model, docs, weight)  # rows that are not packed may drop
+    cuseq.disable(model)
 
 
 def test_a_backend_is_the_models_own(device):

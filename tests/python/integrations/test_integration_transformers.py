@@ -532,26 +532,32 @@ def test_a_pattern_of_the_models_own_raises_with_lengths(device):
     assert torch.equal(model(ids, **keywords).logits, reference(ids, **keywords).logits)
 
 
-def test_chunks_raise_with_lengths_where_they_matter(device):
+@pytest.mark.parametrize("chunk", [WINDOW, TOKENS + 1])
+def test_chunks_start_with_each_sequence(device, chunk):
     ids, layout = make_ids(device), make_layout(device)
-    for chunk in (WINDOW, TOKENS + 1):
-        options = dict(
-            attention_chunk_size=chunk,
-            layer_types=["chunked_attention", "full_attention"],
-            attn_temperature_tuning=False,  # it counts tokens from the start of the row
-        )
-        model, reference = (make_model("llama4", device, name, **options) for name in BOTH)
-        with torch.no_grad():
-            dense = [m(ids.view(2, -1)).logits for m in (model, reference)]
-            assert torch.equal(*dense)
-            keywords = dict(position_ids=layout.position_ids[None], use_cache=False)
-            assert_near(model(ids, **keywords).logits, reference(ids, **keywords).logits)
-            if chunk == WINDOW:
-                with pytest.raises(ValueError, match="the model made one for a pattern"):
-                    model(ids, packed=layout, **keywords)
-            else:
-                logits = model(ids, packed=layout, **keywords).logits
-                assert_near(logits, one_by_one(reference, ids))
+    options = dict(
+        attention_chunk_size=chunk,
+        layer_types=["chunked_attention", "full_attention"],
+        attn_temperature_tuning=False,
+    )
+    model, reference = (make_model("llama4", device, name, **options) for name in BOTH)
+    with torch.no_grad():
+        dense = [m(ids.view(2, -1)).logits for m in (model, reference)]
+        assert torch.equal(*dense)
+        positions = layout.position_ids[None]
+        expected = one_by_one(reference, ids)
+        offsets = dict(cu_seq_lens_q=layout.cu_seqlens, cu_seq_lens_k=layout.cu_seqlens)
+        for lengths in (dict(packed=layout), offsets, {}):
+            logits = model(ids, position_ids=positions, use_cache=False, **lengths).logits
+            assert_near(logits, expected)
+
+
+def test_a_temperature_needs_enable(device):
+    """Layers that count positions along the row are replaced by `cuseq.enable` alone."""
+    ids, layout = make_ids(device), make_layout(device)
+    model = make_model("llama4", device, attn_temperature_tuning=True, floor_scale=2)
+    with pytest.raises(ValueError, match="scales queries by their positions.*call cuseq.enable"):
+        model(ids, packed=layout, position_ids=layout.position_ids[None], use_cache=False)
 
 
 def test_a_decode_step_with_lengths_raises(device):

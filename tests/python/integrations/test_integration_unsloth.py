@@ -1736,7 +1736,7 @@ def report(tmp_path_factory) -> dict[str, str | None]:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     written = folder / "report.json"
     if not written.exists():

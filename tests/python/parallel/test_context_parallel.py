@@ -229,10 +229,8 @@ def test_a_part_on_the_host_moves_without_a_wait(cuda):
 def test_what_needs_neighbours_refuses_a_part(device):
     packed = PackedLayout.from_lengths([8, 8], device=device)
     (local,) = cp_partition(packed, zigzag(packed, 2), 1)
-    rows = torch.randn(8, 2, 8, device=device)
     labels = torch.arange(8, device=device)
     for call in (
-        lambda: cuseq.varlen_attention(rows, rows, rows, local),
         local.dense_mask,
         local.block_mask,
         local.xformers_bias,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -196,15 +197,19 @@ def sections(local: PackedLayout) -> dict[str, list[int]]:
     """Return the sections of a share, without what fills them up."""
     meta, rows = local.state.rank_meta.tolist(), local.state.rank_rows.tolist()
     pieces, keys = meta[META.PIECE_CAPACITY], meta[META.KEY_CAPACITY]
-    ends = [pieces + 1, 2 * (pieces + 1), 2 * (pieces + 1) + keys, len(rows)]
-    begins = [0, *ends[:-1]]
+    sent, sources = meta[META.SEND_CAPACITY], meta[META.SOURCE_CAPACITY]
+    sizes = [pieces + 1, pieces + 1, keys, sent, sources + 1, keys + sent]
+    begins = [0, *itertools.accumulate(sizes)]
+    assert begins.pop() == len(rows)
     used = [
         meta[META.NUM_PIECES] + 1,
         meta[META.NUM_CUT] + 1,
         meta[META.NUM_KEY_ROWS],
         meta[META.NUM_SENT_ROWS],
+        meta[META.NUM_CUT_TOKENS] + meta[META.NUM_FAR_ROWS] + 1,
+        meta[META.NUM_KEY_ROWS] + meta[META.NUM_SENT_ROWS],
     ]
-    names = ("queries", "keys", "key_rows", "sent")
+    names = ("queries", "keys", "key_rows", "sent", "term_offsets", "terms")
     return {
         name: rows[begin : begin + count]
         for name, begin, count in zip(names, begins, used, strict=True)
@@ -222,12 +227,16 @@ def test_the_worked_example_of_a_share():
         "keys": [0, 3],
         "key_rows": [0, 1, 2],
         "sent": [0, 1, 2],
+        "term_offsets": [0, 2, 4, 6],
+        "terms": [0, 3, 1, 4, 2, 5],
     }
     assert sections(second) == {
         "queries": [0, 3],
         "keys": [0, 6],
         "key_rows": [3, 4, 5, 0, 1, 2],
         "sent": [],
+        "term_offsets": [0, 1, 2, 3, 4, 5, 6],
+        "terms": [3, 4, 5, 0, 1, 2],
     }
     meta = second.state.rank_meta.tolist()
     assert meta[META.SIZE :] == [0, 0, 3, 0]
@@ -275,33 +284,26 @@ def test_shares_hold_what_attention_needs(policy, cp_size, multiple):
     outputs = []
     for rank, (local, *_) in enumerate(parts):
         share, meta = sections(local), local.state.rank_meta.tolist()
-        queries, own = real[rank][0], real[rank][1:]
-        keys, values = (
-            torch.cat([own[i], *(message[i] for message in messages[rank])]) for i in range(2)
-        )
+        queries = real[rank][0]
+        cut = [rows[: meta[META.NUM_CUT_TOKENS]] for rows in real[rank][1:]]
+        sources = [
+            torch.cat([cut[i], *(message[i] for message in messages[rank])]) for i in range(2)
+        ]
         pieces = []
         for i in range(meta[META.NUM_PIECES]):
             begin, end = share["queries"][i : i + 2]
-            rows = torch.arange(begin, end)
+            keys, values = (rows[begin:end] for rows in real[rank][1:])
             if i < meta[META.NUM_CUT]:
                 rows = torch.tensor(share["key_rows"][share["keys"][i] : share["keys"][i + 1]])
-            first = len(rows) - (end - begin)
-            pieces.append(attend(queries[begin:end], keys[rows], values[rows], first))
+                keys, values = (source[rows] for source in sources)
+            first = len(keys) - (end - begin)
+            pieces.append(attend(queries[begin:end], keys, values, first))
         out = torch.zeros(local.total_tokens, 2, 4, dtype=torch.float64)
         out[~local.moe_padding_mask] = torch.cat(pieces) if pieces else out[:0]
         outputs.append(out)
     joined = cp_join(packed, plan, torch.stack(outputs))
     expected = cuseq.varlen_attention(q, k, v, packed)
     torch.testing.assert_close(joined, expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_attention_refuses_a_part(policy):
-    packed = PackedLayout.from_lengths([12, 4])
-    plan = cp_plan(packed, 2, policy=policy)
-    local, rows = cp_partition(packed, plan, 0, torch.randn(16, 2, 8))
-    with pytest.raises(ValueError, match="packed must describe a whole row"):
-        cuseq.varlen_attention(rows, rows, rows, local)
 
 
 def test_a_group_is_a_group():

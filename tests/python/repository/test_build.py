@@ -80,6 +80,7 @@ PAGES = {
     "docs/cuda_graphs.md": 1,
     "docs/hybrids.md": 3,
     "docs/index.md": 1,
+    "docs/many_gpus.md": 1,
     "docs/masks.md": 3,
     "docs/packing.md": 6,
     "docs/quickstart.md": 4,

@@ -190,6 +190,44 @@ def test_bad_jsonl_line(train, tmp_path, capsys, line, rule):
     assert rule in message
 
 
+@pytest.fixture
+def parquet(tmp_path) -> Path:
+    """Return a Parquet file of three documents, the last one without text."""
+    pytest.importorskip("datasets")
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "documents.parquet"
+    table = pyarrow.table({"text": ["one bottle", "two", " "], "id": [1, 2, 3]})
+    parquet.write_table(table, file)
+    return file
+
+
+def test_parquet_rows_are_documents(train, parquet):
+    documents = sys.modules["_documents"].read_documents(parquet, 10**6, seed=0)
+    assert documents.texts == ["one bottle", "two"]
+    assert documents.places == [f"{parquet}, row 1", f"{parquet}, row 2"]
+    assert documents.empty == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "of numbers", "empty"])
+def test_a_bad_parquet_file_is_named(train, parquet, capsys, damage):
+    if damage == "of numbers":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": [1, 2]}), parquet)
+    else:
+        parquet.write_bytes(parquet.read_bytes()[: 100 if damage == "cut" else 0])
+    assert train.main([*TINY, "--data", str(parquet)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"train.py: {parquet}") and message.count("\n") == 1
+
+
+def test_a_name_that_the_hub_cannot_have(train, documents, capsys):
+    name = "cuseq-tests/no such model"  # refused before any request
+    assert train.main([*TINY, "--data", str(documents), "--model", name]) == 2
+    assert capsys.readouterr().err.startswith(f"train.py: --model {name}: transformers finds no")
+
+
 def test_long_document_stops_the_run_on_request(train, documents, capsys):
     assert train.main([*TINY, "--data", str(documents), "--long", "error"]) == 2
     assert str(documents / "long.md") in capsys.readouterr().err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -15,10 +14,15 @@ from cuseq._arguments import check_flag
 from cuseq._backends import check_installed
 from cuseq._models import text_config
 from cuseq.integrations._enabled import Enabled, check_same_options
-from cuseq.integrations.transformers._forwards import is_replaced
+from cuseq.integrations.transformers._forwards import (
+    is_replaced,
+    replace_forward,
+    restore_forward,
+)
 from cuseq.integrations.transformers._layers import (
     attention_layers,
     class_names,
+    dropout_warnings,
     find_pretrained,
     refuse_inexact_layers,
     rotating_layers,
@@ -37,10 +41,12 @@ from cuseq.integrations.transformers._recurrent import (
 )
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
-    find_rotaries,
+    Function,
+    find_rotations,
     replace_rotation,
     restore_rotations,
 )
+from cuseq.integrations.transformers._temperature import find_tempered_layers, tempered_forward
 from cuseq.integrations.transformers._warn import warn
 from cuseq.integrations.transformers.hybrids.plan import (
     Plan,
@@ -61,6 +67,7 @@ class _State:
     layers: list[nn.Module]
     implementations: dict[str, str]
     fused: list[nn.Module]
+    tempered: list[nn.Module]
     plan: Plan
     check: RemovableHandle
     release: Callable[[], object]
@@ -92,9 +99,10 @@ def enable_model(
     plan = plan_mixers(base)
     layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
     refuse_inexact_layers(layers)
+    tempered = find_tempered_layers(layers)
     rotating = rotating_layers(base, layers)
-    rotaries = find_rotaries(base, rotating) if rope or qk_norm else {}
-    normed, left_alone = find_normed_layers(rotating, rotaries) if qk_norm else ({}, [])
+    rotations = find_rotations(base, rotating) if rope or qk_norm else {}
+    normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
     configs = text_configs(base, layers)
     config = text_config(base)
     recurrent = recurrent_types(config)
@@ -102,17 +110,18 @@ def enable_model(
     leaks = (leak_warning(leaking),) if leaking else ()
     if leaking:
         left_alone.append(f"layers of type {', '.join(leaking)}: cuseq does not know these layers")
-    rotated = list(rotaries) if rope else []
+    rotated = list(rotations) if rope else []
     enabled = Enabled(
         "model",
         replaced=(
             *(f"attention:{name}" for name in class_names(type(layer) for layer in layers)),
-            *sorted(f"rope:{code.__name__}" for code in rotated),
+            *sorted({f"rope:{code.__name__}" for code, _ in rotated}),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
+            *(f"temperature:{name}" for name in class_names(type(layer) for layer in tempered)),
             *plan.replaced,
         ),
         left_alone=tuple(left_alone),
-        warnings=(*leaks, *plan.slow),
+        warnings=(*leaks, *plan.slow, *dropout_warnings(layers)),
     )
     implementations = {name: attention_of(config) for name, config in configs.items()}
 
@@ -127,8 +136,10 @@ def enable_model(
         setattr(layer, BACKEND, backend)
     for layer, how in normed.items():
         fuse(layer, how)
-    for code in rotated:
-        replace_rotation(code, rotaries[code])
+    for layer in tempered:
+        replace_forward(layer, tempered_forward)
+    for function in rotated:
+        replace_rotation(function, rotations[function])
     separate(base, plan)
     mark = mark_separated(config) if recurrent and not leaking else None
     # A model that is freed without `disable` releases what it holds of transformers.
@@ -136,7 +147,9 @@ def enable_model(
     release.atexit = False
     check = base.register_forward_pre_hook(check_input, with_kwargs=True)
     fused = list(normed)
-    _states[base] = _State(enabled, options, layers, implementations, fused, plan, check, release)
+    _states[base] = _State(
+        enabled, options, layers, implementations, fused, tempered, plan, check, release
+    )
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
@@ -159,6 +172,8 @@ def disable_model(model: nn.Module) -> None:
         delattr(layer, BACKEND)
     for layer in state.fused:
         unfuse(layer)
+    for layer in state.tempered:
+        restore_forward(layer)
     restore_modules(base, state.plan)
     state.check.remove()
     state.release()
@@ -189,8 +204,8 @@ def enable_model_of_trainer(
 
 
 def _release(
-    rotated: list[ModuleType],
-    functions: list[tuple[ModuleType, str]],
+    rotated: list[Function],
+    functions: list[Function],
     mark: Separated | None,
 ) -> None:
     restore_rotations(rotated)

@@ -11,8 +11,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuseq.integrations.transformers.names import OUTPUTS, ROTATE
-
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model that `model` is or contains.
@@ -29,6 +27,11 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
 def code_of(layer: nn.Module) -> types.ModuleType:
     """Return the modeling module that defines a layer's class."""
     return sys.modules[type(layer).__module__]
+
+
+def calls_of(layer: nn.Module) -> tuple[str, ...]:
+    """Return the global names and attributes that the forward of a layer's class uses."""
+    return inspect.unwrap(type(layer).forward).__code__.co_names
 
 
 def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> list[nn.Module]:
@@ -49,25 +52,22 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
         for module in base.modules()
         if hasattr(module, "layer_idx")
         and module not in mixers
-        and (rotates(module) or mixers and _attends(module))
+        and (rotates(module) or mixers and attends(module))
     ]
     if not layers and not mixers:
         raise ValueError(
             f"{type(base).__name__} has no attention layer that cuseq knows: enable looks for "
-            f"layers with a layer_idx and an output projection ({' or '.join(OUTPUTS)}) whose "
-            f"forward takes position_embeddings, in a module with {ROTATE}, as Llama's. Train this "
-            "model on padded batches, or call cuseq.varlen_attention in its attention layers"
+            "layers with a layer_idx whose forward takes position_embeddings, as Llama's, and "
+            "calls the attention of its config. Train this model on padded batches, or call "
+            "cuseq.varlen_attention in its attention layers"
         )
     return layers
 
 
 def rotates(layer: nn.Module) -> bool:
     """Return whether an attention layer can take a rotation for its queries and keys."""
-    return (
-        "position_embeddings" in inspect.signature(type(layer).forward).parameters
-        and any(hasattr(layer, name) for name in OUTPUTS)
-        and hasattr(code_of(layer), ROTATE)
-    )
+    given = inspect.signature(type(layer).forward).parameters
+    return "position_embeddings" in given and attends(layer)
 
 
 def rotating_layers(base: PreTrainedModel, layers: list[nn.Module]) -> list[nn.Module]:
@@ -91,10 +91,9 @@ def is_rotary_embedding(module: nn.Module) -> bool:
     return name.endswith("RotaryEmbedding") and "Vision" not in name
 
 
-def _attends(layer: nn.Module) -> bool:
-    """Return whether a layer calls the attention of its config without a rotation."""
-    used = inspect.unwrap(type(layer).forward).__code__.co_names
-    return "ALL_ATTENTION_FUNCTIONS" in used and ROTATE not in used and hasattr(layer, "config")
+def attends(layer: nn.Module) -> bool:
+    """Return whether a layer calls the attention of its config."""
+    return "ALL_ATTENTION_FUNCTIONS" in calls_of(layer) and hasattr(layer, "config")
 
 
 def refuse_inexact_layers(layers: list[nn.Module]) -> None:
@@ -110,12 +109,22 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
                 f"{name} attends only to keys that its indexer chooses, which packed attention "
                 "cannot"
             )
-        dropout = getattr(layer, "attention_dropout", 0.0)
-        if dropout:
+        if "position_bias" in inspect.unwrap(type(layer).forward).__code__.co_varnames:
             raise ValueError(
-                f"{name} drops attention weights (attention_dropout={dropout}), which packed "
-                "attention cannot: set the config's attention_dropout to 0"
+                f"{name} adds biases of its own to the scores, which packed attention cannot"
             )
+
+
+def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:
+    """Return a warning for each class of layers that drops attention weights while it trains."""
+    rates = {type(layer).__name__: getattr(layer, "attention_dropout", 0.0) for layer in layers}
+    return tuple(
+        f"DROPOUT: {name} drops attention weights (attention_dropout={rate}), which packed "
+        "attention cannot: packed rows raise ValueError in training mode; set the config's "
+        "attention_dropout to 0"
+        for name, rate in sorted(rates.items())
+        if isinstance(rate, float) and rate
+    )
 
 
 def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, Any]:

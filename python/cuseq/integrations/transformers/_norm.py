@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,12 +32,14 @@ from cuseq.integrations.transformers._private import (
     set_attention_alone,
     without_forwards,
 )
-from cuseq.integrations.transformers._rotation import Rotary, agree, random_numbers
+from cuseq.integrations.transformers._rotary import Rotary, agree, random_numbers
+from cuseq.integrations.transformers._rotation import Function, Rotation
 from cuseq.integrations.transformers.names import (
     FORWARD_PARAMETERS,
     NORMS,
     OUTPUTS,
     PROJECTIONS,
+    ROTATE,
 )
 
 _PLAIN = bool | int | float | str | None
@@ -70,7 +71,7 @@ def _norms_of(layer: nn.Module) -> tuple[str, str] | None:
 
 
 def find_normed_layers(
-    layers: list[nn.Module], rotaries: dict[types.ModuleType, Rotary]
+    layers: list[nn.Module], rotations: dict[Function, Rotation]
 ) -> tuple[dict[nn.Module, NormedRotary], list[str]]:
     """Return the layers whose norm can be fused with the rotation, and reasons for the others."""
     normed: dict[nn.Module, NormedRotary] = {}
@@ -81,10 +82,13 @@ def find_normed_layers(
         if norms is None:
             continue
         obstacle = _obstacle(layer, norms)
-        if obstacle is None:
+        rotation = rotations.get((code_of(layer), ROTATE))
+        if obstacle is None and rotation is None:
+            obstacle = f"it does not call {ROTATE}"
+        if obstacle is None and rotation is not None:
             key = _kind_of(layer, norms)
             if key not in known:
-                known[key] = _normed_rotary(layer, norms, rotaries[code_of(layer)])
+                known[key] = _normed_rotary(layer, norms, rotation.rotary)
             found = known[key]
             if isinstance(found, NormedRotary):
                 normed[layer] = found

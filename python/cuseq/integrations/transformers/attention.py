@@ -39,7 +39,12 @@ from transformers.utils.import_utils import is_tracing
 import cuseq
 from cuseq._arguments import as_size
 from cuseq._backends import load_backends
-from cuseq.integrations.transformers._layouts import check_total, layout_of_positions
+from cuseq._build_layout import offsets_of_chunks
+from cuseq.integrations.transformers._layouts import (
+    check_total,
+    layout_of_offsets,
+    layout_of_positions,
+)
 from cuseq.integrations.transformers._lengths import (
     check_agreement,
     check_lengths,
@@ -138,10 +143,16 @@ def cuseq_attention(
 
     _check_packable(query, key, attention_mask, dropout)
     _refuse(kwargs, UNSUPPORTED, "packed attention")
+    if getattr(module, "attn_temperature_tuning", False) and not hasattr(module, BACKEND):
+        raise ValueError(
+            f"{type(module).__name__} scales queries by their positions in the row, so a model "
+            f'made with attn_implementation="{NAME}" cannot take packed rows: call '
+            "cuseq.enable(model)"
+        )
     # A layer may declare itself bidirectional under a causal mask (PaliGemma): the mask decides.
-    causal, window = getattr(module, "is_causal", True), sliding_window
+    causal, window, chunk = getattr(module, "is_causal", True), sliding_window, None
     if deferred is not None:
-        causal, window = deferred.causal, deferred.window
+        causal, window, chunk = deferred.causal, deferred.window, deferred.chunk
     if is_causal is not None:
         causal = is_causal
     if window is not None and window < 1:
@@ -157,8 +168,13 @@ def cuseq_attention(
     if deferred is not None and not compiling and deferred.arguments["attention_mask"] is not None:
         warn_once(MASK_BESIDE_LENGTHS)
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
-    backend = getattr(module, BACKEND, "auto")
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    backend = getattr(module, BACKEND, "auto")
+    offsets = bound = None
+    if (
+        packed is None
+    ):  # with packed, compiled code must not look at offsets: they change their size
+        offsets = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
     if packed is not None:
         check_layout(packed)
         if not compiling:  # in compiled code the op compares the sizes when it runs
@@ -168,6 +184,21 @@ def cuseq_attention(
                     packed, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs
                 )
             packed = packed.to(query.device)
+    elif s_aux is not None:
+        raise ValueError(
+            "packed must be passed to a model with sinks, got only cu_seq_lens_q or _k"
+        )
+    elif not compiling:
+        check_offsets(cu_seq_lens_q, cu_seq_lens_k)
+        bound = longest_on_host(max_length_q, max_length_k)
+    if chunk is not None:
+        if compiling:
+            out = _chunks_in_compiled_code(rows, packed, offsets, chunk, scaling, softcap, backend)
+            return _as_batch(out, query), None
+        if packed is None:
+            packed = layout_of_offsets(offsets, rows[0].shape[0])
+        packed = packed.chunked(chunk)
+    if packed is not None:
         out = cuseq.varlen_attention(
             *rows,
             packed,
@@ -178,22 +209,12 @@ def cuseq_attention(
             sinks=s_aux,
             backend=backend,
         )
-    elif s_aux is not None:
-        raise ValueError(
-            "packed must be passed to a model with sinks, got only cu_seq_lens_q or _k"
-        )
     else:
-        cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
-        bound = None
-        if not compiling:
-            check_offsets(cu_seq_lens_q, cu_seq_lens_k)
-            bound = longest_on_host(max_length_q, max_length_k)
         if query.is_cuda:
             load_backends()
-        offsets = cu_seqlens.to(torch.int32)
         out, _ = torch.ops.cuseq.varlen_attention(
             *rows,
-            offsets,
+            offsets.to(torch.int32),
             None,
             causal,
             window,
@@ -202,8 +223,49 @@ def cuseq_attention(
             softcap=softcap,
             backend=backend,
         )
+    return _as_batch(out, query), None
+
+
+def _as_batch(out: Tensor, query: Tensor) -> Tensor:
     batch, _, seqlen, _ = query.shape
-    return out.view(batch, seqlen, out.shape[-2], out.shape[-1]), None
+    return out.view(batch, seqlen, out.shape[-2], out.shape[-1])
+
+
+def _chunks_in_compiled_code(
+    rows: list[Tensor],
+    packed: cuseq.PackedLayout | None,
+    offsets: Tensor,
+    chunk: int,
+    scaling: float | None,
+    softcap: float | None,
+    backend: str,
+) -> Tensor:
+    """Compute causal attention in chunks of each sequence, with offsets made in the graph.
+
+    `PackedLayout.chunked` makes tensors on the host, which compiled code cannot. A chunk bounds the
+    longest sequence well, so the op needs no lengths on the host.
+    """
+    padded = None
+    if packed is not None:
+        offsets, padded = packed.state.cu_seqlens_static, packed.cu_seqlens_padded_static
+    room = offsets.shape[0] - 1 + rows[0].shape[0] // chunk
+    chunks, padded = offsets_of_chunks(offsets.to(torch.int32), padded, chunk, room)
+    if rows[0].is_cuda:
+        load_backends()
+    out, _ = torch.ops.cuseq.varlen_attention(
+        *rows,
+        chunks,
+        None,
+        True,
+        None,
+        scaling,
+        chunk,
+        None,
+        padded,
+        softcap,
+        backend,
+    )
+    return out
 
 
 def _dense_attention(

@@ -44,7 +44,7 @@ class DeferredMask:
     Attributes:
         causal: Whether queries see no later keys.
         window: Number of keys that a query sees, itself included, or None.
-        chunked: Whether `window` is the size of a chunk.
+        chunk: Size of the chunks that each sequence is cut into, or None.
         position_ids: int [batch or 1, seqlen], or None if the model does not give them.
         recurrent: The model's recurrent layer types, which ignore lengths; for a warning.
         arguments: The arguments of `transformers.masking_utils.sdpa_mask` for this mask.
@@ -53,14 +53,14 @@ class DeferredMask:
     def __init__(
         self,
         window: int | None,
-        chunked: bool,
+        chunk: int | None,
         position_ids: torch.Tensor | None,
         recurrent: list[str],
         arguments: dict[str, Any],
     ) -> None:
         self.causal = arguments["allow_is_causal_skip"]
         self.window = window
-        self.chunked = chunked
+        self.chunk = chunk
         self.position_ids = position_ids
         self.recurrent = recurrent
         self.arguments = arguments
@@ -117,7 +117,7 @@ class DeferredMask:
         pattern = self.arguments["mask_function"]
         # Chunks start at the row's start or, in newer transformers, at each sequence's start.
         per_sequence = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-        if self.chunked and per_sequence is not None:
+        if self.chunk is not None and per_sequence is not None:
             return per_sequence(pattern, position_ids, sequences)
         return masking_utils.and_masks(
             pattern, masking_utils.packed_sequence_mask_function(sequences)
@@ -156,7 +156,7 @@ def cuseq_mask(
 
     Returns:
         A `DeferredMask`; or the result of `sdpa_mask` if lengths could not replace the pattern: in
-        decode steps, with chunks, and for patterns that the model builds itself.
+        decode steps, and for patterns that the model builds itself.
 
     Raises:
         TypeError: `local_size`, the window of the config, is not an int.
@@ -171,8 +171,8 @@ def cuseq_mask(
     # transformers passes the size of a chunk in the place of a window.
     chunked = window is not None and window != getattr(config, "sliding_window", None)
     deferred = DeferredMask(
-        window,
-        chunked,
+        None if chunked else window,
+        window if chunked else None,
         position_ids,
         recurrent_layers(config),
         dict(
@@ -192,7 +192,7 @@ def cuseq_mask(
     # transformers clears both flags if the model's own pattern must stay. A bidirectional mask with
     # a window cannot be replaced, because its window extends in both directions.
     replaceable = allow_is_causal_skip or (allow_is_bidirectional_skip and window is None)
-    if square and replaceable and not chunked:
+    if square and replaceable:
         return deferred
     return deferred.build(position_ids)
 

@@ -24,8 +24,7 @@ MASK_BESIDE_LENGTHS = (
 """The warning about a 2-D mask beside packed lengths."""
 
 ROTATE = "apply_rotary_pos_emb"
-ROTATE_PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
-"""The function by which modeling modules rotate queries and keys."""
+"""The function by which most modeling modules rotate queries and keys."""
 
 FORWARD_PARAMETERS = [
     "self",

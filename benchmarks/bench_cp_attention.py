@@ -1,0 +1,297 @@
+"""Benchmark attention over parts of a row, and steps of models, on several GPUs.
+
+    python benchmarks/bench_cp_attention.py [--ranks 2] [--shapes 0.6b] [--steps-of 0.6b] [--rows N]
+    torchrun --nproc-per-node 2 -m benchmarks cp_attention
+
+Without torchrun it starts one process for each rank: over NCCL on GPUs, over gloo on the CPU, where
+sizes are small and only the differences between outputs mean anything.
+
+Rows: lognormal documents of mean 350 at 8 K and 32 K tokens a rank, long-tailed ones, 12 to 24 K
+ones, one document of 32 K and of 128 K, and one of 16 K among short ones. Variants of a layer's
+attention, forward and backward, each over the same row unless it says otherwise:
+
+- `cuseq`, `cuseq contiguous`, `cuseq ulysses`: `varlen_attention` over the parts of each policy;
+- `pieces alone`: the pieces of `cuseq` as documents of their own: its attention without exchange,
+  and without far keys;
+- `all-gather`, `zigzag ring`: shims (cp_peers.py) over the same kernels; the ring's documents are
+  padded to multiples of 2 R;
+- `dp`: documents dealt whole, by bin packing, as data parallelism would: rows of other lengths;
+- `one GPU / R`: the whole row on one GPU, its time divided by R.
+
+Times are those of the slowest rank, medians; all ranks start each repetition together. `exposed` is
+the time above `pieces alone`. Steps shard a model of Qwen3's shape by FSDP2 and train it, eager and
+compiled. Outputs and gradients are compared with the whole row's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from bench_cp_plan import long, long_tailed, short
+from cp_model import HEAD_DIM, SHAPES, Trainer, layout_attention
+from cp_peers import AllGather, ZigzagRing
+from report import Report, Table, arguments, environment
+from torch import Tensor
+
+from cuseq import PackedLayout
+from cuseq.data import bin_pack
+from cuseq.distributed import cp_partition, cp_plan
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def workloads(ranks: int, device: torch.device) -> dict[str, list[int]]:
+    """Return the lengths of each row; total tokens divide by 2 * ranks."""
+    if device.type == "cpu":
+        return {"lognormal": short(256 * ranks, 0), "one document": [256 * ranks]}
+    k = 1024
+    return {
+        "lognormal 350, 8 K a rank": short(8 * k * ranks, 0),
+        "lognormal 350, 32 K a rank": short(32 * k * ranks, 0),
+        "long-tailed, 32 K a rank": long_tailed(32 * k * ranks, 0),
+        "12 to 24 K, 64 K a rank": long(64 * k * ranks, 0),
+        "one of 32 K": [32 * k],
+        "one of 128 K": [128 * k],
+        "16 K among short": [16 * k, *short(16 * k * ranks - 16 * k, 0)],
+    }
+
+
+class Bench:
+    """One rank's side of the measurements."""
+
+    def __init__(self, device: torch.device, repeats: int):
+        self.device, self.repeats = device, repeats
+        self.group = dist.group.WORLD
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
+        self.signal = torch.zeros(1, device=device)
+
+    def rows(self, tokens: int, heads: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(tokens, heads, HEAD_DIM, generator=generator)
+        return rows.to(self.device, self.dtype)
+
+    def slowest(self, value: float) -> float:
+        reduced = torch.tensor(value, device=self.device)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+        return float(reduced)
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Return microseconds of the slowest rank; repetitions start together."""
+        on_gpu = self.device.type == "cuda"
+        samples = []
+        for number in range(self.repeats + 3):
+            dist.all_reduce(self.signal)
+            if on_gpu:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                call()
+                end.record()
+                end.synchronize()
+                samples.append(start.elapsed_time(end) * 1e3)
+            else:
+                begun = time.perf_counter()
+                call()
+                samples.append((time.perf_counter() - begun) * 1e6)
+            if number < 3:
+                samples.clear()
+        return self.slowest(statistics.median(samples))
+
+    def host_time(self, call: Callable[[], object]) -> float:
+        """Return microseconds that a call occupies the host."""
+        if self.device.type != "cuda":
+            return self.time(call)
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(10):
+            call()
+        spent = (time.perf_counter() - begun) * 1e5
+        torch.cuda.synchronize()
+        return self.slowest(spent)
+
+    def part(self, lengths: list[int], policy: str, heads: tuple[int, int]) -> tuple[Any, ...]:
+        packed = PackedLayout.from_lengths(lengths, max_seqs=len(lengths))
+        plan = cp_plan(packed, self.ranks, policy=policy, heads=heads, head_dim=HEAD_DIM)
+        (local,) = cp_partition(packed, plan, self.rank)
+        return plan, local.to(self.device), plan.tokens_of(self.rank).to(self.device)
+
+    def variants(
+        self, lengths: list[int], heads: tuple[int, int]
+    ) -> dict[str, tuple[Attend, Tensor | None, float | None, list[int]]]:
+        """Return attention, this rank's tokens, the share moved, and the row, by name."""
+        found: dict[str, Any] = {}
+        for policy in ("auto", "contiguous", "ulysses"):
+            plan, local, tokens = self.part(lengths, policy, heads)
+            name = "cuseq" if policy == "auto" else f"cuseq {policy}"
+            found[name] = (layout_attention(local), tokens, plan.moved_share, lengths)
+            if policy == "auto":
+                pieces = PackedLayout.from_lengths(
+                    local.lengths_on_host().tolist(), local.total_tokens
+                )
+                alone = layout_attention(pieces.to(self.device))
+                found["pieces alone"] = (alone, tokens, None, lengths)
+        found["all-gather"] = (gather := AllGather(lengths, self.group, self.device)), gather.tokens
+        found["all-gather"] += (1.0, lengths)
+        parts = 2 * self.ranks
+        padded = [-(-length // parts) * parts for length in lengths]
+        ring = ZigzagRing(padded, self.group, self.device)
+        found["zigzag ring"] = (ring, ring.tokens, 1.0, padded)
+        own = PackedLayout.from_lengths(self.dealt(lengths)).to(self.device)
+        found["dp"] = (layout_attention(own), None, 0.0, [own.total_tokens])
+        return found
+
+    def dealt(self, lengths: list[int]) -> list[int]:
+        """Return the documents of this rank as data parallelism deals them: whole."""
+        fair = -(-sum(lengths) // self.ranks)
+        capacity = max(fair, max(lengths))
+        indices, offsets = bin_pack(lengths, capacity)
+        while len(offsets) - 1 > self.ranks:
+            capacity += max(1, fair // 64)
+            indices, offsets = bin_pack(lengths, capacity)
+        if self.rank >= len(offsets) - 1:
+            return [1]  # fewer documents than ranks
+        return [lengths[i] for i in indices[offsets[self.rank] : offsets[self.rank + 1]].tolist()]
+
+    def layer(self, lengths: list[int], heads: tuple[int, int]) -> list[dict[str, Any]]:
+        """Return a row of the table for each variant of a layer's attention."""
+        total = sum(lengths)
+        whole = PackedLayout.from_lengths(lengths, max_seqs=len(lengths)).to(self.device)
+        tensors = [self.rows(total, n, seed) for seed, n in enumerate((heads[0], *heads[1:] * 2))]
+        expected = self.run(layout_attention(whole), tensors)
+        table = []
+        for name, (attend, tokens, moved, row) in self.variants(lengths, heads).items():
+            if tokens is None or row != lengths:
+                count = row[0] if tokens is None else len(tokens)
+                own = [self.rows(count, rows.shape[1], 3) for rows in tensors]
+            else:
+                own = [rows[tokens] for rows in tensors]
+            found = self.run(attend, own)
+            differs = None
+            if name != "pieces alone" and tokens is not None and row == lengths:
+                differs = max(
+                    self.slowest(float((mine - theirs[tokens]).abs().max()))
+                    for mine, theirs in zip(found, expected, strict=True)
+                )
+            table.append({"variant": name, "moved": moved, "differs": differs}
+                         | self.timed(attend, own))  # fmt: skip
+        one = self.timed(layout_attention(whole), tensors)
+        one = {key: value / self.ranks for key, value in one.items() if key != "host"}
+        table.append({"variant": "one GPU / R"} | one)
+        alone = next(row for row in table if row["variant"] == "pieces alone")
+        for row in table:
+            if row["variant"] in ("cuseq", "cuseq contiguous"):
+                row["exposed"] = row["both"] - alone["both"]
+        return table
+
+    def run(self, attend: Attend, tensors: list[Tensor]) -> list[Tensor]:
+        leaves = [rows.detach().requires_grad_() for rows in tensors]
+        out = attend(*leaves)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    def timed(self, attend: Attend, tensors: list[Tensor]) -> dict[str, float]:
+        leaves = [rows.detach().requires_grad_() for rows in tensors]
+
+        def both() -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            out = attend(*leaves)
+            out.backward(out.detach())
+
+        with torch.no_grad():
+            ahead = self.time(lambda: attend(*leaves))
+        return {"forward": ahead, "both": self.time(both), "host": self.host_time(both)}
+
+    def steps(self, shape: str, lengths: list[int], compiled: bool) -> list[dict[str, Any]]:
+        """Return a row of the table for a training step of each variant."""
+        trainer = Trainer(shape, self.device, compiled=compiled)
+        whole = PackedLayout.from_lengths(lengths, max_seqs=len(lengths)).to(self.device)
+        ids = torch.randint(0, trainer.vocabulary, (sum(lengths),), device=self.device)
+        dist.broadcast(ids, 0)
+        table = []
+        heads = SHAPES[shape][3:]
+        for name, (attend, tokens, _, row) in self.variants(lengths, heads).items():
+            if name == "pieces alone" or (tokens is not None and row != lengths):
+                continue
+            if tokens is None:
+                tokens = torch.arange(row[0], device=self.device) % sum(lengths)
+            batch = (ids[tokens], whole.position_ids[tokens], ids[tokens])
+
+            def step(batch: Any = batch, attend: Attend = attend) -> Tensor:
+                return trainer.step(*batch, attend, sum(lengths))
+
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            spent = self.time(step)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else 0.0
+            table.append({"variant": name, "ms": spent / 1e3, "peak": self.slowest(peak)})
+        return table
+
+
+def work(rank: int, ranks: int, port: int, args: Any) -> None:
+    """Measure as one rank; rank 0 writes the report."""
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    where = {} if port == 0 else {"init_method": f"tcp://127.0.0.1:{port}"}
+    if port != 0:
+        where |= {"rank": rank, "world_size": ranks}
+    dist.init_process_group(backend, **where)
+    report = Report("cp_attention", environment(args.device))
+    bench = Bench(device, args.repeats)
+    headings = {"row": "row", "variant": "variant", "forward": "us, forward",
+                "both": "forward + backward", "exposed": "exposed", "host": "host us",
+                "moved": "moved, of an all-gather", "differs": "largest difference"}  # fmt: skip
+    for shape in args.shapes:
+        table = []
+        for name, lengths in workloads(ranks, device).items():
+            table += [{"row": name} | row for row in bench.layer(lengths, SHAPES[shape][3:])]
+        title = f"Attention of a {shape} layer over {ranks} ranks"
+        report.tables.append(Table(title, headings, table))
+    headings = {"row": "row", "code": "code", "variant": "variant", "ms": "ms a step",
+                "peak": "peak GiB"}  # fmt: skip
+    for shape in args.steps_of:
+        table = []
+        for name, lengths in workloads(ranks, device).items():
+            for compiled in (False, True) if device.type == "cuda" else (False,):
+                code = {"row": name, "code": "compiled" if compiled else "eager"}
+                table += [code | row for row in bench.steps(shape, lengths, compiled)]
+        report.tables.append(Table(f"Steps of {shape} over {ranks} ranks", headings, table))
+    if rank == 0:
+        report.write(args.out)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="layers to measure")
+    parser.add_argument("--steps-of", nargs="*", choices=SHAPES, help="models to train")
+    parser.add_argument("--repeats", type=int, default=None, help="repetitions of a measurement")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    sizes = ["0.6b", "8b"] if on_gpu else ["tiny"]
+    args.shapes = sizes if args.shapes is None else args.shapes
+    args.steps_of = sizes[:1] if args.steps_of is None else args.steps_of
+    args.repeats = args.repeats or (20 if on_gpu else 3)
+    if "RANK" in os.environ:  # torchrun
+        work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0, args)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (args.ranks, port, args), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+
+#include "attention/choice.h"
+#include "attention/composition.h"
+#include "attention/exchange.h"
+#include "ops/checks.h"
+#include "ops/dispatch.h"
+#include "ops/sum_rows.h"
+
+// A rank's part of a row whose documents are dealt: exchange the keys that cut pieces need, attend
+// over whole documents meanwhile, then over the cut pieces. Each token is a query of one call, so
+// nothing is merged. The pieces of cut documents are the first rows of a rank; the keys and values
+// of a token travel as one row, and so do their gradients.
+namespace cuseq::attention {
+namespace {
+
+// Widths of a row of keys and values.
+struct Width {
+  int64_t key;
+  int64_t all;
+
+  explicit Width(const Call& call)
+      : key(call.k.size(1) * call.k.size(2)), all(key + call.v.size(1) * call.v.size(2)) {}
+
+  Tensor empty(int64_t rows, const Tensor& like) const {
+    return at::empty({rows, all}, like.options());
+  }
+  // Return views of the keys and values in rows [n, all].
+  Tensor keys(const Tensor& rows, const Call& call) const {
+    return rows.narrow(1, 0, key).unflatten(1, {call.k.size(1), call.k.size(2)});
+  }
+  Tensor values(const Tensor& rows, const Call& call) const {
+    return rows.narrow(1, key, all - key).unflatten(1, {call.v.size(1), call.v.size(2)});
+  }
+};
+
+class Part {
+ public:
+  explicit Part(const Row& row)
+      : row_(row),
+        share_(*row.share),
+        width_(row.call),
+        cut_tokens_(share_.at(RankMetaSlot::kNumCutTokens)),
+        far_(share_.at(RankMetaSlot::kNumFarRows)) {}
+
+  int64_t cut_tokens() const { return cut_tokens_; }
+
+  // Start the exchange of keys and values. Every rank of the plan takes part, or none.
+  void send_keys(bool is_backward) {
+    const Call& call = row_.call;
+    sources_ = width_.empty(cut_tokens_ + far_, call.k);
+    const Tensor own = sources_.narrow(0, 0, cut_tokens_);
+    width_.keys(own, call).copy_(call.k.narrow(0, 0, cut_tokens_));
+    width_.values(own, call).copy_(call.v.narrow(0, 0, cut_tokens_));
+    if (share_.at(RankMetaSlot::kCpSize) == 1) return;
+    const auto row_bytes = width_.all * static_cast<int64_t>(call.k.element_size());
+    group_.emplace(share_, call.k,
+                   Agreement{is_backward, call.q.size(1), call.k.size(1), row_bytes});
+    if (share_.at(RankMetaSlot::kAnyFar) == 0) return;
+    // A rank without cut pieces must refuse a backend as others do, before anything moves.
+    backend_of(cut_call(sources_));
+    arrival_ = group_->exchange(sources_.narrow(0, cut_tokens_, far_),
+                                at::index_select(sources_, 0, share_.sent_sources()),
+                                share_.received(), share_.sent());
+  }
+
+  // Return the call of the whole documents, over the rank's row.
+  Call whole() const {
+    Call call = row_.call;
+    call.queries = share_.whole_queries();
+    call.keys = call.queries;
+    return call;
+  }
+
+  // Return the call of the cut pieces; wait for their keys.
+  Call cut() {
+    arrival_.wait();
+    return cut_call(at::index_select(sources_, 0, share_.key_sources()));
+  }
+
+  void wait() { arrival_.wait(); }
+
+  // Start the return of the gradients of far rows, given those of the cut pieces' keys.
+  void send_gradients(const Tensor& grad_k, const Tensor& grad_v) {
+    key_grads_ = at::cat({grad_k.flatten(1), grad_v.flatten(1)}, 1);
+    returned_ = width_.empty(share_.at(RankMetaSlot::kNumSentRows), row_.call.k);
+    if (share_.at(RankMetaSlot::kAnyFar) == 0) return;
+    arrival_ =
+        group_->exchange(returned_, sums(cut_tokens_, far_), share_.sent(), share_.received());
+  }
+
+  // Write the gradients of the keys and values of the cut pieces.
+  void add_gradients(const Tensor& grad_k, const Tensor& grad_v) {
+    arrival_.wait();
+    const Tensor own = sums(0, cut_tokens_);
+    grad_k.narrow(0, 0, cut_tokens_).copy_(width_.keys(own, row_.call));
+    grad_v.narrow(0, 0, cut_tokens_).copy_(width_.values(own, row_.call));
+  }
+
+ private:
+  // Return the call of the cut pieces, given the rows of their keys and values.
+  Call cut_call(const Tensor& rows) const {
+    Call call = row_.call;
+    call.q = call.q.narrow(0, 0, cut_tokens_);
+    call.k = width_.keys(rows, row_.call);
+    call.v = width_.values(rows, row_.call);
+    call.queries = share_.cut_queries();
+    call.keys = share_.cut_keys();
+    return call;
+  }
+
+  // Return the gradients of the sources [first, first + count), summed over their terms.
+  Tensor sums(int64_t first, int64_t count) const {
+    const Tensor offsets = share_.term_offsets(first, count);
+    const Tensor terms = share_.terms();
+    Tensor out = width_.empty(count, key_grads_);
+    SumRowsArgs args;
+    args.first = key_grads_.const_data_ptr();
+    args.second = returned_.const_data_ptr();
+    args.num_first = key_grads_.size(0);
+    args.num_second = returned_.size(0);
+    args.offsets = offsets.const_data_ptr<int32_t>();
+    args.terms = terms.const_data_ptr<int32_t>();
+    args.num_terms = terms.size(0);
+    args.out = out.mutable_data_ptr();
+    args.num_rows = count;
+    args.elements = width_.all;
+    args.type = float_type(out, "k");
+    CUSEQ_RUN(sum_rows, out, args);
+    return out;
+  }
+
+  const Row& row_;
+  const RankShare& share_;
+  Width width_;
+  int64_t cut_tokens_;
+  int64_t far_;
+  Tensor sources_;    // [cut tokens + far, width]
+  Tensor key_grads_;  // [key rows, width]
+  Tensor returned_;   // [sent rows, width]
+  std::optional<Group> group_;
+  Arrival arrival_;
+};
+
+bool fits(const Row& row) {
+  return row.share.has_value() && !row.share->is_ulysses() && !row.cu_seqlens_padded.has_value();
+}
+
+Output forward(const Row& row) {
+  Part part(row);
+  part.send_keys(/*is_backward=*/false);
+  auto [out, logsumexp] = attend(part.whole());
+  if (part.cut_tokens() == 0) {
+    part.wait();
+    return {out, logsumexp};
+  }
+  const auto [cut_out, cut_logsumexp] = attend(part.cut());
+  out.narrow(0, 0, part.cut_tokens()).copy_(cut_out);
+  logsumexp.narrow(1, 0, part.cut_tokens()).copy_(cut_logsumexp);
+  return {out, logsumexp};
+}
+
+Gradients backward(const Row& row, const Outer& outer) {
+  Part part(row);
+  part.send_keys(/*is_backward=*/true);
+  // The cut pieces run first, so that the gradients of far rows travel under the whole documents.
+  const Call cut = part.cut();
+  const int64_t tokens = part.cut_tokens();
+  const auto [cut_q, cut_k, cut_v] =
+      attend_backward(cut, {outer.grad_out.narrow(0, 0, tokens), outer.out.narrow(0, 0, tokens),
+                            outer.logsumexp.narrow(1, 0, tokens)});
+  part.send_gradients(cut_k, cut_v);
+  const auto [grad_q, grad_k, grad_v] = attend_backward(part.whole(), outer);
+  grad_q.narrow(0, 0, tokens).copy_(cut_q);
+  part.add_gradients(grad_k, grad_v);
+  return {grad_q, grad_k, grad_v};
+}
+
+const RegisterComposition registered({"context_parallel", fits, forward, backward});
+
+}  // namespace
+}  // namespace cuseq::attention

@@ -1,0 +1,183 @@
+"""Train a causal language model on several ranks, with cuseq's packed rows and FSDP2.
+
+    torchrun --standalone --nproc-per-node 2 examples/train.py --save-every 10 --out run
+    torchrun --standalone --nproc-per-node 2 examples/train.py --resume run
+
+Writes log.jsonl, results.json, results.png and checkpoints to --out. SIGTERM and SIGINT end the run
+after the current step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from _checkpoint import Checkpoints
+from _documents import UserError
+from _flops import Flops, peak_flops
+from _mesh import Ranks, joined_ranks
+from _model import ModelSource
+from _prepare import prepare
+from _rank_data import RankRows, TokenStore, write_store
+from _rank_report import StepLog, StepSize, write_results
+from _rank_training import StopRequest, Trained
+from _ranks_options import parse_options
+from _report import print_documents, print_model
+from _sharding import shard_model
+from transformers import PreTrainedModel
+
+EXIT_USER_ERROR = 2
+DATA, CHECKPOINTS = "data", "checkpoints"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this rank and return the process's exit code."""
+    rank = int(os.environ["RANK"])
+    try:
+        options = parse_options(__doc__, arguments)
+        with joined_ranks(options.device.type, options.dp_replicate, options.cp) as ranks:
+            run(options, ranks)
+    except UserError as error:
+        if rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """Train until --steps, or until a signal; save and report.
+
+    Raises:
+        UserError: on all ranks, for a mistake in the options, the data or a checkpoint.
+    """
+    resumed = options.resume is not None or _restarted(options)
+    options.out = options.resume or options.out
+    source = ranks.on_first(lambda: _prepare_folder(options, ranks, resumed))
+    store = TokenStore(options.out / DATA)
+    checkpoints = Checkpoints(options.out / CHECKPOINTS, ranks, options.keep)
+    manifest = checkpoints.newest() if resumed else None
+    rows = RankRows(
+        store,
+        ranks,
+        row_length=options.row_length,
+        accumulation=options.accumulation,
+        seed=options.seed,
+        workers=options.workers,
+        cp=ranks.context_parallel(source.config),
+    )
+    if ranks.is_first:
+        print_model(source, ranks.device)
+    model, warnings = shard_model(source, ranks, options)
+    trained = Trained(model, ranks, options)
+    if manifest is not None:
+        rows.load_state_dict(manifest["rows"])
+        state = trained.state_dict(random=manifest["world_size"] == ranks.world_size)
+        checkpoints.load(state, manifest)
+        trained.load_state_dict(state)
+    first_step = 0 if manifest is None else manifest["step"]
+    size = _step_size(model, ranks, options)
+    log = StepLog(options.out, ranks, size, first_step, options.steps)
+    for warning in warnings:
+        log.say(warning)
+    try:
+        train(trained, rows, checkpoints, log, StopRequest(ranks), options, first_step)
+    finally:
+        log.close()
+    if ranks.is_first:
+        facts = {"options": {name: str(value) for name, value in vars(options).items()}}
+        write_results(options.out, log.lines, {**facts, "ranks": ranks.world_size})
+
+
+def train(
+    trained: Trained,
+    rows: RankRows,
+    checkpoints: Checkpoints,
+    log: StepLog,
+    stop: StopRequest,
+    options: argparse.Namespace,
+    first_step: int,
+) -> None:
+    """Make the steps from `first_step` on.
+
+    Raises:
+        UserError: the last checkpoint could not be saved.
+    """
+    saved, stopped, steps = first_step, False, first_step
+    with stop.listening():
+        for number, batches in zip(range(first_step, options.steps), rows):
+            question = stop.start()
+            log.add(trained.step(batches, number))
+            steps = number + 1
+            stopped = stop.answer(question)
+            if steps % options.log_every == 0:
+                log.read()
+            if options.save_every is not None and steps % options.save_every == 0:
+                _warn(checkpoints.wait(), log)
+                checkpoints.save(trained.state_dict(), steps, {"rows": rows.state_dict()})
+                saved = steps
+            if stopped:
+                break
+        log.read()
+        if saved != steps and (stopped or options.save_every is not None):
+            _warn(checkpoints.wait(), log)
+            checkpoints.save(trained.state_dict(), steps, {"rows": rows.state_dict()})
+        error = checkpoints.wait()
+    if error is not None:
+        raise UserError(f"{error}; the newest checkpoint is {_newest(checkpoints)}")
+    if stopped:
+        name = "another rank" if stop.signal is None else signal.Signals(stop.signal).name
+        log.say(f"Stopped by {name} after step {steps}; --resume {options.out} goes on from there.")
+
+
+def _warn(error: str | None, log: StepLog) -> None:
+    if error is not None:
+        log.say(f"Training goes on, but {error}")
+
+
+def _newest(checkpoints: Checkpoints) -> str:
+    found = checkpoints.found()
+    return str(found[-1]) if found else "none"
+
+
+def _restarted(options: argparse.Namespace) -> bool:
+    """Return whether torchrun started this run again after a rank failed, with a checkpoint."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return restarts > 0 and any((options.out / CHECKPOINTS).glob("step-*/manifest.json"))
+
+
+def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) -> ModelSource:
+    """Write the tokens, or find those of the run that is resumed; return the model. On rank 0."""
+    folder: Path = options.out / DATA
+    if resumed:
+        if not folder.is_dir():
+            raise UserError(f"--resume {options.out}: no run there, it has no folder {DATA}")
+        return TokenStore(folder).source()
+    if any((options.out / CHECKPOINTS).glob("step-*/manifest.json")):
+        raise UserError(
+            f"--out {options.out}: it holds checkpoints of another run; --resume {options.out} "
+            "continues it, another --out leaves it alone"
+        )
+    tokens = options.steps * options.row_length * options.accumulation * ranks.dp_size
+    prepared = prepare(options, tokens)
+    print_documents(prepared.documents, prepared.fitted, options)
+    shutil.rmtree(folder, ignore_errors=True)
+    write_store(folder, prepared)
+    return prepared.source
+
+
+def _step_size(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> StepSize:
+    flops = Flops(model)
+    peak = peak_flops(ranks.device, options.precision)
+    if options.peak_tflops is not None:
+        peak = 1e12 * options.peak_tflops
+    return StepSize(
+        tokens=options.row_length * options.accumulation * ranks.dp_size,
+        flops_per_token=flops.per_token if flops.known else None,
+        flops_per_pair=flops.per_pair if flops.known else None,
+        peak_flops=None if peak is None else peak * ranks.world_size,
+    )

@@ -1,0 +1,161 @@
+"""Command-line options of training on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from _documents import UserError
+from _options import add_inputs, add_training, check_training, fill_in_defaults
+
+
+def parse_options(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the given options, with the device's defaults for the others.
+
+    Raises:
+        UserError: options that do not work, together or on this machine.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_inputs(parser)
+    add_training(parser)
+    _add_ranks(parser)
+    _add_speed(parser)
+    _add_optimizer(parser)
+    _add_checkpoints(parser)
+    options = parser.parse_args(arguments)
+    fill_in_defaults(options)
+    on_cuda = options.device.type == "cuda"
+    if options.precision is None:
+        options.precision = "bf16" if on_cuda else "fp32"
+    if options.workers is None:
+        options.workers = 2 if on_cuda else 0
+    if options.log_every is None:
+        options.log_every = 10 if on_cuda else 1
+    if options.lr_warmup is None:
+        options.lr_warmup = options.steps // 10
+    _check(options)
+    return options
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dp-replicate",
+        type=int,
+        metavar="N",
+        default=1,
+        help="copies of the model; each is sharded over the remaining ranks (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cp",
+        type=int,
+        metavar="N",
+        default=1,
+        help="ranks that share a row (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--accumulation",
+        type=int,
+        metavar="N",
+        default=1,
+        help="rows of each data-parallel rank in an optimiser step (default: %(default)s)",
+    )
+
+
+def _add_speed(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
+    parser.add_argument(
+        "--recompute", action="store_true", help="recompute the decoder layers in the backward"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        help="of the forward and backward; weights, gradients and AdamW stay fp32 (default: fp32, "
+        "on CUDA bf16)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes of each rank that make batches (default: 0, on CUDA 2)",
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        metavar="X",
+        help="of a GPU at --precision, for the MFU (default: known GPUs at bf16)",
+    )
+    parser.add_argument(
+        "--log-every",
+        type=int,
+        metavar="N",
+        help="steps from one reading of the losses to the next, which waits for the device "
+        "(default: 1, on CUDA 10)",
+    )
+
+
+def _add_optimizer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-grad-norm",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="gradients are clipped to this norm (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lr-warmup",
+        type=int,
+        metavar="N",
+        help="steps in which the learning rate rises, before a cosine to a tenth (default: a "
+        "tenth of --steps)",
+    )
+
+
+def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="steps from one checkpoint to the next (default: only SIGTERM and SIGINT save one)",
+    )
+    parser.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        default=2,
+        help="checkpoints that are kept, the newest (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="the --out of an earlier run: continue it there, from its newest checkpoint, with its "
+        "documents, tokenizer and model",
+    )
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.device.index is not None:
+        raise UserError(
+            f"--device must be cpu or cuda, since each rank takes a GPU of its own, "
+            f"got {options.device}"
+        )
+    check_training(options)
+    at_least = {1: ("dp_replicate", "cp", "accumulation", "steps", "keep", "log_every")}
+    at_least[0] = ("workers", "lr_warmup")
+    for least, names in at_least.items():
+        for name in names:
+            value = getattr(options, name)
+            if value < least:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} must be at least {least}, got {value}")
+    if options.save_every is not None and options.save_every < 1:
+        raise UserError(f"--save-every must be at least 1, got {options.save_every}")
+    if not options.max_grad_norm > 0:
+        raise UserError(f"--max-grad-norm must be above 0, got {options.max_grad_norm}")
+    if options.row_length % options.cp != 0:
+        raise UserError(
+            f"--row-length must be a multiple of --cp ({options.cp}), got {options.row_length}"
+        )

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=cuseq
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --open-mode=append
+# Trains on all GPUs of the job's nodes, or goes on from the newest checkpoint in OUT. Slurm sends
+# SIGTERM two minutes before the time is up, and train.py then saves a checkpoint and ends.
+#   sbatch [--nodes N] examples/slurm.sh OUT [OPTION OF train.py...]
+# Submit it in the clone. OUT has to be a folder that all nodes see. To go on when the time is up,
+# submit the same line twice with --dependency=singleton.
+set -euo pipefail
+out=$1
+shift
+folder=(--out "$out")
+if compgen -G "$out/checkpoints/step-*/manifest.json" >/dev/null; then
+  folder=(--resume "$out")
+fi
+read -r first_node < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+srun --kill-on-bad-exit torchrun \
+  --nnodes "$SLURM_NNODES" --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+  --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$first_node:29500" \
+  examples/train.py "${folder[@]}" "$@"

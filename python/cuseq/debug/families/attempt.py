@@ -1,0 +1,91 @@
+"""Trying one family in this process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+
+import cuseq
+from cuseq.debug.families._checks import CHECKS, Run
+from cuseq.debug.families.models import other_parts, small_model
+from cuseq.debug.families.result import (
+    DIFFERS,
+    LEAKS,
+    NOT_TRIED,
+    REFUSED,
+    RIGHT,
+    FamilyResult,
+)
+
+_OF_DOCUMENTS = ("separate", "packed")
+
+
+def try_family(family: str, checks: Collection[str] = tuple(CHECKS)) -> FamilyResult:
+    """Enable a small random model of a family and compare what it computes with what it did before.
+
+    Args:
+        family: a model type of transformers with a causal-LM class.
+        checks: names of `CHECKS`.
+
+    Returns:
+        The result. Errors of the model, of `enable` and of the checks become a part of it.
+    """
+    parts = other_parts(family)
+    if parts:
+        return FamilyResult(family, NOT_TRIED, f"a model of several parts: {', '.join(parts)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = small_model(family)
+            next(CHECKS["dense"](model))
+        except Exception as error:
+            return FamilyResult(family, NOT_TRIED, f"no small model of it runs ({_shown(error)})")
+        found: dict[str, str] = {}
+        started = {}
+        for name in checks:
+            run = CHECKS[name](model)
+            try:
+                next(run)
+            except Exception:  # what the stock model cannot do is not a check of `enable`
+                continue
+            started[name] = run
+        try:
+            enabled = cuseq.enable(model)
+        except ValueError as error:
+            return FamilyResult(family, REFUSED, str(error))
+        try:
+            for name, run in started.items():
+                found[name] = _finished(run)
+        finally:
+            cuseq.disable(model)
+    wrong = {name: text for name, text in found.items() if text}
+    verdict, reason = RIGHT, ""
+    if wrong:
+        first = next((name for name in _OF_DOCUMENTS if name in wrong), next(iter(wrong)))
+        verdict = LEAKS if first == "separate" else DIFFERS
+        reason = f"{first}: {wrong[first]}"
+    return FamilyResult(
+        family,
+        verdict,
+        reason,
+        found,
+        enabled.replaced,
+        enabled.left_alone,
+        enabled.warnings,
+    )
+
+
+def _finished(run: Run) -> str:
+    """Return what the second half of a check finds wrong, or an empty string."""
+    try:
+        next(run)
+    except StopIteration as end:
+        return end.value or ""
+    except Exception as error:
+        return _shown(error)
+    raise AssertionError("a check yields once")
+
+
+def _shown(error: Exception) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text[:160]}"

@@ -1,0 +1,301 @@
+"""The kinds of rotation that models have, each with its replacement by `cuseq.apply_rope`.
+
+A `Kind` is an adapter: it says which function of a modeling module it can replace (by name and
+parameters), finds out on a small input how that function reads its table (`match`), and makes the
+replacement (`replace`). CONTRIBUTING, "Add a model family", says when another one is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cuseq
+from cuseq.cache import remember
+from cuseq.integrations.transformers.names import ROTATE
+
+Rotate = Callable[..., Any]
+Tables = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How a model's rotation reads its tables of cosines and sines.
+
+    Attributes:
+        interleaved: as in `cuseq.apply_rope`.
+        turns: number of rotated elements of a head for each column of the table, 1 or 2.
+        first_half: whether only the first half of the columns is read.
+    """
+
+    interleaved: bool
+    turns: int
+    first_half: bool
+
+    def arguments(self, cos: Tensor) -> dict[str, Any]:
+        """Return the keyword arguments of `apply_rope` for a table with one row per token."""
+        width = cos.shape[-1]
+        return dict(table="token", interleaved=self.interleaved, rotary_dim=width * self.turns)
+
+    def columns(self, table: Tensor) -> Tensor:
+        """Return the columns of a table that are read, contiguous in their last dimension."""
+        if self.first_half:
+            return table[..., : table.shape[-1] // 2]
+        return (
+            table if table.stride(-1) == 1 else table.contiguous()
+        )  # GPT-OSS has a transposed table
+
+    def rotated(
+        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, qkv_format: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return query and key rotated by a table of the model."""
+        return cuseq.apply_rope(
+            q,
+            k,
+            self.columns(cos),
+            self.columns(sin),
+            qkv_format=qkv_format,
+            **self.arguments(cos),
+        )
+
+
+# In order: halves with a full table, halves with a half table, neighbours with a full table,
+# neighbours that read the first half of a full table (GLM), neighbours with a half table.
+_ROTARIES = (
+    Rotary(False, 1, False),
+    Rotary(False, 2, False),
+    Rotary(True, 1, False),
+    Rotary(True, 1, True),
+    Rotary(True, 2, False),
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An adapter for one kind of function that rotates.
+
+    Attributes:
+        name: the function's name in its modeling module.
+        parameters: the names of its parameters.
+        match: called with the function, head sizes that it may be given and what the model's rotary
+            embedding returns; returns how the function reads that, or None.
+        replace: called with the function and the result of `match`; returns the replacement.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    match: Callable[[Rotate, list[int], Any], Rotary | None]
+    replace: Callable[[Rotate, Rotary], Rotate]
+
+
+def _is_known(cos: Tensor, unsqueeze_dim: int, *states: Tensor) -> bool:
+    """Return whether `apply_rope` takes the tensors of a call."""
+    first = states[0]
+    return (
+        first.device.type in ("cpu", "cuda")
+        and first.dim() == 4
+        and cos.dim() == 3
+        and unsqueeze_dim in (1, 2)
+        and all(one.stride(-1) == 1 and one.dtype == first.dtype for one in states)
+    )
+
+
+def _format(unsqueeze_dim: int) -> str:
+    return "bhsd" if unsqueeze_dim == 1 else "bshd"
+
+
+def _matching(
+    widths: list[int],
+    tables: Tables,
+    expected: Callable[[Tensor, Tensor, Tensor, Tensor], Iterable[Tensor]],
+    ours: Callable[[Rotary, Tensor, Tensor, Tensor, Tensor], Iterable[Tensor | None]],
+) -> Rotary | None:
+    """Return the rotary with which `ours` equals `expected` on random heads, or None.
+
+    Models hand whole heads to their rotation, or only what it rotates (Phi, MLA): then whole heads
+    do not fit the table.
+    """
+    cos, sin = tables
+    error = None
+    for width in dict.fromkeys((*widths, cos.shape[-1], 2 * cos.shape[-1])):
+        q = random_numbers(1, 3, cos.shape[1], width)
+        k = random_numbers(1, 2, cos.shape[1], width)
+        try:
+            rotated = list(expected(q, k, cos, sin))
+        except RuntimeError as not_fitting:
+            error = error or not_fitting
+            continue
+        for rotary in _ROTARIES:
+            if rotary.turns * cos.shape[-1] > width:
+                continue
+            try:
+                found = list(ours(rotary, q, k, cos, sin))
+            except ValueError:
+                continue  # the shape of the table does not fit this kind
+            if agree(found, rotated):
+                return rotary
+        return None
+    assert error is not None
+    raise error
+
+
+# ------------------------------------------------------------- query and key, cosines and sines
+
+
+def _match_pair(rotate: Rotate, widths: list[int], tables: Tables) -> Rotary | None:
+    return _matching(widths, tables, rotate, lambda r, q, k, c, s: r.rotated(q, k, c, s, "bhsd"))
+
+
+def _replace_pair(original: Rotate, rotary: Rotary) -> Rotate:
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        if not _is_known(cos, unsqueeze_dim, q, k):
+            return original(q, k, cos, sin, unsqueeze_dim)
+        return rotary.rotated(q, k, cos, sin, _format(unsqueeze_dim))
+
+    return apply_rotary_pos_emb
+
+
+# ------------------------------------------------------------------------- one tensor at a time
+
+
+def _match_single(rotate: Rotate, widths: list[int], tables: Tables) -> Rotary | None:
+    return _matching(
+        widths,
+        tables,
+        lambda q, k, c, s: [rotate(q, c, s)],
+        lambda r, q, k, c, s: r.rotated(q, None, c, s, "bhsd")[:1],
+    )
+
+
+def _replace_single(original: Rotate, rotary: Rotary) -> Rotate:
+    def apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=1):
+        if not _is_known(cos, unsqueeze_dim, x):
+            return original(x, cos, sin, unsqueeze_dim)
+        return rotary.rotated(x, None, cos, sin, _format(unsqueeze_dim))[0]
+
+    return apply_rotary_pos_emb
+
+
+# ------------------------------------------------- neighbours whose result is reordered to halves
+
+
+def _halves(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+def _match_reordered(rotate: Rotate, widths: list[int], tables: Tables) -> Rotary | None:
+    return _matching(
+        widths,
+        tables,
+        rotate,
+        lambda r, q, k, c, s: map(_halves, r.rotated(q, k, c, s, "bhsd")),
+    )
+
+
+def _replace_reordered(original: Rotate, rotary: Rotary) -> Rotate:
+    # The elements of query and key stay where they are. The order is the same in both, so all
+    # scores are those of the original, which moves the first of each pair in front.
+    def apply_rotary_pos_emb_interleave(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if not _is_known(cos, unsqueeze_dim, q, k):
+            q, k = original(q, k, cos, sin, position_ids, unsqueeze_dim)
+            return _neighbours(q), _neighbours(k)
+        return rotary.rotated(q, k, cos, sin, _format(unsqueeze_dim))
+
+    return apply_rotary_pos_emb_interleave
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    """Undo `_halves`, so that keys of all calls have one order in a cache."""
+    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+# -------------------------------------------------------------------------------- complex angles
+
+_HEADS_AT = {"bhsd": 1, "bshd": 2}
+
+
+def _parts(angles: Tensor) -> Tables:
+    """Return cosines and sines `[batch, seqlen, pairs]` of complex angles, once per forward."""
+
+    def make() -> Tables:
+        return angles.real.contiguous(), angles.imag.contiguous()
+
+    return remember(angles, "rope_parts", make)
+
+
+def _match_complex(rotate: Rotate, widths: list[int], angles: Tensor) -> Rotary | None:
+    rotary = Rotary(True, 2, False)
+    width = 2 * angles.shape[-1]
+    for qkv_format, heads in _HEADS_AT.items():
+        q, k = (random_numbers(1, n, angles.shape[1], width) for n in (3, 2))
+        if heads == 2:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        try:
+            expected = rotate(q, k, angles)
+        except RuntimeError:
+            continue
+        cos, sin = angles.real.contiguous(), angles.imag.contiguous()
+        if agree(rotary.rotated(q, k, cos, sin, qkv_format), expected):
+            return rotary
+    return None
+
+
+def _complex_format(rotate: Rotate) -> str:
+    """Return where a function of complex angles has its heads: in DeepSeek V2 before the tokens."""
+    q, k = random_numbers(1, 3, 7, 4), random_numbers(1, 2, 7, 4)
+    angles = torch.polar(torch.ones(1, 7, 2), random_numbers(1, 7, 2))
+    try:
+        rotate(q, k, angles)
+    except RuntimeError:
+        return "bshd"
+    return "bhsd"
+
+
+def _replace_complex(original: Rotate, rotary: Rotary) -> Rotate:
+    qkv_format = _complex_format(original)
+
+    def apply_rotary_emb(xq, xk, freqs_cis):
+        if not _is_known(freqs_cis, 1, xq, xk):
+            return original(xq, xk, freqs_cis)
+        return rotary.rotated(xq, xk, *_parts(freqs_cis), qkv_format)
+
+    return apply_rotary_emb
+
+
+# ------------------------------------------------------------------------------------- the registry
+
+_PAIR = ("q", "k", "cos", "sin", "unsqueeze_dim")
+
+KINDS = (
+    Kind(ROTATE, _PAIR, _match_pair, _replace_pair),
+    Kind(ROTATE, ("x", "cos", "sin", "unsqueeze_dim"), _match_single, _replace_single),
+    Kind(
+        f"{ROTATE}_interleave",
+        ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"),
+        _match_reordered,
+        _replace_reordered,
+    ),
+    Kind("apply_rotary_emb", ("xq", "xk", "freqs_cis"), _match_complex, _replace_complex),
+)
+NAMES = tuple(dict.fromkeys(kind.name for kind in KINDS))
+
+
+def random_numbers(*shape: int) -> Tensor:
+    """Return fixed normal fp32 numbers without a change of the user's random state."""
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+def agree(found: Iterable[Tensor | None], expected: Iterable[Tensor]) -> bool:
+    """Return whether each tensor equals the expected one up to fp32 rounding."""
+    return all(
+        one is not None
+        and one.shape == other.shape
+        and torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        for one, other in zip(found, expected, strict=True)
+    )

@@ -1,0 +1,214 @@
+"""Test the families that `enable` must take, and the program that tries all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import cuseq
+
+pytest.importorskip("transformers")
+
+from cuseq.debug.families import __main__ as command
+from cuseq.debug.families import _sweep, _table, attempt, try_family
+from cuseq.debug.families._checks import CHECKS
+from cuseq.debug.families.models import family_names, small_model
+from cuseq.debug.families.result import (
+    DIFFERS,
+    LEAKS,
+    NOT_TRIED,
+    REFUSED,
+    RIGHT,
+    FamilyResult,
+)
+
+QUICK = tuple(name for name in CHECKS if name != "compile")
+# What enable replaces in each family that must be right.
+REQUIRED = {
+    "deepseek_v2": {"attention", "rope"},
+    "deepseek_v3": {"attention", "rope"},
+    "gemma2": {"attention", "rope"},
+    "gemma4_text": {"attention", "rope"},
+    "gpt_neox": {"attention", "rope"},
+    "lfm2": {"attention", "rope", "qk_norm", "conv"},
+    "llama4_text": {"attention", "rope", "temperature"},
+    "minimax_m2": {"attention", "rope"},
+    "olmo2": {"attention", "rope"},
+    "phi": {"attention", "rope"},
+    "seed_oss": {"attention", "rope"},
+    "stablelm": {"attention", "rope"},
+}
+needs = pytest.mark.skipif(
+    "deepseek_v3" not in family_names(), reason="this transformers has not all of the families"
+)
+
+
+@needs
+@pytest.mark.parametrize("family", REQUIRED)
+def test_required_families_are_right(family):
+    result = try_family(family, QUICK)
+    assert (result.verdict, result.reason) == (RIGHT, "")
+    assert set(result.checks) == set(QUICK) and not any(result.checks.values())
+    assert {entry.partition(":")[0] for entry in result.replaced} == REQUIRED[family]
+
+
+@needs
+@pytest.mark.full
+@pytest.mark.parametrize("family", REQUIRED)
+def test_required_families_compile(family):
+    result = try_family(family, ["compile"])
+    assert (result.verdict, result.reason) == (RIGHT, "")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="forks of a process that used a GPU hang")
+def test_no_accepted_family_leaks_or_differs():
+    """This is the table of docs/families.md for the installed transformers, without compile."""
+    results = {one.family: one for one in _sweep.sweep(family_names(), QUICK, jobs=2)}
+    assert list(sorted(results)) == family_names()
+    wrong = {name: result.reason for name, result in results.items() if result.is_wrong}
+    assert not wrong
+    refused = [name for name in REQUIRED if results[name].verdict != RIGHT]
+    assert not refused
+
+
+# ------------------------------------------------------------------ what the families have in them
+
+
+@needs
+def test_the_small_models_have_what_their_families_are_known_for():
+    deepseek = small_model("deepseek_v3")
+    (layer, _) = (block.self_attn for block in deepseek.model.layers)
+    assert layer.qk_head_dim != layer.v_head_dim and deepseek.config.rope_interleave
+    llama4 = small_model("llama4_text")
+    assert [bool(b.self_attn.use_rope) for b in llama4.model.layers] == [True, False]
+    gemma4 = small_model("gemma4_text")
+    layers = [block.self_attn for block in gemma4.model.layers]
+    assert len({layer.head_dim for layer in layers}) == 2
+    assert any(layer.is_kv_shared_layer for layer in layers)
+    assert any(layer.use_alternative_attention for layer in layers)
+    stablelm = small_model("stablelm")
+    assert stablelm.config.qk_layernorm
+    assert small_model("phi").model.layers[0].self_attn.rotary_ndims == 4
+
+
+@needs
+def test_norms_that_are_left_alone_are_named():
+    for family, reason in (
+        ("olmo2", "it does not normalise each head separately"),
+        ("minimax_m2", "it does not normalise each head separately"),
+        ("gemma4_text", "its forward takes"),
+    ):
+        result = try_family(family, [])
+        (left,) = result.left_alone
+        assert left.startswith("the norm of queries and keys of ") and reason in left
+
+
+@needs
+def test_a_layer_that_counts_positions_in_another_way_is_refused(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    forward = modeling_llama.LlamaAttention.forward
+
+    def counting(self, hidden_states, position_embeddings=None, **kwargs):
+        torch.arange(hidden_states.shape[1])
+        modeling_llama.ALL_ATTENTION_FUNCTIONS  # noqa: B018
+        return forward(self, hidden_states, position_embeddings, **kwargs)
+
+    model = small_model("llama")
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", counting)
+    with pytest.raises(ValueError, match="LlamaAttention 0 counts the positions of its tokens"):
+        cuseq.enable(model)
+
+
+@needs
+def test_a_leak_that_enable_warns_of_is_not_wrong():
+    result = try_family("zaya", ["separate"])
+    assert result.verdict == LEAKS and not result.is_wrong
+    assert result.warnings[0].startswith("LEAKS: layers of type hybrid")
+
+
+@needs
+def test_a_bias_of_scores_is_refused():
+    result = try_family("inkling_text", [])
+    assert result.verdict == REFUSED and "adds biases of its own to the scores" in result.reason
+
+
+@needs
+def test_disable_restores_a_family_with_all_adapters():
+    from transformers.models.llama4 import modeling_llama4
+
+    rotate = modeling_llama4.apply_rotary_emb
+    model = small_model("llama4_text")
+    cuseq.enable(model)
+    assert modeling_llama4.apply_rotary_emb is not rotate
+    cuseq.disable(model)
+    assert modeling_llama4.apply_rotary_emb is rotate
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+# ------------------------------------------------------------------------------------ the program
+
+
+def wrong_model(family: str) -> nn.Module:
+    """Return a model whose attention adds the row's first token to all others."""
+    model = small_model(family)
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out + out[:, :1])
+    return model
+
+
+def test_a_leak_is_found(monkeypatch):
+    monkeypatch.setattr(attempt, "small_model", wrong_model)
+    result = try_family("llama", ["packed", "separate", "dense"])
+    assert result.verdict == LEAKS and result.is_wrong
+    assert result.reason == "separate: document 0 reaches document 1"
+    assert result.checks["packed"] and not result.checks["dense"]
+
+
+def try_badly(family: str, checks: object) -> FamilyResult:
+    if family == "dies":
+        os._exit(1)
+    if family == "hangs":
+        time.sleep(60)
+    return FamilyResult(family, RIGHT)
+
+
+def test_a_family_that_dies_or_hangs_stops_no_other(monkeypatch):
+    monkeypatch.setattr(_sweep, "try_family", try_badly)
+    found = {r.family: r for r in _sweep.sweep(["dies", "hangs", "a", "b"], jobs=2, seconds=3)}
+    assert found["dies"].reason == "the process that tried it died"
+    assert found["hangs"].reason == "took more than 3 seconds"
+    assert found["a"].verdict == found["b"].verdict == RIGHT
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    assert command.main(["no_family"]) == command.UNKNOWN
+    assert "no_family" in capsys.readouterr().err
+    results = {
+        "llama": FamilyResult("llama", RIGHT, replaced=("attention:A", "rope:b", "rope:c")),
+        "gpt2": FamilyResult("gpt2", REFUSED, "it has | no rotation"),
+        "bert": FamilyResult("bert", LEAKS, "separate: document 0 reaches document 1"),
+    }
+    monkeypatch.setattr(_sweep, "sweep", lambda names, *args, **more: map(results.get, names))
+    where = [f"--json={tmp_path / 'a.json'}", f"--docs={tmp_path / 'a.md'}"]
+    assert command.main(["llama", "gpt2", *where]) == command.FINE
+    assert [one["family"] for one in json.loads((tmp_path / "a.json").read_text())] == [
+        "llama",
+        "gpt2",
+    ]
+    page = (tmp_path / "a.md").read_text()
+    assert "| `llama` | attention, rope |  |" in page
+    assert "| `gpt2` | it has \\| no rotation |" in page and "## Leaking" not in page
+    assert capsys.readouterr().out.endswith("1 right, 1 refused\n")
+    assert command.main(["bert"]) == command.WRONG
+
+
+def test_the_table_names_each_verdict():
+    page = _table.as_page([FamilyResult(v, v, "why") for v in (LEAKS, DIFFERS, NOT_TRIED)])
+    for title in ("Leaking", "Different", "Not tried"):
+        assert f"## {title}" in page

@@ -1,0 +1,487 @@
+"""Test examples/train.py on several ranks: losses, checkpoints, signals, and mistakes of users."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import distributed
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_flatten_with_path
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tokenizers")
+pytest.importorskip("tqdm")
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+STEPS = 10
+HALF = STEPS // 2
+DOCUMENTS = 300  # more than ten steps use, fewer than twenty
+
+
+def import_example(name: str) -> Any:
+    """Import a module of the example."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    """Return options for documents of several lengths and a small model, as a config file."""
+    from transformers import Qwen3Config
+
+    folder = tmp_path_factory.mktemp("inputs")
+    lines = [json.dumps({"text": f"{i} green bottles. " * (i % 7 + 1)}) for i in range(DOCUMENTS)]
+    (folder / "bottles.jsonl").write_text("\n".join(lines))
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(folder)
+    return [
+        *("--data", str(folder / "bottles.jsonl")),
+        *("--model", str(folder / "config.json")),
+        *("--device", "cpu", "--row-length", "256", "--vocab-size", "300"),
+        *("--steps", str(STEPS), "--learning-rate", "1e-3", "--keep", "9"),
+    ]
+
+
+def train(out: Path, *options: object) -> tuple[list[dict], list[list[int]]]:
+    """Train in this process's group; return the log, and the samples of this rank's rows."""
+    ranks_module, data = import_example("_ranks"), import_example("_rank_data")
+    parsed = import_example("_ranks_options").parse_options(None, [*map(str, options)])
+    if parsed.resume is None:
+        parsed.out = out
+    ranks = import_example("_mesh").make_ranks("cpu", parsed.dp_replicate, parsed.cp)
+    seen: list[list[int]] = []
+
+    class Recorded(data.TokenStore):
+        def __getitems__(self, indices: list[int]) -> list:
+            seen.append(indices)
+            return [self[index] for index in indices]
+
+    before, ranks_module.TokenStore = ranks_module.TokenStore, Recorded
+    try:
+        ranks_module.run(parsed, ranks)
+    finally:
+        ranks_module.TokenStore = before
+    dist.barrier()
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()], seen
+
+
+def checkpoint(out: Path, step: int) -> Path:
+    return out / "checkpoints" / f"step-{step:08d}"
+
+
+def copy_run(source: Path, target: Path, step: int) -> Path:
+    """Copy a run as it was when its checkpoint of `step` was the newest, once for all ranks."""
+    if dist.get_rank() == 0:
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns("step-*"))
+        shutil.copytree(checkpoint(source, step), checkpoint(target, step))
+    dist.barrier()
+    return target
+
+
+def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
+    """Train, resume, share rows, stop by a signal, and save to a full disk."""
+    outcome: dict[str, Any] = {}
+    outcome["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
+    half = copy_run(folder / "whole", folder / "half", HALF)
+    outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
+    outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
+    outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
+    outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
+    return outcome
+
+
+def stopped_by_a_signal(rank: int, out: Path, inputs: list[str]) -> Any:
+    """Send SIGTERM to rank 1 alone, in its third step."""
+    training = import_example("_rank_training")
+    step = training.Trained.step
+
+    def step_with_signal(self: Any, batches: list, number: int) -> Any:
+        if rank == 1 and number == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches, number)
+
+    training.Trained.step = step_with_signal
+    try:
+        return train(out, *inputs)
+    finally:
+        training.Trained.step = step
+
+
+def with_a_full_disk(rank: int, out: Path, inputs: list[str]) -> tuple[str | None, list[str]]:
+    """Let the disk of rank 1 be full in the second save; return the error and what is left."""
+    module = import_example("_checkpoint")
+    save = module.Checkpoints.save
+
+    def save_on_a_full_disk(self: Any, state: dict, step: int, facts: dict) -> None:
+        if step == STEPS and rank == 1:
+            checkpoint(out, step).mkdir(parents=True, exist_ok=True)
+            (checkpoint(out, step) / "__1_0.distcp").symlink_to("/dev/full")
+        save(self, state, step, facts)
+
+    module.Checkpoints.save = save_on_a_full_disk
+    error = None
+    try:
+        train(out, *inputs, "--save-every", HALF)
+    except import_example("_documents").UserError as raised:
+        error = str(raised)
+    finally:
+        module.Checkpoints.save = save
+    dist.barrier()
+    return error, sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def runs(inputs, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """Return the folder of the runs of two ranks, and what each rank saw."""
+    folder = tmp_path_factory.mktemp("runs")
+    return folder, distributed.run(two_ranks, folder, inputs, limit=240)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """Make this process a group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def losses(log: list[dict]) -> list[float]:
+    return [line["loss"] for line in log]
+
+
+def test_two_ranks_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
+    log, seen = train(tmp_path / "one", *inputs, "--accumulation", 2)
+    _, of_ranks = runs
+    assert losses(log) == pytest.approx(losses(of_ranks[0]["whole"][0]), rel=1e-5)
+    assert [line["tokens"] for line in log] == [line["tokens"] for line in of_ranks[0]["whole"][0]]
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
+    """Also if one rank continues what two ranks that share rows began."""
+    folder, of_ranks = runs
+    log, seen = train(tmp_path / "one", *inputs)
+    for outcome in of_ranks:
+        shared, samples = outcome["shared rows"]
+        assert losses(shared) == pytest.approx(losses(log), rel=1e-5)
+        assert [line["tokens"] for line in shared] == [line["tokens"] for line in log]
+        assert samples == seen
+    out = copy_run(folder / "cp", tmp_path / "continued", HALF)
+    continued, rest = train(out, *inputs, "--resume", out)
+    assert losses(continued) == pytest.approx(losses(log), rel=1e-5)
+    assert rest == seen[HALF:]
+
+
+def copies(rank: int, out: Path, inputs: list[str]) -> list[dict]:
+    """Train two copies of the model, each sharded over two ranks."""
+    return train(out, *inputs, "--dp-replicate", 2, "--recompute")[0]
+
+
+@pytest.mark.full
+def test_copies_of_a_sharded_model_have_the_losses_of_one_rank(one_rank, inputs, tmp_path):
+    log, _ = train(tmp_path / "one", *inputs, "--accumulation", 4)
+    of_ranks = distributed.run(copies, tmp_path / "four", inputs, processes=4, limit=240)
+    assert losses(of_ranks[0]) == pytest.approx(losses(log), rel=1e-5)
+
+
+def test_a_run_that_resumes_on_as_many_ranks_is_bit_equal(runs):
+    folder, of_ranks = runs
+    for outcome in of_ranks:
+        (whole, samples), (resumed, samples_after) = outcome["whole"], outcome["resumed"]
+        for key in ("loss", "grad_norm", "tokens", "balance"):
+            assert [line[key] for line in resumed] == [line[key] for line in whole], key
+        assert samples_after == samples[HALF:]
+    whole, resumed = (tensors_of(checkpoint(folder / run, STEPS)) for run in ("whole", "half"))
+    assert len(whole) > 50 and list(whole) == list(resumed)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Return weights, moments and random numbers of a checkpoint, by name."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder, folder / "together.pt")
+    leaves = tree_flatten_with_path(torch.load(folder / "together.pt"))[0]
+    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def test_another_number_of_ranks_repeats_and_loses_no_sample(runs, one_rank, inputs, tmp_path):
+    """Two ranks begin an epoch, one goes on, and three end it."""
+    folder, of_ranks = runs
+    out = copy_run(folder / "whole", tmp_path / "one", HALF)
+    log, of_one = train(out, *inputs, "--save-every", HALF, "--resume", out)
+    assert losses(log)[:HALF] == losses(of_ranks[0]["whole"][0])[:HALF]
+    assert len(of_one) == STEPS - HALF
+    of_two = [row for outcome in of_ranks for row in outcome["whole"][1][:HALF]]
+    manifest = json.loads((checkpoint(out, STEPS) / "manifest.json").read_text())
+    of_three = [row for rank in range(3) for row in rest_of_epoch(out, manifest["rows"], rank, 3)]
+    assert of_three
+    counts = Counter(sample for row in of_two + of_one + of_three for sample in row)
+    assert counts == Counter(range(DOCUMENTS))
+
+
+def rest_of_epoch(out: Path, position: dict, rank: int, ranks: int) -> list[list[int]]:
+    """Return the samples of the rows that a rank still has in the epoch of a position."""
+    data = import_example("_rank_data")
+    seen: list[list[int]] = []
+
+    class Recorded(data.TokenStore):
+        def __getitems__(self, indices: list[int]) -> list:
+            seen.append(indices)
+            return [self[index] for index in indices]
+
+    place = SimpleNamespace(dp_rank=rank, dp_size=ranks, device=torch.device("cpu"))
+    rows = data.RankRows(Recorded(out / "data"), place, row_length=256, accumulation=1, seed=0)
+    rows.load_state_dict(position)
+    for _ in rows:
+        if rows.state_dict()["epoch"] != position["epoch"]:
+            return seen[:-1]
+    raise AssertionError("rows end")
+
+
+def test_a_position_at_the_end_of_an_epoch_starts_the_next(runs):
+    folder, _ = runs
+    position = json.loads((checkpoint(folder / "whole", HALF) / "manifest.json").read_text())[
+        "rows"
+    ]
+    data = import_example("_rank_data")
+    place = SimpleNamespace(dp_rank=0, dp_size=2, device=torch.device("cpu"))
+    rows = data.RankRows(
+        data.TokenStore(folder / "whole" / "data"), place, row_length=256, accumulation=1, seed=0
+    )
+    rows.load_state_dict(
+        position | {"step": len(rest_of_epoch(folder / "whole", position, 0, 2)) + HALF}
+    )
+    assert rows.state_dict()["epoch"] == 1
+    assert len(next(iter(rows))) == 1
+
+
+def test_sigterm_to_one_rank_saves_a_checkpoint_on_all(runs):
+    folder, of_ranks = runs
+    for outcome in of_ranks:
+        log, samples = outcome["stopped"]
+        assert len(log) == len(samples) == 4  # the ranks ask each other as a step begins
+        assert losses(log) == losses(outcome["whole"][0])[:4]
+    assert (checkpoint(folder / "stopped", 4) / "manifest.json").exists()
+    assert (folder / "stopped" / "results.png").exists()
+
+
+def test_the_last_good_checkpoint_survives_a_failed_save(runs):
+    folder, of_ranks = runs
+    for outcome in of_ranks:
+        error, left = outcome["full"]
+        assert left == [f"step-{HALF:08d}"]
+        assert (
+            f"step-{STEPS:08d} was not saved: rank 1: [Errno 28] No space left on device" in error
+        )
+        assert error.endswith(f"the newest checkpoint is {checkpoint(folder / 'full', HALF)}")
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+def test_a_damaged_shard_is_named(runs, one_rank, inputs, tmp_path, damage):
+    out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
+    shard = checkpoint(out, HALF) / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    if damage == "cut":
+        del content[1000:]
+    shard.write_bytes(content)
+    if damage == "gone":
+        shard.unlink()
+    with pytest.raises(import_example("_documents").UserError, match=str(shard)):
+        train(out, *inputs, "--resume", out)
+
+
+def test_a_folder_that_a_save_left_unfinished_is_no_checkpoint(runs, one_rank, tmp_path):
+    out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
+    later = checkpoint(out, STEPS)
+    shutil.copytree(checkpoint(out, HALF), later)
+    (later / "manifest.json").unlink()
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = import_example("_checkpoint").Checkpoints(out / "checkpoints", ranks, keep=2)
+    assert checkpoints.newest()["step"] == HALF
+    assert not later.exists()
+
+
+def test_old_checkpoints_are_removed(one_rank, tmp_path):
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = import_example("_checkpoint").Checkpoints(tmp_path / "c", ranks, keep=2)
+    tensor = torch.arange(4.0)
+    for step in range(1, 5):
+        checkpoints.save({"tensor": tensor}, step, {})
+        tensor += 1  # a save that is under way does not see it
+    assert checkpoints.wait() is None
+    assert [path.name for path in checkpoints.found()] == ["step-00000003", "step-00000004"]
+    state = {"tensor": torch.zeros(4)}
+    checkpoints.load(state, checkpoints.newest())
+    assert state["tensor"].tolist() == [3, 4, 5, 6]
+
+
+def test_a_run_does_not_mix_with_the_checkpoints_of_another(runs, one_rank, inputs):
+    with pytest.raises(import_example("_documents").UserError, match="--resume .*continues it"):
+        train(runs[0] / "whole", *inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        (["--cp", "3"], "--row-length must be a multiple of --cp \\(3\\), got 256"),
+        (["--cp", "2"], "must divide the number of ranks, 1, got 1 times 2"),
+        (["--cp", "0"], "--cp must be at least 1, got 0"),
+        (["--accumulation", "0"], "--accumulation must be at least 1"),
+        (["--save-every", "0"], "--save-every must be at least 1"),
+        (["--max-grad-norm", "nan"], "--max-grad-norm must be above 0"),
+        (["--device", "cuda:1"], "--device must be cpu or cuda"),
+        (["--dp-replicate", "3"], "must divide the number of ranks, 1, got 3 times 1"),
+        (["--resume", "nowhere"], "--resume nowhere: no run there"),
+    ],
+)
+def test_mistakes_are_named(one_rank, inputs, tmp_path, options, rule):
+    with pytest.raises(import_example("_documents").UserError, match=rule):
+        train(tmp_path, *inputs, *options)
+
+
+def test_the_learning_rate_rises_and_falls_to_a_tenth():
+    rate_at = import_example("_rank_training").rate_at
+    rates = [rate_at(step, steps=100, warmup=10) for step in range(101)]
+    assert rates[:11] == pytest.approx([(step + 1) / 11 for step in range(11)])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
+
+
+# ------------------------------------------------------------------------------- launching
+
+
+def stand_in(folder: Path, name: str, body: str) -> None:
+    """Write a command that a machine without Slurm lacks."""
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_slurm_script_starts_and_resumes(tmp_path):
+    stand_in(
+        tmp_path, "scontrol", '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"'
+    )
+    stand_in(tmp_path, "srun", '[ "$1" = --kill-on-bad-exit ] && exec "${@:2}"')
+    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    job = {"NNODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "17", "JOB_NODELIST": "node[3-4]"}
+    environment = {f"SLURM_{name}": value for name, value in job.items()}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    out = tmp_path / "a run"
+
+    def submit() -> list[str]:
+        script = ["bash", str(EXAMPLES / "slurm.sh"), str(out), "--data", "my texts"]
+        return subprocess.run(
+            script, env=environment, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    launch = "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 17"
+    launch = [*launch.split(), "--rdzv-endpoint", "node3:29500", "examples/train.py"]
+    assert submit() == [*launch, "--out", str(out), "--data", "my texts"]
+    (out / "checkpoints" / "step-00000010").mkdir(parents=True)
+    assert submit() == [*launch, "--out", str(out), "--data", "my texts"]  # nothing whole yet
+    (out / "checkpoints" / "step-00000010" / "manifest.json").touch()
+    arguments = submit()
+    assert arguments == [*launch, "--resume", str(out), "--data", "my texts"]
+    run = importlib.import_module("torch.distributed.run")
+    parsed = run.get_args_parser().parse_args(arguments)
+    assert (parsed.nnodes, parsed.nproc_per_node, parsed.rdzv_id) == ("2", "8", "17")
+    assert parsed.training_script == "examples/train.py"
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ([], ""),
+        (["NPROC=2"], "-m torch.distributed.run --standalone --nproc-per-node 2"),
+    ],
+)
+def test_make_train_starts_the_ranks(variables, launch):
+    command = ["make", "--dry-run", "train", "VENV=env", "ARGS=--steps 3", *variables]
+    process = subprocess.run(
+        command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
+    )
+    started = process.stdout.splitlines()[-1].split()
+    assert started == ["env/bin/python", *launch.split(), "examples/train.py", "--steps", "3"]
+
+
+def torchrun(out: Path, *options: object) -> list[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    if "--max-restarts" in options:
+        launch += ["--max-restarts", 1]
+        options = tuple(option for option in options if option != "--max-restarts")
+    return [*map(str, launch), str(EXAMPLES / "train.py"), *map(str, options), "--out", str(out)]
+
+
+def wait_for_line(file: Path, number: int, process: subprocess.Popen) -> None:
+    """Wait until a run has written that many lines of its log."""
+    while not file.exists() or len(file.read_text().splitlines()) < number:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_sigterm_to_torchrun_saves_a_checkpoint(inputs, tmp_path):
+    command = torchrun(tmp_path, *inputs, "--steps", 5000)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_for_line(tmp_path / "log.jsonl", 3, process)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    steps = len((tmp_path / "log.jsonl").read_text().splitlines())
+    assert f"Stopped by SIGTERM after step {steps}" in output + errors
+    assert (checkpoint(tmp_path, steps) / "manifest.json").exists()
+
+
+@pytest.mark.full
+def test_torchrun_restarts_after_a_killed_rank_from_the_checkpoint(inputs, tmp_path):
+    options = [*inputs, "--steps", 60, "--save-every", 5, "--max-restarts"]
+    process = subprocess.Popen(torchrun(tmp_path, *options), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_line(tmp_path / "log.jsonl", 12, process)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        errors = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, 61))
+    assert (checkpoint(tmp_path, 60) / "manifest.json").exists()
+
+
+def test_a_mistake_is_printed_once(tmp_path, monkeypatch, capsys):
+    ranks = import_example("_ranks")
+    for rank, printed in ((0, "train.py: --steps must be at least 1, got 0\n"), (1, "")):
+        monkeypatch.setenv("RANK", str(rank))
+        assert ranks.main(["--device", "cpu", "--steps", "0", "--out", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == printed
