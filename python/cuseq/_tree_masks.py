@@ -29,6 +29,13 @@ def longest_path(packed: LayoutFacts) -> int:
     return int(cast("Tensor", packed.state.tree_meta)[_LONGEST_PATH])
 
 
+def pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
+    """Return the number of pairs of a token and a token of a node above its own; synchronises."""
+    lengths = cu_seqlens.diff()
+    below = (tree_rows[: lengths.shape[0]] - cu_seqlens[1:]).clamp(min=0)
+    return int((lengths.long() * below).sum())
+
+
 def ranges_of_keys(packed: LayoutFacts) -> Tensor:
     """Return the queries that see each key, int32 `[2, total_tokens]`: from `first` up to `end`.
 

@@ -24,7 +24,7 @@ from cuseq._backends import (
 from cuseq._flex import attend_by_flex
 from cuseq._layout_state import LayoutState
 from cuseq._spans import Spans
-from cuseq._tree_masks import attend_densely, longest_path
+from cuseq._tree_masks import attend_densely, longest_path, pairs_with_ancestors
 from cuseq.distributed._groups import name_or_default
 from cuseq.layout import PackedLayout, check_layout
 
@@ -441,27 +441,30 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _attention_flops(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor, options: tuple[Any, ...], products: int
-) -> int:
+def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], products: int) -> int:
     """Return the FLOPs of attention, counted as torch counts its own.
 
-    A multiply-add counts as two, and each sequence counts as a full square, without causality. This
-    reads the offsets, which synchronises on a GPU. If they have no values (in tracing), the row
-    counts as one sequence.
+    A multiply-add counts as two, and each sequence counts as a full square, without causality; of
+    a tree each node, and each node's descendants with it; of a rank its pieces with their keys.
+    This reads the offsets, which synchronises on a GPU. If they have no values (in tracing), the
+    row counts as one sequence.
 
     Args:
-        q, v, cu_seqlens: arguments of the op.
-        options: its arguments after cu_seqlens.
+        op: the op, whose schema names the arguments.
+        given, named: its arguments by position and by name.
         products: matrix products of the size of the scores.
     """
-    share = options[9:11]
-    if cu_seqlens.is_meta or isinstance(cu_seqlens, FakeTensor):
+    names = (argument.name for argument in op.default._schema.arguments)
+    arguments = dict(zip(names, given, strict=False)) | named
+    q, v, offsets = (arguments[name] for name in ("q", "v", "cu_seqlens"))
+    if offsets.is_meta or isinstance(offsets, FakeTensor):
         pairs = q.shape[0] ** 2
-    elif len(share) == 2 and share[0] is not None:
-        pairs = _pairs_of_part(*share)
+    elif arguments.get("rank_rows") is not None:
+        pairs = _pairs_of_part(arguments["rank_rows"], arguments["rank_meta"])
     else:
-        pairs = sum(length * length for length in cu_seqlens.diff().tolist())
+        pairs = sum(length * length for length in offsets.diff().tolist())
+        if arguments.get("tree_rows") is not None:
+            pairs += pairs_with_ancestors(offsets, arguments["tree_rows"])
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     return products * heads * pairs * (head_dim + value_dim)
 
@@ -480,30 +483,11 @@ def _pairs_of_part(rank_rows: Tensor, rank_meta: Tensor) -> int:
 
 
 @register_flop_formula(_ops.varlen_attention, get_raw=True)
-def _forward_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
-    return _attention_flops(q, v, cu_seqlens, args, products=2)
+def _forward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
+    return _attention_flops(_ops.varlen_attention, given, named, products=2)
 
 
 @register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
-def _backward_flops(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cu_seqlens: Tensor,
-    *args: Any,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
+def _backward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
     # The backward computes the scores again, and two products for each of the forward's two.
-    return _attention_flops(q, v, cu_seqlens, args, products=5)
+    return _attention_flops(_ops.varlen_attention_backward, given, named, products=5)

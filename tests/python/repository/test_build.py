@@ -86,7 +86,7 @@ PAGES = {
     "docs/quickstart.md": 4,
     "docs/thd.md": 7,
     "docs/trainer.md": 2,
-    "docs/trees.md": 3,
+    "docs/trees.md": 4,
     "docs/trl.md": 2,
     "docs/unsloth.md": 1,
     "docs/why.md": 2,

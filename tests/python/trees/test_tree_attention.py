@@ -80,6 +80,7 @@ def compare(tree, window=None, value_dim=8, device="cpu", **options):
         torch.testing.assert_close(grad, one)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", HARD)
 def test_hard_trees(name, device):
     compare(tree_of(name, tail=3), device=device)
@@ -274,6 +275,18 @@ def test_one_graph_serves_all_trees(device):
             for grad, one in zip(grads, wanted, strict=True):
                 torch.testing.assert_close(grad, one)
         assert len(graphs) == 1
+
+
+def test_the_flop_counter_counts_paths():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    tree = tree_of("several prompts", tail=2)
+    q, k, v = inputs(tree.layout.total_tokens)
+    with FlopCounterMode(display=False) as counter:
+        cuseq.varlen_attention(q, k, v, tree.layout).sum().backward()
+    own = sum(n * n for n in (4, 2, 3, 5, 2, 1, 1))
+    forward = 2 * 4 * (own + 4 * 5 + 2 * 2) * (8 + 8)
+    assert counter.get_total_flops() == forward + forward * 5 // 2
 
 
 def test_the_backend_of_a_tree_is_named():
