@@ -80,19 +80,6 @@ def test_masks_and_copies_of_the_old_row_are_dropped(fresh_cache):
         elsewhere.to("cpu")
 
 
-def test_chunks_are_filled_too(device):
-    packed, other = (
-        PackedLayout.from_lengths(of, 8, max_seqs=3, device=device) for of in ([2, 3], [7])
-    )
-    chunks = packed.chunked(2)
-    offsets, positions = chunks.cu_seqlens_static, chunks.position_ids
-    packed.copy_(other)
-    assert packed.chunked(2) is chunks
-    assert chunks.lengths.tolist() == [2, 2, 2, 1]
-    assert offsets is chunks.cu_seqlens_static
-    assert positions.tolist() == other.chunked(2).position_ids.tolist()
-
-
 def test_a_graph_that_replays_other_lengths_takes_none_of_now(cuda):
     packed = PackedLayout.from_lengths([2, 3], 8, max_seqs=3).static_copy(cuda)
     names = ("lengths", "cu_seqlens", "num_sequences", "max_seqlen", "num_real_tokens")
