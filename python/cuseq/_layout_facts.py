@@ -25,6 +25,9 @@ class LayoutFacts:
     a compiled region would cost a second graph. Other properties are computed at their first use.
     """
 
+    # Whether `copy_` fills this layout again between the replays of a CUDA graph.
+    is_static = False
+
     def __init__(self, state: LayoutState):
         self.state = state
         self._segments: Self | None = None
@@ -80,7 +83,17 @@ class LayoutFacts:
         return self
 
     def _host_value(self, slot: int) -> int:
+        self._check_replays()
         return _C.read_host_meta(self.state.host_meta, slot)
+
+    def _check_replays(self) -> None:
+        """Raise RuntimeError while a CUDA graph is captured that will replay other lengths."""
+        if self.is_static and is_capturing(self.device):
+            raise RuntimeError(
+                "lengths on the host, and tensors of their number, would be constants of the CUDA "
+                "graph, which replays other lengths: use packed itself, packed.cu_seqlens_static "
+                "or packed.position_ids"
+            )
 
     @property
     def total_tokens(self) -> int:
@@ -90,6 +103,7 @@ class LayoutFacts:
     @property
     def num_sequences(self) -> int:
         """Number of sequences, including those of length zero."""
+        self._check_replays()
         if self._num_sequences is None:
             self._num_sequences = self._host_value(NUM_SEQS)
         return self._num_sequences
@@ -134,6 +148,7 @@ class LayoutFacts:
     @property
     def lengths(self) -> Tensor:
         """int32 `[n_seqs]`, tokens of each sequence. Must not be edited."""
+        self._check_replays()
         if self._lengths is not None:
             return self._lengths
         lengths = self.state.lengths[: self.num_sequences]
@@ -144,6 +159,7 @@ class LayoutFacts:
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 `[n_seqs + 1]`, offsets of the sequences' real tokens. Must not be edited."""
+        self._check_replays()
         if self._cu_seqlens is not None:
             return self._cu_seqlens
         offsets = self.state.cu_seqlens_static[: self.num_sequences + 1]

@@ -218,7 +218,8 @@ class PackedLayout(LayoutMasks):
             chunk_size: tokens, at least 1.
 
         Raises:
-            ValueError, TypeError: `chunk_size` is invalid, or this is a rank's part of a row.
+            ValueError, TypeError: `chunk_size` is invalid, or this is a rank's part of a row or the
+                layout of a tree.
 
         For lengths that came from a GPU the first call waits for their small copy to the host.
 
@@ -238,7 +239,10 @@ class PackedLayout(LayoutMasks):
                     chunk_size,
                     self.cu_seqlens_static.shape[0] - 1,
                 )
-            self._chunked.setdefault(chunk_size, PackedLayout(made).to(self.device))
+            chunks = PackedLayout(made).to(self.device)
+            if self.is_static:
+                chunks = chunks.static_copy(self.device)
+            self._chunked.setdefault(chunk_size, chunks)
         return self._chunked[chunk_size]
 
     def as_part_of_row(
@@ -308,6 +312,7 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             made = PackedLayout(self.state.moved(device).cloned())
         made.position_ids  # noqa: B018  computes them
+        made.is_static = made.segments.is_static = True
         return made
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
@@ -315,9 +320,9 @@ class PackedLayout(LayoutMasks):
 
         A graph reads tensors where they were at its capture. This fills those again:
         `cu_seqlens_static`, `host_meta`, a rank's share of a plan, and `position_ids`, `seq_ids`,
-        `moe_padding_mask`, `seq_idx` and the rows of a padded batch where they have been made.
-        Everything else (masks, chunks, `lengths`, `cu_seqlens`, copies on other devices) is dropped
-        and made anew at its next use.
+        `moe_padding_mask`, `seq_idx`, the rows of a padded batch and the layouts of `chunked` where
+        they have been made. Everything else (masks, chunks of recurrences, `lengths`, `cu_seqlens`,
+        copies on other devices) is dropped and made anew at its next use.
 
         The copies are asynchronous on a GPU. If the lengths of either layout came from a GPU, this
         waits for their copy to the host.
@@ -367,7 +372,7 @@ class PackedLayout(LayoutMasks):
             origin._moved.pop(self.device, None)
         for moved in self._moved.values():
             moved._origin = None
-        made, segments = self.made_for_tokens(), self._segments
+        made, segments, chunked = self.made_for_tokens(), self._segments, self._chunked
         state = self.state.filled_from(other.state)
         if segments is not None and other._segments is not None:
             segments._copy_from(other._segments)
@@ -376,6 +381,9 @@ class PackedLayout(LayoutMasks):
         if segments is not None:
             self._segments = segments
         self.refill(*made)
+        for chunk_size, chunks in chunked.items():
+            chunks._copy_from(other.chunked(chunk_size))
+        self._chunked = chunked
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
         """Return this layout in pinned memory, for DataLoader; on a GPU, return itself."""

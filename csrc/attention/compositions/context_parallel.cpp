@@ -46,19 +46,22 @@ class Part {
         far_(share_.at(RankMetaSlot::kNumFarRows)) {}
 
   int64_t cut_tokens() const { return cut_tokens_; }
+  bool has_exchange() const { return share_.at(RankMetaSlot::kAnyFar) != 0; }
 
   // Start the exchange of keys and values. Every rank of the plan takes part, or none.
   void send_keys(bool is_backward) {
     const Call& call = row_.call;
+    if (share_.at(RankMetaSlot::kCpSize) > 1) {
+      const auto row_bytes = width_.all * static_cast<int64_t>(call.k.element_size());
+      group_.emplace(share_, call.k,
+                     Agreement{is_backward, call.q.size(1), call.k.size(1), row_bytes});
+    }
+    if (cut_tokens_ == 0 && !has_exchange()) return;
     sources_ = width_.empty(cut_tokens_ + far_, call.k);
     const Tensor own = sources_.narrow(0, 0, cut_tokens_);
     width_.keys(own, call).copy_(call.k.narrow(0, 0, cut_tokens_));
     width_.values(own, call).copy_(call.v.narrow(0, 0, cut_tokens_));
-    if (share_.at(RankMetaSlot::kCpSize) == 1) return;
-    const auto row_bytes = width_.all * static_cast<int64_t>(call.k.element_size());
-    group_.emplace(share_, call.k,
-                   Agreement{is_backward, call.q.size(1), call.k.size(1), row_bytes});
-    if (share_.at(RankMetaSlot::kAnyFar) == 0) return;
+    if (!has_exchange()) return;
     // A rank without cut pieces must refuse a backend as others do, before anything moves.
     backend_of(cut_call(sources_));
     arrival_ = group_->exchange(sources_.narrow(0, cut_tokens_, far_),
@@ -86,7 +89,7 @@ class Part {
   void send_gradients(const Tensor& grad_k, const Tensor& grad_v) {
     key_grads_ = at::cat({grad_k.flatten(1), grad_v.flatten(1)}, 1);
     returned_ = width_.empty(share_.at(RankMetaSlot::kNumSentRows), row_.call.k);
-    if (share_.at(RankMetaSlot::kAnyFar) == 0) return;
+    if (!has_exchange()) return;
     arrival_ =
         group_->exchange(returned_, sums(cut_tokens_, far_), share_.sent(), share_.received());
   }
@@ -165,6 +168,7 @@ Output forward(const Row& row) {
 Gradients backward(const Row& row, const Outer& outer) {
   Part part(row);
   part.send_keys(/*is_backward=*/true);
+  if (part.cut_tokens() == 0 && !part.has_exchange()) return attend_backward(part.whole(), outer);
   // The cut pieces run first, so that the gradients of far rows travel under the whole documents.
   const Call cut = part.cut();
   const int64_t tokens = part.cut_tokens();

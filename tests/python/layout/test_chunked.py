@@ -74,6 +74,24 @@ def test_attention_of_chunks(device):
         torch.testing.assert_close(found[begin:end], cuseq.varlen_attention(*rows, alone))
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_chunks_follow_a_static_layout(multiple, device):
+    """A captured graph reads the chunks' tensors where they were at its capture."""
+    options = dict(segment_multiple=multiple, max_seqs=4, device=device)
+    packed = cuseq.PackedLayout.from_lengths([5, 3], 16, **options)
+    chunked = packed.chunked(2)
+    static, meta = chunked.cu_seqlens_static, chunked.state.host_meta
+    packed.copy_(cuseq.PackedLayout.from_lengths([1, 8, 2], 16, **options))
+    assert packed.chunked(2) is chunked
+    assert chunked.cu_seqlens_static is static and chunked.state.host_meta is meta
+    expected = cuseq.PackedLayout.from_lengths([1, 8, 2], 16, **options).chunked(2)
+    assert chunked.lengths.tolist() == expected.lengths.tolist() == [1, 2, 2, 2, 2, 2]
+    assert torch.equal(static, expected.cu_seqlens_static)
+    assert torch.equal(chunked.position_ids, expected.position_ids)
+    if multiple > 1:
+        assert torch.equal(chunked.cu_seqlens_padded_static, expected.cu_seqlens_padded_static)
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_sizes_that_are_refused(size):
     packed = cuseq.PackedLayout.from_lengths([5])
@@ -83,9 +101,12 @@ def test_sizes_that_are_refused(size):
         packed.chunked(2.0)
 
 
-def test_a_part_of_a_row_has_no_chunks():
-    plan = cuseq.distributed.cp_plan([8, 8], 2)
+def test_parts_of_rows_and_trees_have_no_chunks():
     packed = cuseq.PackedLayout.from_lengths([8, 8])
+    plan = cuseq.distributed.cp_plan(packed, 2)
     local, *_ = cuseq.distributed.cp_partition(packed, plan, 0)
     with pytest.raises(ValueError, match="packed must describe a whole row here"):
         local.chunked(2)
+    tree = cuseq.PackedTree.from_parents([2, 3, 4], [-1, 0, 0])
+    with pytest.raises(ValueError, match="tree"):
+        tree.layout.chunked(2)

@@ -80,6 +80,19 @@ def test_masks_and_copies_of_the_old_row_are_dropped(fresh_cache):
         elsewhere.to("cpu")
 
 
+def test_a_graph_that_replays_other_lengths_takes_none_of_now(cuda):
+    packed = PackedLayout.from_lengths([2, 3], 8, max_seqs=3).static_copy(cuda)
+    names = ("lengths", "cu_seqlens", "num_sequences", "max_seqlen", "num_real_tokens")
+    for name in names:
+        getattr(packed, name)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        for name in names:
+            with pytest.raises(RuntimeError, match="would be constants of the CUDA graph"):
+                getattr(packed, name)
+        with pytest.raises(RuntimeError, match="would be constants of the CUDA graph"):
+            packed.flash_kwargs()
+
+
 def test_a_moved_copy_that_is_filled_leaves_its_origin(cuda):
     origin, other = (PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([2, 3], [6]))
     moved = origin.to(cuda)

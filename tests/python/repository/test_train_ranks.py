@@ -199,6 +199,18 @@ def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tm
     assert rest == seen[HALF:]
 
 
+def compiled(rank: int, out: Path, inputs: list[str]) -> list[dict]:
+    """Train with compiled and recomputed layers that exchange keys."""
+    return train(out, *inputs, "--cp", 2, "--compile", "--recompute")[0]
+
+
+@pytest.mark.full
+def test_compiled_layers_share_rows(runs, inputs, tmp_path):
+    of_ranks = distributed.run(compiled, tmp_path, inputs, limit=400)
+    shared, _ = runs[1][0]["shared rows"]
+    assert losses(of_ranks[0]) == pytest.approx(losses(shared), rel=1e-5)
+
+
 def copies(rank: int, out: Path, inputs: list[str]) -> list[dict]:
     """Train two copies of the model, each sharded over two ranks."""
     return train(out, *inputs, "--dp-replicate", 2, "--recompute")[0]

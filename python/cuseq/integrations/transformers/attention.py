@@ -247,6 +247,7 @@ def _chunks_in_compiled_code(
     """
     padded = None
     if packed is not None:
+        packed.check_whole()
         offsets, padded = packed.state.cu_seqlens_static, packed.cu_seqlens_padded_static
     room = offsets.shape[0] - 1 + rows[0].shape[0] // chunk
     chunks, padded = offsets_of_chunks(offsets.to(torch.int32), padded, chunk, room)
