@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -105,6 +106,7 @@ def test_the_names_that_transformers_is_used_by(monkeypatch):
     transformers = pytest.importorskip("transformers")
     from cuseq.integrations.transformers import register, unregister
 
+    gc.collect()  # models that other tests enabled keep the registration until they are freed
     unregister()
     config = transformers.PreTrainedConfig
     interface = transformers.AttentionInterface

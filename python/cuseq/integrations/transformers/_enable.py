@@ -186,10 +186,20 @@ def enable_model_of_trainer(
 
     A model that was enabled before stays enabled then. A model made with
     `attn_implementation="cuseq"` keeps its own rotation and norms.
+
+    Raises:
+        ValueError: as `enable_model`; or the model drops attention weights, which its first step
+            would refuse.
     """
+    config = text_config(model)
+    dropout = getattr(config, "attention_dropout", 0.0)
+    if isinstance(dropout, float) and dropout:
+        raise ValueError(
+            f"the trainer's model has attention_dropout={dropout}, which packed attention cannot "
+            "compute: set attention_dropout to 0.0 in its config before the model is made"
+        )
     if find_pretrained(model) in _states:
         return enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend), False
-    config = text_config(model)
     if attention_of(config) != NAME:
         return enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend), True
     if backend != "auto":
