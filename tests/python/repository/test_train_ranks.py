@@ -437,8 +437,10 @@ def test_the_slurm_script_starts_and_resumes(tmp_path):
 )
 def test_make_train_starts_the_ranks(variables, launch):
     command = ["make", "--dry-run", "train", "VENV=env", "ARGS=--steps 3", *variables]
+    # `make test` hands its own options and variables to every make below it.
+    environment = {n: v for n, v in os.environ.items() if n not in ("MAKEFLAGS", "MAKELEVEL")}
     process = subprocess.run(
-        command, cwd=EXAMPLES.parent, capture_output=True, text=True, check=True
+        command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, check=True
     )
     started = process.stdout.splitlines()[-1].split()
     assert started == ["env/bin/python", *launch.split(), "examples/train.py", "--steps", "3"]
