@@ -112,6 +112,10 @@ class LayoutState(NamedTuple):
             # A new tensor object, because the cache keys xformers' bias by `lengths`, and that bias
             # covers the tail.
             longer = {"host_meta": meta, "lengths": lengths.view_as(lengths)}
+            # copy_ of one layout must not edit the other.
+            for name in ("cu_seqlens_static", "tokens", "rank_rows", "tree_rows"):
+                if name in tensors:
+                    longer[name] = tensors[name].clone()
             if "slots" in tensors:
                 longer["slots"] = torch.nn.functional.pad(tensors["slots"], (0, more), value=-1)
             for name in ("rank_positions", "tree_positions"):
@@ -154,13 +158,16 @@ class LayoutState(NamedTuple):
             self.segments.check_like(other.segments)
 
     def filled_from(self, other: LayoutState) -> LayoutState:
-        """Copy the static tensors of another state into this state's, and return a state of these
-        tensors and of the rest of `other`. The segments are `other`'s.
+        """Copy another state's static tensors on the device into this state's, and return a state
+        of these and of the rest of `other`. The segments are `other`'s.
+
+        Tensors on the host are replaced: copies of a layout on other devices share them, and no
+        graph reads them.
         """
         kept = {}
         for name in (*_STATIC, *_STATIC_OF_PART, *_STATIC_OF_TREE):
             mine, given = getattr(self, name), getattr(other, name)
-            if mine is not None and given is not None:
+            if name in _ON_DEVICE and mine is not None and given is not None:
                 kept[name] = mine.copy_(given, non_blocking=True)
         return other._replace(**kept)
 

@@ -319,7 +319,7 @@ class PackedLayout(LayoutMasks):
         """Make this layout describe another row, in place, for the static inputs of a CUDA graph.
 
         A graph reads tensors where they were at its capture. This fills those again:
-        `cu_seqlens_static`, `host_meta`, a rank's share of a plan, and `position_ids`, `seq_ids`,
+        `cu_seqlens_static`, a rank's share of a plan, and `position_ids`, `seq_ids`,
         `moe_padding_mask`, `seq_idx`, the rows of a padded batch and the layouts of `chunked` where
         they have been made. Everything else (masks, chunks of recurrences, `lengths`, `cu_seqlens`,
         copies on other devices) is dropped and made anew at its next use.

@@ -80,10 +80,10 @@ def test_chunks_follow_a_static_layout(multiple, device):
     options = dict(segment_multiple=multiple, max_seqs=4, device=device)
     packed = cuseq.PackedLayout.from_lengths([5, 3], 16, **options)
     chunked = packed.chunked(2)
-    static, meta = chunked.cu_seqlens_static, chunked.state.host_meta
+    static = chunked.cu_seqlens_static
     packed.copy_(cuseq.PackedLayout.from_lengths([1, 8, 2], 16, **options))
     assert packed.chunked(2) is chunked
-    assert chunked.cu_seqlens_static is static and chunked.state.host_meta is meta
+    assert chunked.cu_seqlens_static is static
     expected = cuseq.PackedLayout.from_lengths([1, 8, 2], 16, **options).chunked(2)
     assert chunked.lengths.tolist() == expected.lengths.tolist() == [1, 2, 2, 2, 2, 2]
     assert torch.equal(static, expected.cu_seqlens_static)

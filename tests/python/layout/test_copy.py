@@ -93,13 +93,28 @@ def test_a_graph_that_replays_other_lengths_takes_none_of_now(cuda):
             packed.flash_kwargs()
 
 
-def test_a_moved_copy_that_is_filled_leaves_its_origin(cuda):
+@pytest.mark.parametrize("kind", ["meta", "cuda"])
+def test_a_moved_copy_that_is_filled_leaves_its_origin(kind, request):
+    elsewhere = request.getfixturevalue("cuda") if kind == "cuda" else torch.device("meta")
     origin, other = (PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([2, 3], [6]))
-    moved = origin.to(cuda)
-    moved.copy_(other.to(cuda))
-    assert moved.lengths.tolist() == [6]
-    assert origin.to(cuda).lengths.tolist() == origin.lengths.tolist() == [2, 3]
-    assert moved.to("cpu").lengths.tolist() == [6]
+    moved = origin.to(elsewhere)
+    moved.copy_(other.to(elsewhere))
+    assert moved.max_seqlen == 6
+    assert origin.to(elsewhere) is not moved
+    assert origin.to(elsewhere).max_seqlen == origin.max_seqlen == 3
+    if kind == "cuda":
+        assert moved.to("cpu").lengths.tolist() == [6]
+
+
+def test_layouts_of_longer_rows_stay(device):
+    packed, other = (
+        PackedLayout.from_lengths(of, 6, max_seqs=3, device=device) for of in ([2, 3], [6])
+    )
+    longer = packed.with_total_tokens(8)
+    packed.copy_(other)
+    assert longer.cu_seqlens_static.tolist() == [0, 2, 5, 5]
+    longer.copy_(PackedLayout.from_lengths([8], 8, max_seqs=3, device=device))
+    assert packed.cu_seqlens_static.tolist() == [0, 6, 6, 6]
 
 
 def test_lengths_that_only_the_device_knew(device):
@@ -120,12 +135,12 @@ def part(lengths: list[int], rank: int = 0, group: str | None = None) -> PackedL
 
 def test_parts_of_rows():
     local, other = part([5, 3]), part([2, 6])
-    positions, rows, meta = local.position_ids, local.state.rank_rows, local.state.rank_meta
+    positions, rows = local.position_ids, local.state.rank_rows
     local.copy_(other)
     assert local.position_ids is positions
     assert positions.tolist() == [0, 1, 0, 1]
     assert torch.equal(rows, other.state.rank_rows)
-    assert torch.equal(meta, other.state.rank_meta)
+    assert torch.equal(local.state.rank_meta, other.state.rank_meta)
 
 
 def packed_of(*lengths: int, **options) -> PackedLayout:
