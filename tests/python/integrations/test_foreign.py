@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -101,27 +100,33 @@ def test_a_package_without_a_version(package):
         private(package, "_size")
 
 
-def test_the_names_that_transformers_is_used_by(monkeypatch):
-    """Faked changes are found when cuseq is registered, before anything is replaced."""
-    transformers = pytest.importorskip("transformers")
-    from cuseq.integrations.transformers import register, unregister
+def test_the_names_that_transformers_is_used_by(run_python):
+    """Faked changes are found when cuseq is registered, before anything is replaced.
 
-    gc.collect()  # models that other tests enabled keep the registration until they are freed
-    unregister()
-    config = transformers.PreTrainedConfig
-    interface = transformers.AttentionInterface
-    for owners, name in (
-        ([config], "_attn_implementation"),
-        (interface.__mro__[:2], "_global_mapping"),
-    ):
-        with monkeypatch.context() as patch:
-            for owner in owners:
-                patch.delattr(owner, name)
-            with pytest.raises(UnknownRelease, match=rf"this transformers .*{name} is missing"):
-                register()
-    assert "cuseq" not in transformers.AttentionMaskInterface().valid_keys()
-    register()
-    unregister()
+    In a process of its own: models that other tests enabled would keep the registration.
+    """
+    pytest.importorskip("transformers")
+    code = """
+import pytest, transformers
+from cuseq.integrations._foreign import UnknownRelease
+from cuseq.integrations.transformers import register, unregister
+
+for owners, name in (
+    ([transformers.PreTrainedConfig], "_attn_implementation"),
+    (transformers.AttentionInterface.__mro__[:2], "_global_mapping"),
+):
+    with pytest.MonkeyPatch.context() as patch:
+        for owner in owners:
+            patch.delattr(owner, name)
+        with pytest.raises(UnknownRelease, match=rf"this transformers .*{name} is missing"):
+            register()
+assert "cuseq" not in transformers.AttentionMaskInterface().valid_keys()
+register()
+assert "cuseq" in transformers.AttentionMaskInterface().valid_keys()
+unregister()
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_hooks_of_accelerate_under_another_name(monkeypatch):
