@@ -6,7 +6,7 @@ its node, and the node's descendants. So a mask is one number per key, where the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from cuseq import _C
 from cuseq.cache import remember
+from cuseq.masks import block_mask_of
 
 if TYPE_CHECKING:
     from cuseq._layout_facts import LayoutFacts
@@ -110,35 +111,22 @@ def _block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int])
     # The op takes the keys of each query. Given the queries of each key, it returns the mask with
     # both sides exchanged.
     of_keys = _ops.block_mask(ranges, None, key_block, query_block)
-    parts = [*of_keys[4:], *of_keys[:4]]
+    queries, keys = of_keys[:4], of_keys[4:]
 
     def path(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
 
-    reach = packed.total_tokens if window is None else window
+    if window is None:
+        return block_mask_of(keys, queries, packed.total_tokens, sizes, path)
+    reach = window
 
     def windowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         near = positions[query] - positions[key] < reach
         return (key <= query) & (query < end[key]) & near
 
-    tokens = packed.total_tokens
-    kv: list[Any] = parts[:4]
-    q: list[Any] = parts[4:]
-    if window is not None:  # a block that is full without the window may be partial with it
-        kv, q = [*_one_list(kv), None, None], [*_one_list(q), None, None]
-    return BlockMask(
-        seq_lengths=(tokens, tokens),
-        kv_num_blocks=kv[0],
-        kv_indices=kv[1],
-        full_kv_num_blocks=kv[2],
-        full_kv_indices=kv[3],
-        q_num_blocks=q[0],
-        q_indices=q[1],
-        full_q_num_blocks=q[2],
-        full_q_indices=q[3],
-        BLOCK_SIZE=sizes,
-        mask_mod=path if window is None else windowed,
-    )
+    # A block that is full without the window may be partial with it.
+    keys, queries = (*_one_list(keys), None, None), (*_one_list(queries), None, None)
+    return block_mask_of(keys, queries, packed.total_tokens, sizes, windowed)
 
 
 def _one_list(parts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ Tokens of tail and padding see only themselves, because softmax over no keys giv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ _ops = torch.ops.cuseq
 
 # Of batch, head, query and key: whether the query sees the key.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Numbers and indices of partial blocks, then numbers and indices of full ones, if listed apart.
+BlockLists = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def mask_ranges(
@@ -212,18 +214,36 @@ def build_block_mask(
             end at the query.
     """
     tokens = ranges.shape[1] if row_length is None else row_length
+    mask_mod = _mask_mod(ranges, row_length, reads_end)
+    keys, queries = cast("BlockLists", parts[:4]), cast("BlockLists", parts[4:])
+    return block_mask_of(keys, queries, tokens, block_size, mask_mod)
+
+
+def block_mask_of(
+    keys: BlockLists,
+    queries: BlockLists,
+    tokens: int,
+    block_size: tuple[int, int],
+    mask_mod: MaskMod,
+) -> BlockMask:
+    """Make the BlockMask of a row of `tokens` tokens.
+
+    Args:
+        keys: the key blocks of each query block.
+        queries: the query blocks of each key block.
+    """
     return BlockMask(
         seq_lengths=(tokens, tokens),
-        kv_num_blocks=parts[0],
-        kv_indices=parts[1],
-        full_kv_num_blocks=parts[2],
-        full_kv_indices=parts[3],
-        q_num_blocks=parts[4],
-        q_indices=parts[5],
-        full_q_num_blocks=parts[6],
-        full_q_indices=parts[7],
+        kv_num_blocks=keys[0],
+        kv_indices=keys[1],
+        full_kv_num_blocks=keys[2],
+        full_kv_indices=keys[3],
+        q_num_blocks=queries[0],
+        q_indices=queries[1],
+        full_q_num_blocks=queries[2],
+        full_q_indices=queries[3],
         BLOCK_SIZE=block_size,
-        mask_mod=_mask_mod(ranges, row_length, reads_end),
+        mask_mod=mask_mod,
     )
 
 
