@@ -25,14 +25,15 @@ struct Memory {
   template <typename A>
   static A load(const void* data, FloatType type, int64_t index) {
     A value = 0;
-    dispatch(type,
-             [&]<typename T>() { value = static_cast<A>(static_cast<const T*>(data)[index]); });
+    dispatch_float(
+        type, [&]<typename T>() { value = static_cast<A>(static_cast<const T*>(data)[index]); });
     return value;
   }
 
   template <typename A>
   static void store(void* data, FloatType type, int64_t index, A value) {
-    dispatch(type, [&]<typename T>() { static_cast<T*>(data)[index] = static_cast<T>(value); });
+    dispatch_float(type,
+                   [&]<typename T>() { static_cast<T*>(data)[index] = static_cast<T>(value); });
   }
 
   template <typename A>
@@ -393,11 +394,11 @@ void convolve_backward(const ConvBackwardArgs& args) {
 }  // namespace
 
 void causal_conv1d(const ConvArgs& args) {
-  dispatch(args.dtype, [&]<typename T>() { convolve<T>(args); });
+  dispatch_float(args.dtype, [&]<typename T>() { convolve<T>(args); });
 }
 
 void causal_conv1d_backward(const ConvBackwardArgs& args) {
-  dispatch(args.conv.dtype, [&]<typename T>() { convolve_backward<T>(args); });
+  dispatch_float(args.conv.dtype, [&]<typename T>() { convolve_backward<T>(args); });
 }
 
 }  // namespace cuseq::cpu::CUSEQ_CAPABILITY

@@ -7,12 +7,12 @@
 
 #include "ops/float_type.h"
 
-// Dispatch over the dtypes of floating-point data, for kernels without vectors.
+// Dispatch over the dtypes of floating-point data.
 namespace cuseq::cpu {
 
 // The type that a kernel computes in.
 template <typename T>
-using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+using Arithmetic = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Call run.template operator()<T>() for the dtype.
 template <typename Run>

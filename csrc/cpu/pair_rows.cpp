@@ -26,7 +26,7 @@ void dispatch_sum(FloatType type, FloatType sum_type, const Run& run) {
 
 template <typename T, typename S>
 void merge_row(const MergeRowsArgs& args, int64_t row) {
-  using A = Wide<T>;
+  using A = Arithmetic<T>;
   for (int64_t head = 0; head < args.heads; ++head) {
     A& logsumexp = static_cast<A*>(args.logsumexp)[head * args.stride + row];
     const A other = static_cast<const A*>(args.part_logsumexp)[head * args.part_stride + row];
@@ -57,7 +57,7 @@ void merge_rows(const MergeRowsArgs& args) {
 
 void add_rows(const AddRowsArgs& args) {
   dispatch_sum(args.type, args.sum_type, [&]<typename T, typename S>() {
-    using A = Wide<T>;
+    using A = Arithmetic<T>;
     at::parallel_for(0, args.count, kGrain, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         if (!args.rows.has(row)) continue;

@@ -62,7 +62,8 @@ struct Angles {
 
   void load(const RopeArgs& args, int64_t batch, int64_t token, bool back) {
     for (int plane = 0; plane < args.planes.count(); ++plane) {
-      dispatch(args.table.dtype, [&]<typename T>() { load_plane<T>(args, plane, batch, token); });
+      dispatch_float(args.table.dtype,
+                     [&]<typename T>() { load_plane<T>(args, plane, batch, token); });
     }
     if (!back) return;
     for (int64_t pair = 0; pair < args.rotary_dim / 2; ++pair) sin[pair] = -sin[pair];
@@ -159,7 +160,7 @@ A sum_of(const A* values, int64_t count) {
 
 template <typename A>
 void load_weight(const QkNormRopeArgs& args, const HeadNorm& norm, A* weight) {
-  dispatch(args.weight_dtype, [&]<typename W>() {
+  dispatch_float(args.weight_dtype, [&]<typename W>() {
     const W* values = static_cast<const W*>(norm.weight);
     for (int64_t i = 0; i < args.rope.head_dim; ++i) {
       weight[i] = static_cast<A>(values[i]) + static_cast<A>(args.weight_offset);
@@ -257,7 +258,7 @@ void norm_and_turn_backward(const QkNormRopeArgs& args) {
   if (partials == nullptr) return;
   for (int i = 0; i < rope.n_tensors; ++i) {
     if (args.norms[i].weight_grad == nullptr) continue;
-    dispatch(args.weight_dtype, [&]<typename W>() {
+    dispatch_float(args.weight_dtype, [&]<typename W>() {
       for (int64_t d = 0; d < head_dim; ++d) {
         double sum = 0;
         for (int64_t p = 0; p < args.n_partials; ++p) sum += partials[(p * 2 + i) * head_dim + d];
@@ -270,7 +271,7 @@ void norm_and_turn_backward(const QkNormRopeArgs& args) {
 }  // namespace
 
 void apply_rope(const RopeArgs& args) {
-  dispatch(args.dtype, [&]<typename T>() {
+  dispatch_float(args.dtype, [&]<typename T>() {
     using A = Arithmetic<T>;
     over_all_tokens(args, [&](int64_t, int64_t batch, int64_t token) {
       Angles<A> angles;
@@ -289,11 +290,11 @@ void apply_rope(const RopeArgs& args) {
 }
 
 void apply_qk_norm_rope(const QkNormRopeArgs& args) {
-  dispatch(args.rope.dtype, [&]<typename T>() { norm_and_turn<T>(args); });
+  dispatch_float(args.rope.dtype, [&]<typename T>() { norm_and_turn<T>(args); });
 }
 
 void apply_qk_norm_rope_backward(const QkNormRopeArgs& args) {
-  dispatch(args.rope.dtype, [&]<typename T>() { norm_and_turn_backward<T>(args); });
+  dispatch_float(args.rope.dtype, [&]<typename T>() { norm_and_turn_backward<T>(args); });
 }
 
 }  // namespace cuseq::cpu::CUSEQ_CAPABILITY

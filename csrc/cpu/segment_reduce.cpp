@@ -13,7 +13,7 @@ namespace {
 
 template <typename T>
 void reduce(const SegmentReduceArgs& args, int64_t segment) {
-  using A = Wide<T>;
+  using A = Arithmetic<T>;
   const auto* values = static_cast<const T*>(args.values);
   A* out = static_cast<A*>(args.out) + segment * args.columns;
   const int64_t begin = std::max<int64_t>(args.segments.seqlens.begin(segment), 0);
@@ -58,7 +58,7 @@ void segment_reduce(const SegmentReduceArgs& args) {
 void segment_reduce_backward(const SegmentReduceArgs& args) {
   constexpr int64_t kGrain = 1 << 10;
   dispatch_float(args.type, [&]<typename T>() {
-    using A = Wide<T>;
+    using A = Arithmetic<T>;
     at::parallel_for(0, args.segments.total_tokens, kGrain, [&](int64_t first, int64_t last) {
       for (int64_t token = first; token < last; ++token) {
         T* grad = static_cast<T*>(args.grad_values) + token * args.columns;

@@ -1,12 +1,11 @@
 #include "ops/sum_rows.h"
 
 #include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
+
+#include "cpu/float_types.h"
 
 namespace cuseq::cpu {
 namespace {
@@ -15,7 +14,7 @@ constexpr int64_t kGrainElements = 1 << 14;
 
 template <typename T>
 void sum(const SumRowsArgs& args) {
-  using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  using Sum = Arithmetic<T>;
   const int64_t grain = std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, args.elements));
   at::parallel_for(0, args.num_rows, grain, [&](int64_t first, int64_t last) {
     std::vector<Sum> sums(args.elements);
@@ -36,16 +35,7 @@ void sum(const SumRowsArgs& args) {
 }  // namespace
 
 void sum_rows(const SumRowsArgs& args) {
-  switch (args.type) {
-    case FloatType::kFloat32:
-      return sum<float>(args);
-    case FloatType::kFloat64:
-      return sum<double>(args);
-    case FloatType::kBFloat16:
-      return sum<c10::BFloat16>(args);
-    case FloatType::kFloat16:
-      return sum<c10::Half>(args);
-  }
+  dispatch_float(args.type, [&]<typename T>() { sum<T>(args); });
 }
 
 }  // namespace cuseq::cpu

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "ops/float_type.h"
+#include "cpu/float_types.h"
 
 #ifndef CUSEQ_CAPABILITY
 #define CUSEQ_CAPABILITY baseline
@@ -18,9 +18,6 @@
 namespace cuseq::cpu::CUSEQ_CAPABILITY {
 
 using at::vec::Vectorized;
-
-template <typename T>
-using Arithmetic = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename A>
 constexpr int64_t kPair = 2 * Vectorized<A>::size();  // elements in two vectors
@@ -57,21 +54,6 @@ void store(T* to, Vectorized<A> low, Vectorized<A> high, int64_t count) {
     }
     low.store(to, static_cast<int>(std::min(count, kSize)));
     if (count > kSize) high.store(to + kSize, static_cast<int>(count - kSize));
-  }
-}
-
-// Call run.template operator()<T>() for the dtype.
-template <typename Run>
-void dispatch(FloatType type, const Run& run) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return run.template operator()<float>();
-    case FloatType::kFloat64:
-      return run.template operator()<double>();
-    case FloatType::kBFloat16:
-      return run.template operator()<c10::BFloat16>();
-    case FloatType::kFloat16:
-      return run.template operator()<c10::Half>();
   }
 }
 

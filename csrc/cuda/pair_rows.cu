@@ -98,23 +98,13 @@ void dispatch_sum(FloatType type, FloatType sum_type, int64_t size, bool aligned
       run.template operator()<T, S, 1>();
     }
   };
-  const auto sums = [&]<typename T>() {
+  dispatch_float(type, [&]<typename T>() {
     if (sum_type == type) {
       vectors.template operator()<T, T>();
     } else {
       vectors.template operator()<T, float>();
     }
-  };
-  switch (type) {
-    case FloatType::kFloat32:
-      return sums.template operator()<float>();
-    case FloatType::kFloat64:
-      return sums.template operator()<double>();
-    case FloatType::kBFloat16:
-      return sums.template operator()<__nv_bfloat16>();
-    case FloatType::kFloat16:
-      return sums.template operator()<__half>();
-  }
+  });
 }
 
 unsigned blocks_for(int64_t items, int64_t per_block) {

@@ -89,20 +89,6 @@ __global__ void __launch_bounds__(kThreads)
   static_cast<T*>(args.grad_values)[mine] = convert<T>(grad);
 }
 
-template <typename Run>
-void dispatch(FloatType type, const Run& run) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return run.template operator()<float>();
-    case FloatType::kFloat64:
-      return run.template operator()<double>();
-    case FloatType::kBFloat16:
-      return run.template operator()<__nv_bfloat16>();
-    case FloatType::kFloat16:
-      return run.template operator()<__half>();
-  }
-}
-
 }  // namespace
 
 void segment_reduce(const SegmentReduceArgs& args, Stream stream) {
@@ -112,7 +98,7 @@ void segment_reduce(const SegmentReduceArgs& args, Stream stream) {
   while (log_columns < 5 && (1 << log_columns) < args.columns) ++log_columns;
   const dim3 blocks(static_cast<unsigned>(segments),
                     static_cast<unsigned>(ceil_div(args.columns, int64_t{1} << log_columns)));
-  dispatch(args.type, [&]<typename T>() {
+  dispatch_float(args.type, [&]<typename T>() {
     segment_reduce_kernel<T><<<blocks, kThreads, 0, stream>>>(args, log_columns);
   });
 }
@@ -121,7 +107,7 @@ void segment_reduce_backward(const SegmentReduceArgs& args, Stream stream) {
   const int64_t all = args.segments.total_tokens * args.columns;
   if (all == 0) return;
   const auto blocks = static_cast<unsigned>(ceil_div(all, kThreads));
-  dispatch(args.type, [&]<typename T>() {
+  dispatch_float(args.type, [&]<typename T>() {
     segment_reduce_backward_kernel<T><<<blocks, kThreads, 0, stream>>>(args);
   });
 }

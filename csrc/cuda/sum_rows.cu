@@ -52,16 +52,7 @@ void launch(const SumRowsArgs& args, Stream stream) {
 
 void sum_rows(const SumRowsArgs& args, Stream stream) {
   if (args.num_rows == 0 || args.elements == 0) return;
-  switch (args.type) {
-    case FloatType::kFloat32:
-      return launch<float>(args, stream);
-    case FloatType::kFloat64:
-      return launch<double>(args, stream);
-    case FloatType::kBFloat16:
-      return launch<__nv_bfloat16>(args, stream);
-    case FloatType::kFloat16:
-      return launch<__half>(args, stream);
-  }
+  dispatch_float(args.type, [&]<typename T>() { launch<T>(args, stream); });
 }
 
 }  // namespace cuseq::cuda

@@ -35,9 +35,10 @@ __device__ __forceinline__ To convert(From value) {
   }
 }
 
-// Call run.template operator()<T>() for the dtype.
+// Call run.template operator()<T>() for the dtype. `run` belongs to the side that calls this.
+#pragma nv_exec_check_disable
 template <typename Run>
-__device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
+__host__ __device__ __forceinline__ void dispatch_float(FloatType type, const Run& run) {
   switch (type) {
     case FloatType::kFloat32:
       return run.template operator()<float>();
