@@ -33,7 +33,7 @@ class Arrival {
   Tensor sent_;  // kept until the rows have left
 };
 
-// What every rank of an exchange must say alike.
+// Facts of a call that must be the same on every rank of an exchange.
 struct Agreement {
   bool is_backward = false;
   int64_t heads = 0;

@@ -4,7 +4,7 @@
 
 #include "cuseq/macros.h"
 
-// What Python reports about the packages "fa4" and "fa3", which launch their kernels from there.
+// Reports from Python about the packages "fa4" and "fa3", which launch their kernels in Python.
 namespace cuseq::attention {
 
 // Say why a package cannot be used. Empty if it can.

@@ -77,7 +77,7 @@ class Meta {
   TreeCall captured_call(int64_t total_tokens, int64_t longest) const {
     const auto sequences = [&](int64_t section) {
       Sequences one;
-      // What a section does not use is zero; the last offset is repeated instead.
+      // The unused end of a section is zero, but offsets must not fall: repeat the last one.
       one.offsets = std::get<0>(rows_.narrow(0, section, offsets()).cummax(0));
       one.cu_seqlens = one.offsets;
       one.longest = longest;

@@ -20,7 +20,7 @@ struct SegmentReduceArgs {
   const void* values = nullptr;  // [total_tokens, columns]
   void* out = nullptr;           // [n_seqs, columns]
   int32_t* which = nullptr;      // [n_seqs, columns], token of each maximum, -1 if there is none
-  // Of the backward; `out` then is the gradient of the results and is only read:
+  // The backward writes grad_values. It reads `out`, which then holds the gradient of the results.
   void* grad_values = nullptr;  // [total_tokens, columns], fully written
 };
 

@@ -69,7 +69,7 @@ struct SharedTree {
 // Share every run of at least `min_shared` common tokens; repeat shorter ones in each branch.
 CUSEQ_API SharedTree share_prefixes(std::span<const Sequence> sequences, int64_t min_shared);
 
-// What attention reads: tree_meta, and the sections of tree_rows as far as they are used.
+// The numbers of tree_meta, and the used part of each section of tree_rows. Attention reads both;
 // tree_meta.h describes them.
 struct Calls {
   std::vector<int32_t> meta;

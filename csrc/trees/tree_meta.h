@@ -10,7 +10,7 @@
 // The nodes at depth d of a tree are the keys of call d + 1, and their descendants its queries.
 // Between them lie pairs without queries or without keys. tree_rows holds, for each node, the end
 // of its last descendant; then the offsets of the queries of all calls, call after call, in the
-// row; then those of their keys. What a section does not use is zero.
+// row; then those of their keys. The unused end of a section is zero.
 namespace cuseq {
 
 // Index of each entry of tree_meta. Python reads these numbers as `_C.TreeMeta`.

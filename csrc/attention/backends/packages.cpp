@@ -37,7 +37,7 @@ struct Ops {
         backward(find_op<BackwardSignature>(("cuseq::" + name + "_backward").c_str())) {}
 };
 
-// What Python said about a package. Every call reads it without a lock, so a text that was replaced
+// The reports from Python about a package. Every call reads them without a lock, so a replaced text
 // is never freed; only tests replace more than one.
 struct Reports {
   std::atomic<const std::string*> missing{nullptr};
