@@ -1,10 +1,12 @@
 // Tests of attention calls whose queries and keys lie in two rows, on the CPU: against plain
 // attention of each pair, and of one row's keys that are dealt to two calls.
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <vector>
@@ -236,6 +238,50 @@ TEST(AttentionCalls, GradientsOfMergedCallsAddUp) {
   expect_close(sum_q, grad_q);
   expect_close(sum_k, grad_k);
   expect_close(sum_v, grad_v);
+}
+
+// Return the same call on a GPU in fp32.
+Call on_gpu(Call call) {
+  for (Sequences* sequences : {&call.queries, &call.keys}) {
+    sequences->offsets = sequences->offsets.cuda();
+    sequences->cu_seqlens = sequences->offsets;
+  }
+  for (Tensor* rows : {&call.q, &call.k, &call.v}) *rows = rows->to(at::kCUDA, at::kFloat);
+  return call;
+}
+
+void expect_same_on_gpu(const Call& call) {
+  const auto [out, logsumexp] = attend(call);
+  const Tensor grad_out = at::randn_like(out);
+  const auto [grad_q, grad_k, grad_v] = attend_backward(call, {grad_out, out, logsumexp});
+  const Call there = on_gpu(call);
+  const auto [gpu_out, gpu_logsumexp] = attend(there);
+  const auto grads = attend_backward(
+      there, {grad_out.to(at::kCUDA, at::kFloat).contiguous(), gpu_out, gpu_logsumexp});
+  const auto expect_near = [](const Tensor& value, const Tensor& expected, const char* name) {
+    EXPECT_TRUE(value.cpu().to(at::kDouble).allclose(expected, 1e-3, 1e-4)) << name;
+  };
+  expect_near(gpu_out, out, "out");
+  expect_near(gpu_logsumexp, logsumexp, "logsumexp");
+  expect_near(std::get<0>(grads), grad_q, "grad_q");
+  expect_near(std::get<1>(grads), grad_k, "grad_k");
+  expect_near(std::get<2>(grads), grad_v, "grad_v");
+}
+
+// PyTorch's memory-efficient kernel misplaces such windows in its backward, so it must not get
+// them.
+TEST(AttentionCalls, WindowsOverAnotherRowAreExactOnGpus) {
+  if (!at::hasCUDA()) {
+    ASSERT_EQ(std::getenv("CUSEQ_REQUIRE_CUDA"), nullptr) << "there is no GPU";
+    GTEST_SKIP() << "there is no GPU";
+  }
+  Call call = call_of({40, 0, 100, 7}, {170, 5, 130, 7});
+  call.causal = true;
+  expect_same_on_gpu(call);
+  call.window = 60;
+  expect_same_on_gpu(call);
+  call.backend = "efficient";
+  EXPECT_THROW(attend(on_gpu(call)), c10::ValueError);
 }
 
 }  // namespace

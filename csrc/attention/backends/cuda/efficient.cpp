@@ -28,6 +28,11 @@ bool takes(const Call& call, std::string* why) {
   if (call.spans.has_value()) return refuse(why, "it has no spans");
   if (call.softcap.has_value()) return refuse(why, "it has no soft cap");
   if (call.window.has_value() && !call.causal) return refuse(why, "it has no two-sided window");
+  // kernel_backward.h of torch 2.11 shifts the causal diagonal by num_keys - num_queries, but not
+  // the window's lower bound: gradients would flow to keys that the forward hides.
+  if (call.window.has_value() && !call.is_of_one_row()) {
+    return refuse(why, "its backward misplaces windows over keys of another row");
+  }
   return true;
 }
 
