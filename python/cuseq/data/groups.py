@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_flag, shown
+from cuseq._arguments import as_int, check_flag, check_tensor, shown
 from cuseq.data._balance import coefficients_of, deal, take_apart
 from cuseq.data._lengths import host_lengths
 from cuseq.data.plan import bin_pack
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # of 0.6B parameters (at about 7,000 tokens) and one of 8B (at about 30,000), by FLOPs and by half
 # the speed of matrix products for attention.
 MODEL = (1 / 16384, 1.0, 0.0)
+
+_MOST_RANKS = 2**16  # each has a row, if only a repeated one
 
 # The plan that costs least is taken of those whose parts hold at most n eighths of the capacity.
 _EIGHTHS = (8, 7, 6, 5, 4, 3, 2, 1)
@@ -181,12 +183,20 @@ def pack_groups(
     """
     capacity = as_int(capacity, "capacity", least=1)
     world_size = as_int(world_size, "world_size", least=1)
+    if world_size > _MOST_RANKS:
+        raise ValueError(f"world_size must be at most {_MOST_RANKS}, got {world_size}")
     check_flag(padded, "padded")
-    if not isinstance(completions, Iterable):
-        raise TypeError(f"completions must be a list for each group, got {shown(completions)}")
+    if isinstance(completions, Tensor):
+        check_tensor(completions, "completions")
+    try:
+        groups_of_lengths = list(completions)
+    except TypeError as error:  # NumPy's arrays without dimensions say that they can be iterated
+        raise TypeError(
+            f"completions must be a list for each group, got {shown(completions)}"
+        ) from error
     groups = _Groups(
         _checked_lengths(prompts, "prompts"),
-        [_checked_lengths(each, f"completions[{g}]") for g, each in enumerate(completions)],
+        [_checked_lengths(each, f"completions[{g}]") for g, each in enumerate(groups_of_lengths)],
         capacity,
         _checked_cost(cost),
         bool(padded),

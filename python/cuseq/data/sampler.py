@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from cuseq._arguments import as_int, check_flag, one_of, shown
+from cuseq._arguments import as_int, check_flag, check_tensor, one_of, shown
 from cuseq.data._balance import coefficients_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
@@ -204,6 +204,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Return the costs of the samples as float64."""
         if self.balance is not None:
             raise ValueError(f"balance must be None if costs are given, got {self.balance!r}")
+        if isinstance(costs, Tensor):
+            check_tensor(costs, "costs")
         try:
             values = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
         except (TypeError, ValueError, RuntimeError) as error:

@@ -185,8 +185,10 @@ def test_lengths_of_any_kind_give_the_same_plan():
         (([1.5], [[2]], 10), {}, TypeError, r"prompts must be ints.*prompts\[0\] = 1.5"),
         (([1], [[None]], 10), {}, TypeError, r"completions\[0\] must be ints"),
         (([1], 3, 10), {}, TypeError, "completions must be a list for each group, got 3"),
+        (([1], np.array(3), 10), {}, TypeError, "completions must be a list for each group"),
         (([1], [[1]], 0), {}, ValueError, "capacity must be at least 1, got 0"),
         (([1], [[1]], 10), {"world_size": 0}, ValueError, "world_size must be at least 1"),
+        (([1], [[1]], 10), {"world_size": 2**40}, ValueError, "world_size must be at most 65536"),
         (([1], [[1]], 10), {"cost": (1, 2)}, ValueError, "cost must be three coefficients"),
         (([1], [[1]], 10), {"cost": (1, -2, 0)}, ValueError, "cost must be three coefficients"),
         (([1], [[1]], 10), {"padded": None}, TypeError, "padded must be True or False"),
@@ -252,6 +254,7 @@ def test_a_state_knows_the_costs():
         ([1.0, -1.0], {}, ValueError, r"not negative, got costs\[1\] = -1"),
         ([float("nan"), 1.0], {}, ValueError, r"finite and not negative, got costs\[0\]"),
         (["a", "b"], {}, TypeError, "costs must be numbers"),
+        (torch.ones(2).to_sparse(), {}, TypeError, "costs must be a dense tensor"),
         ([1.0, 1.0], {"balance": "tokens"}, ValueError, "balance must be None if costs are given"),
     ],
 )
