@@ -6,6 +6,8 @@
 - Attention, forward and backward, of one row of a group: the tree; packed rows that copy the prompt
   into each sample; keys and values gathered for each node's path, as TRL's AsyncGRPO does; flex
   attention with unsloth's mask of labels. The last two need a GPU.
+- Attention over a trace that branches at every turn: by calls, in one kernel, and the modelled
+  times that choose between them.
 - A training step of the shape of Qwen3-0.6B whose head runs on completions, tree against copies.
 
 On a CPU the sizes are small, and only say that everything runs.
@@ -22,6 +24,7 @@ import torch
 from report import Report, Table, arguments, environment
 
 import cuseq
+from cuseq._tree_choice import times_of
 
 Tensor = torch.Tensor
 
@@ -53,6 +56,9 @@ GPU = [
     Group(512, 4096, 8),
 ]
 CPU = [Group(64, 16, 4)]
+# Turns of a trace, and tokens of each of a turn's two answers.
+GPU_TRACES = [(4, 64), (4, 512), (16, 32), (16, 128), (16, 512), (64, 32), (64, 128)]
+CPU_TRACES = [(4, 8), (16, 2), (16, 16)]
 
 SHAPE = dict(
     vocab_size=151_936,
@@ -197,6 +203,34 @@ def measure_attention(
     return row
 
 
+def measure_trace(
+    turns: int, tokens: int, heads: tuple[int, int, int], device: torch.device
+) -> dict[str, object]:
+    """Return milliseconds of both ways over a trace, and the modelled ones."""
+    parents = [-1]
+    for turn in range(turns):
+        parents += [2 * turn] * 2  # the answer that was dropped, and the one that was kept
+    tree = cuseq.PackedTree.from_parents([tokens] * len(parents), parents, device=device)
+    on_gpu = device.type == "cuda"
+    row: dict[str, object] = {"trace": f"{turns} / {tokens}"}
+    tensors = leaves(tree.layout.total_tokens, heads, device)
+    grad = torch.ones_like(tensors[0])
+    ways = {"calls": "flash" if on_gpu else "segments", "auto": "auto"}
+    if on_gpu:
+        ways["flex"] = "flex"
+    for name, backend in ways.items():
+
+        def both(backend: str = backend) -> object:
+            out = cuseq.varlen_attention(*tensors, tree.layout, backend=backend)
+            return torch.autograd.grad(out, tensors, grad)
+
+        row[name] = timer.device_time(both, device=device, repeats=20).median / 1e3
+    row["chosen"] = cuseq.attention_backend(*tensors, tree.layout).name
+    times = times_of(tensors[0], tensors[2], tree.layout)
+    row["modelled"] = f"{times.calls / 1e3:.2f} / {times.one_kernel / 1e3:.2f}"
+    return row
+
+
 # ------------------------------------------------------------------------------- a step
 
 
@@ -272,6 +306,12 @@ def main() -> None:
         columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
     attention = [measure_attention(group, heads, device) for group in groups]
     report.tables.append(Table("Attention, forward and backward", columns, attention))
+    columns = {"trace": "turns / tokens", "calls": "calls, ms"}
+    columns |= {"flex": "flex, ms"} if on_gpu else {}
+    columns |= {"auto": "chosen, ms", "chosen": "which", "modelled": "modelled calls / one kernel"}
+    traces = GPU_TRACES if on_gpu else CPU_TRACES
+    found = [measure_trace(*trace, heads, device) for trace in traces]
+    report.tables.append(Table("Attention over traces, forward and backward", columns, found))
     memory = {"tree_gb": "tree, GiB", "copies_gb": "copies, GiB"} if on_gpu else {}
     columns = {"group": sizes, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
     steps = measure_steps(groups, device)

@@ -140,9 +140,12 @@ TORCH_LIBRARY(cuseq, m) {
         pure);
 
   // csrc/ops/segment_reduce.cpp. `kind` is "sum", "mean", "max" or "last"; `which` is the token of
-  // each maximum, and empty for other kinds.
+  // each maximum, and empty for other kinds. Offsets may be followed by unused ones: host_meta, or
+  // the rows of grad_out, say how many sequences there are.
   const std::string segments = "Tensor cu_seqlens, str kind, Tensor? cu_seqlens_padded=None";
-  m.def(("segment_reduce(Tensor values, " + segments + ") -> (Tensor out, Tensor which)").c_str(),
+  m.def(("segment_reduce(Tensor values, " + segments +
+         ", Tensor? host_meta=None) -> (Tensor out, Tensor which)")
+            .c_str(),
         pure);
   m.def(("segment_reduce_backward(Tensor grad_out, Tensor which, ScalarType dtype, "
          "SymInt total_tokens, " +

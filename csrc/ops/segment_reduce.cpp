@@ -4,6 +4,7 @@
 
 #include <string_view>
 
+#include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/dtype_name.h"
@@ -35,10 +36,19 @@ void check_rows(const Tensor& rows, const char* name, const Tensor& cu_seqlens) 
                     rows.size(1));
 }
 
-SegmentReduceArgs arguments(const Tensor& cu_seqlens, std::string_view kind,
-                            const OptionalTensor& padded, int64_t total_tokens, int64_t columns) {
+SegmentReduceArgs arguments(Tensor cu_seqlens, std::string_view kind, OptionalTensor padded,
+                            int64_t total_tokens, int64_t columns, OptionalInt num_seqs) {
   check_offsets(cu_seqlens);
   check_tokens(total_tokens);
+  if (num_seqs.has_value() && *num_seqs + 1 < cu_seqlens.size(0)) {
+    cu_seqlens = cu_seqlens.narrow(0, 0, *num_seqs + 1);
+    if (padded.has_value()) {
+      check_offsets(*padded);
+      TORCH_CHECK_VALUE(padded->size(0) > *num_seqs, "cu_seqlens_padded must have at least ",
+                        *num_seqs + 1, " entries, got ", padded->size(0));
+      padded = padded->narrow(0, 0, *num_seqs + 1);
+    }
+  }
   check_offset_values(cu_seqlens, total_tokens);
   check_padded_offsets(padded, cu_seqlens, total_tokens);
   SegmentReduceArgs args;
@@ -48,14 +58,28 @@ SegmentReduceArgs arguments(const Tensor& cu_seqlens, std::string_view kind,
   return args;
 }
 
+// Return the number of sequences of a layout; waits for the copy of lengths that came from a GPU.
+OptionalInt num_seqs_of(const OptionalTensor& host_meta, const Tensor& cu_seqlens,
+                        int64_t total_tokens) {
+  if (!host_meta.has_value()) return std::nullopt;
+  const HostMeta meta = HostMeta::of(*host_meta);
+  TORCH_CHECK_VALUE(meta.total_tokens == total_tokens,
+                    "values must have packed.total_tokens = ", meta.total_tokens, " rows, got ",
+                    total_tokens);
+  meta.check_offsets(cu_seqlens);
+  return meta.num_seqs;
+}
+
 std::tuple<Tensor, Tensor> segment_reduce_kernel(const Tensor& values, const Tensor& cu_seqlens,
                                                  c10::string_view kind,
-                                                 const OptionalTensor& padded) {
+                                                 const OptionalTensor& padded,
+                                                 const OptionalTensor& host_meta) {
   check_rows(values, "values", cu_seqlens);
   SegmentReduceArgs args =
-      arguments(cu_seqlens, {kind.data(), kind.size()}, padded, values.size(0), values.size(1));
+      arguments(cu_seqlens, {kind.data(), kind.size()}, padded, values.size(0), values.size(1),
+                num_seqs_of(host_meta, cu_seqlens, values.size(0)));
   args.type = float_type(values, "values");
-  const int64_t segments = cu_seqlens.size(0) - 1;
+  const int64_t segments = args.segments.seqlens.n_seqs;
   Tensor out =
       at::empty({segments, values.size(1)}, values.options().dtype(wide(values.scalar_type())));
   const int64_t maxima = args.kind == Reduction::kMax ? values.size(1) : 0;
@@ -73,9 +97,9 @@ Tensor segment_reduce_backward_kernel(const Tensor& grad_out, const Tensor& whic
                                       const OptionalTensor& padded) {
   check_rows(grad_out, "grad_out", cu_seqlens);
   const int64_t columns = grad_out.size(1);
-  SegmentReduceArgs args =
-      arguments(cu_seqlens, {kind.data(), kind.size()}, padded, total_tokens, columns);
-  const int64_t segments = cu_seqlens.size(0) - 1;
+  SegmentReduceArgs args = arguments(cu_seqlens, {kind.data(), kind.size()}, padded, total_tokens,
+                                     columns, grad_out.size(0));
+  const int64_t segments = args.segments.seqlens.n_seqs;
   TORCH_CHECK_VALUE(grad_out.size(0) == segments, "grad_out must have a row for each of the ",
                     segments, " sequences, got ", grad_out.size(0));
   TORCH_CHECK_TYPE(grad_out.scalar_type() == wide(dtype), "grad_out must be ",

@@ -21,6 +21,7 @@ void bind_tree_meta_slots(py::module_& m) {
   py::class_<TreeMetaSlots> slots(m, "TreeMeta", "What each entry of a tree's meta holds.");
   slots.attr("DEPTH") = static_cast<int>(kTreeDepth);
   slots.attr("LONGEST_PATH") = static_cast<int>(kTreeLongestPath);
+  slots.attr("MEAN_KEYS") = static_cast<int>(kTreeMeanKeys);
   slots.attr("NUM_NODES") = static_cast<int>(kTreeNumNodes);
   slots.attr("NODE_CAPACITY") = static_cast<int>(kTreeNodeCapacity);
   slots.attr("OFFSETS_CAPACITY") = static_cast<int>(kTreeOffsetsCapacity);

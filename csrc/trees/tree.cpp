@@ -61,6 +61,15 @@ int64_t Tree::longest_path() const {
   return longest;
 }
 
+int64_t Tree::mean_keys() const {
+  int64_t pairs = 0;
+  for (int32_t node = 0; node < size(); ++node) {
+    const int64_t tokens = length(node);
+    pairs += tokens * positions[node] + tokens * (tokens + 1) / 2;
+  }
+  return tokens() == 0 ? 0 : (pairs + tokens() - 1) / tokens();
+}
+
 int32_t Tree::deepest() const {
   return depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end());
 }
@@ -125,6 +134,7 @@ Calls calls_of(const Tree& tree, int64_t max_seqs, int64_t max_depth, int64_t to
   calls.meta.resize(kTreeMetaHead + max_depth * kTreeCallSize, 0);
   calls.meta[kTreeDepth] = depth;
   calls.meta[kTreeLongestPath] = static_cast<int32_t>(tree.longest_path());
+  calls.meta[kTreeMeanKeys] = static_cast<int32_t>(tree.mean_keys());
   calls.meta[kTreeNumNodes] = tree.size();
   calls.meta[kTreeNodeCapacity] = static_cast<int32_t>(max_seqs);
   calls.meta[kTreeOffsetsCapacity] = static_cast<int32_t>(3 * parents);

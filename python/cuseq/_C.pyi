@@ -86,6 +86,7 @@ class TreeMeta:
 
     DEPTH: int
     LONGEST_PATH: int
+    MEAN_KEYS: int
     NUM_NODES: int
     NODE_CAPACITY: int
     OFFSETS_CAPACITY: int

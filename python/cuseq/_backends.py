@@ -26,7 +26,7 @@ TABLE = "_attention_table.csv"
 FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
 
 # Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
-_LEAST_TOKENS_FOR_FLEX = 512
+LEAST_TOKENS_FOR_FLEX = 512
 # How far flex must be ahead where another backend has one kernel too: layers that are compiled one
 # by one each make the block mask again, and their kernels take longer to compile.
 _HANDICAP = 1.05
@@ -127,12 +127,12 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
         return q.shape[0] > 0
     if asked.backend != "auto":
         return False
-    if not _computes_in_half(q) or _flex_obstacle(q, v):
+    if not computes_in_half(q) or _flex_obstacle(q, v):
         return False
     mask = _mask_only_flex_runs_at_once(packed, asked)
     if is_compiling():
         return _compiled_code_takes_flex(q, v, asked, mask)
-    if mask is None or q.shape[0] < _LEAST_TOKENS_FOR_FLEX:
+    if mask is None or q.shape[0] < LEAST_TOKENS_FOR_FLEX:
         return False
     if is_capturing(q.device):
         return True  # the capture cannot copy the offsets that segments need
@@ -193,7 +193,7 @@ def _constant(size: int, constants: tuple[int, ...]) -> int:
 def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> int | None:
     """Return the fewest tokens from which flex stays the fastest in compiled code, or None."""
     least = None
-    for power in range(_LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):
+    for power in range(LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):
         facts = (True, head_dim, mask, window, "compiled", 2**power, 0)
         if fastest_measured(None, facts, handicap=_HANDICAP) != "flex":
             least = None
@@ -221,7 +221,7 @@ def fastest_measured(q: Tensor | None, facts: tuple[Any, ...], handicap: float =
     return min(there, key=there.__getitem__, default=None)
 
 
-def _computes_in_half(q: Tensor) -> bool:
+def computes_in_half(q: Tensor) -> bool:
     """Return whether attention runs in fp16 or bf16; fp32 keeps its exact kernels."""
     autocast = torch.is_autocast_enabled(q.device.type)
     dtype = torch.get_autocast_dtype(q.device.type) if autocast else q.dtype

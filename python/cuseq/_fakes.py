@@ -297,8 +297,12 @@ def _(
 
 
 @register_fake("cuseq::segment_reduce")
-def _(values, cu_seqlens, kind, cu_seqlens_padded=None):
-    segments, columns = cu_seqlens.shape[0] - 1, values.shape[1]
+def _(values, cu_seqlens, kind, cu_seqlens_padded=None, host_meta=None):
+    columns = values.shape[1]
+    # The number of sequences is read when the op runs, so one graph serves all of them.
+    segments = (
+        cu_seqlens.shape[0] - 1 if host_meta is None else torch.library.get_ctx().new_dynamic_size()
+    )
     which = cu_seqlens.new_empty(segments, columns if kind == "max" else 0)
     return values.new_empty(segments, columns, dtype=_summed(values.dtype)), which
 

@@ -71,15 +71,14 @@ def dense_mask(packed: LayoutFacts, dtype: torch.dtype, window: int | None, fini
     """Return `PackedLayout.dense_mask` of a tree."""
 
     def make() -> Tensor:
-        seen, tokens = visible(packed, window), packed.total_tokens
-        # Lines start at multiples of 16 elements, as PyTorch's kernels want them.
-        mask = torch.zeros(tokens, -(-tokens // 16) * 16, dtype=dtype, device=packed.device)
-        mask = mask[:, :tokens]
+        offsets, tokens = packed.state.cu_seqlens_static, packed.state.total_tokens
+        # The op checks the size and aligns the lines; the values are written here.
+        mask = _ops.dense_mask(offsets, tokens, True, True, None, None, None, None, dtype, finite)
+        seen = visible(packed, window)
         if dtype == torch.bool:
-            mask.copy_(seen)
-        else:
-            mask.masked_fill_(~seen, torch.finfo(dtype).min if finite else -torch.inf)
-        return mask[None, None]
+            return mask.copy_(seen)
+        hidden = torch.finfo(dtype).min if finite else -torch.inf
+        return mask.zero_().masked_fill_(~seen, hidden)
 
     if is_compiling():
         return make()
@@ -152,12 +151,12 @@ def attend_densely(
     k: Tensor,
     v: Tensor,
     packed: LayoutFacts,
-    window: int,
+    window: int | None,
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention over a tree with a window, with the scores of all pairs in memory."""
+    """Compute attention over a tree with the scores of all pairs in memory."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     queries = q.to(wide).transpose(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from cuseq._backends import (
 from cuseq._flex import attend_by_flex
 from cuseq._layout_state import LayoutState
 from cuseq._spans import Spans
+from cuseq._tree_choice import one_kernel_pays, why_one_kernel
 from cuseq._tree_masks import attend_densely, longest_path, pairs_with_ancestors
 from cuseq.distributed._groups import name_or_default
 from cuseq.layout import PackedLayout, check_layout
@@ -61,6 +62,7 @@ def varlen_attention(
 
     With the layout of a `PackedTree` a token sees its path. A window that is shorter than the
     longest path counts tokens of the path; it runs as flex attention, or densely where that cannot.
+    So does a tree with more depths than its calls pay for, by modelled time, in eager code.
 
     Args:
         q: `[total_tokens, heads, head_dim]`; the last dimension must be contiguous.
@@ -113,7 +115,7 @@ def varlen_attention(
     options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
     if packed.is_tree:
         options = options.of_tree(packed)
-        if options.window is not None:
+        if options.window is not None or one_kernel_pays(q, v, packed, options.backend):
             return _attend_along_paths(q, k, v, packed, sinks, options)
     if _runs_flex(q, v, packed, options):
         if not is_compiling():  # the checks of the op, which does not run
@@ -174,6 +176,10 @@ def attention_backend(
         if options.window is not None:
             name = _path_backend(q, v, packed, options)
             return AttentionBackend(name, "the window is shorter than a path of the tree")
+        if one_kernel_pays(q, v, packed, options.backend):
+            return AttentionBackend(
+                _path_backend(q, v, packed, options), why_one_kernel(q, v, packed)
+            )
     if _runs_flex(q, v, packed, options):
         return AttentionBackend("flex", why_flex(options.question()))
     return AttentionBackend(*_C.attention_choice(q, k, v, *options.of_op(q, packed)))
@@ -324,15 +330,14 @@ def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) ->
 def _attend_along_paths(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, sinks: Tensor | None, options: _Options
 ) -> Tensor:
-    """Compute attention over a tree with a window that is shorter than its longest path."""
+    """Compute attention over a tree in one kernel, with the tree's mask."""
     if not is_compiling():  # the checks of the op, which does not run
         _check_rows(q, k, v)
         whole = options._replace(backend="auto", window=None)
         _C.attention_choice(q, k, v, *whole.of_op(q, packed))
     if _path_backend(q, v, packed, options) == "flex":
         return attend_by_flex(q, k, v, packed, sinks=sinks, **options.of_flex())
-    window = cast("int", options.window)
-    return attend_densely(q, k, v, packed, window, options.scale, options.softcap, sinks)
+    return attend_densely(q, k, v, packed, options.window, options.scale, options.softcap, sinks)
 
 
 def _path_backend(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cuseq._arguments import as_float, as_int, check_flag, check_tensor
 from cuseq.layout import PackedLayout, check_layout
@@ -29,8 +30,8 @@ def segment_sum(values: Tensor, packed: PackedLayout) -> Tensor:
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or the layout do not fit.
 
-    Waits only for the number of sequences, if the layout's lengths came from a GPU. Compiled code
-    is compiled anew for each number of sequences.
+    Waits only for the number of sequences, if the layout's lengths came from a GPU. One compiled
+    graph serves every number of sequences, for layouts of one `total_tokens` and `max_seqs`.
 
     Examples:
         >>> packed = cuseq.PackedLayout.from_lengths([2, 3])
@@ -89,15 +90,19 @@ def _reduced(values: Tensor, packed: PackedLayout, kind: str) -> Tensor:
             f"values must have the layout's total_tokens = {packed.total_tokens} rows, got shape "
             f"{list(values.shape)}"
         )
-    padded = packed.cu_seqlens_padded if packed.pads_between_sequences else None
     columns = values.shape[1:].numel()
     flat = values.reshape(values.shape[0], columns).contiguous()
-    out, _ = _ops.segment_reduce(flat, packed.cu_seqlens, kind, padded)
-    return out.view(-1, *values.shape[1:])
+    if is_compiling():
+        offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
+        out, _ = _ops.segment_reduce(flat, offsets, kind, padded, packed.host_meta)
+    else:
+        padded = packed.cu_seqlens_padded if packed.pads_between_sequences else None
+        out, _ = _ops.segment_reduce(flat, packed.cu_seqlens, kind, padded)
+    return out.view(out.shape[0], *values.shape[1:])
 
 
 def _save_segments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    values, offsets, ctx.kind, padded = inputs
+    values, offsets, ctx.kind, padded, _ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(offsets, padded, output[1])
     ctx.dtype, ctx.tokens = values.dtype, values.shape[0]
@@ -108,7 +113,7 @@ def _spread(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ..
     grads = _ops.segment_reduce_backward(
         grad.contiguous(), which, ctx.dtype, ctx.tokens, offsets, ctx.kind, padded
     )
-    return grads, None, None, None
+    return grads, None, None, None, None
 
 
 torch.library.register_autograd("cuseq::segment_reduce", _spread, setup_context=_save_segments)

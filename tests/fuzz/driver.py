@@ -34,6 +34,7 @@ HOST_ONLY = (
     "cuseq.PackingCollator",
     "cuseq.data.Pack",
     "cuseq.data.bin_pack",
+    "cuseq.data.pack_groups",
     "cuseq.data.split_by_tokens",
 )
 

@@ -1,6 +1,7 @@
 """Planning, sampling, streaming and collating of packed rows."""
 
 from cuseq.data.collator import PackingCollator, mask_boundary_labels
+from cuseq.data.groups import pack_groups
 from cuseq.data.plan import PackingPlan, bin_pack
 from cuseq.data.sampler import PackedBatchSampler
 from cuseq.data.split import split_by_tokens
@@ -13,5 +14,6 @@ __all__ = [
     "PackingPlan",
     "bin_pack",
     "mask_boundary_labels",
+    "pack_groups",
     "split_by_tokens",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,18 @@ def seed_of(*purpose: str | int) -> int:
     """Return a 64-bit seed hashed from `purpose`, the same on every machine."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def coefficients_of(cost: Any) -> tuple[float, float, float] | None:
+    """Return three numbers `(quadratic, linear, constant)` as floats; None if they are not that."""
+    try:
+        if isinstance(cost, str):
+            return None
+        quadratic, linear, constant = (float(value) for value in cost)
+    except (TypeError, ValueError):
+        return None
+    coefficients = (quadratic, linear, constant)
+    return coefficients if all(0 <= value < float("inf") for value in coefficients) else None
 
 
 def deal(costs: Sequence[Tensor], accumulation: int, world_size: int) -> Tensor:

@@ -101,7 +101,7 @@ class Window:
     def num_rows(self) -> int:
         return len(self.begins)
 
-    def samples_of(self, rows: Tensor) -> Tensor:
+    def samples_of(self, rows: Tensor | slice) -> Tensor:
         """Return the samples of the given rows, row after row."""
         begins, counts = self.begins[rows], self.ends[rows] - self.begins[rows]
         shifts = begins - counts.cumsum(0) + counts
@@ -142,6 +142,7 @@ class Epoch:
         world_size: number of ranks.
         accumulation: rows of each rank in one step of the optimizer.
         before: the finished stages, oldest first.
+        costs: float64 `[n_samples]`, the cost to balance instead of one of the lengths.
     """
 
     def __init__(
@@ -152,8 +153,10 @@ class Epoch:
         world_size: int,
         accumulation: int,
         before: tuple[Stage, ...] = (),
+        costs: Tensor | None = None,
     ):
         self._lengths = lengths
+        self._given_costs = costs
         self._packing = packing
         self._number = number
         self._world_size = world_size
@@ -233,6 +236,7 @@ class Epoch:
             last.world_size,
             last.accumulation,
             tuple(before),
+            self._given_costs,
         )
         return stage.rest_after(last.steps)
 
@@ -299,8 +303,11 @@ class Epoch:
         first_spare = int(window.begins[window.num_rows - spare])
         rows = [row.tolist() for row in window.take_out(numbers)]
         lengths = {sample: int(self._lengths[sample]) for row in rows for sample in row}
-        a, b, c = self._packing.coefficients[0]
-        costs = {sample: (a * n + b) * n + c for sample, n in lengths.items()}
+        if self._given_costs is not None:
+            costs = {sample: float(self._given_costs[sample]) for sample in lengths}
+        else:
+            a, b, c = self._packing.coefficients[0]
+            costs = {sample: (a * n + b) * n + c for sample, n in lengths.items()}
         made, window.repeated = take_apart(
             rows, len(rows) + missing, lengths, costs, self._packing.capacity
         )
@@ -313,7 +320,7 @@ class Epoch:
         if window.grid is None:
             seed = self._seed("steps", *window.name) if self._packing.shuffle else None
             shape = (-1, self._accumulation, self._world_size)
-            if self._packing.balance is None:
+            if self._packing.balance is None and self._given_costs is None:
                 window.grid = order_of(window.num_rows, seed).view(shape)
             else:
                 window.grid = shuffle_groups(self._balanced(window), seed)
@@ -326,7 +333,10 @@ class Epoch:
         numbers = torch.empty(window.num_rows, dtype=torch.int64, device="cpu")
         for first, part in zip(range(0, window.num_rows, size), numbers.split(size), strict=True):
             rows = slice(first, first + size)
-            costs = [self._costs(window, c, rows) for c in self._packing.coefficients]
+            if self._given_costs is not None:
+                costs = [self._sums(window, self._given_costs, rows)]
+            else:
+                costs = [self._costs(window, c, rows) for c in self._packing.coefficients]
             torch.add(deal(costs, self._accumulation, self._world_size).flatten(), first, out=part)
         return numbers.view(-1, self._accumulation, self._world_size)
 
@@ -342,6 +352,14 @@ class Epoch:
     ) -> Tensor:
         begins, ends = window.begins[rows], window.ends[rows]
         return _C.row_costs(self._lengths, window.samples, begins, ends, *coefficients)
+
+    @staticmethod
+    def _sums(window: Window, costs: Tensor, rows: slice) -> Tensor:
+        """Return the sum of the costs of each row's samples."""
+        counts = window.ends[rows] - window.begins[rows]
+        owners = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+        each = costs[window.samples_of(rows).long()]
+        return costs.new_zeros(len(counts)).index_add_(0, owners, each)
 
     def _seed(self, *purpose: str | int) -> int:
         return seed_of(self._packing.seed, self._number, *purpose)

@@ -21,30 +21,34 @@ _NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 _WIDE = (torch.uint32, torch.uint64)
 
 
-def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor) -> Tensor:
-    """Return lengths as an int32 or int64 tensor, without a copy if they have such a type."""
+def host_lengths(lengths: Iterable[int] | numpy.ndarray | Tensor, name: str = "lengths") -> Tensor:
+    """Return lengths as an int32 or int64 tensor, without a copy if they have such a type.
+
+    Args:
+        name: what messages call them.
+    """
     if isinstance(lengths, Tensor):
-        check_tensor(lengths, "lengths")
+        check_tensor(lengths, name)
         values = lengths
     elif is_array(lengths):
-        values = _from_array(lengths)
+        values = _from_array(lengths, name)
     else:
-        values = _from_ints(lengths)
+        values = _from_ints(lengths, name)
     if values.device.type != "cpu":
         raise ValueError(
-            f"lengths must lie on the CPU, where rows are planned, got {values.device}: keep the "
+            f"{name} must lie on the CPU, where rows are planned, got {values.device}: keep the "
             "lengths that the dataset knows, or copy them with .cpu()"
         )
     if values.dtype not in (*_KEPT, *_NARROW, *_WIDE):
-        raise TypeError(f"lengths must be integers, got {values.dtype}")
+        raise TypeError(f"{name} must be integers, got {values.dtype}")
     if values.dim() != 1:
-        raise ValueError(f"lengths must have one dimension, got shape {tuple(values.shape)}")
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
     if values.dtype in _KEPT:
         return values.detach()
     converted = values.to(torch.int32 if values.dtype in _NARROW else torch.int64)
     if values.dtype == torch.uint64 and bool((converted < 0).any()):
         first = int((converted < 0).int().argmax())
-        raise ValueError(f"lengths must fit in int64, got lengths[{first}] = {values[first]}")
+        raise ValueError(f"{name} must fit in int64, got {name}[{first}] = {values[first]}")
     return converted
 
 
@@ -54,9 +58,9 @@ def is_array(values: object) -> TypeGuard[numpy.ndarray]:
     return numpy is not None and isinstance(values, numpy.ndarray)
 
 
-def _from_array(lengths: numpy.ndarray) -> Tensor:
+def _from_array(lengths: numpy.ndarray, name: str) -> Tensor:
     if lengths.dtype.kind not in "iu":
-        raise TypeError(f"lengths must be integers, got an array of {lengths.dtype}")
+        raise TypeError(f"{name} must be integers, got an array of {lengths.dtype}")
     return array_as_tensor(lengths)
 
 
@@ -74,30 +78,30 @@ def array_as_tensor(values: numpy.ndarray) -> Tensor:
         return torch.from_numpy(values)
 
 
-def _from_ints(lengths: Iterable[int]) -> Tensor:
+def _from_ints(lengths: Iterable[int], name: str) -> Tensor:
     try:
         if isinstance(lengths, (str, bytes, bytearray)):
             raise TypeError(f"a {type(lengths).__name__} is no list of lengths")
         values = array("q", lengths)  # refuses what int() would cut off
     except OverflowError as error:
-        raise ValueError(f"lengths must fit in int64, got {_first_wrong(lengths)}") from error
+        raise ValueError(f"{name} must fit in int64, got {_first_wrong(lengths, name)}") from error
     except TypeError as error:
         raise TypeError(
-            "lengths must be ints, an integer array or an integer tensor, got "
-            f"{_first_wrong(lengths)}"
+            f"{name} must be ints, an integer array or an integer tensor, got "
+            f"{_first_wrong(lengths, name)}"
         ) from error
     if len(values) == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.frombuffer(values, dtype=torch.int64)
 
 
-def _first_wrong(lengths: Any) -> str:
+def _first_wrong(lengths: Any, name: str) -> str:
     """Describe the first length that is not a 64-bit int, or else the whole argument."""
     if isinstance(lengths, Sequence) and not isinstance(lengths, (str, bytes, bytearray)):
         for number, length in enumerate(lengths):
             try:
                 array("q", [length])
             except (TypeError, OverflowError):
-                return f"lengths[{number}] = {length!r}"
+                return f"{name}[{number}] = {length!r}"
     got = repr(lengths)
     return got if len(got) <= 80 else f"{got[:80]}..."

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from cuseq._arguments import as_int, check_flag, one_of
+from cuseq._arguments import as_int, check_flag, check_tensor, one_of, shown
+from cuseq.data._balance import coefficients_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
 from cuseq.data._state import refuse_other
@@ -74,6 +75,9 @@ class PackedBatchSampler(Sampler[list[int]]):
             squared lengths of a row; or non-negative coefficients `(quadratic, linear, constant)`
             for a cost of `quadratic * n * n + linear * n + constant` per sample of n tokens. Rows
             of about equal cost then share a step.
+        costs: cost of each sample, not negative, a float array or tensor on the CPU, `[n_samples]`,
+            to balance instead of a `balance` by length: such as that of a group of GRPO or DPO,
+            whose length is its unique tokens. `balance` must be None.
         accumulation: rows of each rank in one step of the optimizer. Their total cost is balanced;
             the number of rows of each rank is a multiple of it.
         overlong: how to treat samples longer than `capacity`: `"raise"` a ValueError, or `"skip"`
@@ -143,6 +147,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
         strategy: str = "bfd",
         balance: str | Sequence[float] | None = None,
+        costs: Sequence[float] | numpy.ndarray | Tensor | None = None,
         accumulation: int = 1,
         overlong: str = "raise",
         seed: int = 0,
@@ -174,6 +179,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
         self._lengths = host_lengths(lengths)
         self.skipped = self._check_lengths()
+        self._costs = None if costs is None else self._checked_costs(costs)
         self.epoch = 0
         self._next = _Position()  # where the next iteration starts
         self._position = _Position()  # of the iterator that advanced last
@@ -193,6 +199,29 @@ class PackedBatchSampler(Sampler[list[int]]):
                     self._refuse(begin, chunk, above, rule, ': overlong="skip" leaves it out')
                 skipped += int(above.sum())
         return skipped
+
+    def _checked_costs(self, costs: Any) -> Tensor:
+        """Return the costs of the samples as float64."""
+        if self.balance is not None:
+            raise ValueError(f"balance must be None if costs are given, got {self.balance!r}")
+        if isinstance(costs, Tensor):
+            check_tensor(costs, "costs")
+        try:
+            values = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"costs must be numbers, got {shown(costs)}") from error
+        if values.shape != self._lengths.shape:
+            raise ValueError(
+                f"costs must have one number for each of the {len(self._lengths)} samples, got "
+                f"shape {tuple(values.shape)}"
+            )
+        wrong = ~((values >= 0) & values.isfinite())
+        if bool(wrong.any()):
+            first = int(wrong.int().argmax())
+            raise ValueError(
+                f"costs must be finite and not negative, got costs[{first}] = {values[first]}"
+            )
+        return values
 
     @staticmethod
     def _refuse(begin: int, chunk: Tensor, wrong: Tensor, rule: str, way_out: str = "") -> None:
@@ -250,7 +279,13 @@ class PackedBatchSampler(Sampler[list[int]]):
                 buffer=self.buffer,
             )
             self._epochs[before] = Epoch(
-                self._lengths, packing, self.epoch, self.world_size, self.accumulation, before
+                self._lengths,
+                packing,
+                self.epoch,
+                self.world_size,
+                self.accumulation,
+                before,
+                self._costs,
             )
         return self._epochs[before]
 
@@ -383,10 +418,15 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of the number and values of the lengths, independent of their dtype."""
+        """Return a hash of the number and values of the lengths, independent of their dtype, and of
+        the costs.
+        """
         digest = hashlib.blake2b(digest_size=12)
         for _, chunk in _chunks(self._lengths):
             values = chunk.to(torch.int64).contiguous()
+            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+        if self._costs is not None:
+            values = self._costs.contiguous()
             digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
         return f"{len(self._lengths)}:{digest.hexdigest()}"
 
@@ -394,15 +434,8 @@ class PackedBatchSampler(Sampler[list[int]]):
 def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:
     if balance is None or (isinstance(balance, str) and balance in ("tokens", "attention")):
         return balance
-    try:
-        if isinstance(balance, str):
-            raise ValueError("no such name")
-        quadratic, linear, constant = (float(value) for value in balance)
-    except (TypeError, ValueError):
-        coefficients = None
-    else:
-        coefficients = (quadratic, linear, constant)
-    if coefficients is None or not all(0 <= value < float("inf") for value in coefficients):
+    coefficients = coefficients_of(balance)
+    if coefficients is None:
         raise ValueError(
             'balance must be None, "tokens", "attention" or three coefficients (quadratic, linear, '
             f"constant) that are not negative, got {balance!r}"

@@ -36,6 +36,28 @@ def _(draw):
     }
 
 
+def _check_groups(arguments: dict[str, Any], plan: Any) -> None:
+    rows = [row for rank in range(plan.world_size) for row in plan.rows(rank)]
+    found = sorted(sample for row in rows if not row.repeats for sample in row.samples.tolist())
+    count = sum(len(list(lengths)) for lengths in arguments["completions"])
+    assert found == list(range(count)), f"pack_groups of {count} samples gives {found}"
+
+
+@function("cuseq.data.pack_groups", data.pack_groups, check=_check_groups)
+def _(draw):
+    groups = draw.choice((0, 1, 4))
+    return {
+        "prompts": [draw.choice((0, 1, 3)) for _ in range(groups)],
+        "completions": [
+            [draw.choice((0, 1, 5)) for _ in range(draw.choice((1, 3)))] for _ in range(groups)
+        ],
+        "capacity": draw.choice((8, 20)),
+        "world_size": draw.choice((1, 3)),
+        "cost": (0.5, 1.0, 2.0),
+        "padded": draw.chance(0.5),
+    }
+
+
 def _iterated(of: Any) -> Any:
     """Make it and read a little of what it yields."""
     return lambda arguments: list(islice(iter(of(**arguments)), 50))
@@ -55,6 +77,7 @@ def _(draw):
         "world_size": 2,
         "strategy": draw.choice(("bfd", "ffd", "sequential")),
         "balance": None,
+        "costs": None,
         "accumulation": 1,
         "overlong": "raise",
         "seed": draw.randrange(9),

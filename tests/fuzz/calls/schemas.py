@@ -405,7 +405,7 @@ def _segments(draw: Draw) -> dict[str, Any]:
     }
 
 
-schema("segment_reduce")(_segments)
+schema("segment_reduce")(lambda draw: {**_segments(draw), "host_meta": None})
 
 
 @schema("segment_reduce_backward")

@@ -636,6 +636,8 @@ assert packed.dense_mask(torch.bfloat16).dtype == torch.bfloat16
 ended = packed.block_mask(), cuseq.ops.block_mask(lengths, 512)  # have no such limit
 huge = cuseq.PackedLayout.from_lengths([2**30, 5], max_seqs=2, device=device)
 rows = cuseq.PackedLayout.from_lengths([500] * 4, device=device)
+tree = cuseq.PackedTree.from_parents([500, 12], [-1, 0], device=device).layout
+assert tree.dense_mask().shape == (1, 1, 512, 512) and tree.block_mask() is not None
 assert rows.block_mask(row_length=500).shape == (4, 1, 500, 500)
 for call in (
     lambda: packed.dense_mask(torch.float32),
@@ -646,6 +648,9 @@ for call in (
     lambda: cuseq.ops.dense_mask(lengths, 2**31 - 1, torch.float64),  # more than 2**63 bytes
     lambda: ops.dense_mask(lengths, 512, dtype=torch.float64),
     lambda: ops.cached_dense_mask(lengths, 512, dtype=torch.float32),
+    lambda: tree.dense_mask(torch.float32),
+    lambda: tree.dense_mask(torch.float32, window=3),
+    lambda: torch.compile(lambda p: p.dense_mask(torch.float32), backend="eager")(tree),
 ):
     for part in ("CUSEQ_DENSE_MASK_MAX_BYTES", "block_mask", "varlen_attention"):
         with pytest.raises(ValueError, match=part):

@@ -193,6 +193,71 @@ def test_compiled(device):
         torch.testing.assert_close(grad, one)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", ["sum", "mean", "max", "last"])
+def test_one_graph_serves_all_numbers_of_sequences(kind, backend, device):
+    """Nothing is compiled again, and the losses of GRPO and DPO need no size."""
+    graphs = []
+    inner = torch._dynamo.lookup_backend(backend)
+
+    def counted(module, example):
+        graphs.append(module)
+        return inner(module, example)
+
+    reduce = getattr(cuseq.ops, f"segment_{kind}")
+
+    def loss(values, packed):
+        found = reduce(values, packed)
+        return found.tanh(), found.mean() + found.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend=counted)
+    for lengths in ([3, 4], [1, 2, 2, 1, 1], [7], [2] * 6, [1] * 12, [12], [5, 0, 3]):
+        if kind == "max" and 0 in lengths:
+            continue  # -inf
+        packed = cuseq.PackedLayout.from_lengths(lengths, 12).to(device)
+        values = torch.randn(12, 3, device=device, requires_grad=True)
+        found, expected = compiled(values, packed), loss(values, packed)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+        (grad,) = torch.autograd.grad(found[1] + found[0].sum(), values)
+        (wanted,) = torch.autograd.grad(expected[1] + expected[0].sum(), values)
+        torch.testing.assert_close(grad, wanted)
+    assert len(graphs) == 1
+    padded = [
+        cuseq.PackedLayout.from_lengths(lengths, 12, segment_multiple=4).to(device)
+        for lengths in ([3, 1], [3, 4, 2], [12])
+    ]
+    for packed in padded:
+        values = torch.randn(12, 3, device=device, requires_grad=True)
+        found, expected = compiled(values, packed)[1], loss(values, packed)[1]
+        torch.testing.assert_close(found, expected)
+        (grad,) = torch.autograd.grad(found, values)
+        (wanted,) = torch.autograd.grad(expected, values)
+        torch.testing.assert_close(grad, wanted)
+    assert len(graphs) == 2
+
+
+def test_pairs_are_compiled_once():
+    """DPO views the sums as pairs."""
+    graphs = []
+
+    def counted(module, example):
+        graphs.append(module)
+        return module
+
+    def loss(values, packed):
+        chosen, rejected = cuseq.ops.segment_sum(values, packed).view(-1, 2).unbind(1)
+        return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+    compiled = torch.compile(loss, fullgraph=True, backend=counted)
+    for lengths in ([3, 4], [1, 2, 2, 1], [2] * 6):
+        packed = cuseq.PackedLayout.from_lengths(lengths, 12)
+        values = torch.randn(12)
+        torch.testing.assert_close(compiled(values, packed), loss(values, packed))
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,6 +9,7 @@ import torch
 
 import cuseq
 
+SHORT = "the window is shorter than a path of the tree"
 HARD = {
     "a group of 1": ([-1, 0], [3, 4]),
     "an empty completion": ([-1, 0, 0, 0], [3, 0, 2, 1]),
@@ -70,6 +71,7 @@ def compare(tree, window=None, value_dim=8, device="cpu", **options):
     q, k, v = inputs(tree.layout.total_tokens, value_dim=value_dim, device=device)
     tree = tree.to(device)
     out = cuseq.varlen_attention(q, k, v, tree.layout, window=window, **options)
+    options.pop("backend", None)
     expected = dense(q, k, v, ancestors(tree, window), **options)
     torch.testing.assert_close(out, expected)
     weights = torch.randn_like(out)
@@ -81,15 +83,128 @@ def compare(tree, window=None, value_dim=8, device="cpu", **options):
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("backend", ["auto", "segments"])
 @pytest.mark.parametrize("name", HARD)
-def test_hard_trees(name, device):
-    compare(tree_of(name, tail=3), device=device)
+def test_hard_trees(name, backend, device):
+    """Of these "auto" runs some in one kernel; "segments" runs a call for each depth."""
+    compare(tree_of(name, tail=3), device=device, backend=backend)
 
 
-@pytest.mark.parametrize("name", ["several prompts", "branches at every depth"])
-@pytest.mark.parametrize("window", [1, 3, 5, 100])
+def path_of(q, tree, **options) -> str:
+    found = cuseq.attention_backend(q, q, q, tree.layout, **options)
+    return "one kernel" if "one kernel is modelled" in found.reason else "calls"
+
+
+@pytest.mark.parametrize("depth", [2, 16, 40])
+def test_deep_thin_trees_run_in_one_kernel(depth):
+    """A trace that branches at every turn: more calls than pay."""
+    parents, lengths = [-1], [3]
+    for turn in range(depth):  # the turn's answer that was dropped, and the one that was kept
+        last = 0 if turn == 0 else 2 * turn
+        parents += [last, last]
+        lengths += [1, 2]
+    tree = cuseq.PackedTree.from_parents(lengths, parents, total_tokens=sum(lengths) + 2)
+    q, _, _ = inputs(tree.layout.total_tokens)
+    assert path_of(q, tree) == "one kernel"
+    assert cuseq.attention_backend(q, q, q, tree.layout).name == "dense"
+    assert path_of(q, tree, backend="segments") == "calls"
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    for backend in ("auto", "segments"):
+        compare(tree, backend=backend)
+        compare(tree, backend=backend, softcap=0.8, sinks=sinks, scale=0.3, value_dim=5)
+    fast = cuseq.varlen_attention(q, q, q, tree.layout)
+    torch.testing.assert_close(
+        fast, cuseq.varlen_attention(q, q, q, tree.layout, backend="segments")
+    )
+
+
+def test_groups_and_long_nodes_run_as_calls():
+    group = cuseq.PackedTree.from_parents([2, *[1] * 9], [-1, *[0] * 9])
+    chain = cuseq.PackedTree.from_parents([300] * 4, [-1, 0, 1, 2])
+    for tree in (group, chain):
+        q = torch.zeros(tree.layout.total_tokens, 4, 8)
+        assert path_of(q, tree) == "calls"
+
+
+@pytest.mark.parametrize(
+    ("device_type", "depth", "mean_keys", "tokens", "one_kernel"),
+    [
+        ("cpu", 16, 5, 32, True),
+        ("cpu", 2, 500, 1000, False),
+        ("cpu", 64, 500, 1000, False),
+        ("cuda", 2, 200, 2048, False),
+        ("cuda", 16, 1000, 4096, True),
+        ("cuda", 16, 60_000, 131_072, False),
+    ],
+)
+def test_the_model_weighs_calls_against_pairs(device_type, depth, mean_keys, tokens, one_kernel):
+    from cuseq import _tree_choice as choice
+
+    rates = choice.GPU if device_type == "cuda" else choice.CPU
+    times = choice.modelled_times(depth, mean_keys, tokens, 16, 128, rates)
+    assert (times.one_kernel < times.calls) is one_kernel
+    deeper = choice.modelled_times(depth + 1, mean_keys, tokens, 16, 128, rates)
+    assert deeper.calls > times.calls and deeper.one_kernel == times.one_kernel
+
+
+def test_trees_know_how_many_keys_a_token_sees():
+    from cuseq import _C
+
+    for name in HARD:
+        seen = ancestors(tree_of(name, tail=2))
+        tokens = int(seen.any(1).sum())
+        found = int(tree_of(name, tail=2).layout.state.tree_meta[_C.TreeMeta.MEAN_KEYS])
+        assert found == (-(-int(seen.sum()) // tokens) if tokens else 0), name
+
+
+@pytest.mark.parametrize("name", HARD)
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 100])
 def test_windows_count_along_the_path(name, window):
     compare(tree_of(name, tail=2), window=window)
+
+
+def test_windows_at_the_length_of_the_longest_path():
+    """One token less than the longest path hides a key; the path itself hides none."""
+    tree = tree_of("branches at every depth", tail=2)
+    longest = tree.longest_path
+    q, k, v = inputs(tree.layout.total_tokens)
+    whole = cuseq.varlen_attention(q, k, v, tree.layout, backend="segments")
+    for window in (longest, longest + 1):
+        assert cuseq.attention_backend(q, k, v, tree.layout, window=window).reason != SHORT
+        compare(tree, window=window)
+        found = cuseq.varlen_attention(q, k, v, tree.layout, window=window, backend="segments")
+        assert torch.equal(found, whole)
+    assert cuseq.attention_backend(q, k, v, tree.layout, window=longest - 1).reason == SHORT
+    compare(tree, window=longest - 1)
+
+
+def test_windows_of_random_forests():
+    """Windows cut inside nodes, at their borders and over several ancestors."""
+    draw = random.Random(7)
+    for _ in range(25):
+        path, parents, lengths = [], [], []
+        for node in range(draw.randint(2, 12)):
+            path = path[: draw.randint(0, len(path))]
+            parents.append(path[-1] if path else -1)
+            lengths.append(draw.choice((0, 1, 1, 2, 3, 7)))
+            path.append(node)
+        tree = cuseq.PackedTree.from_parents(lengths, parents, total_tokens=sum(lengths) + 1)
+        sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+        compare(tree, window=draw.randint(1, 9), sinks=draw.choice((None, sinks)))
+
+
+def test_windows_are_those_of_samples_one_by_one():
+    tree = cuseq.PackedTree.from_groups([[1] * 6], [[[3] * 4, [4] * 2, []]])
+    q, k, v = inputs(tree.layout.total_tokens)
+    rows = torch.cat([tree.rows_of(i) for i in range(3)])
+    found = tree.gather(cuseq.varlen_attention(q, k, v, tree.layout, window=4))
+    alone = cuseq.varlen_attention(q[rows], k[rows], v[rows], tree.samples, window=4)
+    torch.testing.assert_close(found, alone)
+    weights = torch.randn_like(found)
+    grads = torch.autograd.grad((found * weights).sum(), [q, k, v])
+    wanted = torch.autograd.grad((alone * weights).sum(), [q, k, v])
+    for grad, one in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, one)
 
 
 def test_options():
@@ -112,7 +227,8 @@ def test_random_forests():
             path.append(node)
         tail = draw.randint(0, 2)
         tree = cuseq.PackedTree.from_parents(lengths, parents, total_tokens=sum(lengths) + tail)
-        compare(tree)
+        for backend in ("auto", "segments"):
+            compare(tree, backend=backend)
 
 
 def test_samples_one_by_one():
@@ -240,7 +356,7 @@ def test_the_op_refuses_what_is_no_tree():
         call(rows=state.tree_rows[:-1])
     with pytest.raises(ValueError, match="tree_rows must hold offsets that ascend"):
         call(rows=torch.zeros_like(state.tree_rows))
-    for slot in range(6, 12):
+    for slot in range(7, 13):
         meta = state.tree_meta.clone()
         meta[slot] = 1 << 20
         with pytest.raises(ValueError, match="tree_"):
