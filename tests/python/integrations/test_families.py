@@ -152,6 +152,16 @@ def test_attention_that_is_not_exact_on_packed_rows_is_refused(family, reason):
         cuseq.enable(small_model(family), rope=False, qk_norm=False)
 
 
+def test_a_deferred_mask_can_be_cut_to_some_queries():
+    """transformers 5.23 cuts the masks of Gemma 4 so, to all queries or to the last ones."""
+    from cuseq.integrations.transformers.masks import cuseq_mask
+
+    mask = cuseq_mask(2, 4, 4, device=torch.device("cpu"))
+    assert mask[:, :, slice(-0, None), :] is mask
+    expected = torch.ones(4, 4, dtype=torch.bool).tril()[-2:].expand(2, 1, 2, 4)
+    assert torch.equal(mask[:, :, slice(-2, None), :].expand(2, 1, 2, 4), expected)
+
+
 @needs
 def test_disable_restores_a_family_with_all_adapters():
     from transformers.models.llama4 import modeling_llama4
