@@ -799,7 +799,7 @@ def test_another_rotation_is_refused(monkeypatch):
     original = modeling_qwen3.apply_rotary_pos_emb
 
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-        return original(q, k, cos, -sin, unsqueeze_dim)
+        return original(q, k, cos, 2 * sin, unsqueeze_dim)
 
     model = make_model("qwen3")
     with monkeypatch.context() as patch:

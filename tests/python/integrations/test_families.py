@@ -35,9 +35,14 @@ REQUIRED = {
     "gemma2": {"attention", "rope"},
     "gemma4_text": {"attention", "rope"},
     "gpt_neox": {"attention", "rope"},
+    "gpt_oss": {"attention", "rope"},
+    "granite_swa": {"attention", "rope"},
+    "granitemoe_swa": {"attention", "rope"},
     "lfm2": {"attention", "rope", "qk_norm", "conv"},
     "llama4_text": {"attention", "rope", "temperature"},
+    "mimo_v2_flash": {"attention", "rope"},
     "minimax_m2": {"attention", "rope"},
+    "nanochat": {"attention", "rope"},
     "olmo2": {"attention", "rope"},
     "phi": {"attention", "rope"},
     "seed_oss": {"attention", "rope"},
@@ -134,9 +139,27 @@ def test_a_leak_that_enable_warns_of_is_not_wrong():
 
 
 @needs
-def test_a_bias_of_scores_is_refused():
-    result = try_family("inkling_text", [])
-    assert result.verdict == REFUSED and "adds biases of its own to the scores" in result.reason
+@pytest.mark.parametrize(
+    "family, reason",
+    [
+        ("inkling_text", "adds biases of its own to the scores"),
+        ("deepseek_v4", "compresses along the row"),
+        ("qwen4_exp_text", "keys that its indexer chooses"),
+    ],
+)
+def test_attention_that_is_not_exact_on_packed_rows_is_refused(family, reason):
+    with pytest.raises(ValueError, match=reason):
+        cuseq.enable(small_model(family), rope=False, qk_norm=False)
+
+
+def test_a_deferred_mask_can_be_cut_to_some_queries():
+    """transformers 5.23 cuts the masks of Gemma 4 so, to all queries or to the last ones."""
+    from cuseq.integrations.transformers.masks import cuseq_mask
+
+    mask = cuseq_mask(2, 4, 4, device=torch.device("cpu"))
+    assert mask[:, :, slice(-0, None), :] is mask
+    expected = torch.ones(4, 4, dtype=torch.bool).tril()[-2:].expand(2, 1, 2, 4)
+    assert torch.equal(mask[:, :, slice(-2, None), :].expand(2, 1, 2, 4), expected)
 
 
 @needs

@@ -24,15 +24,14 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 
 from hybrid_models import (  # noqa: E402
-    BASE,
     CONFIGS,
     ONE_OF_EACH_KIND,
-    VOCAB,
     documents,
     functions_of_packages,
     make_model,
 )
 
+from cuseq.debug.families.models import VOCAB  # noqa: E402
 from cuseq.integrations._foreign import UnknownRelease  # noqa: E402
 from cuseq.integrations.transformers import _recurrent, _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
@@ -602,7 +601,8 @@ def test_a_missing_kernel_is_said_once(device):
 
 
 def test_a_convolution_that_is_too_wide_runs_in_torch(device):
-    config = transformers.Lfm2Config(**BASE, layer_types=["conv", "full_attention"], conv_L_cache=6)
+    config = CONFIGS["lfm2"]()
+    config.conv_L_cache = 6
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.to(device)

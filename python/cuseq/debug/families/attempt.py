@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import cuseq
 from cuseq.debug.families._checks import CHECKS, Run
-from cuseq.debug.families.models import other_parts, small_model
+from cuseq.debug.families.models import other_parts, small_model, text_family
 from cuseq.debug.families.result import (
     DIFFERS,
     LEAKS,
@@ -32,7 +32,9 @@ def try_family(family: str, checks: Collection[str] = tuple(CHECKS)) -> FamilyRe
     """
     parts = other_parts(family)
     if parts:
-        return FamilyResult(family, NOT_TRIED, f"a model of several parts: {', '.join(parts)}")
+        reason = f"a model of several parts: {', '.join(parts)}"
+        text = text_family(family)
+        return FamilyResult(family, NOT_TRIED, f"{reason}; its text is {text}" if text else reason)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

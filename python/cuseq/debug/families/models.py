@@ -86,12 +86,18 @@ _MAMBA = dict(
 _MAMBA2 = dict(n_groups=2, conv_kernel=4, chunk_size=16)
 _WINDOWS = dict(layer_types=["sliding_attention", "full_attention"])
 _ROTARY = dict(rotary_dim=4)
-_ROPE = dict(rope_type="default", rope_theta=1e4)
+_ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])
 
 # What else a family needs. None removes a size.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | dict(attn_layer_indices=[1]),
     "codegen": _ROTARY,
+    "cohere_compass_text": _WINDOWS
+    | dict(rope_parameters=dict(sliding_attention=_ROPE, full_attention=_ROPE)),
+    "dbrx": dict(
+        attn_config=dict(kv_n_heads=2, clip_qkv=8.0, rope_theta=1e4),
+        ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2),
+    ),
     "deepseek_v2": dict(n_group=None, topk_group=None),
     "exaone4": _WINDOWS,
     "exaone_moe": _WINDOWS,
@@ -169,8 +175,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
     "stablelm": dict(qk_layernorm=True),
+    "xmod": dict(default_language="en_XX", languages=["en_XX"], is_decoder=True),
     "zamba": dict(
-        layers_block_type=["linear_attention", "hybrid"],
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        num_hidden_layers=4,
         attention_hidden_size=64,
         attention_head_dim=16,
         mamba_d_state=8,
@@ -181,7 +189,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     | dict(
         layer_types=["linear_attention", "qwen_sparse_attention"],
         indexer_n_heads=4,
-        indexer_kv_heads=2,
+        indexer_kv_heads=1,
         indexer_head_dim=8,
         indexer_budget=4,
         indexer_compress_ratio=2,
@@ -216,6 +224,13 @@ def other_parts(name: str) -> list[str]:
         for part, kind in parts.items()
         if part == "text_config" or kind is AutoConfig or kind.model_type in CONFIG_MAPPING
     )
+
+
+def text_family(name: str) -> str | None:
+    """Return the family that is the text part of a composite model; None if it has none."""
+    part = getattr(CONFIG_MAPPING[name], "sub_configs", {}).get("text_config")
+    kind = getattr(part, "model_type", None)
+    return kind if kind in _NAMES else None
 
 
 def small_config(name: str) -> PreTrainedConfig:

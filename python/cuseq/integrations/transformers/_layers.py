@@ -34,6 +34,14 @@ def calls_of(layer: nn.Module) -> tuple[str, ...]:
     return inspect.unwrap(type(layer).forward).__code__.co_names
 
 
+def keywords_of(cls: type) -> set[str]:
+    """Return the strings in the forward of a class, the names of keywords it passes among them."""
+    code = getattr(inspect.unwrap(getattr(cls, "forward", None) or object), "__code__", None)
+    constants = code.co_consts if code is not None else ()
+    groups = (const if isinstance(const, tuple) else (const,) for const in constants)
+    return {const for group in groups for const in group if isinstance(const, str)}
+
+
 def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> list[nn.Module]:
     """Return the attention layers of a model's text part.
 
@@ -108,6 +116,11 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
             raise ValueError(
                 f"{name} attends only to keys that its indexer chooses, which packed attention "
                 "cannot"
+            )
+        if getattr(layer, "compressor", None) is not None:
+            raise ValueError(
+                f"{name} attends to blocks of keys that it compresses along the row, which packed "
+                "attention cannot"
             )
         if "position_bias" in inspect.unwrap(type(layer).forward).__code__.co_varnames:
             raise ValueError(

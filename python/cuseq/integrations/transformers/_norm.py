@@ -134,7 +134,9 @@ def _obstacle(layer: nn.Module, norms: tuple[str, str]) -> str | None:
         return "its forward was replaced by other code"
     of_queries, of_keys = (getattr(layer, name) for name in norms)
     for norm in (of_queries, of_keys):
-        if list(getattr(norm, "weight", torch.empty(0)).shape) != [layer.head_dim]:
+        if getattr(norm, "weight", None) is None:
+            return f"{type(norm).__name__} has no weights"
+        if list(norm.weight.shape) != [layer.head_dim]:
             return "it does not normalise each head separately"
         if _eps(norm) is None or len(list(norm.parameters())) != 1:
             return f"{type(norm).__name__} is not a norm that cuseq knows"
@@ -248,7 +250,7 @@ def normed_forward(
         norms[0].weight,
         norms[1].weight,
         how.rotary.columns(cos),
-        how.rotary.columns(sin),
+        how.rotary.sines(sin),
         eps=how.eps,
         weight_offset=how.weight_offset,
         qkv_format="bshd",

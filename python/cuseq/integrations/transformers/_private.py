@@ -6,20 +6,24 @@ has the name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cuseq.integrations._foreign import check_attribute, private
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
+_Run = Callable[..., Any]
+_CHECKPOINT = "_gradient_checkpointing_func"
 MASK_PREPARATION = "_preprocess_mask_arguments"
 _PREPARATION_PARAMETERS = [
     "config",
@@ -91,6 +95,25 @@ def forget_evaluation_loaders(trainer: Trainer) -> None:
     check_attribute(Trainer.get_eval_dataloader, "_eval_dataloaders")
     # Trainer sets the attribute when it makes the first such loader.
     getattr(trainer, "_eval_dataloaders", {}).clear()
+
+
+@contextlib.contextmanager
+def inside_checkpoint(layer: nn.Module, wrap: Callable[[_Run], _Run]) -> Iterator[None]:
+    """Wrap what a layer checkpoints while its forward runs.
+
+    Before transformers 5.23 a layer's checkpoint is around its forward, and nothing has to be done.
+    """
+    forward_checkpoints = "__init_subclass__" in vars(GradientCheckpointingLayer)
+    is_on = isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing
+    if not (forward_checkpoints and is_on and layer.training):
+        yield
+        return
+    checkpoint = private(layer, _CHECKPOINT, package="transformers")
+    setattr(layer, _CHECKPOINT, lambda run, *args: checkpoint(wrap(run), *args))
+    try:
+        yield
+    finally:
+        setattr(layer, _CHECKPOINT, checkpoint)
 
 
 # --------------------------------------------------------------------------------- hooks on modules

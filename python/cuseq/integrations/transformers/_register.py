@@ -21,6 +21,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from cuseq.integrations._foreign import UnknownRelease
+from cuseq.integrations.transformers._layers import keywords_of
 from cuseq.integrations.transformers._private import (
     MASK_PREPARATION,
     attention_of,
@@ -182,10 +183,10 @@ def _refusing_other_models(choose: Callable[..., str]) -> Callable[..., str]:
 
 
 def _check_model(model: transformers.PreTrainedModel) -> None:
-    # GPT-OSS does not support sdpa because of its sinks, nor does Gemma 2 in transformers 5.23
-    # because of its soft caps. Packed attention supports both.
+    # sdpa has no sinks (GPT-OSS, MiMo V2 Flash) and no soft caps (Gemma 2 in transformers 5.23), so
+    # these models do not support it. Packed attention has both.
     has_caps = hasattr(model.config, "attn_logit_softcapping")
-    known = supports_sdpa(model) or model.config.model_type == "gpt_oss" or has_caps
+    known = supports_sdpa(model) or has_caps or _gives_sinks(model)
     own = [name for name in dir(sys.modules[type(model).__module__]) if name.endswith(_TABLE)]
     if not known or own:
         why = f"it chooses from {own[0]}" if own else "it does not support sdpa either"
@@ -199,6 +200,13 @@ def _check_model(model: transformers.PreTrainedModel) -> None:
             f'{type(model).__name__} cannot use attn_implementation="{NAME}": {counted}, so '
             "the positions of a packed row would be wrong"
         )
+
+
+def _gives_sinks(model: transformers.PreTrainedModel) -> bool:
+    """Return whether a layer of a model's modeling module gives its sinks to its attention."""
+    code = sys.modules[type(model).__module__]
+    layers = (one for one in vars(code).values() if isinstance(one, type))
+    return any("s_aux" in keywords_of(one) for one in layers if one.__module__ == code.__name__)
 
 
 def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:

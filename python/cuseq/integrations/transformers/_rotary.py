@@ -30,11 +30,13 @@ class Rotary:
         interleaved: as in `cuseq.apply_rope`.
         turns: number of rotated elements of a head for each column of the table, 1 or 2.
         first_half: whether only the first half of the columns is read.
+        backwards: whether the angles turn the other way (NanoChat).
     """
 
     interleaved: bool
     turns: int
     first_half: bool
+    backwards: bool = False
 
     def arguments(self, cos: Tensor) -> dict[str, Any]:
         """Return the keyword arguments of `apply_rope` for a table with one row per token."""
@@ -49,6 +51,12 @@ class Rotary:
             table if table.stride(-1) == 1 else table.contiguous()
         )  # GPT-OSS has a transposed table
 
+    def sines(self, table: Tensor) -> Tensor:
+        """Return the columns of a table of sines, with the sign that `apply_rope` takes."""
+        if self.backwards:  # once per forward, because all layers get the same table
+            return remember(table, "rope_backwards", lambda: -self.columns(table))
+        return self.columns(table)
+
     def rotated(
         self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, qkv_format: str
     ) -> tuple[Tensor, Tensor | None]:
@@ -57,20 +65,22 @@ class Rotary:
             q,
             k,
             self.columns(cos),
-            self.columns(sin),
+            self.sines(sin),
             qkv_format=qkv_format,
             **self.arguments(cos),
         )
 
 
 # In order: halves with a full table, halves with a half table, neighbours with a full table,
-# neighbours that read the first half of a full table (GLM), neighbours with a half table.
+# neighbours that read the first half of a full table (GLM), neighbours with a half table, halves
+# with a full table and angles that turn the other way (NanoChat).
 _ROTARIES = (
     Rotary(False, 1, False),
     Rotary(False, 2, False),
     Rotary(True, 1, False),
     Rotary(True, 1, True),
     Rotary(True, 2, False),
+    Rotary(False, 1, False, backwards=True),
 )
 
 

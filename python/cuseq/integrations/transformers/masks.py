@@ -76,6 +76,17 @@ class DeferredMask:
         """Return self: `generate` of transformers 5.23 calls this on every mask it makes."""
         return self
 
+    def __getitem__(self, index: Any) -> DeferredMask | torch.Tensor:
+        """Return the mask of some queries: transformers 5.23 cuts the masks of Gemma 4 to them.
+
+        All of them are this mask itself. A part of them is a built mask, bool.
+        """
+        if all(one in (slice(None), slice(0, None)) for one in index):
+            return self
+        mask = self.build(self.positions(None), always=True)
+        assert mask is not None
+        return mask[index]
+
     def positions(self, given: torch.Tensor | None) -> torch.Tensor | None:
         """Return the position ids that may describe packed rows.
 
@@ -90,18 +101,24 @@ class DeferredMask:
             return self.position_ids
         return given if _may_be_packed(given, arguments["q_length"]) else None
 
-    def build(self, position_ids: torch.Tensor | None = None) -> torch.Tensor | None:
+    def build(
+        self, position_ids: torch.Tensor | None = None, *, always: bool = False
+    ) -> torch.Tensor | None:
         """Return the mask that sdpa would get.
 
         Args:
             position_ids: int [batch or 1, seqlen], searched for packed sequences as in
                 transformers: eager code synchronises, and compiled code always gets a mask.
+            always: Whether to build it even if sdpa needs no mask.
 
         Returns:
             bool [batch, 1, q_length, kv_length], True where a query sees a key; None if sdpa needs
             no mask.
         """
         arguments = self.arguments
+        if always:
+            skips = "allow_is_causal_skip", "allow_is_bidirectional_skip"
+            arguments = arguments | dict.fromkeys(skips, False)
         if position_ids is not None:
             rows = position_ids.expand(arguments["batch_size"], -1)
             sequences = masking_utils.find_packed_sequence_indices(rows)

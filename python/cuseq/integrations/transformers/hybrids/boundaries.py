@@ -26,6 +26,7 @@ from cuseq.integrations.transformers._layouts import (
     layout_of_positions,
 )
 from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
+from cuseq.integrations.transformers._private import inside_checkpoint
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.names import MASK_BESIDE_LENGTHS
 from cuseq.layout import PackedLayout, check_layout
@@ -77,11 +78,20 @@ def lending_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def lending(self, *args, **kwargs):
         child = self.get_submodule(getattr(self, LENDS_TO))
-        setattr(child, LENT, {name: kwargs[name] for name in _LENGTHS if name in kwargs})
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            setattr(child, LENT, None)
+        lent = {name: kwargs[name] for name in _LENGTHS if name in kwargs}
+
+        def lend(run):
+            def lent_run(*args, **kwargs):
+                setattr(child, LENT, lent)
+                try:
+                    return run(*args, **kwargs)
+                finally:
+                    setattr(child, LENT, None)
+
+            return lent_run
+
+        with inside_checkpoint(self, lend):
+            return lend(forward)(self, *args, **kwargs)
 
     return lending
 
