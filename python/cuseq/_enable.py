@@ -52,6 +52,11 @@ def enable(x: Any, **options: Any) -> Enabled:
             `packing_strategy="bfd_split"`, and otherwise truncated.
         capacity: for an SFTTrainer with `bin_pack`: the maximum number of tokens in a row, default
             the trainer's `max_length`.
+        cp: for a Trainer or an SFTTrainer, default None: this rank's
+            `cuseq.distributed.ContextParallel`. Its ranks share each packed row; losses, evaluation
+            and the sampling of rows are made right for that (docs/trainer.md). A Trainer must have
+            a `cuseq.PackingCollator`; an SFTTrainer is made with `packing=False`, and `bin_pack` is
+            then True.
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 
@@ -61,7 +66,8 @@ def enable(x: Any, **options: Any) -> Enabled:
     Raises:
         TypeError: `x` is none of these, or an option does not apply to it.
         ValueError: `x` is already enabled with other options, or has a part that cuseq cannot
-            replace exactly; or the backend is unknown or not installed; the message names it.
+            replace exactly; or the backend is unknown or not installed; or the trainer has an
+            option that would be wrong with `cp`; the message names it.
 
     Warns:
         UserWarning: the model has recurrent layers that cuseq does not know, through which the

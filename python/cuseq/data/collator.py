@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import zlib
 from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
@@ -107,9 +109,11 @@ class PackingCollator:
 
     With `cp`, rows are also padded to a multiple of its size, and every tensor is this rank's
     `[1, total_tokens / cp.size]` in the order of the plan, with positions in the whole sequences.
-    There are two more keys, made before the row is dealt: `shift_labels`, the label of the next
+    There are three more keys, made before the row is dealt: `shift_labels`, the label of the next
     token, -100 at each sequence's end (give them to the loss, which must not shift dealt labels);
-    and `num_label_tokens`, the int number of labels of the whole row that are not -100.
+    `num_label_tokens`, the int number of labels of the whole row that are not -100; and
+    `row_checksum`, an int made of the whole row's tokens, by which ranks can tell that they share
+    one.
 
     Raises:
         ValueError: an example is empty or longer than `capacity`; all examples together are longer
@@ -138,8 +142,6 @@ class PackingCollator:
         pad_token_id: int = 0,
         cp: ContextParallel | None = None,
     ):
-        if cp is not None and not isinstance(cp, ContextParallel):
-            raise TypeError(f"cp must be a ContextParallel or None, got {shown(cp)}")
         capacity = None if capacity is None else as_int(capacity, "capacity", 1)
         total_tokens = None if total_tokens is None else as_int(total_tokens, "total_tokens", 1)
         total_multiple = as_int(total_multiple, "total_multiple", 1)
@@ -148,13 +150,6 @@ class PackingCollator:
                 f"total_tokens must be a multiple of total_multiple = {total_multiple}, "
                 f"got {total_tokens}"
             )
-        if cp is not None:
-            total_multiple = lcm(total_multiple, cp.size)
-            if total_tokens is not None and total_tokens % cp.size != 0:
-                raise ValueError(
-                    f"total_tokens must be a multiple of cp.size = {cp.size}, so that every rank "
-                    f"gets the same number of tokens, got {total_tokens}"
-                )
         if capacity is not None and total_tokens is not None and capacity > total_tokens:
             raise ValueError(
                 f"capacity must be at most total_tokens = {total_tokens}, got {capacity}"
@@ -164,6 +159,40 @@ class PackingCollator:
         self.max_seqs = None if max_seqs is None else as_int(max_seqs, "max_seqs", 1)
         self.total_multiple = total_multiple
         self.pad_token_id = as_int(pad_token_id, "pad_token_id")
+        self.cp: ContextParallel | None = None
+        if cp is not None:
+            self._share(cp)
+
+    def with_cp(self, cp: ContextParallel) -> PackingCollator:
+        """Return a copy of this collator that returns this rank's part of each row.
+
+        Raises:
+            ValueError: the collator deals rows to other ranks, or `total_tokens` is no multiple of
+                their number.
+            TypeError: `cp` is not a ContextParallel.
+
+        Examples:
+            >>> collate = cuseq.PackingCollator(total_tokens=65_536)
+            >>> collate = collate.with_cp(ContextParallel(mesh["cp"]))  # doctest: +SKIP
+        """
+        shared = copy.copy(self)
+        shared._share(cp)
+        return shared
+
+    def _share(self, cp: ContextParallel) -> None:
+        if not isinstance(cp, ContextParallel):
+            raise TypeError(f"cp must be a ContextParallel or None, got {shown(cp)}")
+        if self.cp is not None and self.cp.ranks != cp.ranks:
+            raise ValueError(
+                f"cp must have the ranks {list(self.cp.ranks)} of the collator's cp, got "
+                f"{list(cp.ranks)}"
+            )
+        if self.total_tokens is not None and self.total_tokens % cp.size != 0:
+            raise ValueError(
+                f"total_tokens must be a multiple of cp.size = {cp.size}, so that every rank "
+                f"gets the same number of tokens, got {self.total_tokens}"
+            )
+        self.total_multiple = lcm(self.total_multiple, cp.size)
         self.cp = cp
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -204,7 +233,7 @@ class PackingCollator:
         }
         batch["labels"] = mask_boundary_labels(batch["labels"], packed)
         if self.cp is not None:
-            return _part_of(batch, packed, self.cp)
+            return part_of(batch, packed, self.cp)
         batch["position_ids"] = packed.position_ids.long().unsqueeze(0)
         batch["packed"] = packed
         return batch
@@ -259,7 +288,7 @@ class PackingCollator:
         return -(-tokens // self.total_multiple) * self.total_multiple
 
 
-def _part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -> dict[str, Any]:
+def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -> dict[str, Any]:
     """Return this rank's part of a batch. Labels are shifted before neighbours are parted."""
     labels = batch["labels"]
     # The first label of each sequence is masked, so the last one of each is after the shift.
@@ -271,6 +300,7 @@ def _part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -
     dealt["position_ids"] = local.position_ids.long().unsqueeze(0)
     dealt["packed"] = local
     dealt["num_label_tokens"] = int((shifted != IGNORE_INDEX).sum())
+    dealt["row_checksum"] = zlib.crc32(batch["input_ids"].numpy().tobytes())
     return dealt
 
 

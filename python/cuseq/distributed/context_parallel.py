@@ -62,6 +62,7 @@ class ContextParallel:
         self.size: int = torch.distributed.get_world_size(group)
         if self.rank < 0:
             raise ValueError("mesh_or_group must contain this process, got a group without it")
+        self.ranks: tuple[int, ...] = tuple(torch.distributed.get_process_group_ranks(group))
         self.group_name: str = group.group_name
         self.policy = one_of(policy, "policy", POLICIES)
         self.heads = HEADS if heads is None else checked_heads(heads)
@@ -119,7 +120,7 @@ class ContextParallel:
         device = device_of(group, preferred)
         kept = torch.zeros((), dtype=torch.int64, device=device)
         for count in counts:
-            kept += count.to(device, non_blocking=True)
+            kept += count.to(device, non_blocking=device != "cpu")
         torch.distributed.all_reduce(kept, group=group)
         return kept
 

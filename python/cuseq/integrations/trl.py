@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from math import lcm
 from typing import Any, NamedTuple
 
 import datasets
@@ -26,6 +28,8 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import cuseq
+from cuseq.data.collator import part_of
+from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations._foreign import check_fields
 from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
@@ -33,6 +37,7 @@ from cuseq.integrations.transformers._private import (
     forget_evaluation_loaders,
     signature_columns,
 )
+from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
 
 __all__ = ["PackedCollator", "PackedRows"]
 
@@ -46,6 +51,7 @@ _FIELDS = {
 }
 
 
+@dataclass
 class PackedCollator(DataCollatorForLanguageModeling):
     """TRL's padding-free collator that also returns the layout of the row.
 
@@ -61,10 +67,15 @@ class PackedCollator(DataCollatorForLanguageModeling):
     the row's `PackedLayout`, which attention reads. Padding by `pad_to_multiple_of` is the layout's
     tail; the offsets count it as one more sequence. All tensors are on the host.
 
+    With `cp` it returns this rank's part of the row and the keys of `PackingCollator(cp=...)`, none
+    of TRL's keys for offsets.
+
     Raises:
         ValueError: an example's `seq_lengths` or `labels` do not fit its tokens, or no example has
             a token; the message names the example.
     """
+
+    cp: ContextParallel | None = None
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         lengths = [n for i, example in enumerate(examples) for n in _lengths(example, i) if n]
@@ -73,15 +84,21 @@ class PackedCollator(DataCollatorForLanguageModeling):
                 f"examples must hold at least one token, got {len(examples)} empty ones"
             )
         tokens, multiple = sum(lengths), self.pad_to_multiple_of or 1
+        if self.cp is not None:
+            multiple = lcm(multiple, self.cp.size)
         total = -(-tokens // multiple) * multiple
         packed = cuseq.PackedLayout.from_lengths(lengths, total)
         labels = _row([_labels(example, i) for i, example in enumerate(examples)], total, -100)
+        batch = {
+            "input_ids": _row([e["input_ids"] for e in examples], total, self.pad_token_id),
+            "labels": cuseq.data.mask_boundary_labels(labels, packed),
+        }
+        if self.cp is not None:
+            return part_of(batch, packed, self.cp)
 
         segments = [*lengths, total - tokens] if total > tokens else lengths
         offsets = torch.tensor([0, *accumulate(segments)], dtype=torch.int32)
-        return {
-            "input_ids": _row([e["input_ids"] for e in examples], total, self.pad_token_id),
-            "labels": cuseq.data.mask_boundary_labels(labels, packed),
+        return batch | {
             "position_ids": packed.position_ids.long().unsqueeze(0),
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
@@ -136,6 +153,7 @@ class _State(NamedTuple):
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
     model: nn.Module | None  # the model that `disable_trainer` must disable
+    shared: SharedRows | None
 
 
 _states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
@@ -149,28 +167,37 @@ def enable_trainer(
     backend: str = "auto",
     bin_pack: bool | str = False,
     capacity: int | None = None,
+    cp: ContextParallel | None = None,
 ) -> Enabled:
     """Make a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
 
-    This replaces the data collator by `PackedCollator`, with `bin_pack` the training dataset by
-    `PackedRows`, and parts of the model. All checks come first, so a refused trainer is unchanged.
+    This replaces the data collator by `PackedCollator`, with `bin_pack` or `cp` the training
+    dataset by `PackedRows`, and parts of the model. With `cp` the trainer may have padded batches.
+    All checks come first, so a refused trainer is unchanged.
     """
+    if cp is not None:
+        _check_shares(trainer)
     _check_sft(trainer)
-    strategy = "bfd" if bin_pack is True else bin_pack
+    strategy = "bfd" if bin_pack is True or (cp is not None and bin_pack is False) else bin_pack
     options = {
         "rope": rope,
         "qk_norm": qk_norm,
         "backend": backend,
         "bin_pack": strategy,
         "capacity": capacity,
+        "cp": cp,
     }
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
         return state.enabled
-    _check_packs(trainer)
+    _check_packs(trainer, cp is not None)
     _check_collator(trainer.data_collator)
-    _check_model_and_parallelism(trainer)
+    _check_model(trainer)
+    if cp is None:
+        _check_parallelism(trainer)
+    else:
+        check_shared_rows(trainer, cp)
     rows, collator = trainer.train_dataset, trainer.data_collator
     if strategy is not False:
         rows = _packed_rows(trainer, strategy, capacity)
@@ -181,12 +208,15 @@ def enable_trainer(
         trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
     )
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
-    enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
-    _states[trainer] = _State(
-        enabled, options, collator, trainer.train_dataset, trainer.model if ours else None
-    )
     fields = {name: getattr(collator, name) for name in _FIELDS}
-    _put(trainer, PackedCollator(**fields), rows)
+    before, ours = trainer.train_dataset, trainer.model if ours else None
+    _put(trainer, PackedCollator(**fields, cp=cp), rows)
+    shared = None
+    if cp is not None:
+        shared = SharedRows(trainer, cp)
+        replaced = (*replaced, f"context_parallel:{type(trainer).__name__}")
+    enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
+    _states[trainer] = _State(enabled, options, collator, before, ours, shared)
     return enabled
 
 
@@ -198,6 +228,8 @@ def disable_trainer(trainer: SFTTrainer) -> None:
         return
     if state.model is not None:
         disable_model(state.model)
+    if state.shared is not None:
+        state.shared.restore()
     _put(trainer, state.collator, state.train_dataset)
 
 
@@ -219,9 +251,17 @@ def _check_sft(trainer: SFTTrainer) -> None:
         )
 
 
-def _check_packs(trainer: SFTTrainer) -> None:
+def _check_shares(trainer: Any) -> None:
+    if not isinstance(trainer, SFTTrainer):
+        raise ValueError(
+            f"cp must be None for a {type(trainer).__name__}, got one: only an SFTTrainer has a "
+            "loss that is a sum over the tokens of a packed row"
+        )
+
+
+def _check_packs(trainer: SFTTrainer, packs: bool) -> None:
     args = trainer.args
-    if not (trainer.padding_free or args.packing):
+    if not (packs or trainer.padding_free or args.packing):
         raise ValueError(
             "trainer must have packing=True or padding_free=True in its SFTConfig, got padded "
             "batches: its dataset is prepared and its checks are made at construction"
@@ -246,13 +286,17 @@ def _check_collator(collator: Any) -> None:
         raise ValueError(f'return_tensors must be "pt", got {collator.return_tensors!r}')
 
 
-def _check_model_and_parallelism(trainer: SFTTrainer) -> None:
+def _check_parallelism(trainer: SFTTrainer) -> None:
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ValueError(
-            "trainer must not split sequences over ranks (cp_size and sp_size must be 1), got "
-            f"{parallelism}: a rank's part of a row does not hold whole documents"
+            "trainer must not split sequences over ranks without cp=ContextParallel(...) (cp_size "
+            f"and sp_size must be 1), got {parallelism}: a rank's part of a row does not hold "
+            "whole documents"
         )
+
+
+def _check_model(trainer: SFTTrainer) -> None:
     if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
         raise ValueError(
             "trainer.model must not put virtual tokens in front of its rows, got "

@@ -67,7 +67,7 @@ def test_a_batch_is_the_part_of_the_whole_batch(one_rank, size, policy):
         assert batch["packed"].total_tokens == TOTAL // size
         assert batch["packed"].state.rank_group == cp.group_name
     assert kept == int((shifted != -100).sum())
-    assert set(batch) == {*whole, "shift_labels", "num_label_tokens"}
+    assert set(batch) == {*whole, "shift_labels", "num_label_tokens", "row_checksum"}
 
 
 def test_labels_are_those_of_the_next_token_of_the_same_document(one_rank):

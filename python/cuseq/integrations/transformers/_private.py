@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 _Run = Callable[..., Any]
 _CHECKPOINT = "_gradient_checkpointing_func"
 MASK_PREPARATION = "_preprocess_mask_arguments"
+# Methods of Trainer and of accelerate's Accelerator that rows shared by ranks replace.
+CP_INPUTS = "_prepare_context_parallel_inputs"
+NUM_ITEMS = "_get_num_items_in_batch"
+PREPARE_CP = "_prepare_cp"
+DATA_MESH = "_prepare_device_mesh"
 _PREPARATION_PARAMETERS = [
     "config",
     "inputs_embeds",
@@ -114,6 +119,35 @@ def inside_checkpoint(layer: nn.Module, wrap: Callable[[_Run], _Run]) -> Iterato
         yield
     finally:
         setattr(layer, _CHECKPOINT, checkpoint)
+
+
+def check_shared_rows(trainer: Trainer) -> None:
+    """Check the methods of a trainer and its accelerator that rows shared by ranks replace.
+
+    Raises:
+        UnknownRelease: one is missing or takes other arguments.
+    """
+    private(trainer, CP_INPUTS, signature=["model", "inputs"], package="transformers")
+    private(trainer, NUM_ITEMS, signature=["batch_samples", "device"], package="transformers")
+    private(trainer, "_prepare_inputs", signature=["inputs"], package="transformers")
+    private(trainer.accelerator, PREPARE_CP, signature="(*args)", package="accelerate")
+    private(trainer.accelerator, DATA_MESH, signature=[], package="accelerate")
+    private(trainer.accelerator, "_models", package="accelerate")
+
+
+def shifts_labels(trainer: Trainer) -> bool:
+    """Return whether the loss of a trainer's model is that of the next token."""
+    return private(trainer, "_loss_shifts_labels", package="transformers")
+
+
+def prepare_inputs(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Move a batch to a trainer's device."""
+    return private(trainer, "_prepare_inputs", package="transformers")(inputs)
+
+
+def is_prepared(accelerator: Any) -> bool:
+    """Return whether accelerate has wrapped or hooked a model."""
+    return bool(private(accelerator, "_models", package="accelerate"))
 
 
 # --------------------------------------------------------------------------------- hooks on modules

@@ -1,4 +1,7 @@
-"""Implementation of `cuseq.enable` for a transformers Trainer, which keeps its data collator."""
+"""Implementation of `cuseq.enable` for a transformers Trainer, which keeps its data collator.
+
+With `cp` the collator is replaced by a copy that deals rows to the ranks that share them.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from torch import nn
 from transformers import Trainer
 
 from cuseq.data.collator import PackingCollator
+from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
+from cuseq.integrations.transformers._private import forget_evaluation_loaders
+from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
 
 
 class _State(NamedTuple):
     enabled: Enabled
     options: dict[str, object]
     model: nn.Module | None  # the model that `disable_trainer` must disable
+    collator: PackingCollator | None  # the trainer's own, if `cp` replaced it
+    shared: SharedRows | None
 
 
 _states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary()
@@ -30,9 +38,10 @@ def enable_trainer(
     backend: str = "auto",
     bin_pack: bool | str = False,
     capacity: int | None = None,
+    cp: ContextParallel | None = None,
 ) -> Enabled:
     """Enable the model of a Trainer; `cuseq.enable` calls this and describes it."""
-    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend}
+    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend, "cp": cp}
     for name, value in (("bin_pack", bin_pack), ("capacity", capacity)):
         if value is not False and value is not None:
             raise ValueError(
@@ -48,23 +57,53 @@ def enable_trainer(
             "trainer must have a model, got model_init, which makes another model when training "
             "begins: call cuseq.enable(model) inside model_init"
         )
+    before = trainer.data_collator
+    dealing = None if cp is None else _dealing_collator(trainer, cp)
     model, ours = enable_model_of_trainer(
         trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
     )
-    name = type(trainer.data_collator).__name__
-    collator = (
-        f"the data collator {name}: it packs rows already"
-        if isinstance(trainer.data_collator, PackingCollator)
-        else f"the data collator {name}: a Trainer keeps the one it is given; rows are packed by "
-        "Trainer(..., data_collator=cuseq.PackingCollator())"
-    )
-    enabled = Enabled("trainer", model.replaced, (*model.left_alone, collator), model.warnings)
-    _states[trainer] = _State(enabled, options, trainer.model if ours else None)
+    name = type(before).__name__
+    shared, replaced, left_alone = None, model.replaced, model.left_alone
+    if dealing is not None:
+        _put_collator(trainer, dealing)
+        shared = SharedRows(trainer, dealing.cp)
+        replaced = (*replaced, f"collator:{name}", f"context_parallel:{type(trainer).__name__}")
+    elif isinstance(before, PackingCollator):
+        left_alone = (*left_alone, f"the data collator {name}: it packs rows already")
+    else:
+        reason = (
+            f"the data collator {name}: a Trainer keeps the one it is given; rows are packed by "
+            "Trainer(..., data_collator=cuseq.PackingCollator())"
+        )
+        left_alone = (*left_alone, reason)
+    enabled = Enabled("trainer", replaced, left_alone, model.warnings)
+    own = None if dealing is None else before
+    _states[trainer] = _State(enabled, options, trainer.model if ours else None, own, shared)
     return enabled
 
 
 def disable_trainer(trainer: Trainer) -> None:
-    """Disable the model that `enable_trainer` enabled; leave other trainers unchanged."""
+    """Restore what `enable_trainer` replaced; leave other trainers unchanged."""
     state = _states.pop(trainer, None)
-    if state is not None and state.model is not None:
+    if state is None:
+        return
+    if state.model is not None:
         disable_model(state.model)
+    if state.shared is not None:
+        state.shared.restore()
+        _put_collator(trainer, state.collator)
+
+
+def _dealing_collator(trainer: Trainer, cp: ContextParallel) -> PackingCollator:
+    check_shared_rows(trainer, cp)
+    if not isinstance(trainer.data_collator, PackingCollator):
+        raise ValueError(
+            "trainer.data_collator must be a cuseq.PackingCollator with cp, which deals its rows, "
+            f"got {type(trainer.data_collator).__name__}"
+        )
+    return trainer.data_collator.with_cp(cp)
+
+
+def _put_collator(trainer: Trainer, collator: PackingCollator) -> None:
+    forget_evaluation_loaders(trainer)  # persistent workers would keep using the old collator
+    trainer.data_collator = collator
