@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from cuseq.integrations._foreign import check_attribute, private
@@ -91,6 +91,41 @@ def forget_evaluation_loaders(trainer: Trainer) -> None:
     check_attribute(Trainer.get_eval_dataloader, "_eval_dataloaders")
     # Trainer sets the attribute when it makes the first such loader.
     getattr(trainer, "_eval_dataloaders", {}).clear()
+
+
+_CLIP, _NORM = "_clip_grad_norm", "_get_grad_norm"
+_SUM, _LOGGED = "_tr_loss", "_globalstep_last_logged"
+
+
+def check_training_loop() -> None:
+    """Check the names by which a Trainer's loop runs a step, clips and adds up the loss.
+
+    Raises:
+        UnknownRelease: one of them is missing, or takes other arguments.
+    """
+    from transformers.trainer import Trainer
+
+    loop = private(Trainer, "_run_epoch")
+    for name in (_CLIP, _NORM, _SUM, _LOGGED, "current_gradient_accumulation_steps"):
+        check_attribute(loop, name)
+    private(Trainer, _CLIP, signature=["self", "model"])
+    private(Trainer, _NORM, signature=["self", "model", "grad_norm"])
+    private(Trainer, "_prepare_inputs", signature=["self", "inputs"])
+
+
+def gradient_norm_names() -> tuple[str, str]:
+    """Return the names of a Trainer's methods that clip the gradients and measure their norm."""
+    return _CLIP, _NORM
+
+
+def loop_values(trainer: Trainer) -> tuple[Tensor, int]:
+    """Return a Trainer's running sum of losses, and the steps since its last log."""
+    return getattr(trainer, _SUM), trainer.state.global_step - getattr(trainer, _LOGGED)
+
+
+def prepared_inputs(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch on the trainer's device."""
+    return trainer._prepare_inputs(inputs)
 
 
 # --------------------------------------------------------------------------------- hooks on modules
