@@ -507,11 +507,12 @@ def test_what_enable_returns(make_trainer):
     cuseq.disable(trainer)
 
 
-@pytest.mark.parametrize("option", ["graph", "cp", "collator", "token_budget"])
+@pytest.mark.parametrize("option", ["cp", "collator", "token_budget"])
 def test_options_that_come_later(option, make_trainer):
     trainer = make_trainer()
     message = (
-        f"a SFTTrainer takes backend and bin_pack and capacity and qk_norm and rope, got {option}"
+        "a SFTTrainer takes backend and bin_pack and capacity and graph and qk_norm and rope, "
+        f"got {option}"
     )
     with pytest.raises(TypeError, match=message):
         cuseq.enable(trainer, **{option: None})
