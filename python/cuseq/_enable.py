@@ -57,6 +57,10 @@ def enable(x: Any, **options: Any) -> Enabled:
             and the sampling of rows are made right for that (docs/trainer.md). A Trainer must have
             a `cuseq.PackingCollator`; an SFTTrainer is made with `packing=False`, and `bin_pack` is
             then True.
+        graph: for a Trainer or an SFTTrainer, default False: run each training step as a
+            `cuseq.GraphedStep`, with clipping and the optimizer. Rows must have one shape; an
+            SFTTrainer's get it. docs/cuda_graphs.md says what is refused. Where a step cannot be
+            captured, a UserWarning says why and plain steps give the same numbers.
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 

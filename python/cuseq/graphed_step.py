@@ -166,12 +166,13 @@ class GraphedStep:
         self._plain_steps_left = max(0, self._plain_steps_left - 1)
         self._optimizer.zero_grad(set_to_none=True)
         if self._stream is None:
-            return self._run()
+            with _own_casts():
+                return self._run()
         # Autograd remembers the stream of a parameter's first use; it must be the capture's.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         generator = torch.cuda.get_rng_state(self._device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _own_casts():
             loss = self._run()
         self._draws |= not torch.equal(generator, torch.cuda.get_rng_state(self._device))
         current.wait_stream(self._stream)
@@ -215,10 +216,12 @@ class GraphedStep:
         rates = [_as_rate(group["lr"], self._device) for group in self._optimizer.param_groups]
         try:
             with (
+                _undone_if_it_fails(self._device) as pool,
                 _capturable(self._optimizer, rates),
                 nullcontext() if self._draws else _checkpoints_without_generators(),
+                _own_casts(),
                 # Other threads may pin memory meanwhile, as DataLoader's does.
-                torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
             ):
                 loss = self._run()
         except Exception as error:
@@ -242,7 +245,7 @@ class _Graph:
         self._graph = graph
         # The learning rates are inputs of the graph, numbers on the host in the optimizer.
         self._rates = rates
-        self._rates_now = [group["lr"] for group in optimizer.param_groups]
+        self._rates_now = [_number(group["lr"]) for group in optimizer.param_groups]
         self._state = optimizer.state
         self._constants = _constants(optimizer)
         self._gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
@@ -254,9 +257,13 @@ class _Graph:
     def replay(self, optimizer: Optimizer) -> None:
         """Run the step with the learning rates of now."""
         for number, group in enumerate(optimizer.param_groups):
-            if group["lr"] is not self._rates_now[number]:
-                self._rates[number].fill_(group["lr"])
-                self._rates_now[number] = group["lr"]
+            rate = _number(group["lr"])
+            if isinstance(rate, Tensor):
+                if rate is not self._rates[number]:
+                    self._rates[number].copy_(rate, non_blocking=True)
+            elif rate != self._rates_now[number]:
+                self._rates[number].fill_(rate)
+            self._rates_now[number] = rate
         self._graph.replay()
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         for parameter, gradient in zip(parameters, self._gradients, strict=True):
@@ -275,7 +282,16 @@ def _constants(optimizer: Optimizer) -> list[Any]:
     return [options, parameters]
 
 
+def _number(rate: float | Tensor) -> float | Tensor:
+    """Return a learning rate on the host as a number, one on the device as it is."""
+    if isinstance(rate, Tensor) and rate.device.type == "cpu":
+        return rate.item()
+    return rate
+
+
 def _as_rate(rate: float | Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on the device that a graph reads a learning rate from."""
+    rate = _number(rate)
     return rate if isinstance(rate, Tensor) else torch.tensor(rate, device=device)
 
 
@@ -309,6 +325,46 @@ def _checkpoints_without_generators() -> Iterator[None]:
         yield
     finally:
         checkpoint.get_device_states = kept
+
+
+@contextlib.contextmanager
+def _own_casts() -> Iterator[None]:
+    """Keep the casts of parameters that an autocast region of the caller caches out of the step.
+
+    A cast from before the last update is stale, and a cast made in a capture is empty outside it.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+@contextlib.contextmanager
+def _undone_if_it_fails(device: torch.device) -> Iterator[Any]:
+    """Yield a memory pool for a capture on `device`; if the capture fails, undo what it began.
+
+    PyTorch raises in `capture_end` if the capture was invalidated. It then leaves the stream of the
+    capture current, the pool in use, and the generator of random numbers in capture mode, so that
+    the next dropout raises.
+    """
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[device.index]
+        before = generator.clone_state()
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            yield pool
+        except BaseException:
+            torch.cuda.set_stream(current)
+            try:
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            except RuntimeError:
+                pass  # it is no longer in use: capture_end came to its end
+            else:
+                torch._C._cuda_releasePool(device.index, pool)
+                generator.graphsafe_set_state(before)
+            raise
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:

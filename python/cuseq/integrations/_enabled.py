@@ -20,8 +20,8 @@ class Enabled:
             positions, which are now those inside each document,
             "conv:CLASS" and "recurrence:CLASS" for a class of recurrent layers whose convolution or
             recurrence starts each document anew,
-            "collator:CLASS" for a trainer's data collator, "context_parallel:CLASS" for a trainer
-            whose rows are shared by ranks.
+            "collator:CLASS" for a trainer's data collator, "training_step:CLASS" for its step,
+            "context_parallel:CLASS" for a trainer whose rows are shared by ranks.
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
             with "LEAKS" names layers through which documents of one row leak into each other. One

@@ -33,6 +33,7 @@ from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations._foreign import check_fields
 from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
+from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
 from cuseq.integrations.transformers._private import (
     forget_evaluation_loaders,
     signature_columns,
@@ -78,6 +79,15 @@ class PackedCollator(DataCollatorForLanguageModeling):
     cp: ContextParallel | None = None
 
     def torch_call(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return self.row_of(examples)
+
+    def row_of(
+        self,
+        examples: Sequence[Mapping[str, Any]],
+        total_tokens: int | None = None,
+        max_seqs: int | None = None,
+    ) -> dict[str, Any]:
+        """Return the batch of the examples, in a row of `total_tokens` if given."""
         lengths = [n for i, example in enumerate(examples) for n in _lengths(example, i) if n]
         if not lengths:
             raise ValueError(
@@ -86,8 +96,8 @@ class PackedCollator(DataCollatorForLanguageModeling):
         tokens, multiple = sum(lengths), self.pad_to_multiple_of or 1
         if self.cp is not None:
             multiple = lcm(multiple, self.cp.size)
-        total = -(-tokens // multiple) * multiple
-        packed = cuseq.PackedLayout.from_lengths(lengths, total)
+        total = -(-tokens // multiple) * multiple if total_tokens is None else total_tokens
+        packed = cuseq.PackedLayout.from_lengths(lengths, total, max_seqs=max_seqs)
         labels = _row([_labels(example, i) for i, example in enumerate(examples)], total, -100)
         batch = {
             "input_ids": _row([e["input_ids"] for e in examples], total, self.pad_token_id),
@@ -168,16 +178,18 @@ def enable_trainer(
     bin_pack: bool | str = False,
     capacity: int | None = None,
     cp: ContextParallel | None = None,
+    graph: bool = False,
 ) -> Enabled:
     """Make a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
 
     This replaces the data collator by `PackedCollator`, with `bin_pack` or `cp` the training
-    dataset by `PackedRows`, and parts of the model. With `cp` the trainer may have padded batches.
-    All checks come first, so a refused trainer is unchanged.
+    dataset by `PackedRows`, with `graph` the training step, and parts of the model. With `cp` the
+    trainer may have padded batches. All checks come first, so a refused trainer is unchanged.
     """
     if cp is not None:
         _check_shares(trainer)
     _check_sft(trainer)
+    check_option(graph, cp)
     strategy = "bfd" if bin_pack is True or (cp is not None and bin_pack is False) else bin_pack
     options = {
         "rope": rope,
@@ -186,6 +198,7 @@ def enable_trainer(
         "bin_pack": strategy,
         "capacity": capacity,
         "cp": cp,
+        "graph": graph,
     }
     if trainer in _states:
         state = _states[trainer]
@@ -204,17 +217,29 @@ def enable_trainer(
     elif capacity is not None:
         raise ValueError(f"capacity must be None without bin_pack, got {capacity}")
 
+    fields = {name: getattr(collator, name) for name in _FIELDS}
+    training = _graphed_training(trainer, rows, capacity, fields) if graph else None
     model, ours = enable_model_of_trainer(
         trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
     )
+    if graph and any(warning.startswith("LEAKS") for warning in model.warnings):
+        if ours:
+            disable_model(trainer.model)
+        raise ValueError(
+            "trainer.model must not have recurrent layers that cuseq does not know, for graph=True:"
+            f" they read offsets that a graph cannot replay, got {model.warnings[0]}"
+        )
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
-    fields = {name: getattr(collator, name) for name in _FIELDS}
+    if training is not None:
+        replaced += (f"training_step:{type(trainer).__name__}",)
     before, ours = trainer.train_dataset, trainer.model if ours else None
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
     shared = None
     if cp is not None:
         shared = SharedRows(trainer, cp)
         replaced = (*replaced, f"context_parallel:{type(trainer).__name__}")
+    if training is not None:
+        training.install()
     enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
     _states[trainer] = _State(enabled, options, collator, before, ours, shared)
     return enabled
@@ -226,6 +251,9 @@ def disable_trainer(trainer: SFTTrainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
+    training = graph_of(trainer)
+    if training is not None:
+        training.remove()
     if state.model is not None:
         disable_model(state.model)
     if state.shared is not None:
@@ -322,6 +350,47 @@ def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> Pa
         raise ValueError("capacity must be given if the trainer has max_length=None, got None")
     overlong = "split" if args.packing_strategy == "bfd_split" else "truncate"
     return PackedRows(dataset, capacity, strategy, overlong)
+
+
+def _graphed_training(
+    trainer: SFTTrainer, rows: Any, capacity: int | None, fields: dict[str, Any]
+) -> GraphedTraining:
+    """Return the step of `graph=True`, which takes rows of one shape."""
+    from cuseq.integrations._trl_graphed import FixedCollator, GraphedSFT
+
+    capacity = trainer.args.max_length if capacity is None else capacity
+    if capacity is None:
+        raise ValueError(
+            "max_length must be given in SFTConfig for graph=True, or bin_pack=True with "
+            "capacity, since all rows have one length, got None"
+        )
+    batch_size, multiple = trainer.args.train_batch_size, fields["pad_to_multiple_of"] or 1
+    total_tokens = -(-batch_size * capacity // multiple) * multiple
+    max_seqs = _most_documents(rows, batch_size)
+    training = GraphedSFT(
+        trainer, FixedCollator(**fields, total_tokens=total_tokens, max_seqs=max_seqs)
+    )
+    training.check()
+    return training
+
+
+def _most_documents(rows: Any, batch_size: int) -> int:
+    """Return the most documents that `batch_size` rows of a dataset can hold."""
+    if isinstance(rows, PackedRows):
+        counts = rows.plan.offsets.diff()
+    elif not isinstance(rows, datasets.Dataset) or rows.format["type"] == "custom":
+        raise TypeError(
+            "graph=True needs a datasets.Dataset without a transform, whose rows are known before "
+            f"training, got {type(rows).__name__}"
+        )
+    elif "seq_lengths" not in rows.column_names:
+        counts = torch.ones(len(rows), dtype=torch.int64)
+    else:
+        tables = rows.select_columns("seq_lengths").with_format("arrow").iter(batch_size=10_000)
+        counts = torch.cat(
+            [_numbers(pyarrow.compute.list_value_length(t["seq_lengths"])) for t in tables]
+        )
+    return int(counts.topk(min(batch_size, len(counts))).values.sum())
 
 
 # ------------------------------------------------------------------------- from examples to one row

@@ -349,3 +349,52 @@ def test_two_graphs_in_one_process(cuda):
         assert step.captured, step.reason
         mine = [pair[number] for pair in losses]
         torch.testing.assert_close(mine, expected[number], rtol=1e-3, atol=1e-4)
+
+
+def test_a_region_of_autocast_around_all_steps_uses_the_weights_of_now(device):
+    """A region casts each weight once; a step changes the weights."""
+    model = TinyModel().to(device)
+    twin = copy.deepcopy(model)
+    step, _ = graphed(model)
+    expected, _ = plain_loop(twin, BATCHES, autocast=torch.bfloat16)
+    with torch.autocast(device.type, torch.bfloat16):
+        losses = [step(batch) for batch in BATCHES]
+    rounding = 2e-2 if device.type == "cuda" else 0.0
+    torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
+
+
+def test_a_learning_rate_in_a_tensor_is_followed(device):
+    model = TinyModel().to(device)
+    twin = copy.deepcopy(model)
+    expected, _ = plain_loop(twin, BATCHES, gamma=0.5)
+    rate = torch.tensor(1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=device.type == "cuda")
+    step = GraphedStep(make_loss(model), optimizer, BATCHES[0], warmup=2)
+    losses = []
+    for batch in BATCHES:
+        losses.append(step(batch))
+        rate.mul_(0.5)  # in place, as schedulers change such a rate
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    assert step.captured == (device.type == "cuda"), step.reason
+
+
+def test_after_a_capture_that_failed_everything_works(cuda):
+    model = TinyModel(dropout=0.5).to(cuda)
+    loss_fn = make_loss(model)
+
+    def waits(batch):
+        loss = loss_fn(batch)
+        loss.item()
+        return loss
+
+    step = GraphedStep(waits, make_optimizer(model), BATCHES[0], warmup=1)
+    stream = torch.cuda.current_stream()
+    losses = {step(BATCHES[0]).item() for _ in range(4)}
+    assert "cannot be captured" in step.reason
+    assert len(losses) == 4  # dropout draws on
+    assert torch.cuda.current_stream() == stream
+    other = TinyModel(dropout=0.5).to(cuda)
+    captured, _ = graphed(other)
+    for batch in BATCHES:
+        captured(batch)
+    assert captured.captured, captured.reason

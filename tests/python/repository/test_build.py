@@ -77,7 +77,7 @@ PAGES = {
     "docs/check.md": 2,
     "docs/compile.md": 3,
     "docs/context_parallel.md": 2,
-    "docs/cuda_graphs.md": 1,
+    "docs/cuda_graphs.md": 2,
     "docs/hybrids.md": 3,
     "docs/index.md": 1,
     "docs/many_gpus.md": 1,

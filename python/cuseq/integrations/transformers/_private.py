@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -148,6 +148,36 @@ def prepare_inputs(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
 def is_prepared(accelerator: Any) -> bool:
     """Return whether accelerate has wrapped or hooked a model."""
     return bool(private(accelerator, "_models", package="accelerate"))
+
+
+_CLIP, _NORM = "_clip_grad_norm", "_get_grad_norm"
+_SUM, _LOGGED = "_tr_loss", "_globalstep_last_logged"
+
+
+def check_training_loop() -> None:
+    """Check the names by which a Trainer's loop runs a step, clips and adds up the loss.
+
+    Raises:
+        UnknownRelease: one of them is missing, or takes other arguments.
+    """
+    from transformers.trainer import Trainer
+
+    loop = private(Trainer, "_run_epoch")
+    for name in (_CLIP, _NORM, _SUM, _LOGGED, "current_gradient_accumulation_steps"):
+        check_attribute(loop, name)
+    private(Trainer, _CLIP, signature=["self", "model"])
+    private(Trainer, _NORM, signature=["self", "model", "grad_norm"])
+    private(Trainer, "_prepare_inputs", signature=["self", "inputs"])
+
+
+def gradient_norm_names() -> tuple[str, str]:
+    """Return the names of a Trainer's methods that clip the gradients and measure their norm."""
+    return _CLIP, _NORM
+
+
+def loop_values(trainer: Trainer) -> tuple[Tensor, int]:
+    """Return a Trainer's running sum of losses, and the steps since its last log."""
+    return getattr(trainer, _SUM), trainer.state.global_step - getattr(trainer, _LOGGED)
 
 
 # --------------------------------------------------------------------------------- hooks on modules

@@ -15,6 +15,7 @@ from cuseq.data.collator import PackingCollator
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
+from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
 from cuseq.integrations.transformers._private import forget_evaluation_loaders
 from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
 
@@ -39,9 +40,11 @@ def enable_trainer(
     bin_pack: bool | str = False,
     capacity: int | None = None,
     cp: ContextParallel | None = None,
+    graph: bool = False,
 ) -> Enabled:
     """Enable the model of a Trainer; `cuseq.enable` calls this and describes it."""
-    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend, "cp": cp}
+    check_option(graph, cp)
+    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend, "cp": cp, "graph": graph}
     for name, value in (("bin_pack", bin_pack), ("capacity", capacity)):
         if value is not False and value is not None:
             raise ValueError(
@@ -59,6 +62,9 @@ def enable_trainer(
         )
     before = trainer.data_collator
     dealing = None if cp is None else _dealing_collator(trainer, cp)
+    training = GraphedTraining(trainer) if graph else None
+    if training is not None:
+        training.check()
     model, ours = enable_model_of_trainer(
         trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
     )
@@ -76,6 +82,9 @@ def enable_trainer(
             "Trainer(..., data_collator=cuseq.PackingCollator())"
         )
         left_alone = (*left_alone, reason)
+    if training is not None:
+        training.install()
+        replaced = (*replaced, f"training_step:{type(trainer).__name__}")
     enabled = Enabled("trainer", replaced, left_alone, model.warnings)
     own = None if dealing is None else before
     _states[trainer] = _State(enabled, options, trainer.model if ours else None, own, shared)
@@ -87,6 +96,9 @@ def disable_trainer(trainer: Trainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
+    training = graph_of(trainer)
+    if training is not None:
+        training.remove()
     if state.model is not None:
         disable_model(state.model)
     if state.shared is not None:

@@ -93,7 +93,13 @@ class PackingCallback(TrainerCallback):
         # If the whole model is compiled, this hook is part of the graph. Store the layout, because
         # reading an int from it here would specialise the graph to one pack.
         packed = kwargs.get("packed")
-        if isinstance(packed, PackedLayout) and torch.is_grad_enabled():
+        # The trainer's graph shows the layouts of its batches itself, by `see`.
+        if torch.is_grad_enabled() and not getattr(packed, "is_static", False):
+            self.see(packed)
+
+    def see(self, packed: object) -> None:
+        """Count a layout at the end of the step; ignore anything else."""
+        if isinstance(packed, PackedLayout):
             self._seen.append(packed)
 
     def _count(self) -> None:

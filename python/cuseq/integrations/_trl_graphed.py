@@ -1,0 +1,156 @@
+"""The training step of TRL's SFTTrainer as a `cuseq.GraphedStep`.
+
+TRL's loss reads three metrics on the host for each batch, and on a GPU it selects the tokens that
+have labels, a number that the host must know. The loss here computes the same numbers over all
+tokens. Its metrics stay on the device until the trainer logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import SFTTrainer
+from trl.trainer import utils
+
+from cuseq.integrations._foreign import check_attribute, private
+from cuseq.integrations.transformers._graphed import GraphedTraining
+from cuseq.integrations.trl import PackedCollator
+
+_METRICS = ("entropy", "mean_token_accuracy")
+
+
+@dataclass
+class FixedCollator(PackedCollator):
+    """`PackedCollator` for rows of one shape, without the entries whose shape depends on lengths.
+
+    Attributes:
+        total_tokens: Tokens of every row.
+        max_seqs: Most documents of a row.
+    """
+
+    total_tokens: int = 0
+    max_seqs: int = 0
+
+    def torch_call(self, examples: Any) -> dict[str, Any]:
+        batch = self.row_of(examples, self.total_tokens, self.max_seqs)
+        names = ("input_ids", "labels", "position_ids", "seq_idx", "packed")
+        return {name: batch[name] for name in names}
+
+
+class GraphedSFT(GraphedTraining):
+    """Replaces the step of an SFTTrainer by a GraphedStep."""
+
+    def __init__(self, trainer: SFTTrainer, collator: FixedCollator):
+        self._collator = collator
+        self._sums: Tensor | None = None  # of the metrics since the last log
+        self._counted = 0  # batches in these sums
+        super().__init__(trainer)
+        aux = ("aux_loss",) if trainer.aux_loss_enabled else ()
+        self.metric_names = (*_METRICS, *aux)
+
+    def check(self) -> None:
+        super().check()
+        trainer, args = self.trainer, self.trainer.args
+        private(utils, "_use_triton", signature=["device"], package="trl")
+        for name in ("fused_lm_head", "log_probs", "label_mask", "is_top1", "_total_train_tokens"):
+            check_attribute(SFTTrainer.compute_loss, name)
+        check_attribute(SFTTrainer.log, "_metrics")
+        if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+            what = "label_smoothing_factor" if trainer.label_smoother else "compute_loss_func"
+            raise ValueError(
+                "trainer must have TRL's own loss for graph=True, which computes it without "
+                f"reading metrics on the host, got {what}"
+            )
+        if args.loss_type not in ("nll", "dft"):
+            raise ValueError(
+                f'loss_type must be "nll" or "dft" for graph=True, got {args.loss_type!r}'
+            )
+
+    def more_methods(self) -> dict[str, Callable[..., Any]]:
+        return {"log": self._log, "get_train_dataloader": self._get_train_dataloader}
+
+    def _get_train_dataloader(self) -> Any:
+        trainer, collator = self.trainer, self.trainer.data_collator
+        trainer.data_collator = self._collator  # evaluation keeps its rows
+        try:
+            return type(trainer).get_train_dataloader(trainer)
+        finally:
+            trainer.data_collator = collator
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        trainer = self.trainer
+        steps = trainer.args.gradient_accumulation_steps
+        inputs["use_cache"] = False
+        if trainer.aux_loss_enabled:
+            inputs["output_router_logits"] = True
+        with trainer.compute_loss_context_manager(), _all_tokens():
+            outputs = model(**inputs, fused_lm_head=True)
+            losses = -outputs.log_probs
+            if trainer.args.loss_type == "dft":
+                losses = losses * outputs.log_probs.exp().detach()
+            kept = outputs.label_mask.sum()
+            loss = losses.sum() / (kept if num_items is None else num_items).clamp(min=1)
+            if trainer.aux_loss_enabled:
+                aux = trainer.router_aux_loss_coef * outputs.aux_loss
+                loss = loss + aux / (1 if num_items is None else steps)
+        if not trainer.model_accepts_loss_kwargs or num_items is None:
+            loss = loss / steps
+        sums = (outputs.entropy.detach().sum(), outputs.is_top1.sum())
+        metrics = [torch.where(kept > 0, value / kept, 0.0) for value in sums]
+        return loss, metrics + ([outputs.aux_loss] if trainer.aux_loss_enabled else [])
+
+    def step_of_the_trainer(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
+    ) -> Tensor:
+        before, tokens = self.trainer._total_train_tokens, self._tokens(inputs)
+        loss = super().step_of_the_trainer(model, inputs, num_items)
+        self._set_tokens(before + tokens)
+        return loss
+
+    def count(self, batches: list[dict[str, Any]]) -> None:
+        super().count(batches)
+        metrics = self.values[:, 1:].sum(0)
+        self._sums = metrics if self._sums is None else self._sums + metrics
+        self._counted += len(batches)
+        tokens = sum(self._tokens(batch["inputs"]) for batch in batches)
+        self._set_tokens(self.trainer._total_train_tokens + tokens)
+
+    def _tokens(self, inputs: dict[str, Any]) -> int:
+        """Return the tokens of the row as it would be without graph=True."""
+        multiple = self._collator.pad_to_multiple_of or 1
+        return -(-inputs["packed"].num_real_tokens // multiple) * multiple
+
+    def _set_tokens(self, tokens: int) -> None:
+        self.trainer._total_train_tokens = tokens
+        self.trainer._metrics["train"]["num_tokens"] = [tokens]
+
+    def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        trainer = self.trainer
+        if trainer.model.training and self._sums is not None:
+            for name, total in zip(self.metric_names, self._sums.tolist(), strict=True):
+                mean = total / self._counted
+                trainer._metrics["train"][name].extend([mean] * self._counted)
+            self._sums, self._counted = None, 0
+        type(trainer).log(trainer, logs, start_time)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._sums, self._counted = None, 0
+
+
+@contextlib.contextmanager
+def _all_tokens() -> Iterator[None]:
+    """Let TRL's head score all tokens, and not only those with labels, whose number it reads."""
+    kept = utils._use_triton
+    utils._use_triton = lambda device: False
+    try:
+        yield
+    finally:
+        utils._use_triton = kept

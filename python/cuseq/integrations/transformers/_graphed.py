@@ -1,0 +1,331 @@
+"""The training step of a Trainer as a `cuseq.GraphedStep`, for `cuseq.enable(trainer, graph=True)`.
+
+Trainer's loop calls `training_step` for each batch, then clips, steps the optimizer and steps the
+schedule. Here `training_step` keeps the batches until the last one of the step, and that call runs
+all of them, with clipping and the optimizer, as one GraphedStep. The loop's own clipping and
+optimizer calls then do nothing; its schedule call sets the learning rate of the next step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from cuseq._arguments import check_flag
+from cuseq.graphed_step import GraphedStep
+from cuseq.integrations.transformers._private import (
+    check_training_loop,
+    gradient_norm_names,
+    loop_values,
+    prepare_inputs,
+)
+from cuseq.integrations.transformers.callback import PackingCallback
+
+_WARMUP = 3
+_PROCESSES = {
+    "MULTI_GPU": "DDP",
+    "MULTI_CPU": "DDP",
+    "FSDP": "FSDP",
+    "DEEPSPEED": "DeepSpeed",
+}
+
+
+class GraphedTraining(TrainerCallback):
+    """Replaces a trainer's step by a GraphedStep, and is a callback that follows its loop."""
+
+    metric_names: tuple[str, ...] = ()
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.step: GraphedStep | None = None
+        self._filter = trainer.args.logging_nan_inf_filter
+        self._release: Callable[[], None] = lambda: None
+        self._forget()
+
+    # ------------------------------------------------------------------------------ installation
+
+    def check(self) -> None:
+        """Raise ValueError if a graph would train otherwise than the trainer."""
+        trainer = self.trainer
+        args, accelerator = trainer.args, trainer.accelerator
+        check_training_loop()
+        kind = accelerator.distributed_type.name
+        if kind != "NO" or args.world_size > 1:
+            raise _refused(f"one process without {_PROCESSES.get(kind, kind)}", kind)
+        if accelerator.parallelism_config is not None:
+            raise _refused("no parallelism_config", accelerator.parallelism_config)
+        if args.n_gpu > 1 or trainer.is_model_parallel:
+            what = "device_map" if trainer.is_model_parallel else "DataParallel"
+            raise _refused("its model on one GPU", f"{what} over several")
+        if accelerator.mixed_precision not in ("no", "bf16"):
+            raise _refused("mixed precision in bf16 or none", accelerator.mixed_precision)
+        for name, value in _refused_options(args).items():
+            if value:
+                raise _refused(f"no {name}", f"{value!r}")
+        for name in ("training_step", "compute_loss", *gradient_norm_names()):
+            if name in vars(trainer) or not _is_known(getattr(type(trainer), name)):
+                raise _refused(
+                    f"the {name} of transformers or TRL, whose Python needs no replay",
+                    f"that of {type(trainer).__name__}",
+                )
+        self.check_callbacks()
+
+    def check_callbacks(self) -> None:
+        """Raise ValueError if a callback acts between the gradients and the optimizer's step."""
+        for callback in self.trainer.callback_handler.callbacks:
+            if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
+                raise _refused(
+                    "no callback with on_pre_optimizer_step, since the graph steps the optimizer "
+                    "before it",
+                    type(callback).__name__,
+                )
+
+    def install(self) -> None:
+        """Replace the trainer's methods; `check` came before."""
+        clip, norm = gradient_norm_names()
+        methods = {"training_step": self._training_step, clip: self._clip, norm: self._norm}
+        for name, method in (methods | self.more_methods()).items():
+            setattr(self.trainer, name, method)
+        self.trainer.callback_handler.callbacks.append(self)
+
+    def remove(self) -> None:
+        """Restore the trainer's methods."""
+        self.end()
+        for name in ("training_step", *gradient_norm_names(), *self.more_methods()):
+            delattr(self.trainer, name)
+        self.trainer.callback_handler.callbacks.remove(self)
+
+    def more_methods(self) -> dict[str, Callable[..., Any]]:
+        """Return further methods of the trainer to replace."""
+        return {}
+
+    # ---------------------------------------------------------------------------------- the loop
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.check_callbacks()
+        self.end()  # an earlier run may have failed before on_train_end
+        self._filter = args.logging_nan_inf_filter
+        self._release = self._hold(self.trainer.optimizer)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._batches, self._stepped = [], False
+        # Trainer's filter reads the loss on the host; `_add_losses` does the same on the device.
+        args.logging_nan_inf_filter = self._filter and not self._takes_this_step()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        args.logging_nan_inf_filter = self._filter
+        self._stepped = False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Release the graph and its memory, and the optimizer."""
+        self.trainer.args.logging_nan_inf_filter = self._filter
+        self._release()
+        self._release = lambda: None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.step = None
+        self._batches: list[dict[str, Any]] = []
+        self._stepped = False  # whether the optimizer has made this step
+        self._steps = 0
+        self._number = 0  # of the batch whose loss is computed
+        self.values: Tensor | None = None  # static: of each batch its loss and its metrics
+        self._nothing: Tensor | None = None
+
+    def _takes_this_step(self) -> bool:
+        # The last step of an epoch may have fewer batches. Trainer runs it itself.
+        steps = self.trainer.args.gradient_accumulation_steps
+        return self.trainer.current_gradient_accumulation_steps == steps
+
+    def _hold(self, optimizer: AcceleratedOptimizer) -> Callable[[], None]:
+        """Make the loop's call of `optimizer.step` do nothing after a step of the graph; return a
+        function that undoes this.
+        """
+        own = vars(optimizer).get("step")  # the schedule's, which notes that step was called
+        step = optimizer.step
+
+        def held(closure: Callable[[], Any] | None = None) -> None:
+            if self._stepped:
+                optimizer._opt_called = True
+            else:
+                step(closure)
+
+        held._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        optimizer.step = held
+
+        def release() -> None:
+            if own is None:
+                del optimizer.step
+            else:
+                optimizer.step = own
+
+        return release
+
+    # ---------------------------------------------------------------------------------- the step
+
+    def _training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | None = None
+    ) -> Tensor:
+        trainer = self.trainer
+        if not self._takes_this_step():
+            return self.step_of_the_trainer(model, inputs, num_items_in_batch)
+        self._batches.append({"inputs": inputs, "num_items": num_items_in_batch})
+        if self._nothing is None:
+            self._nothing = torch.zeros((), device=trainer.args.device)
+        if len(self._batches) < trainer.args.gradient_accumulation_steps:
+            return self._nothing
+        model.train()
+        if callable(getattr(trainer.optimizer, "train", None)):
+            trainer.optimizer.train()
+        batches = [
+            batch | {"inputs": dict(prepare_inputs(trainer, batch["inputs"]))}
+            for batch in self._batches
+        ]
+        if self.step is None:
+            self.step = self._make_step(model, batches[0])
+        self._number = 0
+        self.step(batches if len(batches) > 1 else batches[0])
+        self._batches, self._stepped = [], True
+        self._tell_if_not_captured()
+        self._add_losses()
+        self.count(batches)
+        return self._nothing
+
+    def step_of_the_trainer(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
+    ) -> Tensor:
+        """Run the trainer's own `training_step`."""
+        return type(self.trainer).training_step(self.trainer, model, inputs, num_items)
+
+    def _make_step(self, model: nn.Module, example: dict[str, Any]) -> GraphedStep:
+        trainer = self.trainer
+        args, optimizer = trainer.args, trainer.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        trained = {p for p in model.parameters() if p.requires_grad}
+        if not trained <= held:
+            raise _refused(
+                "every parameter that requires gradients in its optimizer, or the norm of the "
+                "gradients would differ",
+                f"{len(trained - held)} outside",
+            )
+        steps = args.gradient_accumulation_steps
+
+        def loss_of(batch: dict[str, Any]) -> Tensor:
+            loss, metrics = self.loss(model, dict(batch["inputs"]), batch["num_items"])
+            values = [value.detach().double() for value in (loss, *metrics)]
+            if self.values is None:
+                self.values = torch.zeros(
+                    steps, len(values), dtype=torch.float64, device=loss.device
+                )
+            self.values[self._number].copy_(torch.stack(values))
+            self._number += 1
+            return loss
+
+        return GraphedStep(
+            loss_of,
+            optimizer,
+            example,
+            max_grad_norm=args.max_grad_norm or float("inf"),
+            accumulation=steps,
+            warmup=_WARMUP,
+        )
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss of a batch, and values of `metric_names`, without reading any."""
+        trainer = self.trainer
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+        unscaled = not trainer.model_accepts_loss_kwargs or num_items is None
+        if unscaled and trainer.compute_loss_func is None:
+            loss = loss / trainer.args.gradient_accumulation_steps
+        return loss, []
+
+    def count(self, batches: list[dict[str, Any]]) -> None:
+        """Show the layouts of a step to the callbacks that count tokens; no hook runs in a
+        replay.
+        """
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, PackingCallback):
+                for batch in batches:
+                    callback.see(batch["inputs"].get("packed"))
+
+    def _add_losses(self) -> None:
+        """Add the losses of the step to the trainer's sum, as its loop does."""
+        assert self.values is not None
+        total, steps_since_log = loop_values(self.trainer)
+        for loss in self.values[:, 0]:
+            if self._filter:
+                loss = torch.where(loss.isfinite(), loss, total / (1 + steps_since_log))
+            total += loss
+
+    def _tell_if_not_captured(self) -> None:
+        assert self.step is not None
+        self._steps += 1
+        if self._steps == _WARMUP + 1 and not self.step.captured:
+            warnings.warn(
+                f"the trainer's steps run without a CUDA graph: {self.step.reason}", stacklevel=2
+            )
+
+    def _clip(self, model: nn.Module) -> Tensor | None:
+        if self._stepped:
+            return None  # `_norm` has it
+        return getattr(Trainer, gradient_norm_names()[0])(self.trainer, model)
+
+    def _norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
+        if self._stepped:
+            assert self.step is not None
+            return self.step.grad_norm
+        return getattr(Trainer, gradient_norm_names()[1])(self.trainer, model, grad_norm)
+
+
+def check_option(graph: object, cp: object) -> None:
+    """Raise if `graph`, an option of `cuseq.enable`, is no flag or comes with `cp`."""
+    check_flag(graph, "graph")
+    if graph and cp is not None:
+        raise ValueError(f"cp must be None with graph=True, which takes one process, got {cp!r}")
+
+
+def graph_of(trainer: Trainer) -> GraphedTraining | None:
+    """Return what `enable(trainer, graph=True)` made, or None."""
+    callbacks = trainer.callback_handler.callbacks
+    return next((c for c in callbacks if isinstance(c, GraphedTraining)), None)
+
+
+def _refused_options(args: TrainingArguments) -> dict[str, Any]:
+    """Return options with which a graph would do something else than the trainer, if given."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    return {
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "torch_empty_cache_steps": args.torch_empty_cache_steps,
+        "optim that steps in the backward": optim if "lomo" in optim else None,
+        "activation_offloading": getattr(args, "activation_offloading", False),
+    }
+
+
+def _is_known(function: Callable[..., Any]) -> bool:
+    return function.__module__.partition(".")[0] in ("transformers", "trl")
+
+
+def _refused(rule: str, value: object) -> ValueError:
+    return ValueError(f"trainer must have {rule}, for graph=True, got {value}")

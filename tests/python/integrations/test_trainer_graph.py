@@ -1,0 +1,323 @@
+"""Test enable(trainer, graph=True): the numbers of the trainer without it, by its plain path."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import cuseq
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from cuseq.integrations.transformers import PackingCallback, unregister  # noqa: E402
+from cuseq.integrations.transformers._graphed import graph_of  # noqa: E402
+
+STEPS = 20
+NO_GRAPH = "ignore:the trainer's steps run without a CUDA graph"
+pytestmark = pytest.mark.filterwarnings(NO_GRAPH)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unregistered_afterwards():
+    yield
+    unregister()
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of up to 32 tokens."""
+
+    def __init__(self, count: int):
+        numbers = torch.Generator().manual_seed(0)
+        self.rows = []
+        for _ in range(count):
+            lengths = torch.randint(1, 9, (4,), generator=numbers).tolist()
+            ids = [torch.randint(1, 64, (n,), generator=numbers).tolist() for n in lengths]
+            self.rows.append([{"input_ids": one} for one in ids])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> list[dict]:
+        return self.rows[number]
+
+
+class RowCollator(cuseq.PackingCollator):
+    def __call__(self, rows: list[list[dict]]) -> dict:
+        return super().__call__(rows[0])
+
+
+class Recorder(transformers.TrainerCallback):
+    """Notes each event with the step, the rate and whether there are gradients."""
+
+    def __init__(self):
+        self.events = []
+
+    def note(self, name, state, model, optimizer):
+        rate = optimizer.param_groups[0]["lr"] if optimizer is not None else None
+        gradients = any(p.grad is not None for p in model.parameters())
+        self.events.append((name, state.global_step, rate, gradients))
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.note("begin", state, model, optimizer)
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.note("optimizer", state, model, optimizer)
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.note("end", state, model, optimizer)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.events.append(("substep", state.global_step))
+
+    def on_log(self, args, state, control, **kwargs):
+        self.events.append(("log", state.global_step))
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.events.append(("evaluate", state.global_step))
+
+
+def make_model(dtype: torch.dtype = torch.float32, **options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        **options,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def make_trainer(folder, *, graph, count=64, callbacks=(), loss=None, device="cpu", **options):
+    settings = dict(
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+        logging_steps=4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=False,
+    )
+    arguments = transformers.TrainingArguments(str(folder), **(settings | options))
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    trainer = transformers.Trainer(
+        make_model(),
+        arguments,
+        data_collator=RowCollator(total_tokens=32, max_seqs=6),
+        train_dataset=Rows(count),
+        eval_dataset=Rows(3),
+        callbacks=list(callbacks),
+        compute_loss_func=loss,
+    )
+    cuseq.enable(trainer, graph=graph)
+    return trainer
+
+
+def logs_of(trainer) -> list[dict]:
+    left_out = ("runtime", "per_second")
+    return [
+        {name: value for name, value in log.items() if not any(part in name for part in left_out)}
+        for log in trainer.state.log_history
+    ]
+
+
+def compare(trainer, twin, rounding: float = 1e-5):
+    for mine, theirs in zip(logs_of(trainer), logs_of(twin), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert_close(mine[name], value, rtol=rounding, atol=rounding, msg=name)
+    for mine, theirs in zip(trainer.model.parameters(), twin.model.parameters(), strict=True):
+        assert_close(mine, theirs, rtol=rounding, atol=rounding)
+
+
+def my_loss(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    return total / num_items_in_batch
+
+
+OPTIONS = [
+    {},
+    {"gradient_accumulation_steps": 4},
+    {"gradient_accumulation_steps": 3, "count": 7},  # the last step of an epoch has one batch
+    {"max_grad_norm": 0.1},
+    {"max_grad_norm": 0.0},
+    {"label_smoothing_factor": 0.1},
+    {"loss": my_loss},
+    {"bf16": True, "max_grad_norm": 0.0},  # clipping adds up norms in another order
+    {"gradient_checkpointing": True},
+    {"logging_nan_inf_filter": False, "eval_strategy": "steps", "eval_steps": 5},
+    {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2},
+    {"optim": "sgd", "weight_decay": 0.1, "neftune_noise_alpha": 5.0},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_the_numbers_are_those_without_a_graph(options, tmp_path):
+    trainers, recorders = [], []
+    for graph in (True, False):
+        recorders.append(Recorder())
+        callbacks = [PackingCallback(), recorders[-1]]
+        trainers.append(make_trainer(tmp_path, graph=graph, callbacks=callbacks, **options))
+        trainers[-1].train()
+    compare(*trainers)
+    assert recorders[0].events == recorders[1].events
+    assert trainers[0].args.logging_nan_inf_filter == trainers[1].args.logging_nan_inf_filter
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_that_is_resumed_equals_one_that_is_not(accumulation, tmp_path):
+    options = dict(save_strategy="steps", save_steps=8, gradient_accumulation_steps=accumulation)
+    twin = make_trainer(tmp_path / "a", graph=False, **options)
+    twin.train()
+    trainer = make_trainer(tmp_path / "b", graph=True, **options)
+    trainer.train()
+    compare(trainer, twin)
+    resumed = make_trainer(tmp_path / "c", graph=True, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-8"))
+    for mine, theirs in zip(resumed.model.parameters(), twin.model.parameters(), strict=True):
+        assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    saved = [
+        torch.load(tmp_path / name / "checkpoint-16" / "optimizer.pt", weights_only=True)
+        for name in "ab"
+    ]
+    assert saved[0]["param_groups"] == saved[1]["param_groups"]
+    assert saved[0]["state"].keys() == saved[1]["state"].keys()
+
+
+def sometimes_nan(outputs, labels, num_items_in_batch=None):
+    loss = my_loss(outputs, labels, num_items_in_batch)
+    return torch.where(labels.sum() % 3 == 0, loss.detach() * torch.nan, loss) + 0 * loss
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_losses_that_are_not_numbers(filters, tmp_path):
+    options = dict(
+        loss=sometimes_nan, gradient_accumulation_steps=2, optim="sgd", learning_rate=0.0
+    )
+    trainers = [
+        make_trainer(tmp_path, graph=graph, logging_nan_inf_filter=filters, **options)
+        for graph in (True, False)
+    ]
+    losses = []
+    for trainer in trainers:
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert_close(losses[0], losses[1], equal_nan=True, rtol=1e-5, atol=1e-6)
+    assert any(loss != loss for loss in losses[0]) != filters
+
+
+def test_the_reason_is_told_once(tmp_path):
+    trainer = make_trainer(tmp_path, graph=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.train()
+    told = [str(w.message) for w in told if "without a CUDA graph" in str(w.message)]
+    assert told == [
+        "the trainer's steps run without a CUDA graph: the parameters are on cpu, and CUDA graphs "
+        "need a GPU"
+    ]
+
+
+def test_disable_restores_the_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, graph=True)
+    result = cuseq.enable(trainer, graph=True)
+    assert result.replaced[-1] == "training_step:Trainer"
+    with pytest.raises(ValueError, match="graph must stay True until cuseq.disable, got False"):
+        cuseq.enable(trainer)
+    trainer.train()
+    cuseq.disable(trainer)
+    assert graph_of(trainer) is None
+    assert not {"training_step", "_clip_grad_norm", "_get_grad_norm"} & vars(trainer).keys()
+    trainer.train()
+    cuseq.enable(trainer, graph=True)
+    trainer.train()
+
+
+class BeforeTheStep(transformers.TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        pass
+
+
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_what_would_be_wrong_in_silence_is_refused(tmp_path, monkeypatch):
+    def refused(message, cls=transformers.Trainer, callbacks=(), change=None, **options):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to="none", **options
+        )
+        trainer = cls(make_model(), arguments, callbacks=list(callbacks))
+        if change is not None:
+            change(trainer)
+        with pytest.raises(ValueError, match=message):
+            cuseq.enable(trainer, graph=True)
+        assert trainer.model.config._attn_implementation == "sdpa"
+        assert "training_step" not in vars(trainer) or change is not None
+
+    refused("with on_pre_optimizer_step, .* got BeforeTheStep", callbacks=[BeforeTheStep()])
+    refused("the compute_loss of transformers or TRL, .* got that of OwnLoss", cls=OwnLoss)
+    refused("no torch_empty_cache_steps, for graph=True, got 2", torch_empty_cache_steps=2)
+    refused("no auto_find_batch_size", auto_find_batch_size=True)
+    refused(
+        "the training_step of transformers or TRL",
+        change=lambda trainer: setattr(trainer, "training_step", print),
+    )
+    with pytest.raises(ValueError, match="cp must be None with graph=True"):
+        cuseq.enable(make_trainer(tmp_path, graph=False), graph=True, cp=object())
+    for name, shown in (("MULTI_GPU", "DDP"), ("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")):
+        kind = accelerate.DistributedType[name]
+        with monkeypatch.context() as patch:
+            patch.setattr(accelerate.Accelerator, "distributed_type", kind)
+            refused(f"one process without {shown}, for graph=True, got {name}")
+    trainer = make_trainer(tmp_path, graph=True)
+    trainer.add_callback(BeforeTheStep())
+    with pytest.raises(ValueError, match="got BeforeTheStep"):
+        trainer.train()
+
+
+def test_rows_without_one_shape_are_refused_by_name(tmp_path):
+    trainer = make_trainer(tmp_path, graph=True)
+    trainer.data_collator = RowCollator(total_tokens=32)
+    with pytest.raises(ValueError, match="max_seqs below total_tokens = 32, got 32"):
+        trainer.train()
+    trainer.data_collator = RowCollator(max_seqs=6)
+    with pytest.raises(ValueError, match="as in example_batch"):
+        trainer.train()
+
+
+def test_a_trainer_on_a_gpu_replays_its_steps(cuda, tmp_path):
+    del cuda
+    for options in ({}, {"gradient_accumulation_steps": 4}, {"bf16": True}):
+        twin = make_trainer(tmp_path, graph=False, device="cuda", **options)
+        twin.train()
+        captured = []
+
+        class Look(transformers.TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                captured.append((graph_of(trainer).step.captured, graph_of(trainer).step.reason))
+
+        trainer = make_trainer(
+            tmp_path, graph=True, device="cuda", callbacks=[Look(), PackingCallback()], **options
+        )
+        trainer.train()
+        assert captured[-1] == (True, None)
+        losses = [
+            [log["loss"] for log in one.state.log_history if "loss" in log]
+            for one in (trainer, twin)
+        ]
+        assert_close(losses[0], losses[1], rtol=2e-2 if "bf16" in options else 1e-3, atol=1e-3)
+        assert type(trainer.optimizer.state_dict()["param_groups"][0]["lr"]) is float

@@ -1,0 +1,150 @@
+"""Test enable(SFTTrainer, graph=True): TRL's numbers and metrics, by the plain path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import cuseq
+
+pytest.importorskip("trl")
+peft = pytest.importorskip("peft")
+
+import datasets  # noqa: E402
+import tokenizers  # noqa: E402
+import transformers  # noqa: E402
+import trl  # noqa: E402
+
+from cuseq.integrations.transformers._graphed import graph_of  # noqa: E402
+from cuseq.integrations.trl import PackedCollator  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:the trainer's steps run without a CUDA graph")
+METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "learning_rate")
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def make_trainer(
+    folder, *, graph, enable=None, device="cpu", peft_config=None, count=80, **options
+):
+    words = {"<eos>": 0, "<pad>": 1} | {f"w{i}": i for i in range(2, 64)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(
+            tokenizers.models.WordLevel(words, unk_token="<eos>")
+        ),
+        eos_token="<eos>",
+        pad_token="<pad>",
+    )
+    numbers = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 14, (count,), generator=numbers).tolist()
+    rows = [torch.randint(2, 64, (n,), generator=numbers).tolist() for n in lengths]
+    documents = datasets.Dataset.from_list([{"input_ids": row} for row in rows])
+    settings = dict(
+        packing=True,
+        max_length=16,
+        max_steps=20,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=1,
+        learning_rate=1e-2,
+        logging_steps=4,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        bf16=False,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=False,
+    )
+    arguments = trl.SFTConfig(str(folder), **(settings | options))
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    trainer = trl.SFTTrainer(
+        make_model(),
+        arguments,
+        train_dataset=documents,
+        eval_dataset=documents.select(range(9)),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+    )
+    cuseq.enable(trainer, graph=graph, **(enable or {}))
+    return trainer
+
+
+def compare(trainer, twin, rounding: float):
+    kinds = [[log for log in one.state.log_history if "loss" in log] for one in (trainer, twin)]
+    for mine, theirs in zip(*kinds, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in METRICS:
+            assert_close(mine[name], theirs[name], rtol=rounding, atol=rounding, msg=name)
+    evaluated = [
+        [log for log in one.state.log_history if "eval_loss" in log] for one in (trainer, twin)
+    ]
+    for mine, theirs in zip(*evaluated, strict=True):
+        assert_close(mine["eval_loss"], theirs["eval_loss"], rtol=rounding, atol=rounding)
+    for mine, theirs in zip(trainer.model.parameters(), twin.model.parameters(), strict=True):
+        assert_close(mine, theirs, rtol=rounding, atol=rounding)
+
+
+OPTIONS = [
+    {},
+    {"pad_to_multiple_of": 8, "gradient_accumulation_steps": 4},
+    {"gradient_accumulation_steps": 3, "count": 30},
+    {"gradient_accumulation_steps": 2, "loss_type": "dft"},
+    {"packing_strategy": "wrapped", "eval_strategy": "steps", "eval_steps": 6},
+    {"enable": {"bin_pack": True, "capacity": 24}},
+    {"peft_config": peft.LoraConfig(target_modules=["q_proj", "v_proj"])},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_the_numbers_are_those_without_a_graph(options, tmp_path):
+    trainers = [make_trainer(tmp_path, graph=graph, **options) for graph in (True, False)]
+    for trainer in trainers:
+        trainer.train()
+    compare(*trainers, rounding=1e-3)  # rows have another length: other sums
+    assert type(trainers[0].data_collator) is PackedCollator
+
+
+def test_disable_restores_the_trainer(tmp_path):
+    trainer = make_trainer(tmp_path, graph=True)
+    cuseq.disable(trainer)
+    assert graph_of(trainer) is None
+    assert not {"training_step", "log", "get_train_dataloader"} & vars(trainer).keys()
+
+
+def test_what_would_be_wrong_in_silence_is_refused(tmp_path):
+    refusals = [
+        ({"label_smoothing_factor": 0.1}, "TRL's own loss .* got label_smoothing_factor"),
+        ({"packing": False, "padding_free": True, "max_length": None}, "max_length must be given"),
+    ]
+    for options, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, graph=True, **options)
+
+
+def test_an_sft_trainer_on_a_gpu_replays_its_steps(cuda, tmp_path):
+    del cuda
+    twin = make_trainer(tmp_path, graph=False, device="cuda", gradient_accumulation_steps=2)
+    trainer = make_trainer(tmp_path, graph=True, device="cuda", gradient_accumulation_steps=2)
+    captured = []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            captured.append((graph_of(trainer).step.captured, graph_of(trainer).step.reason))
+
+    trainer.add_callback(Look())
+    trainer.train()
+    twin.train()
+    assert captured[-1] == (True, None)
+    compare(trainer, twin, rounding=1e-2)
