@@ -62,7 +62,8 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
       share.terms_begin() + sources + 1 + keys + sent == rank_rows.size(0) &&
       is_within(RankMetaSlot::kNumPieces, share.at(RankMetaSlot::kPieceCapacity)) &&
       is_within(RankMetaSlot::kNumCut, share.at(RankMetaSlot::kNumPieces)) &&
-      is_within(RankMetaSlot::kNumKeyRows, keys) && is_within(RankMetaSlot::kNumSentRows, sent) &&
+      is_within(RankMetaSlot::kNumKeyRows, keys) && share.num_cut_keys() >= 0 &&
+      is_within(RankMetaSlot::kNumSentRows, sent) &&
       is_within(RankMetaSlot::kNumFarRows, sources - share.at(RankMetaSlot::kNumCutTokens)) &&
       is_within(RankMetaSlot::kNumCutTokens, share.at(RankMetaSlot::kNumTokens));
   TORCH_CHECK_VALUE(has_room, "rank_rows must be of the same layout as rank_meta, got shape ",
@@ -83,36 +84,42 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
   if (!rank_rows.is_cpu()) return share;
   const int64_t cut = share.at(RankMetaSlot::kNumCutTokens);
   check_ascending(share.cut_queries().offsets, 0, cut);
-  check_ascending(share.cut_keys().offsets, 0, share.at(RankMetaSlot::kNumKeyRows));
+  check_ascending(share.cut_keys().offsets, 0, share.num_cut_keys());
   check_ascending(share.whole_queries().offsets, cut, share.at(RankMetaSlot::kNumTokens));
   return share;
 }
 
-Sequences RankShare::sequences(int64_t begin, int64_t count, RankMetaSlot longest,
-                               RankMetaSlot tokens) const {
+Sequences RankShare::sequences(int64_t begin, int64_t count, int64_t longest,
+                               int64_t tokens) const {
   Sequences sequences;
   sequences.offsets = section(begin, count + 1);
   sequences.cu_seqlens = rows_;
   sequences.first = begin;
-  sequences.longest = at(longest);
-  sequences.num_real_tokens = at(tokens);
+  sequences.longest = longest;
+  sequences.num_real_tokens = tokens;
   return sequences;
 }
 
 Sequences RankShare::cut_queries() const {
-  return sequences(0, at(RankMetaSlot::kNumCut), RankMetaSlot::kLongestCut,
-                   RankMetaSlot::kNumCutTokens);
+  return sequences(0, at(RankMetaSlot::kNumCut), at(RankMetaSlot::kLongestCut),
+                   at(RankMetaSlot::kNumCutTokens));
 }
 
 Sequences RankShare::cut_keys() const {
   return sequences(at(RankMetaSlot::kPieceCapacity) + 1, at(RankMetaSlot::kNumCut),
-                   RankMetaSlot::kLongestKeys, RankMetaSlot::kNumKeyRows);
+                   num_cut_keys() == 0 ? 0 : at(RankMetaSlot::kLongestKeys), num_cut_keys());
+}
+
+Sequences RankShare::all_queries() const {
+  return sequences(0, at(RankMetaSlot::kNumPieces),
+                   std::max(at(RankMetaSlot::kLongestCut), at(RankMetaSlot::kLongestWhole)),
+                   at(RankMetaSlot::kNumTokens));
 }
 
 Sequences RankShare::whole_queries() const {
   const int64_t cut = at(RankMetaSlot::kNumCut);
-  return sequences(cut, at(RankMetaSlot::kNumPieces) - cut, RankMetaSlot::kLongestWhole,
-                   RankMetaSlot::kNumTokens);
+  return sequences(cut, at(RankMetaSlot::kNumPieces) - cut, at(RankMetaSlot::kLongestWhole),
+                   at(RankMetaSlot::kNumTokens));
 }
 
 Tensor RankShare::key_sources() const {

@@ -22,6 +22,8 @@ class RankShare {
   bool is_ulysses() const {
     return at(RankMetaSlot::kUlysses) != 0 && at(RankMetaSlot::kCpSize) > 1;
   }
+  // Whether cut pieces run in two calls: with their own keys, and with the keys before them.
+  bool merges() const { return at(RankMetaSlot::kMerges) != 0; }
   const std::string& group() const { return group_; }
 
   // Rows that this rank sends to each rank, and that it receives.
@@ -29,15 +31,20 @@ class RankShare {
   std::vector<int64_t> received() const { return per_rank(at(RankMetaSlot::kCpSize)); }
 
   Sequences cut_queries() const;    // from the first row on
-  Sequences cut_keys() const;       // of key_sources
+  Sequences cut_keys() const;       // of key_sources; if the plan merges, of its first rows
+  Sequences all_queries() const;    // both
   Sequences whole_queries() const;  // documents after the cut pieces; with Ulysses, all
 
-  // Keys of the piece that has the most.
+  // Rows of key_sources that belong to cut_keys.
+  int64_t num_cut_keys() const {
+    return at(RankMetaSlot::kNumKeyRows) - (merges() ? at(RankMetaSlot::kNumCutTokens) : 0);
+  }
+  // Keys of the piece that has the most, its own included.
   int64_t longest_keys() const {
     return std::max(at(RankMetaSlot::kLongestKeys), at(RankMetaSlot::kLongestWhole));
   }
 
-  Tensor key_sources() const;   // int32 [num_key_rows]
+  Tensor key_sources() const;   // int32 [num_key_rows]; if the plan merges, own rows come last
   Tensor sent_sources() const;  // int32 [num_sent_rows]
   // Offsets of the terms of the sources [first, first + count), int32 [count + 1].
   Tensor term_offsets(int64_t first, int64_t count) const;
@@ -50,8 +57,7 @@ class RankShare {
  private:
   std::vector<int64_t> per_rank(int64_t first) const;
   Tensor section(int64_t begin, int64_t size) const { return rows_.narrow(0, begin, size); }
-  Sequences sequences(int64_t begin, int64_t count, RankMetaSlot longest,
-                      RankMetaSlot tokens) const;
+  Sequences sequences(int64_t begin, int64_t count, int64_t longest, int64_t tokens) const;
   int64_t keys_begin() const { return 2 * (at(RankMetaSlot::kPieceCapacity) + 1); }
   int64_t sent_begin() const { return keys_begin() + at(RankMetaSlot::kKeyCapacity); }
   int64_t terms_begin() const { return sent_begin() + at(RankMetaSlot::kSendCapacity); }

@@ -25,6 +25,7 @@ class RankMeta:
     ULYSSES: int
     WINDOW: int
     ANY_FAR: int
+    MERGES: int
     NUM_PIECES: int
     NUM_CUT: int
     NUM_TOKENS: int
@@ -58,6 +59,7 @@ class CpPlan:
         key_heads: int,
         window: int | None,
         max_far_rows: int | None,
+        merge: bool | None,
         /,
     ) -> None: ...
     def deal(self) -> tuple[Tensor, Tensor]: ...
@@ -68,6 +70,8 @@ class CpPlan:
     def num_whole(self) -> int: ...
     @property
     def num_cut(self) -> int: ...
+    @property
+    def merges(self) -> bool: ...
     @property
     def hash(self) -> int: ...
     @property

@@ -482,7 +482,10 @@ def _pairs_of_part(rank_rows: Tensor, rank_meta: Tensor) -> int:
     first_key = meta[slots.PIECE_CAPACITY] + 1
     key_offsets = rows[first_key : first_key + cut + 1]
     queries = [end - begin for begin, end in itertools.pairwise(offsets)]
-    keys = [end - begin for begin, end in itertools.pairwise(key_offsets)] + queries[cut:]
+    keys = [end - begin for begin, end in itertools.pairwise(key_offsets)]
+    if meta[slots.MERGES]:  # these are the keys before the pieces
+        keys = [before + own for before, own in zip(keys, queries, strict=False)]
+    keys += queries[cut:]
     pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
     return pairs // meta[slots.CP_SIZE] if meta[slots.ULYSSES] else pairs
 

@@ -1,18 +1,24 @@
+#include <ATen/ops/arange.h>
+#include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
+#include <ATen/ops/searchsorted.h>
 
 #include "attention/choice.h"
 #include "attention/composition.h"
 #include "attention/exchange.h"
+#include "attention/merge.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/sum_rows.h"
 
 // A rank's part of a row whose documents are dealt: exchange the keys that cut pieces need, attend
 // over whole documents meanwhile, then over the cut pieces. Each token is a query of one call, so
-// nothing is merged. The pieces of cut documents are the first rows of a rank; the keys and values
-// of a token travel as one row, and so do their gradients.
+// nothing is merged. A plan with too few whole documents says otherwise: cut pieces then attend to
+// their own keys during the exchange too, afterwards to those before them, and the results are
+// merged. The pieces of cut documents are the first rows of a rank; the keys and values of a token
+// travel as one row, and so do their gradients.
 namespace cuseq::attention {
 namespace {
 
@@ -46,6 +52,8 @@ class Part {
         far_(share_.at(RankMetaSlot::kNumFarRows)) {}
 
   int64_t cut_tokens() const { return cut_tokens_; }
+  // A window counts from the last key of a piece's call, so its call has all keys of the piece.
+  bool merges() const { return share_.merges() && !row_.call.window.has_value(); }
   bool has_exchange() const { return share_.at(RankMetaSlot::kAnyFar) != 0; }
 
   // Start the exchange of keys and values. Every rank of the plan takes part, or none.
@@ -77,17 +85,53 @@ class Part {
     return call;
   }
 
-  // Return the call of the cut pieces; wait for their keys.
+  // Return the call of all pieces with their own keys, over the rank's row.
+  Call own() const {
+    Call call = row_.call;
+    call.queries = share_.all_queries();
+    call.keys = call.queries;
+    return call;
+  }
+
+  // Return the call of the cut pieces with their own keys.
+  Call own_cut() const {
+    Call call = row_.call;
+    call.q = call.q.narrow(0, 0, cut_tokens_);
+    call.k = call.k.narrow(0, 0, cut_tokens_);
+    call.v = call.v.narrow(0, 0, cut_tokens_);
+    call.queries = share_.cut_queries();
+    call.keys = call.queries;
+    return call;
+  }
+
+  // Return the call of the cut pieces, with the keys before them if it merges, else with all their
+  // keys; wait for them.
   Call cut() {
     arrival_.wait();
-    return cut_call(at::index_select(sources_, 0, share_.key_sources()));
+    const Tensor keys = share_.key_sources().narrow(0, 0, share_.num_cut_keys());
+    if (merges() || !share_.merges()) return cut_call(at::index_select(sources_, 0, keys));
+    const Tensor order = at::argsort(places_by_piece());
+    Call call =
+        cut_call(at::index_select(sources_, 0, share_.key_sources().index_select(0, order)));
+    call.keys.offsets = call.keys.offsets.add(call.queries.offsets);
+    call.keys.cu_seqlens = call.keys.offsets;
+    call.keys.first = 0;
+    call.keys.longest = share_.at(RankMetaSlot::kLongestKeys);
+    call.keys.num_real_tokens = share_.at(RankMetaSlot::kNumKeyRows);
+    return call;
   }
 
   void wait() { arrival_.wait(); }
 
-  // Start the return of the gradients of far rows, given those of the cut pieces' keys.
-  void send_gradients(const Tensor& grad_k, const Tensor& grad_v) {
-    key_grads_ = at::cat({grad_k.flatten(1), grad_v.flatten(1)}, 1);
+  // Start the return of the gradients of far rows, given those of the keys of `cut`, and of
+  // `own_cut` if it merges.
+  void send_gradients(const Gradients& cut, const Gradients& own) {
+    key_grads_ = rows_of(cut);
+    if (merges()) {
+      key_grads_ = at::cat({key_grads_, rows_of(own)});
+    } else if (share_.merges()) {
+      key_grads_ = at::index_select(key_grads_, 0, places_by_piece());
+    }
     returned_ = width_.empty(share_.at(RankMetaSlot::kNumSentRows), row_.call.k);
     if (!has_exchange()) return;
     arrival_ =
@@ -111,7 +155,30 @@ class Part {
     call.v = width_.values(rows, row_.call);
     call.queries = share_.cut_queries();
     call.keys = share_.cut_keys();
+    call.causal = call.causal && !merges();
     return call;
+  }
+
+  // Return the gradients of keys and values, side by side.
+  static Tensor rows_of(const Gradients& gradients) {
+    const auto& [grad_q, grad_k, grad_v] = gradients;
+    return at::cat({grad_k.flatten(1), grad_v.flatten(1)}, 1);
+  }
+
+  // Return the place of each row of key_sources if each piece's own keys followed those before it.
+  // Worked example, pieces of 2 and 1 tokens after 1 and 2 keys:
+  //   rows  a0 b0 b1 | A0 A1 B0      by piece  a0 A0 A1 b0 b1 B0      places  0 3 4 | 1 2 5
+  Tensor places_by_piece() const {
+    const Tensor queries = share_.cut_queries().offsets;
+    const Tensor before = share_.cut_keys().offsets;
+    const auto moved = [](const Tensor& offsets, int64_t rows, const Tensor& others) {
+      const Tensor row = at::arange(rows, offsets.options());
+      const Tensor piece = at::searchsorted(offsets.narrow(0, 1, offsets.size(0) - 1), row,
+                                            /*out_int32=*/false, /*right=*/true);
+      return row.add(others.index_select(0, piece));
+    };
+    return at::cat({moved(before, share_.num_cut_keys(), queries),
+                    moved(queries, cut_tokens_, before.narrow(0, 1, before.size(0) - 1))});
   }
 
   // Return the gradients of the sources [first, first + count), summed over their terms.
@@ -154,12 +221,18 @@ bool fits(const Row& row) {
 Output forward(const Row& row) {
   Part part(row);
   part.send_keys(/*is_backward=*/false);
-  auto [out, logsumexp] = attend(part.whole());
+  auto [out, logsumexp] = attend(part.merges() ? part.own() : part.whole());
   if (part.cut_tokens() == 0) {
     part.wait();
     return {out, logsumexp};
   }
-  const auto [cut_out, cut_logsumexp] = attend(part.cut());
+  const Call cut = part.cut();
+  const Output far = attend(cut);
+  if (part.merges()) {
+    merge(out, logsumexp, cut, far);
+    return {out, logsumexp};
+  }
+  const auto& [cut_out, cut_logsumexp] = far;
   out.narrow(0, 0, part.cut_tokens()).copy_(cut_out);
   logsumexp.narrow(1, 0, part.cut_tokens()).copy_(cut_logsumexp);
   return {out, logsumexp};
@@ -169,15 +242,24 @@ Gradients backward(const Row& row, const Outer& outer) {
   Part part(row);
   part.send_keys(/*is_backward=*/true);
   if (part.cut_tokens() == 0 && !part.has_exchange()) return attend_backward(part.whole(), outer);
+  const int64_t tokens = part.cut_tokens();
+  const Outer cut_outer{outer.grad_out.narrow(0, 0, tokens), outer.out.narrow(0, 0, tokens),
+                        outer.logsumexp.narrow(1, 0, tokens)};
+  // Given the merged out and logsumexp, the backward of each call is exact.
+  Gradients own;
+  if (part.merges()) own = attend_backward(part.own_cut(), cut_outer);
   // The cut pieces run first, so that the gradients of far rows travel under the whole documents.
   const Call cut = part.cut();
-  const int64_t tokens = part.cut_tokens();
-  const auto [cut_q, cut_k, cut_v] =
-      attend_backward(cut, {outer.grad_out.narrow(0, 0, tokens), outer.out.narrow(0, 0, tokens),
-                            outer.logsumexp.narrow(1, 0, tokens)});
-  part.send_gradients(cut_k, cut_v);
+  const Gradients far = attend_backward(cut, cut_outer);
+  part.send_gradients(far, own);
   const auto [grad_q, grad_k, grad_v] = attend_backward(part.whole(), outer);
-  grad_q.narrow(0, 0, tokens).copy_(cut_q);
+  const Tensor cut_q = grad_q.narrow(0, 0, tokens);
+  if (part.merges()) {
+    cut_q.copy_(std::get<0>(own));
+    add(cut_q, std::get<0>(far), cut.queries, cut.keys);
+  } else {
+    cut_q.copy_(std::get<0>(far));
+  }
   part.add_gradients(grad_k, grad_v);
   return {grad_q, grad_k, grad_v};
 }

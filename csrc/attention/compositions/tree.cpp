@@ -1,9 +1,7 @@
 #include <utility>
 
 #include "attention/composition.h"
-#include "ops/checks.h"
-#include "ops/dispatch.h"
-#include "ops/pair_rows.h"
+#include "attention/merge.h"
 
 // Attention over a tree: each node with itself, causal, and for each depth the descendants of the
 // nodes there with those nodes. The results are merged by their logsumexp. Given the merged
@@ -30,48 +28,10 @@ Call call_of(const Row& row, const TreeCall& one) {
   return call;
 }
 
-// Return the rows of `own` whose pair has rows of `other` too.
-PairedRows paired(const Sequences& own, const Sequences& other) {
-  PairedRows rows;
-  rows.own = {own.offsets.const_data_ptr<int32_t>(), own.count()};
-  rows.other = other.offsets.const_data_ptr<int32_t>();
-  return rows;
-}
-
 // Several terms are summed in fp32, so that they are rounded once.
 Tensor sum_of(const Tensor& first, size_t terms) {
   const bool widens = terms > 2 && first.element_size() == 2;
   return widens ? first.to(at::kFloat) : first;
-}
-
-void merge(const Tensor& out, const Tensor& logsumexp, const TreeCall& call, const Output& part) {
-  const auto& [part_out, part_logsumexp] = part;
-  MergeRowsArgs args;
-  args.rows = paired(call.queries, call.keys);
-  args.count = call.query_end;
-  args.heads = out.size(1);
-  args.dim = out.size(2);
-  args.type = float_type(part_out, "out");
-  args.sum_type = float_type(out, "out");
-  args.part = part_out.const_data_ptr();
-  args.part_logsumexp = part_logsumexp.const_data_ptr();
-  args.part_stride = part_logsumexp.stride(0);
-  args.out = out.mutable_data_ptr();
-  args.logsumexp = logsumexp.mutable_data_ptr();
-  args.stride = logsumexp.stride(0);
-  CUSEQ_RUN(merge_rows, out, args);
-}
-
-void add(const Tensor& sum, const Tensor& part, const PairedRows& rows) {
-  AddRowsArgs args;
-  args.rows = rows;
-  args.count = part.size(0);
-  args.width = part.size(1) * part.size(2);
-  args.type = float_type(part, "grad");
-  args.sum_type = float_type(sum, "grad");
-  args.part = part.const_data_ptr();
-  args.sum = sum.mutable_data_ptr();
-  CUSEQ_RUN(add_rows, sum, args);
 }
 
 bool fits(const Row& row) { return row.tree.has_value(); }
@@ -79,7 +39,10 @@ bool fits(const Row& row) { return row.tree.has_value(); }
 Output forward(const Row& row) {
   auto [out, logsumexp] = attend(own_call(row));
   const Tensor sum = sum_of(out, 1 + row.tree->size());
-  for (const TreeCall& call : *row.tree) merge(sum, logsumexp, call, attend(call_of(row, call)));
+  for (const TreeCall& one : *row.tree) {
+    const Call call = call_of(row, one);
+    merge(sum, logsumexp, call, attend(call));
+  }
   return {sum.to(out.scalar_type()), logsumexp};
 }
 
@@ -93,11 +56,10 @@ Gradients backward(const Row& row, const Outer& outer) {
         call_of(row, call),
         {grad_out.narrow(0, 0, call.query_end), outer.out.narrow(0, 0, call.query_end),
          outer.logsumexp.narrow(1, 0, call.query_end).contiguous()});
-    add(sum_q, part_q, paired(call.queries, call.keys));
+    add(sum_q, part_q, call.queries, call.keys);
     // A node is the key of one of these calls, so its gradients have two terms.
-    const PairedRows keys = paired(call.keys, call.queries);
-    add(grad_k, part_k, keys);
-    add(grad_v, part_v, keys);
+    add(grad_k, part_k, call.keys, call.queries);
+    add(grad_v, part_v, call.keys, call.queries);
   }
   return {sum_q.to(grad_q.scalar_type()), grad_k, grad_v};
 }

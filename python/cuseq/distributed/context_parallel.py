@@ -17,6 +17,7 @@ from cuseq.distributed.plan import (
     HEADS,
     POLICIES,
     ContextParallelPlan,
+    as_merge,
     checked_heads,
     cp_plan,
 )
@@ -37,6 +38,7 @@ class ContextParallel:
         policy: as for `cp_plan`.
         heads: numbers of query and key heads of the model, as for `cp_plan`.
         head_dim: elements of a head, as for `cp_plan`.
+        merge: as for `cp_plan`.
 
     Raises:
         ValueError: the mesh has several dimensions, this process is not in the group, or an
@@ -56,6 +58,7 @@ class ContextParallel:
         policy: str = "auto",
         heads: Sequence[int] | None = None,
         head_dim: int | None = None,
+        merge: bool | None = None,
     ):
         group = _group_of(mesh_or_group)
         self.rank: int = torch.distributed.get_rank(group)
@@ -67,11 +70,17 @@ class ContextParallel:
         self.policy = one_of(policy, "policy", POLICIES)
         self.heads = HEADS if heads is None else checked_heads(heads)
         self.head_dim = HEAD_DIM if head_dim is None else as_int(head_dim, "head_dim", least=1)
+        self.merge = as_merge(merge)
 
     def plan(self, packed: PackedLayout) -> ContextParallelPlan:
         """Return the plan of a row, which is the same on all ranks."""
         return cp_plan(
-            packed, self.size, policy=self.policy, heads=self.heads, head_dim=self.head_dim
+            packed,
+            self.size,
+            policy=self.policy,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            merge=self.merge,
         )
 
     @staticmethod
