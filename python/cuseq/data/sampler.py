@@ -207,9 +207,17 @@ class PackedBatchSampler(Sampler[list[int]]):
         if isinstance(costs, Tensor):
             check_tensor(costs, "costs")
         try:
-            values = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
+            given = torch.as_tensor(costs)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"costs must be numbers, got {shown(costs)}") from error
+        if given.device.type != "cpu":
+            raise ValueError(
+                f"costs must lie on the CPU, where rows are planned, got {given.device}: copy them "
+                "with .cpu()"
+            )
+        if given.is_complex():
+            raise TypeError(f"costs must be real numbers, got {given.dtype}")
+        values = given.detach().to(torch.float64)
         if values.shape != self._lengths.shape:
             raise ValueError(
                 f"costs must have one number for each of the {len(self._lengths)} samples, got "

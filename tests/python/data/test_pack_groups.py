@@ -247,6 +247,11 @@ def test_a_state_knows_the_costs():
         cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs + 1).load_state_dict(state)
 
 
+def test_costs_on_a_gpu_are_refused(cuda):
+    with pytest.raises(ValueError, match=r"costs must lie on the CPU.*got cuda:0.*\.cpu\(\)"):
+        cuseq.data.PackedBatchSampler([3, 4], 8, costs=torch.ones(2, device=cuda))
+
+
 @pytest.mark.parametrize(
     ("costs", "options", "error", "message"),
     [
@@ -254,6 +259,7 @@ def test_a_state_knows_the_costs():
         ([1.0, -1.0], {}, ValueError, r"not negative, got costs\[1\] = -1"),
         ([float("nan"), 1.0], {}, ValueError, r"finite and not negative, got costs\[0\]"),
         (["a", "b"], {}, TypeError, "costs must be numbers"),
+        ([1j, 1.0], {}, TypeError, "costs must be real numbers, got torch.complex64"),
         (torch.ones(2).to_sparse(), {}, TypeError, "costs must be a dense tensor"),
         ([1.0, 1.0], {"balance": "tokens"}, ValueError, "balance must be None if costs are given"),
     ],
