@@ -386,6 +386,8 @@ class PackedBatchSampler(Sampler[list[int]]):
                 differ. Raised during the iteration: the step is beyond the end of the epoch.
             TypeError: `state` is not what `state_dict` returns.
         """
+        if isinstance(state, Mapping):
+            state = {"costs": None, **state}  # saved before there were costs
         refuse_other(state, self._settings(), _POSITION)
         position = self._position_of(state)
         self.set_epoch(state["epoch"])
@@ -414,6 +416,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {
             "version": _STATE_VERSION,
             "lengths": self._fingerprint,
+            "costs": self._fingerprint_of_costs,
             "capacity": self.capacity,
             "strategy": self.strategy,
             "balance": list(self.balance) if isinstance(self.balance, tuple) else self.balance,
@@ -426,17 +429,25 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of the number and values of the lengths, independent of their dtype, and of
-        the costs.
-        """
+        """Return a hash of the number and values of the lengths, independent of their dtype."""
         digest = hashlib.blake2b(digest_size=12)
         for _, chunk in _chunks(self._lengths):
-            values = chunk.to(torch.int64).contiguous()
-            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
-        if self._costs is not None:
-            values = self._costs.contiguous()
-            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+            _add(digest, chunk.to(torch.int64))
         return f"{len(self._lengths)}:{digest.hexdigest()}"
+
+    @cached_property
+    def _fingerprint_of_costs(self) -> str | None:
+        if self._costs is None:
+            return None
+        digest = hashlib.blake2b(digest_size=12)
+        _add(digest, self._costs)
+        return digest.hexdigest()
+
+
+def _add(digest: hashlib.blake2b, values: Tensor) -> None:
+    """Add the bytes of a tensor on the CPU to a hash."""
+    values = values.contiguous()
+    digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
 
 
 def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:

@@ -243,8 +243,18 @@ def test_a_state_knows_the_costs():
     again = cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs.numpy())
     again.load_state_dict(state)
     assert list(again) == list(batches)
-    with pytest.raises(ValueError, match="lengths"):
-        cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs + 1).load_state_dict(state)
+    for other in (costs + 1, None):
+        with pytest.raises(ValueError, match="same arguments, but costs is .* and was '"):
+            cuseq.data.PackedBatchSampler(lengths, 2048, costs=other).load_state_dict(state)
+
+
+def test_a_state_from_before_there_were_costs_is_taken():
+    lengths, costs = pairs(60)
+    state = cuseq.data.PackedBatchSampler(lengths, 2048).state_dict()
+    del state["costs"]
+    cuseq.data.PackedBatchSampler(lengths, 2048).load_state_dict(state)
+    with pytest.raises(ValueError, match="costs is '.*' and was None"):
+        cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs).load_state_dict(state)
 
 
 def test_costs_on_a_gpu_are_refused(cuda):
