@@ -238,6 +238,11 @@ def test_one_graph_serves_all_numbers_of_sequences(kind, backend, device):
     assert len(graphs) == 2
 
 
+def test_reduce_overhead_leaves_reductions_out_of_its_graphs():
+    """They read host_meta, which a replay would not."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.cuseq.segment_reduce.default.tags
+
+
 def test_a_capture_of_compiled_code_is_refused(cuda):
     """Its graph would keep the number of sequences of the capture."""
     packed = cuseq.PackedLayout.from_lengths([3, 4]).to(cuda)
