@@ -75,9 +75,9 @@ class PackedBatchSampler(Sampler[list[int]]):
             squared lengths of a row; or non-negative coefficients `(quadratic, linear, constant)`
             for a cost of `quadratic * n * n + linear * n + constant` per sample of n tokens. Rows
             of about equal cost then share a step.
-        costs: cost of each sample, not negative, a float array or tensor on the CPU, `[n_samples]`,
-            to balance instead of a `balance` by length: such as that of a group of GRPO or DPO,
-            whose length is its unique tokens. `balance` must be None.
+        costs: cost of each sample, `[n_samples]`, finite and not negative: a list, an array or a
+            tensor on the CPU. Balances these instead of lengths, such as the modelled costs of
+            groups of GRPO or DPO, whose lengths are their unique tokens. `balance` must be None.
         accumulation: rows of each rank in one step of the optimizer. Their total cost is balanced;
             the number of rows of each rank is a multiple of it.
         overlong: how to treat samples longer than `capacity`: `"raise"` a ValueError, or `"skip"`
