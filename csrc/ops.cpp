@@ -146,7 +146,7 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(("segment_reduce(Tensor values, " + segments +
          ", Tensor? host_meta=None) -> (Tensor out, Tensor which)")
             .c_str(),
-        pure);
+        reads_host);
   m.def(("segment_reduce_backward(Tensor grad_out, Tensor which, ScalarType dtype, "
          "SymInt total_tokens, " +
          segments + ") -> Tensor")

@@ -32,7 +32,7 @@ class RankShare {
 
   Sequences cut_queries() const;    // from the first row on
   Sequences cut_keys() const;       // of key_sources; if the plan merges, of its first rows
-  Sequences all_queries() const;    // both
+  Sequences all_queries() const;    // cut pieces, then the documents after them
   Sequences whole_queries() const;  // documents after the cut pieces; with Ulysses, all
 
   // Rows of key_sources that belong to cut_keys.

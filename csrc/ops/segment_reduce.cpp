@@ -62,6 +62,10 @@ SegmentReduceArgs arguments(Tensor cu_seqlens, std::string_view kind, OptionalTe
 OptionalInt num_seqs_of(const OptionalTensor& host_meta, const Tensor& cu_seqlens,
                         int64_t total_tokens) {
   if (!host_meta.has_value()) return std::nullopt;
+  TORCH_CHECK(!is_capturing(cu_seqlens),
+              "the number of sequences would be a constant of the CUDA graph, which replays other "
+              "lengths: reduce by sequence outside the graph, or outside compiled code if the "
+              "layout stays the same");
   const HostMeta meta = HostMeta::of(*host_meta);
   TORCH_CHECK_VALUE(meta.total_tokens == total_tokens,
                     "values must have packed.total_tokens = ", meta.total_tokens, " rows, got ",

@@ -157,6 +157,29 @@ def attend_densely(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention over a tree with the scores of all pairs in memory."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:  # as the op casts
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    is_tail = _ops.token_metadata(packed.state.cu_seqlens_static, packed.total_tokens, None)[2]
+    tail = is_tail[:, None, None]
+    # What the tail holds must not reach other rows, not even as NaN times zero.
+    q, k, v = (rows.masked_fill(tail, 0) for rows in (q, k, v))
+    with torch.autocast(device, enabled=False):
+        out = _dense_attention(q, k, v, visible(packed, window), scale, softcap, sinks)
+    return out.masked_fill(tail, 0).to(q.dtype).contiguous()
+
+
+def _dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Compute attention in fp32 (fp64 for fp64) with a mask, bool `[tokens, tokens]`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     queries = q.to(wide).transpose(0, 1)
@@ -164,11 +187,9 @@ def attend_densely(
     scores = queries @ keys.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible(packed, window), -torch.inf)
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, column], 2)
     weights = scores.softmax(-1)[..., : k.shape[0]]
-    out = (weights @ values).transpose(0, 1)
-    is_tail = _ops.token_metadata(packed.state.cu_seqlens_static, packed.total_tokens, None)[2]
-    return out.masked_fill(is_tail[:, None, None], 0).to(q.dtype).contiguous()
+    return (weights @ values).transpose(0, 1)

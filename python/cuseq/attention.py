@@ -177,9 +177,8 @@ def attention_backend(
             name = _path_backend(q, v, packed, options)
             return AttentionBackend(name, "the window is shorter than a path of the tree")
         if one_kernel_pays(q, v, packed, options.backend):
-            return AttentionBackend(
-                _path_backend(q, v, packed, options), why_one_kernel(q, v, packed)
-            )
+            name = _path_backend(q, v, packed, options)
+            return AttentionBackend(name, why_one_kernel(q, v, packed))
     if _runs_flex(q, v, packed, options):
         return AttentionBackend("flex", why_flex(options.question()))
     return AttentionBackend(*_C.attention_choice(q, k, v, *options.of_op(q, packed)))

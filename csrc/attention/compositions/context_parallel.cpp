@@ -14,11 +14,11 @@
 #include "ops/sum_rows.h"
 
 // A rank's part of a row whose documents are dealt: exchange the keys that cut pieces need, attend
-// over whole documents meanwhile, then over the cut pieces. Each token is a query of one call, so
-// nothing is merged. A plan with too few whole documents says otherwise: cut pieces then attend to
-// their own keys during the exchange too, afterwards to those before them, and the results are
-// merged. The pieces of cut documents are the first rows of a rank; the keys and values of a token
-// travel as one row, and so do their gradients.
+// over whole documents meanwhile, then over the cut pieces, whose keys are then all there. If the
+// plan merges, because whole documents are too few to hide the exchange, cut pieces attend to their
+// own keys meanwhile too, and afterwards to the keys before them, and the two results are merged.
+// The pieces of cut documents are the first rows of a rank; the keys and values of a token travel
+// as one row, and so do their gradients.
 namespace cuseq::attention {
 namespace {
 

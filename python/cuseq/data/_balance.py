@@ -133,7 +133,7 @@ def take_apart(
         num_rows: number of rows to make, at least `len(rows)`. If there are fewer samples than
             that, the first samples are repeated.
         lengths: tokens of each sample.
-        costs: cost of each sample; a longer sample must not cost less.
+        costs: cost of each sample.
         capacity: most tokens of a row.
 
     Returns:
@@ -153,10 +153,9 @@ def _spread(
     costs: Mapping[int, float],
     capacity: int,
 ) -> list[list[int]] | None:
-    """Place samples into rows in descending order of cost, each into the cheapest row.
+    """Place samples into rows in descending order of cost, each into the cheapest row with room.
 
-    Lengths descend too, because a longer sample never costs less. A row without room for the
-    current sample is set aside until a sample fits into it.
+    A row without room for the current sample is set aside until a sample fits into it.
 
     Returns:
         The rows, or None if a sample fits into none of them.

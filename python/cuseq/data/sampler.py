@@ -75,9 +75,9 @@ class PackedBatchSampler(Sampler[list[int]]):
             squared lengths of a row; or non-negative coefficients `(quadratic, linear, constant)`
             for a cost of `quadratic * n * n + linear * n + constant` per sample of n tokens. Rows
             of about equal cost then share a step.
-        costs: cost of each sample, not negative, a float array or tensor on the CPU, `[n_samples]`,
-            to balance instead of a `balance` by length: such as that of a group of GRPO or DPO,
-            whose length is its unique tokens. `balance` must be None.
+        costs: cost of each sample, `[n_samples]`, finite and not negative: a list, an array or a
+            tensor on the CPU. Balances these instead of lengths, such as the modelled costs of
+            groups of GRPO or DPO, whose lengths are their unique tokens. `balance` must be None.
         accumulation: rows of each rank in one step of the optimizer. Their total cost is balanced;
             the number of rows of each rank is a multiple of it.
         overlong: how to treat samples longer than `capacity`: `"raise"` a ValueError, or `"skip"`
@@ -207,9 +207,17 @@ class PackedBatchSampler(Sampler[list[int]]):
         if isinstance(costs, Tensor):
             check_tensor(costs, "costs")
         try:
-            values = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach()
+            given = torch.as_tensor(costs)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"costs must be numbers, got {shown(costs)}") from error
+        if given.device.type != "cpu":
+            raise ValueError(
+                f"costs must lie on the CPU, where rows are planned, got {given.device}: copy them "
+                "with .cpu()"
+            )
+        if given.is_complex():
+            raise TypeError(f"costs must be real numbers, got {given.dtype}")
+        values = given.detach().to(torch.float64)
         if values.shape != self._lengths.shape:
             raise ValueError(
                 f"costs must have one number for each of the {len(self._lengths)} samples, got "
@@ -378,6 +386,8 @@ class PackedBatchSampler(Sampler[list[int]]):
                 differ. Raised during the iteration: the step is beyond the end of the epoch.
             TypeError: `state` is not what `state_dict` returns.
         """
+        if isinstance(state, Mapping):
+            state = {"costs": None, **state}  # saved before there were costs
         refuse_other(state, self._settings(), _POSITION)
         position = self._position_of(state)
         self.set_epoch(state["epoch"])
@@ -406,6 +416,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return {
             "version": _STATE_VERSION,
             "lengths": self._fingerprint,
+            "costs": self._fingerprint_of_costs,
             "capacity": self.capacity,
             "strategy": self.strategy,
             "balance": list(self.balance) if isinstance(self.balance, tuple) else self.balance,
@@ -418,17 +429,25 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @cached_property
     def _fingerprint(self) -> str:
-        """Return a hash of the number and values of the lengths, independent of their dtype, and of
-        the costs.
-        """
+        """Return a hash of the number and values of the lengths, independent of their dtype."""
         digest = hashlib.blake2b(digest_size=12)
         for _, chunk in _chunks(self._lengths):
-            values = chunk.to(torch.int64).contiguous()
-            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
-        if self._costs is not None:
-            values = self._costs.contiguous()
-            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+            _add(digest, chunk.to(torch.int64))
         return f"{len(self._lengths)}:{digest.hexdigest()}"
+
+    @cached_property
+    def _fingerprint_of_costs(self) -> str | None:
+        if self._costs is None:
+            return None
+        digest = hashlib.blake2b(digest_size=12)
+        _add(digest, self._costs)
+        return digest.hexdigest()
+
+
+def _add(digest: hashlib.blake2b, values: Tensor) -> None:
+    """Add the bytes of a tensor on the CPU to a hash."""
+    values = values.contiguous()
+    digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
 
 
 def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:

@@ -313,10 +313,10 @@ def cp_plan(
         max_far_rows: most keys that a rank may receive, in tokens. It bounds the memory of the
             exchange and fixes the capacity of the layout's buffers. None means no limit.
         merge: whether cut pieces attend to their own keys while others travel, and merge the result
-            with that of the keys before them, by logsumexp. Without merging they wait, and outputs
-            are those of one GPU bit for bit. None merges where whole documents are too few to hide
-            the exchange and the predicted time falls by 2 % or more. Only for plans without a
-            window and not for "ulysses"; a row with no far keys merges nothing.
+            with that of the keys before them, by logsumexp; their outputs are then rounded twice.
+            Without merging they wait. None merges where whole documents are too few to hide the
+            exchange and the predicted time falls by 2 % or more. True is refused for plans with a
+            window and for "ulysses"; a row with no far keys merges nothing.
 
     Returns:
         The plan, for `cp_partition` and `cp_join`.

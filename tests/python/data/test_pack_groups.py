@@ -243,8 +243,23 @@ def test_a_state_knows_the_costs():
     again = cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs.numpy())
     again.load_state_dict(state)
     assert list(again) == list(batches)
-    with pytest.raises(ValueError, match="lengths"):
-        cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs + 1).load_state_dict(state)
+    for other in (costs + 1, None):
+        with pytest.raises(ValueError, match="same arguments, but costs is .* and was '"):
+            cuseq.data.PackedBatchSampler(lengths, 2048, costs=other).load_state_dict(state)
+
+
+def test_a_state_from_before_there_were_costs_is_taken():
+    lengths, costs = pairs(60)
+    state = cuseq.data.PackedBatchSampler(lengths, 2048).state_dict()
+    del state["costs"]
+    cuseq.data.PackedBatchSampler(lengths, 2048).load_state_dict(state)
+    with pytest.raises(ValueError, match="costs is '.*' and was None"):
+        cuseq.data.PackedBatchSampler(lengths, 2048, costs=costs).load_state_dict(state)
+
+
+def test_costs_on_a_gpu_are_refused(cuda):
+    with pytest.raises(ValueError, match=r"costs must lie on the CPU.*got cuda:0.*\.cpu\(\)"):
+        cuseq.data.PackedBatchSampler([3, 4], 8, costs=torch.ones(2, device=cuda))
 
 
 @pytest.mark.parametrize(
@@ -254,6 +269,7 @@ def test_a_state_knows_the_costs():
         ([1.0, -1.0], {}, ValueError, r"not negative, got costs\[1\] = -1"),
         ([float("nan"), 1.0], {}, ValueError, r"finite and not negative, got costs\[0\]"),
         (["a", "b"], {}, TypeError, "costs must be numbers"),
+        ([1j, 1.0], {}, TypeError, "costs must be real numbers, got torch.complex64"),
         (torch.ones(2).to_sparse(), {}, TypeError, "costs must be a dense tensor"),
         ([1.0, 1.0], {"balance": "tokens"}, ValueError, "balance must be None if costs are given"),
     ],

@@ -238,6 +238,22 @@ def test_one_graph_serves_all_numbers_of_sequences(kind, backend, device):
     assert len(graphs) == 2
 
 
+def test_reduce_overhead_leaves_reductions_out_of_its_graphs():
+    """They read host_meta, which a replay would not."""
+    assert torch.Tag.cudagraph_unsafe in torch.ops.cuseq.segment_reduce.default.tags
+
+
+def test_a_capture_of_compiled_code_is_refused(cuda):
+    """Its graph would keep the number of sequences of the capture."""
+    packed = cuseq.PackedLayout.from_lengths([3, 4]).to(cuda)
+    values = torch.ones(7, device=cuda)
+    compiled = torch.compile(cuseq.ops.segment_sum, fullgraph=True, backend="eager")
+    assert compiled(values, packed).tolist() == [3, 4]
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="constant of the CUDA graph"), torch.cuda.graph(graph):
+        compiled(values, packed)
+
+
 def test_pairs_are_compiled_once():
     """DPO views the sums as pairs."""
     graphs = []

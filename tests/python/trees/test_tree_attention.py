@@ -118,6 +118,43 @@ def test_deep_thin_trees_run_in_one_kernel(depth):
     )
 
 
+def deep_tree(depth=16):
+    """Return a chain of short nodes, which "auto" runs in one kernel, and a tail of 2 tokens."""
+    return cuseq.PackedTree.from_parents(
+        [2] * depth, [-1, *range(depth - 1)], total_tokens=2 * depth + 2
+    )
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+def test_the_tail_of_one_kernel_reaches_no_other_token(window, poisoned):
+    layout = deep_tree().layout
+    rows = inputs(layout.total_tokens)
+    expected = cuseq.varlen_attention(*rows, layout, window=window)
+    wanted = torch.autograd.grad(expected.sum(), rows)
+    with torch.no_grad():
+        rows[poisoned][-2:] = torch.nan
+    found = cuseq.varlen_attention(*rows, layout, window=window)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), rows), wanted)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_one_kernel_casts_under_autocast_as_the_calls_do(window):
+    layout = deep_tree().layout
+    q, k, v = inputs(layout.total_tokens, dtype=torch.float32)
+    narrow = [rows.bfloat16() for rows in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = cuseq.varlen_attention(q, k, v, layout, window=window)
+        calls = cuseq.varlen_attention(q, k, v, layout, backend="segments")
+        double = [rows.double() for rows in (q, k, v)]
+        assert cuseq.varlen_attention(*double, layout, window=window).dtype == torch.float64
+    assert found.dtype == calls.dtype == torch.bfloat16
+    expected = cuseq.varlen_attention(*narrow, layout, window=window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.autograd.grad(found.sum(), [q, k, v])
+
+
 def test_groups_and_long_nodes_run_as_calls():
     group = cuseq.PackedTree.from_parents([2, *[1] * 9], [-1, *[0] * 9])
     chain = cuseq.PackedTree.from_parents([300] * 4, [-1, 0, 1, 2])
