@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import cuseq
+from cuseq import graphed_step
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -174,6 +175,21 @@ def test_the_numbers_are_those_without_a_graph(options, tmp_path):
     compare(*trainers)
     assert recorders[0].events == recorders[1].events
     assert trainers[0].args.logging_nan_inf_filter == trainers[1].args.logging_nan_inf_filter
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_capture_that_fails_after_a_loss(accumulation, tmp_path, monkeypatch):
+    def fail(step):
+        step._loss_fn(step._batches[0].value)
+        step._obstacle = "the backward waits for the device"
+
+    monkeypatch.setattr(graphed_step, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(cuseq.GraphedStep, "_capture", fail)
+    options = dict(gradient_accumulation_steps=accumulation)
+    trainers = [make_trainer(tmp_path, graph=graph, **options) for graph in (True, False)]
+    for trainer in trainers:
+        trainer.train()
+    compare(*trainers)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -145,7 +145,6 @@ class GraphedTraining(TrainerCallback):
         self._batches: list[dict[str, Any]] = []
         self._stepped = False  # whether the optimizer has made this step
         self._steps = 0
-        self._number = 0  # of the batch whose loss is computed
         self.values: Tensor | None = None  # static: of each batch its loss and its metrics
         self._nothing: Tensor | None = None
 
@@ -200,7 +199,6 @@ class GraphedTraining(TrainerCallback):
         ]
         if self.step is None:
             self.step = self._make_step(model, batches[0])
-        self._number = 0
         self.step(batches if len(batches) > 1 else batches[0])
         self._batches, self._stepped = [], True
         self._tell_if_not_captured()
@@ -228,6 +226,8 @@ class GraphedTraining(TrainerCallback):
                 f"{len(trained - held)} outside",
             )
         steps = args.gradient_accumulation_steps
+        # Rows of `values`. Each batch keeps its row, since a capture that fails may run some only.
+        rows: dict[int, int] = {}
 
         def loss_of(batch: dict[str, Any]) -> Tensor:
             loss, metrics = self.loss(model, dict(batch["inputs"]), batch["num_items"])
@@ -236,8 +236,7 @@ class GraphedTraining(TrainerCallback):
                 self.values = torch.zeros(
                     steps, len(values), dtype=torch.float64, device=loss.device
                 )
-            self.values[self._number].copy_(torch.stack(values))
-            self._number += 1
+            self.values[rows.setdefault(id(batch), len(rows))].copy_(torch.stack(values))
             return loss
 
         return GraphedStep(
