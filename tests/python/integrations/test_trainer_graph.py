@@ -154,6 +154,7 @@ OPTIONS = [
     {"gradient_accumulation_steps": 3, "count": 7},  # the last step of an epoch has one batch
     {"max_grad_norm": 0.1},
     {"max_grad_norm": 0.0},
+    {"max_grad_norm": -1.0},
     {"label_smoothing_factor": 0.1},
     {"loss": my_loss},
     {"bf16": True, "max_grad_norm": 0.0},  # clipping adds up norms in another order
@@ -232,6 +233,13 @@ def test_losses_that_are_not_numbers(filters, tmp_path):
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert_close(losses[0], losses[1], equal_nan=True, rtol=1e-5, atol=1e-6)
     assert any(loss != loss for loss in losses[0]) != filters
+
+
+def test_the_filter_that_is_set_after_enable_is_kept(tmp_path):
+    trainer = make_trainer(tmp_path, graph=True)
+    trainer.args.logging_nan_inf_filter = False
+    trainer.train()
+    assert trainer.args.logging_nan_inf_filter is False
 
 
 def test_the_reason_is_told_once(tmp_path):

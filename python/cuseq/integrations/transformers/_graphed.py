@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class GraphedTraining(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.step: GraphedStep | None = None
-        self._filter = trainer.args.logging_nan_inf_filter
-        self._release: Callable[[], None] = lambda: None
+        self._filter = False  # the run's logging_nan_inf_filter
+        self._run = ExitStack()  # undoes what a run changed
         self._forget()
 
     # ------------------------------------------------------------------------------ installation
@@ -113,7 +114,8 @@ class GraphedTraining(TrainerCallback):
         self.check_callbacks()
         self.end()  # an earlier run may have failed before on_train_end
         self._filter = args.logging_nan_inf_filter
-        self._release = self._hold(self.trainer.optimizer)
+        self._run.callback(setattr, args, "logging_nan_inf_filter", self._filter)
+        self._run.callback(self._hold(self.trainer.optimizer))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -134,10 +136,8 @@ class GraphedTraining(TrainerCallback):
         self.end()
 
     def end(self) -> None:
-        """Release the graph and its memory, and the optimizer."""
-        self.trainer.args.logging_nan_inf_filter = self._filter
-        self._release()
-        self._release = lambda: None
+        """Release the graph and its memory, and undo what the run changed, if there was one."""
+        self._run.close()
         self._forget()
 
     def _forget(self) -> None:
@@ -243,7 +243,7 @@ class GraphedTraining(TrainerCallback):
             loss_of,
             optimizer,
             example,
-            max_grad_norm=args.max_grad_norm or float("inf"),
+            max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
             accumulation=steps,
             warmup=_WARMUP,
         )
@@ -289,13 +289,13 @@ class GraphedTraining(TrainerCallback):
     def _clip(self, model: nn.Module) -> Tensor | None:
         if self._stepped:
             return None  # `_norm` has it
-        return getattr(Trainer, gradient_norm_names()[0])(self.trainer, model)
+        return getattr(type(self.trainer), gradient_norm_names()[0])(self.trainer, model)
 
     def _norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
         if self._stepped:
             assert self.step is not None
             return self.step.grad_norm
-        return getattr(Trainer, gradient_norm_names()[1])(self.trainer, model, grad_norm)
+        return getattr(type(self.trainer), gradient_norm_names()[1])(self.trainer, model, grad_norm)
 
 
 def check_option(graph: object, cp: object) -> None:
