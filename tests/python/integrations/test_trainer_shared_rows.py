@@ -309,6 +309,7 @@ REFUSED = {
     "sampler": (dict(train_sampling_strategy="batch_rebalance"), "batch_rebalance"),
     "dispatch": (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches=False"),
     "router": (lambda: mixture(output_router_logits=True), "balance loss.*router_aux_loss_coef"),
+    "noise": (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha must be None with cp.*got 5.0"),
     "state": (convolutions, "layers of type conv, whose state"),
 }
 
@@ -323,6 +324,21 @@ def test_what_would_be_wrong_is_refused(case, cp, tmp_path):
     with pytest.raises(ValueError, match=message):
         cuseq.enable(trainer, cp=cp)
     assert (vars(trainer), vars(trainer.accelerator)) == before
+
+
+def test_methods_that_cp_would_replace_are_refused(cp, tmp_path):
+    class OwnPrediction(transformers.Trainer):
+        def prediction_step(self, *args, **kwargs):
+            return super().prediction_step(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="the prediction_step of .*got that of OwnPrediction"):
+        cuseq.enable(make_trainer(str(tmp_path), OwnPrediction), cp=cp)
+
+
+def test_one_process_may_be_its_own_group(cp, tmp_path):
+    trainer, twin = (make_trainer(str(tmp_path)) for _ in range(2))
+    cuseq.enable(trainer, cp=cp)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(twin.evaluate()["eval_loss"], rel=1e-9)
 
 
 def test_streams_must_be_read_by_each_rank(cp, tmp_path):

@@ -23,6 +23,7 @@ from cuseq.graphed_step import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,
     gradient_norm_names,
+    is_of_library,
     loop_values,
     prepare_inputs,
 )
@@ -70,7 +71,7 @@ class GraphedTraining(TrainerCallback):
             if value:
                 raise _refused(f"no {name}", f"{value!r}")
         for name in ("training_step", "compute_loss", *gradient_norm_names()):
-            if name in vars(trainer) or not _is_known(getattr(type(trainer), name)):
+            if name in vars(trainer) or not is_of_library(getattr(type(trainer), name)):
                 raise _refused(
                     f"the {name} of transformers or TRL, whose Python needs no replay",
                     f"that of {type(trainer).__name__}",
@@ -320,10 +321,6 @@ def _refused_options(args: TrainingArguments) -> dict[str, Any]:
         "optim that steps in the backward": optim if "lomo" in optim else None,
         "activation_offloading": getattr(args, "activation_offloading", False),
     }
-
-
-def _is_known(function: Callable[..., Any]) -> bool:
-    return function.__module__.partition(".")[0] in ("transformers", "trl")
 
 
 def _refused(rule: str, value: object) -> ValueError:

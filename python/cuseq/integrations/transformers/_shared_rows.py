@@ -118,7 +118,7 @@ class SharedRows:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=kept)
         # The trainer multiplies losses by the number of processes, which average gradients.
-        parts = self._of_groups(self._accelerator.gather(loss.detach()))
+        parts = self._of_groups(self._accelerator.gather(loss.detach().reshape(1)))
         whole = parts.sum(1) / self._accelerator.num_processes
         return whole[self._accelerator.process_index // self._cp.size], None, None
 
@@ -186,6 +186,7 @@ def check_shared_rows(trainer: Trainer, cp: Any) -> None:
         raise TypeError(f"cp must be a ContextParallel or None, got {shown(cp)}")
     private.check_shared_rows(trainer)
     _check_ranks(trainer, cp)
+    _check_methods(trainer)
     _check_loss(trainer)
     _check_data(trainer)
     config = text_config(trainer.model)
@@ -233,6 +234,15 @@ def _check_ranks(trainer: Trainer, cp: ContextParallel) -> None:
         )
 
 
+def _check_methods(trainer: Trainer) -> None:
+    for name in ("prediction_step", private.CP_INPUTS, private.NUM_ITEMS):
+        if not private.is_of_library(getattr(trainer, name)):
+            raise ValueError(
+                f"trainer must have the {name} of transformers or TRL with cp, which replaces it, "
+                f"got that of {type(trainer).__name__}"
+            )
+
+
 def _check_loss(trainer: Trainer) -> None:
     args, liger = trainer.args, trainer.args.liger_kernel_config or {}
     fused = args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True)
@@ -255,6 +265,11 @@ def _check_loss(trainer: Trainer) -> None:
 
 def _check_data(trainer: Trainer) -> None:
     args = trainer.args
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "neftune_noise_alpha must be None with cp, since its noise depends on the length of a "
+            f"row and a rank has a part of it, got {args.neftune_noise_alpha}"
+        )
     if args.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
             'cp must be None with train_sampling_strategy="batch_rebalance", which gives every '
