@@ -359,9 +359,19 @@ def test_other_values_of_cp_are_refused(cp, tmp_path):
     trainer = make_trainer(str(tmp_path))
     with pytest.raises(TypeError, match="cp must be a ContextParallel or None, got 2"):
         cuseq.enable(trainer, cp=2)
-    cuseq.enable(trainer, cp=cp)
-    with pytest.raises(ValueError, match="cp must stay"):
+    enabled = cuseq.enable(trainer, cp=cp)
+    assert cuseq.enable(trainer, cp=ContextParallel(dist.group.WORLD)) is enabled
+    for other in (None, ContextParallel(dist.group.WORLD, policy="contiguous")):
+        with pytest.raises(ValueError, match="cp must stay"):
+            cuseq.enable(trainer, cp=other)
+
+
+def test_a_collator_that_deals_rows_needs_cp_in_enable(cp, tmp_path):
+    trainer = make_trainer(str(tmp_path), data_collator=cuseq.PackingCollator(cp=cp))
+    with pytest.raises(ValueError, match="cp must be given to cuseq.enable if .* got None"):
         cuseq.enable(trainer)
+    assert trainer.model.config._attn_implementation == "sdpa"
+    cuseq.enable(trainer, cp=cp)
 
 
 @pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "DPOTrainer"])

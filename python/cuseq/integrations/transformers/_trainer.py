@@ -61,6 +61,11 @@ def enable_trainer(
             "begins: call cuseq.enable(model) inside model_init"
         )
     before = trainer.data_collator
+    if cp is None and isinstance(before, PackingCollator) and before.cp is not None:
+        raise ValueError(
+            "cp must be given to cuseq.enable if the trainer's PackingCollator has one, got None: "
+            "the trainer would give each rank other rows"
+        )
     dealing = None if cp is None else _dealing_collator(trainer, cp)
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
