@@ -412,6 +412,14 @@ def test_the_sft_rows_need_documents(cp, tmp_path):
         cuseq.enable(trainer)
 
 
+def test_rows_that_were_cut_anywhere_are_refused(cp, tmp_path):
+    datasets.disable_progress_bars()
+    packed = dict(packing=True, packing_strategy="wrapped", max_length=CAPACITY)
+    trainer = make_sft(str(tmp_path), **packed)
+    with pytest.raises(ValueError, match='packing_strategy must not be "wrapped" with .* or cp'):
+        cuseq.enable(trainer, cp=cp)
+
+
 def test_a_collator_deals_to_one_group(cp):
     collate = cuseq.PackingCollator(total_tokens=8).with_cp(cp)
     assert collate.with_cp(cp).cp is cp
