@@ -38,7 +38,11 @@ from cuseq.integrations.transformers._private import (
     forget_evaluation_loaders,
     signature_columns,
 )
-from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
+from cuseq.integrations.transformers._shared_rows import (
+    SharedRows,
+    check_shared_rows,
+    shared_rows_of,
+)
 
 __all__ = ["PackedCollator", "PackedRows"]
 
@@ -163,9 +167,9 @@ class _State(NamedTuple):
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
     model: nn.Module | None  # the model that `disable_trainer` must disable
-    shared: SharedRows | None
 
 
+# No value may refer to its trainer, which would then never be freed.
 _states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
 
 
@@ -233,16 +237,15 @@ def enable_trainer(
     name = type(trainer).__name__
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
-    shared = None
     if cp is not None:
-        shared = SharedRows(trainer, cp)
+        SharedRows(trainer, cp).install()
         replaced = (*replaced, f"context_parallel:{name}")
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{name}")
     enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
     own = trainer.model if ours else None
-    _states[trainer] = _State(enabled, options, collator, before, own, shared)
+    _states[trainer] = _State(enabled, options, collator, before, own)
     return enabled
 
 
@@ -257,8 +260,9 @@ def disable_trainer(trainer: SFTTrainer) -> None:
         training.remove()
     if state.model is not None:
         disable_model(state.model)
-    if state.shared is not None:
-        state.shared.restore()
+    shared = shared_rows_of(trainer)
+    if shared is not None:
+        shared.restore()
     _put(trainer, state.collator, state.train_dataset)
 
 

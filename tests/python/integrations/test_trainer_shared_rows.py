@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import distributed
 import pytest
 import torch
@@ -395,6 +398,21 @@ def test_disable_restores_the_trainer(cp, tmp_path):
     replaced = {"prediction_step", "get_cp_size", CP_INPUTS, NUM_ITEMS}
     assert not replaced & {*vars(trainer), *vars(trainer.accelerator)}
     assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] > 0
+
+
+@pytest.mark.parametrize("kind", ["own", "sft"])
+def test_an_enabled_trainer_is_freed(kind, cp, tmp_path):
+    datasets.disable_progress_bars()
+    trainer = (
+        make_trainer(str(tmp_path))
+        if kind == "own"
+        else make_sft(str(tmp_path), packing=False, max_length=CAPACITY)
+    )
+    cuseq.enable(trainer, cp=cp)
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_sft_rows_need_documents(cp, tmp_path):

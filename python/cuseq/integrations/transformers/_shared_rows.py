@@ -56,8 +56,11 @@ class SharedRows:
         self._accelerator = trainer.accelerator
         self._compared: set[str] = set()  # "train" and "eval", once their rows were compared
         self._replaced: list[tuple[Any, str, Any]] = []
-        accelerator = self._accelerator
-        self._gather = accelerator.gather_for_metrics
+        self._gather = self._accelerator.gather_for_metrics
+
+    def install(self) -> None:
+        """Replace every method; `check_shared_rows` came before."""
+        trainer, accelerator, cp = self._trainer, self._accelerator, self._cp
         self._set(trainer, private.CP_INPUTS, self._take_inputs)
         self._set(trainer, private.NUM_ITEMS, self._num_items)
         self._set(trainer, "get_cp_size", lambda: cp.size)
@@ -164,6 +167,13 @@ class SharedRows:
                 f"other {stage} rows than rank {first}: a sampler or data loader of your own must "
                 f"take process_index // {self._cp.size} for the rank"
             )
+
+
+def shared_rows_of(trainer: Trainer) -> SharedRows | None:
+    """Return what `enable(trainer, cp=...)` made, or None."""
+    method = vars(trainer).get(private.CP_INPUTS)
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, SharedRows) else None
 
 
 # ------------------------------------------------------------------------------------------ checks
