@@ -124,6 +124,11 @@ def test_disable_restores_the_trainer(tmp_path):
     assert not {"training_step", "log", "get_train_dataloader"} & vars(trainer).keys()
 
 
+def stretched():
+    rotation = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return make_model(rope_parameters=rotation, max_position_embeddings=14)
+
+
 def mixture():
     return make_model(
         transformers.Qwen3MoeConfig, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
@@ -144,6 +149,7 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path):
     refusals = [
         ({"label_smoothing_factor": 0.1}, "TRL's own loss .* got label_smoothing_factor"),
         ({"packing": False, "padding_free": True, "max_length": None}, "max_length must be given"),
+        ({"model": stretched()}, "does not follow the longest position .* got rope_type='dynamic'"),
         ({"model": mixture()}, "router_aux_loss_coef must be 0.0 .* got 0.001"),
     ]
     for options, message in refusals:
