@@ -290,6 +290,10 @@ def mixture(**options):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def stretched():
+    return make_model(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+
+
 def convolutions():
     config = transformers.Lfm2Config(
         vocab_size=64,
@@ -313,6 +317,7 @@ REFUSED = {
     "dispatch": (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches=False"),
     "router": (lambda: mixture(output_router_logits=True), "balance loss.*router_aux_loss_coef"),
     "noise": (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha must be None with cp.*got 5.0"),
+    "rotation": (stretched, "rotation follows the longest position.*got rope_type='dynamic'"),
     "state": (convolutions, "layers of type conv, whose state"),
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuseq._arguments import check_flag
-from cuseq._models import text_config
+from cuseq._models import rotations_by_length, text_config
 from cuseq.graphed_step import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,
@@ -71,7 +71,7 @@ class GraphedTraining(TrainerCallback):
         for name, value in _refused_options(args).items():
             if value:
                 raise _refused(f"no {name}", f"{value!r}")
-        for rope_type in sorted(_rope_types(trainer.model) & {"dynamic", "longrope"}):
+        for rope_type in rotations_by_length(text_config(trainer.model)):
             raise _refused(
                 "a rotation that does not follow the longest position of a row, which it reads on "
                 "the host and padding may hold",
@@ -328,13 +328,6 @@ def _refused_options(args: TrainingArguments) -> dict[str, Any]:
         "optim that steps in the backward": optim if "lomo" in optim else None,
         "activation_offloading": getattr(args, "activation_offloading", False),
     }
-
-
-def _rope_types(model: nn.Module) -> set[str]:
-    """Return the kinds of rotation of a model, which may differ between types of layers."""
-    given = getattr(text_config(model), "rope_parameters", None) or {}
-    of_layers = [value for value in given.values() if isinstance(value, dict)]
-    return {rotation.get("rope_type", "default") for rotation in of_layers or [given]}
 
 
 def _refused(rule: str, value: object) -> ValueError:

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from cuseq import _modes
 from cuseq._arguments import shown
-from cuseq._models import text_config
+from cuseq._models import rotations_by_length, text_config
 from cuseq.distributed import ContextParallel
 from cuseq.integrations.transformers import _private as private
 from cuseq.integrations.transformers._recurrent import recurrent_types
@@ -205,6 +205,11 @@ def check_shared_rows(trainer: Trainer, cp: Any) -> None:
         raise ValueError(
             f"cp must be None for a model with layers of type {', '.join(recurrent)}, whose state "
             f"would have to pass from rank to rank, got {cp}"
+        )
+    for rope_type in rotations_by_length(config):
+        raise ValueError(
+            "cp must be None for a model whose rotation follows the longest position, which ranks "
+            f"with other parts of a row would not agree on, got rope_type={rope_type!r}"
         )
     if getattr(config, "output_router_logits", False) and config.router_aux_loss_coef:
         raise ValueError(
