@@ -91,7 +91,11 @@ class Collate:
         batch = self._collate(examples)
         if "shift_labels" not in batch:
             batch["shift_labels"] = pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
-        batch.pop("num_label_tokens", None)
+        for name in (
+            "num_label_tokens",
+            "row_checksum",
+        ):  # ints for which layers would compile anew
+            batch.pop(name, None)
         real = ~batch["packed"].moe_padding_mask
         batch["tokens"] = int(real.sum())
         # A token sees all earlier tokens of its document, whichever rank holds them, and itself.

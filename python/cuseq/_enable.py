@@ -59,8 +59,8 @@ def enable(x: Any, **options: Any) -> Enabled:
             then True.
         graph: for a Trainer or an SFTTrainer, default False: run each training step as a
             `cuseq.GraphedStep`, with clipping and the optimizer. Rows must have one shape; an
-            SFTTrainer's get it. docs/cuda_graphs.md says what is refused. Where a step cannot be
-            captured, a UserWarning says why and plain steps give the same numbers.
+            SFTTrainer's get it. docs/cuda_graphs.md says what is refused. If the steps cannot be
+            captured, a UserWarning says why, and plain steps give the same numbers.
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 
@@ -71,7 +71,7 @@ def enable(x: Any, **options: Any) -> Enabled:
         TypeError: `x` is none of these, or an option does not apply to it.
         ValueError: `x` is already enabled with other options, or has a part that cuseq cannot
             replace exactly; or the backend is unknown or not installed; or the trainer has an
-            option that would be wrong with `cp`; the message names it.
+            option that would be wrong with `cp` or `graph`; the message names it.
 
     Warns:
         UserWarning: the model has recurrent layers that cuseq does not know, through which the

@@ -12,3 +12,11 @@ def text_config(model: Any) -> Any:
     """
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def rotations_by_length(config: Any) -> list[str]:
+    """Return the types of a config's rotations whose angles depend on the longest position."""
+    given = getattr(config, "rope_parameters", None) or {}
+    of_layers = [value for value in given.values() if isinstance(value, dict)]
+    types = {rotation.get("rope_type") for rotation in of_layers or [given]}
+    return [name for name in ("dynamic", "longrope") if name in types]

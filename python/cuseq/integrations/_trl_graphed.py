@@ -21,8 +21,6 @@ from cuseq.integrations._foreign import check_attribute, private
 from cuseq.integrations.transformers._graphed import GraphedTraining
 from cuseq.integrations.trl import PackedCollator
 
-_METRICS = ("entropy", "mean_token_accuracy")
-
 
 @dataclass
 class FixedCollator(PackedCollator):
@@ -45,19 +43,20 @@ class FixedCollator(PackedCollator):
 class GraphedSFT(GraphedTraining):
     """Replaces the step of an SFTTrainer by a GraphedStep."""
 
+    metric_names = ("entropy", "mean_token_accuracy")
+
     def __init__(self, trainer: SFTTrainer, collator: FixedCollator):
         self._collator = collator
         self._sums: Tensor | None = None  # of the metrics since the last log
         self._counted = 0  # batches in these sums
         super().__init__(trainer)
-        aux = ("aux_loss",) if trainer.aux_loss_enabled else ()
-        self.metric_names = (*_METRICS, *aux)
 
     def check(self) -> None:
         super().check()
         trainer, args = self.trainer, self.trainer.args
         private(utils, "_use_triton", signature=["device"], package="trl")
-        for name in ("fused_lm_head", "log_probs", "label_mask", "is_top1", "_total_train_tokens"):
+        outputs = ("fused_lm_head", "log_probs", "label_mask", "is_top1")
+        for name in (*outputs, "aux_loss_enabled", "_total_train_tokens"):
             check_attribute(SFTTrainer.compute_loss, name)
         check_attribute(SFTTrainer.log, "_metrics")
         if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
@@ -69,6 +68,12 @@ class GraphedSFT(GraphedTraining):
         if args.loss_type not in ("nll", "dft"):
             raise ValueError(
                 f'loss_type must be "nll" or "dft" for graph=True, got {args.loss_type!r}'
+            )
+        if trainer.aux_loss_enabled:
+            raise ValueError(
+                "router_aux_loss_coef must be 0.0 in SFTConfig for graph=True, whose rows end in "
+                "padding that the balance loss of routers would count, got "
+                f"{trainer.router_aux_loss_coef}"
             )
 
     def more_methods(self) -> dict[str, Callable[..., Any]]:
@@ -86,10 +91,7 @@ class GraphedSFT(GraphedTraining):
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         trainer = self.trainer
-        steps = trainer.args.gradient_accumulation_steps
         inputs["use_cache"] = False
-        if trainer.aux_loss_enabled:
-            inputs["output_router_logits"] = True
         with trainer.compute_loss_context_manager(), _all_tokens():
             outputs = model(**inputs, fused_lm_head=True)
             losses = -outputs.log_probs
@@ -97,14 +99,10 @@ class GraphedSFT(GraphedTraining):
                 losses = losses * outputs.log_probs.exp().detach()
             kept = outputs.label_mask.sum()
             loss = losses.sum() / (kept if num_items is None else num_items).clamp(min=1)
-            if trainer.aux_loss_enabled:
-                aux = trainer.router_aux_loss_coef * outputs.aux_loss
-                loss = loss + aux / (1 if num_items is None else steps)
         if not trainer.model_accepts_loss_kwargs or num_items is None:
-            loss = loss / steps
+            loss = loss / trainer.args.gradient_accumulation_steps
         sums = (outputs.entropy.detach().sum(), outputs.is_top1.sum())
-        metrics = [torch.where(kept > 0, value / kept, 0.0) for value in sums]
-        return loss, metrics + ([outputs.aux_loss] if trainer.aux_loss_enabled else [])
+        return loss, [torch.where(kept > 0, value / kept, 0.0) for value in sums]
 
     def step_of_the_trainer(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None

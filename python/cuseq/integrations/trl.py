@@ -38,7 +38,11 @@ from cuseq.integrations.transformers._private import (
     forget_evaluation_loaders,
     signature_columns,
 )
-from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
+from cuseq.integrations.transformers._shared_rows import (
+    SharedRows,
+    check_shared_rows,
+    shared_rows_of,
+)
 
 __all__ = ["PackedCollator", "PackedRows"]
 
@@ -163,9 +167,9 @@ class _State(NamedTuple):
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
     model: nn.Module | None  # the model that `disable_trainer` must disable
-    shared: SharedRows | None
 
 
+# No value may refer to its trainer, which would then never be freed.
 _states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
 
 
@@ -182,9 +186,9 @@ def enable_trainer(
 ) -> Enabled:
     """Make a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
 
-    This replaces the data collator by `PackedCollator`, with `bin_pack` or `cp` the training
-    dataset by `PackedRows`, with `graph` the training step, and parts of the model. With `cp` the
-    trainer may have padded batches. All checks come first, so a refused trainer is unchanged.
+    It replaces parts of the model and the data collator (by `PackedCollator`); with `bin_pack` or
+    `cp` the training dataset (by `PackedRows`); with `graph` the training step. With `cp` the
+    trainer may have padded batches. A trainer that is refused is unchanged.
     """
     if cp is not None:
         _check_shares(trainer)
@@ -211,7 +215,8 @@ def enable_trainer(
         _check_parallelism(trainer)
     else:
         check_shared_rows(trainer, cp)
-    rows, collator = trainer.train_dataset, trainer.data_collator
+    before, collator = trainer.train_dataset, trainer.data_collator
+    rows = before
     if strategy is not False:
         rows = _packed_rows(trainer, strategy, capacity)
     elif capacity is not None:
@@ -229,19 +234,18 @@ def enable_trainer(
             "trainer.model must not have recurrent layers that cuseq does not know, for graph=True:"
             f" they read offsets that a graph cannot replay, got {model.warnings[0]}"
         )
+    name = type(trainer).__name__
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
-    if training is not None:
-        replaced += (f"training_step:{type(trainer).__name__}",)
-    before, ours = trainer.train_dataset, trainer.model if ours else None
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
-    shared = None
     if cp is not None:
-        shared = SharedRows(trainer, cp)
-        replaced = (*replaced, f"context_parallel:{type(trainer).__name__}")
+        SharedRows(trainer, cp).install()
+        replaced = (*replaced, f"context_parallel:{name}")
     if training is not None:
         training.install()
+        replaced = (*replaced, f"training_step:{name}")
     enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
-    _states[trainer] = _State(enabled, options, collator, before, ours, shared)
+    own = trainer.model if ours else None
+    _states[trainer] = _State(enabled, options, collator, before, own)
     return enabled
 
 
@@ -256,8 +260,9 @@ def disable_trainer(trainer: SFTTrainer) -> None:
         training.remove()
     if state.model is not None:
         disable_model(state.model)
-    if state.shared is not None:
-        state.shared.restore()
+    shared = shared_rows_of(trainer)
+    if shared is not None:
+        shared.restore()
     _put(trainer, state.collator, state.train_dataset)
 
 
@@ -337,8 +342,8 @@ def _packed_rows(trainer: SFTTrainer, strategy: str, capacity: int | None) -> Pa
     args, dataset = trainer.args, trainer.train_dataset
     if args.packing and args.packing_strategy == "wrapped":
         raise ValueError(
-            'bin_pack must be False with packing_strategy="wrapped", whose rows are cut without '
-            f"regard for documents, got {strategy!r}"
+            'packing_strategy must not be "wrapped" with bin_pack or cp, which pack documents '
+            'again, got "wrapped": its rows are cut without regard for documents'
         )
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
         raise TypeError(

@@ -586,7 +586,7 @@ def refusals():
         "columns": ({}, columns, {}, ValueError, "seq_lengths.*remove_unused_columns"),
         "arrays": ({}, array, {}, ValueError, "return_tensors must be \"pt\", got 'np'"),
         "split": ({}, split, {}, ValueError, "cp_size and sp_size must be 1"),
-        "wrapped": (wrapped, nothing, pack, ValueError, 'bin_pack.*packing_strategy="wrapped"'),
+        "wrapped": (wrapped, nothing, pack, ValueError, 'not be "wrapped" with bin_pack'),
         "stream": ({}, stream, pack, TypeError, "got IterableDataset; cuseq.data.PackedStream"),
         "transform": ({}, transform, pack, TypeError, "without a transform.*got Dataset"),
         "strategy": ({}, nothing, dict(bin_pack="best"), ValueError, "got 'best'"),

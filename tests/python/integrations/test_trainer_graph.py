@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import cuseq
+from cuseq import graphed_step
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -153,6 +154,7 @@ OPTIONS = [
     {"gradient_accumulation_steps": 3, "count": 7},  # the last step of an epoch has one batch
     {"max_grad_norm": 0.1},
     {"max_grad_norm": 0.0},
+    {"max_grad_norm": -1.0},
     {"label_smoothing_factor": 0.1},
     {"loss": my_loss},
     {"bf16": True, "max_grad_norm": 0.0},  # clipping adds up norms in another order
@@ -174,6 +176,21 @@ def test_the_numbers_are_those_without_a_graph(options, tmp_path):
     compare(*trainers)
     assert recorders[0].events == recorders[1].events
     assert trainers[0].args.logging_nan_inf_filter == trainers[1].args.logging_nan_inf_filter
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_capture_that_fails_after_a_loss(accumulation, tmp_path, monkeypatch):
+    def fail(step):
+        step._loss_fn(step._batches[0].value)
+        step._obstacle = "the backward waits for the device"
+
+    monkeypatch.setattr(graphed_step, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(cuseq.GraphedStep, "_capture", fail)
+    options = dict(gradient_accumulation_steps=accumulation)
+    trainers = [make_trainer(tmp_path, graph=graph, **options) for graph in (True, False)]
+    for trainer in trainers:
+        trainer.train()
+    compare(*trainers)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -216,6 +233,13 @@ def test_losses_that_are_not_numbers(filters, tmp_path):
         losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert_close(losses[0], losses[1], equal_nan=True, rtol=1e-5, atol=1e-6)
     assert any(loss != loss for loss in losses[0]) != filters
+
+
+def test_the_filter_that_is_set_after_enable_is_kept(tmp_path):
+    trainer = make_trainer(tmp_path, graph=True)
+    trainer.args.logging_nan_inf_filter = False
+    trainer.train()
+    assert trainer.args.logging_nan_inf_filter is False
 
 
 def test_the_reason_is_told_once(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import distributed
 import pytest
 import torch
@@ -287,6 +290,10 @@ def mixture(**options):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def stretched():
+    return make_model(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})
+
+
 def convolutions():
     config = transformers.Lfm2Config(
         vocab_size=64,
@@ -309,6 +316,8 @@ REFUSED = {
     "sampler": (dict(train_sampling_strategy="batch_rebalance"), "batch_rebalance"),
     "dispatch": (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches=False"),
     "router": (lambda: mixture(output_router_logits=True), "balance loss.*router_aux_loss_coef"),
+    "noise": (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha must be None with cp.*got 5.0"),
+    "rotation": (stretched, "rotation follows the longest position.*got rope_type='dynamic'"),
     "state": (convolutions, "layers of type conv, whose state"),
 }
 
@@ -323,6 +332,21 @@ def test_what_would_be_wrong_is_refused(case, cp, tmp_path):
     with pytest.raises(ValueError, match=message):
         cuseq.enable(trainer, cp=cp)
     assert (vars(trainer), vars(trainer.accelerator)) == before
+
+
+def test_methods_that_cp_would_replace_are_refused(cp, tmp_path):
+    class OwnPrediction(transformers.Trainer):
+        def prediction_step(self, *args, **kwargs):
+            return super().prediction_step(*args, **kwargs)
+
+    with pytest.raises(ValueError, match="the prediction_step of .*got that of OwnPrediction"):
+        cuseq.enable(make_trainer(str(tmp_path), OwnPrediction), cp=cp)
+
+
+def test_one_process_may_be_its_own_group(cp, tmp_path):
+    trainer, twin = (make_trainer(str(tmp_path)) for _ in range(2))
+    cuseq.enable(trainer, cp=cp)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(twin.evaluate()["eval_loss"], rel=1e-9)
 
 
 def test_streams_must_be_read_by_each_rank(cp, tmp_path):
@@ -343,9 +367,19 @@ def test_other_values_of_cp_are_refused(cp, tmp_path):
     trainer = make_trainer(str(tmp_path))
     with pytest.raises(TypeError, match="cp must be a ContextParallel or None, got 2"):
         cuseq.enable(trainer, cp=2)
-    cuseq.enable(trainer, cp=cp)
-    with pytest.raises(ValueError, match="cp must stay"):
+    enabled = cuseq.enable(trainer, cp=cp)
+    assert cuseq.enable(trainer, cp=ContextParallel(dist.group.WORLD)) is enabled
+    for other in (None, ContextParallel(dist.group.WORLD, policy="contiguous")):
+        with pytest.raises(ValueError, match="cp must stay"):
+            cuseq.enable(trainer, cp=other)
+
+
+def test_a_collator_that_deals_rows_needs_cp_in_enable(cp, tmp_path):
+    trainer = make_trainer(str(tmp_path), data_collator=cuseq.PackingCollator(cp=cp))
+    with pytest.raises(ValueError, match="cp must be given to cuseq.enable if .* got None"):
         cuseq.enable(trainer)
+    assert trainer.model.config._attn_implementation == "sdpa"
+    cuseq.enable(trainer, cp=cp)
 
 
 @pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer", "DPOTrainer"])
@@ -371,6 +405,21 @@ def test_disable_restores_the_trainer(cp, tmp_path):
     assert trainer.predict(trainer.eval_dataset).metrics["test_loss"] > 0
 
 
+@pytest.mark.parametrize("kind", ["own", "sft"])
+def test_an_enabled_trainer_is_freed(kind, cp, tmp_path):
+    datasets.disable_progress_bars()
+    trainer = (
+        make_trainer(str(tmp_path))
+        if kind == "own"
+        else make_sft(str(tmp_path), packing=False, max_length=CAPACITY)
+    )
+    cuseq.enable(trainer, cp=cp)
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
 def test_the_sft_rows_need_documents(cp, tmp_path):
     datasets.disable_progress_bars()
     trainer = make_sft(str(tmp_path), packing=False, max_length=CAPACITY)
@@ -384,6 +433,14 @@ def test_the_sft_rows_need_documents(cp, tmp_path):
     assert (trainer.train_dataset, trainer.data_collator) == (rows, collator)
     with pytest.raises(ValueError, match="packing=True or padding_free=True"):
         cuseq.enable(trainer)
+
+
+def test_rows_that_were_cut_anywhere_are_refused(cp, tmp_path):
+    datasets.disable_progress_bars()
+    packed = dict(packing=True, packing_strategy="wrapped", max_length=CAPACITY)
+    trainer = make_sft(str(tmp_path), **packed)
+    with pytest.raises(ValueError, match='packing_strategy must not be "wrapped" with .* or cp'):
+        cuseq.enable(trainer, cp=cp)
 
 
 def test_a_collator_deals_to_one_group(cp):

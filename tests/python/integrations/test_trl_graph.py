@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the trainer's steps run without 
 METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "learning_rate")
 
 
-def make_model():
+def make_model(config=transformers.Qwen3Config, **options):
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
+    config = config(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=32,
@@ -33,12 +33,13 @@ def make_model():
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
+        **options,
     )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def make_trainer(
-    folder, *, graph, enable=None, device="cpu", peft_config=None, count=80, **options
+    folder, *, graph, enable=None, device="cpu", model=None, peft_config=None, count=80, **options
 ):
     words = {"<eos>": 0, "<pad>": 1} | {f"w{i}": i for i in range(2, 64)}
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -70,7 +71,7 @@ def make_trainer(
     arguments = trl.SFTConfig(str(folder), **(settings | options))
     arguments._n_gpu = min(arguments.n_gpu, 1)
     trainer = trl.SFTTrainer(
-        make_model(),
+        model or make_model(),
         arguments,
         train_dataset=documents,
         eval_dataset=documents.select(range(9)),
@@ -123,10 +124,33 @@ def test_disable_restores_the_trainer(tmp_path):
     assert not {"training_step", "log", "get_train_dataloader"} & vars(trainer).keys()
 
 
+def stretched():
+    rotation = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    return make_model(rope_parameters=rotation, max_position_embeddings=14)
+
+
+def mixture():
+    return make_model(
+        transformers.Qwen3MoeConfig, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2
+    )
+
+
+def test_a_mixture_without_a_balance_loss_has_the_same_numbers(tmp_path):
+    trainers = [
+        make_trainer(tmp_path, graph=graph, model=mixture(), router_aux_loss_coef=0.0)
+        for graph in (True, False)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    compare(*trainers, rounding=1e-3)
+
+
 def test_what_would_be_wrong_in_silence_is_refused(tmp_path):
     refusals = [
         ({"label_smoothing_factor": 0.1}, "TRL's own loss .* got label_smoothing_factor"),
         ({"packing": False, "padding_free": True, "max_length": None}, "max_length must be given"),
+        ({"model": stretched()}, "does not follow the longest position .* got rope_type='dynamic'"),
+        ({"model": mixture()}, "router_aux_loss_coef must be 0.0 .* got 0.001"),
     ]
     for options, message in refusals:
         with pytest.raises(ValueError, match=message):

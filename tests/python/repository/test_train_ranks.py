@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten_with_path
 
+import cuseq
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
 pytest.importorskip("tqdm")
@@ -197,6 +199,13 @@ def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tm
     continued, rest = train(out, *inputs, "--resume", out)
     assert losses(continued) == pytest.approx(losses(log), rel=1e-5)
     assert rest == seen[HALF:]
+
+
+def test_a_part_of_a_row_has_the_keys_of_a_row(one_rank):
+    collate = import_example("_rank_data").Collate
+    examples = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+    cp = cuseq.distributed.ContextParallel(dist.group.WORLD)
+    assert collate(8, cp)(examples).keys() == collate(8, None)(examples).keys()
 
 
 def compiled(rank: int, out: Path, inputs: list[str]) -> list[dict]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuseq._arguments import check_flag
+from cuseq._models import rotations_by_length, text_config
 from cuseq.graphed_step import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,
     gradient_norm_names,
+    is_of_library,
     loop_values,
     prepare_inputs,
 )
@@ -44,8 +47,8 @@ class GraphedTraining(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.step: GraphedStep | None = None
-        self._filter = trainer.args.logging_nan_inf_filter
-        self._release: Callable[[], None] = lambda: None
+        self._filter = False  # the run's logging_nan_inf_filter
+        self._run = ExitStack()  # undoes what a run changed
         self._forget()
 
     # ------------------------------------------------------------------------------ installation
@@ -68,8 +71,14 @@ class GraphedTraining(TrainerCallback):
         for name, value in _refused_options(args).items():
             if value:
                 raise _refused(f"no {name}", f"{value!r}")
+        for rope_type in rotations_by_length(text_config(trainer.model)):
+            raise _refused(
+                "a rotation that does not follow the longest position of a row, which it reads on "
+                "the host and padding may hold",
+                f"rope_type={rope_type!r}",
+            )
         for name in ("training_step", "compute_loss", *gradient_norm_names()):
-            if name in vars(trainer) or not _is_known(getattr(type(trainer), name)):
+            if name in vars(trainer) or not is_of_library(getattr(type(trainer), name)):
                 raise _refused(
                     f"the {name} of transformers or TRL, whose Python needs no replay",
                     f"that of {type(trainer).__name__}",
@@ -113,7 +122,8 @@ class GraphedTraining(TrainerCallback):
         self.check_callbacks()
         self.end()  # an earlier run may have failed before on_train_end
         self._filter = args.logging_nan_inf_filter
-        self._release = self._hold(self.trainer.optimizer)
+        self._run.callback(setattr, args, "logging_nan_inf_filter", self._filter)
+        self._run.callback(self._hold(self.trainer.optimizer))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -134,10 +144,8 @@ class GraphedTraining(TrainerCallback):
         self.end()
 
     def end(self) -> None:
-        """Release the graph and its memory, and the optimizer."""
-        self.trainer.args.logging_nan_inf_filter = self._filter
-        self._release()
-        self._release = lambda: None
+        """Release the graph and its memory, and undo what the run changed, if there was one."""
+        self._run.close()
         self._forget()
 
     def _forget(self) -> None:
@@ -145,7 +153,6 @@ class GraphedTraining(TrainerCallback):
         self._batches: list[dict[str, Any]] = []
         self._stepped = False  # whether the optimizer has made this step
         self._steps = 0
-        self._number = 0  # of the batch whose loss is computed
         self.values: Tensor | None = None  # static: of each batch its loss and its metrics
         self._nothing: Tensor | None = None
 
@@ -200,7 +207,6 @@ class GraphedTraining(TrainerCallback):
         ]
         if self.step is None:
             self.step = self._make_step(model, batches[0])
-        self._number = 0
         self.step(batches if len(batches) > 1 else batches[0])
         self._batches, self._stepped = [], True
         self._tell_if_not_captured()
@@ -228,6 +234,8 @@ class GraphedTraining(TrainerCallback):
                 f"{len(trained - held)} outside",
             )
         steps = args.gradient_accumulation_steps
+        # Rows of `values`. Each batch keeps its row, since a capture that fails may run some only.
+        rows: dict[int, int] = {}
 
         def loss_of(batch: dict[str, Any]) -> Tensor:
             loss, metrics = self.loss(model, dict(batch["inputs"]), batch["num_items"])
@@ -236,15 +244,14 @@ class GraphedTraining(TrainerCallback):
                 self.values = torch.zeros(
                     steps, len(values), dtype=torch.float64, device=loss.device
                 )
-            self.values[self._number].copy_(torch.stack(values))
-            self._number += 1
+            self.values[rows.setdefault(id(batch), len(rows))].copy_(torch.stack(values))
             return loss
 
         return GraphedStep(
             loss_of,
             optimizer,
             example,
-            max_grad_norm=args.max_grad_norm or float("inf"),
+            max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
             accumulation=steps,
             warmup=_WARMUP,
         )
@@ -290,13 +297,13 @@ class GraphedTraining(TrainerCallback):
     def _clip(self, model: nn.Module) -> Tensor | None:
         if self._stepped:
             return None  # `_norm` has it
-        return getattr(Trainer, gradient_norm_names()[0])(self.trainer, model)
+        return getattr(type(self.trainer), gradient_norm_names()[0])(self.trainer, model)
 
     def _norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
         if self._stepped:
             assert self.step is not None
             return self.step.grad_norm
-        return getattr(Trainer, gradient_norm_names()[1])(self.trainer, model, grad_norm)
+        return getattr(type(self.trainer), gradient_norm_names()[1])(self.trainer, model, grad_norm)
 
 
 def check_option(graph: object, cp: object) -> None:
@@ -321,10 +328,6 @@ def _refused_options(args: TrainingArguments) -> dict[str, Any]:
         "optim that steps in the backward": optim if "lomo" in optim else None,
         "activation_offloading": getattr(args, "activation_offloading", False),
     }
-
-
-def _is_known(function: Callable[..., Any]) -> bool:
-    return function.__module__.partition(".")[0] in ("transformers", "trl")
 
 
 def _refused(rule: str, value: object) -> ValueError:

@@ -135,6 +135,11 @@ def check_shared_rows(trainer: Trainer) -> None:
     private(trainer.accelerator, "_models", package="accelerate")
 
 
+def is_of_library(method: Callable[..., Any]) -> bool:
+    """Return whether a trainer's method is that of transformers or TRL, and not a user's own."""
+    return method.__module__.partition(".")[0] in ("transformers", "trl")
+
+
 def shifts_labels(trainer: Trainer) -> bool:
     """Return whether the loss of a trainer's model is that of the next token."""
     return private(trainer, "_loss_shifts_labels", package="transformers")

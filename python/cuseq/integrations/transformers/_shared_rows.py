@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from cuseq import _modes
 from cuseq._arguments import shown
-from cuseq._models import text_config
+from cuseq._models import rotations_by_length, text_config
 from cuseq.distributed import ContextParallel
 from cuseq.integrations.transformers import _private as private
 from cuseq.integrations.transformers._recurrent import recurrent_types
@@ -56,8 +56,11 @@ class SharedRows:
         self._accelerator = trainer.accelerator
         self._compared: set[str] = set()  # "train" and "eval", once their rows were compared
         self._replaced: list[tuple[Any, str, Any]] = []
-        accelerator = self._accelerator
-        self._gather = accelerator.gather_for_metrics
+        self._gather = self._accelerator.gather_for_metrics
+
+    def install(self) -> None:
+        """Replace every method; `check_shared_rows` came before."""
+        trainer, accelerator, cp = self._trainer, self._accelerator, self._cp
         self._set(trainer, private.CP_INPUTS, self._take_inputs)
         self._set(trainer, private.NUM_ITEMS, self._num_items)
         self._set(trainer, "get_cp_size", lambda: cp.size)
@@ -118,7 +121,7 @@ class SharedRows:
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=kept)
         # The trainer multiplies losses by the number of processes, which average gradients.
-        parts = self._of_groups(self._accelerator.gather(loss.detach()))
+        parts = self._of_groups(self._accelerator.gather(loss.detach().reshape(1)))
         whole = parts.sum(1) / self._accelerator.num_processes
         return whole[self._accelerator.process_index // self._cp.size], None, None
 
@@ -166,6 +169,13 @@ class SharedRows:
             )
 
 
+def shared_rows_of(trainer: Trainer) -> SharedRows | None:
+    """Return what `enable(trainer, cp=...)` made, or None."""
+    method = vars(trainer).get(private.CP_INPUTS)
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, SharedRows) else None
+
+
 # ------------------------------------------------------------------------------------------ checks
 
 
@@ -186,6 +196,7 @@ def check_shared_rows(trainer: Trainer, cp: Any) -> None:
         raise TypeError(f"cp must be a ContextParallel or None, got {shown(cp)}")
     private.check_shared_rows(trainer)
     _check_ranks(trainer, cp)
+    _check_methods(trainer)
     _check_loss(trainer)
     _check_data(trainer)
     config = text_config(trainer.model)
@@ -194,6 +205,11 @@ def check_shared_rows(trainer: Trainer, cp: Any) -> None:
         raise ValueError(
             f"cp must be None for a model with layers of type {', '.join(recurrent)}, whose state "
             f"would have to pass from rank to rank, got {cp}"
+        )
+    for rope_type in rotations_by_length(config):
+        raise ValueError(
+            "cp must be None for a model whose rotation follows the longest position, which ranks "
+            f"with other parts of a row would not agree on, got rope_type={rope_type!r}"
         )
     if getattr(config, "output_router_logits", False) and config.router_aux_loss_coef:
         raise ValueError(
@@ -233,6 +249,15 @@ def _check_ranks(trainer: Trainer, cp: ContextParallel) -> None:
         )
 
 
+def _check_methods(trainer: Trainer) -> None:
+    for name in ("prediction_step", private.CP_INPUTS, private.NUM_ITEMS):
+        if not private.is_of_library(getattr(trainer, name)):
+            raise ValueError(
+                f"trainer must have the {name} of transformers or TRL with cp, which replaces it, "
+                f"got that of {type(trainer).__name__}"
+            )
+
+
 def _check_loss(trainer: Trainer) -> None:
     args, liger = trainer.args, trainer.args.liger_kernel_config or {}
     fused = args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True)
@@ -255,6 +280,11 @@ def _check_loss(trainer: Trainer) -> None:
 
 def _check_data(trainer: Trainer) -> None:
     args = trainer.args
+    if args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "neftune_noise_alpha must be None with cp, since its noise depends on the length of a "
+            f"row and a rank has a part of it, got {args.neftune_noise_alpha}"
+        )
     if args.train_sampling_strategy == "batch_rebalance":
         raise ValueError(
             'cp must be None with train_sampling_strategy="batch_rebalance", which gives every '

@@ -17,7 +17,11 @@ from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
 from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
 from cuseq.integrations.transformers._private import forget_evaluation_loaders
-from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
+from cuseq.integrations.transformers._shared_rows import (
+    SharedRows,
+    check_shared_rows,
+    shared_rows_of,
+)
 
 
 class _State(NamedTuple):
@@ -25,9 +29,9 @@ class _State(NamedTuple):
     options: dict[str, object]
     model: nn.Module | None  # the model that `disable_trainer` must disable
     collator: PackingCollator | None  # the trainer's own, if `cp` replaced it
-    shared: SharedRows | None
 
 
+# No value may refer to its trainer, which would then never be freed.
 _states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary()
 
 
@@ -61,6 +65,11 @@ def enable_trainer(
             "begins: call cuseq.enable(model) inside model_init"
         )
     before = trainer.data_collator
+    if cp is None and isinstance(before, PackingCollator) and before.cp is not None:
+        raise ValueError(
+            "cp must be given to cuseq.enable if the trainer's PackingCollator has one, got None: "
+            "the trainer would give each rank other rows"
+        )
     dealing = None if cp is None else _dealing_collator(trainer, cp)
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
@@ -69,10 +78,10 @@ def enable_trainer(
         trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
     )
     name = type(before).__name__
-    shared, replaced, left_alone = None, model.replaced, model.left_alone
+    replaced, left_alone = model.replaced, model.left_alone
     if dealing is not None:
         _put_collator(trainer, dealing)
-        shared = SharedRows(trainer, dealing.cp)
+        SharedRows(trainer, dealing.cp).install()
         replaced = (*replaced, f"collator:{name}", f"context_parallel:{type(trainer).__name__}")
     elif isinstance(before, PackingCollator):
         left_alone = (*left_alone, f"the data collator {name}: it packs rows already")
@@ -87,7 +96,7 @@ def enable_trainer(
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
     enabled = Enabled("trainer", replaced, left_alone, model.warnings)
     own = None if dealing is None else before
-    _states[trainer] = _State(enabled, options, trainer.model if ours else None, own, shared)
+    _states[trainer] = _State(enabled, options, trainer.model if ours else None, own)
     return enabled
 
 
@@ -101,8 +110,9 @@ def disable_trainer(trainer: Trainer) -> None:
         training.remove()
     if state.model is not None:
         disable_model(state.model)
-    if state.shared is not None:
-        state.shared.restore()
+    shared = shared_rows_of(trainer)
+    if shared is not None:
+        shared.restore()
         _put_collator(trainer, state.collator)
 
 
