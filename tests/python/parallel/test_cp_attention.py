@@ -38,10 +38,10 @@ EDGES = [
     Case([300, 5], planned_window=7, window=7),
     Case([120] * 3, total=480, policy="zigzag", multiple=48),
     Case([500], merge=True),
-    Case([500], merge=True, heads=(4, 1), sinks=True, softcap=None),
-    Case([500, 3], total=528, policy="zigzag", multiple=24, merge=True),
+    Case([500], merge=True, heads=(4, 1), sinks=True),
+    Case([500, 3], total=576, policy="zigzag", multiple=48, merge=True),
     Case([400, 90, 1, 0, 60], total=600, merge=True, tail=3),
-    Case([240], policy="zigzag", multiple=24, merge=True, window=100),
+    Case([240], policy="zigzag", multiple=48, merge=True, window=100),
     Case([400, 90, 60], total=600, policy="contiguous", merge=True, window=5),
     Case([400, 90, 60], total=600, policy="contiguous", merge=True, window=350, softcap=2.0),
 ]
