@@ -20,6 +20,7 @@ import datasets  # noqa: E402
 import tokenizers  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
+from trainer_models import small_model  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from trl.trainer import sft_trainer  # noqa: E402
 
@@ -77,19 +78,8 @@ def texts(count: int, kind: str = "text", longest: int = 14, seed: int = 0) -> d
 
 
 def make_model(attention: str = "sdpa", **options):
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        **options,
-    )
-    return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float64
+    return small_model(
+        transformers.Qwen3Config, dtype=torch.float64, attention=attention, **options
     )
 
 

@@ -10,6 +10,8 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from trainer_models import small_model  # noqa: E402
+
 from cuseq.integrations import transformers as integration  # noqa: E402
 
 LENGTHS = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12]]
@@ -45,18 +47,7 @@ def collate(rows: list[dict[str, list[list[int]]]]) -> dict:
 
 
 def make_model(implementation: str):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=implementation, dtype=torch.float32
-    )
+    return small_model(transformers.LlamaConfig, dtype=torch.float32, attention=implementation)
 
 
 def collate_dense(rows: list[dict[str, list[list[int]]]]) -> dict:

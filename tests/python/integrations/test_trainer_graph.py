@@ -14,6 +14,8 @@ from cuseq import graphed_step
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
+from trainer_models import small_model  # noqa: E402
+
 from cuseq.integrations.transformers import PackingCallback, unregister  # noqa: E402
 from cuseq.integrations.transformers._graphed import graph_of  # noqa: E402
 
@@ -82,17 +84,7 @@ class Recorder(transformers.TrainerCallback):
 
 
 def make_model(dtype: torch.dtype = torch.float32, **options):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        **options,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return small_model(transformers.LlamaConfig, dtype=dtype, **options)
 
 
 def make_trainer(folder, *, graph, count=64, callbacks=(), loss=None, device="cpu", **options):

@@ -24,6 +24,8 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
+from trainer_models import small_model  # noqa: E402
+
 from cuseq.integrations.transformers import (  # noqa: E402
     PackingCallback,
     callback,
@@ -93,18 +95,7 @@ def unregistered_afterwards():
 
 def make_model(attention: str = "cuseq", dtype: torch.dtype = torch.float64):
     register()  # also in the processes that a test starts
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float64
-    )
+    model = small_model(transformers.LlamaConfig, dtype=torch.float64, attention=attention)
     return model.to(dtype)  # drawing in another dtype would give other numbers
 
 

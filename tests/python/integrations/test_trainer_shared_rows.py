@@ -21,6 +21,8 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 tokenizers = pytest.importorskip("tokenizers")
 
+from trainer_models import small_model  # noqa: E402
+
 from cuseq.integrations.transformers._private import CP_INPUTS, NUM_ITEMS  # noqa: E402
 
 STEPS, CAPACITY = 12, 40
@@ -40,18 +42,7 @@ def documents(count: int, seed: int, longest: int = 24) -> list[dict[str, list[i
 
 
 def make_model(**options):
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        **options,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return small_model(transformers.Qwen3Config, dtype=torch.float64, **options)
 
 
 SETTINGS = dict(

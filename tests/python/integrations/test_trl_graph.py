@@ -15,6 +15,7 @@ import datasets  # noqa: E402
 import tokenizers  # noqa: E402
 import transformers  # noqa: E402
 import trl  # noqa: E402
+from trainer_models import small_model  # noqa: E402
 
 from cuseq.integrations.transformers._graphed import graph_of  # noqa: E402
 from cuseq.integrations.trl import PackedCollator  # noqa: E402
@@ -24,18 +25,7 @@ METRICS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", 
 
 
 def make_model(config=transformers.Qwen3Config, **options):
-    torch.manual_seed(0)
-    config = config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        **options,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return small_model(config, dtype=torch.float32, **options)
 
 
 def make_trainer(

@@ -1,0 +1,38 @@
+"""The small model of the tests of trainers."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from torch import nn
+
+
+def small_model(
+    config: type[transformers.PreTrainedConfig],
+    *,
+    dtype: torch.dtype,
+    attention: str = "sdpa",
+    **options: object,
+) -> nn.Module:
+    """Return a model of two layers with the same random weights in every call.
+
+    Args:
+        config: a class of configurations with Llama's arguments.
+        dtype: dtype in which the weights are drawn; another one gives other numbers.
+        attention: the model's `attn_implementation`.
+        options: more arguments of the configuration.
+    """
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    )
+    made = config(**sizes, **options)
+    return transformers.AutoModelForCausalLM.from_config(
+        made, attn_implementation=attention, dtype=dtype
+    )
