@@ -99,8 +99,7 @@ class GraphedSFT(GraphedTraining):
                 losses = losses * outputs.log_probs.exp().detach()
             kept = outputs.label_mask.sum()
             loss = losses.sum() / (kept if num_items is None else num_items).clamp(min=1)
-        if not trainer.model_accepts_loss_kwargs or num_items is None:
-            loss = loss / trainer.args.gradient_accumulation_steps
+        loss = self.scaled(loss, num_items)
         sums = (outputs.entropy.detach().sum(), outputs.is_top1.sum())
         return loss, [torch.where(kept > 0, value / kept, 0.0) for value in sums]
 

@@ -33,16 +33,13 @@ from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations._foreign import check_fields
 from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
-from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
+from cuseq.integrations.transformers._graphed import GraphedTraining, check_option
 from cuseq.integrations.transformers._private import (
     forget_evaluation_loaders,
     signature_columns,
 )
-from cuseq.integrations.transformers._shared_rows import (
-    SharedRows,
-    check_shared_rows,
-    shared_rows_of,
-)
+from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
+from cuseq.integrations.transformers._trainer import restore_methods
 
 __all__ = ["PackedCollator", "PackedRows"]
 
@@ -255,14 +252,7 @@ def disable_trainer(trainer: SFTTrainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
-    training = graph_of(trainer)
-    if training is not None:
-        training.remove()
-    if state.model is not None:
-        disable_model(state.model)
-    shared = shared_rows_of(trainer)
-    if shared is not None:
-        shared.restore()
+    restore_methods(trainer, state.model)
     _put(trainer, state.collator, state.train_dataset)
 
 

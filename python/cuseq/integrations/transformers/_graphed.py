@@ -263,10 +263,15 @@ class GraphedTraining(TrainerCallback):
         trainer = self.trainer
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+        return self.scaled(loss, num_items), []
+
+    def scaled(self, loss: Tensor, num_items: Tensor | None) -> Tensor:
+        """Return a batch's part of the step's loss, as `training_step` computes it."""
+        trainer = self.trainer
         unscaled = not trainer.model_accepts_loss_kwargs or num_items is None
         if unscaled and trainer.compute_loss_func is None:
-            loss = loss / trainer.args.gradient_accumulation_steps
-        return loss, []
+            return loss / trainer.args.gradient_accumulation_steps
+        return loss
 
     def count(self, batches: list[dict[str, Any]]) -> None:
         """Show the layouts of a step to the callbacks that count tokens; no hook runs in a

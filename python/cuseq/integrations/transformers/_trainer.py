@@ -105,15 +105,21 @@ def disable_trainer(trainer: Trainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
+    restore_methods(trainer, state.model)
+    if state.collator is not None:
+        _put_collator(trainer, state.collator)
+
+
+def restore_methods(trainer: Trainer, model: nn.Module | None) -> None:
+    """Restore a trainer's own step and rows, and disable its model if it is given."""
     training = graph_of(trainer)
     if training is not None:
         training.remove()
-    if state.model is not None:
-        disable_model(state.model)
+    if model is not None:
+        disable_model(model)
     shared = shared_rows_of(trainer)
     if shared is not None:
         shared.restore()
-        _put_collator(trainer, state.collator)
 
 
 def _dealing_collator(trainer: Trainer, cp: ContextParallel) -> PackingCollator:
