@@ -163,7 +163,7 @@ def attend_densely(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     is_tail = _ops.token_metadata(packed.state.cu_seqlens_static, packed.total_tokens, None)[2]
     tail = is_tail[:, None, None]
-    # What the tail holds must not reach other rows, not even as NaN times zero.
+    # The tail may hold NaN. Clear it: a weight of zero times NaN is NaN in every row.
     q, k, v = (rows.masked_fill(tail, 0) for rows in (q, k, v))
     with torch.autocast(device, enabled=False):
         out = _dense_attention(q, k, v, visible(packed, window), scale, softcap, sinks)

@@ -20,7 +20,7 @@ from cuseq.integrations.transformers._recurrent import recurrent_types
 if TYPE_CHECKING:
     from transformers import Trainer
 
-# What a dealt batch says about its whole row; the model does not take it.
+# Keys of a dealt batch that describe the whole row. The model does not take them.
 _OF_THE_ROW = ("num_label_tokens", "row_checksum")
 
 
