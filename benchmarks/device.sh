@@ -143,6 +143,8 @@ stage_build() {
 # failed.
 python_tests() {
   local files status all
+  # One thread for each process: more would take turns on the same cores.
+  [[ $JOBS -eq 1 ]] || export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
   all=$(mktemp)
   # shellcheck disable=SC2086
   files=$(cd tests/python && ls -S $1) || return
