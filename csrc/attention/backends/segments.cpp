@@ -45,7 +45,7 @@ struct Tile {
   int64_t keys() const { return key_end - key_begin; }
 };
 
-// Raise unless offsets on the host ascend inside the row. They may start after its first token.
+// Raise unless a part of a row's offsets, on the host, ascends inside the row.
 void check_offsets_inside(const Tensor& offsets, int64_t total_tokens) {
   const int64_t first = offsets.const_data_ptr<int32_t>()[0];
   TORCH_CHECK_VALUE(0 <= first && first <= total_tokens, "offsets must lie in [0, ", total_tokens,
@@ -74,7 +74,11 @@ Tensor offsets_on_host(const Sequences& sequences, int64_t total_tokens) {
   }
   // host_meta does not say where sequences lie: offsets that it was not made of may hold any
   // values.
-  check_offsets_inside(host, total_tokens);
+  if (sequences.cu_seqlens.size(0) == size) {
+    check_offset_values(host, total_tokens);
+  } else {
+    check_offsets_inside(host, total_tokens);
+  }
   return host;
 }
 
