@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import checkpoint
 
 from cuseq._arguments import as_float, as_int, shown
 from cuseq._static_batch import StaticBatch
@@ -106,7 +105,6 @@ class GraphedStep:
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
-        self._draws = False  # whether a plain step drew random numbers on the device
 
     @property
     def captured(self) -> bool:
@@ -171,10 +169,8 @@ class GraphedStep:
         # Autograd remembers the stream of a parameter's first use; it must be the capture's.
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        generator = torch.cuda.get_rng_state(self._device)
         with torch.cuda.stream(self._stream), _own_casts():
             loss = self._run()
-        self._draws |= not torch.equal(generator, torch.cuda.get_rng_state(self._device))
         current.wait_stream(self._stream)
         loss.record_stream(current)
         return loss
@@ -218,7 +214,6 @@ class GraphedStep:
             with (
                 _undone_if_it_fails(self._device) as pool,
                 _capturable(self._optimizer, rates),
-                nullcontext() if self._draws else _checkpoints_without_generators(),
                 _own_casts(),
                 # Other threads may pin memory meanwhile, as DataLoader's does.
                 torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
@@ -226,9 +221,17 @@ class GraphedStep:
                 loss = self._run()
         except Exception as error:
             self._optimizer.zero_grad(set_to_none=True)
-            self._obstacle = f"the step cannot be captured: {type(error).__name__}: {error}"
+            cause = _cause(error)
+            self._obstacle = f"the step cannot be captured: {type(cause).__name__}: {cause}"
             return
         self._graph = _Graph(graph, loss, rates, self._optimizer)
+
+
+def _cause(error: Exception) -> BaseException:
+    """Return the error that invalidated a capture, whose end then raised `error`."""
+    if isinstance(error, torch.AcceleratorError):
+        return error.__context__ or error
+    return error
 
 
 class _Graph:
@@ -311,20 +314,6 @@ def _capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
     finally:
         for group, values in zip(optimizer.param_groups, before, strict=True):
             group.update(values)
-
-
-@contextlib.contextmanager
-def _checkpoints_without_generators() -> Iterator[None]:
-    """Keep activation checkpointing from saving the generators' states, which a capture forbids.
-
-    Without random numbers there is nothing to restore.
-    """
-    kept = checkpoint.get_device_states
-    checkpoint.get_device_states = lambda *args: ([], [])
-    try:
-        yield
-    finally:
-        checkpoint.get_device_states = kept
 
 
 @contextlib.contextmanager

@@ -301,19 +301,27 @@ def test_checkpointing(reentrant, device):
     torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
 
 
-def test_checkpointing_with_dropout_says_why_it_is_not_captured(cuda):
-    model = TinyModel(dropout=0.5).to(cuda)
-    loss_fn = make_loss(model)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_computes_the_dropout_of_its_forward_again(reentrant, cuda):
+    """With x = weight * mask the gradient of x^2 / 2 is x * mask, if both masks are the same."""
+    weight = nn.Parameter(torch.arange(1.0, 1001.0, device=cuda))
+    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
+
+    def halves(weight):
+        return nn.functional.dropout(weight, 0.5).square().sum() / 2
+
     step = GraphedStep(
-        lambda batch: checkpoint(loss_fn, batch, use_reentrant=False),
-        make_optimizer(model),
+        lambda batch: checkpoint(halves, weight, use_reentrant=reentrant),
+        optimizer,
         BATCHES[0],
         warmup=1,
     )
-    for batch in BATCHES:
-        step(batch)
-    assert not step.captured
-    assert "cannot be captured" in step.reason
+    losses = []
+    for _ in range(6):
+        losses.append(step(BATCHES[0]).item())
+        torch.testing.assert_close((weight.grad * weight).sum().item(), 2 * losses[-1])
+    assert step.captured, step.reason
+    assert len(set(losses)) == 6
 
 
 def test_a_step_that_waits_for_the_gpu_says_so(cuda):
