@@ -35,7 +35,8 @@ from cuseq.debug.families.models import VOCAB  # noqa: E402
 from cuseq.integrations._foreign import UnknownRelease  # noqa: E402
 from cuseq.integrations.transformers import _recurrent, _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
-from cuseq.integrations.transformers.hybrids import functions, layers, plan, routes  # noqa: E402
+from cuseq.integrations.transformers.hybrids import kernels, routes  # noqa: E402
+from cuseq.integrations.transformers.hybrids.kernels import Kernel  # noqa: E402
 
 every_family = pytest.mark.parametrize("name", CONFIGS)
 every_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
@@ -74,8 +75,7 @@ def no_packages(request, monkeypatch):
         return
     for code, name, function in functions_of_packages():
         monkeypatch.setattr(code, name, function)
-    for module in (functions, layers, plan):
-        monkeypatch.setattr(module, "kernel", lambda name, rows: None)
+    monkeypatch.setattr(Kernel, "function", lambda kernel, rows: None)
 
 
 @pytest.fixture
@@ -488,11 +488,7 @@ def test_a_kernel_gets_the_segments(name, options, enabled, device, monkeypatch)
         original = original_function(modeling_qwen3_5, "torch_chunk_gated_delta_rule")
     fla = Fla(original)
 
-    def kernel(name: str, rows: Tensor):
-        return getattr(fla, name, None)
-
-    monkeypatch.setattr(functions, "kernel", kernel)
-    monkeypatch.setattr(layers, "kernel", kernel)
+    monkeypatch.setattr(Kernel, "function", lambda kernel, rows: getattr(fla, kernel.name, None))
     assert_same(packed_run(model, batch), expected)
     assert_same(packed_run(model, batch, use_cache=True), expected)
     assert set(fla.calls) == {used}
@@ -518,7 +514,7 @@ def test_mamba_ssm_gets_the_sequence_of_each_token(enabled, device, monkeypatch)
         return torch.cat(scanned, dim=1)
 
     found = {"mamba_chunk_scan_combined": mamba_chunk_scan_combined}
-    monkeypatch.setattr(functions, "kernel", lambda name, rows: found.get(name))
+    monkeypatch.setattr(Kernel, "function", lambda kernel, rows: found.get(kernel.name))
     assert_same(packed_run(model, batch), expected)
     assert len(seen) == 1
 
@@ -532,10 +528,15 @@ WIDE = {
 }
 
 
+GATED = ("qwen3_5", "granite_nope")
+
+
 @pytest.mark.parametrize("name", WIDE)
 def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda):
     """In bf16, against fp32 through the kernels that transformers takes for a document."""
     pytest.importorskip("fla")
+    if name in GATED and kernels._gated_gradients_are_wrong(0):
+        pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
     lengths = [*LENGTHS, 65, 130]
     model = make_model(name, cuda, **WIDE[name])
     logits = one_by_one(model, lengths, cuda)
@@ -564,6 +565,8 @@ def test_a_step_waits_for_nothing(name, cuda):
     """Once its kernels are compiled, with lengths that the host knows; every step has new ones."""
     if name != "lfm2":
         pytest.importorskip("fla")
+    if name in GATED and kernels._gated_gradients_are_wrong(0):
+        pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
     model = make_model(name, cuda, **WIDE.get(name, {})).bfloat16()
     cuseq.enable(model)
 

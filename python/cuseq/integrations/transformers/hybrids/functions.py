@@ -14,13 +14,24 @@ from torch import Tensor
 
 import cuseq
 from cuseq.integrations.transformers._functions import Function
-from cuseq.integrations.transformers.hybrids.kernels import fla_arguments, kernel
+from cuseq.integrations.transformers.hybrids.kernels import (
+    GATED_DELTA_RULE,
+    GATED_LINEAR_ATTENTION,
+    KIMI_DELTA_ATTENTION,
+    MAMBA_SCAN,
+    Kernel,
+    fla_arguments,
+)
 from cuseq.integrations.transformers.hybrids.segments import by_segment, last_sequence
 from cuseq.integrations.transformers.hybrids.segments import segment_bounds as bounds_of
 from cuseq.layout import PackedLayout
 
 WITH_FLA = "on a GPU, flash-linear-attention makes it one kernel call"
-WITH_MAMBA = "on a GPU, flash-linear-attention or mamba-ssm makes it one kernel call"
+WITH_GATED_FLA = f"{WITH_FLA}; to train on Hopper it needs tilelang or Triton 3.7.1"
+WITH_MAMBA = (
+    "on a GPU, flash-linear-attention or mamba-ssm makes it one kernel call; to train on Hopper "
+    "the former needs tilelang or Triton 3.7.1"
+)
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _WIDTHS = (2, 3, 4)
 
@@ -76,15 +87,15 @@ def _alone(original: Function, row: Tensor, *arguments: Any) -> Tensor:
 
 def gated_delta_rule(original: Function) -> Function:
     """Replace `torch_chunk_gated_delta_rule` of Qwen3-Next and its kin."""
-    return _delta_rule(original, "chunk_gated_delta_rule", "the gated delta rule")
+    return _delta_rule(original, GATED_DELTA_RULE, "the gated delta rule")
 
 
 def kimi_delta_attention(original: Function) -> Function:
     """Replace `chunk_kimi_delta_attention`."""
-    return _delta_rule(original, "chunk_kda", "Kimi delta attention")
+    return _delta_rule(original, KIMI_DELTA_ATTENTION, "Kimi delta attention")
 
 
-def _delta_rule(original: Function, name: str, what: str) -> Function:
+def _delta_rule(original: Function, kernel: Kernel, what: str) -> Function:
     def chunk_delta_rule(
         query, key, value, g, beta, *args, initial_state=None, output_final_state=False, **kwargs
     ):
@@ -106,12 +117,12 @@ def _delta_rule(original: Function, name: str, what: str) -> Function:
         batch = query.shape[0]
         rows = [one.flatten(0, 1).unsqueeze(0) for one in (query, key, value, g, beta)]
         normalise = kwargs.get("use_qk_l2norm_in_kernel", False)
-        chunked = kernel(name, query)
+        chunked = kernel.function(query)
         if chunked is None:
             in_torch = getattr(original, "__wrapped__", original)
             out, state = by_segment(
                 what,
-                WITH_FLA,
+                WITH_GATED_FLA if kernel.gated else WITH_FLA,
                 packed,
                 lambda is_last, *row: in_torch(
                     *row,
@@ -175,8 +186,8 @@ def mamba2_scan(original: Function) -> Function:
         rows = [one.flatten(0, 1).unsqueeze(0) for one in (hidden_states, dt, B, C)]
         taken = ("D", "dt_bias", "dt_softplus", "dt_limit")
         options = {name: kwargs[name] for name in taken if name in kwargs}
-        of_mamba = kernel("mamba_chunk_scan_combined", hidden_states)
-        of_fla = kernel("chunk_simple_gla", hidden_states)
+        of_mamba = MAMBA_SCAN.function(hidden_states)
+        of_fla = GATED_LINEAR_ATTENTION.function(hidden_states)
         if of_mamba is not None and not return_final_states:
             x, dt, B, C = rows
             of_tokens = packed.seq_ids.unsqueeze(0)

@@ -4,33 +4,68 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from cuseq.layout import PackedLayout
 
-_MODULES = {
-    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
-    "chunk_kda": "fla.ops.kda",
-    "chunk_simple_gla": "fla.ops.simple_gla",
-    "mamba_chunk_scan_combined": "mamba_ssm.ops.triton.ssd_combined",
-}
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of another package. `gated` says that it takes a decay for each token."""
+
+    name: str
+    module: str
+    gated: bool = False
+
+    def function(self, rows: Tensor) -> Callable[..., Any] | None:
+        """Return the function, or None if it is missing or cannot run on `rows`."""
+        if not rows.is_cuda:
+            return None
+        trains = torch.is_grad_enabled() and rows.requires_grad
+        if trains and self.gated and _gated_gradients_are_wrong(rows.get_device()):
+            return None
+        return _imported(self)
 
 
-def kernel(name: str, rows: Tensor) -> Callable[..., Any] | None:
-    """Return a function of another package, or None if it is missing or cannot run on `rows`."""
-    return _imported(name) if rows.is_cuda else None
+GATED_DELTA_RULE = Kernel("chunk_gated_delta_rule", "fla.ops.gated_delta_rule", gated=True)
+KIMI_DELTA_ATTENTION = Kernel("chunk_kda", "fla.ops.kda")
+LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla")
+GATED_LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla", gated=True)
+MAMBA_SCAN = Kernel("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined")
 
 
 @functools.cache
-def _imported(name: str) -> Callable[..., Any] | None:
+def _imported(kernel: Kernel) -> Callable[..., Any] | None:
     try:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        return getattr(importlib.import_module(kernel.module), kernel.name)
     except Exception:  # an installed package may fail to load in its own ways: no Triton, no driver
         return None
+
+
+@functools.cache
+def _gated_gradients_are_wrong(device: int) -> bool:
+    """Return whether the backward of fla's gated kernels raises on a GPU.
+
+    On Hopper, Triton from 3.4 to 3.7.0 compiles it wrongly (fla-org/flash-linear-attention #640).
+    With tilelang fla does without Triton there.
+    """
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    if not is_hopper or importlib.util.find_spec("tilelang") is not None:
+        return False
+    try:
+        import triton
+    except ImportError:
+        return False
+    version = TorchVersion(triton.__version__)
+    return version >= "3.4" and version < "3.7.1"
 
 
 @functools.cache

@@ -14,6 +14,14 @@ from torch import nn
 
 from cuseq.integrations.transformers._functions import Function
 from cuseq.integrations.transformers.hybrids import functions, layers
+from cuseq.integrations.transformers.hybrids.kernels import (
+    GATED_DELTA_RULE,
+    GATED_LINEAR_ATTENTION,
+    KIMI_DELTA_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA_SCAN,
+    Kernel,
+)
 
 CONVOLUTION = "causal_conv1d_fn"
 
@@ -60,7 +68,7 @@ class Kind:
     replacements: dict[str, Callable[[Function], Function]] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
     forward: Callable[..., object] | None = None
-    kernels: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
     remedy: str = ""
 
 
@@ -70,14 +78,14 @@ KINDS = (
         "the gated delta rule",
         (CONVOLUTION, "torch_chunk_gated_delta_rule"),
         _CONVOLVED | {"torch_chunk_gated_delta_rule": functions.gated_delta_rule},
-        kernels=("chunk_gated_delta_rule",),
-        remedy=functions.WITH_FLA,
+        kernels=(GATED_DELTA_RULE,),
+        remedy=functions.WITH_GATED_FLA,
     ),
     Kind(
         "Kimi delta attention",
         (CONVOLUTION, "chunk_kimi_delta_attention"),
         _CONVOLVED | {"chunk_kimi_delta_attention": functions.kimi_delta_attention},
-        kernels=("chunk_kda",),
+        kernels=(KIMI_DELTA_ATTENTION,),
         remedy=functions.WITH_FLA,
     ),
     Kind(
@@ -88,7 +96,7 @@ KINDS = (
             "mamba2_chunk_scan": functions.mamba2_scan,
             "mamba2_split_conv1d_scan_combined": functions.fused_mamba2,
         },
-        kernels=("mamba_chunk_scan_combined", "chunk_simple_gla"),
+        kernels=(MAMBA_SCAN, GATED_LINEAR_ATTENTION),
         remedy=functions.WITH_MAMBA,
     ),
     Kind(
@@ -101,7 +109,7 @@ KINDS = (
         "lightning attention",
         ("slope_rate", "query_decay", "key_decay", "diagonal_decay", "qkv_proj", "output_gate"),
         forward=layers.lightning_forward,
-        kernels=("chunk_simple_gla",),
+        kernels=(LINEAR_ATTENTION,),
         remedy=functions.WITH_FLA,
     ),
     # A convolution alone, as in LFM2.

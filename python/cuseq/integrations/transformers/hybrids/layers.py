@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.hybrids.functions import WITH_FLA, layout_among
-from cuseq.integrations.transformers.hybrids.kernels import fla_arguments, kernel
+from cuseq.integrations.transformers.hybrids.kernels import LINEAR_ATTENTION, fla_arguments
 from cuseq.integrations.transformers.hybrids.segments import by_segment
 from cuseq.layout import PackedLayout
 
@@ -39,7 +39,7 @@ def lightning_forward(
     packed = layout_among(kwargs, hidden_states)
     if packed is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    simple_gla = kernel("chunk_simple_gla", hidden_states)
+    simple_gla = LINEAR_ATTENTION.function(hidden_states)
     if simple_gla is not None and all(kwargs.get(name) is None for name in _CACHES):
         batch, seqlen, _ = hidden_states.shape
         heads = self.act_fn(self.qkv_proj(hidden_states))

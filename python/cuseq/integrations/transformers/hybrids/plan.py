@@ -25,7 +25,6 @@ from cuseq.integrations.transformers.hybrids.boundaries import (
     entry_forward,
     lending_forward,
 )
-from cuseq.integrations.transformers.hybrids.kernels import kernel
 from cuseq.integrations.transformers.hybrids.kinds import (
     CONVOLUTION,
     KINDS,
@@ -148,7 +147,7 @@ def _parts(kind: Kind) -> list[str]:
 
 def _has_kernel(kind: Kind, mixer: nn.Module) -> bool:
     weight = next(mixer.parameters())
-    return any(kernel(name, weight) is not None for name in kind.kernels)
+    return any(kernel.function(weight) is not None for kernel in kind.kernels)
 
 
 def separate(base: nn.Module, plan: Plan) -> None:
