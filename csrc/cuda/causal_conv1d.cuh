@@ -11,7 +11,8 @@
 //
 // If channels are contiguous, a thread has a vector of channels and walks a chunk of tokens; the
 // last rows stay in registers, so a row is read once, apart from the few before a chunk. If tokens
-// are contiguous, a lane has a vector of tokens and takes its neighbour's last ones by a shuffle.
+// are contiguous, a warp has a channel and walks its tokens, a vector for each lane, which takes
+// its neighbour's last ones by a shuffle.
 namespace cuseq::cuda {
 
 constexpr int kConvHalo = kMaxConvWidth - 1;
@@ -36,11 +37,16 @@ struct ConvMemory {
   }
 };
 
-// Return the logistic function. Results in 16 bits do not show the error of the fast one.
+// Return the logistic function. Results in 16 bits do not show the error of the fast one, about 2
+// units in the last place of float32.
 template <typename T>
 __device__ __forceinline__ Arithmetic<T> conv_sigmoid(Arithmetic<T> value) {
   if constexpr (sizeof(T) == 2) {
-    return __fdividef(1.0f, 1.0f + __expf(-value));
+    constexpr float kLog2E = 1.4426950408889634f;
+    float power, inverse;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-kLog2E * value));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + power));
+    return inverse;
   } else {
     return 1 / (1 + ::exp(-value));
   }
@@ -91,6 +97,10 @@ struct ConvWeights {
   }
 };
 
+// Four tokens that have all the lags of a kernel of width W.
+template <int W>
+inline constexpr uint32_t kFourWhole = ((1u << W) - 1) * 0x01010101u;
+
 // The lags of a block's tokens, found once for all its channels.
 struct BlockLags {
   const ConvArgs& args;
@@ -136,6 +146,12 @@ struct BlockLags {
 
   __device__ __forceinline__ uint32_t of(int64_t token) const { return lags[token - first]; }
 
+  // Return the lags of four tokens, a byte for each. The first is a multiple of four after the
+  // block's first one.
+  __device__ __forceinline__ uint32_t of_four(int64_t token) const {
+    return *reinterpret_cast<const uint32_t*>(lags + (token - first));
+  }
+
   // Return whether a lag of a real token reads the initial state.
   __device__ __forceinline__ bool reads_state(uint32_t known, int lag) const {
     return args.initial.data != nullptr && known != 0 && (known >> lag & 1) == 0 &&
@@ -166,6 +182,11 @@ struct ConvGrid {
   int threads() const { return token_warps * channel_warps * kWarpSize; }
 };
 
+inline dim3 blocks_of(const ConvGrid& grid, const ConvArgs& args) {
+  return dim3(static_cast<unsigned>(grid.chunks * args.sequences.batch),
+              static_cast<unsigned>(grid.stripes));
+}
+
 inline bool is_aligned(const ConvRows& rows, const ConvArgs& args, int vector, int64_t bytes) {
   const int64_t stride = args.channel_major ? rows.strides[2] : rows.strides[1];
   const int64_t inner = args.channel_major ? rows.strides[1] : rows.strides[2];
@@ -178,37 +199,38 @@ inline bool is_aligned(const ConvRows& rows, const ConvArgs& args, int vector, i
 template <int V>
 inline constexpr bool kReadsStates = V == 1;
 
-// Call run.template operator()<T, V>() for the dtype, with vectors of kBytes, or of one element if
-// those do not fit all `rows` or if there are initial states. float64 is rare and goes one by one.
-template <int kBytes, typename Run, typename... Rows>
+// Call run.template operator()<T, V, W, kByTokens>() for the dtype and the layout. W is the width.
+// V is 1 and W the greatest width if vectors do not fit all `rows`, if there are initial states, or
+// for float64, which is rare and goes by channels whatever the layout.
+template <typename Run, typename... Rows>
 void dispatch_conv(const ConvArgs& args, const Run& run, const Rows&... rows) {
-  const auto choose = [&]<typename T>() {
-    constexpr int V = kBytes / static_cast<int>(sizeof(T));
-    const bool fits = (is_aligned(rows, args, V, kBytes) && ...) &&
-                      (args.channel_major || args.channels % V == 0) &&
-                      args.initial.data == nullptr;
-    if (fits) {
-      run.template operator()<T, V>();
-    } else {
-      run.template operator()<T, 1>();
+  const auto choose = [&]<typename T, int V, bool kByTokens>() {
+    const bool fits = (is_aligned(rows, args, V, V * sizeof(T)) && ...) &&
+                      (kByTokens || args.channels % V == 0) && args.initial.data == nullptr;
+    if (!fits) return run.template operator()<T, 1, kMaxConvWidth, kByTokens>();
+    switch (args.sequences.width) {
+      case 2:
+        return run.template operator()<T, V, 2, kByTokens>();
+      case 3:
+        return run.template operator()<T, V, 3, kByTokens>();
+      default:
+        return run.template operator()<T, V, kMaxConvWidth, kByTokens>();
     }
+  };
+  const auto choose_layout = [&]<typename T>() {
+    if (args.channel_major) return choose.template operator()<T, 16 / sizeof(T), true>();
+    return choose.template operator()<T, 4, false>();
   };
   switch (args.dtype) {
     case FloatType::kFloat32:
-      return choose.template operator()<float>();
+      return choose_layout.template operator()<float>();
     case FloatType::kBFloat16:
-      return choose.template operator()<__nv_bfloat16>();
+      return choose_layout.template operator()<__nv_bfloat16>();
     case FloatType::kFloat16:
-      return choose.template operator()<__half>();
+      return choose_layout.template operator()<__half>();
     case FloatType::kFloat64:
-      return run.template operator()<double, 1>();
+      return run.template operator()<double, 1, kMaxConvWidth, false>();
   }
-}
-
-// Whether a call goes to the kernels with a lane for each vector of tokens.
-template <typename T>
-bool by_tokens(const ConvArgs& args) {
-  return args.channel_major && sizeof(T) < 8;
 }
 
 }  // namespace cuseq::cuda

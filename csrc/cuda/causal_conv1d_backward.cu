@@ -9,28 +9,10 @@
 namespace cuseq::cuda {
 namespace {
 
-// Wider vectors would take the registers of other warps.
-constexpr int kVectorBytes = 8;
-
-// A chunk and the halo after it are together whole turns of the unrolled loop.
-constexpr ConvTuning kBackward{.warps = 4,
-                               .channel_warps = 1,
-                               .blocks_per_processor = 4,
-                               .waves = 2,
-                               .least_chunk = 5,
-                               .remainder = 1};
-static_assert((kBackward.remainder + kConvHalo) % kConvUnroll == 0);
+constexpr ConvTuning kBackward{
+    .warps = 4, .channel_warps = 1, .blocks_per_processor = 4, .least_chunk = 8, .most_chunk = 256};
 
 constexpr int kSums = kMaxConvWidth + 1;  // the lags', and the bias'
-
-// Where tokens are contiguous: the last lanes only compute the halo of the ones before them.
-template <int V>
-inline constexpr int kHaloLanes = (kConvHalo + V - 1) / V;
-template <int V>
-inline constexpr int kTokenLanes = kWarpSize - kHaloLanes<V>;
-template <int V>
-inline constexpr int kTilesOfTokens = 32 / V;  // per warp and channel
-constexpr int kChannelsPerWarp = 2;
 
 // Write one block's sum of a channel.
 template <typename A>
@@ -42,90 +24,132 @@ __device__ __forceinline__ void write_partial(const ConvBackwardArgs& args, int6
   static_cast<A*>(args.partials)[line * args.conv.channels + channel] = value;
 }
 
-template <typename T, int V, bool kSilu, bool kWeightGrads>
-__global__ void __launch_bounds__(kBackward.warps* kWarpSize, kBackward.blocks_per_processor)
+// A thread's gradients while it walks its tokens: of x, in a ring as x itself, and of the weights.
+template <typename A, int V, int W, bool kWeightGrads>
+struct ConvGradients {
+  A of_rows[kMaxConvWidth][V] = {};
+  A sums[kSums][V] = {};
+
+  // Add what row i gets and gives, where `grad` is that of its sum, to the lags that `known` has.
+  // `reads` are the lags that read anything, and `counts` says whether the row is the thread's own.
+  __device__ __forceinline__ void add(const ConvWeights<A, V>& weights, const ConvRing<A, V>& x,
+                                      const A (&grad)[V], uint32_t known, uint32_t reads,
+                                      bool counts, int i) {
+    if (kWeightGrads && counts) {
+#pragma unroll
+      for (int lag = 0; lag < W; ++lag) {
+        if ((reads >> lag & 1) == 0) continue;
+#pragma unroll
+        for (int v = 0; v < V; ++v) sums[lag][v] += grad[v] * x.at(i - lag)[v];
+      }
+#pragma unroll
+      for (int v = 0; v < V; ++v) sums[kMaxConvWidth][v] += grad[v];
+    }
+#pragma unroll
+    for (int v = 0; v < V; ++v) at(i)[v] = weights.of_lag[0][v] * grad[v];
+#pragma unroll
+    for (int lag = 1; lag < W; ++lag) {
+      if ((known >> lag & 1) == 0) continue;
+#pragma unroll
+      for (int v = 0; v < V; ++v) at(i - lag)[v] += weights.of_lag[lag][v] * grad[v];
+    }
+  }
+
+  __device__ __forceinline__ A (&at(int i))[V] { return of_rows[i & (kMaxConvWidth - 1)]; }
+};
+
+// Wider elements take more registers.
+template <typename T>
+inline constexpr int kBackwardBlocks = kBackward.blocks_per_processor - (sizeof(T) > 2 ? 1 : 0);
+
+template <typename T, int V, int W, bool kWeightGrads>
+__global__ void __launch_bounds__(kBackward.warps* kWarpSize, kBackwardBlocks<T>)
     conv_rows_backward_kernel(const __grid_constant__ ConvBackwardArgs args,
                               const __grid_constant__ ConvGrid grid) {
   using A = Arithmetic<T>;
-  constexpr bool kNeedsX = kSilu || kWeightGrads;
   extern __shared__ __align__(16) unsigned char shared[];
   const ConvArgs& conv = args.conv;
   const ConvWalk<V> walk(conv, grid);
   const ConvColumn<T, V> x(conv.x, walk.row, walk.channel);
   const ConvColumn<T, V> grad_out(args.grad_out, walk.row, walk.channel);
   const ConvColumn<T, V> grad_x(conv.out, walk.row, walk.channel);
-  const int64_t loads_end =
-      walk.has_channels ? min(walk.end + kConvHalo, conv.sequences.tokens) : 0;
-  Packed<T, V> x_ahead[kConvUnroll];
-  Packed<T, V> grad_ahead[kConvUnroll];
-#pragma unroll
-  for (int i = 0; i < kConvUnroll; ++i) {
-    if (kNeedsX) x_ahead[i] = x.load(walk.begin + i, loads_end);
-    grad_ahead[i] = grad_out.load(walk.begin + i, loads_end);
-  }
+  const bool needs_x = kWeightGrads || conv.silu;
+  // Rows from the current one on: those of this thread, and with the ones that read them.
+  int own = walk.count();
+  int left = static_cast<int>(min(walk.end + kConvHalo, conv.sequences.tokens) - walk.begin);
+  if (!walk.has_channels) left = 0;
+  ConvGroup<T, V> next_x, next_grad;
+  next_x.load(x, walk.begin, needs_x ? left : 0);
+  next_grad.load(grad_out, walk.begin, left);
   ConvRing<A, V> ring;
-  if (kNeedsX) ring.start(x, walk.begin, loads_end);
+  if (needs_x) ring.start(x, walk.begin, walk.has_channels ? walk.begin : 0);
   ConvWeights<A, V> weights;
   if (walk.has_channels) weights.load(conv, walk.channel);
   const auto lags =
-      BlockLags::find(conv, walk.row, walk.block_begin, grid.tokens() + kConvHalo, shared);
+      BlockLags::find(conv, walk.row, walk.block_begin, grid.tokens() + kGroup, shared);
 
   const bool has_states = kReadsStates<V> && conv.initial.data != nullptr;
   const uint32_t all_lags = (1u << conv.sequences.width) - 1;
-  A sums[kSums][V] = {};
-  A pending[kMaxConvWidth][V] = {};  // grad_x of the last rows, in a ring as x
-  const int64_t stop = walk.has_channels ? walk.end + kConvHalo : walk.begin;
-  for (int64_t base = walk.begin; base < stop; base += kConvUnroll) {
+  ConvGradients<A, V, W, kWeightGrads> gradients;
+  // The gradient of a row is whole once its last reader, kConvHalo rows later, has been added.
+  for (int64_t base = walk.begin; walk.has_channels && own > -kConvHalo;
+       base += kGroup, own -= kGroup, left -= kGroup) {
+    const ConvGroup<T, V> of_x = next_x;
+    const ConvGroup<T, V> of_grad = next_grad;
+    next_x.load(x, base + kGroup, needs_x ? left - kGroup : 0);
+    next_grad.load(grad_out, base + kGroup, left - kGroup);
+    const uint32_t of_four = lags.of_four(base);
+    const bool begins = base == walk.begin;
+    if (of_four == kFourWhole<W> && own > 0) {
 #pragma unroll
-    for (int i = 0; i < kConvUnroll; ++i) {
-      const int64_t token = base + i;
-      const uint32_t known = lags.of(token);
-      A grad[V];
-      grad_ahead[i].get(grad);
-      grad_ahead[i] = grad_out.load(token + kConvUnroll, loads_end);
-      if (kNeedsX) {
-        x_ahead[i].get(ring.at(i));
-        x_ahead[i] = x.load(token + kConvUnroll, loads_end);
-        uint32_t inputs = known;
-        if (has_states && known != 0) {
-          if (known == 1 || token == walk.begin) {
-            ring.read_states(lags, token, known, walk.channel, i);
-          }
-          inputs = all_lags;
-        }
-        if constexpr (kSilu) {
+      for (int i = 0; i < kGroup; ++i) {
+        A grad[V];
+        of_grad.rows[i].get(grad);
+        if (needs_x) of_x.rows[i].get(ring.at(i));
+        if (conv.silu) {
           A sum[V];
-          ring.convolve(weights, inputs, i, sum);
+          ring.template convolve<W>(weights, kAllLags, i, sum);
 #pragma unroll
           for (int v = 0; v < V; ++v) grad[v] *= silu_slope(sum[v], conv_sigmoid<T>(sum[v]));
         }
-        if (kWeightGrads && token < walk.end && known != 0) {
+        gradients.add(weights, ring, grad, kAllLags, kAllLags, true, i);
+        if (i == kConvHalo || !begins) {
+          grad_x.store(base + i - kConvHalo, gradients.at(i - kConvHalo));
+        }
+      }
+      continue;
+    }
 #pragma unroll
-          for (int lag = 0; lag < kMaxConvWidth; ++lag) {
-            if ((inputs >> lag & 1) == 0) continue;
+    for (int i = 0; i < kGroup; ++i) {
+      const int64_t token = base + i;
+      const uint32_t known = of_four >> 8 * i & 0xff;
+      if (known == 0) {
+        // Padding may hold NaN, so it is left out, not multiplied by zero.
 #pragma unroll
-            for (int v = 0; v < V; ++v) sums[lag][v] += grad[v] * ring.at(i - lag)[v];
+        for (int v = 0; v < V; ++v) gradients.at(i)[v] = 0;
+      } else {
+        A grad[V];
+        of_grad.rows[i].get(grad);
+        uint32_t reads = known;
+        if (needs_x) {
+          of_x.rows[i].get(ring.at(i));
+          if (has_states) {
+            if (known == 1 || token == walk.begin) {
+              ring.read_states(lags, token, known, walk.channel, i);
+            }
+            reads = all_lags;
           }
-#pragma unroll
-          for (int v = 0; v < V; ++v) sums[kMaxConvWidth][v] += grad[v];
         }
-      }
-      // Padding may hold NaN, so lags that it lacks are left out, not multiplied by zero.
+        if (conv.silu) {
+          A sum[V];
+          ring.template convolve<W>(weights, reads, i, sum);
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        pending[i][v] = known == 0 ? A(0) : weights.of_lag[0][v] * grad[v];
-      }
-#pragma unroll
-      for (int lag = 1; lag < kMaxConvWidth; ++lag) {
-        if ((known >> lag & 1) == 0) continue;
-#pragma unroll
-        for (int v = 0; v < V; ++v) {
-          pending[(i - lag) & (kMaxConvWidth - 1)][v] += weights.of_lag[lag][v] * grad[v];
+          for (int v = 0; v < V; ++v) grad[v] *= silu_slope(sum[v], conv_sigmoid<T>(sum[v]));
         }
+        gradients.add(weights, ring, grad, known, reads, i < own, i);
       }
-      const int64_t done = token - kConvHalo;
-      if (done >= walk.begin && done < walk.end) {
-        grad_x.store(done, pending[(i - kConvHalo) & (kMaxConvWidth - 1)]);
+      if ((i == kConvHalo || !begins) && i - kConvHalo < own) {
+        grad_x.store(token - kConvHalo, gradients.at(i - kConvHalo));
       }
     }
   }
@@ -140,7 +164,9 @@ __global__ void __launch_bounds__(kBackward.warps* kWarpSize, kBackward.blocks_p
   for (int sum = 0; sum < kSums; ++sum) {
     __syncthreads();
 #pragma unroll
-    for (int v = 0; v < V; ++v) block_sums[warp * kLane + v * kWarpSize + lane] = sums[sum][v];
+    for (int v = 0; v < V; ++v) {
+      block_sums[warp * kLane + v * kWarpSize + lane] = gradients.sums[sum][v];
+    }
     __syncthreads();
     for (int i = static_cast<int>(threadIdx.x); i < grid.channel_warps * kLane;
          i += static_cast<int>(blockDim.x)) {
@@ -158,96 +184,145 @@ __global__ void __launch_bounds__(kBackward.warps* kWarpSize, kBackward.blocks_p
   }
 }
 
-template <typename T, int V>
+// The gradients of the sums at the tokens after a lane's own, and the lags that those tokens have.
+template <typename A, int V>
+struct ConvReaders {
+  A grads[kConvHalo];
+  uint32_t known[kConvHalo];
+
+  // Find those of the tokens after own ones; `edge` has those after the tile. All lanes must call
+  // it.
+  __device__ __forceinline__ static ConvReaders find(const A (&grad)[V], const LaneLags<V>& of_lane,
+                                                     const ConvReaders& edge) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    ConvReaders found;
+#pragma unroll
+    for (int i = 0; i < kConvHalo; ++i) {
+      const int lanes = 1 + i / V;  // between a token and the one i + 1 after its lane's last
+      found.grads[i] = __shfl_down_sync(kFullWarp, grad[i % V], lanes);
+      found.known[i] = __shfl_down_sync(kFullWarp, of_lane.of(i % V), lanes);
+#pragma unroll
+      for (int last = 0; last < lanes; ++last) {
+        if (lane != kWarpSize - 1 - last) continue;
+        found.grads[i] = edge.grads[i - last * V];
+        found.known[i] = edge.known[i - last * V];
+      }
+    }
+    return found;
+  }
+
+  // Return those of the tile's first tokens. All lanes must call it.
+  __device__ __forceinline__ static ConvReaders first(const A (&grad)[V],
+                                                      const LaneLags<V>& of_lane) {
+    ConvReaders found;
+#pragma unroll
+    for (int i = 0; i < kConvHalo; ++i) {
+      found.grads[i] = __shfl_sync(kFullWarp, grad[i % V], i / V);
+      found.known[i] = __shfl_sync(kFullWarp, of_lane.of(i % V), i / V);
+    }
+    return found;
+  }
+
+  template <int W>
+  __device__ __forceinline__ bool are_whole() const {
+    bool whole = true;
+#pragma unroll
+    for (int i = 0; i < W - 1; ++i) whole = whole && known[i] == (1u << W) - 1;
+    return whole;
+  }
+};
+
+// Walks the tiles from the last to the first, since a token's gradient needs those of the sums at
+// the tokens after it. The tile after the last one has the halo only.
+template <typename T, int V, int W>
 __global__ void __launch_bounds__(kTokenWarps* kWarpSize)
     conv_tokens_backward_kernel(const __grid_constant__ ConvBackwardArgs args,
                                 const __grid_constant__ ConvGrid grid) {
   using A = Arithmetic<T>;
-  constexpr int kTile = kTokenLanes<V> * V;  // tokens that a warp finishes at a time
-  constexpr int kTiles = kTilesOfTokens<V>;
-  constexpr int kHalo = kHaloLanes<V> * V;
-  __shared__ uint8_t shared_lags[kTiles * kTile + kHalo];
+  constexpr int kHaloTokens = V < kGroup ? kGroup : V;
+  __shared__ __align__(16) uint8_t shared_lags[kTokenTiles * kWarpSize * V + kHaloTokens];
   const ConvArgs& conv = args.conv;
-  const int64_t tokens = conv.sequences.tokens;
-  const int64_t row = conv.sequences.batch == 1 ? 0 : blockIdx.x / grid.chunks;
-  const int64_t block_begin = (blockIdx.x - row * grid.chunks) * grid.tokens();
-  const auto lags = BlockLags::find(conv, row, block_begin, grid.tokens() + kHalo, shared_lags);
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-  const bool finishes = lane < kTokenLanes<V>;
-  const uint32_t all_lags = (1u << conv.sequences.width) - 1;
-  const int64_t first = (static_cast<int64_t>(blockIdx.y) * kTokenWarps + warp) * kChannelsPerWarp;
-  const int64_t last = min(first + kChannelsPerWarp, conv.channels);
+  const TokenWalk<V> walk(conv, grid);
+  const ConvLine<T, V> x(conv.x, walk.row, walk.channel);
+  const ConvLine<T, V> grad_out(args.grad_out, walk.row, walk.channel);
+  const ConvLine<T, V> grad_x(conv.out, walk.row, walk.channel);
+  const int64_t halo_end = min(walk.first_of_tile(walk.tiles) + kHaloTokens, conv.sequences.tokens);
+  const int64_t loads_end = walk.has_channel ? halo_end : 0;
+  int64_t token = walk.first_token(walk.tiles);
+  Packed<T, V> next_x = x.load(token, loads_end);
+  Packed<T, V> next_grad = grad_out.load(token, loads_end);
+  ConvEdge<A> next_edge = x.load_edge(walk.first_of_tile(walk.tiles), loads_end);
+  ConvWeights<A, 1> weights;
+  if (walk.has_channel) weights.load(conv, walk.channel);
+  const auto lags =
+      BlockLags::find(conv, walk.row, walk.begin, grid.tokens() + kHaloTokens, shared_lags);
+  if (!walk.has_channel) return;
 
-  for (int64_t channel = first; channel < last; ++channel) {
-    ConvWeights<A, 1> weights;
-    weights.load(conv, channel);
-    A sums[kSums] = {};
-    const auto convolve_back = [&]<bool kAll>(int64_t token, const LaneLags<V>& of_lane) {
-      ConvWindow<T, V> window;
-      window.load(ConvLine<T, V>(conv.x, row, channel), token, tokens);
-      A grad[V];
-      ConvLine<T, V>(args.grad_out, row, channel).load(token, tokens, grad);
+  A sums[kSums] = {};
+  ConvReaders<A, V> edge{};
+  for (int tile = walk.tiles; tile >= 0; --tile, token -= kWarpSize * V) {
+    const bool is_halo = tile == walk.tiles;
+    ConvWindow<T, V> window;
+    A grad[V];
+    next_x.get(window.own);
+    next_grad.get(grad);
+    window.find_before(next_edge);
+    if (tile > 0) {
+      next_x = x.load(token - kWarpSize * V, halo_end);
+      next_grad = grad_out.load(token - kWarpSize * V, halo_end);
+      next_edge = x.load_edge(walk.first_of_tile(tile - 1), halo_end);
+    }
+    LaneLags<V> of_lane;
+    if (token < halo_end) of_lane.load(lags, token);
+    A result[V] = {};
+    const auto convolve_back = [&]<bool kWhole>() {
+      const ConvInputs<T, V, W, kWhole> inputs{window, lags, of_lane, token, walk.channel};
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const bool is_real = kAll || of_lane.known[i] != 0;
-        A inputs[kMaxConvWidth];
-        A sum = weights.bias[0];
-#pragma unroll
-        for (int lag = 0; lag < kMaxConvWidth; ++lag) {
-          inputs[lag] = conv_input<kAll>(window, lags, of_lane, token, channel, i, lag);
-          sum += weights.of_lag[lag][0] * inputs[lag];
+        if (conv.silu) {
+          const A sum = inputs.sum(weights, i);
+          grad[i] *= silu_slope(sum, conv_sigmoid<T>(sum));
         }
-        if (conv.silu) grad[i] *= silu_slope(sum, conv_sigmoid<T>(sum));
-        if (!is_real) grad[i] = 0;
-        if (!is_real || !finishes) continue;
+        if (!inputs.is_real(i)) grad[i] = 0;  // padding may hold NaN
+        if (is_halo || !inputs.is_real(i)) continue;
 #pragma unroll
-        for (int lag = 0; lag < kMaxConvWidth; ++lag) sums[lag] += grad[i] * inputs[lag];
+        for (int lag = 0; lag < W; ++lag) sums[lag] += grad[i] * inputs.at(i, lag);
         sums[kMaxConvWidth] += grad[i];
       }
-      // The next lane's first tokens reach back to this lane's last ones. Of each, only the lags
-      // that stay in its sequence count.
-      A result[V] = {};
+      const auto readers = ConvReaders<A, V>::find(grad, of_lane, edge);
 #pragma unroll
-      for (int i = 0; i < V + kConvHalo; ++i) {
-        const int lanes = i / V;
-        const A of_later =
-            lanes == 0 ? grad[i % V] : __shfl_down_sync(kFullWarp, grad[i % V], lanes);
-        const uint32_t known = kAll ? all_lags
-                               : lanes == 0
-                                   ? of_lane.known[i % V]
-                                   : __shfl_down_sync(kFullWarp, of_lane.known[i % V], lanes);
+      for (int i = 0; i < V; ++i) {
 #pragma unroll
-        for (int lag = 0; lag < kMaxConvWidth; ++lag) {
-          if (i - lag < 0 || i - lag >= V || (known >> lag & 1) == 0) continue;
-          result[i - lag] += weights.of_lag[lag][0] * of_later;
+        for (int lag = 0; lag < W; ++lag) {
+          const int reader = i + lag;
+          const uint32_t known = reader < V ? of_lane.of(reader) : readers.known[reader - V];
+          if (!kWhole && (known >> lag & 1) == 0) continue;
+          const A of_reader = reader < V ? grad[reader] : readers.grads[reader - V];
+          result[i] += weights.of_lag[lag][0] * of_reader;
         }
       }
-      if (finishes) ConvLine<T, V>(conv.out, row, channel).store(token, tokens, result);
     };
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int64_t begin = block_begin + tile * kTile;
-      if (begin >= tokens) break;
-      const int64_t token = begin + lane * V;
-      const LaneLags<V> of_lane(lags, token);
-      if (of_lane.all(all_lags)) {
-        convolve_back.template operator()<true>(token, of_lane);
-      } else {
-        convolve_back.template operator()<false>(token, of_lane);
-      }
+    // All lanes take the same way: the edge is the same for all.
+    if (of_lane.template are_whole<W>() && edge.template are_whole<W>()) {
+      convolve_back.template operator()<true>();
+    } else {
+      convolve_back.template operator()<false>();
     }
-    if (args.partials == nullptr) continue;
+    edge = ConvReaders<A, V>::first(grad, of_lane);
+    if (!is_halo) grad_x.store(token, conv.sequences.tokens, result);
+  }
+  if (args.partials == nullptr) return;
 #pragma unroll
-    for (int sum = 0; sum < kSums; ++sum) {
+  for (int sum = 0; sum < kSums; ++sum) {
 #pragma unroll
-      for (int lanes = 1; lanes < kWarpSize; lanes <<= 1) {
-        sums[sum] += __shfl_xor_sync(kFullWarp, sums[sum], lanes);
-      }
-      if (lane == 0) write_partial(args, blockIdx.x, sum, channel, sums[sum]);
+    for (int lanes = 1; lanes < kWarpSize; lanes <<= 1) {
+      sums[sum] += __shfl_xor_sync(kFullWarp, sums[sum], lanes);
+    }
+    if (threadIdx.x % kWarpSize == 0) {
+      write_partial(args, blockIdx.x, sum, walk.channel, sums[sum]);
     }
   }
 }
-
 // Add up the blocks' sums, 32 columns per block: a column is one channel of one sum.
 constexpr int kAdders = 8;  // warps, each with every eighth part
 
@@ -295,45 +370,30 @@ __global__ void state_gradients_kernel(const __grid_constant__ ConvBackwardArgs 
   if (args.conv.final.data != nullptr) channel.add_final_gradient();
 }
 
-template <typename T, int V>
-ConvGrid plan_tokens(const ConvArgs& args) {
-  ConvGrid grid;
-  grid.chunk = kTilesOfTokens<V> * kTokenLanes<V> * V;
-  grid.chunks = ceil_div(args.sequences.tokens, grid.chunk);
-  grid.stripes = ceil_div(args.channels, kTokenWarps * kChannelsPerWarp);
-  return grid;
-}
-
-template <typename T, int V>
+template <int V, bool kByTokens>
 ConvGrid plan_backward(const ConvArgs& args) {
-  return by_tokens<T>(args) ? plan_tokens<T, V>(args) : plan_rows(args, V, kBackward);
+  return kByTokens ? plan_tokens(args, V) : plan_rows(args, V, kBackward);
 }
 
-template <typename T, int V, bool kSilu>
-void launch_rows(const ConvBackwardArgs& args, Stream stream) {
-  const ConvGrid grid = plan_rows(args.conv, V, kBackward);
-  const bool weight_grads = args.partials != nullptr;
-  const auto kernel = weight_grads ? conv_rows_backward_kernel<T, V, kSilu, true>
-                                   : conv_rows_backward_kernel<T, V, kSilu, false>;
-  const size_t sums = weight_grads ? grid.threads() * V * sizeof(Arithmetic<T>) : 0;
-  const size_t bytes = std::max<size_t>(grid.tokens() + kConvHalo, sums);
-  kernel<<<blocks_of(grid, args.conv), grid.threads(), bytes, stream>>>(args, grid);
-}
-
-template <typename T, int V>
+template <typename T, int V, int W, bool kByTokens>
 void launch_backward(const ConvBackwardArgs& args, Stream stream) {
-  if (!by_tokens<T>(args.conv)) {
-    return args.conv.silu ? launch_rows<T, V, true>(args, stream)
-                          : launch_rows<T, V, false>(args, stream);
+  const ConvGrid grid = plan_backward<V, kByTokens>(args.conv);
+  const dim3 blocks = blocks_of(grid, args.conv);
+  if constexpr (kByTokens) {
+    conv_tokens_backward_kernel<T, V, W><<<blocks, grid.threads(), 0, stream>>>(args, grid);
+  } else {
+    const bool weight_grads = args.partials != nullptr;
+    const auto kernel = weight_grads ? conv_rows_backward_kernel<T, V, W, true>
+                                     : conv_rows_backward_kernel<T, V, W, false>;
+    const size_t sums = weight_grads ? grid.threads() * V * sizeof(Arithmetic<T>) : 0;
+    const size_t bytes = std::max<size_t>(grid.tokens() + kGroup, sums);
+    kernel<<<blocks, grid.threads(), bytes, stream>>>(args, grid);
   }
-  const ConvGrid grid = plan_tokens<T, V>(args.conv);
-  conv_tokens_backward_kernel<T, V>
-      <<<blocks_of(grid, args.conv), kTokenWarps * kWarpSize, 0, stream>>>(args, grid);
 }
 
 template <typename Run>
 void dispatch_backward(const ConvBackwardArgs& args, const Run& run) {
-  dispatch_conv<kVectorBytes>(args.conv, run, args.conv.x, args.conv.out, args.grad_out);
+  dispatch_conv(args.conv, run, args.conv.x, args.conv.out, args.grad_out);
 }
 
 bool has_rows(const ConvSequences& sequences) { return sequences.batch * sequences.tokens > 0; }
@@ -345,8 +405,8 @@ bool has_rows(const ConvSequences& sequences) { return sequences.batch * sequenc
 int64_t conv_partials(const ConvBackwardArgs& args) {
   int64_t blocks = 0;
   if (!has_rows(args.conv.sequences) || args.conv.channels == 0) return blocks;
-  dispatch_backward(args, [&]<typename T, int V>() {
-    blocks = plan_backward<T, V>(args.conv).chunks * args.conv.sequences.batch;
+  dispatch_backward(args, [&]<typename T, int V, int W, bool kByTokens>() {
+    blocks = plan_backward<V, kByTokens>(args.conv).chunks * args.conv.sequences.batch;
   });
   return blocks;
 }
@@ -354,9 +414,9 @@ int64_t conv_partials(const ConvBackwardArgs& args) {
 void causal_conv1d_backward(const ConvBackwardArgs& args, Stream stream) {
   const ConvArgs& conv = args.conv;
   if (conv.channels == 0) return;
-  dispatch_backward(args, [&]<typename T, int V>() {
+  dispatch_backward(args, [&]<typename T, int V, int W, bool kByTokens>() {
     using A = Arithmetic<T>;
-    if (has_rows(conv.sequences)) launch_backward<T, V>(args, stream);
+    if (has_rows(conv.sequences)) launch_backward<T, V, W, kByTokens>(args, stream);
     if (args.grad_weight != nullptr) {
       const int64_t columns = (conv.sequences.width + 1) * conv.channels;
       add_partials_kernel<A>

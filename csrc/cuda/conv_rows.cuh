@@ -2,24 +2,24 @@
 
 #include "cuda/causal_conv1d.cuh"
 
-// Contiguous channels: a thread has V channels and walks a chunk of tokens.
+// Contiguous channels: a thread has V channels and walks a chunk of tokens, a group at a time. A
+// group whose tokens all have all their lags, as most do, runs without a question about lags.
 namespace cuseq::cuda {
 
-constexpr int kConvUnroll = 4;  // rows in flight; also the rows that a thread keeps
-static_assert(kConvUnroll == kMaxConvWidth);
+constexpr int kGroup = 4;  // tokens; also the rows that a thread keeps
+static_assert(kGroup == kMaxConvWidth);
 
 // How a kernel's grid should cover a row.
 struct ConvTuning {
   int warps;                 // per block
   int channel_warps;         // most warps of a block side by side along the channels
   int blocks_per_processor;  // that run at a time
-  int waves;                 // of such blocks
   int least_chunk;           // tokens per warp
-  int remainder;             // of chunk / kConvUnroll
+  int most_chunk;
 };
 
+// Cover a row by blocks that run all at a time, or by more of them where chunks would be long.
 inline ConvGrid plan_rows(const ConvArgs& args, int vector, const ConvTuning& tuning) {
-  constexpr int64_t kMostTokens = 8192;  // whose lags fit in shared memory
   const ConvSequences& sequences = args.sequences;
   ConvGrid grid;
   const int64_t warps = ceil_div(ceil_div(args.channels, vector), kWarpSize);
@@ -28,19 +28,13 @@ inline ConvGrid plan_rows(const ConvArgs& args, int vector, const ConvTuning& tu
   }
   grid.token_warps = tuning.warps / grid.channel_warps;
   grid.stripes = ceil_div(warps, grid.channel_warps);
-  const int64_t blocks = int64_t{multiprocessors()} * tuning.blocks_per_processor * tuning.waves;
+  const int64_t blocks = int64_t{multiprocessors()} * tuning.blocks_per_processor;
   const int64_t chunks = std::max<int64_t>(1, blocks / (grid.stripes * sequences.batch));
-  int64_t chunk = ceil_div(sequences.tokens, chunks * grid.token_warps);
-  chunk = std::clamp<int64_t>(chunk, tuning.least_chunk, kMostTokens / grid.token_warps);
-  chunk = round_up(chunk - tuning.remainder, kConvUnroll) + tuning.remainder;
-  grid.chunk = static_cast<int>(chunk);
+  const int64_t chunk = ceil_div(sequences.tokens, chunks * grid.token_warps);
+  grid.chunk = static_cast<int>(
+      std::clamp<int64_t>(round_up(chunk, kGroup), tuning.least_chunk, tuning.most_chunk));
   grid.chunks = ceil_div(sequences.tokens, grid.tokens());
   return grid;
-}
-
-inline dim3 blocks_of(const ConvGrid& grid, const ConvArgs& args) {
-  return dim3(static_cast<unsigned>(grid.chunks * args.sequences.batch),
-              static_cast<unsigned>(grid.stripes));
 }
 
 // The channels of a thread in one tensor.
@@ -52,13 +46,10 @@ struct ConvColumn {
   __device__ __forceinline__ ConvColumn(const ConvRows& rows, int64_t row, int64_t channel)
       : data(static_cast<T*>(rows.data) + rows.at(row, 0, channel)), stride(rows.strides[1]) {}
 
-  __device__ __forceinline__ Packed<T, V> load(int64_t token) const {
-    return *reinterpret_cast<const Packed<T, V>*>(data + token * stride);
-  }
-
   // Load a row, or zeros if it is not in [0, end).
   __device__ __forceinline__ Packed<T, V> load(int64_t token, int64_t end) const {
-    return token >= 0 && token < end ? load(token) : Packed<T, V>{};
+    return token >= 0 && token < end ? *reinterpret_cast<const Packed<T, V>*>(data + token * stride)
+                                     : Packed<T, V>{};
   }
 
   template <typename A>
@@ -66,6 +57,21 @@ struct ConvColumn {
     Packed<T, V> packed;
     packed.set(values);
     *reinterpret_cast<Packed<T, V>*>(data + token * stride) = packed;
+  }
+};
+
+// The rows of a group as they are in memory, loaded ahead of their use.
+template <typename T, int V>
+struct ConvGroup {
+  Packed<T, V> rows[kGroup];
+
+  // Load the rows from `token` on, of which `count` are there, zeros for the others.
+  __device__ __forceinline__ void load(const ConvColumn<T, V>& column, int64_t token, int count) {
+    const T* row = column.data + token * column.stride;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i, row += column.stride) {
+      rows[i] = i < count ? *reinterpret_cast<const Packed<T, V>*>(row) : Packed<T, V>{};
+    }
   }
 };
 
@@ -90,6 +96,10 @@ struct ConvWalk {
         static_cast<int64_t>(blockIdx.y) * grid.channel_warps + warp % grid.channel_warps;
     channel = (stripe * kWarpSize + lane) * V;
     has_channels = channel < args.channels && begin < end;
+  }
+
+  __device__ __forceinline__ int count() const {
+    return has_channels ? static_cast<int>(end - begin) : 0;
   }
 };
 
@@ -122,13 +132,14 @@ struct ConvRing {
     }
   }
 
-  // Return the sum of row i over the lags that `known` has.
+  // Return the sum of row i over the lags below W that `known` has.
+  template <int W>
   __device__ __forceinline__ void convolve(const ConvWeights<A, V>& weights, uint32_t known, int i,
                                            A (&sums)[V]) const {
 #pragma unroll
     for (int v = 0; v < V; ++v) sums[v] = weights.bias[v] + weights.of_lag[0][v] * at(i)[v];
 #pragma unroll
-    for (int lag = 1; lag < kMaxConvWidth; ++lag) {
+    for (int lag = 1; lag < W; ++lag) {
       if ((known >> lag & 1) == 0) continue;
 #pragma unroll
       for (int v = 0; v < V; ++v) sums[v] += weights.of_lag[lag][v] * at(i - lag)[v];

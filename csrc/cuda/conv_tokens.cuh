@@ -2,10 +2,57 @@
 
 #include "cuda/causal_conv1d.cuh"
 
-// Contiguous tokens: a lane has V tokens of one channel, and each warp its own channels.
+// Contiguous tokens: a warp walks the tokens of one channel, a tile at a time, of which a lane has
+// V tokens. The warps of a block have channels of their own and share the lags. A tile whose tokens
+// all have all their lags, as most do, runs without a question about lags.
 namespace cuseq::cuda {
 
-constexpr int kTokenWarps = 8;
+constexpr int kTokenWarps = 8;  // per block
+constexpr int kTokenTiles = 8;  // per block, at most
+
+inline ConvGrid plan_tokens(const ConvArgs& args, int vector) {
+  ConvGrid grid;
+  grid.chunk = kTokenTiles * kWarpSize * vector;
+  grid.channel_warps = kTokenWarps;
+  grid.chunks = ceil_div(args.sequences.tokens, grid.chunk);
+  grid.stripes = ceil_div(args.channels, kTokenWarps);
+  return grid;
+}
+
+// The tiles and the channel of a warp.
+template <int V>
+struct TokenWalk {
+  int64_t row;
+  int64_t begin;
+  int64_t channel;
+  int tiles;
+  bool has_channel;
+
+  __device__ __forceinline__ TokenWalk(const ConvArgs& args, const ConvGrid& grid) {
+    constexpr int kTile = kWarpSize * V;
+    row = args.sequences.batch == 1 ? 0 : blockIdx.x / grid.chunks;
+    begin = (blockIdx.x - row * grid.chunks) * grid.tokens();
+    channel = static_cast<int64_t>(blockIdx.y) * kTokenWarps + threadIdx.x / kWarpSize;
+    has_channel = channel < args.channels;
+    const int64_t count = min(args.sequences.tokens - begin, static_cast<int64_t>(grid.tokens()));
+    tiles = static_cast<int>((count + kTile - 1) / kTile);
+  }
+
+  __device__ __forceinline__ int64_t first_of_tile(int tile) const {
+    return begin + static_cast<int64_t>(tile * kWarpSize) * V;
+  }
+
+  // Return the first token of this lane in a tile.
+  __device__ __forceinline__ int64_t first_token(int tile) const {
+    return first_of_tile(tile) + threadIdx.x % kWarpSize * V;
+  }
+};
+
+// The tokens before a tile, nearest first.
+template <typename A>
+struct ConvEdge {
+  A values[kConvHalo];
+};
 
 // One channel of a tensor.
 template <typename T, int V>
@@ -16,20 +63,28 @@ struct ConvLine {
       : data(static_cast<T*>(rows.data) + rows.at(row, 0, channel)) {}
 
   // Load the tokens from `token` on, zeros for those not below `end`. Token is a multiple of V.
-  template <typename A>
-  __device__ __forceinline__ void load(int64_t token, int64_t end, A (&values)[V]) const {
-    if (token + V <= end) {
-      reinterpret_cast<const Packed<T, V>*>(data + token)->get(values);
-      return;
-    }
+  __device__ __forceinline__ Packed<T, V> load(int64_t token, int64_t end) const {
+    if (token + V <= end) return *reinterpret_cast<const Packed<T, V>*>(data + token);
+    Arithmetic<T> values[V];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      values[i] = token + i < end ? convert<A>(data[token + i]) : A(0);
-    }
+    for (int i = 0; i < V; ++i) values[i] = load_one(token + i, end);
+    Packed<T, V> packed;
+    packed.set(values);
+    return packed;
   }
 
-  template <typename A>
-  __device__ __forceinline__ void store(int64_t token, int64_t end, const A (&values)[V]) const {
+  // Load the tokens before `token`, zeros for those not in [0, end).
+  __device__ __forceinline__ ConvEdge<Arithmetic<T>> load_edge(int64_t token, int64_t end) const {
+    ConvEdge<Arithmetic<T>> edge;
+#pragma unroll
+    for (int i = 0; i < kConvHalo; ++i) {
+      edge.values[i] = token > i ? load_one(token - 1 - i, end) : Arithmetic<T>(0);
+    }
+    return edge;
+  }
+
+  __device__ __forceinline__ void store(int64_t token, int64_t end,
+                                        const Arithmetic<T> (&values)[V]) const {
     if (token + V <= end) {
       Packed<T, V> packed;
       packed.set(values);
@@ -41,6 +96,11 @@ struct ConvLine {
       if (token + i < end) data[token + i] = convert<T>(values[i]);
     }
   }
+
+ private:
+  __device__ __forceinline__ Arithmetic<T> load_one(int64_t token, int64_t end) const {
+    return token < end ? convert<Arithmetic<T>>(data[token]) : Arithmetic<T>(0);
+  }
 };
 
 // A lane's tokens of one channel of x and the ones before them.
@@ -50,17 +110,28 @@ struct ConvWindow {
   A own[V];
   A before[kConvHalo];  // token - 1, token - 2, token - 3
 
-  // All lanes of the warp must call it, with neighbouring tokens.
-  __device__ __forceinline__ void load(const ConvLine<T, V>& x, int64_t token, int64_t end) {
-    x.load(token, end, own);
+  // Find the tokens before own ones; `edge` has those before the tile. All lanes must call it.
+  __device__ __forceinline__ void find_before(const ConvEdge<A>& edge) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
 #pragma unroll
     for (int i = 0; i < kConvHalo; ++i) {
-      const int lanes = V > i ? 1 : 1 + i / V;  // between a token and the one i + 1 before it
-      const A found = __shfl_up_sync(kFullWarp, own[(V * lanes - 1 - i) % V], lanes);
-      const int64_t at = token - 1 - i;
-      before[i] = lane >= lanes ? found : at >= 0 && at < end ? convert<A>(x.data[at]) : A(0);
+      const int lanes = 1 + i / V;  // between a token and the one i + 1 before it
+      before[i] = __shfl_up_sync(kFullWarp, own[(V * lanes - 1 - i) % V], lanes);
+#pragma unroll
+      for (int first = 0; first < lanes; ++first) {
+        if (lane == first) before[i] = edge.values[i - first * V];
+      }
     }
+  }
+
+  // Return the last tokens of the tile. All lanes must call it.
+  __device__ __forceinline__ ConvEdge<A> last() const {
+    ConvEdge<A> edge;
+#pragma unroll
+    for (int i = 0; i < kConvHalo; ++i) {
+      edge.values[i] = __shfl_sync(kFullWarp, own[V - 1 - i % V], kWarpSize - 1 - i / V);
+    }
+    return edge;
   }
 
   // Return the token `lag` before own token i.
@@ -69,37 +140,62 @@ struct ConvWindow {
   }
 };
 
-// The lags of a lane's tokens.
+// The lags of a lane's tokens, a byte for each.
 template <int V>
 struct LaneLags {
-  uint32_t known[V];
+  static constexpr int kBytes = V < 4 ? V : 4;
+  uint32_t words[V / kBytes] = {};
 
-  __device__ __forceinline__ LaneLags(const BlockLags& lags, int64_t token) {
+  __device__ __forceinline__ void load(const BlockLags& lags, int64_t token) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) known[i] = lags.of(token + i);
+    for (int i = 0; i < V / kBytes; ++i) {
+      words[i] = kBytes == 4 ? lags.of_four(token + 4 * i) : lags.of(token + i);
+    }
   }
 
-  // Return whether every token of the warp has all its lags. All lanes must call it.
-  __device__ __forceinline__ bool all(uint32_t all_lags) const {
-    bool all = true;
+  __device__ __forceinline__ uint32_t of(int i) const {
+    return words[i / kBytes] >> 8 * (i % kBytes) & 0xff;
+  }
+
+  // Return whether every token of the tile has all lags of a kernel of width W. All lanes must call
+  // it.
+  template <int W>
+  __device__ __forceinline__ bool are_whole() const {
+    static_assert(kBytes == 1 || kBytes == 4);
+    constexpr uint32_t kWhole = kBytes == 4 ? kFourWhole<W> : (1u << W) - 1;
+    bool whole = true;
 #pragma unroll
-    for (int i = 0; i < V; ++i) all = all && known[i] == all_lags;
-    return __all_sync(kFullWarp, all);
+    for (int i = 0; i < V / kBytes; ++i) whole = whole && words[i] == kWhole;
+    return __all_sync(kFullWarp, whole);
   }
 };
 
-// Return what the lag of own token i reads: a token, the initial state, or nothing.
-template <bool kAll, typename T, int V>
-__device__ __forceinline__ Arithmetic<T> conv_input(const ConvWindow<T, V>& window,
-                                                    const BlockLags& lags,
-                                                    const LaneLags<V>& of_lane, int64_t token,
-                                                    int64_t channel, int i, int lag) {
+// What a tile's tokens read: each lag of each token is there, or must be asked for.
+template <typename T, int V, int W, bool kWhole>
+struct ConvInputs {
   using A = Arithmetic<T>;
-  // A lag that the kernel does not have may lead to another sequence, which may hold NaN.
-  if (kAll) return lag < lags.args.sequences.width ? window.at(i, lag) : A(0);
-  if ((of_lane.known[i] >> lag & 1) != 0) return window.at(i, lag);
-  if (!kReadsStates<V> || !lags.reads_state(of_lane.known[i], lag)) return A(0);
-  return lags.template state<A>(token + i, of_lane.known[i], lag, channel);
-}
+  const ConvWindow<T, V>& window;
+  const BlockLags& lags;
+  const LaneLags<V>& of_lane;
+  int64_t token;
+  int64_t channel;
+
+  // Return what the lag of own token i reads: a token, the initial state, or nothing.
+  __device__ __forceinline__ A at(int i, int lag) const {
+    if (kWhole || (of_lane.of(i) >> lag & 1) != 0) return window.at(i, lag);
+    if (!kReadsStates<V> || !lags.reads_state(of_lane.of(i), lag)) return A(0);
+    return lags.template state<A>(token + i, of_lane.of(i), lag, channel);
+  }
+
+  __device__ __forceinline__ bool is_real(int i) const { return kWhole || of_lane.of(i) != 0; }
+
+  // Return the convolution's sum at own token i.
+  __device__ __forceinline__ A sum(const ConvWeights<A, 1>& weights, int i) const {
+    A sum = weights.bias[0];
+#pragma unroll
+    for (int lag = 0; lag < W; ++lag) sum += weights.of_lag[lag][0] * at(i, lag);
+    return sum;
+  }
+};
 
 }  // namespace cuseq::cuda
