@@ -80,6 +80,12 @@ SMALL = dict(
 )
 
 
+def shown(row: dict[str, object]) -> dict[str, object]:
+    """Print a row as soon as it is measured, and return it."""
+    print(row, flush=True)
+    return row
+
+
 def fastest(call: Callable[[], object], repeats: int = 7) -> float:
     """Return the least time of a host function in ms."""
     times = []
@@ -282,7 +288,7 @@ def measure_steps(groups: list[Group], device: torch.device) -> list[dict]:
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     cuseq.enable(model)
-    return [measure_step(model, group, device) for group in groups]
+    return [shown(measure_step(model, group, device)) for group in groups]
 
 
 def main() -> None:
@@ -304,13 +310,13 @@ def main() -> None:
     columns |= {"copies": "copies, ms"}
     if on_gpu:
         columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
-    attention = [measure_attention(group, heads, device) for group in groups]
+    attention = [shown(measure_attention(group, heads, device)) for group in groups]
     report.tables.append(Table("Attention, forward and backward", columns, attention))
     columns = {"trace": "turns / tokens", "calls": "calls, ms"}
     columns |= {"flex": "flex, ms"} if on_gpu else {}
     columns |= {"auto": "chosen, ms", "chosen": "which", "modelled": "modelled calls / one kernel"}
     traces = GPU_TRACES if on_gpu else CPU_TRACES
-    found = [measure_trace(*trace, heads, device) for trace in traces]
+    found = [shown(measure_trace(*trace, heads, device)) for trace in traces]
     report.tables.append(Table("Attention over traces, forward and backward", columns, found))
     memory = {"tree_gb": "tree, GiB", "copies_gb": "copies, GiB"} if on_gpu else {}
     columns = {"group": sizes, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
