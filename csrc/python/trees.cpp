@@ -22,6 +22,7 @@ void bind_tree_meta_slots(py::module_& m) {
   slots.attr("DEPTH") = static_cast<int>(kTreeDepth);
   slots.attr("LONGEST_PATH") = static_cast<int>(kTreeLongestPath);
   slots.attr("MEAN_KEYS") = static_cast<int>(kTreeMeanKeys);
+  slots.attr("MEAN_DEPTH") = static_cast<int>(kTreeMeanDepth);
   slots.attr("NUM_NODES") = static_cast<int>(kTreeNumNodes);
   slots.attr("NODE_CAPACITY") = static_cast<int>(kTreeNodeCapacity);
   slots.attr("OFFSETS_CAPACITY") = static_cast<int>(kTreeOffsetsCapacity);

@@ -70,6 +70,12 @@ int64_t Tree::mean_keys() const {
   return tokens() == 0 ? 0 : (pairs + tokens() - 1) / tokens();
 }
 
+int64_t Tree::mean_depth() const {
+  int64_t sum = 0;
+  for (int32_t node = 0; node < size(); ++node) sum += int64_t{length(node)} * depths[node];
+  return tokens() == 0 ? 0 : (sum + tokens() - 1) / tokens();
+}
+
 int32_t Tree::deepest() const {
   return depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end());
 }
@@ -135,6 +141,7 @@ Calls calls_of(const Tree& tree, int64_t max_seqs, int64_t max_depth, int64_t to
   calls.meta[kTreeDepth] = depth;
   calls.meta[kTreeLongestPath] = static_cast<int32_t>(tree.longest_path());
   calls.meta[kTreeMeanKeys] = static_cast<int32_t>(tree.mean_keys());
+  calls.meta[kTreeMeanDepth] = static_cast<int32_t>(tree.mean_depth());
   calls.meta[kTreeNumNodes] = tree.size();
   calls.meta[kTreeNodeCapacity] = static_cast<int32_t>(max_seqs);
   calls.meta[kTreeOffsetsCapacity] = static_cast<int32_t>(3 * parents);

@@ -38,8 +38,9 @@ struct CUSEQ_API Tree {
     return positions[samples[sample]] + length(samples[sample]);
   }
   int64_t longest_path() const;
-  int64_t mean_keys() const;  // keys that a token sees, on average, rounded up; 0 without tokens
-  int32_t deepest() const;    // most ancestors of a node; 0 without nodes
+  int64_t mean_keys() const;   // keys that a token sees, on average, rounded up; 0 without tokens
+  int64_t mean_depth() const;  // ancestors of a token's node, the same way
+  int32_t deepest() const;     // most ancestors of a node; 0 without nodes
 
   // Return the nodes of a sample, root first.
   std::vector<int32_t> path(int32_t sample) const;

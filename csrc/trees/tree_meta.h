@@ -18,6 +18,7 @@ enum TreeMetaSlot : int32_t {
   kTreeDepth,            // number of calls beside the one of each node with itself
   kTreeLongestPath,      // tokens of the longest path
   kTreeMeanKeys,         // keys that a token sees, on average, rounded up
+  kTreeMeanDepth,        // ancestors of a token's node, on average, rounded up
   kTreeNumNodes,         // number of nodes
   kTreeNodeCapacity,     // entries of tree_rows for nodes,
   kTreeOffsetsCapacity,  // for offsets of queries, and for offsets of keys

@@ -91,6 +91,7 @@ class TreeMeta:
     DEPTH: int
     LONGEST_PATH: int
     MEAN_KEYS: int
+    MEAN_DEPTH: int
     NUM_NODES: int
     NODE_CAPACITY: int
     OFFSETS_CAPACITY: int

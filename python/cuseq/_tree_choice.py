@@ -20,25 +20,31 @@ from cuseq.layout import PackedLayout
 
 _DEPTH: int = _C.TreeMeta.DEPTH
 _MEAN_KEYS: int = _C.TreeMeta.MEAN_KEYS
+_MEAN_DEPTH: int = _C.TreeMeta.MEAN_DEPTH
 
 
 class Rates(NamedTuple):
     """Costs of attention on a kind of device, forward and backward."""
 
-    call_us: float  # of a call for a depth, besides its pairs
-    kernel_us: float  # of one kernel more than of a call, besides its pairs
-    pair_ps: float  # of one query-key pair of a head, for each element of head_dim
+    call_us: float  # of a call for a depth, besides its queries and pairs
+    query_ps: float  # of a query of a call in a head, for each element of head_dim
+    kernel_us: float  # of one kernel, besides its pairs
+    pair_ps: float  # of a query-key pair of a head in a call, for each element of head_dim
     handicap: float  # time of a pair in one kernel over that in a call
     counts_hidden: bool  # whether one kernel computes the pairs that the mask hides
 
 
-# On a GPU a call and the sums after it are about ten launches, at ten microseconds of the host; an
-# eager call of flex attention runs compiled code and its guards. Neither was measured on trees yet.
-# A pair is 14 * head_dim operations at 240 TFLOP/s: FlashAttention 2 on an H200 with 32,768
-# tokens in 4 documents, where flex is faster; the handicap is that of short documents.
-GPU = Rates(call_us=100, kernel_us=300, pair_ps=0.06, handicap=1.05, counts_hidden=False)
+# Fitted to `python -m benchmarks tree` on an H200: traces of 4 to 64 turns with 32 to 512 tokens at
+# 16 heads of 128. The calls run on FlashAttention 2, whose backward keeps few processors busy where
+# keys are few; their times are met within 8 %. Flex attention computes whole blocks of a mask, so
+# the time of one kernel is a lower bound for short nodes.
+GPU = Rates(
+    call_us=59, query_ps=46, kernel_us=120, pair_ps=0.03, handicap=1.65, counts_hidden=False
+)
 # Measured on one core at head_dim 64 in fp32: chains of 4 to 64 nodes with 2 to 16 tokens.
-CPU = Rates(call_us=200, kernel_us=0, pair_ps=600, handicap=1.0, counts_hidden=True)
+CPU = Rates(
+    call_us=200, query_ps=0, kernel_us=0, pair_ps=600, handicap=1.0, counts_hidden=True
+)
 
 
 class Times(NamedTuple):
@@ -49,20 +55,28 @@ class Times(NamedTuple):
 
 
 def modelled_times(
-    depth: int, mean_keys: int, tokens: int, heads: int, dim: int, rates: Rates
+    depth: int,
+    mean_depth: int,
+    mean_keys: int,
+    tokens: int,
+    heads: int,
+    dim: int,
+    rates: Rates,
 ) -> Times:
     """Return the modelled times of both ways.
 
     Args:
         depth: most ancestors of a node.
+        mean_depth: ancestors of a token's node, on average.
         mean_keys: keys that a token sees, on average.
         tokens: tokens of the row.
         dim: the larger of head_dim and value_dim.
     """
+    query_us = rates.query_ps * heads * dim / 1e6
     pair_us = rates.pair_ps * heads * dim / 1e6
     keys = tokens if rates.counts_hidden else mean_keys
     return Times(
-        depth * rates.call_us + tokens * mean_keys * pair_us,
+        depth * rates.call_us + tokens * (mean_depth * query_us + mean_keys * pair_us),
         rates.kernel_us + tokens * keys * pair_us * rates.handicap,
     )
 
@@ -72,9 +86,9 @@ def times_of(q: Tensor, v: Tensor, packed: PackedLayout) -> Times:
     meta = cast("Tensor", packed.state.tree_meta)
     dim = max(q.shape[2], v.shape[2])
     rates = GPU if q.is_cuda else CPU
-    return modelled_times(
-        int(meta[_DEPTH]), int(meta[_MEAN_KEYS]), q.shape[0], q.shape[1], dim, rates
-    )
+    depth, mean_depth = int(meta[_DEPTH]), int(meta[_MEAN_DEPTH])
+    mean_keys = int(meta[_MEAN_KEYS])
+    return modelled_times(depth, mean_depth, mean_keys, q.shape[0], q.shape[1], dim, rates)
 
 
 def one_kernel_pays(q: Tensor, v: Tensor, packed: PackedLayout, backend: str) -> bool:

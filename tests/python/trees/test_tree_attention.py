@@ -164,34 +164,48 @@ def test_groups_and_long_nodes_run_as_calls():
 
 
 @pytest.mark.parametrize(
-    ("device_type", "depth", "mean_keys", "tokens", "one_kernel"),
+    ("device_type", "depth", "mean_depth", "mean_keys", "tokens", "one_kernel"),
     [
-        ("cpu", 16, 5, 32, True),
-        ("cpu", 2, 500, 1000, False),
-        ("cpu", 64, 500, 1000, False),
-        ("cuda", 2, 200, 2048, False),
-        ("cuda", 16, 1000, 4096, True),
-        ("cuda", 16, 60_000, 131_072, False),
+        ("cpu", 16, 8, 5, 32, True),
+        ("cpu", 2, 1, 500, 1000, False),
+        ("cpu", 64, 32, 500, 1000, False),
+        # The H200 measured these, and no other way round.
+        ("cuda", 4, 3, 175, 576, True),
+        ("cuda", 4, 3, 1395, 4608, True),
+        ("cuda", 16, 9, 281, 1056, True),
+        ("cuda", 16, 9, 4477, 16_896, True),
+        ("cuda", 64, 33, 4193, 16_512, True),
+        # Few depths over long nodes.
+        ("cuda", 2, 2, 12_000, 32_768, False),
     ],
 )
-def test_the_model_weighs_calls_against_pairs(device_type, depth, mean_keys, tokens, one_kernel):
+def test_the_model_weighs_calls_against_pairs(
+    device_type, depth, mean_depth, mean_keys, tokens, one_kernel
+):
     from cuseq import _tree_choice as choice
 
     rates = choice.GPU if device_type == "cuda" else choice.CPU
-    times = choice.modelled_times(depth, mean_keys, tokens, 16, 128, rates)
+    times = choice.modelled_times(depth, mean_depth, mean_keys, tokens, 16, 128, rates)
     assert (times.one_kernel < times.calls) is one_kernel
-    deeper = choice.modelled_times(depth + 1, mean_keys, tokens, 16, 128, rates)
+    deeper = choice.modelled_times(depth + 1, mean_depth, mean_keys, tokens, 16, 128, rates)
     assert deeper.calls > times.calls and deeper.one_kernel == times.one_kernel
 
 
-def test_trees_know_how_many_keys_a_token_sees():
+def test_trees_know_how_many_keys_and_ancestors_a_token_has():
     from cuseq import _C
 
-    for name in HARD:
-        seen = ancestors(tree_of(name, tail=2))
+    for name, (parents, lengths) in HARD.items():
+        tree = tree_of(name, tail=2)
+        seen = ancestors(tree)
         tokens = int(seen.any(1).sum())
-        found = int(tree_of(name, tail=2).layout.state.tree_meta[_C.TreeMeta.MEAN_KEYS])
-        assert found == (-(-int(seen.sum()) // tokens) if tokens else 0), name
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        steps = sum(depth * length for depth, length in zip(depths, lengths, strict=True))
+        meta = tree.layout.state.tree_meta
+        for slot, total in (("MEAN_KEYS", int(seen.sum())), ("MEAN_DEPTH", steps)):
+            found = int(meta[getattr(_C.TreeMeta, slot)])
+            assert found == (-(-total // tokens) if tokens else 0), (name, slot)
 
 
 @pytest.mark.parametrize("name", HARD)
