@@ -18,7 +18,7 @@ struct ConvTuning {
   int most_chunk;
 };
 
-// Cover a row by blocks that run all at a time, or by more of them where chunks would be long.
+// Cover a row by blocks that run all at a time, or by a few such waves where chunks would be long.
 inline ConvGrid plan_rows(const ConvArgs& args, int vector, const ConvTuning& tuning) {
   const ConvSequences& sequences = args.sequences;
   ConvGrid grid;
@@ -30,9 +30,10 @@ inline ConvGrid plan_rows(const ConvArgs& args, int vector, const ConvTuning& tu
   grid.stripes = ceil_div(warps, grid.channel_warps);
   const int64_t blocks = int64_t{multiprocessors()} * tuning.blocks_per_processor;
   const int64_t chunks = std::max<int64_t>(1, blocks / (grid.stripes * sequences.batch));
-  const int64_t chunk = ceil_div(sequences.tokens, chunks * grid.token_warps);
-  grid.chunk = static_cast<int>(
-      std::clamp<int64_t>(round_up(chunk, kGroup), tuning.least_chunk, tuning.most_chunk));
+  const int64_t warps_of_wave = chunks * grid.token_warps;
+  const int64_t waves = ceil_div(sequences.tokens, warps_of_wave * tuning.most_chunk);
+  const int64_t chunk = ceil_div(sequences.tokens, warps_of_wave * waves);
+  grid.chunk = static_cast<int>(std::max<int64_t>(round_up(chunk, kGroup), tuning.least_chunk));
   grid.chunks = ceil_div(sequences.tokens, grid.tokens());
   return grid;
 }
