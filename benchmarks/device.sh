@@ -22,7 +22,8 @@
 #   TOKENS    row lengths of the training step (the benchmark's default)
 #   TESTS     test files for test, sanitize and racecheck, as globs under tests/python (all that the
 #             stage can use); splits a suite that is too long for one call
-#   JOBS      how many test files run at the same time (a third of the cores with a GPU, else 1)
+#   MARK      the mark expression of stage test ("not full")
+#   JOBS      processes that test at the same time (all cores but one with a GPU, else 1)
 #   FUZZ_SECONDS, FUZZ_SEED  duration and first seed of the fuzzer (300 with a GPU, else 30; 0)
 #   CUSEQ_COMMIT  the commit to name in the results if there is no .git
 set -uo pipefail
@@ -71,8 +72,11 @@ else
 fi
 cores=$(nproc)
 jobs=1
-[[ $gpu == no ]] || jobs=$((cores < 3 ? 1 : cores / 3))
+[[ $gpu == no ]] || jobs=$((cores < 3 ? 1 : cores - 1))
 export JOBS=${JOBS:-$jobs}
+threads=()
+# One thread for each process: more would take turns on the same cores.
+[[ $JOBS -eq 1 ]] || threads=(OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1)
 
 # Installs the package into $PYTHON's environment; cuseq_tests stays in the build folder.
 build_cuseq() {
@@ -110,7 +114,8 @@ step() {
   local running=${OUT:-$results}/running.log
   shift 2
   printf '\n=== %s (at most %s s): %s\n' "$name" "$limit" "$*"
-  timeout --kill-after=10 "$limit" "$@" >"$running" 2>&1
+  # After an interrupt pytest still says what has failed so far.
+  timeout --signal=INT --kill-after=15 "$limit" "$@" >"$running" 2>&1
   status=$?
   mv "$running" "$log"
   case $status in
@@ -138,13 +143,11 @@ stage_build() {
   step build 500 bash -c build_cuseq
 }
 
-# python_tests FILES PYTEST...: runs a pytest command over each file, $JOBS at a time, the largest
-# first; prints failures and sums at the end. FILES are globs under tests/python. Fails if a file
-# failed.
+# python_tests FILES PYTEST...: runs a pytest command over each file in a process of its own, $JOBS
+# at a time, the largest first; prints failures and sums at the end. FILES are globs under
+# tests/python. Fails if a file failed.
 python_tests() {
   local files status all
-  # One thread for each process: more would take turns on the same cores.
-  [[ $JOBS -eq 1 ]] || export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
   all=$(mktemp)
   # shellcheck disable=SC2086
   files=$(cd tests/python && ls -S $1) || return
@@ -177,8 +180,12 @@ stage_test() {
     echo "There is no cuseq_tests (GoogleTest was not found): the C++ tests are left out."
     note test-cpp 'LEFT OUT' 0
   fi
-  step test-python 560 bash -c 'python_tests "$@"' _ "${TESTS:-*/test_*.py}" \
-    "$PYTHON" -m pytest -q -ra --durations=3
+  local files only=()
+  # shellcheck disable=SC2086
+  mapfile -t files < <(cd tests/python && ls ${TESTS:-*/test_*.py})
+  [[ $gpu == no ]] || only=(--gpu-only)  # the others say the same on any machine
+  step test-python 560 env "${threads[@]}" "$PYTHON" -m pytest -q -ra -m "${MARK:-not full}" \
+    -n "$JOBS" --dist loadgroup "${only[@]}" "${files[@]/#/tests/python/}"
 }
 
 # check_memory NAME FILES TOOL...: runs a tool of compute-sanitizer over the C++ tests and the
@@ -199,7 +206,7 @@ check_memory() {
   else
     note "$name-cpp" 'LEFT OUT' 0
   fi
-  step "$name-python" 560 bash -c 'python_tests "$@"' _ "${TESTS:-$files}" \
+  step "$name-python" 560 env "${threads[@]}" bash -c 'python_tests "$@"' _ "${TESTS:-$files}" \
     "${check[@]}" "$PYTHON" -m pytest -q -m kernels
 }
 

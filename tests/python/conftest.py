@@ -4,10 +4,14 @@ Environment:
     CUSEQ_REQUIRE_CUDA=1: a missing GPU, or a build without CUDA kernels, fails instead of skipping.
     CUSEQ_TEST_SEED: seed of the random numbers in every test, default 0.
     CI: hypothesis draws the same examples in every run.
+
+`pytest --gpu-only` leaves out the tests that use no GPU. For `--dist loadgroup` of pytest-xdist
+each test function is then a group, so that its parameters share what it compiles.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 
 # oneDNN reads this when torch loads it. On virtual machines that only claim AMX, AMX kernels die
@@ -42,6 +46,29 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("cuseq")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-only", action="store_true", help="leave out tests that use no GPU")
+
+
+def _uses_gpu(item: pytest.Function) -> bool:
+    if {"cuda", "second_gpu"} & set(item.fixturenames):
+        return True
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("device") in ("cpu", "cuda"):
+        return parameters["device"] == "cuda"
+    return "gpu" in item.name.lower() or "cuda" in item.name + inspect.getsource(item.function)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--gpu-only"):
+        return
+    config.hook.pytest_deselected(items=[item for item in items if not _uses_gpu(item)])
+    items[:] = [item for item in items if _uses_gpu(item)]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}::{item.originalname}"))
 
 
 def _cuda() -> torch.device:
