@@ -1,6 +1,6 @@
 """Benchmark rows whose samples share prefixes: building them, attention, and a training step.
 
-    python -m benchmarks tree [--device cpu] [--out FOLDER]
+    python -m benchmarks tree [--compiled] [--device cpu] [--out FOLDER]
 
 - Building: a million tokens in groups of 16, by kind of input.
 - Attention, forward and backward, of one row of a group: the tree; packed rows that copy the prompt
@@ -8,7 +8,8 @@
   attention with unsloth's mask of labels. The last two need a GPU.
 - Attention over a trace that branches at every turn: by calls, in one kernel, and the modelled
   times that choose between them.
-- A training step of the shape of Qwen3-0.6B whose head runs on completions, tree against copies.
+- A training step of the shape of Qwen3-0.6B whose head runs on completions, tree against copies;
+  with --compiled its layers are.
 
 On a CPU the sizes are small, and only say that everything runs.
 """
@@ -203,6 +204,11 @@ def measure_attention(
     row: dict[str, object] = {"group": str(group), "saved": copies / tokens}
     row["tree"] = time_of(tokens, over(tree.layout))
     row["copies"] = time_of(copies, over(tree.samples))
+    backends = [
+        cuseq.attention_backend(*leaves(packed.total_tokens, heads, device), packed).name
+        for packed in (tree.layout, tree.samples)
+    ]
+    row["backends"] = " / ".join(backends)
     if device.type == "cuda":
         row["gathered"] = time_of(tokens, gathered_attention(group, device))
         row["labels"] = time_of(tokens, labelled_attention(group, device))
@@ -277,7 +283,7 @@ def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> 
     return row
 
 
-def measure_steps(groups: list[Group], device: torch.device) -> list[dict]:
+def measure_steps(groups: list[Group], device: torch.device, compiled: bool) -> list[dict]:
     try:
         import transformers
     except ImportError:
@@ -288,11 +294,16 @@ def measure_steps(groups: list[Group], device: torch.device) -> list[dict]:
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     cuseq.enable(model)
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile()
     return [shown(measure_step(model, group, device)) for group in groups]
 
 
 def main() -> None:
-    args = arguments(__doc__.splitlines()[0]).parse_args()
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--compiled", action="store_true", help="compile the layers of the step")
+    args = parser.parse_args()
     device = torch.device(args.device)
     on_gpu = device.type == "cuda"
     groups = GPU if on_gpu else CPU
@@ -310,6 +321,7 @@ def main() -> None:
     columns |= {"copies": "copies, ms"}
     if on_gpu:
         columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
+    columns |= {"backends": "backend of tree / copies"}
     attention = [shown(measure_attention(group, heads, device)) for group in groups]
     report.tables.append(Table("Attention, forward and backward", columns, attention))
     columns = {"trace": "turns / tokens", "calls": "calls, ms"}
@@ -320,8 +332,9 @@ def main() -> None:
     report.tables.append(Table("Attention over traces, forward and backward", columns, found))
     memory = {"tree_gb": "tree, GiB", "copies_gb": "copies, GiB"} if on_gpu else {}
     columns = {"group": sizes, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
-    steps = measure_steps(groups, device)
-    report.tables.append(Table("A step, head on completions", columns | memory, steps))
+    steps = measure_steps(groups, device, args.compiled)
+    title = f"A step, head on completions, layers {'' if args.compiled else 'not '}compiled"
+    report.tables.append(Table(title, columns | memory, steps))
     report.write(args.out)
 
 
