@@ -1,6 +1,7 @@
 """Compare training steps of stock flex attention and cuseq's backends in one process.
 
     python -m benchmarks training_turns [--tokens T ...] [--documents N] [--compiled layers|model]
+        [--max-seqs N] [--busy-core]
 
 Qwen3-0.6B's shape, full fine-tuning. Every variant has a model and an optimizer of its own. They
 take turns step by step, on the same packs, so that a host or a clock that is slow for a while slows
@@ -8,7 +9,12 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 
 - `flex`: transformers' flex attention, with the mask that transformers makes of the position ids;
 - `flex_block_mask`: flex attention over cuseq's `packed.block_mask()`;
-- `auto`, `flash`, `fa4`: `cuseq.enable(model, backend=...)`.
+- `auto`, `flash`, `fa4`: `cuseq.enable(model, backend=...)`;
+- `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
+- `flex_graphed`: flex attention captured the same way, over `packed.block_mask()` of the graph.
+
+"host" is the time until the step returns, of which the device need not have done anything yet. With
+--busy-core the timed steps share one core with another process.
 
 The models of flex come from a copy of transformers' modeling module, which `cuseq.enable` does not
 change. "first" is the first step of a variant, with what it compiles. A variant whose first step
@@ -20,10 +26,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
+import os
 import statistics
+import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -31,16 +41,20 @@ import timer
 import torch
 from bench_training_step import (
     ENABLED,
+    LONG_ROW,
     MEAN_LENGTH,
     MODELS,
     MicroBatch,
     Variant,
     compile_parts,
+    loss_of,
     packed_batch,
     train_step,
 )
 from report import Report, Table, arguments, environment
 from workload import documents, has_flash_attention_4, lognormal_lengths
+
+import cuseq
 
 FLEX = Variant("flex", "flex_attention", "packed")
 VARIANTS = {
@@ -51,8 +65,11 @@ VARIANTS = {
         replace(ENABLED, name="auto"),
         replace(ENABLED, name="flash", backend="flash"),
         replace(ENABLED, name="fa4", backend="fa4"),
+        replace(ENABLED, name="auto_graphed"),
+        replace(FLEX, name="flex_graphed", lengths="host", block_mask=True),
     )
 }
+GRAPHED = ("auto_graphed", "flex_graphed")
 
 
 @dataclass
@@ -62,16 +79,36 @@ class Runner:
     variant: Variant
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    first_s: float
-    steps: list[float]
+    graph: cuseq.GraphedStep | None = None
+    first_s: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
 
-    def step(self, batches: list[MicroBatch], device: torch.device) -> float:
-        """Run one step; return its wall time in milliseconds, host and device together."""
+    def step(self, batches: list[MicroBatch], device: torch.device) -> tuple[float, float]:
+        """Run one step; return its wall time and that of the host alone, in milliseconds."""
         timer.synchronize(device)
         begun = time.perf_counter()
-        train_step(self.model, self.optimizer, batches, device)
+        if self.variant.name in GRAPHED:
+            self.run_graphed(batches)
+        else:
+            train_step(self.model, self.optimizer, batches, device)
+        host = time.perf_counter() - begun
         timer.synchronize(device)
-        return (time.perf_counter() - begun) * 1e3
+        return (time.perf_counter() - begun) * 1e3, host * 1e3
+
+    def run_graphed(self, batches: list[MicroBatch]) -> None:
+        """Run the whole step in its graph, which the first call makes."""
+        (batch,) = batches
+        if self.graph is None:
+            self.graph = cuseq.GraphedStep(self.loss, self.optimizer, batch.inputs)
+        self.graph(batch.inputs)
+
+    def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Return the loss of a row, for a graph."""
+        if self.variant.block_mask:
+            inputs = dict(inputs)
+            inputs["attention_mask"] = inputs.pop("packed").block_mask()
+        return loss_of(self.model, inputs)
 
 
 def copied_modeling() -> ModuleType:
@@ -93,8 +130,6 @@ def make_runner(
     """Make the model of a variant, with equal random weights for all."""
     import transformers
 
-    import cuseq
-
     config = transformers.Qwen3Config(**MODELS["0.6b"].shape)
     torch.manual_seed(0)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "attn_implementation": variant.attention}
@@ -107,7 +142,7 @@ def make_runner(
     model.train()
     compile_parts(model, compiled, tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    return Runner(variant, model, optimizer, 0.0, [])
+    return Runner(variant, model, optimizer)
 
 
 def packs(tokens: int, count: int | None, vocab_size: int):
@@ -121,12 +156,39 @@ def packs(tokens: int, count: int | None, vocab_size: int):
         yield documents(lengths, vocab_size, seed)
 
 
-def prepared(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
+def prepared(
+    variant: Variant, docs: list[list[int]], tokens: int, max_seqs: int
+) -> list[MicroBatch]:
     """Return what a data loader would pass to the step, in pinned memory."""
+    if variant.name in GRAPHED:
+        collate = cuseq.PackingCollator(total_tokens=tokens, max_seqs=max_seqs)
+        batches = [MicroBatch(collate([{"input_ids": doc} for doc in docs]), 1.0)]
+    else:
+        batches = packed_batch(variant, docs, tokens)
     return [
         replace(batch, inputs={name: x.pin_memory() for name, x in batch.inputs.items()})
-        for batch in packed_batch(variant, docs, tokens)
+        for batch in batches
     ]
+
+
+@contextmanager
+def busy_core() -> Iterator[None]:
+    """Keep all threads of this process on one core, which another process keeps busy."""
+    cores = os.sched_getaffinity(0)
+    core = {min(cores)}
+
+    def pin(to: set[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), to)
+
+    pin(core)
+    rival = subprocess.Popen([sys.executable, "-c", "while True: pass"])  # inherits the core
+    try:
+        yield
+    finally:
+        rival.kill()
+        rival.wait()
+        pin(cores)
 
 
 def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
@@ -136,29 +198,41 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
     runners = []
     for name in args.variants:
         runner = make_runner(VARIANTS[name], code, tokens, args.compiled, device)
-        batches = prepared(runner.variant, next(stream), tokens)
+        batches = prepared(runner.variant, next(stream), tokens, args.max_seqs)
         try:
-            runner.first_s = runner.step(batches, device) / 1e3
+            runner.first_s = runner.step(batches, device)[0] / 1e3
         except Exception as failure:  # the code of peers may not compile as one graph
             print(f"{tokens:,} tokens, {name}: {str(failure).splitlines()[:1]}", flush=True)
             continue
         print(f"{tokens:,} tokens, {name}: first step {runner.first_s:.1f} s", flush=True)
         runners.append(runner)
-    for turn in range(args.warmup + args.steps):
-        docs = next(stream)
-        first = turn % len(runners)
-        for runner in runners[first:] + runners[:first]:
-            taken = runner.step(prepared(runner.variant, docs, tokens), device)
-            if turn >= args.warmup:
+
+    def take_turns(turns: int) -> None:
+        for turn in range(turns):
+            docs = next(stream)
+            first = turn % len(runners)
+            for runner in runners[first:] + runners[:first]:
+                batches = prepared(runner.variant, docs, tokens, args.max_seqs)
+                taken, host = runner.step(batches, device)
                 runner.steps.append(taken)
+                runner.hosts.append(host)
+
+    take_turns(args.warmup)
+    for runner in runners:
+        runner.steps.clear()
+        runner.hosts.clear()
+    with busy_core() if args.busy_core else nullcontext():
+        take_turns(args.steps)
     rows = []
     for runner in runners:
+        if runner.graph is not None and not runner.graph.captured:
+            print(f"{tokens:,} tokens, {runner.variant.name}: {runner.graph.reason}", flush=True)
         ratios = [a / b for a, b in zip(runners[0].steps, runner.steps, strict=True)]
         row = {
             "tokens": tokens, "documents": args.documents, "variant": runner.variant.name,
             "step": statistics.median(runner.steps), "least": min(runner.steps),
-            "most": max(runner.steps), "times": statistics.median(ratios),
-            "first_s": runner.first_s,
+            "most": max(runner.steps), "host": statistics.median(runner.hosts),
+            "times": statistics.median(ratios), "first_s": runner.first_s,
         }  # fmt: skip
         print(f"{tokens:,} tokens, {row['variant']}: {row['step']:.1f} ms, {row['times']:.3f}")
         rows.append(row)
@@ -173,12 +247,16 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
+    parser.add_argument("--max-seqs", type=int, default=128, help="of a graph's rows; default 128")
+    parser.add_argument("--busy-core", action="store_true", help="share one core while timing")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type != "cuda":
         parser.error("flex attention has no gradients on a CPU: it needs a GPU")
     if args.variants is None:
         args.variants = [name for name in VARIANTS if name != "fa4" or has_flash_attention_4()]
+    if max(args.tokens) >= LONG_ROW:  # their loss is computed in parts
+        args.variants = [name for name in args.variants if name not in GRAPHED]
     rows = []
     for tokens in args.tokens:
         torch._dynamo.reset()
@@ -187,12 +265,15 @@ def main() -> None:
 
     report = Report("training_turns", environment(args.device))
     report.notes.append(
-        f"{MODELS['0.6b'].describe}, {args.compiled} compiled, variants taking turns; "
-        "'times' is the median of a turn's ratio to the first variant."
+        f"{MODELS['0.6b'].describe}, {args.compiled} compiled, variants taking turns"
+        f"{' on one core with another process' if args.busy_core else ''}; at most "
+        f"{args.max_seqs} sequences in a graph's row; 'times' is the median of a turn's ratio to "
+        "the first variant."
     )
     columns = {
         "tokens": "tokens", "documents": "documents", "variant": "variant", "step": "step ms",
-        "least": "least", "most": "most", "times": "times", "first_s": "first s",
+        "least": "least", "most": "most", "host": "host ms", "times": "times",
+        "first_s": "first s",
     }  # fmt: skip
     report.tables.append(Table("Steps in turns", columns, rows))
     report.write(args.out)
