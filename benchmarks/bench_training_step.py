@@ -217,6 +217,28 @@ MODELS = {
         ),
         "Gemma 3 1B's shape (windows of 512 tokens in five of six layers), full fine-tuning",
     ),
+    "gemma4": Model(
+        "Gemma4TextConfig",
+        dict(
+            vocab_size=262_144, hidden_size=2304, intermediate_size=9216, num_hidden_layers=30,
+            num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=512,
+            hidden_size_per_layer_input=0, tie_word_embeddings=True,
+            max_position_embeddings=32_768,
+        ),
+        "Gemma 4's text shape without embeddings per layer (head_dim 256 and windows of 512 tokens "
+        "in five of six layers, head_dim 512 in the others), full fine-tuning",
+    ),
+    "mla": Model(
+        "DeepseekV3Config",
+        dict(
+            vocab_size=32_768, hidden_size=7168, intermediate_size=18_432, num_hidden_layers=4,
+            first_k_dense_replace=4, num_attention_heads=128, num_key_value_heads=128,
+            q_lora_rank=1536, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+            v_head_dim=128, max_position_embeddings=32_768,
+        ),
+        "four dense layers of DeepSeek V3's shape (128 heads, head_dim 192 for keys and 128 for "
+        "values), full fine-tuning",
+    ),
     "hybrid": Model(
         "Qwen3_5TextConfig",
         dict(
@@ -717,6 +739,7 @@ def process_maker() -> Any:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     maker = multiprocessing.get_context("forkserver")
     models = ["qwen3.modeling_qwen3", "qwen3_moe.modeling_qwen3_moe", "gemma3.modeling_gemma3"]
+    models += ["gemma4.modeling_gemma4", "deepseek_v3.modeling_deepseek_v3"]
     maker.set_forkserver_preload(
         ["__main__", "peft", "cuseq.integrations.transformers"]
         + [f"transformers.models.{model}" for model in models]
