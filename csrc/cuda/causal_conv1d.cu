@@ -5,15 +5,16 @@
 namespace cuseq::cuda {
 namespace {
 
-constexpr ConvTuning kForward{
-    .warps = 4, .channel_warps = 4, .blocks_per_processor = 5, .least_chunk = 8, .most_chunk = 256};
-
-// Wider elements take more registers.
+// Wider elements take more registers, so that fewer blocks run at a time.
 template <typename T>
-inline constexpr int kForwardBlocks = kForward.blocks_per_processor - (sizeof(T) > 2 ? 1 : 0);
+inline constexpr ConvTuning kForward{.warps = 4,
+                                     .channel_warps = 4,
+                                     .blocks_per_processor = sizeof(T) > 2 ? 4 : 5,
+                                     .least_chunk = 8,
+                                     .most_chunk = 256};
 
 template <typename T, int V, int W>
-__global__ void __launch_bounds__(kForward.warps* kWarpSize, kForwardBlocks<T>)
+__global__ void __launch_bounds__(kForward<T>.warps* kWarpSize, kForward<T>.blocks_per_processor)
     conv_rows_kernel(const __grid_constant__ ConvArgs args, const __grid_constant__ ConvGrid grid) {
   using A = Arithmetic<T>;
   extern __shared__ __align__(16) uint8_t shared_lags[];
@@ -137,7 +138,7 @@ void launch(const ConvArgs& args, Stream stream) {
     const ConvGrid grid = plan_tokens(args, V);
     conv_tokens_kernel<T, V, W><<<blocks_of(grid, args), grid.threads(), 0, stream>>>(args, grid);
   } else {
-    const ConvGrid grid = plan_rows(args, V, kForward);
+    const ConvGrid grid = plan_rows(args, V, kForward<T>);
     conv_rows_kernel<T, V, W>
         <<<blocks_of(grid, args), grid.threads(), grid.tokens(), stream>>>(args, grid);
   }

@@ -37,8 +37,8 @@ struct ConvMemory {
   }
 };
 
-// Return the logistic function. Results in 16 bits do not show the error of the fast one, about 2
-// units in the last place of float32.
+// Return the logistic function. Results in 16 bits do not show the error of the fast one, below
+// 2^-16 of the value.
 template <typename T>
 __device__ __forceinline__ Arithmetic<T> conv_sigmoid(Arithmetic<T> value) {
   if constexpr (sizeof(T) == 2) {

@@ -9,8 +9,13 @@
 namespace cuseq::cuda {
 namespace {
 
-constexpr ConvTuning kBackward{
-    .warps = 4, .channel_warps = 1, .blocks_per_processor = 4, .least_chunk = 8, .most_chunk = 256};
+// Wider elements take more registers, so that fewer blocks run at a time.
+template <typename T>
+inline constexpr ConvTuning kBackward{.warps = 4,
+                                      .channel_warps = 1,
+                                      .blocks_per_processor = sizeof(T) > 2 ? 3 : 4,
+                                      .least_chunk = 8,
+                                      .most_chunk = 256};
 
 constexpr int kSums = kMaxConvWidth + 1;  // the lags', and the bias'
 
@@ -58,12 +63,8 @@ struct ConvGradients {
   __device__ __forceinline__ A (&at(int i))[V] { return of_rows[i & (kMaxConvWidth - 1)]; }
 };
 
-// Wider elements take more registers.
-template <typename T>
-inline constexpr int kBackwardBlocks = kBackward.blocks_per_processor - (sizeof(T) > 2 ? 1 : 0);
-
 template <typename T, int V, int W, bool kWeightGrads>
-__global__ void __launch_bounds__(kBackward.warps* kWarpSize, kBackwardBlocks<T>)
+__global__ void __launch_bounds__(kBackward<T>.warps* kWarpSize, kBackward<T>.blocks_per_processor)
     conv_rows_backward_kernel(const __grid_constant__ ConvBackwardArgs args,
                               const __grid_constant__ ConvGrid grid) {
   using A = Arithmetic<T>;
@@ -323,6 +324,7 @@ __global__ void __launch_bounds__(kTokenWarps* kWarpSize)
     }
   }
 }
+
 // Add up the blocks' sums, 32 columns per block: a column is one channel of one sum.
 constexpr int kAdders = 8;  // warps, each with every eighth part
 
@@ -370,14 +372,14 @@ __global__ void state_gradients_kernel(const __grid_constant__ ConvBackwardArgs 
   if (args.conv.final.data != nullptr) channel.add_final_gradient();
 }
 
-template <int V, bool kByTokens>
+template <typename T, int V, bool kByTokens>
 ConvGrid plan_backward(const ConvArgs& args) {
-  return kByTokens ? plan_tokens(args, V) : plan_rows(args, V, kBackward);
+  return kByTokens ? plan_tokens(args, V) : plan_rows(args, V, kBackward<T>);
 }
 
 template <typename T, int V, int W, bool kByTokens>
 void launch_backward(const ConvBackwardArgs& args, Stream stream) {
-  const ConvGrid grid = plan_backward<V, kByTokens>(args.conv);
+  const ConvGrid grid = plan_backward<T, V, kByTokens>(args.conv);
   const dim3 blocks = blocks_of(grid, args.conv);
   if constexpr (kByTokens) {
     conv_tokens_backward_kernel<T, V, W><<<blocks, grid.threads(), 0, stream>>>(args, grid);
@@ -406,7 +408,7 @@ int64_t conv_partials(const ConvBackwardArgs& args) {
   int64_t blocks = 0;
   if (!has_rows(args.conv.sequences) || args.conv.channels == 0) return blocks;
   dispatch_backward(args, [&]<typename T, int V, int W, bool kByTokens>() {
-    blocks = plan_backward<V, kByTokens>(args.conv).chunks * args.conv.sequences.batch;
+    blocks = plan_backward<T, V, kByTokens>(args.conv).chunks * args.conv.sequences.batch;
   });
   return blocks;
 }

@@ -3,7 +3,7 @@
 #include "cuda/causal_conv1d.cuh"
 
 // Contiguous channels: a thread has V channels and walks a chunk of tokens, a group at a time. A
-// group whose tokens all have all their lags, as most do, runs without a question about lags.
+// group whose tokens all have all their lags, as most do, takes a path that tests no lags.
 namespace cuseq::cuda {
 
 constexpr int kGroup = 4;  // tokens; also the rows that a thread keeps

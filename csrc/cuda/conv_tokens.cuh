@@ -4,7 +4,7 @@
 
 // Contiguous tokens: a warp walks the tokens of one channel, a tile at a time, of which a lane has
 // V tokens. The warps of a block have channels of their own and share the lags. A tile whose tokens
-// all have all their lags, as most do, runs without a question about lags.
+// all have all their lags, as most do, takes a path that tests no lags.
 namespace cuseq::cuda {
 
 constexpr int kTokenWarps = 8;  // per block
@@ -54,7 +54,8 @@ struct ConvEdge {
   A values[kConvHalo];
 };
 
-// One channel of a tensor.
+// One channel of a tensor. With vectors a row has a multiple of V tokens: the outputs are dense,
+// and their channels begin at multiples of V.
 template <typename T, int V>
 struct ConvLine {
   T* data;
@@ -62,15 +63,9 @@ struct ConvLine {
   __device__ __forceinline__ ConvLine(const ConvRows& rows, int64_t row, int64_t channel)
       : data(static_cast<T*>(rows.data) + rows.at(row, 0, channel)) {}
 
-  // Load the tokens from `token` on, zeros for those not below `end`. Token is a multiple of V.
+  // Load V tokens, or zeros if they are not below `end`. Both numbers are multiples of V.
   __device__ __forceinline__ Packed<T, V> load(int64_t token, int64_t end) const {
-    if (token + V <= end) return *reinterpret_cast<const Packed<T, V>*>(data + token);
-    Arithmetic<T> values[V];
-#pragma unroll
-    for (int i = 0; i < V; ++i) values[i] = load_one(token + i, end);
-    Packed<T, V> packed;
-    packed.set(values);
-    return packed;
+    return token < end ? *reinterpret_cast<const Packed<T, V>*>(data + token) : Packed<T, V>{};
   }
 
   // Load the tokens before `token`, zeros for those not in [0, end).
@@ -78,28 +73,18 @@ struct ConvLine {
     ConvEdge<Arithmetic<T>> edge;
 #pragma unroll
     for (int i = 0; i < kConvHalo; ++i) {
-      edge.values[i] = token > i ? load_one(token - 1 - i, end) : Arithmetic<T>(0);
+      const int64_t at = token - 1 - i;
+      edge.values[i] = at >= 0 && at < end ? convert<Arithmetic<T>>(data[at]) : Arithmetic<T>(0);
     }
     return edge;
   }
 
   __device__ __forceinline__ void store(int64_t token, int64_t end,
                                         const Arithmetic<T> (&values)[V]) const {
-    if (token + V <= end) {
-      Packed<T, V> packed;
-      packed.set(values);
-      *reinterpret_cast<Packed<T, V>*>(data + token) = packed;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if (token + i < end) data[token + i] = convert<T>(values[i]);
-    }
-  }
-
- private:
-  __device__ __forceinline__ Arithmetic<T> load_one(int64_t token, int64_t end) const {
-    return token < end ? convert<Arithmetic<T>>(data[token]) : Arithmetic<T>(0);
+    if (token >= end) return;
+    Packed<T, V> packed;
+    packed.set(values);
+    *reinterpret_cast<Packed<T, V>*>(data + token) = packed;
   }
 };
 
@@ -144,6 +129,7 @@ struct ConvWindow {
 template <int V>
 struct LaneLags {
   static constexpr int kBytes = V < 4 ? V : 4;
+  static_assert(kBytes == 1 || kBytes == 4);
   uint32_t words[V / kBytes] = {};
 
   __device__ __forceinline__ void load(const BlockLags& lags, int64_t token) {
@@ -161,7 +147,6 @@ struct LaneLags {
   // it.
   template <int W>
   __device__ __forceinline__ bool are_whole() const {
-    static_assert(kBytes == 1 || kBytes == 4);
     constexpr uint32_t kWhole = kBytes == 4 ? kFourWhole<W> : (1u << W) - 1;
     bool whole = true;
 #pragma unroll

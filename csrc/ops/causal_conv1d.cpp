@@ -13,7 +13,7 @@
 namespace cuseq {
 namespace {
 
-constexpr int64_t kMaxChannels = 1 << 19;  // fits in a CUDA grid however the channels are divided
+constexpr int64_t kMaxChannels = 1 << 18;  // fits in a CUDA grid however the channels are divided
 
 // Return whether tokens, not channels, are contiguous in memory.
 bool is_channel_major(const Tensor& rows) { return rows.stride(-1) != 1 && rows.stride(-2) == 1; }

@@ -30,7 +30,7 @@ PACKS = {
     "empty": ([0, 3, 0, 0, 5, 0], 0, 1),
     "tail": ([2, 3], 6, 1),
     "no sequence": ([], 5, 1),
-    "pads": ([5, 1, 4, 0, 7], 2, 4),
+    "pads": ([5, 1, 4, 0, 7], 2, 8),  # a row of 40 tokens, which vectors along tokens fit
     "long": ([300, 2, 211], 40, 1),
 }
 
@@ -650,13 +650,16 @@ def test_a_captured_call_reads_new_lengths(order, cuda):
             assert torch.equal(one, right)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("order", ["channels", "tokens"])
-def test_devices_agree(order, dtype, cuda):
-    """Rows of many chunks, of vectors that fit and that do not."""
-    packed = cuseq.PackedLayout.from_lengths([1500, 1, 2, 700, 3000, 63, 64, 65], 6001)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("tokens", [6001, 6008])
+def test_devices_agree(tokens, width, order, dtype, cuda):
+    """Rows of many chunks, of vectors that fit and that do not, along tokens and channels."""
+    packed = cuseq.PackedLayout.from_lengths([1500, 1, 2, 700, 3000, 63, 64, 65], tokens)
     for channels in (8, 100, 520, 2055):
-        tensors = inputs(packed, channels, 4, dtype, order)[:3]
+        tensors = inputs(packed, channels, width, dtype, order)[:3]
         grad = torch.randn_like(tensors[0])
         results = []
         for device in (torch.device("cpu"), cuda):
@@ -675,6 +678,33 @@ def test_devices_agree(order, dtype, cuda):
             # Gradients of weights are sums over the row, on CUDA in float32.
             ulps = 4 if one.shape == results[0][0].shape else 32
             assert error <= ulps * torch.finfo(dtype).eps * scale
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_long_batch_equals_its_rows(dtype, cuda):
+    """Each row of so many is one block's, in more waves than one."""
+    x = torch.randn(700, 2000, 8, device=cuda, dtype=dtype, requires_grad=True)
+    weight = torch.randn(8, 4, device=cuda, dtype=dtype)
+    whole = cuseq.causal_conv1d(x, weight, activation="silu")
+    grad = torch.randn_like(whole)
+    (of_whole,) = torch.autograd.grad(whole, x, grad)
+    last = x[-1].detach().requires_grad_()
+    alone = cuseq.causal_conv1d(last, weight, activation="silu")
+    (of_last,) = torch.autograd.grad(alone, last, grad[-1])
+    torch.testing.assert_close(whole[-1], alone, rtol=0, atol=0)
+    torch.testing.assert_close(of_whole[-1], of_last, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", ["channels", "tokens"])
+def test_the_most_channels(order, cuda):
+    packed = cuseq.PackedLayout.from_lengths([1, 2], 8, device=cuda)
+    x, weight, bias, _ = inputs(packed, 2**18, 4, torch.bfloat16, order)
+    out = cuseq.causal_conv1d(x, weight, bias, packed)
+    torch.testing.assert_close(out[0], weight[:, 3] * x[0] + bias, rtol=2**-6, atol=2**-6)
+    torch.autograd.grad(out, (x, weight, bias), torch.ones_like(out))
+    with pytest.raises(ValueError, match="x must have at most 262144"):
+        cuseq.causal_conv1d(x.new_zeros(1, 2**18 + 1), weight.new_zeros(2**18 + 1, 4))
 
 
 @pytest.mark.slow
