@@ -33,14 +33,19 @@ def test_gated_kernels_train_where_their_gradients_are_right(
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: found)
     installed = None if triton is None else SimpleNamespace(__version__=triton)
     monkeypatch.setitem(sys.modules, "triton", installed)
-    wrong = kernels._gated_gradients_are_wrong.__wrapped__
+    wrong = kernels._gated_backward_raises.__wrapped__
     assert wrong(0) is expected
-    monkeypatch.setattr(kernels, "_gated_gradients_are_wrong", wrong)
+    monkeypatch.setattr(kernels, "_gated_backward_raises", wrong)
     monkeypatch.setattr(kernels, "_imported", lambda kernel: kernel.name)
-    on_gpu = SimpleNamespace(is_cuda=True, requires_grad=True, get_device=lambda: 0)
+    frozen, trained = (
+        SimpleNamespace(is_cuda=True, requires_grad=trains, get_device=lambda: 0)
+        for trains in (False, True)
+    )
     for kernel in (kernels.GATED_DELTA_RULE, kernels.GATED_LINEAR_ATTENTION):
-        assert kernel.function(on_gpu) == (None if expected else kernel.name)
+        assert kernel.function(trained) == (None if expected else kernel.name)
+        assert kernel.function(frozen, trained) == (None if expected else kernel.name)
+        assert kernel.function(frozen, frozen) == kernel.name
         with torch.no_grad():
-            assert kernel.function(on_gpu) == kernel.name
+            assert kernel.function(trained) == kernel.name
     for kernel in (kernels.KIMI_DELTA_ATTENTION, kernels.LINEAR_ATTENTION):
-        assert kernel.function(on_gpu) == kernel.name
+        assert kernel.function(trained) == kernel.name

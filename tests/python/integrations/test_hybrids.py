@@ -75,7 +75,7 @@ def no_packages(request, monkeypatch):
         return
     for code, name, function in functions_of_packages():
         monkeypatch.setattr(code, name, function)
-    monkeypatch.setattr(Kernel, "function", lambda kernel, rows: None)
+    monkeypatch.setattr(Kernel, "function", lambda kernel, *tensors: None)
 
 
 @pytest.fixture
@@ -488,7 +488,9 @@ def test_a_kernel_gets_the_segments(name, options, enabled, device, monkeypatch)
         original = original_function(modeling_qwen3_5, "torch_chunk_gated_delta_rule")
     fla = Fla(original)
 
-    monkeypatch.setattr(Kernel, "function", lambda kernel, rows: getattr(fla, kernel.name, None))
+    monkeypatch.setattr(
+        Kernel, "function", lambda kernel, *tensors: getattr(fla, kernel.name, None)
+    )
     assert_same(packed_run(model, batch), expected)
     assert_same(packed_run(model, batch, use_cache=True), expected)
     assert set(fla.calls) == {used}
@@ -514,7 +516,7 @@ def test_mamba_ssm_gets_the_sequence_of_each_token(enabled, device, monkeypatch)
         return torch.cat(scanned, dim=1)
 
     found = {"mamba_chunk_scan_combined": mamba_chunk_scan_combined}
-    monkeypatch.setattr(Kernel, "function", lambda kernel, rows: found.get(kernel.name))
+    monkeypatch.setattr(Kernel, "function", lambda kernel, *tensors: found.get(kernel.name))
     assert_same(packed_run(model, batch), expected)
     assert len(seen) == 1
 
@@ -535,7 +537,7 @@ GATED = ("qwen3_5", "granite_nope")
 def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda):
     """In bf16, against fp32 through the kernels that transformers takes for a document."""
     pytest.importorskip("fla")
-    if name in GATED and kernels._gated_gradients_are_wrong(0):
+    if name in GATED and kernels._gated_backward_raises(0):
         pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
     lengths = [*LENGTHS, 65, 130]
     model = make_model(name, cuda, **WIDE[name])
@@ -565,7 +567,7 @@ def test_a_step_waits_for_nothing(name, cuda):
     """Once its kernels are compiled, with lengths that the host knows; every step has new ones."""
     if name != "lfm2":
         pytest.importorskip("fla")
-    if name in GATED and kernels._gated_gradients_are_wrong(0):
+    if name in GATED and kernels._gated_backward_raises(0):
         pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
     model = make_model(name, cuda, **WIDE.get(name, {})).bfloat16()
     cuseq.enable(model)

@@ -27,10 +27,10 @@ from cuseq.integrations.transformers.hybrids.segments import segment_bounds as b
 from cuseq.layout import PackedLayout
 
 WITH_FLA = "on a GPU, flash-linear-attention makes it one kernel call"
-WITH_GATED_FLA = f"{WITH_FLA}; to train on Hopper it needs tilelang or Triton 3.7.1"
+WITH_GATED_FLA = f"{WITH_FLA}; to train on Hopper with Triton 3.4.0 to 3.7.0 it needs tilelang"
 WITH_MAMBA = (
     "on a GPU, flash-linear-attention or mamba-ssm makes it one kernel call; to train on Hopper "
-    "the former needs tilelang or Triton 3.7.1"
+    "with Triton 3.4.0 to 3.7.0 the former needs tilelang"
 )
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _WIDTHS = (2, 3, 4)
@@ -117,7 +117,7 @@ def _delta_rule(original: Function, kernel: Kernel, what: str) -> Function:
         batch = query.shape[0]
         rows = [one.flatten(0, 1).unsqueeze(0) for one in (query, key, value, g, beta)]
         normalise = kwargs.get("use_qk_l2norm_in_kernel", False)
-        chunked = kernel.function(query)
+        chunked = kernel.function(query, key, value, g, beta)
         if chunked is None:
             in_torch = getattr(original, "__wrapped__", original)
             out, state = by_segment(
@@ -186,8 +186,9 @@ def mamba2_scan(original: Function) -> Function:
         rows = [one.flatten(0, 1).unsqueeze(0) for one in (hidden_states, dt, B, C)]
         taken = ("D", "dt_bias", "dt_softplus", "dt_limit")
         options = {name: kwargs[name] for name in taken if name in kwargs}
-        of_mamba = MAMBA_SCAN.function(hidden_states)
-        of_fla = GATED_LINEAR_ATTENTION.function(hidden_states)
+        others = [one for one in (dt, A, B, C, *options.values()) if isinstance(one, Tensor)]
+        of_mamba = MAMBA_SCAN.function(hidden_states, *others)
+        of_fla = GATED_LINEAR_ATTENTION.function(hidden_states, *others)
         if of_mamba is not None and not return_final_states:
             x, dt, B, C = rows
             of_tokens = packed.seq_ids.unsqueeze(0)

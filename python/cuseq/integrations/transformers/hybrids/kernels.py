@@ -19,18 +19,23 @@ from cuseq.layout import PackedLayout
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of another package. `gated` says that it takes a decay for each token."""
+    """A function of another package.
+
+    Attributes:
+        name, module: where it is.
+        gated: whether its backward is fla's gated `chunk_bwd_dqkwg`.
+    """
 
     name: str
     module: str
     gated: bool = False
 
-    def function(self, rows: Tensor) -> Callable[..., Any] | None:
-        """Return the function, or None if it is missing or cannot run on `rows`."""
-        if not rows.is_cuda:
+    def function(self, *tensors: Tensor) -> Callable[..., Any] | None:
+        """Return the function, or None if it is missing or cannot run on `tensors`, its inputs."""
+        if not tensors[0].is_cuda:
             return None
-        trains = torch.is_grad_enabled() and rows.requires_grad
-        if trains and self.gated and _gated_gradients_are_wrong(rows.get_device()):
+        trains = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
+        if trains and self.gated and _gated_backward_raises(tensors[0].get_device()):
             return None
         return _imported(self)
 
@@ -51,11 +56,11 @@ def _imported(kernel: Kernel) -> Callable[..., Any] | None:
 
 
 @functools.cache
-def _gated_gradients_are_wrong(device: int) -> bool:
-    """Return whether the backward of fla's gated kernels raises on a GPU.
+def _gated_backward_raises(device: int) -> bool:
+    """Return whether fla refuses the backward of its gated kernels on a GPU.
 
-    On Hopper, Triton from 3.4 to 3.7.0 compiles it wrongly (fla-org/flash-linear-attention #640).
-    With tilelang fla does without Triton there.
+    On Hopper, Triton 3.4.0 to 3.7.0 compiles it wrongly (fla-org/flash-linear-attention #640), and
+    fla raises unless tilelang is installed.
     """
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9
     if not is_hopper or importlib.util.find_spec("tilelang") is not None:

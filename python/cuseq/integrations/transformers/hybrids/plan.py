@@ -97,11 +97,12 @@ def plan_mixers(base: PreTrainedModel) -> Plan:
             }
         )
     )
+    parameters = list(base.parameters())
     plan.slow = tuple(
         dict.fromkeys(
             slow_warning(kind.what, kind.remedy)
             for name, kind in plan.mixers.items()
-            if kind.what is not None and not _has_kernel(kind, modules[name])
+            if kind.what is not None and not _has_kernel(kind, modules[name], parameters)
         )
     )
     return plan
@@ -145,9 +146,10 @@ def _parts(kind: Kind) -> list[str]:
     return ["conv"] * (CONVOLUTION in kind.replacements) + ["recurrence"] * (kind.what is not None)
 
 
-def _has_kernel(kind: Kind, mixer: nn.Module) -> bool:
-    weight = next(mixer.parameters())
-    return any(kernel.function(weight) is not None for kernel in kind.kernels)
+def _has_kernel(kind: Kind, mixer: nn.Module, parameters: list[nn.Parameter]) -> bool:
+    # If anything in the model trains, gradients may go through the mixer.
+    tensors = (next(mixer.parameters()), *parameters)
+    return any(kernel.function(*tensors) is not None for kernel in kind.kernels)
 
 
 def separate(base: nn.Module, plan: Plan) -> None:
