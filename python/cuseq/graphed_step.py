@@ -209,6 +209,7 @@ class GraphedStep:
         """Capture the step. Nothing of it runs: parameters and optimizer state stay as they are."""
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
+        cause: Exception | None = None
         rates = [_as_rate(group["lr"], self._device) for group in self._optimizer.param_groups]
         try:
             with (
@@ -218,20 +219,17 @@ class GraphedStep:
                 # Other threads may pin memory meanwhile, as DataLoader's does.
                 torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
             ):
-                loss = self._run()
+                try:
+                    loss = self._run()
+                except Exception as error:
+                    cause = error  # the end of the capture raises another
+                    raise
         except Exception as error:
             self._optimizer.zero_grad(set_to_none=True)
-            cause = _cause(error)
+            cause = cause or error
             self._obstacle = f"the step cannot be captured: {type(cause).__name__}: {cause}"
             return
         self._graph = _Graph(graph, loss, rates, self._optimizer)
-
-
-def _cause(error: Exception) -> BaseException:
-    """Return the error that invalidated a capture, whose end then raised `error`."""
-    if isinstance(error, torch.AcceleratorError):
-        return error.__context__ or error
-    return error
 
 
 class _Graph:

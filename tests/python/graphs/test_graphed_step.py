@@ -336,6 +336,7 @@ def test_a_step_that_waits_for_the_gpu_says_so(cuda):
     losses = [step(BATCHES[0]).item() for _ in range(4)]
     assert not step.captured
     assert "cannot be captured" in step.reason
+    assert "previous error" not in step.reason
     assert losses == sorted(losses, reverse=True)
 
 
