@@ -11,8 +11,7 @@
 # Environment, all optional:
 #   PYTHON    the interpreter with torch (python3)
 #   OUT       a folder for few files: receives results.tar.gz and summary.txt; without it, results
-#       go
-#             to benchmarks/results/DATE
+#             go to benchmarks/results/DATE
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
 #             unsloth is another, which takes nearly 10 minutes
@@ -183,7 +182,13 @@ stage_test() {
   local files only=()
   # shellcheck disable=SC2086
   mapfile -t files < <(cd tests/python && ls ${TESTS:-*/test_*.py})
-  [[ $gpu == no ]] || only=(--gpu-only)  # the others say the same on any machine
+  if [[ ${#files[@]} -eq 0 ]]; then
+    echo "TESTS must name files under tests/python, got '$TESTS'" >&2
+    failures=$((failures + 1))
+    note test-python FAILED 0
+    return
+  fi
+  [[ $gpu == no ]] || only=(--gpu-only)  # the other tests do not depend on the machine
   step test-python 560 env "${threads[@]}" "$PYTHON" -m pytest -q -ra -m "${MARK:-not full}" \
     -n "$JOBS" --dist loadgroup "${only[@]}" "${files[@]/#/tests/python/}"
 }

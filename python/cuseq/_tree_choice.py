@@ -36,15 +36,13 @@ class Rates(NamedTuple):
 
 # Fitted to `python -m benchmarks tree` on an H200: traces of 4 to 64 turns with 32 to 512 tokens at
 # 16 heads of 128. The calls run on FlashAttention 2, whose backward keeps few processors busy where
-# keys are few; their times are met within 8 %. Flex attention computes whole blocks of a mask, so
-# the time of one kernel is a lower bound for short nodes.
+# keys are few; their times are met within 14 %. Those of one kernel are met within 27 %, but for
+# nodes of 32 tokens: flex attention computes whole blocks of a mask, and takes 3 times as long.
 GPU = Rates(
     call_us=59, query_ps=46, kernel_us=120, pair_ps=0.03, handicap=1.65, counts_hidden=False
 )
 # Measured on one core at head_dim 64 in fp32: chains of 4 to 64 nodes with 2 to 16 tokens.
-CPU = Rates(
-    call_us=200, query_ps=0, kernel_us=0, pair_ps=600, handicap=1.0, counts_hidden=True
-)
+CPU = Rates(call_us=200, query_ps=0, kernel_us=0, pair_ps=600, handicap=1.0, counts_hidden=True)
 
 
 class Times(NamedTuple):

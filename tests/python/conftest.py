@@ -53,6 +53,7 @@ def pytest_addoption(parser):
 
 
 def _uses_gpu(item: pytest.Function) -> bool:
+    """Return whether a test has a fixture of a GPU or names CUDA."""
     if {"cuda", "second_gpu"} & set(item.fixturenames):
         return True
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
@@ -65,8 +66,12 @@ def _uses_gpu(item: pytest.Function) -> bool:
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--gpu-only"):
         return
-    config.hook.pytest_deselected(items=[item for item in items if not _uses_gpu(item)])
-    items[:] = [item for item in items if _uses_gpu(item)]
+    kept: list[pytest.Function] = []
+    left_out: list[pytest.Function] = []
+    for item in items:
+        (kept if _uses_gpu(item) else left_out).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
     for item in items:
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}::{item.originalname}"))
 

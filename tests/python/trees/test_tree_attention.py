@@ -169,7 +169,7 @@ def test_groups_and_long_nodes_run_as_calls():
         ("cpu", 16, 8, 5, 32, True),
         ("cpu", 2, 1, 500, 1000, False),
         ("cpu", 64, 32, 500, 1000, False),
-        # The H200 measured these, and no other way round.
+        # Measured on an H200: one kernel was faster in each.
         ("cuda", 4, 3, 175, 576, True),
         ("cuda", 4, 3, 1395, 4608, True),
         ("cuda", 16, 9, 281, 1056, True),
