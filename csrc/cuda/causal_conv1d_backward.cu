@@ -92,6 +92,14 @@ __global__ void __launch_bounds__(kBackward<T>.warps* kWarpSize, kBackward<T>.bl
   const bool has_states = kReadsStates<V> && conv.initial.data != nullptr;
   const uint32_t all_lags = (1u << conv.sequences.width) - 1;
   ConvGradients<A, V, W, kWeightGrads> gradients;
+  // Turn the gradient of row i's output into that of its sum over the lags in `reads`.
+  const auto to_sum = [&](A(&grad)[V], uint32_t reads, int i) {
+    if (!conv.silu) return;
+    A sum[V];
+    ring.template convolve<W>(weights, reads, i, sum);
+#pragma unroll
+    for (int v = 0; v < V; ++v) grad[v] *= silu_slope(sum[v], conv_sigmoid<T>(sum[v]));
+  };
   // The gradient of a row is whole once its last reader, kConvHalo rows later, has been added.
   for (int64_t base = walk.begin; walk.has_channels && own > -kConvHalo;
        base += kGroup, own -= kGroup, left -= kGroup) {
@@ -107,12 +115,7 @@ __global__ void __launch_bounds__(kBackward<T>.warps* kWarpSize, kBackward<T>.bl
         A grad[V];
         of_grad.rows[i].get(grad);
         if (needs_x) of_x.rows[i].get(ring.at(i));
-        if (conv.silu) {
-          A sum[V];
-          ring.template convolve<W>(weights, kAllLags, i, sum);
-#pragma unroll
-          for (int v = 0; v < V; ++v) grad[v] *= silu_slope(sum[v], conv_sigmoid<T>(sum[v]));
-        }
+        to_sum(grad, kAllLags, i);
         gradients.add(weights, ring, grad, kAllLags, kAllLags, true, i);
         if (i == kConvHalo || !begins) {
           grad_x.store(base + i - kConvHalo, gradients.at(i - kConvHalo));
@@ -141,12 +144,7 @@ __global__ void __launch_bounds__(kBackward<T>.warps* kWarpSize, kBackward<T>.bl
             reads = all_lags;
           }
         }
-        if (conv.silu) {
-          A sum[V];
-          ring.template convolve<W>(weights, reads, i, sum);
-#pragma unroll
-          for (int v = 0; v < V; ++v) grad[v] *= silu_slope(sum[v], conv_sigmoid<T>(sum[v]));
-        }
+        to_sum(grad, reads, i);
         gradients.add(weights, ring, grad, known, reads, i < own, i);
       }
       if ((i == kConvHalo || !begins) && i - kConvHalo < own) {

@@ -155,7 +155,8 @@ struct LaneLags {
   }
 };
 
-// What a tile's tokens read: each lag of each token is there, or must be asked for.
+// Reads the inputs of a lane's tokens. If the tile is whole, each token has all W lags, and none is
+// tested.
 template <typename T, int V, int W, bool kWhole>
 struct ConvInputs {
   using A = Arithmetic<T>;

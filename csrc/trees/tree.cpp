@@ -51,6 +51,11 @@ class Pairs {
   std::vector<int32_t> keys_;
 };
 
+// Return the average of a token, rounded up; 0 without tokens.
+int64_t per_token(int64_t sum, int64_t tokens) {
+  return tokens == 0 ? 0 : (sum + tokens - 1) / tokens;
+}
+
 }  // namespace
 
 int64_t Tree::longest_path() const {
@@ -67,13 +72,13 @@ int64_t Tree::mean_keys() const {
     const int64_t tokens = length(node);
     pairs += tokens * positions[node] + tokens * (tokens + 1) / 2;
   }
-  return tokens() == 0 ? 0 : (pairs + tokens() - 1) / tokens();
+  return per_token(pairs, tokens());
 }
 
 int64_t Tree::mean_depth() const {
   int64_t sum = 0;
   for (int32_t node = 0; node < size(); ++node) sum += int64_t{length(node)} * depths[node];
-  return tokens() == 0 ? 0 : (sum + tokens() - 1) / tokens();
+  return per_token(sum, tokens());
 }
 
 int32_t Tree::deepest() const {
