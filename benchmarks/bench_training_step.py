@@ -420,11 +420,15 @@ def compile_parts(model: torch.nn.Module, what: str, tokens: int) -> None:
         part.compile(fullgraph=True, dynamic=False)
 
 
-def packed_batch(variant: Variant, docs: list[list[int]], tokens: int) -> list[MicroBatch]:
-    """Return one row of all documents, which fill it exactly."""
+def packed_batch(
+    variant: Variant, docs: list[list[int]], tokens: int, max_seqs: int | None = None
+) -> list[MicroBatch]:
+    """Return one row of all documents, which fill it exactly; `max_seqs` is its layout's room."""
     import cuseq
 
-    row = cuseq.PackingCollator(total_tokens=tokens)([{"input_ids": doc} for doc in docs])
+    row = cuseq.PackingCollator(total_tokens=tokens, max_seqs=max_seqs)(
+        [{"input_ids": doc} for doc in docs]
+    )
     if variant.lengths != "host":
         del row["packed"]
     if variant.lengths == "device":

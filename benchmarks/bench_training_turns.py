@@ -49,6 +49,7 @@ from bench_training_step import (
     compile_parts,
     loss_of,
     packed_batch,
+    to_device,
     train_step,
 )
 from report import Report, Table, arguments, environment
@@ -104,11 +105,9 @@ class Runner:
         self.graph(batch.inputs)
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """Return the loss of a row, for a graph."""
-        if self.variant.block_mask:
-            inputs = dict(inputs)
-            inputs["attention_mask"] = inputs.pop("packed").block_mask()
-        return loss_of(self.model, inputs)
+        """Return the loss of a row on the device, for a graph."""
+        batch = MicroBatch(inputs, 1.0, self.variant.block_mask)
+        return loss_of(self.model, to_device(batch, inputs["input_ids"].device))
 
 
 def copied_modeling() -> ModuleType:
@@ -160,14 +159,10 @@ def prepared(
     variant: Variant, docs: list[list[int]], tokens: int, max_seqs: int
 ) -> list[MicroBatch]:
     """Return what a data loader would pass to the step, in pinned memory."""
-    if variant.name in GRAPHED:
-        collate = cuseq.PackingCollator(total_tokens=tokens, max_seqs=max_seqs)
-        batches = [MicroBatch(collate([{"input_ids": doc} for doc in docs]), 1.0)]
-    else:
-        batches = packed_batch(variant, docs, tokens)
+    room = max_seqs if variant.name in GRAPHED else None
     return [
         replace(batch, inputs={name: x.pin_memory() for name, x in batch.inputs.items()})
-        for batch in batches
+        for batch in packed_batch(variant, docs, tokens, room)
     ]
 
 

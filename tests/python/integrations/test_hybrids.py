@@ -530,15 +530,17 @@ WIDE = {
 }
 
 
-GATED = ("qwen3_5", "granite_nope")
+def needs_fla(name: str) -> None:
+    """Skip the test if fla is missing or does not train this family on the GPU."""
+    pytest.importorskip("fla")
+    if name in ("qwen3_5", "granite_nope") and kernels._gated_backward_raises(0):
+        pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
 
 
 @pytest.mark.parametrize("name", WIDE)
 def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda):
     """In bf16, against fp32 through the kernels that transformers takes for a document."""
-    pytest.importorskip("fla")
-    if name in GATED and kernels._gated_backward_raises(0):
-        pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
+    needs_fla(name)
     lengths = [*LENGTHS, 65, 130]
     model = make_model(name, cuda, **WIDE[name])
     logits = one_by_one(model, lengths, cuda)
@@ -566,9 +568,7 @@ def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda):
 def test_a_step_waits_for_nothing(name, cuda):
     """Once its kernels are compiled, with lengths that the host knows; every step has new ones."""
     if name != "lfm2":
-        pytest.importorskip("fla")
-    if name in GATED and kernels._gated_backward_raises(0):
-        pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
+        needs_fla(name)
     model = make_model(name, cuda, **WIDE.get(name, {})).bfloat16()
     cuseq.enable(model)
 
