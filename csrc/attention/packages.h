@@ -14,4 +14,8 @@ CUSEQ_API std::string why_missing(const std::string& name);
 // Say how the kernels of a package failed: "auto" passes it by from then on. Empty if they did not.
 CUSEQ_API void set_failed(const std::string& name, const std::string& how);
 
+// Say whether a package computes calls whose keys lie in another row, some of them for no query and
+// some queries without keys.
+CUSEQ_API void set_takes_two_rows(const std::string& name, bool takes);
+
 }  // namespace cuseq::attention

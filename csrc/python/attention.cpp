@@ -61,6 +61,7 @@ void bind_attention(py::module_& m) {
   m.def("set_missing_attention", &attention::set_missing);
   m.def("missing_attention", &attention::why_missing);
   m.def("set_failed_attention", &attention::set_failed);
+  m.def("set_attention_takes_two_rows", &attention::set_takes_two_rows);
   m.def("attention_choice", &attention_choice, Released());
 }
 

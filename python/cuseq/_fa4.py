@@ -49,8 +49,10 @@ def register(capability: tuple[int, int]) -> str:
             f"flash-attn-4 {version} cannot be imported ({type(error).__name__}: {error}): "
             "pip install 'cuseq[fa4]' installs versions that fit each other"
         )
-    _launches_directly = version == _KNOWN_VERSION and capability[0] == 9
-    _library = register_kernels("fa4", f"flash-attn-4 {version}", forward, backward)
+    _launches_directly = known = version == _KNOWN_VERSION and capability[0] == 9
+    _library = register_kernels(
+        "fa4", f"flash-attn-4 {version}", forward, backward, takes_two_rows=known
+    )
     return ""
 
 

@@ -26,6 +26,7 @@ def register_kernels(
     forward: Callable[..., None],
     backward: Callable[..., None],
     device: str = "CUDA",
+    takes_two_rows: bool = False,
 ) -> torch.library.Library:
     """Register the kernels of a backend, which has not failed then.
 
@@ -35,12 +36,15 @@ def register_kernels(
         forward: kernel of the op `cuseq::<backend>_forward`.
         backward: kernel of the op `cuseq::<backend>_backward`.
         device: dispatch key; tests register stand-ins for "CPU".
+        takes_two_rows: whether the queries and the keys of a call may lie in two rows, with
+            sequences that lack either.
 
     Returns:
         The library; the kernels are registered while it lives.
     """
     failed.discard(backend)
     _C.set_failed_attention(backend, "")
+    _C.set_attention_takes_two_rows(backend, takes_two_rows)
     library = torch.library.Library("cuseq", "IMPL")
     for name, kernel in (("forward", forward), ("backward", backward)):
         library.impl(f"{backend}_{name}", _reporting(backend, package, kernel), device)

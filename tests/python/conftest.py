@@ -28,6 +28,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import cuseq
+from cuseq import _backends
 
 # Inductor's keys leave out the schemas of custom ops: code of an older build would be run again.
 _SCHEMAS = sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("cuseq::"))
@@ -99,6 +100,14 @@ def device(request) -> torch.device:
 def cuda() -> torch.device:
     """Return the CUDA device, for tests that need a GPU."""
     return _cuda()
+
+
+@pytest.fixture
+def fa4(cuda) -> None:
+    """Skip where FlashAttention 4 is not installed."""
+    _backends.load_backends()
+    if "fa4" not in _backends.registered:
+        pytest.skip("FlashAttention 4 is not installed")
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ struct Ops {
 struct Reports {
   std::atomic<const std::string*> missing{nullptr};
   std::atomic<const std::string*> failed{nullptr};
+  std::atomic<bool> takes_two_rows{false};
 
   static void set(std::atomic<const std::string*>& report, const std::string& text) {
     report.store(text.empty() ? nullptr : new std::string(text), std::memory_order_release);
@@ -121,10 +122,10 @@ bool takes(const Call& call, std::string* why) {
                   "its backward is not deterministic, which torch.use_deterministic_algorithms "
                   "asks for");
   }
-  if (!call.is_of_one_row()) {
+  if (!call.is_of_one_row() && !Package::reports.takes_two_rows.load(std::memory_order_acquire)) {
     return refuse(why,
-                  "it is not given keys of another row, because some of its releases crash on "
-                  "sequences without tokens");
+                  "this release of its package was not tried on keys of another row, where some "
+                  "crash on sequences without keys");
   }
   return flash_takes(call, why);
 }
@@ -196,6 +197,10 @@ std::string why_missing(const std::string& name) {
 
 void set_failed(const std::string& name, const std::string& how) {
   Reports::set(reports_of(name).failed, how);
+}
+
+void set_takes_two_rows(const std::string& name, bool takes) {
+  reports_of(name).takes_two_rows.store(takes, std::memory_order_release);
 }
 
 }  // namespace cuseq::attention

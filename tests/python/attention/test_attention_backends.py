@@ -19,6 +19,7 @@ from torch import Tensor
 from cuseq import (
     _C,
     PackedLayout,
+    PackedTree,
     _backends,
     _flex,
     _packages,
@@ -173,6 +174,34 @@ def test_a_package_gets_head_sizes_that_it_computes_right(dim, heads, padded):
         assert [grad.shape for grad in grads] == [tensor.shape for tensor in tensors]
     finally:
         kernels.remove()
+
+
+def test_a_package_gets_keys_of_another_row_where_its_release_is_known_to_take_them():
+    tree = PackedTree.from_groups([[1, 2, 3]], [[[4, 5], [6]]])
+    tensors = inputs(6, dim=64, dtype=torch.bfloat16)
+    pairs = []
+
+    def forward(q, k, v, out, logsumexp, offsets_q, offsets_k, *_):
+        pairs.append((offsets_q.diff().tolist(), offsets_k.diff().tolist()))
+        out.zero_()
+        logsumexp.fill_(-math.inf)
+
+    for takes_two_rows in (True, False):
+        library = _packages.register_kernels(
+            "fa4", "stand-in 1.0", forward, forward, device="CPU", takes_two_rows=takes_two_rows
+        )
+        try:
+            if takes_two_rows:
+                varlen_attention(*tensors, tree.layout, backend="fa4")
+                (nodes, same), (queries, keys) = pairs
+                assert nodes == same and sum(nodes) == 6
+                assert (sum(queries), sum(keys)) == (3, 3)
+            else:
+                with pytest.raises(ValueError, match="was not tried on keys of another row"):
+                    varlen_attention(*tensors, tree.layout, backend="fa4")
+        finally:
+            del library
+            _C.set_attention_takes_two_rows("fa4", "fa4" in _backends.registered)
 
 
 def test_a_package_refuses_larger_heads(package):

@@ -36,14 +36,6 @@ def name(request, cuda) -> str:
     return request.param
 
 
-@pytest.fixture
-def fa4(cuda) -> None:
-    """Skip where FlashAttention 4 is not installed."""
-    _backends.load_backends()
-    if "fa4" not in _backends.registered:
-        pytest.skip("FlashAttention 4 is not installed")
-
-
 def packed_inputs(lengths, tokens, *heads, dtype=torch.bfloat16, tail=0.0, **options):
     tensors = inputs(tokens, *heads, device="cuda", dtype=dtype, **options)
     with torch.no_grad():
@@ -262,6 +254,92 @@ def test_kernels_launched_directly_are_those_of_the_package(fa4, options, heads)
         expecteds = run()
     for found, expected in zip(direct, expecteds, strict=True):
         assert relative(found, expected, expected) < 1e-3  # sums in another order
+
+
+# Tokens of each pair's queries and keys, and of the rows in front of the first pair.
+PAIRS = {
+    "a tree's calls": ([200, 0, 300, 0, 1], [0, 140, 0, 200, 0], (0, 0)),
+    "queries with a prefix": ([100, 257, 1, 64], [300, 300, 1, 65], (0, 0)),
+    "fewer keys than queries": ([130, 64, 300], [5, 0, 129], (7, 130)),
+    "pairs without tokens": ([0, 90, 0, 0], [0, 150, 0, 40], (33, 0)),
+    "one long prompt": ([2000], [700], (300, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    "mask", [{"causal": False}, {"causal": True}, {"causal": True, "window": 70}], ids=str
+)
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_two_rows_over_flash_attention_4(fa4, name, dim, heads, mask):
+    """Both launches, with logsumexps of another call as merges have them."""
+    lengths_q, lengths_k, first = PAIRS[name]
+    ends = [start + sum(n) for start, n in zip(first, (lengths_q, lengths_k), strict=True)]
+    q, k, v = (torch.randn(ends[i > 0], heads[i > 0], dim, device="cuda") for i in range(3))
+    q, k, v = (t.bfloat16() for t in (q, k, v))
+    offsets = [
+        torch.tensor([start, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+        for start, n in zip(first, (lengths_q, lengths_k), strict=True)
+    ]
+    causal, window = mask["causal"], mask.get("window")
+    away = (torch.arange(offsets[0][-1]), torch.arange(offsets[1][-1]))
+    seen = torch.zeros(ends[0], ends[1], dtype=torch.bool)
+    for (a, b), (c, d) in zip(
+        *(list(zip(o[:-1].tolist(), o[1:].tolist(), strict=True)) for o in offsets), strict=True
+    ):
+        behind = (away[0][a:b] - b).unsqueeze(1) - (away[1][c:d] - d)
+        seen[a:b, c:d] = behind >= 0 if causal else True
+        if window is not None:
+            seen[a:b, c:d] &= behind < window
+    seen = seen.cuda()
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    groups = heads[0] // heads[1]
+    keys, values = (t.repeat_interleave(groups, 1) for t in wide[1:])
+    scores = torch.einsum("qhd,khd->hqk", wide[0], keys) * dim**-0.5
+    scores = scores.masked_fill(~seen, -math.inf)
+    # Each query sees a weight of e^0 elsewhere besides.
+    elsewhere = torch.zeros(heads[0], ends[0], 1, device="cuda", dtype=torch.float64)
+    merged = torch.cat([scores, elsewhere], 2).logsumexp(2)
+    weights = (scores - merged.unsqueeze(2)).exp()
+    expected = torch.einsum("hqk,khd->qhd", weights, values)
+    grad = torch.randn_like(expected).bfloat16()
+    wanted = torch.autograd.grad(expected, wide, grad.double())
+    alone = scores.logsumexp(2).detach()
+
+    rest = (
+        *offsets, max(lengths_q), max(lengths_k), dim**-0.5, causal,
+        None if window is None else window - 1, None if window is None else 0,
+    )  # fmt: skip
+    has_keys = seen.any(1)
+    own = torch.zeros(ends[0], dtype=torch.bool, device="cuda")
+    own[first[0] :] = True
+    own_keys = torch.zeros(ends[1], dtype=torch.bool, device="cuda")
+    own_keys[first[1] :] = True
+
+    def run():
+        out = torch.full_like(q, math.nan)
+        logsumexp = torch.full((heads[0], ends[0]), math.nan, device="cuda")
+        torch.ops.cuseq.fa4_forward(q, k, v, out, logsumexp, *rest)
+        assert torch.equal(logsumexp[:, own] == -math.inf, (~has_keys[own]).expand(heads[0], -1))
+        torch.testing.assert_close(
+            logsumexp[:, has_keys].double(), alone[:, has_keys], atol=2e-3, rtol=1e-3
+        )
+        own_out = torch.einsum("hqk,khd->qhd", scores.softmax(2).nan_to_num(), values).detach()
+        assert relative(out[has_keys], own_out[has_keys], own_out) < HALF
+        grads = [torch.full_like(t, math.nan) for t in (q, k, v)]
+        joined = expected.detach().bfloat16()
+        torch.ops.cuseq.fa4_backward(
+            grad, q, k, v, joined, merged.detach().float().contiguous(), *grads, *rest
+        )
+        for found, one, kept in zip(grads, wanted, (own, own_keys, own_keys), strict=True):
+            if kept.any():
+                assert relative(found[kept], one[kept], one) < 2 * HALF
+
+    run()
+    run()
+    with _fa4.through_the_package():
+        run()
 
 
 @pytest.mark.parametrize("options", [

@@ -319,6 +319,34 @@ def test_narrow_dtypes_are_as_exact_as_one_call(name, dtype, device):
         assert error < 4 * eps + 1e-6, float(error / eps)
 
 
+@pytest.mark.parametrize("value_dim", [64, 40])
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("name", HARD)
+def test_trees_over_flash_attention_4(fa4, name, long, value_dim):
+    """Its tiles are larger than most of these nodes; a tail of NaN reaches nobody."""
+    parents, lengths = HARD[name]
+    lengths = [67 * n for n in lengths] if long else lengths
+    real = sum(lengths)
+    tree = cuseq.PackedTree.from_parents(lengths, parents, total_tokens=real + 3, device="cuda")
+    exact = inputs(real + 3, dim=64, value_dim=value_dim, device="cuda")
+    with torch.no_grad():
+        for rows in exact:
+            rows[real:] = torch.nan
+    q, k, v = (rows.detach().bfloat16().requires_grad_() for rows in exact)
+    out = cuseq.varlen_attention(q, k, v, tree.layout, backend="fa4")
+    weights = torch.randn(real + 3, 4, value_dim, device="cuda", dtype=torch.float64)
+    weights[real:] = torch.nan
+    found = [out, *torch.autograd.grad(out, [q, k, v], weights.bfloat16())]
+    wide = [rows.detach()[:real].double().requires_grad_() for rows in (q, k, v)]
+    wanted = dense(*wide, ancestors(tree)[:real, :real])
+    wanted = [wanted, *torch.autograd.grad(wanted, wide, weights[:real])]
+    for rows, one in zip(found, wanted, strict=True):
+        assert not rows[real:].any()
+        if real > 0:
+            error = (rows[:real].double() - one).abs().max() / one.abs().max()
+            assert error < 0.02, float(error)
+
+
 def test_gradients_are_deterministic(device):
     tree = tree_of("64 completions").to(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
