@@ -9,14 +9,13 @@
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/dtype_name.h"
+#include "ops/logit_rows.h"
 #include "ops/types.h"
 
 // Log-probabilities of targets from hidden states and the weight of a language model's head, some
 // tokens at a time: logits of all tokens are never in memory together.
 namespace cuseq {
 namespace {
-
-constexpr int64_t kIgnored = -100;
 
 struct Head {
   const Tensor& hidden;   // [N, D]
@@ -25,7 +24,6 @@ struct Head {
   const OptionalTensor& bias;
   double temperature;
   int64_t chunk;
-  bool entropy;
 
   int64_t tokens() const { return hidden.size(0); }
   int64_t vocabulary() const { return weight.size(0); }
@@ -72,135 +70,135 @@ void check(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
   const Tensor host = targets.cpu();
   const auto* values = host.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < host.numel(); ++i) {
-    TORCH_CHECK_VALUE((0 <= values[i] && values[i] < weight.size(0)) || values[i] == kIgnored,
-                      "targets must lie in [0, ", weight.size(0), ") or be ", kIgnored,
+    TORCH_CHECK_VALUE((0 <= values[i] && values[i] < weight.size(0)) || values[i] == kIgnoredTarget,
+                      "targets must lie in [0, ", weight.size(0), ") or be ", kIgnoredTarget,
                       ", got targets[", i, "] = ", values[i]);
   }
 }
 
-// Return how many tokens have their logits in memory together: by default half a gigabyte in fp32.
+// Return how many tokens have their logits in memory together: by default half a gigabyte in 16
+// bits.
 int64_t chunk_of(OptionalInt chunk_size, const Tensor& weight) {
-  constexpr int64_t kLogits = int64_t{1} << 27;
+  constexpr int64_t kLogits = int64_t{1} << 28;
   return chunk_size.value_or(std::max<int64_t>(1, kLogits / weight.size(0)));
 }
 
-// The tokens [first, first + count) of a call.
-struct Chunk {
-  Tensor hidden;   // [count, D]
-  Tensor logits;   // [count, V], divided by the temperature
-  Tensor targets;  // [count, 1], inside the vocabulary
-  Tensor ignored;  // [count, 1]
-};
-
+// Call visit(first, hidden, logits, args) for the tokens of each chunk, with their logits in
+// `args`.
 template <typename F>
 void for_each_chunk(const Head& head, const F& visit) {
   for (int64_t first = 0; first < head.tokens(); first += head.chunk) {
     const int64_t count = std::min(head.chunk, head.tokens() - first);
-    Chunk chunk;
-    chunk.hidden = head.hidden.narrow(0, first, count);
-    chunk.logits = at::linear(chunk.hidden, head.weight, head.bias).to(head.wide());
-    if (head.temperature != 1.0) chunk.logits.div_(head.temperature);
-    const Tensor targets = head.targets.narrow(0, first, count).unsqueeze(1);
-    chunk.ignored = targets.eq(kIgnored);
-    chunk.targets = targets.clamp(0, head.vocabulary() - 1);  // those on a GPU are not checked
-    visit(first, count, chunk);
+    const Tensor hidden = head.hidden.narrow(0, first, count);
+    const Tensor logits = at::linear(hidden, head.weight, head.bias);
+    LogitRowsArgs args;
+    args.type = float_type(logits, "hidden");
+    args.logits = logits.mutable_data_ptr();
+    args.rows = count;
+    args.vocabulary = head.vocabulary();
+    args.temperature = head.temperature;
+    args.targets = head.targets.const_data_ptr<int64_t>() + first;
+    visit(first, hidden, logits, args);
   }
+}
+
+// Return the numbers of the tokens from `first` on, or null if there are none.
+void* numbers_from(const Tensor& numbers, int64_t first) {
+  if (numbers.numel() == 0) return nullptr;
+  return static_cast<char*>(numbers.data_ptr()) + first * numbers.element_size();
 }
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-Forward token_logprobs_kernel(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
+Forward token_logprobs_kernel(const Tensor& hidden, const Tensor& weight, const Tensor& any_targets,
                               const OptionalTensor& bias, double temperature,
                               OptionalInt chunk_size, bool entropy) {
-  check(hidden, weight, targets, bias, temperature, chunk_size);
-  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight),
-                  entropy};
+  check(hidden, weight, any_targets, bias, temperature, chunk_size);
+  const Tensor targets = any_targets.contiguous();
+  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight)};
   Tensor logprobs = at::empty({head.tokens()}, head.numbers());
   Tensor logsumexp = at::empty({head.tokens()}, head.numbers());
   Tensor entropies = at::empty({entropy ? head.tokens() : 0}, head.numbers());
   Tensor mean = at::empty({entropy ? head.tokens() : 0}, head.numbers());
-  for_each_chunk(head, [&](int64_t first, int64_t count, const Chunk& chunk) {
-    const Tensor total = chunk.logits.logsumexp(1, /*keepdim=*/true);
-    const Tensor own = chunk.logits.gather(1, chunk.targets).sub_(total);
-    logprobs.narrow(0, first, count).copy_(own.masked_fill_(chunk.ignored, 0).squeeze(1));
-    logsumexp.narrow(0, first, count).copy_(total.squeeze(1));
-    if (!entropy) return;
-    const Tensor weights = chunk.logits.sub(total).exp_();
-    // The product of a logit of -inf with its weight of zero counts as zero.
-    const Tensor average = weights.mul_(chunk.logits).nan_to_num_(0.0).sum(1, /*keepdim=*/true);
-    mean.narrow(0, first, count).copy_(average.squeeze(1));
-    const Tensor spread = total.sub(average).masked_fill_(chunk.ignored, 0);
-    entropies.narrow(0, first, count).copy_(spread.squeeze(1));
+  for_each_chunk(head, [&](int64_t first, const Tensor&, const Tensor&, LogitRowsArgs& args) {
+    args.logprobs = numbers_from(logprobs, first);
+    args.logsumexp = numbers_from(logsumexp, first);
+    args.entropies = numbers_from(entropies, first);
+    args.mean = numbers_from(mean, first);
+    CUSEQ_RUN(logit_rows, hidden, args);
   });
   return {logprobs, entropies, logsumexp, mean};
 }
 
-// The sum of products over chunks: in fp32 where the operands are narrower and there are several.
-class ProductSum {
+// The sum of the chunks' terms: in fp32 where they are narrower and there are several.
+class ChunkSum {
  public:
-  ProductSum(at::IntArrayRef sizes, const Head& head)
+  explicit ChunkSum(const Head& head)
       : dtype_(head.hidden.scalar_type()),
-        sum_(at::zeros(sizes,
-                       head.tokens() > head.chunk ? head.numbers() : head.hidden.options())) {}
+        wide_(head.tokens() > head.chunk ? head.wide() : dtype_) {}
 
-  void add(const Tensor& term) { sum_.add_(term); }
-  Tensor result() const { return sum_.to(dtype_); }
+  void add(const Tensor& term) {
+    if (sum_.defined()) {
+      sum_.add_(term);
+    } else {
+      sum_ = term.to(wide_);
+    }
+  }
+
+  // Return the sum, or zeros like `none` if there was no chunk.
+  Tensor result(const Tensor& none) const {
+    return sum_.defined() ? sum_.to(dtype_) : at::zeros(none.sizes(), none.options());
+  }
 
  private:
   at::ScalarType dtype_;
+  at::ScalarType wide_;
   Tensor sum_;
 };
 
 std::tuple<Tensor, Tensor, Tensor> token_logprobs_backward_kernel(
     const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropies,
     const Tensor& logsumexp, const Tensor& mean, const Tensor& hidden, const Tensor& weight,
-    const Tensor& targets, const OptionalTensor& bias, double temperature, OptionalInt chunk_size,
-    bool entropy) {
-  check(hidden, weight, targets, bias, temperature, chunk_size);
-  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight),
-                  entropy};
-  const auto check_numbers = [&](const Tensor& numbers, const char* name, int64_t size) {
+    const Tensor& any_targets, const OptionalTensor& bias, double temperature,
+    OptionalInt chunk_size, bool entropy) {
+  check(hidden, weight, any_targets, bias, temperature, chunk_size);
+  const Tensor targets = any_targets.contiguous();
+  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight)};
+  const auto checked = [&](const Tensor& numbers, const char* name, int64_t size) {
     TORCH_CHECK_VALUE(
         numbers.dim() == 1 && numbers.size(0) == size && numbers.scalar_type() == head.wide() &&
             numbers.device() == hidden.device(),
         name, " must be ", dtype_name(head.wide()), " [", size, "] on ", hidden.device(), ", got ",
         dtype_name(numbers.scalar_type()), " ", numbers.sizes());
+    return numbers.contiguous();
   };
-  check_numbers(logsumexp, "logsumexp", head.tokens());
-  check_numbers(mean, "mean", entropy ? head.tokens() : 0);
-  if (grad_logprobs.has_value()) check_numbers(*grad_logprobs, "grad_logprobs", head.tokens());
-  const bool through_entropy = entropy && grad_entropies.has_value();
-  if (through_entropy) check_numbers(*grad_entropies, "grad_entropies", head.tokens());
+  const Tensor of_tokens = checked(logsumexp, "logsumexp", head.tokens());
+  const Tensor means = checked(mean, "mean", entropy ? head.tokens() : 0);
+  Tensor of_logprobs, of_entropies;
+  if (grad_logprobs.has_value()) {
+    of_logprobs = checked(*grad_logprobs, "grad_logprobs", head.tokens());
+  }
+  if (entropy && grad_entropies.has_value()) {
+    of_entropies = checked(*grad_entropies, "grad_entropies", head.tokens());
+  }
   Tensor grad_hidden = at::empty(hidden.sizes(), hidden.options());
-  ProductSum grad_weight(weight.sizes(), head);
-  ProductSum grad_bias({bias.has_value() ? weight.size(0) : 0}, head);
-  for_each_chunk(head, [&](int64_t first, int64_t count, const Chunk& chunk) {
-    const auto part = [&](const Tensor& numbers) {
-      return numbers.narrow(0, first, count).unsqueeze(1);
-    };
-    const auto grad_of = [&](const OptionalTensor& grad) {
-      const Tensor own = grad.has_value() ? part(*grad) : at::zeros({count, 1}, head.numbers());
-      return own.masked_fill(chunk.ignored, 0);
-    };
-    const Tensor grad = grad_of(grad_logprobs);
-    const Tensor weights = chunk.logits.sub(part(logsumexp)).exp_();
-    // d logprob / d logit is (1 if it is the target's) - p, d entropy / d logit is p * (mean -
-    // logit).
-    Tensor grad_logits;
-    if (through_entropy) {
-      const Tensor away = chunk.logits.sub_(part(mean)).mul_(grad_of(grad_entropies)).add_(grad);
-      grad_logits = away.mul_(weights).nan_to_num_(0.0).neg_();
-    } else {
-      grad_logits = weights.mul_(grad).neg_();
-    }
-    grad_logits.scatter_add_(1, chunk.targets, grad);
-    if (temperature != 1.0) grad_logits.div_(temperature);
-    const Tensor narrow = grad_logits.to(hidden.scalar_type());
-    grad_hidden.narrow(0, first, count).copy_(at::mm(narrow, weight));
-    grad_weight.add(at::mm(narrow.t(), chunk.hidden));
-    if (bias.has_value()) grad_bias.add(grad_logits.sum(0));
-  });
-  return {grad_hidden, grad_weight.result(), grad_bias.result()};
+  ChunkSum grad_weight(head);
+  ChunkSum grad_bias(head);
+  for_each_chunk(head,
+                 [&](int64_t first, const Tensor& rows, const Tensor& logits, LogitRowsArgs& args) {
+                   args.logsumexp = numbers_from(of_tokens, first);
+                   args.mean = numbers_from(means, first);
+                   if (of_logprobs.defined()) args.grad_logprobs = numbers_from(of_logprobs, first);
+                   if (of_entropies.defined())
+                     args.grad_entropies = numbers_from(of_entropies, first);
+                   CUSEQ_RUN(logit_rows_backward, hidden, args);
+                   grad_hidden.narrow(0, first, rows.size(0)).copy_(at::mm(logits, weight));
+                   grad_weight.add(at::mm(logits.t(), rows));
+                   if (bias.has_value())
+                     grad_bias.add(logits.sum(0, /*keepdim=*/false, head.wide()));
+                 });
+  const Tensor no_bias = at::empty({0}, hidden.options());
+  return {grad_hidden, grad_weight.result(weight), grad_bias.result(bias.value_or(no_bias))};
 }
 
 }  // namespace

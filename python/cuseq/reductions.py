@@ -140,11 +140,12 @@ def token_logprobs(
     Args:
         hidden: `[N, features]`, floating point; of a tree the rows of `PackedTree.targets`.
         weight: `[vocabulary, features]` of the dtype of `hidden`.
-        targets: int64 `[N]`; -100 gives 0 and no gradient.
+        targets: int64 `[N]`; -100 gives 0 and no gradient. On a GPU they are not read by the host:
+            one outside the vocabulary gives NaN there.
         bias: `[vocabulary]` of the dtype of `weight`.
         temperature: divides the logits; above 0.
         chunk_size: tokens whose logits are in memory together. Default: as many as make half a
-            gigabyte in fp32.
+            gigabyte in bf16.
         entropy: whether to return the entropy of each token's distribution too.
 
     Returns:

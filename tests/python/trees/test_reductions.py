@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -95,7 +97,10 @@ def test_wrong_values_are_named():
 
 
 def plain(hidden, weight, targets, bias=None, temperature=1.0):
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature
+    return of_logits_alone(torch.nn.functional.linear(hidden, weight, bias) / temperature, targets)
+
+
+def of_logits_alone(logits, targets):
     logprobs = logits.log_softmax(1)
     kept = targets != -100
     own = logprobs.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1) * kept
@@ -132,6 +137,61 @@ def test_logprobs_and_entropies(chunk_size, with_bias, device):
             torch.testing.assert_close(one, other)
         only = cuseq.token_logprobs(hidden, weight, targets, bias=bias, temperature=temperature)
         torch.testing.assert_close(only, expected[0])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [1, 2, 9, 1000, 4099, 33_001])
+def test_rows_of_logits_of_any_size(vocabulary, dtype, device):
+    """Rows of odd sizes begin between the vectors that the kernel loads."""
+    hidden = torch.randn(5, 16, device=device, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, 16, device=device, dtype=dtype).requires_grad_()
+    targets = torch.tensor([0, vocabulary - 1, vocabulary // 2, -100, vocabulary // 3])
+    targets = targets.to(device)
+    logits = torch.nn.functional.linear(hidden, weight).detach().double().requires_grad_()
+    expected = of_logits_alone(logits, targets)
+    found = cuseq.token_logprobs(hidden, weight, targets, entropy=True, chunk_size=3)
+    factors = [torch.randn(5, device=device, dtype=torch.float64) for _ in range(2)]
+    eps = torch.finfo(dtype).eps
+    narrow = torch.finfo(found[0].dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=300 * narrow, atol=300 * narrow)
+    loss = sum((f * one).sum() for f, one in zip(factors, found, strict=True))
+    grads = torch.autograd.grad(loss, [hidden, weight])
+    (of_logits,) = torch.autograd.grad(
+        sum((f * one).sum() for f, one in zip(factors, expected, strict=True)), logits
+    )
+    wanted = of_logits @ weight.double(), of_logits.T @ hidden.double()
+    for grad, one in zip(grads, wanted, strict=True):
+        scale = one.abs().max().item() + 1e-3
+        bound = (8 * eps + vocabulary * narrow) * scale
+        torch.testing.assert_close(grad.double(), one, rtol=0, atol=bound)
+
+
+def test_logits_that_are_hidden(device):
+    """A logit of -inf adds nothing to the entropy or to a gradient."""
+    hidden = torch.randn(4, 6, device=device, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(40, 6, device=device, dtype=torch.float64).requires_grad_()
+    targets = torch.tensor([3, 0, 29, 7], device=device)
+    bias = torch.zeros(40, device=device, dtype=torch.float64)
+    bias[30:] = -math.inf
+    found = cuseq.token_logprobs(hidden, weight, targets, bias=bias, entropy=True)
+    expected = cuseq.token_logprobs(hidden, weight[:30], targets, entropy=True)
+    torch.testing.assert_close(found, expected)
+    grads = torch.autograd.grad(sum(found).sum(), [hidden, weight])
+    wanted = torch.autograd.grad(sum(expected).sum(), [hidden, weight])
+    torch.testing.assert_close(grads, wanted)
+    nothing = torch.full_like(bias, -math.inf)
+    for own_bias in (nothing, torch.full_like(bias, math.nan)):
+        assert cuseq.token_logprobs(hidden, weight, targets, bias=own_bias).isnan().all()
+
+
+@pytest.mark.parametrize("target", [-1, -99, 9, 1 << 40])
+def test_targets_outside_the_vocabulary_give_nan_on_a_gpu(target, cuda):
+    hidden, weight = torch.randn(3, 4, device=cuda), torch.randn(9, 4, device=cuda)
+    targets = torch.tensor([1, target, -100], device=cuda)
+    found = cuseq.token_logprobs(hidden, weight, targets)
+    assert found.isnan().tolist() == [False, True, False]
 
 
 def test_sums_over_chunks_are_wide(device):

@@ -1,0 +1,94 @@
+#include "ops/logit_rows.h"
+
+#include <ATen/Parallel.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/float_types.h"
+
+namespace cuseq::cpu {
+namespace {
+
+template <typename A>
+constexpr A kInfinity = std::numeric_limits<A>::infinity();
+
+template <typename A>
+A& number(void* numbers, int64_t row) {
+  return static_cast<A*>(numbers)[row];
+}
+
+template <typename A>
+A number(const void* numbers, int64_t row) {
+  return numbers == nullptr ? A(0) : static_cast<const A*>(numbers)[row];
+}
+
+template <typename T>
+void forward(const LogitRowsArgs& args, int64_t row) {
+  using A = Arithmetic<T>;
+  const T* logits = static_cast<const T*>(args.logits) + row * args.vocabulary;
+  const A scale = A(1) / static_cast<A>(args.temperature);
+  const auto logit = [&](int64_t i) { return static_cast<A>(logits[i]) * scale; };
+  A most = -kInfinity<A>;
+  for (int64_t i = 0; i < args.vocabulary; ++i) most = logit(i) > most ? logit(i) : most;
+  const A shift = most == -kInfinity<A> ? A(0) : most;
+  double sum = 0, weighted = 0;  // one thread adds up tens of thousands of numbers
+  for (int64_t i = 0; i < args.vocabulary; ++i) {
+    const A x = logit(i);
+    const A weight = std::exp(x - shift);
+    sum += weight;
+    if (x != -kInfinity<A>) weighted += weight * x;
+  }
+  const A total = shift + static_cast<A>(std::log(sum));
+  number<A>(args.logsumexp, row) = total;
+  const int64_t target = args.targets[row];
+  const bool ignored = target == kIgnoredTarget;
+  const bool inside = target >= 0 && target < args.vocabulary;
+  const A own = inside ? logit(target) : std::numeric_limits<A>::quiet_NaN();
+  number<A>(args.logprobs, row) = ignored ? A(0) : own - total;
+  if (args.entropies == nullptr) return;
+  const A mean = static_cast<A>(weighted / sum);
+  number<A>(args.mean, row) = mean;
+  number<A>(args.entropies, row) = ignored ? A(0) : total - mean;
+}
+
+template <typename T>
+void backward(const LogitRowsArgs& args, int64_t row) {
+  using A = Arithmetic<T>;
+  T* logits = static_cast<T*>(args.logits) + row * args.vocabulary;
+  const A scale = A(1) / static_cast<A>(args.temperature);
+  const int64_t target = args.targets[row];
+  const bool ignored = target == kIgnoredTarget;
+  const A of_logprob = ignored ? A(0) : number<A>(args.grad_logprobs, row);
+  const A of_entropy = ignored ? A(0) : number<A>(args.grad_entropies, row);
+  const A total = number<A>(static_cast<const void*>(args.logsumexp), row);
+  const A mean = number<A>(static_cast<const void*>(args.mean), row);
+  for (int64_t i = 0; i < args.vocabulary; ++i) {
+    const A x = static_cast<A>(logits[i]) * scale;
+    A grad = i == target ? of_logprob : A(0);
+    if (x != -kInfinity<A>) {
+      grad -= std::exp(x - total) * (of_logprob + of_entropy * (x - mean));
+    }
+    logits[i] = static_cast<T>(grad * scale);
+  }
+}
+
+}  // namespace
+
+void logit_rows(const LogitRowsArgs& args) {
+  dispatch_float(args.type, [&]<typename T>() {
+    at::parallel_for(0, args.rows, 1, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) forward<T>(args, row);
+    });
+  });
+}
+
+void logit_rows_backward(const LogitRowsArgs& args) {
+  dispatch_float(args.type, [&]<typename T>() {
+    at::parallel_for(0, args.rows, 1, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) backward<T>(args, row);
+    });
+  });
+}
+
+}  // namespace cuseq::cpu
