@@ -9,9 +9,11 @@ namespace {
 template <typename T>
 inline constexpr ConvTuning kForward{.warps = 4,
                                      .channel_warps = 4,
-                                     .blocks_per_processor = sizeof(T) > 2 ? 4 : 5,
+                                     .blocks_per_processor = sizeof(T) > 2 ? 4 : 6,
                                      .least_chunk = 8,
                                      .most_chunk = 256};
+
+constexpr int kTokenBlocks = 5;  // of conv_tokens_kernel on a processor at a time
 
 template <typename T, int V, int W>
 __global__ void __launch_bounds__(kForward<T>.warps* kWarpSize, kForward<T>.blocks_per_processor)
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(kForward<T>.warps* kWarpSize, kForward<T>.bloc
 }
 
 template <typename T, int V, int W>
-__global__ void __launch_bounds__(kTokenWarps* kWarpSize)
+__global__ void __launch_bounds__(kTokenWarps* kWarpSize, kTokenBlocks)
     conv_tokens_kernel(const __grid_constant__ ConvArgs args,
                        const __grid_constant__ ConvGrid grid) {
   using A = Arithmetic<T>;

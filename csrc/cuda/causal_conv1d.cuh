@@ -110,35 +110,22 @@ struct BlockLags {
   int64_t high;
   const uint8_t* lags;  // in shared memory
 
-  // Find the lags of `count` tokens; after the row's end they are 0. All threads of the block must
-  // call it.
+  // Find the lags of `count` tokens, a multiple of four; after the row's end they are 0. `shared`
+  // has room for them and is aligned to four bytes. All threads of the block must call it.
   __device__ static BlockLags find(const ConvArgs& args, int64_t row, int64_t first, int count,
                                    uint8_t* shared) {
-    __shared__ int bounds[2];
     const ConvSequences& sequences = args.sequences;
-    const int thread = static_cast<int>(threadIdx.x);
     const int threads = static_cast<int>(blockDim.x);
-    const int warps = threads / kWarpSize;
-    const int64_t last = min(first + count, sequences.tokens) - 1;
-    if (sequences.are_segments()) {
-      for (int i = thread / kWarpSize; i < 2; i += warps) {
-        const auto token = static_cast<int>(i == 0 ? first : last);
-        const int lane = thread % kWarpSize;
-        const int segment = segment_of_warp(sequences.segments.seqlens, token, lane);
-        if (lane == 0) bounds[i] = segment;
-      }
-      __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += threads) {
+      shared[i] = first + i < sequences.tokens
+                      ? static_cast<uint8_t>(sequences.row_lags(row, first + i))
+                      : 0;
     }
     BlockLags found{args, row, first, 0, 0, shared};
     if (sequences.are_segments()) {
-      found.low = bounds[0];
-      found.high = max(bounds[0], bounds[1]);  // offsets that do not ascend could swap them
-    }
-    for (int i = thread; i < count; i += threads) {
-      const int64_t token = first + i;
-      shared[i] = token <= last
-                      ? static_cast<uint8_t>(sequences.lags(row, token, found.low, found.high))
-                      : 0;
+      found.narrow_segments(count);
+      __syncthreads();
+      found.cut_at_segments(reinterpret_cast<uint32_t*>(shared), count);
     }
     __syncthreads();
     return found;
@@ -166,6 +153,56 @@ struct BlockLags {
     const int entry = args.sequences.width - 2 + __popc(known) - lag;
     return ConvMemory::load<A>(args.initial.data, args.initial.dtype,
                                args.initial.at(sequence, channel, entry));
+  }
+
+ private:
+  // Find the segments that hold the tokens, where there are too many for a look at all of them, or
+  // where states are looked up by segment.
+  __device__ void narrow_segments(int count) {
+    constexpr int kFew = 8;  // segments for each thread
+    __shared__ int bounds[2];
+    const SeqLens& seqlens = args.sequences.segments.seqlens;
+    const int threads = static_cast<int>(blockDim.x);
+    high = seqlens.n_seqs;
+    if (high <= kFew * threads && args.initial.data == nullptr) return;
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const int64_t last = min(first + count, args.sequences.tokens) - 1;
+    for (int i = warp; i < 2; i += threads / kWarpSize) {
+      const auto token = static_cast<int>(i == 0 ? first : last);
+      const int segment = segment_of_warp(seqlens, token, lane);
+      if (lane == 0) bounds[i] = segment;
+    }
+    __syncthreads();
+    low = bounds[0];
+    high = max(bounds[0], bounds[1]);  // offsets that do not ascend could swap them
+  }
+
+  // Take away the lags that leave a segment, and all of padding and tail. Offsets are read once,
+  // side by side: a search for each token would read them one after the other.
+  __device__ void cut_at_segments(uint32_t* words, int count) const {
+    const Segments& segments = args.sequences.segments;
+    const auto keep = [&](int64_t token, uint32_t kept) {
+      const int64_t i = token - first;
+      if (i < 0 || i >= count) return;
+      const int shift = static_cast<int>(i % 4) * 8;
+      atomicAnd(words + i / 4, ~(0xffu << shift) | kept << shift);
+    };
+    const auto clear = [&](int64_t from, int64_t to) {
+      to = min(to, first + count);
+      for (int64_t token = max(from, first); token < to; ++token) keep(token, 0);
+    };
+#pragma unroll 1
+    for (int64_t segment = low + threadIdx.x; segment <= high; segment += blockDim.x) {
+      const int64_t begin = segments.seqlens.begin(segment);
+      if (segment == 0) clear(first, begin);
+      if (segment == segments.seqlens.n_seqs) {
+        clear(begin, first + count);
+        continue;
+      }
+      for (int i = 0; i < kConvHalo; ++i) keep(begin + i, (2u << i) - 1);
+      clear(segments.real_end(segment), segments.seqlens.begin(segment + 1));
+    }
   }
 };
 

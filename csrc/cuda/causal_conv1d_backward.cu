@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kBackward<T>.warps* kWarpSize, kBackward<T>.bl
         to_sum(grad, kAllLags, i);
         gradients.add(weights, ring, grad, kAllLags, kAllLags, true, i);
         if (i == kConvHalo || !begins) {
-          grad_x.store(base + i - kConvHalo, gradients.at(i - kConvHalo));
+          grad_x.stream(base + i - kConvHalo, gradients.at(i - kConvHalo));
         }
       }
       continue;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kBackward<T>.warps* kWarpSize, kBackward<T>.bl
         gradients.add(weights, ring, grad, known, reads, i < own, i);
       }
       if ((i == kConvHalo || !begins) && i - kConvHalo < own) {
-        grad_x.store(token - kConvHalo, gradients.at(i - kConvHalo));
+        grad_x.stream(token - kConvHalo, gradients.at(i - kConvHalo));
       }
     }
   }

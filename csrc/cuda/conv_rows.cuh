@@ -59,6 +59,14 @@ struct ConvColumn {
     packed.set(values);
     *reinterpret_cast<Packed<T, V>*>(data + token * stride) = packed;
   }
+
+  // Store a row that must not push rows out of the L2 cache which neighbouring chunks read again.
+  template <typename A>
+  __device__ __forceinline__ void stream(int64_t token, const A (&values)[V]) const {
+    Packed<T, V> packed;
+    packed.set(values);
+    store_streaming(reinterpret_cast<Packed<T, V>*>(data + token * stride), packed);
+  }
 };
 
 // The rows of a group as they are in memory, loaded ahead of their use.

@@ -113,6 +113,19 @@ struct Packed {
   }
 };
 
+// Store a vector that no kernel reads soon, so that it leaves the L2 cache before other data.
+template <typename T, int V>
+__device__ __forceinline__ void store_streaming(Packed<T, V>* to, const Packed<T, V>& packed) {
+  constexpr size_t kBytes = sizeof(packed);
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  using Small = std::conditional_t<kBytes == 2, unsigned short, unsigned int>;
+  using Large = std::conditional_t<kBytes == 8, uint2, uint4>;
+  using Raw = std::conditional_t<(kBytes <= 4), Small, Large>;
+  Raw raw;
+  memcpy(&raw, &packed, kBytes);
+  __stcs(reinterpret_cast<Raw*>(to), raw);
+}
+
 // Load N consecutive elements, aligned to their total size or to 16 bytes if that is less.
 template <int N, typename Source, typename A>
 __device__ __forceinline__ void load_vector(const Source* source, A* out) {

@@ -55,24 +55,29 @@ struct ConvSequences {
     return seq_idx[row * seq_idx_strides[0] + token * seq_idx_strides[1]];
   }
 
+  // Return a bit for each lag that stays in the token's row, and in its run of equal seq_idx.
+  CUSEQ_HOST_DEVICE uint32_t row_lags(int64_t row, int64_t token) const {
+    if (seq_idx == nullptr) return lags_from(token);
+    const int32_t own = idx(row, token);
+    if (own < 0) return 0;
+    uint32_t bits = 1;
+    for (int lag = 1; lag < width && lag <= token; ++lag) {
+      bits |= idx(row, token - lag) == own ? 1u << lag : 0u;
+    }
+    return bits;
+  }
+
   // Return a bit for each lag that stays in the token's sequence; 0 for padding and tail. Whatever
   // the offsets hold, no bit leads in front of token 0.
   CUSEQ_HOST_DEVICE uint32_t lags(int64_t row, int64_t token, int64_t low, int64_t high) const {
-    int64_t position = token;
-    if (seq_idx != nullptr) {
-      const int32_t own = idx(row, token);
-      if (own < 0) return 0;
-      uint32_t bits = 1;
-      for (int lag = 1; lag < width && lag <= position; ++lag) {
-        bits |= idx(row, token - lag) == own ? 1u << lag : 0u;
-      }
-      return bits;
-    }
-    if (are_segments()) {
-      const int64_t segment = segments.seqlens.segment_of(token, low, high);
-      if (!segments.is_real(token, segment)) return 0;
-      position = token - begin(segment);
-    }
+    if (!are_segments()) return row_lags(row, token);
+    const int64_t segment = segments.seqlens.segment_of(token, low, high);
+    return segments.is_real(token, segment) ? lags_from(token - begin(segment)) : 0;
+  }
+
+ private:
+  // Return the lags of the token at a position of its sequence.
+  CUSEQ_HOST_DEVICE uint32_t lags_from(int64_t position) const {
     return (1u << (position + 1 < width ? position + 1 : width)) - 1;
   }
 };
