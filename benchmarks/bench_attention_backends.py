@@ -1,6 +1,6 @@
 """Measure every backend of attention and write the table that `backend="auto"` follows.
 
-    python -m benchmarks attention_backends [--table FILE] [--quick]
+    python -m benchmarks attention_backends [--table FILE] [--quick] [--resume]
 
 Rows of 16 query and 8 key-value heads, lognormal lengths. Times are microseconds of one forward and
 backward:
@@ -14,8 +14,9 @@ The host columns are the time that a call occupies the host; "of the package" is
 FlashAttention 4's own Python functions take for the same call, which cuseq passes by. Memory is the
 peak above the inputs.
 
-The table keeps the rows of other GPUs. A backend that fails is left out of its row, and the report
-says why.
+The table keeps the rows of other GPUs, and with --resume those of this one too, which are not
+measured again: all of them take longer than some machines are lent for. A backend that fails is
+left out of its row, and the report says why.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def rows(quick: bool) -> list[Row]:
     if quick:
         sizes = [(2048, 350), (8192, 350), (16384, 2048)]
     found = [Row(*size) for size in sizes]
+    full = [(2048, 350), (8192, 1024), (512, 256), (16384, 2048)]
+    found += [Row(*size, mask="full", modes=("eager",)) for size in full]
     special = {"backends": ONE_BY_ONE, "modes": ("eager",)}
     for tokens, mean in ((8192, 1024), (1024, 350), (32768, 2048)):
         found.append(Row(tokens, mean, mask="spans", **special))
@@ -105,7 +108,6 @@ def rows(quick: bool) -> list[Row]:
     found += [
         Row(tokens, 4096, mask="window", window=1024, modes=eager) for tokens in (8192, 32768)
     ]
-    found += [Row(8192, 1024, mask="full", modes=eager)]
     found += [Row(*size, dim, modes=eager) for dim in (64, 256) for size in sizes[:3]]
     wide = {"dtype": torch.float32, "backends": WIDE, "modes": ("eager",)}
     found += [Row(tokens, 350, **wide) for tokens in (2048, 8192)]
@@ -222,22 +224,25 @@ def package_host(case: Case) -> dict[str, float]:
     return found
 
 
-def line_of(row: Row, mode: str, times: dict[str, float], sm: int) -> dict[str, Any]:
-    """Return a line of the table."""
+def facts_of(row: Row, mode: str, sm: int) -> dict[str, str]:
+    """Return the columns of the table that say what was measured."""
     values = (
         sm, HALF[row.dtype], row.head_dim, row.mask, row.window, mode, row.tokens,
         row.capacity if mode == "captured" else len(row.lengths),
     )  # fmt: skip
-    named = dict(zip(_backends.FACTS, values, strict=True))
-    return named | {name: f"{us:.1f}" for name, us in times.items()}
+    return dict(zip(_backends.FACTS, map(str, values), strict=True))
 
 
-def write_table(path: Path, lines: list[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Write the lines; keep those of other GPUs that the file has."""
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a table, none where there is no file."""
     text = path.read_text() if path.exists() else ""
-    old = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    ours = {str(line["sm"]) for line in lines}
-    kept = [line for line in old if line["sm"] not in ours]
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
+
+
+def write_table(
+    path: Path, kept: list[dict[str, str]], lines: list[dict[str, str]], found: dict[str, Any]
+) -> None:
+    """Write the lines that are kept and the new ones."""
     names = [*_backends.FACTS, *(name for name in _backends.BACKENDS if name != "auto")]
     body = io.StringIO()
     body.write(
@@ -256,16 +261,23 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--table", type=Path, default=TABLE, help=f"default {TABLE}")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--resume", action="store_true", help="measure what the table lacks")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type != "cuda":
         parser.error("backends are chosen on a GPU: there is nothing to measure on a CPU")
     _backends.load_backends()
     major, minor = torch.cuda.get_device_capability()
+    sm = 10 * major + minor
+    kept = [line for line in read_table(args.table) if args.resume or line["sm"] != str(sm)]
+    measured = [{name: line[name] for name in _backends.FACTS} for line in kept]
     lines, shown, hosts = [], [], []
     for row in rows(args.quick):
+        modes = [mode for mode in row.modes if facts_of(row, mode, sm) not in measured]
+        if not modes:
+            continue
         case = Case(row, device)
-        for mode in row.modes:
+        for mode in modes:
             facts = {"mask": row.mask, "mode": mode, "head_dim": row.head_dim,
                      "dtype": str(row.dtype).removeprefix("torch."), "window": row.window,
                      "tokens": row.tokens, "sequences": len(row.lengths)}  # fmt: skip
@@ -279,8 +291,9 @@ def main() -> None:
                              type(failure).__name__}  # fmt: skip
                 shown.append(facts | {"backend": backend} | found)
             if times:
-                lines.append(line_of(row, mode, times, 10 * major + minor))
-                write_table(args.table, lines, environment(args.device))
+                found = {name: f"{us:.1f}" for name, us in times.items()}
+                lines.append(facts_of(row, mode, sm) | found)
+                write_table(args.table, kept, lines, environment(args.device))
             best = ", ".join(
                 f"{name} {us:,.0f}" for name, us in sorted(times.items(), key=lambda x: x[1])
             )
