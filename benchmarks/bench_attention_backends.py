@@ -26,7 +26,8 @@ import io
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,10 @@ def rows(quick: bool) -> list[Row]:
     sizes = [(8192, 350), (2048, 350), (16384, 2048), (4096, 350), (512, 256), (1024, 350),
              (32768, 350), (32768, 8192), (8192, 4096)]  # fmt: skip
     if quick:
-        sizes = [(2048, 350), (8192, 350), (16384, 2048)]
+        sizes = [(2048, 350), (8192, 350), (16384, 2048), (8192, 4096)]
     found = [Row(*size) for size in sizes]
+    # A capture knows the capacity alone, which is that of 8,192 tokens in shorter documents.
+    found[-1] = replace(found[-1], modes=("eager", "compiled"))
     full = [(2048, 350), (8192, 1024), (512, 256), (16384, 2048)]
     found += [Row(*size, mask="full", modes=("eager",)) for size in full]
     special = {"backends": ONE_BY_ONE, "modes": ("eager",)}
@@ -233,6 +236,13 @@ def facts_of(row: Row, mode: str, sm: int) -> dict[str, str]:
     return dict(zip(_backends.FACTS, map(str, values), strict=True))
 
 
+def packages() -> str:
+    """Return the packages of attention that are installed, with their versions."""
+    if "fa4" not in _backends.registered:
+        return "no package of attention"
+    return f"flash-attn-4 {metadata.version('flash-attn-4')}"
+
+
 def read_table(path: Path) -> list[dict[str, str]]:
     """Return the lines of a table, none where there is no file."""
     text = path.read_text() if path.exists() else ""
@@ -248,7 +258,8 @@ def write_table(
     body.write(
         "# Microseconds of one forward and backward of attention by backend; the choice of\n"
         '# "auto" follows the closest row. Written by: python -m benchmarks attention_backends\n'
-        f"# {found['gpu']}, torch {found['torch']}, commit {found['commit']}, {found['time']}\n"
+        f"# {found['gpu']}, torch {found['torch']}, {packages()}, commit {found['commit']}, "
+        f"{found['time']}\n"
     )
     table = csv.DictWriter(body, names, restval="", lineterminator="\n")
     table.writeheader()

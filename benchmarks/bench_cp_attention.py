@@ -252,23 +252,32 @@ def work(rank: int, ranks: int, port: int, args: Any) -> None:
     headings = {"row": "row", "variant": "variant", "forward": "us, forward",
                 "both": "forward + backward", "exposed": "exposed", "host": "host us",
                 "moved": "moved, of an all-gather", "differs": "largest difference"}  # fmt: skip
+    rows = list(workloads(ranks, device).items())[: args.rows]
+
+    def keep(table: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+        """Add rows to a table and write the report, which stays if a later row fails."""
+        table += more
+        if rank == 0:
+            for row in more:
+                print(row, flush=True)
+            report.write(args.out)
+
     for shape in args.shapes:
-        table = []
-        for name, lengths in workloads(ranks, device).items():
-            table += [{"row": name} | row for row in bench.layer(lengths, SHAPES[shape][3:])]
+        table: list[dict[str, Any]] = []
         title = f"Attention of a {shape} layer over {ranks} ranks"
         report.tables.append(Table(title, headings, table))
+        for name, lengths in rows:
+            found = bench.layer(lengths, SHAPES[shape][3:])
+            keep(table, [{"row": name} | row for row in found])
     headings = {"row": "row", "code": "code", "variant": "variant", "ms": "ms a step",
                 "peak": "peak GiB"}  # fmt: skip
     for shape in args.steps_of:
         table = []
-        for name, lengths in workloads(ranks, device).items():
+        report.tables.append(Table(f"Steps of {shape} over {ranks} ranks", headings, table))
+        for name, lengths in rows:
             for compiled in (False, True) if device.type == "cuda" else (False,):
                 code = {"row": name, "code": "compiled" if compiled else "eager"}
-                table += [code | row for row in bench.steps(shape, lengths, compiled)]
-        report.tables.append(Table(f"Steps of {shape} over {ranks} ranks", headings, table))
-    if rank == 0:
-        report.write(args.out)
+                keep(table, [code | row for row in bench.steps(shape, lengths, compiled)])
     dist.destroy_process_group()
 
 
@@ -277,6 +286,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="layers to measure")
     parser.add_argument("--steps-of", nargs="*", choices=SHAPES, help="models to train")
+    parser.add_argument("--rows", type=int, help="measure the first rows only")
     parser.add_argument("--repeats", type=int, default=None, help="repetitions of a measurement")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"

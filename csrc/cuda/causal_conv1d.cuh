@@ -178,31 +178,34 @@ struct BlockLags {
     high = max(bounds[0], bounds[1]);  // offsets that do not ascend could swap them
   }
 
-  // Take away the lags that leave a segment, and all of padding and tail. Offsets are read once,
-  // side by side: a search for each token would read them one after the other.
+  // Take away the lags that leave a segment, and all of padding and tail. Offsets are read side by
+  // side: a search for each token would read them one after the other. The loops stay short, since
+  // small rows spend their time on fetching instructions.
   __device__ void cut_at_segments(uint32_t* words, int count) const {
     const Segments& segments = args.sequences.segments;
+    const int64_t n_seqs = segments.seqlens.n_seqs;
+    const int64_t end = min(first + count, args.sequences.tokens);
     const auto keep = [&](int64_t token, uint32_t kept) {
-      const int64_t i = token - first;
-      if (i < 0 || i >= count) return;
-      const int shift = static_cast<int>(i % 4) * 8;
+      if (token < first || token >= end) return;
+      const auto i = static_cast<int>(token - first);
+      const int shift = i % 4 * 8;
       atomicAnd(words + i / 4, ~(0xffu << shift) | kept << shift);
     };
-    const auto clear = [&](int64_t from, int64_t to) {
-      to = min(to, first + count);
-      for (int64_t token = max(from, first); token < to; ++token) keep(token, 0);
-    };
+    const int thread = static_cast<int>(threadIdx.x);
+    const int threads = static_cast<int>(blockDim.x);
+    const int64_t tail = max(segments.seqlens.tail_begin(), first);
+    // A thread has the border between a segment and the next one.
 #pragma unroll 1
-    for (int64_t segment = low + threadIdx.x; segment <= high; segment += blockDim.x) {
-      const int64_t begin = segments.seqlens.begin(segment);
-      if (segment == 0) clear(first, begin);
-      if (segment == segments.seqlens.n_seqs) {
-        clear(begin, first + count);
-        continue;
-      }
-      for (int i = 0; i < kConvHalo; ++i) keep(begin + i, (2u << i) - 1);
-      clear(segments.real_end(segment), segments.seqlens.begin(segment + 1));
+    for (int64_t next = low + thread; next <= min(high + 1, n_seqs); next += threads) {
+      const int64_t begin = segments.seqlens.begin(next);
+      const int64_t real_end = next == 0 ? 0 : segments.real_end(next - 1);
+#pragma unroll 1
+      for (int64_t token = max(real_end, first); token < min(begin, end); ++token) keep(token, 0);
+#pragma unroll 1
+      for (int i = 0; next < n_seqs && i < kConvHalo; ++i) keep(begin + i, (2u << i) - 1);
     }
+#pragma unroll 1
+    for (int64_t token = tail + thread; token < end; token += threads) keep(token, 0);
   }
 };
 
