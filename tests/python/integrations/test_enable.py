@@ -556,6 +556,18 @@ def test_what_enable_returns():
     assert "Enabled" not in cuseq.__all__
 
 
+@pytest.mark.parametrize("default", ["meta", "cuda"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_a_default_device_changes_nothing(family, default, request):
+    """Models are often made, and enabled, in a block of a default device."""
+    if default == "cuda":
+        request.getfixturevalue("cuda")
+    expected = cuseq.enable(make_model(family))
+    model = make_model(family)
+    with torch.device(default):
+        assert cuseq.enable(model) == expected
+
+
 def test_the_same_call_twice_and_other_options():
     model = make_model("qwen3")
     enabled = cuseq.enable(model, rope=False)

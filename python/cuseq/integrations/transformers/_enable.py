@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -96,13 +97,14 @@ def enable_model(
             base.set_attn_implementation(dict.fromkeys(state.implementations, NAME))
         return state.enabled
     _refuse_parts_and_copies(base)
-    plan = plan_mixers(base)
-    layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
-    refuse_inexact_layers(layers)
-    tempered = find_tempered_layers(layers)
-    rotating = rotating_layers(base, layers)
-    rotations = find_rotations(base, rotating) if rope or qk_norm else {}
-    normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
+    with torch.device("cpu"):  # small layers are compared there, whatever the user's default is
+        plan = plan_mixers(base)
+        layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
+        refuse_inexact_layers(layers)
+        tempered = find_tempered_layers(layers)
+        rotating = rotating_layers(base, layers)
+        rotations = find_rotations(base, rotating) if rope or qk_norm else {}
+        normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
     configs = text_configs(base, layers)
     config = text_config(base)
     recurrent = recurrent_types(config)
