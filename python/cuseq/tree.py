@@ -288,7 +288,7 @@ class PackedTree:
             `[samples.total_tokens, ...]`.
 
         Raises:
-            ValueError: `values` has another number of rows.
+            ValueError: `values` has another number of rows, or lies on another device.
             TypeError: `values` is no dense tensor, or of an unsigned dtype wider than a byte.
 
         Examples:
@@ -303,6 +303,11 @@ class PackedTree:
             raise ValueError(
                 f"values must have the tree's total_tokens = {self._layout.total_tokens} rows, got "
                 f"shape {list(values.shape)}"
+            )
+        if values.device != self.device:
+            raise ValueError(
+                f"values must lie on the tree's device, {self.device}, got {values.device}: move "
+                "the tree with tree.to(device)"
             )
         if self._uses is None:
             with outside_inference_mode():

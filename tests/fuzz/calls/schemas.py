@@ -255,7 +255,7 @@ def _share(draw: Draw, row: Row) -> dict[str, Any]:
     if draw.chance(0.3):
         packed = cuseq.PackedLayout.from_lengths(row.lengths, row.total)
         plan = cp_plan(packed, 1, policy="ulysses", heads=(1, 1))
-        local = cp_partition(packed, plan, 0)[0].state
+        local = cp_partition(packed, plan, 0)[0].to(draw.device).state
         rows, meta = local.rank_rows, local.rank_meta
     return {"rank_rows": rows, "rank_meta": meta, "rank_group": ""}
 

@@ -165,6 +165,14 @@ def test_gather_adds_gradients_in_fp32():
         tree.gather(values[:4])
 
 
+def test_gather_takes_values_on_its_device_alone(cuda):
+    tree = cuseq.PackedTree.from_groups([[1]], [[[2], [3]]])
+    with pytest.raises(ValueError, match="values must lie on the tree's device, cuda:0, got cpu"):
+        tree.to(cuda).gather(torch.zeros(3))
+    with pytest.raises(ValueError, match="values must lie on the tree's device, cpu, got cuda:0"):
+        tree.gather(torch.zeros(3, device=cuda))
+
+
 def test_copies(device):
     tree = cuseq.PackedTree.from_sequences(SEQUENCES, total_tokens=8, max_seqs=8)
     moved = tree.to(device)
