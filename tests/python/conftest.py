@@ -5,6 +5,7 @@ Environment:
     CUSEQ_TEST_SEED: seed of the random numbers in every test, default 0.
     CI: hypothesis draws the same examples in every run.
 
+`pytest --failures FILE` writes each failure to a file at once, for runs that a time limit may end.
 `pytest --gpu-only` leaves out the tests that use no GPU. For `--dist loadgroup` of pytest-xdist
 each test function is then a group, so that its parameters share what it compiles.
 """
@@ -51,6 +52,7 @@ settings.load_profile("cuseq")
 
 def pytest_addoption(parser):
     parser.addoption("--gpu-only", action="store_true", help="leave out tests that use no GPU")
+    parser.addoption("--failures", metavar="FILE", help="write each failure to FILE at once")
 
 
 def _uses_gpu(item: pytest.Function) -> bool:
@@ -61,6 +63,24 @@ def _uses_gpu(item: pytest.Function) -> bool:
     if parameters.get("device") in ("cpu", "cuda"):
         return parameters["device"] == "cuda"
     return "gpu" in item.name.lower() or "cuda" in item.name + inspect.getsource(item.function)
+
+
+def pytest_configure(config):
+    file, is_worker = config.getoption("--failures"), hasattr(config, "workerinput")
+    if file is not None and not is_worker:
+        config.pluginmanager.register(_Failures(file))
+
+
+class _Failures:
+    """Writes failures as they come: a run that is cut off reports none."""
+
+    def __init__(self, file: str):
+        self._file = file
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            with open(self._file, "a") as file:
+                file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext}\n\n")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -123,6 +143,13 @@ def full_precision():
     before = torch.backends.fp32_precision
     yield
     torch.backends.fp32_precision = before
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """Hide further GPUs: a Trainer in one process would spread its model by DataParallel."""
+    if torch.cuda.device_count() > 1:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
 
 @pytest.fixture

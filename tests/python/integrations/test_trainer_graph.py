@@ -315,8 +315,8 @@ def test_rows_without_one_shape_are_refused_by_name(tmp_path):
         trainer.train()
 
 
-def test_a_trainer_on_a_gpu_replays_its_steps(cuda, tmp_path):
-    del cuda
+def test_a_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):
+    del cuda, one_gpu
     for options in ({}, {"gradient_accumulation_steps": 4}, {"bf16": True}):
         twin = make_trainer(tmp_path, graph=False, device="cuda", **options)
         twin.train()

@@ -147,8 +147,8 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path):
             make_trainer(tmp_path, graph=True, **options)
 
 
-def test_an_sft_trainer_on_a_gpu_replays_its_steps(cuda, tmp_path):
-    del cuda
+def test_an_sft_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):
+    del cuda, one_gpu
     twin = make_trainer(tmp_path, graph=False, device="cuda", gradient_accumulation_steps=2)
     trainer = make_trainer(tmp_path, graph=True, device="cuda", gradient_accumulation_steps=2)
     captured = []

@@ -99,7 +99,8 @@ def test_pages_have_examples():
 
 
 @pytest.mark.parametrize("page,number", EXAMPLES)
-def test_example(page, number, tmp_path, monkeypatch):
+def test_example(page, number, one_gpu, tmp_path, monkeypatch):
+    del one_gpu
     example = examples(page)[number]
     for package in ("transformers", "trl", "datasets"):
         if f"from {package}" in example or f"import {package}" in example:
