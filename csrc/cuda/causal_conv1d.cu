@@ -9,7 +9,7 @@ namespace {
 template <typename T>
 inline constexpr ConvTuning kForward{.warps = 4,
                                      .channel_warps = 4,
-                                     .blocks_per_processor = sizeof(T) > 2 ? 4 : 6,
+                                     .blocks_per_processor = sizeof(T) > 2 ? 4 : 5,
                                      .least_chunk = 8,
                                      .most_chunk = 256};
 

@@ -17,6 +17,8 @@ inline constexpr ConvTuning kBackward{.warps = 4,
                                       .least_chunk = 8,
                                       .most_chunk = 256};
 
+constexpr int kBackwardTokenBlocks = 4;  // of conv_tokens_backward_kernel on a processor at a time
+
 constexpr int kSums = kMaxConvWidth + 1;  // the lags', and the bias'
 
 // Write one block's sum of a channel.
@@ -234,7 +236,7 @@ struct ConvReaders {
 // Walks the tiles from the last to the first, since a token's gradient needs those of the sums at
 // the tokens after it. The tile after the last one has the halo only.
 template <typename T, int V, int W>
-__global__ void __launch_bounds__(kTokenWarps* kWarpSize)
+__global__ void __launch_bounds__(kTokenWarps* kWarpSize, kBackwardTokenBlocks)
     conv_tokens_backward_kernel(const __grid_constant__ ConvBackwardArgs args,
                                 const __grid_constant__ ConvGrid grid) {
   using A = Arithmetic<T>;
