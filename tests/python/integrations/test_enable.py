@@ -765,6 +765,44 @@ def test_dropout_is_refused_by_packed_rows_in_training_alone(device):
     cuseq.disable(model)
 
 
+def positions_in_embeddings(name: str, attn_pdrop: float = 0.0, **more):
+    if name == "opt":
+        sizes = dict(hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_attention_heads=4)
+        return transformers.OPTConfig(
+            vocab_size=VOCAB, num_hidden_layers=2, dropout=0.0, **sizes, **more
+        )
+    kind = {"gpt2": transformers.GPT2Config, "gpt_bigcode": transformers.GPTBigCodeConfig}[name]
+    dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=attn_pdrop)
+    return kind(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, **dropouts, **more)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "opt"])
+def test_models_whose_input_embeds_positions(name, device):
+    """They rotate nothing, and their positions restart with position_ids."""
+    model = make_changed(positions_in_embeddings(name)).to(device)
+    docs, weight = documents(device), weights(device)
+    expected = one_by_one(model, docs, weight)
+    enabled = cuseq.enable(model)
+    assert names(enabled, "attention") and not names(enabled, "rope") and not enabled.warnings
+    assert_same(packed_run(model, docs, weight), expected)
+    assert_same(one_by_one(model, docs, weight), expected)
+    cuseq.disable(model)
+
+
+def test_dropout_of_an_older_config_is_named():
+    model = make_changed(positions_in_embeddings("gpt2", attn_pdrop=0.1))
+    (warning,) = cuseq.enable(model).warnings
+    assert "GPT2Attention drops attention weights (attn_pdrop=0.1)" in warning
+    assert "set the config's attn_pdrop to 0" in warning
+
+
+def test_attention_to_an_encoder_is_refused():
+    """The states of an encoder are no tokens of the row."""
+    model = make_changed(positions_in_embeddings("gpt2", add_cross_attention=True))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no attention layer that cuseq knows"):
+        cuseq.enable(model)
+
+
 def test_a_backend_is_the_models_own(device):
     """Two models of one class, each with another backend; the one that cannot run says so."""
     docs, weight = documents(device), weights(device)

@@ -58,18 +58,33 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
     layers = [
         module
         for module in base.modules()
-        if hasattr(module, "layer_idx")
-        and module not in mixers
-        and (rotates(module) or mixers and attends(module))
+        if hasattr(module, "layer_idx") and module not in mixers and attends(module)
     ]
+    if not mixers and not any(rotates(layer) for layer in layers):
+        layers = layers if embeds_positions(base, layers) else []
+    elif not mixers:
+        layers = [layer for layer in layers if rotates(layer)]
     if not layers and not mixers:
         raise ValueError(
             f"{type(base).__name__} has no attention layer that cuseq knows: enable looks for "
-            "layers with a layer_idx whose forward takes position_embeddings, as Llama's, and "
-            "calls the attention of its config. Train this model on padded batches, or call "
+            "layers with a layer_idx whose forward calls the attention of its config, and takes "
+            "position_embeddings, as Llama's, or is causal in a model that adds an embedding of "
+            "position_ids to its input, as GPT-2. Train this model on padded batches, or call "
             "cuseq.varlen_attention in its attention layers"
         )
     return layers
+
+
+def embeds_positions(base: PreTrainedModel, layers: list[nn.Module]) -> bool:
+    """Return whether layers without a rotation are right about positions: the input has them.
+
+    Attention to an encoder's states (`is_cross_attention`, or not causal) has other lengths.
+    """
+    takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
+    return takes_positions and all(
+        getattr(layer, "is_causal", False) and not getattr(layer, "is_cross_attention", False)
+        for layer in layers
+    )
 
 
 def rotates(layer: nn.Module) -> bool:
@@ -130,14 +145,23 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
 
 def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:
     """Return a warning for each class of layers that drops attention weights while it trains."""
-    rates = {type(layer).__name__: getattr(layer, "attention_dropout", 0.0) for layer in layers}
+    rates = {type(layer).__name__: _dropout_of(layer) for layer in layers}
     return tuple(
-        f"DROPOUT: {name} drops attention weights (attention_dropout={rate}), which packed "
-        "attention cannot: packed rows raise ValueError in training mode; set the config's "
-        "attention_dropout to 0"
-        for name, rate in sorted(rates.items())
-        if isinstance(rate, float) and rate
+        f"DROPOUT: {name} drops attention weights ({option}={rate}), which packed attention "
+        f"cannot: packed rows raise ValueError in training mode; set the config's {option} to 0"
+        for name, (option, rate) in sorted(rates.items())
+        if rate
     )
+
+
+def _dropout_of(layer: nn.Module) -> tuple[str, float]:
+    """Return the name and the value of the rate at which a layer drops attention weights."""
+    name = "attention_dropout"
+    rate = getattr(layer, name, None)
+    if rate is None:
+        name = "attn_pdrop" if hasattr(layer.config, "attn_pdrop") else name
+        rate = getattr(layer.config, name, None)
+    return name, rate if isinstance(rate, float) else 0.0
 
 
 def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, Any]:
