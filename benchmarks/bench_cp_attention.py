@@ -18,9 +18,10 @@ attention, forward and backward, each over the same row unless it says otherwise
 - `dp`: documents dealt whole, by bin packing, as data parallelism would: rows of other lengths;
 - `one GPU / R`: the whole row on one GPU, its time divided by R.
 
-Times are those of the slowest rank, medians; all ranks start each repetition together. `exposed` is
-the time above `pieces alone`. Steps shard a model of Qwen3's shape by FSDP2 and train it, eager and
-compiled. Outputs and gradients are compared with the whole row's.
+Times are those of the slowest rank, medians; all ranks start each repetition together, when the
+host has launched it. `exposed` is the time above `pieces alone`. Steps shard a model of Qwen3's
+shape by FSDP2 and train it, eager and compiled. Outputs and gradients are compared with the whole
+row's.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from cuseq import PackedLayout
 from cuseq.data import bin_pack
 from cuseq.distributed import cp_partition, cp_plan
 
+WARMUP = 3  # calls before the first that counts
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -85,30 +87,45 @@ class Bench:
         return float(reduced)
 
     def time(self, call: Callable[[], object]) -> float:
-        """Return microseconds of the slowest rank; repetitions start together."""
-        on_gpu = self.device.type == "cuda"
+        """Return microseconds of the slowest rank; repetitions start together.
+
+        GPUs wait until the host has launched the call, as they do in a step that keeps them busy;
+        `host_time` is apart.
+        """
+        if self.device.type != "cuda":
+            return self.time_on_cpu(call)
+        seconds = 0.0
+        for _ in range(WARMUP):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - begun
+        hold = int(2e9 * min(2 * self.slowest(seconds), 20e-3))  # cycles at 2 GHz
         samples = []
-        for number in range(self.repeats + 3):
+        for _ in range(self.repeats):
             dist.all_reduce(self.signal)
-            if on_gpu:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                samples.append(start.elapsed_time(end) * 1e3)
-            else:
-                begun = time.perf_counter()
-                call()
-                samples.append((time.perf_counter() - begun) * 1e6)
-            if number < 3:
-                samples.clear()
+            torch.cuda._sleep(hold)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3)
         return self.slowest(statistics.median(samples))
+
+    def time_on_cpu(self, call: Callable[[], object]) -> float:
+        samples = []
+        for _ in range(WARMUP + self.repeats):
+            dist.all_reduce(self.signal)
+            begun = time.perf_counter()
+            call()
+            samples.append((time.perf_counter() - begun) * 1e6)
+        return self.slowest(statistics.median(samples[WARMUP:]))
 
     def host_time(self, call: Callable[[], object]) -> float:
         """Return microseconds that a call occupies the host."""
         if self.device.type != "cuda":
-            return self.time(call)
+            return self.time_on_cpu(call)
         torch.cuda.synchronize()
         begun = time.perf_counter()
         for _ in range(10):
