@@ -59,8 +59,13 @@ void backward(const LogitRowsArgs& args, int64_t row) {
   const A scale = A(1) / static_cast<A>(args.temperature);
   const int64_t target = args.targets[row];
   const bool ignored = target == kIgnoredTarget;
-  const A of_logprob = ignored ? A(0) : number<A>(args.grad_logprobs, row);
-  const A of_entropy = ignored ? A(0) : number<A>(args.grad_entropies, row);
+  const bool outside = !ignored && (target < 0 || target >= args.vocabulary);
+  const auto gradient = [&](const void* grads) {
+    if (outside) return std::numeric_limits<A>::quiet_NaN();
+    return ignored ? A(0) : number<A>(grads, row);
+  };
+  const A of_logprob = gradient(args.grad_logprobs);
+  const A of_entropy = gradient(args.grad_entropies);
   const A total = number<A>(static_cast<const void*>(args.logsumexp), row);
   const A mean = number<A>(static_cast<const void*>(args.mean), row);
   for (int64_t i = 0; i < args.vocabulary; ++i) {

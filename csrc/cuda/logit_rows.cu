@@ -187,9 +187,11 @@ __global__ void __launch_bounds__(kThreads)
   using A = Arithmetic<T>;
   const A scale = A(1) / static_cast<A>(args.temperature);
   const int64_t target = args.targets[blockIdx.x];
+  const bool ignored = target == kIgnoredTarget;
+  const bool outside = !ignored && (target < 0 || target >= args.vocabulary);
   const auto gradient = [&](const void* grads) {
-    const bool none = grads == nullptr || target == kIgnoredTarget;
-    return none ? A(0) : static_cast<const A*>(grads)[blockIdx.x];
+    if (outside) return static_cast<A>(NAN);
+    return grads == nullptr || ignored ? A(0) : static_cast<const A*>(grads)[blockIdx.x];
   };
   const A of_logprob = gradient(args.grad_logprobs);
   const A of_entropy = kEntropy ? gradient(args.grad_entropies) : A(0);

@@ -17,7 +17,7 @@ constexpr int64_t kIgnoredTarget = -100;
 // and the backward the gradient of the logits,
 //   (grad_logprob * ([i == target] - p[i]) + grad_entropy * p[i] * (mean - x[i])) / temperature.
 // A logit of -inf adds nothing. Numbers of rows are in fp32, or fp64 for fp64. A target that is
-// ignored gives 0 and no gradient, one outside the vocabulary NaN.
+// ignored gives 0 and no gradient, one outside the vocabulary NaN and a gradient of NaN.
 struct LogitRowsArgs {
   FloatType type{};        // of the logits
   void* logits = nullptr;  // [rows, vocabulary]; the backward replaces them by their gradient

@@ -90,7 +90,7 @@ void for_each_chunk(const Head& head, const F& visit) {
   for (int64_t first = 0; first < head.tokens(); first += head.chunk) {
     const int64_t count = std::min(head.chunk, head.tokens() - first);
     const Tensor hidden = head.hidden.narrow(0, first, count);
-    const Tensor logits = at::linear(hidden, head.weight, head.bias);
+    const Tensor logits = at::linear(hidden, head.weight, head.bias).contiguous();
     LogitRowsArgs args;
     args.type = float_type(logits, "hidden");
     args.logits = logits.mutable_data_ptr();

@@ -190,8 +190,31 @@ def test_logits_that_are_hidden(device):
 def test_targets_outside_the_vocabulary_give_nan_on_a_gpu(target, cuda):
     hidden, weight = torch.randn(3, 4, device=cuda), torch.randn(9, 4, device=cuda)
     targets = torch.tensor([1, target, -100], device=cuda)
-    found = cuseq.token_logprobs(hidden, weight, targets)
+    found = cuseq.token_logprobs(hidden.requires_grad_(), weight, targets)
     assert found.isnan().tolist() == [False, True, False]
+    (grad,) = torch.autograd.grad(found[:2].sum(), hidden)
+    assert grad.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_any_strides(tokens, chunk_size, device):
+    like = dict(dtype=torch.float64, device=device)
+    hidden = torch.randn(5, tokens, **like).t().requires_grad_()
+    weight = torch.randn(5, 11, **like).t().requires_grad_()
+    bias = torch.randn(22, **like)[::2].requires_grad_()
+    targets = torch.randint(11, (2 * tokens,), device=device)[::2]
+    options = dict(bias=bias, chunk_size=chunk_size, entropy=True)
+    found = cuseq.token_logprobs(hidden, weight, targets, **options)
+    expected = plain(hidden, weight, targets, bias)
+    torch.testing.assert_close(found, expected)
+    leaves = [hidden, weight, bias]
+    factors = torch.randn(2 * tokens, **like)[::2]
+    grads, wanted = (
+        torch.autograd.grad(sum((factors * one).sum() for one in both), leaves)
+        for both in (found, expected)
+    )
+    torch.testing.assert_close(grads, wanted)
 
 
 def test_sums_over_chunks_are_wide(device):
