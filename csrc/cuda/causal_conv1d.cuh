@@ -178,12 +178,11 @@ struct BlockLags {
     high = max(bounds[0], bounds[1]);  // offsets that do not ascend could swap them
   }
 
-  // Take away the lags that leave a segment, and all of padding and tail. Offsets are read side by
-  // side: a search for each token would read them one after the other. The loops stay short, since
-  // small rows spend their time on fetching instructions.
+  // Take away the lags that leave a segment, and all of padding and tail. The offsets are read side
+  // by side: without padding no token searches them, which is a chain of reads.
   __device__ void cut_at_segments(uint32_t* words, int count) const {
     const Segments& segments = args.sequences.segments;
-    const int64_t n_seqs = segments.seqlens.n_seqs;
+    const SeqLens& seqlens = segments.seqlens;
     const int64_t end = min(first + count, args.sequences.tokens);
     const auto keep = [&](int64_t token, uint32_t kept) {
       if (token < first || token >= end) return;
@@ -193,19 +192,22 @@ struct BlockLags {
     };
     const int thread = static_cast<int>(threadIdx.x);
     const int threads = static_cast<int>(blockDim.x);
-    const int64_t tail = max(segments.seqlens.tail_begin(), first);
-    // A thread has the border between a segment and the next one.
+    const int64_t head = seqlens.begin(0);
+    const int64_t tail = seqlens.tail_begin();
 #pragma unroll 1
-    for (int64_t next = low + thread; next <= min(high + 1, n_seqs); next += threads) {
-      const int64_t begin = segments.seqlens.begin(next);
-      const int64_t real_end = next == 0 ? 0 : segments.real_end(next - 1);
+    for (int64_t segment = low + thread; segment <= high; segment += threads) {
+      if (segment == seqlens.n_seqs) break;  // the tail
+      const int64_t begin = seqlens.begin(segment);
 #pragma unroll 1
-      for (int64_t token = max(real_end, first); token < min(begin, end); ++token) keep(token, 0);
-#pragma unroll 1
-      for (int i = 0; next < n_seqs && i < kConvHalo; ++i) keep(begin + i, (2u << i) - 1);
+      for (int i = 0; i < kConvHalo; ++i) keep(begin + i, (2u << i) - 1);
     }
+    const bool padded = segments.cu_seqlens_real != nullptr;
 #pragma unroll 1
-    for (int64_t token = tail + thread; token < end; token += threads) keep(token, 0);
+    for (int64_t token = first + thread; token < end; token += threads) {
+      const bool real = token >= head && token < tail &&
+                        (!padded || segments.is_real(token, seqlens.segment_of(token, low, high)));
+      if (!real) keep(token, 0);
+    }
   }
 };
 
