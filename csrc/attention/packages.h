@@ -15,7 +15,7 @@ CUSEQ_API std::string why_missing(const std::string& name);
 CUSEQ_API void set_failed(const std::string& name, const std::string& how);
 
 // Say whether a package computes calls whose keys lie in another row, some of them for no query and
-// some queries without keys.
-CUSEQ_API void set_takes_two_rows(const std::string& name, bool takes);
+// some queries without keys, on CUDA or on the CPU.
+CUSEQ_API void set_takes_two_rows(const std::string& name, bool on_cuda, bool takes);
 
 }  // namespace cuseq::attention

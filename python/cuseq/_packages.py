@@ -44,7 +44,7 @@ def register_kernels(
     """
     failed.discard(backend)
     _C.set_failed_attention(backend, "")
-    _C.set_attention_takes_two_rows(backend, takes_two_rows)
+    _C.set_attention_takes_two_rows(backend, device == "CUDA", takes_two_rows)
     library = torch.library.Library("cuseq", "IMPL")
     for name, kernel in (("forward", forward), ("backward", backward)):
         library.impl(f"{backend}_{name}", _reporting(backend, package, kernel), device)

@@ -42,7 +42,7 @@ struct Ops {
 struct Reports {
   std::atomic<const std::string*> missing{nullptr};
   std::atomic<const std::string*> failed{nullptr};
-  std::atomic<bool> takes_two_rows{false};
+  std::atomic<bool> takes_two_rows[2]{};  // on the CPU, where tests run stand-ins, and on CUDA
 
   static void set(std::atomic<const std::string*>& report, const std::string& text) {
     report.store(text.empty() ? nullptr : new std::string(text), std::memory_order_release);
@@ -122,7 +122,8 @@ bool takes(const Call& call, std::string* why) {
                   "its backward is not deterministic, which torch.use_deterministic_algorithms "
                   "asks for");
   }
-  if (!call.is_of_one_row() && !Package::reports.takes_two_rows.load(std::memory_order_acquire)) {
+  const auto& takes_two_rows = Package::reports.takes_two_rows[call.q.is_cuda()];
+  if (!call.is_of_one_row() && !takes_two_rows.load(std::memory_order_acquire)) {
     return refuse(why,
                   "this release of its package was not tried on keys of another row, where some "
                   "crash on sequences without keys");
@@ -199,8 +200,8 @@ void set_failed(const std::string& name, const std::string& how) {
   Reports::set(reports_of(name).failed, how);
 }
 
-void set_takes_two_rows(const std::string& name, bool takes) {
-  reports_of(name).takes_two_rows.store(takes, std::memory_order_release);
+void set_takes_two_rows(const std::string& name, bool on_cuda, bool takes) {
+  reports_of(name).takes_two_rows[on_cuda].store(takes, std::memory_order_release);
 }
 
 }  // namespace cuseq::attention

@@ -201,7 +201,6 @@ def test_a_package_gets_keys_of_another_row_where_its_release_is_known_to_take_t
                     varlen_attention(*tensors, tree.layout, backend="fa4")
         finally:
             del library
-            _C.set_attention_takes_two_rows("fa4", "fa4" in _backends.registered)
 
 
 def test_a_package_refuses_larger_heads(package):
