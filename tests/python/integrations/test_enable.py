@@ -771,12 +771,24 @@ def positions_in_embeddings(name: str, attn_pdrop: float = 0.0, **more):
         return transformers.OPTConfig(
             vocab_size=VOCAB, num_hidden_layers=2, dropout=0.0, **sizes, **more
         )
+    if name == "biogpt":
+        dropouts = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=attn_pdrop)
+        sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+        return transformers.BioGptConfig(
+            vocab_size=VOCAB, intermediate_size=48, **sizes, **dropouts, **more
+        )
+    if name == "ctrl":
+        dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=attn_pdrop)
+        return transformers.CTRLConfig(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, dff=48, **dropouts, **more
+        )
     kind = {"gpt2": transformers.GPT2Config, "gpt_bigcode": transformers.GPTBigCodeConfig}[name]
     dropouts = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=attn_pdrop)
     return kind(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, **dropouts, **more)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "opt"])
+@pytest.mark.filterwarnings("error:attention_mask has no effect")
+@pytest.mark.parametrize("name", ["gpt2", "gpt_bigcode", "opt", "biogpt", "ctrl"])
 def test_models_whose_input_embeds_positions(name, device):
     """They rotate nothing, and their positions restart with position_ids."""
     model = make_changed(positions_in_embeddings(name)).to(device)
@@ -789,11 +801,25 @@ def test_models_whose_input_embeds_positions(name, device):
     cuseq.disable(model)
 
 
-def test_dropout_of_an_older_config_is_named():
-    model = make_changed(positions_in_embeddings("gpt2", attn_pdrop=0.1))
+@pytest.mark.parametrize(
+    ("name", "option"), [("gpt2", "attn_pdrop"), ("biogpt", "attention_probs_dropout_prob")]
+)
+def test_dropout_is_named_as_the_config_does(name, option):
+    model = make_changed(positions_in_embeddings(name, attn_pdrop=0.1))
     (warning,) = cuseq.enable(model).warnings
-    assert "GPT2Attention drops attention weights (attn_pdrop=0.1)" in warning
-    assert "set the config's attn_pdrop to 0" in warning
+    assert f"drops attention weights ({option}=0.1)" in warning
+    device = torch.device("cpu")
+    with pytest.raises(ValueError, match=f"set the config's {option} to 0"):
+        packed_run(model.train(), documents(device), weights(device))
+
+
+def test_layers_that_rotate_inside_are_refused():
+    """Moshi's layers have rotary embeddings of their own, and its forward drops packed=."""
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8)
+    config = transformers.MoshiConfig(vocab_size=VOCAB, **sizes, ffn_dim=48, num_codebooks=2)
+    model = transformers.MoshiForCausalLM(config)
+    with pytest.raises(ValueError, match="MoshiForCausalLM has no attention layer that cuseq"):
+        cuseq.enable(model)
 
 
 def test_attention_to_an_encoder_is_refused():

@@ -25,6 +25,7 @@ from cuseq.integrations.transformers._layers import (
     class_names,
     dropout_warnings,
     find_pretrained,
+    makes_mask,
     refuse_inexact_layers,
     rotating_layers,
     text_configs,
@@ -56,7 +57,7 @@ from cuseq.integrations.transformers.hybrids.plan import (
     restore_modules,
     separate,
 )
-from cuseq.integrations.transformers.names import BACKEND, NAME
+from cuseq.integrations.transformers.names import BACKEND, MAKES_MASK, NAME
 
 
 @dataclass
@@ -134,8 +135,10 @@ def enable_model(
     except BaseException:
         release_registration()
         raise
+    makes = makes_mask(base)
     for layer in layers:
         setattr(layer, BACKEND, backend)
+        setattr(layer, MAKES_MASK, makes)
     for layer, how in normed.items():
         fuse(layer, how)
     for layer in tempered:
@@ -172,6 +175,7 @@ def disable_model(model: nn.Module) -> None:
         base.set_attn_implementation(state.implementations)
     for layer in state.layers:
         delattr(layer, BACKEND)
+        delattr(layer, MAKES_MASK)
     for layer in state.fused:
         unfuse(layer)
     for layer in state.tempered:

@@ -60,10 +60,9 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
         for module in base.modules()
         if hasattr(module, "layer_idx") and module not in mixers and attends(module)
     ]
-    if not mixers and not any(rotates(layer) for layer in layers):
-        layers = layers if embeds_positions(base, layers) else []
-    elif not mixers:
-        layers = [layer for layer in layers if rotates(layer)]
+    if not mixers:
+        rotating = [layer for layer in layers if rotates(layer)]
+        layers = rotating or (layers if embeds_positions(base, layers) else [])
     if not layers and not mixers:
         raise ValueError(
             f"{type(base).__name__} has no attention layer that cuseq knows: enable looks for "
@@ -76,15 +75,26 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
 
 
 def embeds_positions(base: PreTrainedModel, layers: list[nn.Module]) -> bool:
-    """Return whether layers without a rotation are right about positions: the input has them.
+    """Return whether a model adds positions to its input, so that its layers rotate nothing.
 
     Attention to an encoder's states (`is_cross_attention`, or not causal) has other lengths.
     """
     takes_positions = "position_ids" in inspect.signature(type(base).forward).parameters
-    return takes_positions and all(
-        getattr(layer, "is_causal", False) and not getattr(layer, "is_cross_attention", False)
-        for layer in layers
+    rotates_inside = any(is_rotary_embedding(module) for module in base.modules())
+    return (
+        takes_positions
+        and not rotates_inside
+        and all(
+            getattr(layer, "is_causal", False) and not getattr(layer, "is_cross_attention", False)
+            for layer in layers
+        )
     )
+
+
+def makes_mask(base: PreTrainedModel) -> bool:
+    """Return whether a model may make a 2-D mask of ones itself, as OPT does."""
+    models = (module for module in base.modules() if isinstance(module, PreTrainedModel))
+    return any("ones" in calls_of(model) for model in models)
 
 
 def rotates(layer: nn.Module) -> bool:
@@ -155,13 +165,19 @@ def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:
 
 
 def _dropout_of(layer: nn.Module) -> tuple[str, float]:
-    """Return the name and the value of the rate at which a layer drops attention weights."""
-    name = "attention_dropout"
-    rate = getattr(layer, name, None)
+    """Return the config's option of dropped attention weights, and a layer's rate."""
+    rate = getattr(layer, "attention_dropout", None)
+    option = dropout_option(layer)
     if rate is None:
-        name = "attn_pdrop" if hasattr(layer.config, "attn_pdrop") else name
-        rate = getattr(layer.config, name, None)
-    return name, rate if isinstance(rate, float) else 0.0
+        rate = getattr(layer.config, option, None)
+    return option, rate if isinstance(rate, float) else 0.0
+
+
+def dropout_option(layer: nn.Module) -> str:
+    """Return the name of the config's option of dropped attention weights."""
+    config = getattr(layer, "config", None)
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return next((name for name in names if hasattr(config, name)), names[0])
 
 
 def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, Any]:

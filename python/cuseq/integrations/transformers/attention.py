@@ -40,6 +40,7 @@ import cuseq
 from cuseq._arguments import as_size
 from cuseq._backends import load_backends
 from cuseq._build_layout import offsets_of_chunks
+from cuseq.integrations.transformers._layers import dropout_option
 from cuseq.integrations.transformers._layouts import (
     check_total,
     layout_of_offsets,
@@ -54,7 +55,13 @@ from cuseq.integrations.transformers._lengths import (
 from cuseq.integrations.transformers._recurrent import leak_warning
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.masks import DeferredMask
-from cuseq.integrations.transformers.names import BACKEND, MASK_BESIDE_LENGTHS, NAME, UNSUPPORTED
+from cuseq.integrations.transformers.names import (
+    BACKEND,
+    MAKES_MASK,
+    MASK_BESIDE_LENGTHS,
+    NAME,
+    UNSUPPORTED,
+)
 from cuseq.layout import check_layout
 
 
@@ -141,7 +148,7 @@ def cuseq_attention(
             kwargs,
         )
 
-    _check_packable(query, key, attention_mask, dropout)
+    _check_packable(module, query, key, attention_mask, dropout)
     _refuse(kwargs, UNSUPPORTED, "packed attention")
     if getattr(module, "attn_temperature_tuning", False) and not hasattr(module, BACKEND):
         raise ValueError(
@@ -165,7 +172,8 @@ def cuseq_attention(
 
     if deferred is not None and not compiling and deferred.recurrent:
         warn_once(leak_warning(deferred.recurrent))
-    if deferred is not None and not compiling and deferred.arguments["attention_mask"] is not None:
+    masked = deferred is not None and deferred.arguments["attention_mask"] is not None
+    if masked and not compiling and not getattr(module, MAKES_MASK, False):
         warn_once(MASK_BESIDE_LENGTHS)
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
@@ -332,6 +340,7 @@ def _dense_attention_by_model(
 
 
 def _check_packable(
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     attention_mask: DeferredMask | Tensor | None,
@@ -355,7 +364,7 @@ def _check_packable(
     if dropout:
         raise ValueError(
             f"packed attention has no dropout, got dropout={dropout}; set the config's "
-            "attention_dropout to 0"
+            f"{dropout_option(module)} to 0"
         )
 
 

@@ -8,6 +8,9 @@ NAME = "cuseq"
 BACKEND = "_cuseq_backend"
 """The attribute of an attention layer that says which backend `enable` was asked for."""
 
+MAKES_MASK = "_cuseq_makes_mask"
+"""The attribute of an attention layer whose model may make a 2-D mask of ones itself."""
+
 UNSUPPORTED = (
     "position_bias",
     "head_mask",
