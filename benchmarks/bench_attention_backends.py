@@ -238,9 +238,10 @@ def facts_of(row: Row, mode: str, sm: int) -> dict[str, str]:
 
 def packages() -> str:
     """Return the packages of attention that are installed, with their versions."""
-    if "fa4" not in _backends.registered:
-        return "no package of attention"
-    return f"flash-attn-4 {metadata.version('flash-attn-4')}"
+    found = ["FlashAttention 3"] if "fa3" in _backends.registered else []
+    if "fa4" in _backends.registered:
+        found.append(f"flash-attn-4 {metadata.version('flash-attn-4')}")
+    return " and ".join(found) or "no package of attention"
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
@@ -258,8 +259,8 @@ def write_table(
     body.write(
         "# Microseconds of one forward and backward of attention by backend; the choice of\n"
         '# "auto" follows the closest row. Written by: python -m benchmarks attention_backends\n'
-        f"# {found['gpu']}, torch {found['torch']}, {packages()}, commit {found['commit']}, "
-        f"{found['time']}\n"
+        f"# The newest rows: {found['gpu']}, torch {found['torch']}, {packages()}, "
+        f"commit {found['commit']}, {found['time']}\n"
     )
     table = csv.DictWriter(body, names, restval="", lineterminator="\n")
     table.writeheader()

@@ -248,6 +248,17 @@ def measure_trace(
 # ------------------------------------------------------------------------------- a step
 
 
+def captured_ms(run: Callable[[], None]) -> float | None:
+    """Return milliseconds of a step in a CUDA graph, or None if it cannot be captured."""
+    try:
+        return timer.graph_time(run, calls=1, repeats=5).median / 1e3
+    except RuntimeError as failure:
+        print(f"not captured: {str(failure).splitlines()[0]}", flush=True)
+        return None
+    finally:
+        torch.cuda.empty_cache()  # the graph's memory
+
+
 def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> dict[str, object]:
     """Return milliseconds and gigabytes of a step's forward and backward, tree and copies."""
     tree = group.tree(device)
@@ -281,11 +292,11 @@ def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> 
         if device.type == "cuda":
             row[f"{name}_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
             if samples.total_tokens <= MOST_CAPTURED:
-                captured = timer.graph_time(run, calls=1, repeats=5)
-                row[f"{name}_captured"] = captured.median / 1e3
+                row[f"{name}_captured"] = captured_ms(run)
     row["times"] = row["copies"] / row["tree"]
-    if "tree_captured" in row:
-        row["times_captured"] = row["copies_captured"] / row["tree_captured"]
+    tree_ms, copies_ms = row.get("tree_captured"), row.get("copies_captured")
+    if tree_ms and copies_ms:
+        row["times_captured"] = copies_ms / tree_ms
     return row
 
 
