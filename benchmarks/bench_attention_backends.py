@@ -101,7 +101,7 @@ def rows(quick: bool) -> list[Row]:
     # A capture knows the capacity alone, which is that of 8,192 tokens in shorter documents.
     found[-1] = replace(found[-1], modes=("eager", "compiled"))
     full = [(2048, 350), (8192, 1024), (512, 256), (16384, 2048)]
-    found += [Row(*size, mask="full", modes=("eager",)) for size in full]
+    found += [Row(*size, mask="full", modes=("eager", "captured")) for size in full]
     special = {"backends": ONE_BY_ONE, "modes": ("eager",)}
     for tokens, mean in ((8192, 1024), (1024, 350), (32768, 2048)):
         found.append(Row(tokens, mean, mask="spans", **special))

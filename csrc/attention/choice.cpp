@@ -80,6 +80,15 @@ std::string refusals(const Call& call) {
   return text.str();
 }
 
+// Return the row of measurements that decides about a call. Where none is without a causal mask,
+// those with one do, which are closer than no measurement.
+const Measured* measured_like(Facts facts) {
+  const Measured* row = closest_measured(facts);
+  if (row != nullptr || facts.mask != "full") return row;
+  facts.mask = "causal";
+  return closest_measured(facts);
+}
+
 std::string measured_reason(const Measured& row, const Backend& fastest,
                             const Candidates& candidates) {
   std::ostringstream reason;
@@ -110,7 +119,7 @@ const Backend& backend_of(const Call& call, std::string* reason) {
     if (reason != nullptr) *reason = "no other takes the call" + refusals(call);
     return preferred;
   }
-  const Measured* row = closest_measured(facts_of(call));
+  const Measured* row = measured_like(facts_of(call));
   const Backend* fastest = row == nullptr ? nullptr : fastest_of(candidates, *row);
   if (fastest == nullptr) {
     if (reason != nullptr) {

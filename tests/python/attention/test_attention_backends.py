@@ -229,6 +229,22 @@ def test_the_measurements_choose_and_the_backward_follows(measured, install):
         assert [one for one, *_ in kernels.calls[before:]] == made
 
 
+def test_calls_without_a_causal_mask_follow_causal_rows_where_they_have_none(measured, install):
+    install("fa4")
+    causal, full = ((0, True, 16, mask, 0, "eager", 8, 2) for mask in ("causal", "full"))
+    packed = PackedLayout.from_lengths([3, 4])
+    tensors = inputs(7, dtype=torch.bfloat16)
+
+    def chosen(**options) -> str:
+        return attention_backend(*tensors, packed, **options).name
+
+    measured((causal, {"fa4": 9.0, "segments": 1.0}))
+    assert chosen(causal=False) == "segments"
+    assert chosen(causal=False, window=2) == "fa4"  # nothing was measured
+    measured((causal, {"fa4": 9.0, "segments": 1.0}), (full, {"fa4": 1.0, "segments": 9.0}))
+    assert chosen(causal=False) == "fa4" and chosen() == "segments"
+
+
 def test_without_measurements_the_usual_one_runs(measured, install):
     measured()
     packed = PackedLayout.from_lengths([3, 4])
