@@ -14,7 +14,8 @@
 #             go to benchmarks/results/DATE
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
-#             unsloth is another, which takes nearly 10 minutes
+#             others, of up to 10 minutes each: unsloth, training_turns, attention_backends, and
+#             with several GPUs cp_attention
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
 #   (.peers);
 #             benchmarks/peers.txt says how to fill it
@@ -244,7 +245,8 @@ stage_bench() {
     limit=120
     [[ $name == rope ]] && limit=240
     [[ $name == masks ]] && limit=200
-    [[ $name == unsloth ]] && limit=560
+    [[ $name == tree || $name == conv ]] && limit=200
+    [[ $name =~ ^(unsloth|training_turns|attention_backends|cp_attention)$ ]] && limit=560
     if [[ $name == training_step ]]; then
       limit=560
       [[ ${#tokens[@]} -eq 0 ]] || options+=(--tokens "${tokens[@]}")
