@@ -5,7 +5,7 @@ Environment:
     CUSEQ_TEST_SEED: seed of the random numbers in every test, default 0.
     CI: hypothesis draws the same examples in every run.
 
-`pytest --failures FILE` writes each failure to a file at once, for runs that a time limit may end.
+`pytest --failures=FILE` writes each failure to a file at once, for runs that a time limit may end.
 `pytest --gpu-only` leaves out the tests that use no GPU. For `--dist loadgroup` of pytest-xdist
 each test function is then a group, so that its parameters share what it compiles.
 """
