@@ -43,8 +43,7 @@ void forward(const LogitRowsArgs& args, int64_t row) {
   number<A>(args.logsumexp, row) = total;
   const int64_t target = args.targets[row];
   const bool ignored = target == kIgnoredTarget;
-  const bool inside = target >= 0 && target < args.vocabulary;
-  const A own = inside ? logit(target) : std::numeric_limits<A>::quiet_NaN();
+  const A own = is_token(args, target) ? logit(target) : std::numeric_limits<A>::quiet_NaN();
   number<A>(args.logprobs, row) = ignored ? A(0) : own - total;
   if (args.entropies == nullptr) return;
   const A mean = static_cast<A>(weighted / sum);
@@ -59,7 +58,7 @@ void backward(const LogitRowsArgs& args, int64_t row) {
   const A scale = A(1) / static_cast<A>(args.temperature);
   const int64_t target = args.targets[row];
   const bool ignored = target == kIgnoredTarget;
-  const bool outside = !ignored && (target < 0 || target >= args.vocabulary);
+  const bool outside = !ignored && !is_token(args, target);
   const auto gradient = [&](const void* grads) {
     if (outside) return std::numeric_limits<A>::quiet_NaN();
     return ignored ? A(0) : number<A>(grads, row);

@@ -172,8 +172,7 @@ __global__ void __launch_bounds__(kThreads)
   static_cast<A*>(args.logsumexp)[blockIdx.x] = total;
   const int64_t target = args.targets[blockIdx.x];
   const bool ignored = target == kIgnoredTarget;
-  const bool inside = target >= 0 && target < args.vocabulary;
-  const A own = inside ? convert<A>(row.data[target]) * scale : static_cast<A>(NAN);
+  const A own = is_token(args, target) ? convert<A>(row.data[target]) * scale : static_cast<A>(NAN);
   static_cast<A*>(args.logprobs)[blockIdx.x] = ignored ? A(0) : own - total;
   if constexpr (!kEntropy) return;
   const A mean = sums.weighted / sums.sum;
@@ -188,7 +187,7 @@ __global__ void __launch_bounds__(kThreads)
   const A scale = A(1) / static_cast<A>(args.temperature);
   const int64_t target = args.targets[blockIdx.x];
   const bool ignored = target == kIgnoredTarget;
-  const bool outside = !ignored && (target < 0 || target >= args.vocabulary);
+  const bool outside = !ignored && !is_token(args, target);
   const auto gradient = [&](const void* grads) {
     if (outside) return static_cast<A>(NAN);
     return grads == nullptr || ignored ? A(0) : static_cast<const A*>(grads)[blockIdx.x];

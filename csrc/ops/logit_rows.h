@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "cuseq/macros.h"
 #include "ops/float_type.h"
 #include "ops/kernel.h"
 
@@ -34,6 +35,11 @@ struct LogitRowsArgs {
   const void* grad_logprobs = nullptr;
   const void* grad_entropies = nullptr;
 };
+
+// Return whether a target is a token of the vocabulary.
+CUSEQ_HOST_DEVICE bool is_token(const LogitRowsArgs& args, int64_t target) {
+  return target >= 0 && target < args.vocabulary;
+}
 
 namespace cpu {
 void logit_rows(const LogitRowsArgs& args);

@@ -104,7 +104,7 @@ void for_each_chunk(const Head& head, const F& visit) {
 
 // Return the numbers of the tokens from `first` on, or null if there are none.
 void* numbers_from(const Tensor& numbers, int64_t first) {
-  if (numbers.numel() == 0) return nullptr;
+  if (!numbers.defined() || numbers.numel() == 0) return nullptr;
   return static_cast<char*>(numbers.data_ptr()) + first * numbers.element_size();
 }
 
@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_backward_kernel(
   };
   const Tensor of_tokens = checked(logsumexp, "logsumexp", head.tokens());
   const Tensor means = checked(mean, "mean", entropy ? head.tokens() : 0);
-  Tensor of_logprobs, of_entropies;
+  Tensor of_logprobs, of_entropies;  // undefined: zeros
   if (grad_logprobs.has_value()) {
     of_logprobs = checked(*grad_logprobs, "grad_logprobs", head.tokens());
   }
@@ -184,19 +184,18 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_backward_kernel(
   Tensor grad_hidden = at::empty(hidden.sizes(), hidden.options());
   ChunkSum grad_weight(head);
   ChunkSum grad_bias(head);
-  for_each_chunk(head,
-                 [&](int64_t first, const Tensor& rows, const Tensor& logits, LogitRowsArgs& args) {
-                   args.logsumexp = numbers_from(of_tokens, first);
-                   args.mean = numbers_from(means, first);
-                   if (of_logprobs.defined()) args.grad_logprobs = numbers_from(of_logprobs, first);
-                   if (of_entropies.defined())
-                     args.grad_entropies = numbers_from(of_entropies, first);
-                   CUSEQ_RUN(logit_rows_backward, hidden, args);
-                   grad_hidden.narrow(0, first, rows.size(0)).copy_(at::mm(logits, weight));
-                   grad_weight.add(at::mm(logits.t(), rows));
-                   if (bias.has_value())
-                     grad_bias.add(logits.sum(0, /*keepdim=*/false, head.wide()));
-                 });
+  const auto add_chunk = [&](int64_t first, const Tensor& rows, const Tensor& logits,
+                             LogitRowsArgs& args) {
+    args.logsumexp = numbers_from(of_tokens, first);
+    args.mean = numbers_from(means, first);
+    args.grad_logprobs = numbers_from(of_logprobs, first);
+    args.grad_entropies = numbers_from(of_entropies, first);
+    CUSEQ_RUN(logit_rows_backward, hidden, args);
+    grad_hidden.narrow(0, first, rows.size(0)).copy_(at::mm(logits, weight));
+    grad_weight.add(at::mm(logits.t(), rows));
+    if (bias.has_value()) grad_bias.add(logits.sum(0, /*keepdim=*/false, head.wide()));
+  };
+  for_each_chunk(head, add_chunk);
   const Tensor no_bias = at::empty({0}, hidden.options());
   return {grad_hidden, grad_weight.result(weight), grad_bias.result(bias.value_or(no_bias))};
 }
