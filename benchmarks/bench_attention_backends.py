@@ -244,12 +244,6 @@ def packages() -> str:
     return " and ".join(found) or "no package of attention"
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
-    """Return the lines of a table, none where there is no file."""
-    text = path.read_text() if path.exists() else ""
-    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
-
-
 def write_table(
     path: Path, kept: list[dict[str, str]], lines: list[dict[str, str]], found: dict[str, Any]
 ) -> None:
@@ -281,7 +275,8 @@ def main() -> None:
     _backends.load_backends()
     major, minor = torch.cuda.get_device_capability()
     sm = 10 * major + minor
-    kept = [line for line in read_table(args.table) if args.resume or line["sm"] != str(sm)]
+    old = _backends.table_lines(args.table.read_text() if args.table.exists() else "")
+    kept = [line for line in old if args.resume or line["sm"] != str(sm)]
     measured = [{name: line[name] for name in _backends.FACTS} for line in kept]
     lines, shown, hosts = [], [], []
     for row in rows(args.quick):

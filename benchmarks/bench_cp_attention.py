@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import timer
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -100,7 +101,7 @@ class Bench:
             begun = time.perf_counter()
             call()
             seconds = time.perf_counter() - begun
-        hold = int(2e9 * min(2 * self.slowest(seconds), 20e-3))  # cycles at 2 GHz
+        hold = timer.hold_cycles(self.slowest(seconds))
         samples = []
         for _ in range(self.repeats):
             dist.all_reduce(self.signal)

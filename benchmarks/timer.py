@@ -82,8 +82,7 @@ def device_time(
     call_s = time.perf_counter() - begun
     repeats = _affordable(call_s, repeats)
 
-    # Cycles at 2 GHz, about the highest clock; at a lower clock the device only waits longer.
-    hold = int(2e9 * min(2 * host_s + 50e-6, 20e-3))
+    hold = hold_cycles(host_s)
     flush = _l2_buffer(torch.cuda.current_device()) if flush_l2 else None
     pairs = []
     for _ in range(repeats):
@@ -97,6 +96,14 @@ def device_time(
         pairs.append((start, end))
     torch.cuda.synchronize()
     return Timing.of([start.elapsed_time(end) * 1e3 for start, end in pairs])
+
+
+def hold_cycles(host_s: float) -> int:
+    """Return the cycles for which a device must sleep until the host has queued a call.
+
+    They are those of 2 GHz, about the highest clock; at a lower clock the device only waits longer.
+    """
+    return int(2e9 * min(2 * host_s + 50e-6, 20e-3))
 
 
 def graph_time(

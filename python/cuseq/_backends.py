@@ -93,8 +93,12 @@ def load() -> None:
 def read_table() -> list[tuple[tuple[Any, ...], dict[str, float]]]:
     """Return the measurements: facts, and the microseconds of each backend."""
     text = resources.files("cuseq").joinpath(TABLE).read_text()
-    lines = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
-    return [(_facts(line), _times(line)) for line in lines]
+    return [(_facts(line), _times(line)) for line in table_lines(text)]
+
+
+def table_lines(text: str) -> list[dict[str, str]]:
+    """Return the rows of a table as they are written, by column."""
+    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
 def _facts(line: dict[str, str]) -> tuple[Any, ...]:
