@@ -1,4 +1,4 @@
-"""Compare training steps of stock flex attention and cuseq's backends in one process.
+"""Compare training steps of stock attention, flex attention and cuseq's backends in one process.
 
     python -m benchmarks training_turns [--tokens T ...] [--documents N] [--compiled layers|model]
         [--max-seqs N] [--busy-core]
@@ -7,6 +7,7 @@ Qwen3-0.6B's shape, full fine-tuning. Every variant has a model and an optimizer
 take turns step by step, on the same packs, so that a host or a clock that is slow for a while slows
 all of them alike (`bench_training_step` runs each variant in its own process). Variants:
 
+- `stock`: transformers' sdpa with the mask that it makes of the position ids, never compiled;
 - `flex`: transformers' flex attention, with the mask that transformers makes of the position ids;
 - `flex_block_mask`: flex attention over cuseq's `packed.block_mask()`;
 - `auto`, `flash`, `fa4`: `cuseq.enable(model, backend=...)`;
@@ -16,7 +17,7 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 "host" is the time until the step returns, of which the device need not have done anything yet. With
 --busy-core the timed steps share one core with another process.
 
-The models of flex come from a copy of transformers' modeling module, which `cuseq.enable` does not
+The models of stock and flex come from a copy of transformers' modeling module, which `cuseq.enable` does not
 change. "first" is the first step of a variant, with what it compiles. A variant whose first step
 fails is left out, and the ratios are to the first variant that runs.
 """
@@ -58,10 +59,12 @@ from workload import documents, has_flash_attention_4, lognormal_lengths
 import cuseq
 
 FLEX = Variant("flex", "flex_attention", "packed")
+STOCK = Variant("stock", "sdpa", "packed")
 VARIANTS = {
     variant.name: variant
     for variant in (
         FLEX,
+        STOCK,
         replace(FLEX, name="flex_block_mask", lengths="host", block_mask=True),
         replace(ENABLED, name="auto"),
         replace(ENABLED, name="flash", backend="flash"),
@@ -139,7 +142,8 @@ def make_runner(
         else:
             model = code.Qwen3ForCausalLM._from_config(config, **options)
     model.train()
-    compile_parts(model, compiled, tokens)
+    if variant is not STOCK:
+        compile_parts(model, compiled, tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     return Runner(variant, model, optimizer)
 
@@ -260,7 +264,7 @@ def main() -> None:
 
     report = Report("training_turns", environment(args.device))
     report.notes.append(
-        f"{MODELS['0.6b'].describe}, {args.compiled} compiled, variants taking turns"
+        f"{MODELS['0.6b'].describe}, {args.compiled} compiled but for stock, variants taking turns"
         f"{' on one core with another process' if args.busy_core else ''}; at most "
         f"{args.max_seqs} sequences in a graph's row; 'times' is the median of a turn's ratio to "
         "the first variant."
