@@ -51,7 +51,10 @@ WIDE = ("efficient", "segments")
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: what is attended over, and the backends in question."""
+    """One row of the table: what is attended over, and the backends in question.
+
+    `room` is the capacity of a capture's offsets; 0 for twice the sequences, 64 or more.
+    """
 
     tokens: int
     mean: int
@@ -61,16 +64,17 @@ class Row:
     dtype: torch.dtype = torch.bfloat16
     backends: tuple[str, ...] = PLAIN
     modes: tuple[str, ...] = ("eager", "compiled", "captured")
+    room: int = 0
 
     def backends_of(self, mode: str) -> tuple[str, ...]:
-        """Return the backends that auto chooses from: in compiled code always flex too."""
-        with_flex = mode == "compiled" and "flex" not in self.backends
+        """Return the backends that auto chooses from: in compiled code and captures flex too."""
+        with_flex = mode != "eager" and "flex" not in self.backends
         return (*self.backends, "flex") if with_flex else self.backends
 
     @property
     def capacity(self) -> int:
         """Return the room of the offsets, which a capture takes for the number of sequences."""
-        return max(64, 2 * len(self.lengths))
+        return self.room or max(64, 2 * len(self.lengths))
 
     @property
     def lengths(self) -> list[int]:
@@ -100,6 +104,7 @@ def rows(quick: bool) -> list[Row]:
     found = [Row(*size) for size in sizes]
     # A capture knows the capacity alone, which is that of 8,192 tokens in shorter documents.
     found[-1] = replace(found[-1], modes=("eager", "compiled"))
+    found += [Row(*size, modes=("captured",), room=1024) for size in sizes[:3]]
     full = [(2048, 350), (8192, 1024), (512, 256), (16384, 2048)]
     found += [Row(*size, mask="full", modes=("eager", "captured")) for size in full]
     special = {"backends": ONE_BY_ONE, "modes": ("eager",)}

@@ -30,6 +30,7 @@ LEAST_TOKENS_FOR_FLEX = 512
 # How far flex must be ahead where another backend has one kernel too: layers that are compiled one
 # by one each make the block mask again, and their kernels take longer to compile.
 _HANDICAP = 1.05
+_POWERS = tuple(2**power for power in range(6, 21))
 
 registered: set[str] = set()  # the packages that are there
 _loaded = False
@@ -134,11 +135,13 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
     if not computes_in_half(q) or _flex_obstacle(q, v):
         return False
     mask = _mask_only_flex_runs_at_once(packed, asked)
+    if packed.is_static and mask is None and not packed.is_tree:
+        return _replays_take_flex(q, v, packed, asked)
     if is_compiling():
         return _compiled_code_takes_flex(q, v, asked, mask)
     if mask is None or q.shape[0] < LEAST_TOKENS_FOR_FLEX:
         return False
-    if is_capturing(q.device):
+    if packed.is_static or is_capturing(q.device):
         return True  # the capture cannot copy the offsets that segments need
     tokens, sequences = packed.num_real_tokens, packed.num_sequences
     fastest = fastest_measured(
@@ -153,10 +156,12 @@ def fits_flex(q: Tensor, v: Tensor) -> bool:
     return q.shape[0] > 0 and _flex_obstacle(q, v) is None
 
 
-def why_flex(asked: Question) -> str:
+def why_flex(packed: PackedLayout, asked: Question) -> str:
     """Return why `takes_flex` said yes."""
     if asked.backend == "flex":
         return "it was asked for"
+    if packed.is_static and _mask_only_flex_runs_at_once(packed, asked) is None:
+        return "the fastest in a CUDA graph, where the others pay for all of max_seqs"
     return "one kernel for all sequences, where the other backends run them one by one"
 
 
@@ -168,7 +173,9 @@ def _mask_only_flex_runs_at_once(packed: PackedLayout, asked: Question) -> str |
         return "spans"
     if asked.window is None or asked.causal:
         return None
-    if is_compiling() or is_capturing(packed.device) or asked.window < packed.max_seqlen:
+    if is_compiling() or packed.is_static or is_capturing(packed.device):
+        return "two_sided"
+    if asked.window < packed.max_seqlen:
         return "two_sided"
     return None  # it hides no key
 
@@ -176,14 +183,38 @@ def _mask_only_flex_runs_at_once(packed: PackedLayout, asked: Question) -> str |
 def _compiled_code_takes_flex(q: Tensor, v: Tensor, asked: Question, mask: str | None) -> bool:
     if mask is not None:
         return True
-    kind = "window" if asked.window is not None else "causal" if asked.causal else "full"
-    # Sizes may be symbolic in the code that is compiled, so constants stand for them.
-    head_dim = _constant(q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2], (64, 128, 192))
-    window = 0 if asked.window is None else _constant(asked.window, (128, 512, 1024, 4096))
     from cuseq._compile_time import least_tokens_for_flex
 
-    least = least_tokens_for_flex(head_dim, kind, window)
+    least = least_tokens_for_flex(*_constants_of(q, v, asked))
     return least is not None and q.shape[0] >= least
+
+
+def _replays_take_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> bool:
+    """Return whether flex is the fastest in a CUDA graph that replays other lengths.
+
+    The graph's other kernels pay for each sequence that the offsets have room for. The steps before
+    the capture ask the same, so that they compile what is captured.
+    """
+    if q.shape[0] < LEAST_TOKENS_FOR_FLEX:
+        return False
+    room = packed.cu_seqlens_static.shape[0] - 1
+    facts = (*_constants_of(q, v, asked), _constant(q.shape[0], _POWERS), _constant(room, _POWERS))
+    if not is_compiling():
+        return flex_replays_fastest(*facts)
+    from cuseq._compile_time import flex_replays_fastest as asked_once
+
+    return asked_once(*facts)
+
+
+def _constants_of(q: Tensor, v: Tensor, asked: Question) -> tuple[int, str, int]:
+    """Return head_dim, kind of mask and window.
+
+    Sizes may be symbolic in the code that is compiled, so constants stand for them.
+    """
+    kind = "window" if asked.window is not None else "causal" if asked.causal else "full"
+    head_dim = _constant(q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2], (64, 128, 192))
+    window = 0 if asked.window is None else _constant(asked.window, (128, 512, 1024, 4096))
+    return head_dim, kind, window
 
 
 def _constant(size: int, constants: tuple[int, ...]) -> int:
@@ -204,6 +235,17 @@ def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> 
         elif least is None:
             least = 2**power
     return least
+
+
+def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
+    """Return whether flex is the fastest in a CUDA graph whose offsets have room for sequences."""
+    # Where no such mask was measured, the causal one is closer than no measurement.
+    for kind, width in ((mask, window), ("causal", 0)):
+        facts = (True, head_dim, kind, width, "captured", tokens, room)
+        fastest = fastest_measured(None, facts)
+        if fastest is not None:
+            return fastest == "flex"
+    return False
 
 
 def fastest_measured(q: Tensor | None, facts: tuple[Any, ...], handicap: float = 1.0) -> str | None:

@@ -22,3 +22,9 @@ def load_now() -> bool:
 def least_tokens_for_flex(head_dim: int, mask: str, window: int) -> int | None:
     """Return the fewest tokens from which flex stays the fastest in compiled code, or None."""
     return _backends.tokens_from_which_flex_is_fastest(head_dim, mask, window)
+
+
+@assume_constant_result
+def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
+    """Return whether flex is the fastest in a CUDA graph whose offsets have room for sequences."""
+    return _backends.flex_replays_fastest(head_dim, mask, window, tokens, room)

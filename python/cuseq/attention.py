@@ -180,7 +180,7 @@ def attention_backend(
             name = _path_backend(q, v, packed, options)
             return AttentionBackend(name, why_one_kernel(q, v, packed))
     if _runs_flex(q, v, packed, options):
-        return AttentionBackend("flex", why_flex(options.question()))
+        return AttentionBackend("flex", why_flex(packed, options.question()))
     return AttentionBackend(*_C.attention_choice(q, k, v, *options.of_op(q, packed)))
 
 
@@ -321,7 +321,7 @@ def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) ->
     if not is_compiling():
         _, window, spans, _, softcap, backend = options
         plain = softcap is None and spans is None and (options.causal or window is None)
-        if (plain and backend != "flex") or isinstance(q, FakeTensor):
+        if (plain and backend != "flex" and not packed.is_static) or isinstance(q, FakeTensor):
             return False
     return takes_flex(q, v, packed, options.question())
 

@@ -59,6 +59,32 @@ def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
     assert len(asked) == count
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, monkeypatch, measured):
+    """Its capacity counts, not its lengths; other layouts ask about eager or compiled code."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(_backends, "_flex_obstacle", lambda q, v: None)
+    facts = (90, True, 128, "causal", 0, "captured")
+    measured(
+        ((*facts, 1024, 64), {"flash": 1.0, "flex": 2.0}),
+        ((*facts, 1024, 512), {"flash": 9.0, "flex": 2.0}),
+    )
+
+    def takes_flex(q: Tensor, packed: PackedLayout, asked: _backends.Question) -> Tensor:
+        return q + 1 if _backends.takes_flex(q, q, packed, asked) else q - 1
+
+    if compiled:
+        takes_flex = torch.compile(takes_flex, fullgraph=True, backend="aot_eager")
+    question = _backends.Question(True, None, None, None, "auto")
+    for tokens, room, expected in ((1024, 60, -1), (1024, 500, 1), (1000, 700, 1), (400, 300, -1)):
+        packed = PackedLayout.from_lengths([5, 7], tokens, max_seqs=room)
+        q = torch.zeros(tokens, 1, 128, dtype=torch.bfloat16)
+        for asked in (question, question._replace(window=99), question._replace(causal=False)):
+            torch._dynamo.reset()  # its limit of compilations is for one function in all
+            assert takes_flex(q, packed.static_copy(q.device), asked).eq(expected).all()
+            assert takes_flex(q, packed, asked).eq(-1).all()
+
+
 @pytest.fixture
 def measured():
     """Return a function that replaces the measurements until the test is over."""

@@ -16,7 +16,16 @@ from reference import mask as reference_mask
 from test_attention import PACKS, check_against_reference, inputs, relative
 from torch import Tensor
 
-from cuseq import _C, PackedLayout, _backends, _fa4, _flex, attention_backend, varlen_attention
+from cuseq import (
+    _C,
+    GraphedStep,
+    PackedLayout,
+    _backends,
+    _fa4,
+    _flex,
+    attention_backend,
+    varlen_attention,
+)
 
 NAMES = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
 HALF = 6e-3  # error of bf16, relative
@@ -405,6 +414,46 @@ def test_auto_takes_flex_for_soft_caps(cuda):
     assert attention_backend(*tensors, packed).name != "flex"
     short, few = packed_inputs([30], 32, 4, 2, 64)
     assert attention_backend(*short, few, softcap=5.0).name == "segments"
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False}], ids=str)
+def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(options, compiled, cuda):
+    major, minor = torch.cuda.get_device_capability()
+    _backends.load_backends()
+    facts = (10 * major + minor, True, 64, "causal", 0, "captured", 1024, 128)
+    _C.set_measured_attention([(facts, {"flash": 2.0, "fa4": 2.0, "flex": 1.0})])
+    try:
+        drawn = torch.Generator(device="cuda").manual_seed(0)
+        rows = [torch.randn(1024, 4, 64, generator=drawn, device="cuda") for _ in range(3)]
+        parameters = [torch.nn.Parameter(row.bfloat16()) for row in rows]
+
+        def attend(packed: PackedLayout) -> Tensor:
+            return varlen_attention(*parameters, packed, **options)
+
+        run = torch.compile(attend, fullgraph=True) if compiled else attend
+        optimizer = torch.optim.SGD(parameters, lr=0.0, fused=True)
+        packs = [[500, 0, 500], [1024], [7] * 100, [300, 200], [1, 1000]]
+        layouts = [PackedLayout.from_lengths(pack, 1024, max_seqs=128) for pack in packs]
+        step = GraphedStep(
+            lambda batch: run(batch["packed"]).square().sum(), optimizer, {"packed": layouts[0]}
+        )
+        static = layouts[0].to("cuda").static_copy(torch.device("cuda"))
+        assert attention_backend(*parameters, static, **options).name == "flex"
+        for layout in layouts:
+            loss = step({"packed": layout})
+            found = [parameter.grad.clone() for parameter in parameters]
+            plain = [parameter.detach().clone().requires_grad_() for parameter in parameters]
+            packed = layout.to("cuda")
+            expected = varlen_attention(*plain, packed, backend="flash", **options)
+            expected = expected.square().sum()
+            expected.backward()
+            assert relative(loss, expected, expected) < 1e-2
+            for one, other in zip(found, plain, strict=True):
+                assert relative(one, other.grad, other.grad) < 2e-2
+        assert step.captured, step.reason
+    finally:
+        _C.set_measured_attention(_backends.read_table())
 
 
 def test_auto_is_level_with_the_best_of_the_table(cuda):
