@@ -17,9 +17,9 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 "host" is the time until the step returns, of which the device need not have done anything yet. With
 --busy-core the timed steps share one core with another process.
 
-The models of stock and flex come from a copy of transformers' modeling module, which `cuseq.enable` does not
-change. "first" is the first step of a variant, with what it compiles. A variant whose first step
-fails is left out, and the ratios are to the first variant that runs.
+The models of stock and flex come from a copy of transformers' modeling module, which
+`cuseq.enable` does not change. "first" is the first step of a variant, with what it compiles. A
+variant whose first step fails is left out, and the ratios are to the first variant that runs.
 """
 
 from __future__ import annotations

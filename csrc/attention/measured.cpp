@@ -100,12 +100,13 @@ void set_measured(std::vector<Measured> rows) {
   table().store(entries, std::memory_order_release);
 }
 
-const Measured* closest_measured(const Facts& facts) {
+const Measured* closest_measured(const Facts& facts, std::string_view backend) {
   const Logarithms logarithms(facts);
   const Measured* closest = nullptr;
   double least = std::numeric_limits<double>::infinity();
   for (const Entry& entry : *table().load(std::memory_order_acquire)) {
     if (!comparable(entry.row.facts, facts)) continue;
+    if (!backend.empty() && !entry.row.us.contains(backend)) continue;
     const bool both_know_sequences = entry.row.facts.sequences > 0 && facts.sequences > 0;
     const double apart = distance(entry.logarithms, logarithms, both_know_sequences);
     if (apart < least) {

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "attention/call.h"
@@ -36,7 +37,8 @@ Facts facts_of(const Call& call);
 // Replace the measurements.
 CUSEQ_API void set_measured(std::vector<Measured> rows);
 
-// Return the row that is closest to the facts, or null if nothing comparable was measured.
-CUSEQ_API const Measured* closest_measured(const Facts& facts);
+// Return the row that is closest to the facts, of those that measured the backend if one is named.
+// Null if nothing comparable was measured.
+CUSEQ_API const Measured* closest_measured(const Facts& facts, std::string_view backend = {});
 
 }  // namespace cuseq::attention

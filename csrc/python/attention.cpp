@@ -29,8 +29,8 @@ void set_measured(const std::vector<std::pair<FactsRow, Times>>& rows) {
   attention::set_measured(std::move(measured));
 }
 
-std::optional<Times> closest_measured(const FactsRow& facts) {
-  const Measured* row = attention::closest_measured(facts_from(facts));
+std::optional<Times> closest_measured(const FactsRow& facts, const std::string& backend) {
+  const Measured* row = attention::closest_measured(facts_from(facts), backend);
   return row == nullptr ? std::nullopt : std::optional<Times>(row->us);
 }
 
@@ -57,7 +57,7 @@ std::pair<std::string, std::string> attention_choice(
 
 void bind_attention(py::module_& m) {
   m.def("set_measured_attention", &set_measured);
-  m.def("closest_measured_attention", &closest_measured);
+  m.def("closest_measured_attention", &closest_measured, py::arg(), py::arg("backend") = "");
   m.def("set_missing_attention", &attention::set_missing);
   m.def("missing_attention", &attention::why_missing);
   m.def("set_failed_attention", &attention::set_failed);

@@ -144,11 +144,10 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
     if packed.is_static or is_capturing(q.device):
         return True  # the capture cannot copy the offsets that segments need
     tokens, sequences = packed.num_real_tokens, packed.num_sequences
-    fastest = fastest_measured(
-        q, (True, max(q.shape[2], v.shape[2]), mask, asked.window or 0, "eager", tokens, sequences)
-    )
+    head_dim = max(q.shape[2], v.shape[2])
+    facts = (True, head_dim, mask, asked.window or 0, "eager", tokens, sequences)
     # A soft cap that is not measured runs faster in one kernel than as five passes over the scores.
-    return fastest == "flex" or (fastest is None and mask == "softcap")
+    return _flex_was_fastest(facts, device=q.device, unknown=mask == "softcap")
 
 
 def fits_flex(q: Tensor, v: Tensor) -> bool:
@@ -230,7 +229,7 @@ def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> 
     least = None
     for power in range(LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):
         facts = (True, head_dim, mask, window, "compiled", 2**power, 0)
-        if fastest_measured(None, facts, handicap=_HANDICAP) != "flex":
+        if not _flex_was_fastest(facts, handicap=_HANDICAP):
             least = None
         elif least is None:
             least = 2**power
@@ -239,32 +238,37 @@ def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> 
 
 def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
     """Return whether flex is the fastest in a CUDA graph whose offsets have room for sequences."""
-    # Where no such mask was measured, the causal one is closer than no measurement.
-    for kind, width in ((mask, window), ("causal", 0)):
+
+    def was_fastest(kind: str, width: int, unknown: bool) -> bool:
         facts = (True, head_dim, kind, width, "captured", tokens, room)
-        fastest = fastest_measured(None, facts)
-        if fastest is not None:
-            return fastest == "flex"
-    return False
+        return _flex_was_fastest(facts, unknown=unknown)
+
+    # Where no such mask was measured, the causal one is closer than no measurement.
+    return was_fastest(mask, window, unknown=was_fastest("causal", 0, unknown=False))
 
 
-def fastest_measured(q: Tensor | None, facts: tuple[Any, ...], handicap: float = 1.0) -> str | None:
-    """Return the fastest backend where something like these facts was measured, or None.
+def _flex_was_fastest(
+    facts: tuple[Any, ...],
+    *,
+    device: torch.device | None = None,
+    handicap: float = 1.0,
+    unknown: bool = False,
+) -> bool:
+    """Return whether flex was the fastest backend where it was measured with facts like these.
 
     Args:
-        q: tensor on the GPU in question; None for the current one.
         facts: all but the first of `FACTS`.
+        device: the GPU in question; None for the current one.
         handicap: multiplies the time of flex.
+        unknown: what to return if flex was measured with nothing like them.
     """
-    major, minor = torch.cuda.get_device_capability(None if q is None else q.device)
-    times = _C.closest_measured_attention((10 * major + minor, *facts))
+    major, minor = torch.cuda.get_device_capability(device)
+    times = _C.closest_measured_attention((10 * major + minor, *facts), backend="flex")
     if times is None:
-        return None
+        return unknown
     usable = registered - _packages.failed
-    there = {name: us for name, us in times.items() if name not in PACKAGES or name in usable}
-    if "flex" in there:
-        there["flex"] *= handicap
-    return min(there, key=there.__getitem__, default=None)
+    flex = handicap * times.pop("flex")
+    return all(flex <= us for name, us in times.items() if name not in PACKAGES or name in usable)
 
 
 def computes_in_half(q: Tensor) -> bool:

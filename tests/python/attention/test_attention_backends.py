@@ -68,6 +68,7 @@ def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, mon
     measured(
         ((*facts, 1024, 64), {"flash": 1.0, "flex": 2.0}),
         ((*facts, 1024, 512), {"flash": 9.0, "flex": 2.0}),
+        ((*facts, 1000, 700), {"flash": 1.0}),  # says nothing about flex
     )
 
     def takes_flex(q: Tensor, packed: PackedLayout, asked: _backends.Question) -> Tensor:
@@ -584,6 +585,12 @@ def test_rows_are_compared_by_ratios(measured):
     measured(((*facts, 1000, 1), {"flash": 1.0}), ((*facts, 8000, 1), {"flash": 2.0}))
     for tokens, us in ((1, 1.0), (2000, 1.0), (4000, 2.0), (10**9, 2.0)):
         assert _C.closest_measured_attention((*facts, tokens, 1)) == {"flash": us}
+    assert _C.closest_measured_attention((*facts, 1, 1), backend="flex") is None
+    measured(((*facts, 1000, 1), {"flash": 1.0}), ((*facts, 8000, 1), {"flash": 2.0, "flex": 3.0}))
+    assert _C.closest_measured_attention((*facts, 1, 1), backend="flex") == {
+        "flash": 2.0,
+        "flex": 3.0,
+    }
     for other in ((80, *facts[1:]), (90, False, *facts[2:]), (*facts[:3], "full", 0, "eager")):
         assert _C.closest_measured_attention((*other, 1000, 1)) is None
 
