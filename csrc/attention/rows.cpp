@@ -1,14 +1,38 @@
 #include "attention/rows.h"
 
-#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/token_metadata.h"
+#include "ops/zero_tail.h"
 
 namespace cuseq::attention {
+namespace {
+
+RowBytes bytes_of(const Tensor& rows) {
+  const auto element = static_cast<int64_t>(rows.element_size());
+  const int64_t width = rows.dim() == 3 ? rows.size(2) : 1;
+  TORCH_INTERNAL_ASSERT(width == 1 || rows.stride(2) == 1, "a head's values are not consecutive");
+  RowBytes found;
+  found.data = static_cast<char*>(rows.mutable_data_ptr());
+  found.parts = rows.size(1);
+  found.part_stride = rows.stride(1) * element;
+  found.row_stride = rows.stride(0) * element;
+  found.bytes = width * element;
+  if (found.part_stride == found.bytes) {
+    found.bytes *= found.parts;
+    found.parts = 1;
+  }
+  constexpr int64_t kMostBytes = 16;
+  const int64_t all = static_cast<int64_t>(reinterpret_cast<uintptr_t>(found.data)) |
+                      found.part_stride | found.row_stride | found.bytes | kMostBytes;
+  found.unit = all & -all;  // the largest power of two that divides each of them
+  return found;
+}
+
+}  // namespace
 
 Tensor aligned_rows(const Tensor& rows) {
   constexpr int64_t kBytes = 16;
@@ -30,20 +54,20 @@ Tensor unpad_last_dim(const Tensor& tensor, int64_t size) {
   return (tensor.size(-1) == size ? tensor : tensor.narrow(-1, 0, size)).contiguous();
 }
 
-void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences) {
-  const int64_t total_tokens = rows.begin()->size(0);
+void zero_tail(at::TensorList rows, const Sequences& sequences) {
+  const int64_t total_tokens = rows.front().size(0);
   if (sequences.num_real_tokens.has_value()) {
     const int64_t tail = total_tokens - *sequences.num_real_tokens;
     if (tail == 0) return;
     for (const Tensor& tensor : rows) tensor.narrow(0, *sequences.num_real_tokens, tail).zero_();
     return;
   }
-  const Tensor& offsets = sequences.offsets;
-  const Tensor mask =
-      at::arange(total_tokens, offsets.options()).ge(offsets.select(0, offsets.size(0) - 1));
-  for (const Tensor& tensor : rows) {
-    tensor.masked_fill_(tensor.dim() == 3 ? mask.unsqueeze(1).unsqueeze(2) : mask.unsqueeze(1), 0);
-  }
+  TORCH_INTERNAL_ASSERT(rows.size() <= ZeroTailArgs::kMostTensors, "too many tensors");
+  ZeroTailArgs args;
+  for (const Tensor& tensor : rows) args.tensors[args.num_tensors++] = bytes_of(tensor);
+  args.first = sequences.offsets.const_data_ptr<int32_t>() + sequences.count();
+  args.num_rows = total_tokens;
+  CUSEQ_RUN(zero_tail, sequences.offsets, args);
 }
 
 Gradients with_zero_tails(const Call& call, Gradients gradients) {

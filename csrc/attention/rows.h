@@ -1,7 +1,5 @@
 #pragma once
 
-#include <initializer_list>
-
 #include "attention/call.h"
 
 // Conversion of rows to the form that PyTorch's kernels need, and back.
@@ -17,9 +15,10 @@ Tensor pad_last_dim(const Tensor& tensor, int64_t size);
 // Return the first `size` entries of the last dimension, contiguous, without a copy if possible.
 Tensor unpad_last_dim(const Tensor& tensor, int64_t size);
 
-// Zero the rows after the last sequence, in place. Kernels leave them uninitialised, and one NaN
-// there would make weight gradients NaN.
-void zero_tail(std::initializer_list<Tensor> rows, const Sequences& sequences);
+// Zero the rows after the last sequence, in place, of up to 5 tensors [tokens, heads] or [tokens,
+// heads, head_dim]. Kernels leave them uninitialised, and one NaN there would make weight gradients
+// NaN.
+CUSEQ_API void zero_tail(at::TensorList rows, const Sequences& sequences);
 
 // Zero the tails of the gradients of q, k and v, in place, and return them.
 Gradients with_zero_tails(const Call& call, Gradients gradients);

@@ -1,10 +1,11 @@
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "attention/backend.h"
 #include "attention/flash_rows.h"
@@ -72,19 +73,6 @@ const Ops& ops() {
   return found;
 }
 
-// Return the rows of the sequences alone. The kernels load whole tiles, which reach past the end of
-// the last sequence, and multiply what they find there by zero: it must not be NaN. Past the end of
-// a tensor they read zeros.
-Tensor rows_without_tail(const Tensor& rows, const Sequences& sequences) {
-  if (sequences.num_real_tokens.has_value()) return rows.narrow(0, 0, *sequences.num_real_tokens);
-  const Tensor& offsets = sequences.offsets;
-  const Tensor tail = at::arange(rows.size(0), offsets.options())
-                          .ge(offsets.select(0, offsets.size(0) - 1))
-                          .unsqueeze(1)
-                          .unsqueeze(2);
-  return rows.masked_fill(tail, 0);
-}
-
 // Return the head_dim that q, k and v are padded to. With others flash-attn-4 4.0.0b8 on sm_90 does
 // not compile its backward, or gives wrong gradients of q (80 with a window), and with 192 it does
 // not compile that of grouped queries.
@@ -100,10 +88,36 @@ bool is_expanded(const Tensor& rows) {
   return (rows.stride(0) == 0 && rows.size(0) > 1) || (rows.stride(1) == 0 && rows.size(1) > 1);
 }
 
-// Tensors of a call as the kernels take them. Their compiled code has no expanded strides.
-Tensor package_rows(const Tensor& rows, const Sequences& sequences, int64_t head_dim) {
-  const Tensor own = is_expanded(rows) ? rows.contiguous() : rows;
-  return flash_rows(rows_without_tail(own, sequences), head_dim);
+using Rows = c10::SmallVector<Tensor, 5>;
+
+// Return tensors of a row as the kernels take them. Their compiled code has no expanded strides.
+// They load whole tiles, which reach past the end of the last sequence, and multiply what they find
+// there by zero: it must not be NaN. Past the end of a tensor they read zeros.
+Rows package_rows(Rows rows, const Sequences& sequences, int64_t head_dim) {
+  const bool knows_tail = sequences.num_real_tokens.has_value();
+  for (Tensor& tensor : rows) {
+    if (knows_tail) {
+      const Tensor own = is_expanded(tensor) ? tensor.contiguous() : tensor;
+      tensor = flash_rows(own.narrow(0, 0, *sequences.num_real_tokens), head_dim);
+    } else {
+      tensor = tensor.size(2) == head_dim ? tensor.clone(at::MemoryFormat::Contiguous)
+                                          : pad_last_dim(tensor, head_dim).contiguous();
+    }
+  }
+  if (!knows_tail) zero_tail(rows, sequences);
+  return rows;
+}
+
+// Prepare the tensors of the queries and those of the keys; return all, in this order.
+Rows package_rows(const Call& call, Rows of_queries, Rows of_keys, int64_t head_dim) {
+  if (call.is_of_one_row()) {
+    of_queries.append(of_keys.begin(), of_keys.end());
+    return package_rows(std::move(of_queries), call.queries, head_dim);
+  }
+  Rows rows = package_rows(std::move(of_queries), call.queries, head_dim);
+  const Rows keys = package_rows(std::move(of_keys), call.keys, head_dim);
+  rows.append(keys.begin(), keys.end());
+  return rows;
 }
 
 template <typename Package>
@@ -136,9 +150,8 @@ Output forward(const Call& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t head_dim = package_head_dim(call);
   const FlashWindow window(call);
-  const Tensor q = package_rows(call.q, call.queries, head_dim);
-  const Tensor k = package_rows(call.k, call.keys, head_dim);
-  const Tensor v = package_rows(call.v, call.keys, head_dim);
+  const Rows rows = package_rows(call, {call.q}, {call.k, call.v}, head_dim);
+  const Tensor &q = rows[0], &k = rows[1], &v = rows[2];
   Tensor out = at::empty({call.q.size(0), call.q.size(1), head_dim}, q.options());
   Tensor logsumexp = at::empty({call.q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
   ops<Package>().forward.call(q, k, v, out.narrow(0, 0, q.size(0)), logsumexp, call.queries.offsets,
@@ -159,22 +172,20 @@ Gradients backward(const Call& call, const Outer& outer) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t head_dim = package_head_dim(call);
   const FlashWindow window(call);
-  const Tensor q = package_rows(call.q, call.queries, head_dim);
-  const Tensor k = package_rows(call.k, call.keys, head_dim);
-  const Tensor v = package_rows(call.v, call.keys, head_dim);
+  const Rows rows = package_rows(call, {outer.grad_out.contiguous(), call.q, outer.out},
+                                 {call.k, call.v}, head_dim);
+  const Tensor &grad_out = rows[0], &q = rows[1], &out = rows[2], &k = rows[3], &v = rows[4];
   const auto empty_like = [&](const Tensor& rows) {
     return at::empty({rows.size(0), rows.size(1), head_dim}, rows.options());
   };
   Tensor grad_q = empty_like(call.q);
   Tensor grad_k = empty_like(call.k);
   Tensor grad_v = empty_like(call.v);
-  ops<Package>().backward.call(package_rows(outer.grad_out.contiguous(), call.queries, head_dim), q,
-                               k, v, package_rows(outer.out, call.queries, head_dim),
-                               outer.logsumexp.narrow(1, 0, q.size(0)).contiguous(),
-                               grad_q.narrow(0, 0, q.size(0)), grad_k.narrow(0, 0, k.size(0)),
-                               grad_v.narrow(0, 0, k.size(0)), call.queries.offsets,
-                               call.keys.offsets, call.queries.longest, call.keys.longest,
-                               call.scale, call.causal, window.left, window.right);
+  ops<Package>().backward.call(
+      grad_out, q, k, v, out, outer.logsumexp.narrow(1, 0, q.size(0)).contiguous(),
+      grad_q.narrow(0, 0, q.size(0)), grad_k.narrow(0, 0, k.size(0)),
+      grad_v.narrow(0, 0, k.size(0)), call.queries.offsets, call.keys.offsets, call.queries.longest,
+      call.keys.longest, call.scale, call.causal, window.left, window.right);
   return with_zero_tails(
       call, {unpad_last_dim(grad_q, call.q.size(2)), unpad_last_dim(grad_k, call.k.size(2)),
              unpad_last_dim(grad_v, call.v.size(2))});
