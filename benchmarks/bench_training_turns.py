@@ -1,7 +1,7 @@
 """Compare training steps of stock attention, flex attention and cuseq's backends in one process.
 
     python -m benchmarks training_turns [--tokens T ...] [--documents N] [--compiled layers|model]
-        [--max-seqs N] [--busy-core]
+        [--max-seqs N] [--busy-core] [--warm]
 
 Qwen3-0.6B's shape, full fine-tuning. Every variant has a model and an optimizer of its own. They
 take turns step by step, on the same packs, so that a host or a clock that is slow for a while slows
@@ -13,6 +13,9 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 - `auto`, `flash`, `fa4`: `cuseq.enable(model, backend=...)`;
 - `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
 - `flex_graphed`: flex attention captured the same way, over `packed.block_mask()` of the graph.
+
+A first step compiles for up to a minute. With --warm all variants of a row length do so at once
+before, in processes of their own: the steps find what these leave in the compiler's cache on disk.
 
 "host" is the time until the step returns, of which the device need not have done anything yet. With
 --busy-core the timed steps share one core with another process.
@@ -31,6 +34,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -74,6 +78,8 @@ VARIANTS = {
     )
 }
 GRAPHED = ("auto_graphed", "flex_graphed")
+# Each process compiles in a few processes more.
+WARM_THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 
 
 @dataclass
@@ -206,6 +212,9 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
         print(f"{tokens:,} tokens, {name}: first step {runner.first_s:.1f} s", flush=True)
         runners.append(runner)
 
+    if not runners:
+        return []
+
     def take_turns(turns: int) -> None:
         for turn in range(turns):
             docs = next(stream)
@@ -238,6 +247,27 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
     return rows
 
 
+def warm(tokens: int, args: argparse.Namespace) -> None:
+    """Run a few steps of every variant in processes of their own, all at once."""
+    running = []
+    for name in args.variants:
+        if VARIANTS[name] is STOCK:
+            continue
+        scratch = tempfile.TemporaryDirectory()
+        # A graph is captured in the fourth call.
+        steps = ["--warmup", "4" if name in GRAPHED else "1", "--steps", "1", "--out", scratch.name]
+        shape = ["--tokens", str(tokens), "--compiled", args.compiled, "--variants", name]
+        room = ["--max-seqs", str(args.max_seqs)]
+        command = [sys.executable, __file__, *shape, *room, *steps]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, env=os.environ | WARM_THREADS
+        )
+        running.append((process, scratch))
+    for process, scratch in running:
+        process.wait()
+        scratch.cleanup()
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32_768])
@@ -248,6 +278,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, metavar="NAME")
     parser.add_argument("--max-seqs", type=int, default=128, help="of a graph's rows; default 128")
     parser.add_argument("--busy-core", action="store_true", help="share one core while timing")
+    parser.add_argument("--warm", action="store_true", help="compile all variants at once before")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type != "cuda":
@@ -258,6 +289,10 @@ def main() -> None:
         args.variants = [name for name in args.variants if name not in GRAPHED]
     rows = []
     for tokens in args.tokens:
+        if args.warm:
+            begun = time.perf_counter()
+            warm(tokens, args)
+            print(f"{tokens:,} tokens: warm after {time.perf_counter() - begun:.0f} s", flush=True)
         torch._dynamo.reset()
         rows += measure(tokens, args, device)
         torch.cuda.empty_cache()

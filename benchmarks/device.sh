@@ -191,7 +191,7 @@ stage_test() {
   fi
   [[ $gpu == no ]] || only=(--gpu-only)  # the other tests do not depend on the machine
   step test-python 560 env "${threads[@]}" "$PYTHON" -m pytest -q -ra -m "${MARK:-not full}" \
-    -n "$JOBS" --dist loadgroup "${only[@]}" --failures="${OUT:-$results}/failures.txt" \
+    --durations=25 -n "$JOBS" --dist loadgroup "${only[@]}" --failures="${OUT:-$results}/failures.txt" \
     "${files[@]/#/tests/python/}"
 }
 
