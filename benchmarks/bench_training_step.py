@@ -411,13 +411,13 @@ def apply_liger(parts: tuple[str, ...], patch: str) -> None:
     apply(cross_entropy=False, fused_linear_cross_entropy=False, **chosen)
 
 
-def compile_parts(model: torch.nn.Module, what: str, tokens: int) -> None:
+def compile_parts(model: torch.nn.Module, what: str, tokens: int, fullgraph: bool = True) -> None:
     """Compile layers or the model; long rows call the decoder, whose loss is computed in parts."""
     parts = [model if tokens < LONG_ROW else decoder(model)]
     if what == "layers":
         parts = list(decoder(model).layers)
     for part in parts:
-        part.compile(fullgraph=True, dynamic=False)
+        part.compile(fullgraph=fullgraph, dynamic=False)
 
 
 def packed_batch(

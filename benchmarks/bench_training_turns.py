@@ -8,7 +8,8 @@ take turns step by step, on the same packs, so that a host or a clock that is sl
 all of them alike (`bench_training_step` runs each variant in its own process). Variants:
 
 - `stock`: transformers' sdpa with the mask that it makes of the position ids, never compiled;
-- `flex`: transformers' flex attention, with the mask that transformers makes of the position ids;
+- `flex`: transformers' flex attention, with the mask that transformers makes of the position ids,
+  which breaks the graph of a compiled model;
 - `flex_block_mask`: flex attention over cuseq's `packed.block_mask()`;
 - `auto`, `flash`, `fa4`: `cuseq.enable(model, backend=...)`;
 - `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
@@ -149,7 +150,7 @@ def make_runner(
             model = code.Qwen3ForCausalLM._from_config(config, **options)
     model.train()
     if variant is not STOCK:
-        compile_parts(model, compiled, tokens)
+        compile_parts(model, compiled, tokens, fullgraph=variant is not FLEX)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     return Runner(variant, model, optimizer)
 
