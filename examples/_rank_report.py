@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _exposed import is_profiled
 from _mesh import Ranks
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -55,6 +56,7 @@ class StepLog:
         self._step = first_step
         self._waiting: list[torch.Tensor] = []
         self.lines: list[dict[str, Any]] = []
+        self.exposed: float | None = None  # the share of the newest profile
         self._bar = tqdm(initial=first_step, total=steps, unit="step", disable=not ranks.is_first)
         if ranks.is_first:
             self.lines = _lines_before(self._file, first_step)
@@ -67,6 +69,10 @@ class StepLog:
         gathered = numbers.new_empty(self._ranks.world_size, len(numbers))
         dist.all_gather_into_tensor(gathered, numbers[None])
         self._waiting.append(gathered)
+
+    def profiles(self, step: int) -> bool:
+        """Return whether this rank profiles a step of this run, counted from 1."""
+        return self._ranks.is_first and self._ranks.device.type == "cuda" and is_profiled(step)
 
     def read(self) -> None:
         """Wait for the device, write the steps since the last call and show the newest."""
@@ -102,6 +108,8 @@ class StepLog:
         if size.peak_flops is not None and size.flops_per_token is not None:
             flops = size.flops_per_token * given + size.flops_per_pair * sum(pairs)
             line["mfu"] = flops / seconds / size.peak_flops
+        if self.exposed is not None:
+            line["exposed_communication"] = self.exposed
         return line
 
     def close(self) -> None:
@@ -129,6 +137,8 @@ def _postfix(line: dict[str, Any]) -> str:
     ]
     if "mfu" in line:
         parts.append(f"MFU {line['mfu']:.1%}")
+    if "exposed_communication" in line:
+        parts.append(f"exposed communication {line['exposed_communication']:.1%}")
     return ", ".join(parts)
 
 

@@ -15,10 +15,12 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from _checkpoint import Checkpoints
 from _documents import UserError
+from _exposed import profiled
 from _flops import Flops, peak_flops
 from _mesh import Ranks, joined_ranks
 from _model import ModelSource
@@ -111,8 +113,13 @@ def train(
     with stop.listening():
         for number, batches in zip(range(first_step, options.steps), rows):
             question = stop.start()
-            log.add(trained.step(batches, number))
             steps = number + 1
+            step = partial(trained.step, batches, number)
+            if log.profiles(steps - first_step):
+                numbers, log.exposed = profiled(step)
+            else:
+                numbers = step()
+            log.add(numbers)
             stopped = stop.answer(question)
             if steps % options.log_every == 0:
                 log.read()

@@ -406,6 +406,46 @@ def stand_in(folder: Path, name: str, body: str) -> None:
     (folder / name).chmod(0o755)
 
 
+def test_exposed_communication_is_what_nothing_else_covers():
+    share = import_example("_exposed").exposed_share
+    gather, matmul = "ncclDevKernel_AllGather_RING_LL", "nvjet_hsh_128x256"
+    assert share([]) is None
+    assert share([(matmul, 5.0, 15.0)]) == 0
+    assert share([(gather, 5.0, 15.0)]) == 1
+    # Of 0 to 100: the matmuls cover 0 to 30 and 50 to 60, two gathers 20 to 55, a copy 70 to 100.
+    spans = [
+        (gather, 20.0, 45.0),
+        (matmul, 0.0, 30.0),
+        ("Memcpy DtoD", 70.0, 100.0),
+        (gather, 40.0, 55.0),
+        (matmul, 50.0, 60.0),
+    ]
+    assert share(spans) == pytest.approx(0.2)
+
+
+def test_the_third_and_every_hundredth_step_are_profiled_on_the_first_gpu():
+    steps = import_example("_exposed").is_profiled
+    assert [step for step in range(1, 300) if steps(step)] == [3, 103, 203]
+    log = import_example("_rank_report").StepLog.profiles
+    for rank, device, expected in ((0, "cuda", True), (1, "cuda", False), (0, "cpu", False)):
+        ranks = SimpleNamespace(is_first=rank == 0, device=torch.device(device))
+        assert log(SimpleNamespace(_ranks=ranks), 3) == expected
+
+
+def test_the_progress_bar_shows_exposed_communication():
+    report = import_example("_rank_report")
+    line = {"loss": 1.0, "tokens_per_second": 2.0, "padding": 0.0, "balance": 1.0}
+    assert "exposed" not in report._postfix(line)
+    shown = report._postfix(line | {"exposed_communication": 0.0425})
+    assert shown.endswith("exposed communication 4.2%")
+
+
+def test_a_profiled_step_returns_what_it_computed(cuda):
+    tensor = torch.ones(1000, device=cuda)
+    found, share = import_example("_exposed").profiled(lambda: (tensor @ tensor).item())
+    assert (found, share) == (1000, 0)
+
+
 def test_the_slurm_script_starts_and_resumes(tmp_path):
     stand_in(
         tmp_path, "scontrol", '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"'
