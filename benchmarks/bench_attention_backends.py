@@ -14,9 +14,9 @@ The host columns are the time that a call occupies the host; "of the package" is
 FlashAttention 4's own Python functions take for the same call, which cuseq passes by. Memory is the
 peak above the inputs.
 
-The table keeps the rows of other GPUs, and with --resume those of this one too, which are not
-measured again: all of them take longer than some machines are lent for. A backend that fails is
-left out of its row, and the report says why.
+The table keeps the rows of other GPUs, and with --resume those of this one too, which are measured
+again only if a backend that is installed has no time in them: all of them take longer than some
+machines are lent for. A backend that fails is left out of its row, and the report says why.
 """
 
 from __future__ import annotations
@@ -107,10 +107,12 @@ def rows(quick: bool) -> list[Row]:
     found += [Row(*size, modes=("captured",), room=1024) for size in sizes[:3]]
     full = [(2048, 350), (8192, 1024), (512, 256), (16384, 2048)]
     found += [Row(*size, mask="full", modes=("eager", "captured")) for size in full]
+    found += [Row(*size, mask="full", modes=("captured",), room=1024) for size in full[:2]]
     special = {"backends": ONE_BY_ONE, "modes": ("eager",)}
+    two_sided = {"mask": "two_sided", "window": 128, "backends": (*PLAIN, "flex")}
     for tokens, mean in ((8192, 1024), (1024, 350), (32768, 2048)):
         found.append(Row(tokens, mean, mask="spans", **special))
-        found.append(Row(tokens, mean, mask="two_sided", window=128, **special))
+        found.append(Row(tokens, mean, modes=("eager", "captured"), **two_sided))
         found.append(Row(tokens, mean, 256, mask="softcap", **special))
     eager = ("eager", "captured")
     found += [
@@ -241,6 +243,24 @@ def facts_of(row: Row, mode: str, sm: int) -> dict[str, str]:
     return dict(zip(_backends.FACTS, map(str, values), strict=True))
 
 
+def facts_in(line: dict[str, str]) -> dict[str, str]:
+    """Return the columns of a line of the table that say what was measured."""
+    return {name: line[name] for name in _backends.FACTS}
+
+
+def lacks(lines: list[dict[str, str]], row: Row, mode: str, sm: int) -> bool:
+    """Return whether lines of the table lack a time of a backend that is installed."""
+    installed = [
+        name
+        for name in row.backends_of(mode)
+        if name not in _backends.PACKAGES or name in _backends.registered
+    ]
+    facts = facts_of(row, mode, sm)
+    return not any(
+        facts_in(line) == facts and all(line[name] for name in installed) for line in lines
+    )
+
+
 def packages() -> str:
     """Return the packages of attention that are installed, with their versions."""
     found = ["FlashAttention 3"] if "fa3" in _backends.registered else []
@@ -282,10 +302,9 @@ def main() -> None:
     sm = 10 * major + minor
     old = _backends.table_lines(args.table.read_text() if args.table.exists() else "")
     kept = [line for line in old if args.resume or line["sm"] != str(sm)]
-    measured = [{name: line[name] for name in _backends.FACTS} for line in kept]
     lines, shown, hosts = [], [], []
     for row in rows(args.quick):
-        modes = [mode for mode in row.modes if facts_of(row, mode, sm) not in measured]
+        modes = [mode for mode in row.modes if lacks(kept, row, mode, sm)]
         if not modes:
             continue
         case = Case(row, device)
@@ -304,6 +323,7 @@ def main() -> None:
                 shown.append(facts | {"backend": backend} | found)
             if times:
                 found = {name: f"{us:.1f}" for name, us in times.items()}
+                kept = [line for line in kept if facts_in(line) != facts_of(row, mode, sm)]
                 lines.append(facts_of(row, mode, sm) | found)
                 write_table(args.table, kept, lines, environment(args.device))
             best = ", ".join(

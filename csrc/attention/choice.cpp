@@ -80,12 +80,14 @@ std::string refusals(const Call& call) {
   return text.str();
 }
 
-// Return the row of measurements that decides about a call. Where none is without a causal mask,
-// those with one do, which are closer than no measurement.
+// Return the row of measurements that decides about a call. Where none has its mask, those with a
+// plain causal mask do, which are closer than no measurement. Spans and soft caps are not like it:
+// most backends do not take them.
 const Measured* measured_like(Facts facts) {
   const Measured* row = closest_measured(facts);
-  if (row != nullptr || facts.mask != "full") return row;
+  if (row != nullptr || facts.mask == "spans" || facts.mask == "softcap") return row;
   facts.mask = "causal";
+  facts.window = 0;
   return closest_measured(facts);
 }
 

@@ -134,18 +134,20 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
         return False
     if not computes_in_half(q) or _flex_obstacle(q, v):
         return False
-    mask = _mask_only_flex_runs_at_once(packed, asked)
+    mask = _mask_run_one_by_one(asked)
     if packed.is_static and mask is None and not packed.is_tree:
         return _replays_take_flex(q, v, packed, asked)
     if is_compiling():
-        return _compiled_code_takes_flex(q, v, asked, mask)
-    if mask is None or q.shape[0] < LEAST_TOKENS_FOR_FLEX:
+        return mask is not None or _compiled_code_takes_flex(q, v, asked)
+    if q.shape[0] < LEAST_TOKENS_FOR_FLEX:
         return False
     if packed.is_static or is_capturing(q.device):
-        return True  # the capture cannot copy the offsets that segments need
+        return mask is not None  # the capture cannot copy the offsets that segments need
+    if mask is None and (asked.causal or asked.window is None or asked.window >= packed.max_seqlen):
+        return False
     tokens, sequences = packed.num_real_tokens, packed.num_sequences
     head_dim = max(q.shape[2], v.shape[2])
-    facts = (True, head_dim, mask, asked.window or 0, "eager", tokens, sequences)
+    facts = (True, head_dim, mask or "two_sided", asked.window or 0, "eager", tokens, sequences)
     # A soft cap that is not measured runs faster in one kernel than as five passes over the scores.
     return _flex_was_fastest(facts, device=q.device, unknown=mask == "softcap")
 
@@ -159,29 +161,21 @@ def why_flex(packed: PackedLayout, asked: Question) -> str:
     """Return why `takes_flex` said yes."""
     if asked.backend == "flex":
         return "it was asked for"
-    if packed.is_static and _mask_only_flex_runs_at_once(packed, asked) is None:
+    if _mask_run_one_by_one(asked) is not None:
+        return "one kernel for all sequences, where the other backends run them one by one"
+    if packed.is_static:
         return "the fastest in a CUDA graph, where the others pay for all of max_seqs"
-    return "one kernel for all sequences, where the other backends run them one by one"
+    return "the fastest where it was measured"
 
 
-def _mask_only_flex_runs_at_once(packed: PackedLayout, asked: Question) -> str | None:
-    """Return the kind of a mask that other backends run sequence by sequence, or None."""
+def _mask_run_one_by_one(asked: Question) -> str | None:
+    """Return the kind of a mask that backends but flex run sequence by sequence, or None."""
     if asked.softcap is not None:
         return "softcap"
-    if asked.spans is not None:
-        return "spans"
-    if asked.window is None or asked.causal:
-        return None
-    if is_compiling() or packed.is_static or is_capturing(packed.device):
-        return "two_sided"
-    if asked.window < packed.max_seqlen:
-        return "two_sided"
-    return None  # it hides no key
+    return None if asked.spans is None else "spans"
 
 
-def _compiled_code_takes_flex(q: Tensor, v: Tensor, asked: Question, mask: str | None) -> bool:
-    if mask is not None:
-        return True
+def _compiled_code_takes_flex(q: Tensor, v: Tensor, asked: Question) -> bool:
     from cuseq._compile_time import least_tokens_for_flex
 
     least = least_tokens_for_flex(*_constants_of(q, v, asked))
@@ -210,7 +204,10 @@ def _constants_of(q: Tensor, v: Tensor, asked: Question) -> tuple[int, str, int]
 
     Sizes may be symbolic in the code that is compiled, so constants stand for them.
     """
-    kind = "window" if asked.window is not None else "causal" if asked.causal else "full"
+    if asked.window is None:
+        kind = "causal" if asked.causal else "full"
+    else:
+        kind = "window" if asked.causal else "two_sided"
     head_dim = _constant(q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2], (64, 128, 192))
     window = 0 if asked.window is None else _constant(asked.window, (128, 512, 1024, 4096))
     return head_dim, kind, window

@@ -49,7 +49,7 @@ def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
         _backends.load_backends()
         asked_of = _backends.Question(True, None, None, None, "auto")
         rows = x.view(-1, 1, 64)
-        return x + 1 if _backends._compiled_code_takes_flex(rows, rows, asked_of, None) else x - 1
+        return x + 1 if _backends._compiled_code_takes_flex(rows, rows, asked_of) else x - 1
 
     assert takes_flex(torch.zeros(9, 64)).eq(1).all()
     assert takes_flex(torch.zeros(3, 64)).eq(-1).all()
@@ -80,7 +80,8 @@ def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, mon
     for tokens, room, expected in ((1024, 60, -1), (1024, 500, 1), (1000, 700, 1), (400, 300, -1)):
         packed = PackedLayout.from_lengths([5, 7], tokens, max_seqs=room)
         q = torch.zeros(tokens, 1, 128, dtype=torch.bfloat16)
-        for asked in (question, question._replace(window=99), question._replace(causal=False)):
+        masks = ({}, {"window": 99}, {"causal": False}, {"window": 3, "causal": False})
+        for asked in (question._replace(**options) for options in masks):
             torch._dynamo.reset()  # its limit of compilations is for one function in all
             assert takes_flex(q, packed.static_copy(q.device), asked).eq(expected).all()
             assert takes_flex(q, packed, asked).eq(-1).all()
@@ -256,7 +257,7 @@ def test_the_measurements_choose_and_the_backward_follows(measured, install):
         assert [one for one, *_ in kernels.calls[before:]] == made
 
 
-def test_calls_without_a_causal_mask_follow_causal_rows_where_they_have_none(measured, install):
+def test_calls_with_other_masks_follow_causal_rows_where_they_have_none(measured, install):
     install("fa4")
     causal, full = ((0, True, 16, mask, 0, "eager", 8, 2) for mask in ("causal", "full"))
     packed = PackedLayout.from_lengths([3, 4])
@@ -267,7 +268,7 @@ def test_calls_without_a_causal_mask_follow_causal_rows_where_they_have_none(mea
 
     measured((causal, {"fa4": 9.0, "segments": 1.0}))
     assert chosen(causal=False) == "segments"
-    assert chosen(causal=False, window=2) == "fa4"  # nothing was measured
+    assert chosen(window=2) == chosen(causal=False, window=2) == "segments"
     measured((causal, {"fa4": 9.0, "segments": 1.0}), (full, {"fa4": 1.0, "segments": 9.0}))
     assert chosen(causal=False) == "fa4" and chosen() == "segments"
 
