@@ -64,7 +64,13 @@ void zero_tail(at::TensorList rows, const Sequences& sequences) {
   }
   TORCH_INTERNAL_ASSERT(rows.size() <= ZeroTailArgs::kMostTensors, "too many tensors");
   ZeroTailArgs args;
-  for (const Tensor& tensor : rows) args.tensors[args.num_tensors++] = bytes_of(tensor);
+  for (const Tensor& tensor : rows) {
+    // A replaced flash kernel may return what it likes, and the kernel below checks nothing.
+    TORCH_INTERNAL_ASSERT(
+        tensor.size(0) == total_tokens && tensor.device() == sequences.offsets.device(),
+        "a tensor does not have the row's tokens");
+    args.tensors[args.num_tensors++] = bytes_of(tensor);
+  }
   args.first = sequences.offsets.const_data_ptr<int32_t>() + sequences.count();
   args.num_rows = total_tokens;
   CUSEQ_RUN(zero_tail, sequences.offsets, args);

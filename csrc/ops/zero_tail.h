@@ -47,11 +47,11 @@ struct ZeroTailArgs {
 };
 
 namespace cpu {
-CUSEQ_API void zero_tail(const ZeroTailArgs& args);
+void zero_tail(const ZeroTailArgs& args);
 }  // namespace cpu
 
 namespace cuda {
-CUSEQ_API void zero_tail(const ZeroTailArgs& args, Stream stream);
+void zero_tail(const ZeroTailArgs& args, Stream stream);
 }  // namespace cuda
 
 }  // namespace cuseq
