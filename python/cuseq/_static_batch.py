@@ -58,6 +58,12 @@ class StaticBatch:
             self._leaves.append(leaf)
         self.value = pytree.tree_unflatten(self._leaves, self._structure)
 
+    def mark_plain(self) -> None:
+        """Say that no graph will read the batch, so that its layouts give lengths to the host."""
+        for leaf in self._leaves:
+            if isinstance(leaf, PackedLayout):
+                leaf.mark_static(False)
+
     def check(self, batch: object, name: str) -> list[Any]:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.
 

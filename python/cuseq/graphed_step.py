@@ -101,7 +101,8 @@ class GraphedStep:
             StaticBatch(example_batch, self._device, "example_batch")
             for _ in range(as_int(accumulation, "accumulation", least=1))
         ]
-        self._obstacle = _obstacle(optimizer, self._device)
+        self._obstacle: str | None = None
+        self._give_up(_obstacle(optimizer, self._device))
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
@@ -159,6 +160,13 @@ class GraphedStep:
             )
         numbered = enumerate(zip(self._batches, batch, strict=True))
         return [static.check(one, f"batch[{number}]") for number, (static, one) in numbered]
+
+    def _give_up(self, obstacle: str | None) -> None:
+        """Run plain steps from now on if there is an obstacle to a capture."""
+        self._obstacle = obstacle
+        if obstacle is not None:
+            for batch in self._batches:
+                batch.mark_plain()
 
     def _plain_step(self) -> Tensor:
         self._plain_steps_left = max(0, self._plain_steps_left - 1)
@@ -227,7 +235,7 @@ class GraphedStep:
         except Exception as error:
             self._optimizer.zero_grad(set_to_none=True)
             cause = cause or error
-            self._obstacle = f"the step cannot be captured: {type(cause).__name__}: {cause}"
+            self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
             return
         self._graph = _Graph(graph, loss, rates, self._optimizer)
 

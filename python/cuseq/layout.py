@@ -312,8 +312,13 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             made = PackedLayout(self.state.moved(device).cloned())
         made.position_ids  # noqa: B018  computes them
-        made.is_static = made.segments.is_static = True
+        made.mark_static(True)
         return made
+
+    def mark_static(self, is_static: bool) -> None:
+        """Say whether `copy_` fills this layout again between the replays of a CUDA graph."""
+        for layout in (self, self.segments, *self._chunked.values()):
+            layout.is_static = is_static
 
     def copy_(self, other: PackedLayout) -> PackedLayout:
         """Make this layout describe another row, in place, for the static inputs of a CUDA graph.

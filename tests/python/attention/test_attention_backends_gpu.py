@@ -6,6 +6,7 @@ FlashAttention 3 and 4 are skipped where they are not installed.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -416,9 +417,15 @@ def test_auto_takes_flex_for_soft_caps(cuda):
     assert attention_backend(*short, few, softcap=5.0).name == "segments"
 
 
+def refuse_other_backends(*args: Any) -> Tensor:
+    raise AssertionError("the op of the other backends was called instead of flex attention")
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False}], ids=str)
-def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(options, compiled, cuda):
+def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
+    options, compiled, cuda, monkeypatch
+):
     major, minor = torch.cuda.get_device_capability()
     _backends.load_backends()
     facts = (10 * major + minor, True, 64, "causal", 0, "captured", 1024, 128)
@@ -441,7 +448,9 @@ def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(options, co
         static = layouts[0].to("cuda").static_copy(torch.device("cuda"))
         assert attention_backend(*parameters, static, **options).name == "flex"
         for layout in layouts:
-            loss = step({"packed": layout})
+            with monkeypatch.context() as patched:
+                patched.setattr("cuseq.attention._attend", refuse_other_backends)
+                loss = step({"packed": layout})
             found = [parameter.grad.clone() for parameter in parameters]
             plain = [parameter.detach().clone().requires_grad_() for parameter in parameters]
             packed = layout.to("cuda")

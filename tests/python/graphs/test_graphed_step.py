@@ -186,6 +186,34 @@ def test_constants_must_stay(device):
         step(example | {"scale": 3.0})
 
 
+def test_only_steps_that_can_be_captured_hide_lengths_from_the_host(device):
+    """A layout that a graph refills follows other measurements than one of plain steps."""
+    parameter = nn.Parameter(torch.ones(8, device=device))
+    marks = []
+
+    def loss_fn(batch):
+        packed = batch["packed"]
+        chunks = packed.chunked(3)
+        marks.append([one.is_static for one in (packed, packed.segments, chunks)])
+        loss = (packed.position_ids * parameter).sum()
+        return loss if batch["captures"] or loss.item() > -1 else -loss
+
+    def marks_of(captures, **options):
+        batch = {"packed": PackedLayout.from_lengths([3, 2], 8, segment_multiple=2, max_seqs=4)}
+        optimizer = torch.optim.SGD([parameter], lr=0.1, **options)
+        step = GraphedStep(loss_fn, optimizer, batch | {"captures": captures}, warmup=1)
+        marks.clear()
+        for _ in range(3):
+            step(batch | {"captures": captures})
+        return [all(one) if any(one) else False for one in marks]
+
+    on_gpu = device.type == "cuda"
+    assert marks_of(True, fused=True) == ([True, True] if on_gpu else [False] * 3)
+    assert marks_of(True, foreach=True) == [False] * 3
+    if on_gpu:  # a plain step, a capture that fails, and plain steps instead
+        assert marks_of(False, fused=True) == [True, True, False, False]
+
+
 def test_wrong_arguments_are_named():
     linear = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(linear.parameters())
