@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -20,8 +21,11 @@ def is_profiled(step: int) -> bool:
 
 
 def profiled(run: Callable[[], Result]) -> tuple[Result, float | None]:
-    """Run a step under torch.profiler; return its result and `exposed_share`. Waits for the GPU."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    """Run a step under torch.profiler; return its result and `exposed_share`. Waits for the GPU
+    before and after.
+    """
+    _start_profiler()
+    with _profile() as profiler:
         result = run()
         torch.cuda.synchronize()
     spans = [
@@ -30,6 +34,20 @@ def profiled(run: Callable[[], Result]) -> tuple[Result, float | None]:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
     return result, exposed_share(spans)
+
+
+@lru_cache(maxsize=1)
+def _start_profiler() -> None:
+    """Make a first profile, which may miss events because it also starts CUPTI."""
+    with _profile():
+        torch.cuda.synchronize()
+
+
+def _profile() -> torch.profiler.profile:
+    torch.cuda.synchronize()  # so that no work of earlier steps is in it
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    # Without acc_events it warns that it keeps one cycle only, which is all there is.
+    return torch.profiler.profile(activities=activities, acc_events=True)
 
 
 def exposed_share(spans: Iterable[Span]) -> float | None:

@@ -56,7 +56,9 @@ class StepLog:
         self._step = first_step
         self._waiting: list[torch.Tensor] = []
         self.lines: list[dict[str, Any]] = []
-        self.exposed: float | None = None  # the share of the newest profile
+        # Shares of the profiled steps: of those that are not read yet, and the newest one read.
+        self._exposed: dict[int, float] = {}
+        self._newest_exposed: float | None = None
         self._bar = tqdm(initial=first_step, total=steps, unit="step", disable=not ranks.is_first)
         if ranks.is_first:
             self.lines = _lines_before(self._file, first_step)
@@ -69,6 +71,11 @@ class StepLog:
         gathered = numbers.new_empty(self._ranks.world_size, len(numbers))
         dist.all_gather_into_tensor(gathered, numbers[None])
         self._waiting.append(gathered)
+
+    def add_exposed(self, step: int, share: float | None) -> None:
+        """Note for which share of a step, counted as in log.jsonl, only collectives ran."""
+        if share is not None:
+            self._exposed[step] = share
 
     def profiles(self, step: int) -> bool:
         """Return whether this rank profiles a step of this run, counted from 1."""
@@ -90,7 +97,7 @@ class StepLog:
                 self.lines.append(self._line(numbers, seconds))
                 file.write(json.dumps(self.lines[-1]) + "\n")
         self._bar.update(len(waiting))
-        self._bar.set_postfix_str(_postfix(self.lines[-1]))
+        self._bar.set_postfix_str(_postfix(self.lines[-1], self._newest_exposed))
 
     def _line(self, numbers: torch.Tensor, seconds: float) -> dict[str, Any]:
         losses, tokens, pairs, norms = numbers.T.tolist()
@@ -108,8 +115,9 @@ class StepLog:
         if size.peak_flops is not None and size.flops_per_token is not None:
             flops = size.flops_per_token * given + size.flops_per_pair * sum(pairs)
             line["mfu"] = flops / seconds / size.peak_flops
-        if self.exposed is not None:
-            line["exposed_communication"] = self.exposed
+        if self._step in self._exposed:
+            self._newest_exposed = self._exposed.pop(self._step)
+            line["exposed_communication"] = self._newest_exposed
         return line
 
     def close(self) -> None:
@@ -128,7 +136,7 @@ def _lines_before(file: Path, first_step: int) -> list[dict[str, Any]]:
     return [line for line in lines if line["step"] <= first_step]
 
 
-def _postfix(line: dict[str, Any]) -> str:
+def _postfix(line: dict[str, Any], exposed: float | None) -> str:
     parts = [
         f"loss {line['loss']:.4f}",
         f"{line['tokens_per_second']:,.0f} tokens/s",
@@ -137,8 +145,8 @@ def _postfix(line: dict[str, Any]) -> str:
     ]
     if "mfu" in line:
         parts.append(f"MFU {line['mfu']:.1%}")
-    if "exposed_communication" in line:
-        parts.append(f"exposed communication {line['exposed_communication']:.1%}")
+    if exposed is not None:
+        parts.append(f"exposed communication {exposed:.1%}")
     return ", ".join(parts)
 
 

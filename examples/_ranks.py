@@ -116,7 +116,8 @@ def train(
             steps = number + 1
             step = partial(trained.step, batches, number)
             if log.profiles(steps - first_step):
-                numbers, log.exposed = profiled(step)
+                numbers, share = profiled(step)
+                log.add_exposed(steps, share)
             else:
                 numbers = step()
             log.add(numbers)

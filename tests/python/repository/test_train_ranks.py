@@ -435,9 +435,29 @@ def test_the_third_and_every_hundredth_step_are_profiled_on_the_first_gpu():
 def test_the_progress_bar_shows_exposed_communication():
     report = import_example("_rank_report")
     line = {"loss": 1.0, "tokens_per_second": 2.0, "padding": 0.0, "balance": 1.0}
-    assert "exposed" not in report._postfix(line)
-    shown = report._postfix(line | {"exposed_communication": 0.0425})
-    assert shown.endswith("exposed communication 4.2%")
+    assert "exposed" not in report._postfix(line, None)
+    assert report._postfix(line, 0.0425).endswith("exposed communication 4.2%")
+
+
+def test_the_log_gives_a_profile_to_its_own_step(tmp_path, one_rank):
+    report, ranks = import_example("_rank_report"), import_example("_mesh").make_ranks("cpu", 1, 1)
+    size = report.StepSize(tokens=10, flops_per_token=None, flops_per_pair=None, peak_flops=None)
+    log = report.StepLog(tmp_path, ranks, size, first_step=10, steps=14)
+    try:
+        for step in (11, 12, 13):
+            log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
+            if step == 12:
+                log.add_exposed(step, 0.25)
+        log.add_exposed(13, None)  # the profiler saw nothing
+        log.read()
+        log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
+        log.read()
+    finally:
+        log.close()
+    lines = [json.loads(line) for line in (tmp_path / report.LOG).read_text().splitlines()]
+    shares = {line["step"]: line.get("exposed_communication") for line in lines}
+    assert shares == {11: None, 12: 0.25, 13: None, 14: None}
+    assert "exposed communication 25.0%" in log._bar.postfix
 
 
 def test_a_profiled_step_returns_what_it_computed(cuda):
