@@ -35,7 +35,7 @@ BENCHMARKS = {
     "thd": ("pack, unpack and context-parallel partition", "nothing"),
     "training_step": ("a training step of a transformers model", "transformers; PEERS for Liger"),
     "training_turns": (
-        "training steps of flex attention and cuseq, in turns in one process",
+        "training steps of stock, flex attention and cuseq, in turns in one process",
         "a GPU; flash-attn-4 for fa4",
     ),
     "tree": ("rows whose samples share a prompt, beside copies of it", "transformers for the step"),

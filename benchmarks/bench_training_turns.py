@@ -208,7 +208,8 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
         try:
             runner.first_s = runner.step(batches, device)[0] / 1e3
         except Exception as failure:  # the code of peers may not compile as one graph
-            print(f"{tokens:,} tokens, {name}: {str(failure).splitlines()[:1]}", flush=True)
+            why = str(failure).splitlines()[:1]
+            print(f"{tokens:,} tokens, {name}: {why}", file=sys.stderr, flush=True)
             continue
         print(f"{tokens:,} tokens, {name}: first step {runner.first_s:.1f} s", flush=True)
         runners.append(runner)
@@ -250,23 +251,27 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
 
 def warm(tokens: int, args: argparse.Namespace) -> None:
     """Run a few steps of every variant in processes of their own, all at once."""
-    running = []
-    for name in args.variants:
-        if VARIANTS[name] is STOCK:
-            continue
-        scratch = tempfile.TemporaryDirectory()
-        # A graph is captured in the fourth call.
-        steps = ["--warmup", "4" if name in GRAPHED else "1", "--steps", "1", "--out", scratch.name]
-        shape = ["--tokens", str(tokens), "--compiled", args.compiled, "--variants", name]
-        room = ["--max-seqs", str(args.max_seqs)]
-        command = [sys.executable, __file__, *shape, *room, *steps]
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, env=os.environ | WARM_THREADS
-        )
-        running.append((process, scratch))
-    for process, scratch in running:
-        process.wait()
-        scratch.cleanup()
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            for name in args.variants:
+                if VARIANTS[name] is STOCK:
+                    continue
+                shape = ["--tokens", str(tokens), "--compiled", args.compiled, "--variants", name]
+                room = ["--max-seqs", str(args.max_seqs)]
+                # A graph is captured in the fourth call.
+                steps = ["--warmup", "4" if name in GRAPHED else "1", "--steps", "1"]
+                command = [sys.executable, __file__, *shape, *room, *steps, "--out", scratch]
+                running[name] = subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, env=os.environ | WARM_THREADS
+                )
+            for name, process in running.items():
+                if process.wait() != 0:
+                    print(f"{tokens:,} tokens, {name}: not warm, exit status {process.returncode}")
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
 
 
 def main() -> None:
@@ -297,6 +302,8 @@ def main() -> None:
         torch._dynamo.reset()
         rows += measure(tokens, args, device)
         torch.cuda.empty_cache()
+    if not rows:
+        sys.exit("no variant ran")
 
     report = Report("training_turns", environment(args.device))
     report.notes.append(

@@ -10,8 +10,8 @@
 #
 # Environment, all optional:
 #   PYTHON    the interpreter with torch (python3)
-#   OUT       a folder for few files: receives results.tar.gz and summary.txt; without it, results
-#             go to benchmarks/results/DATE
+#   OUT       a folder for few files: receives results.tar.gz, summary.txt and, as tests fail,
+#             failures.txt; without it, results go to benchmarks/results/DATE
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
 #             others, of up to 10 minutes each: unsloth, training_turns, attention_backends, and
