@@ -2,9 +2,9 @@
 
     python benchmarks/draw_training_steps.py RUN.json [RUN.json ...]
 
-Each run is a result of `training_step` and becomes a panel. A panel shows the variants below that
-its run measured. All bars of a panel are from one run, and each ratio is over stock packed sdpa of
-that run. Writes `training_step.png` beside the first run.
+Each run is a result of `training_step` or of `training_turns` and becomes a panel. A panel shows
+the variants below that its run measured. All bars of a panel are from one run, and each ratio is
+over stock packed sdpa of that run. Writes `training_step.png` beside the first run.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 GREY, ORANGE = "#9aa0a6", "#f58518"
-STOCK = "packed_sdpa"
-# Variant of bench_training_step: its label and colour.
-BARS = {
-    STOCK: ("stock: sdpa, dense mask", GREY),
+# Stock packed sdpa in either benchmark, and how its variants ran.
+STOCK = {
+    "packed_sdpa": "each in a process of its own",
+    "stock": "taking turns in one process",
+}
+# Variants of bench_training_step: label and colour.
+STEPS = {
+    "packed_sdpa": ("stock: sdpa, dense mask", GREY),
     "flash_path_liger": ("flash path + Liger", GREY),
     "packed_flex_compiled": ("flex attention, layers compiled", GREY),
     "packed_flex_compiled_model": ("flex attention, model and loss compiled", GREY),
@@ -32,6 +36,14 @@ BARS = {
     "cuseq_enabled_compiled_model": ("cuseq.enable(model), model and loss compiled", ORANGE),
     "cuseq_enabled_compiled_model_fa4": ("the same with FlashAttention 4", ORANGE),
 }
+# Variants of bench_training_turns, where FlashAttention 4 is installed and auto takes it.
+TURNS = {
+    "stock": ("stock: sdpa, dense mask", GREY),
+    "flex_block_mask": ("flex attention, model and loss compiled", GREY),
+    "flex_graphed": ("flex attention, model and loss compiled,\nthe step in a CUDA graph", GREY),
+    "auto": ("cuseq.enable(model), model and loss compiled,\nFlashAttention 4", ORANGE),
+}
+BARS = STEPS | TURNS
 
 
 def times_of(run: dict[str, Any]) -> dict[str, float]:
@@ -40,15 +52,23 @@ def times_of(run: dict[str, Any]) -> dict[str, float]:
     return {name: measured[name] for name in BARS if measured.get(name) is not None}
 
 
+def stock_of(times: dict[str, float]) -> str | None:
+    """Return the variant that every ratio is over, or None if it was not measured."""
+    return next((name for name in STOCK if name in times), None)
+
+
 def draw_panel(axes: pyplot.Axes, run: dict[str, Any]) -> None:
     """Draw the bars of one run."""
     times = times_of(run)
+    stock = stock_of(times)
+    assert stock is not None  # main checks it
     labels, colours = zip(*(BARS[name] for name in times), strict=True)
     bars = axes.barh(range(len(times)), list(times.values()), color=colours, height=0.75)
-    notes = [f"{time:,.0f} ms, {times[STOCK] / time:.2f}x" for time in times.values()]
+    notes = [f"{time:,.0f} ms, {times[stock] / time:.2f}x" for time in times.values()]
     axes.bar_label(bars, notes, padding=3, fontsize=8)
-    axes.set_xlim(0, 1.3 * max(times.values()))
-    axes.set_title(f"rows of {run['tables'][0]['rows'][0]['tokens']:,} tokens", fontsize=10)
+    axes.set_xlim(0, 1.35 * max(times.values()))
+    tokens = run["tables"][0]["rows"][0]["tokens"]
+    axes.set_title(f"rows of {tokens:,} tokens, {STOCK[stock]}", fontsize=10)
     axes.set_xlabel("ms a step", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -59,13 +79,14 @@ def draw_panel(axes: pyplot.Axes, run: dict[str, Any]) -> None:
 def main(paths: list[Path]) -> None:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     for path, run in zip(paths, runs, strict=True):
-        if STOCK not in times_of(run):
-            sys.exit(f"{path}: no time for {STOCK}, which every ratio is over")
-    size = (1 + 7 * len(runs), 3.2)
+        if stock_of(times_of(run)) is None:
+            sys.exit(f"{path}: no time for {' or '.join(STOCK)}, which every ratio is over")
+    heights = [1 + len(times_of(run)) for run in runs]
     figure, panels = pyplot.subplots(
-        1, len(runs), figsize=size, layout="constrained", squeeze=False
-    )
-    for axes, run in zip(panels[0], runs, strict=True):
+        len(runs), 1, figsize=(8, 0.42 * sum(heights) + 0.5), layout="constrained", squeeze=False,
+        height_ratios=heights,
+    )  # fmt: skip
+    for axes, run in zip(panels[:, 0], runs, strict=True):
         draw_panel(axes, run)
     environment = runs[0]["environment"]
     figure.suptitle(
