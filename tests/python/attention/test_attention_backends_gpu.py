@@ -113,6 +113,28 @@ def test_every_backend_with_every_head_dim(name, dim, value_dim, heads, options)
     check_with_any_tail(lengths, tokens, *heads, dim, value_dim, options=options)
 
 
+@pytest.mark.parametrize("heads", [(6, 6), (6, 3), (6, 2), (6, 1)], ids=str)
+@pytest.mark.parametrize("dim", [64, 512])
+def test_query_heads_of_every_group_share_a_key_head_of_the_efficient_kernel(heads, dim, cuda):
+    """It runs once for each key head, or once for each query head of a group."""
+    options = {"backend": "efficient"}
+    check_with_any_tail([300, 1, 0, 129], 440, *heads, dim, options=options)
+    check_with_any_tail([90, 0, 300], 400, *heads, dim, options=options | {"causal": False})
+
+
+def test_the_efficient_kernel_does_not_repeat_keys_and_values(cuda):
+    q = torch.randn(4096, 16, 64, device=cuda)
+    k, v = (torch.randn(4096, 1, 64, device=cuda) for _ in range(2))
+    packed = PackedLayout.from_lengths([1000, 3000], 4096, device=cuda)
+    varlen_attention(q, k, v, packed, backend="efficient")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    varlen_attention(q, k, v, packed, backend="efficient")
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 2 * q.nbytes, peak / q.nbytes  # the output; as many key heads would take 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_every_backend_with_other_dtypes(name, dtype):
     lengths, tokens = [300, 1, 0, 129], 440

@@ -2,11 +2,15 @@
 #include <ATen/ops/_efficient_attention_backward.h>
 #include <ATen/ops/_efficient_attention_forward.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "attention/backend.h"
 #include "attention/rows.h"
@@ -46,25 +50,70 @@ void warn(const Call& call) {
 
 bool has_bf16() { return at::cuda::getCurrentDeviceProperties()->major >= 8; }
 
-// Return rows as the memory-efficient kernel takes them: [1, tokens, heads, dim], with as many key
-// heads as query heads and dim filled up with zeros to a multiple of 16 bytes. From sm_80 on there
-// is no kernel for other heads.
-Tensor efficient_rows(const Tensor& rows, int64_t heads) {
-  const int64_t group = heads / rows.size(1);
-  const Tensor padded =
-      pad_last_dim(rows, round_up(rows.size(2), 16 / static_cast<int64_t>(rows.element_size())));
-  const Tensor expanded = group == 1
-                              ? aligned_rows(padded)
-                              : padded.unsqueeze(2).expand({-1, -1, group, -1}).flatten(1, 2);
+// Return rows with dim filled up with zeros to a multiple of 16 bytes. From sm_80 on there is no
+// kernel for other heads.
+Tensor efficient_rows(const Tensor& rows) {
+  const Tensor padded = aligned_rows(
+      pad_last_dim(rows, round_up(rows.size(2), 16 / static_cast<int64_t>(rows.element_size()))));
   // The kernel does not support bf16 before sm_80.
-  const bool narrow = expanded.scalar_type() == at::kBFloat16 && !has_bf16();
-  return (narrow ? expanded.to(at::kFloat) : expanded).unsqueeze(0);
+  const bool narrow = padded.scalar_type() == at::kBFloat16 && !has_bf16();
+  return narrow ? padded.to(at::kFloat) : padded;
 }
 
-Tensor reduce_groups(const Tensor& rows, int64_t heads) {
-  const int64_t group = rows.size(1) / heads;
-  return group == 1 ? rows : rows.unflatten(1, {heads, group}).sum(2);
-}
+// Deals the heads to calls of the kernel, which takes as many key heads as query heads. A call has
+// either one key head, which its query heads share by a stride of zero, or all key heads, each with
+// one query head of its group: whichever makes fewer calls. So keys and values are never repeated.
+//
+// Worked example: 16 query and 8 key heads make 2 calls, with query heads 0, 2, 4, ... and 1, 3, 5,
+// ...; 8 query and 2 key heads make 2 calls, with query heads 0 to 3 and 4 to 7.
+class HeadParts {
+ public:
+  explicit HeadParts(const Call& call)
+      : key_heads_(call.k.size(1)),
+        group_(call.q.size(1) / key_heads_),
+        shares_key_(key_heads_ <= group_) {}
+
+  int64_t count() const { return std::min(key_heads_, group_); }
+
+  // Return a part of a tensor that has the query heads in dimension 1.
+  Tensor queries(const Tensor& tensor, int64_t part) const {
+    return shares_key_ ? tensor.narrow(1, part * group_, group_)
+                       : tensor.unflatten(1, {key_heads_, group_}).select(2, part);
+  }
+
+  // Return a part of rows that have the key heads in dimension 1.
+  Tensor keys(const Tensor& rows, int64_t part) const {
+    return shares_key_ ? rows.narrow(1, part, 1).expand({-1, group_, -1}) : rows;
+  }
+
+  // Undo `queries`, given all parts.
+  Tensor join_queries(const std::vector<Tensor>& parts) const {
+    if (parts.size() == 1) return parts.front();
+    return shares_key_ ? at::cat(parts, 1) : at::stack(parts, 2).flatten(1, 2);
+  }
+
+  // Add the gradient of one part of the keys to those of the parts before it.
+  void add_keys(std::vector<Tensor>& found, const Tensor& grad) const {
+    if (group_ == 1) {
+      found.push_back(grad);
+    } else if (shares_key_) {
+      found.push_back(grad.sum(1, /*keepdim=*/true));
+    } else if (found.empty()) {
+      found.push_back(grad.to(at::kFloat));  // so that a sum of halves is rounded once
+    } else {
+      found.front().add_(grad);
+    }
+  }
+
+  Tensor join_keys(const std::vector<Tensor>& found) const {
+    return found.size() == 1 ? found.front() : at::cat(found, 1);
+  }
+
+ private:
+  int64_t key_heads_;
+  int64_t group_;  // query heads of a key head
+  bool shares_key_;
+};
 
 // 1 is a causal mask aligned at the top left, 2 at the bottom right.
 int64_t mask_type(const Call& call) {
@@ -89,15 +138,24 @@ Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t tota
 }
 
 Output forward(const Call& call) {
-  const int64_t heads = call.q.size(1);
-  auto result = at::_efficient_attention_forward(
-      efficient_rows(call.q, heads), efficient_rows(call.k, heads), efficient_rows(call.v, heads),
-      /*bias=*/std::nullopt, call.queries.offsets, call.keys.offsets, call.queries.longest,
-      call.keys.longest, /*dropout_p=*/0.0, mask_type(call), /*compute_log_sumexp=*/true,
-      call.scale, /*seqlen_k=*/std::nullopt, call.window);
-  Tensor out =
-      unpad_last_dim(std::get<0>(result).squeeze(0), call.v.size(2)).to(call.q.scalar_type());
-  Tensor logsumexp = unpad_logsumexp(std::get<1>(result), call.queries.offsets, call.q.size(0));
+  const Tensor q = efficient_rows(call.q);
+  const Tensor k = efficient_rows(call.k);
+  const Tensor v = efficient_rows(call.v);
+  const HeadParts parts(call);
+  std::vector<Tensor> outs, logsumexps;
+  for (int64_t part = 0; part < parts.count(); ++part) {
+    auto result = at::_efficient_attention_forward(
+        parts.queries(q, part).unsqueeze(0), parts.keys(k, part).unsqueeze(0),
+        parts.keys(v, part).unsqueeze(0), /*bias=*/std::nullopt, call.queries.offsets,
+        call.keys.offsets, call.queries.longest, call.keys.longest, /*dropout_p=*/0.0,
+        mask_type(call), /*compute_log_sumexp=*/true, call.scale, /*seqlen_k=*/std::nullopt,
+        call.window);
+    outs.push_back(std::get<0>(result).squeeze(0));
+    logsumexps.push_back(std::get<1>(result));
+  }
+  Tensor out = unpad_last_dim(parts.join_queries(outs), call.v.size(2)).to(call.q.scalar_type());
+  Tensor logsumexp =
+      unpad_logsumexp(parts.join_queries(logsumexps), call.queries.offsets, call.q.size(0));
   if (!call.is_of_one_row()) {
     const Tensor alone = queries_without_keys(call);
     out.masked_fill_(alone.unsqueeze(1).unsqueeze(2), 0);
@@ -121,26 +179,39 @@ Tensor pad_logsumexp(const Tensor& logsumexp, const Sequences& sequences) {
 }
 
 Gradients backward(const Call& call, const Outer& outer) {
-  const int64_t heads = call.q.size(1);
+  const Tensor q = efficient_rows(call.q);
+  const Tensor k = efficient_rows(call.k);
+  const Tensor v = efficient_rows(call.v);
+  const Tensor out = efficient_rows(outer.out);
+  const Tensor grad_out = efficient_rows(outer.grad_out.contiguous());
   const Tensor padded = pad_logsumexp(outer.logsumexp, call.queries);
   const Tensor no_dropout_state = at::empty({}, call.q.options().dtype(at::kLong));
-  auto result = at::_efficient_attention_backward(
-      efficient_rows(outer.grad_out.contiguous(), heads), efficient_rows(call.q, heads),
-      efficient_rows(call.k, heads), efficient_rows(call.v, heads), /*bias=*/std::nullopt,
-      efficient_rows(outer.out, heads), call.queries.offsets, call.keys.offsets,
-      call.queries.longest, call.keys.longest, padded, /*dropout_p=*/0.0, no_dropout_state,
-      no_dropout_state, mask_type(call), /*bias_requires_grad=*/false, call.scale,
-      /*num_splits_key=*/std::nullopt, call.window);
-  const auto finish = [&](const Tensor& grad, const Tensor& like) {
-    const Tensor own = unpad_last_dim(grad.squeeze(0), like.size(2));
-    return reduce_groups(own, like.size(1)).to(like.scalar_type()).contiguous();
+  const HeadParts parts(call);
+  std::vector<Tensor> grads_q, grads_k, grads_v;
+  for (int64_t part = 0; part < parts.count(); ++part) {
+    // The kernel takes out and the logsumexp for contiguous.
+    auto result = at::_efficient_attention_backward(
+        parts.queries(grad_out, part).contiguous().unsqueeze(0),
+        parts.queries(q, part).unsqueeze(0), parts.keys(k, part).unsqueeze(0),
+        parts.keys(v, part).unsqueeze(0), /*bias=*/std::nullopt,
+        parts.queries(out, part).contiguous().unsqueeze(0), call.queries.offsets, call.keys.offsets,
+        call.queries.longest, call.keys.longest, parts.queries(padded, part).contiguous(),
+        /*dropout_p=*/0.0, no_dropout_state, no_dropout_state, mask_type(call),
+        /*bias_requires_grad=*/false, call.scale,
+        /*num_splits_key=*/std::nullopt, call.window);
+    grads_q.push_back(std::get<0>(result).squeeze(0));
+    parts.add_keys(grads_k, std::get<1>(result).squeeze(0));
+    parts.add_keys(grads_v, std::get<2>(result).squeeze(0));
+  }
+  const auto finish = [](const Tensor& grad, const Tensor& like) {
+    return unpad_last_dim(grad, like.size(2)).to(like.scalar_type()).contiguous();
   };
-  Tensor grad_q = finish(std::get<0>(result), call.q);
+  Tensor grad_q = finish(parts.join_queries(grads_q), call.q);
   if (!call.is_of_one_row()) {  // the kernel leaves the gradients of queries without keys unwritten
     grad_q.masked_fill_(queries_without_keys(call).unsqueeze(1).unsqueeze(2), 0);
   }
-  Tensor grad_k = finish(std::get<1>(result), call.k);
-  Tensor grad_v = finish(std::get<2>(result), call.v);
+  Tensor grad_k = finish(parts.join_keys(grads_k), call.k);
+  Tensor grad_v = finish(parts.join_keys(grads_v), call.v);
   return with_zero_tails(call, {grad_q, grad_k, grad_v});
 }
 
