@@ -274,13 +274,10 @@ class GraphedTraining(TrainerCallback):
         return loss
 
     def count(self, batches: list[dict[str, Any]]) -> None:
-        """Show the layouts of a step to the callbacks that count tokens; no hook runs in a
-        replay.
-        """
+        """Give the layouts of a step to the callbacks that count tokens."""
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, PackingCallback):
-                for batch in batches:
-                    callback.see(batch["inputs"].get("packed"))
+                callback.count_instead(batch["inputs"].get("packed") for batch in batches)
 
     def _add_losses(self) -> None:
         """Add the losses of the step to the trainer's sum, as its loop does."""

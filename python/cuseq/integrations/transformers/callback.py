@@ -8,6 +8,7 @@ docs/trainer.md describes training on packed rows with Trainer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -93,14 +94,16 @@ class PackingCallback(TrainerCallback):
         # If the whole model is compiled, this hook is part of the graph. Store the layout, because
         # reading an int from it here would specialise the graph to one pack.
         packed = kwargs.get("packed")
-        # The trainer's graph shows the layouts of its batches itself, by `see`.
-        if torch.is_grad_enabled() and not getattr(packed, "is_static", False):
-            self.see(packed)
-
-    def see(self, packed: object) -> None:
-        """Count a layout at the end of the step; ignore anything else."""
-        if isinstance(packed, PackedLayout):
+        if torch.is_grad_enabled() and isinstance(packed, PackedLayout):
             self._seen.append(packed)
+
+    def count_instead(self, layouts: Iterable[object]) -> None:
+        """Count these layouts for the step instead of those that the model was called with.
+
+        A CUDA graph calls the model with static copies, or not at all in a replay. Anything but a
+        layout is ignored.
+        """
+        self._seen = [packed for packed in layouts if isinstance(packed, PackedLayout)]
 
     def _count(self) -> None:
         for packed in self._seen:
