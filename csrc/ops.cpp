@@ -70,7 +70,8 @@ TORCH_LIBRARY(cuseq, m) {
 
   // csrc/attention/varlen_attention.cpp. host_meta is read on the host when the op runs, so
   // replaying the op in a graph would reuse stale lengths. rank_meta is read too: the op then
-  // exchanges rows with the other ranks of rank_group.
+  // exchanges rows with the other ranks of rank_group, and far_rows holds those it received, for
+  // the backward; otherwise far_rows is undefined.
   const std::vector<at::Tag> reads_host = {at::Tag::pt2_compliant_tag, at::Tag::cudagraph_unsafe};
   m.def(
       "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, "
@@ -78,15 +79,15 @@ TORCH_LIBRARY(cuseq, m) {
       "SymInt? max_seqlen_bound=None, Tensor? spans=None, Tensor? cu_seqlens_padded=None, "
       "float? softcap=None, str backend=\"auto\", Tensor? rank_rows=None, "
       "Tensor? rank_meta=None, str rank_group=\"\", Tensor? tree_rows=None, "
-      "Tensor? tree_meta=None) -> (Tensor out, Tensor logsumexp)",
+      "Tensor? tree_meta=None) -> (Tensor out, Tensor logsumexp, Tensor far_rows)",
       reads_host);
   m.def(
       "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
-      "Tensor logsumexp, Tensor cu_seqlens, Tensor? host_meta=None, bool causal=True, "
-      "int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, Tensor? spans=None, "
-      "Tensor? cu_seqlens_padded=None, float? softcap=None, str backend=\"auto\", "
-      "Tensor? rank_rows=None, Tensor? rank_meta=None, str rank_group=\"\", "
-      "Tensor? tree_rows=None, Tensor? tree_meta=None) -> "
+      "Tensor logsumexp, Tensor? far_rows, Tensor cu_seqlens, Tensor? host_meta=None, "
+      "bool causal=True, int? window=None, float? scale=None, SymInt? max_seqlen_bound=None, "
+      "Tensor? spans=None, Tensor? cu_seqlens_padded=None, float? softcap=None, "
+      "str backend=\"auto\", Tensor? rank_rows=None, Tensor? rank_meta=None, "
+      "str rank_group=\"\", Tensor? tree_rows=None, Tensor? tree_meta=None) -> "
       "(Tensor grad_q, Tensor grad_k, Tensor grad_v)",
       reads_host);
 

@@ -17,6 +17,9 @@ struct Row {
   OptionalTensor cu_seqlens_padded;  // segment starts, if segments are padded
   std::optional<TreeCalls> tree;     // what tokens see besides their own node, if it is a tree
   std::optional<RankShare> share;    // of a plan, if the row is a rank's part of one
+  // With a share: rows of keys and values that the forward writes and the backward reads, if the
+  // share keeps far rows. [tokens / kTokensPerKeptRow, key_heads * (head_dim + value_dim)]
+  OptionalTensor far_rows;
 };
 
 struct Composition {

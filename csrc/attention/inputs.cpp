@@ -184,6 +184,30 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   return row;
 }
 
+std::array<int64_t, 2> far_rows_sizes(const Call& call) {
+  return {call.k.size(0) / kTokensPerKeptRow, call.k.size(1) * (call.k.size(2) + call.v.size(2))};
+}
+
+void check_far_rows(const OptionalTensor& far_rows, const Row& row) {
+  if (!row.share.has_value()) {
+    TORCH_CHECK_VALUE(!far_rows.has_value(),
+                      "far_rows must be None unless packed is a rank's part of a row, got shape ",
+                      far_rows->sizes());
+    return;
+  }
+  const Tensor& k = row.call.k;
+  const auto sizes = far_rows_sizes(row.call);
+  TORCH_CHECK_VALUE(
+      far_rows.has_value(),
+      "far_rows must be what varlen_attention returned for the rank's part, got None");
+  TORCH_CHECK_VALUE(far_rows->sizes() == sizes && far_rows->scalar_type() == k.scalar_type() &&
+                        far_rows->device() == k.device() && far_rows->is_contiguous(),
+                    "far_rows must be what varlen_attention returned for the rank's part, ",
+                    dtype_name(k.scalar_type()), " ", at::IntArrayRef(sizes), " on ", k.device(),
+                    ", got ", dtype_name(far_rows->scalar_type()), " ", far_rows->sizes(), " on ",
+                    far_rows->device());
+}
+
 Outer outer_of(const Tensor& grad_out, const Tensor& out, const Tensor& logsumexp, const Tensor& q,
                const Tensor& v) {
   const std::array<int64_t, 3> shape = {q.size(0), q.size(1), v.size(2)};

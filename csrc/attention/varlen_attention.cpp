@@ -1,5 +1,6 @@
 #include <ATen/DeviceGuard.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -15,8 +16,11 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// out, logsumexp and the far rows of a rank's part
+using Outputs = std::tuple<Tensor, Tensor, Tensor>;
+
 const auto& forward_op() {
-  static const auto op = find_op<Signature<Output, const Tensor&, const Tensor&, const Tensor&>>(
+  static const auto op = find_op<Signature<Outputs, const Tensor&, const Tensor&, const Tensor&>>(
       "cuseq::varlen_attention");
   return op;
 }
@@ -24,21 +28,27 @@ const auto& forward_op() {
 const auto& backward_op() {
   static const auto op =
       find_op<Signature<Gradients, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        const Tensor&, const Tensor&>>("cuseq::varlen_attention_backward");
+                        const Tensor&, const Tensor&, const OptionalTensor&>>(
+          "cuseq::varlen_attention_backward");
   return op;
 }
 
-Output forward_kernel(const AttentionOptions& options, const Tensor& q, const Tensor& k,
-                      const Tensor& v) {
+Outputs forward_kernel(const AttentionOptions& options, const Tensor& q, const Tensor& k,
+                       const Tensor& v) {
   const at::OptionalDeviceGuard guard(at::device_of(q));
-  return attend(row_of(q, k, v, options));
+  Row row = row_of(q, k, v, options);
+  if (row.share.has_value()) row.far_rows = at::empty(far_rows_sizes(row.call), k.options());
+  auto [out, logsumexp] = attend(row);
+  return {out, logsumexp, or_undefined(row.far_rows)};
 }
 
 Gradients backward_kernel(const AttentionOptions& options, const Tensor& grad_out, const Tensor& q,
                           const Tensor& k, const Tensor& v, const Tensor& out,
-                          const Tensor& logsumexp) {
+                          const Tensor& logsumexp, const OptionalTensor& far_rows) {
   const at::OptionalDeviceGuard guard(at::device_of(q));
-  const Row row = row_of(q, k, v, options);
+  Row row = row_of(q, k, v, options);
+  check_far_rows(far_rows, row);
+  row.far_rows = far_rows;
   return attend_backward(row, outer_of(grad_out, out, logsumexp, q, v));
 }
 
@@ -48,27 +58,28 @@ class VarlenAttention : public torch::autograd::Function<VarlenAttention> {
 
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
                                const Tensor& v, const AttentionOptions& options,
-                               Tensor* returned_logsumexp) {
+                               Outputs* returned) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto [out, logsumexp] = call_op(forward_op(), options, q, k, v);
-    save_options(ctx, options, {q, k, v, out, logsumexp});
+    Outputs outputs = call_op(forward_op(), options, q, k, v);
+    const auto& [out, logsumexp, far_rows] = outputs;
+    save_options(ctx, options, {q, k, v, out, logsumexp, far_rows});
     ctx->set_materialize_grads(false);
-    // Returned outside of autograd: compiled autograd accepts no output marked as not
-    // differentiable.
-    *returned_logsumexp = logsumexp;
+    // The others are returned outside of autograd: compiled autograd accepts no output marked as
+    // not differentiable.
+    *returned = outputs;
     return {out};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const auto saved = ctx->get_saved_variables();
-    const AttentionOptions options = saved_options(ctx, saved, 5);
+    const AttentionOptions options = saved_options(ctx, saved, 6);
     Tensor grad_out = grads[0];
     if (!grad_out.defined()) {
       if (!options.rank_meta.has_value()) return variable_list(5);
       grad_out = at::zeros_like(saved[3]);  // other ranks wait for this one
     }
-    auto [grad_q, grad_k, grad_v] =
-        call_op(backward_op(), options, grad_out, saved[0], saved[1], saved[2], saved[3], saved[4]);
+    auto [grad_q, grad_k, grad_v] = call_op(backward_op(), options, grad_out, saved[0], saved[1],
+                                            saved[2], saved[3], saved[4], or_nullopt(saved[5]));
     return {grad_q, grad_k, grad_v, {}, {}};
   }
 };
@@ -80,10 +91,11 @@ class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttention
 
   static variable_list forward(AutogradContext*, const Tensor& grad_out, const Tensor& q,
                                const Tensor& k, const Tensor& v, const Tensor& out,
-                               const Tensor& logsumexp, const AttentionOptions& options) {
+                               const Tensor& logsumexp, const OptionalTensor& far_rows,
+                               const AttentionOptions& options) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     auto [grad_q, grad_k, grad_v] =
-        call_op(backward_op(), options, grad_out, q, k, v, out, logsumexp);
+        call_op(backward_op(), options, grad_out, q, k, v, out, logsumexp, far_rows);
     return {grad_q, grad_k, grad_v};
   }
 
@@ -95,34 +107,35 @@ class VarlenAttentionBackward : public torch::autograd::Function<VarlenAttention
   }
 };
 
-Output forward_autograd(const AttentionOptions& options, const Tensor& q, const Tensor& k,
-                        const Tensor& v) {
+Outputs forward_autograd(const AttentionOptions& options, const Tensor& q, const Tensor& k,
+                         const Tensor& v) {
   refuse_forward_mode({q, k, v}, "cuseq::varlen_attention");
   if (!any_requires_grad({q, k, v})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_op(forward_op(), options, q, k, v);
   }
-  Tensor logsumexp;
-  const auto outputs = VarlenAttention::apply(q, k, v, options, &logsumexp);
-  return {outputs[0], logsumexp};
+  Outputs outputs;
+  std::get<0>(outputs) = VarlenAttention::apply(q, k, v, options, &outputs)[0];
+  return outputs;
 }
 
 Gradients backward_autograd(const AttentionOptions& options, const Tensor& grad_out,
                             const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                            const Tensor& logsumexp) {
+                            const Tensor& logsumexp, const OptionalTensor& far_rows) {
   refuse_forward_mode({grad_out, q, k, v, out}, "cuseq::varlen_attention");
   if (!any_requires_grad({grad_out, q, k, v, out})) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return call_op(backward_op(), options, grad_out, q, k, v, out, logsumexp);
+    return call_op(backward_op(), options, grad_out, q, k, v, out, logsumexp, far_rows);
   }
-  const auto grads = VarlenAttentionBackward::apply(grad_out, q, k, v, out, logsumexp, options);
+  const auto grads =
+      VarlenAttentionBackward::apply(grad_out, q, k, v, out, logsumexp, far_rows, options);
   return {grads[0], grads[1], grads[2]};
 }
 
 // Cast q, k and v to the autocast dtype of the region, as scaled_dot_product_attention does.
 template <c10::DeviceType device>
-Output forward_autocast(const AttentionOptions& options, const Tensor& q, const Tensor& k,
-                        const Tensor& v) {
+Outputs forward_autocast(const AttentionOptions& options, const Tensor& q, const Tensor& k,
+                         const Tensor& v) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto dtype = at::autocast::get_autocast_dtype(device);
   const auto cast = [&](const Tensor& tensor) {
@@ -157,7 +170,8 @@ namespace cuseq {
 
 std::tuple<Tensor, Tensor> varlen_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                             const AttentionOptions& options) {
-  return attention::call_op(attention::forward_op(), options, q, k, v);
+  auto [out, logsumexp, far_rows] = attention::call_op(attention::forward_op(), options, q, k, v);
+  return {out, logsumexp};
 }
 
 }  // namespace cuseq

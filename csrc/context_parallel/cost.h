@@ -15,8 +15,8 @@ struct CostModel {
 
   // The model for a layer with these heads. It assumes 300 TFLOP/s of attention and 300 GB/s of
   // NVLink: a pair is 4 * heads * head_dim operations forward and 2.5 times those backward; a row
-  // of bf16 keys and values travels in the forward, again in the backward, and its gradients
-  // return. head_dim cancels out.
+  // of bf16 keys and values travels in the forward, again in the backward (few are kept instead),
+  // and its gradients return. head_dim cancels out.
   static CostModel of_heads(int64_t heads, int64_t key_heads, int64_t window);
 };
 

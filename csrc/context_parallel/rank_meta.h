@@ -7,6 +7,10 @@
 // plan.
 namespace cuseq {
 
+// Tokens of a rank for each far row that the forward can keep for the backward. A plan that gives a
+// rank more rows exchanges them again.
+inline constexpr int64_t kTokensPerKeptRow = 16;
+
 // Index of each entry. Python reads these numbers as `_C.RankMeta`. After kSize there are cp_size
 // numbers of rows that this rank sends to each rank, and cp_size numbers of rows that it receives.
 enum class RankMetaSlot : int32_t {
@@ -16,6 +20,7 @@ enum class RankMetaSlot : int32_t {
   kWindow,        // keys that a token sees at most; 0: all
   kAnyFar,        // whether any rank of the plan receives rows
   kMerges,        // whether cut pieces run in two calls whose results are merged
+  kKeepsFar,      // whether the backward uses the far rows of the forward, on all ranks
   kNumPieces,     // pieces of this rank, of which
   kNumCut,        // the first ones need keys besides their own, and
   kNumTokens,     // tokens of all pieces

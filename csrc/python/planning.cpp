@@ -21,6 +21,7 @@ void bind_rank_meta_slots(py::module_& m) {
   add("WINDOW", RankMetaSlot::kWindow);
   add("ANY_FAR", RankMetaSlot::kAnyFar);
   add("MERGES", RankMetaSlot::kMerges);
+  add("KEEPS_FAR", RankMetaSlot::kKeepsFar);
   add("NUM_PIECES", RankMetaSlot::kNumPieces);
   add("NUM_CUT", RankMetaSlot::kNumCut);
   add("NUM_TOKENS", RankMetaSlot::kNumTokens);
@@ -39,6 +40,7 @@ void bind_rank_meta_slots(py::module_& m) {
   add("SEND_CAPACITY", RankMetaSlot::kSendCapacity);
   add("SOURCE_CAPACITY", RankMetaSlot::kSourceCapacity);
   add("SIZE", RankMetaSlot::kSize);
+  slots.attr("TOKENS_PER_KEPT_ROW") = kTokensPerKeptRow;
 }
 
 cp::Plan plan_row(const at::Tensor& lengths, const OptionalTensor& segments, int64_t total_tokens,

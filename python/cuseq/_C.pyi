@@ -26,6 +26,7 @@ class RankMeta:
     WINDOW: int
     ANY_FAR: int
     MERGES: int
+    KEEPS_FAR: int
     NUM_PIECES: int
     NUM_CUT: int
     NUM_TOKENS: int
@@ -44,6 +45,7 @@ class RankMeta:
     SEND_CAPACITY: int
     SOURCE_CAPACITY: int
     SIZE: int
+    TOKENS_PER_KEPT_ROW: int
 
 class CpPlan:
     """Which tokens each rank of context parallelism holds."""

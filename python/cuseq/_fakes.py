@@ -187,12 +187,19 @@ def _(ranges, row_length=None, query_block=128, key_block=128):
 
 
 @register_fake("cuseq::varlen_attention")
-def _(q, k, v, cu_seqlens, host_meta=None, *options, **named_options):
+def _(q, k, v, cu_seqlens, host_meta=None, *options, rank_rows=None, **named_options):
     tokens, heads, _ = q.shape
     wide = q.dtype == torch.float64
+    position = 8  # the index of rank_rows in options
+    rank_rows = options[position] if len(options) > position else rank_rows
+    far_rows = None
+    if rank_rows is not None:
+        kept = k.shape[0] // _C.RankMeta.TOKENS_PER_KEPT_ROW
+        far_rows = k.new_empty(kept, k.shape[1] * (k.shape[2] + v.shape[2]))
     return (
         q.new_empty(tokens, heads, v.shape[2]),
         q.new_empty(heads, tokens, dtype=torch.float64 if wide else torch.float32),
+        far_rows,
     )
 
 

@@ -395,11 +395,11 @@ class _WithSinks(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *arguments: Any
     ) -> Tensor:
-        out, logsumexp = _ops.varlen_attention(q, k, v, *arguments)
+        out, logsumexp, far_rows = _ops.varlen_attention(q, k, v, *arguments)
         scores = sinks.detach().to(logsumexp.dtype).unsqueeze(1)
         total = torch.logaddexp(logsumexp, scores)  # [heads, tokens]
         out = out * (logsumexp - total).exp().t().unsqueeze(2).to(out.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.save_for_backward(sinks, q, k, v, out, total, far_rows)
         ctx.arguments = arguments
         return out
 
@@ -415,10 +415,10 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def gradients(
-        grad_out: Tensor, saved: tuple[Tensor, ...], arguments: tuple[Any, ...]
+        grad_out: Tensor, saved: tuple[Any, ...], arguments: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
-        q, k, v, sinks, out, total = saved
-        grads = _ops.varlen_attention_backward(grad_out, q, k, v, out, total, *arguments)
+        sinks, _, _, _, out, total, _ = saved
+        grads = _ops.varlen_attention_backward(grad_out, *saved[1:], *arguments)
         share = (sinks.to(total.dtype).unsqueeze(1) - total).exp()
         # On padding and tail `out` is zero, and `grad_out` may hold any value, even NaN.
         taken = torch.where(out != 0, grad_out.to(total.dtype) * out, 0).sum(-1)  # [tokens, heads]
@@ -434,7 +434,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Take `grad_out, q, k, v, sinks` and then the gradients."""
+        """Take `grad_out, sinks, q, k, v` and then the gradients."""
         return tuple(grad.clone() for grad in tensors[5:])  # autograd forbids edits of views
 
     @staticmethod

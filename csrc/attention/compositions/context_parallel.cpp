@@ -56,7 +56,8 @@ class Part {
   bool merges() const { return share_.merges() && !row_.call.window.has_value(); }
   bool has_exchange() const { return share_.at(RankMetaSlot::kAnyFar) != 0; }
 
-  // Start the exchange of keys and values. Every rank of the plan takes part, or none.
+  // Start the exchange of keys and values, or use those that the forward kept. Every rank of the
+  // plan takes part, or none.
   void send_keys(bool is_backward) {
     const Call& call = row_.call;
     if (share_.at(RankMetaSlot::kCpSize) > 1) {
@@ -70,6 +71,10 @@ class Part {
     width_.keys(own, call).copy_(call.k.narrow(0, 0, cut_tokens_));
     width_.values(own, call).copy_(call.v.narrow(0, 0, cut_tokens_));
     if (!has_exchange()) return;
+    if (is_backward && share_.keeps_far()) {
+      sources_.narrow(0, cut_tokens_, far_).copy_(kept_rows());
+      return;
+    }
     // A rank without cut pieces must refuse a backend as others do, before anything moves.
     backend_of(cut_call(sources_));
     arrival_ = group_->exchange(sources_.narrow(0, cut_tokens_, far_),
@@ -123,6 +128,11 @@ class Part {
 
   void wait() { arrival_.wait(); }
 
+  // Keep the far rows for the backward if there is room for them. They must have arrived.
+  void keep_far_rows() {
+    if (share_.keeps_far() && far_ > 0) kept_rows().copy_(sources_.narrow(0, cut_tokens_, far_));
+  }
+
   // Start the return of the gradients of far rows, given those of the keys of `cut`, and of
   // `own_cut` if it merges.
   void send_gradients(const Gradients& cut, const Gradients& own) {
@@ -147,6 +157,8 @@ class Part {
   }
 
  private:
+  Tensor kept_rows() const { return row_.far_rows->narrow(0, 0, far_); }
+
   // Return the call of the cut pieces, given the rows of their keys and values.
   Call cut_call(const Tensor& rows) const {
     Call call = row_.call;
@@ -227,6 +239,7 @@ Output forward(const Row& row) {
     return {out, logsumexp};
   }
   const Call cut = part.cut();
+  part.keep_far_rows();
   const Output far = attend(cut);
   if (part.merges()) {
     merge(out, logsumexp, cut, far);

@@ -266,11 +266,12 @@ schema("varlen_attention", weight=2)(_attention)
 @schema("varlen_attention_backward", weight=1)
 def _(draw):
     arguments = _attention(draw)
-    out, logsumexp = torch.ops.cuseq.varlen_attention(*arguments.values())
+    out, logsumexp, far_rows = torch.ops.cuseq.varlen_attention(*arguments.values())
     q, k, v, *rest = arguments.values()
     names = list(arguments)[3:]
     first = {"grad_out": torch.ones_like(out), "q": q, "k": k, "v": v, "out": out}
-    return {**first, "logsumexp": logsumexp, **dict(zip(names, rest, strict=True))}
+    more = {"logsumexp": logsumexp, "far_rows": far_rows}
+    return {**first, **more, **dict(zip(names, rest, strict=True))}
 
 
 def rotation(draw: Draw) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Row]:

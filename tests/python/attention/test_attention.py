@@ -228,7 +228,7 @@ def test_offsets_that_lie_stay_inside_the_row(cuda):
         tensors = inputs(64, 4, 2, 32, device="cuda", dtype=dtype)
         for lie in ([0, -5, 70], [0, 10**9, 3], [5, 64, 65], [-(2**31), 2**31 - 1, 7]):
             offsets = torch.tensor(lie, dtype=torch.int32, device="cuda")
-            out, _ = op(*tensors, offsets)
+            out = op(*tensors, offsets)[0]
             out.sum().backward()
             torch.cuda.synchronize()
 
@@ -239,19 +239,19 @@ def test_offsets_that_are_not_of_the_layout_raise(device, lie):
     tensors = inputs(6, device=device, dtype=torch.float64)
     meta = PackedLayout.from_lengths([2, 3], 6).host_meta
     offsets = torch.tensor(lie, dtype=torch.int32, device=device)
-    out, logsumexp = op(*tensors, offsets.new_tensor([0, 2, 5]), meta)
+    out, logsumexp, _ = op(*tensors, offsets.new_tensor([0, 2, 5]), meta)
     with pytest.raises(ValueError, match="cu_seqlens must"):
         op(*tensors, offsets, meta)
     rows = [t.detach() for t in (out, *tensors, out, logsumexp)]
     with pytest.raises(ValueError, match="cu_seqlens must"):
-        torch.ops.cuseq.varlen_attention_backward(*rows, offsets, meta)
+        torch.ops.cuseq.varlen_attention_backward(*rows, None, offsets, meta)
 
 
 def test_the_bound_does_not_switch_the_window_off(device):
     q, k, v = inputs(9, device=device)
     packed = PackedLayout.from_lengths([9], device=device)
     expected = cuseq.varlen_attention(q, k, v, packed, window=4)
-    out, _ = op(q, k, v, packed.cu_seqlens, window=4, max_seqlen_bound=9)
+    out = op(q, k, v, packed.cu_seqlens, window=4, max_seqlen_bound=9)[0]
     torch.testing.assert_close(out, expected)
     for bound in (0, -1):
         with pytest.raises(ValueError, match="max_seqlen_bound must be at least"):
@@ -276,11 +276,10 @@ def test_opcheck(device, lengths, tokens):
     torch.library.opcheck(op, arguments)
     torch.library.opcheck(op, (*tensors, packed.cu_seqlens), {"max_seqlen_bound": 4})
     with torch.no_grad():
-        out, logsumexp = op(*arguments)
-        torch.library.opcheck(
-            torch.ops.cuseq.varlen_attention_backward,
-            (torch.randn_like(out), *(t.detach() for t in tensors), out, logsumexp, *arguments[3:]),
-        )
+        out, logsumexp, _ = op(*arguments)
+        rows = (torch.randn_like(out), *(t.detach() for t in tensors), out, logsumexp, None)
+        backward = torch.ops.cuseq.varlen_attention_backward
+        torch.library.opcheck(backward, (*rows, *arguments[3:]))
 
 
 def test_opcheck_with_padding(device):
@@ -290,18 +289,16 @@ def test_opcheck_with_padding(device):
     padded = {"cu_seqlens_padded": packed.cu_seqlens_padded_static}
     torch.library.opcheck(op, arguments, padded)
     with torch.no_grad():
-        out, logsumexp = op(*arguments, **padded)
-        torch.library.opcheck(
-            torch.ops.cuseq.varlen_attention_backward,
-            (torch.randn_like(out), *(t.detach() for t in tensors), out, logsumexp, *arguments[3:]),
-            padded,
-        )
+        out, logsumexp, _ = op(*arguments, **padded)
+        rows = (torch.randn_like(out), *(t.detach() for t in tensors), out, logsumexp, None)
+        backward = torch.ops.cuseq.varlen_attention_backward
+        torch.library.opcheck(backward, (*rows, *arguments[3:]), padded)
 
 
 def test_logsumexp(device):
     q, k, v = inputs(6, 2, 2, 8, device=device)
     packed = PackedLayout.from_lengths([2, 3], 6, device=device)
-    _, logsumexp = op(q, k, v, packed.cu_seqlens_static, packed.host_meta)
+    logsumexp = op(q, k, v, packed.cu_seqlens_static, packed.host_meta)[1]
     scores = torch.einsum("qhd,khd->hqk", q[2:5].double(), k[2:5].double()) * 8**-0.5
     scores.masked_fill_(torch.ones(3, 3, device=device).triu(1).bool(), float("-inf"))
     torch.testing.assert_close(logsumexp[:, 2:5], scores.logsumexp(-1).float())
@@ -315,7 +312,7 @@ def test_bounds_without_host_meta(device):
     expected = cuseq.varlen_attention(q, k, v, packed)
     for offsets in (packed.cu_seqlens, packed.cu_seqlens_static):
         for bound in (None, 3, 100):
-            out, _ = op(q, k, v, offsets, None, max_seqlen_bound=bound)
+            out = op(q, k, v, offsets, None, max_seqlen_bound=bound)[0]
             torch.testing.assert_close(out, expected)
             grads = torch.autograd.grad(out.sum(), (q, k, v))
             wanted = torch.autograd.grad(expected.sum(), (q, k, v), retain_graph=True)
@@ -463,6 +460,10 @@ def test_errors_name_argument_rule_and_value(change, message):
         ),
         (dict(out=torch.zeros(6, 4, 8)), r"out must have shape \[6, 4, 16\], got \[6, 4, 8\]"),
         (dict(logsumexp=torch.zeros(6, 4)), r"logsumexp must have shape \[4, 6\], got \[6, 4\]"),
+        (
+            dict(far_rows=torch.zeros(0, 64)),
+            r"far_rows must be None unless packed is a rank's part",
+        ),
     ],
 )
 def test_backward_called_by_hand_checks_what_the_forward_gave(change, message, device):
@@ -470,9 +471,10 @@ def test_backward_called_by_hand_checks_what_the_forward_gave(change, message, d
     call = dict(zip("qkv", inputs(6, device=device), strict=True))
     call |= {"cu_seqlens": packed.cu_seqlens_static, "host_meta": packed.host_meta}
     with torch.no_grad():
-        out, logsumexp = op(**call)
+        out, logsumexp, _ = op(**call)
         backward = torch.ops.cuseq.varlen_attention_backward
         call |= {"grad_out": torch.ones_like(out), "out": out, "logsumexp": logsumexp}
+        call |= {"far_rows": None}
         assert [grad.shape for grad in backward(**call)] == [x.shape for x in inputs(6)]
         with pytest.raises((ValueError, TypeError), match=message):
             backward(**call | {name: given.to(device) for name, given in change.items()})
@@ -484,7 +486,7 @@ def test_backward_called_by_hand_takes_any_strides(dtype, device):
     given = {"cu_seqlens": packed.cu_seqlens_static, "host_meta": packed.host_meta}
     given |= dict(zip("qkv", inputs(6, device=device, dtype=dtype), strict=True))
     with torch.no_grad():
-        out, logsumexp = op(**given)
+        out, logsumexp, given["far_rows"] = op(**given)
         grad_out = torch.randn_like(out)
         backward = torch.ops.cuseq.varlen_attention_backward
         plain = dict(grad_out=grad_out, out=out, logsumexp=logsumexp)
@@ -541,7 +543,7 @@ def test_graph_capture_takes_the_bound(cuda):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, _ = op(q, k, v, offsets, packed.host_meta, max_seqlen_bound=64)
+        out = op(q, k, v, offsets, packed.host_meta, max_seqlen_bound=64)[0]
     for lengths in ([20, 30], [1, 2, 3], [64], []):
         other = PackedLayout.from_lengths(lengths, 64, max_seqs=8, device="cuda")
         offsets.copy_(other.cu_seqlens_static)

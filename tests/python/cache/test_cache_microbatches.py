@@ -39,7 +39,7 @@ class MicroBatch:
 def cached_facts(q, k, v, batch: MicroBatch, window, total: int, dtype) -> tuple[Tensor, ...]:
     lengths = batch.lengths[dtype]
     offsets = cuseq.ops.cached_cu_seqlens(lengths)
-    out, _ = torch.ops.cuseq.varlen_attention(q, k, v, offsets, None, True, window)
+    out = torch.ops.cuseq.varlen_attention(q, k, v, offsets, None, True, window)[0]
     ids = cuseq.ops.cached_seq_ids(lengths, total)
     return out, cuseq.ops.cached_position_ids(lengths, total), ids
 

@@ -392,7 +392,7 @@ def index_ops(mask: Tensor, offsets: Tensor) -> None:
 def attend(offsets: Tensor, padded: Tensor, dtype=torch.float32) -> None:
     q, k, v = inputs(TOTAL, 2, 1, 8, device=offsets.device, dtype=dtype)
     for options in ({}, {"causal": False}, {"window": 2}, {"max_seqlen_bound": 5}):
-        out, _ = ops.varlen_attention(q, k, v, offsets, cu_seqlens_padded=padded, **options)
+        out, *_ = ops.varlen_attention(q, k, v, offsets, cu_seqlens_padded=padded, **options)
         out.sum().backward()
 
 

@@ -44,6 +44,11 @@ EDGES = [
     Case([240], policy="zigzag", multiple=48, merge=True, window=100),
     Case([400, 90, 60], total=600, policy="contiguous", merge=True, window=5),
     Case([400, 90, 60], total=600, policy="contiguous", merge=True, window=350, softcap=2.0),
+    # Ranks keep the few far rows for the backward.
+    Case([27] * 39, total=1056, tail=5),
+    Case([27] * 39, total=1056, merge=True, sinks=True),
+    Case([11] * 97, total=1080, policy="contiguous", heads=(4, 4)),
+    Case([700, 300], total=1008, policy="contiguous", planned_window=5, window=3),
 ]
 
 
@@ -81,18 +86,26 @@ def check_what_moves(groups: dict[int, Group]) -> None:
     group = groups[2]
     rank = dist.get_rank(group)
 
-    def bytes_of(lengths: list[int], total: int) -> tuple[int | None, PackedLayout]:
+    def bytes_of(lengths: list[int], total: int) -> tuple[list[int | None], list[int]]:
+        """Return the bytes sent forward and backward, and the share's numbers."""
         packed = PackedLayout.from_lengths(lengths, total)
         plan = cp_plan(packed, 2, heads=(4, 2))
-        rows = torch.randn(total, 4, 8, dtype=torch.float64)
+        rows = torch.randn(total, 4, 8, dtype=torch.float64, requires_grad=True)
         local, q, k = cp_partition(packed, plan, rank, rows, rows[:, :2].contiguous(), group=group)
-        return moved_bytes(lambda: cuseq.varlen_attention(q, k, k, local)), local
+        outputs = []
+        forward = moved_bytes(lambda: outputs.append(cuseq.varlen_attention(q, k, k, local)))
+        backward = moved_bytes(lambda: outputs[0].sum().backward())
+        return [forward, backward], local.state.rank_meta.tolist()
 
-    assert bytes_of([20, 12, 20, 12], 64)[0] is None
-    sent, local = bytes_of([27] * 39, 1054)  # one document is cut
-    meta = local.state.rank_meta
-    assert sent == int(meta[META.NUM_SENT_ROWS]) * 2 * 2 * 8 * 8
-    assert int(meta[META.NUM_SENT_ROWS]) + int(meta[META.NUM_FAR_ROWS]) in range(1, 27)
+    assert bytes_of([20, 12, 20, 12], 64)[0] == [None, None]
+    row = 2 * 2 * 8 * 8  # keys and values of a token
+    sent, meta = bytes_of([27] * 39, 1054)  # one document is cut, and its few far rows are kept
+    own, far = meta[META.NUM_SENT_ROWS], meta[META.NUM_FAR_ROWS]
+    assert own + far in range(1, 27)
+    assert meta[META.KEEPS_FAR] and sent == [own * row, far * row]
+    sent, meta = bytes_of([500, 3], 504)  # the backward exchanges many again
+    own, far = meta[META.NUM_SENT_ROWS], meta[META.NUM_FAR_ROWS]
+    assert not meta[META.KEEPS_FAR] and sent == [own * row, (own + far) * row]
 
 
 def check_documents_are_apart(groups: dict[int, Group]) -> None:
@@ -449,8 +462,11 @@ def test_opcheck_of_a_part(op):
     leaf = own.detach().requires_grad_(op == "varlen_attention")
     rows = (leaf, leaf, leaf)
     if op == "varlen_attention_backward":
-        out, logsumexp = torch.ops.cuseq.varlen_attention(*rows, *options, *share)
-        rows = (torch.ones_like(out), *rows, out, logsumexp)
+        out, logsumexp, far_rows = torch.ops.cuseq.varlen_attention(*rows, *options, *share)
+        rows = (torch.ones_like(out), *rows, out, logsumexp, far_rows)
+        for wrong in (None, far_rows[:-1], far_rows.float()):
+            with pytest.raises(ValueError, match="far_rows must be what varlen_attention returned"):
+                torch.ops.cuseq.varlen_attention_backward(*rows[:-1], wrong, *options, *share)
     torch.library.opcheck(getattr(torch.ops.cuseq, op), (*rows, *options, *share))
 
 

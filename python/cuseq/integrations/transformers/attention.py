@@ -220,7 +220,7 @@ def cuseq_attention(
     else:
         if query.is_cuda:
             load_backends()
-        out, _ = torch.ops.cuseq.varlen_attention(
+        out, *_ = torch.ops.cuseq.varlen_attention(
             *rows,
             offsets.to(torch.int32),
             None,
@@ -261,7 +261,7 @@ def _chunks_in_compiled_code(
     chunks, padded = offsets_of_chunks(offsets.to(torch.int32), padded, chunk, room)
     if rows[0].is_cuda:
         load_backends()
-    out, _ = torch.ops.cuseq.varlen_attention(
+    out, *_ = torch.ops.cuseq.varlen_attention(
         *rows,
         chunks,
         None,
