@@ -15,11 +15,19 @@ namespace {
 
 constexpr int64_t kMaxChannels = 1 << 18;  // fits in a CUDA grid however the channels are divided
 
+// Return whether the elements of a dimension lie side by side. A single one does, whatever its
+// stride, which slices leave at any value.
+bool is_contiguous_in(const Tensor& rows, int64_t dim) {
+  return rows.size(dim) == 1 || rows.stride(dim) == 1;
+}
+
 // Return whether tokens, not channels, are contiguous in memory.
-bool is_channel_major(const Tensor& rows) { return rows.stride(-1) != 1 && rows.stride(-2) == 1; }
+bool is_channel_major(const Tensor& rows) {
+  return !is_contiguous_in(rows, -1) && is_contiguous_in(rows, -2);
+}
 
 bool has_contiguous_dim(const Tensor& rows) {
-  return rows.numel() == 0 || rows.stride(-1) == 1 || rows.stride(-2) == 1;
+  return rows.numel() == 0 || is_contiguous_in(rows, -1) || is_contiguous_in(rows, -2);
 }
 
 // Return an uninitialised dense tensor with the order of dimensions of `like`.
@@ -86,7 +94,7 @@ void read_sequences(const Tensor& x, const ConvOptions& options, ConvSequences& 
     const Tensor& seq_idx = *options.seq_idx;
     TORCH_CHECK_VALUE(!options.cu_seqlens.has_value(),
                       "seq_idx must be None with cu_seqlens, which say where sequences lie");
-    TORCH_CHECK_VALUE(!has_states, "initial_states and final_states must be left out with seq_idx");
+    TORCH_CHECK_VALUE(!has_states, "seq_idx must be None with initial or final states");
     TORCH_CHECK_TYPE(seq_idx.scalar_type() == at::kInt, "seq_idx must be int32, got ",
                      dtype_name(seq_idx.scalar_type()));
     TORCH_CHECK_VALUE(seq_idx.dim() == 2 && seq_idx.size(0) == sequences.batch &&
@@ -189,9 +197,10 @@ std::vector<Tensor> backward_kernel(const Tensor& grad_out, const Tensor& x, con
   TORCH_CHECK_TYPE(grad_out.scalar_type() == x.scalar_type(), "grad_out must be of x's dtype, ",
                    dtype_name(x.scalar_type()), ", got ", dtype_name(grad_out.scalar_type()));
   check_on(grad_out, "grad_out", x);
-  TORCH_CHECK_VALUE(grad_out.numel() == 0 || grad_out.stride(conv.channel_major ? -2 : -1) == 1,
-                    "grad_out must be contiguous in the dimension in which x is, got strides ",
-                    grad_out.strides(), " for x's ", x.strides());
+  TORCH_CHECK_VALUE(
+      grad_out.numel() == 0 || is_contiguous_in(grad_out, conv.channel_major ? -2 : -1),
+      "grad_out must be contiguous in the dimension in which x is, got strides ",
+      grad_out.strides(), " for x's ", x.strides());
   args.grad_out = rows_of(grad_out);
   std::vector<Tensor> grads;
   grads.reserve(4);

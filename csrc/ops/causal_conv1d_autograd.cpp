@@ -44,8 +44,11 @@ std::vector<Tensor> call_backward(const Tensor& grad_out, const Tensor& x, const
 // Return the gradient with the contiguous dimension of x. Gradients may have any strides, such as
 // the expanded zeros of sum().
 Tensor ordered_like(const Tensor& grad, const Tensor& x) {
-  const bool channel_major = x.sym_stride(-1) != 1 && x.sym_stride(-2) == 1;
-  if (grad.sym_stride(channel_major ? -2 : -1) == 1) return grad;
+  const auto is_contiguous_in = [](const Tensor& rows, int64_t dim) {
+    return rows.sym_size(dim) == 1 || rows.sym_stride(dim) == 1;
+  };
+  const bool channel_major = !is_contiguous_in(x, -1) && is_contiguous_in(x, -2);
+  if (is_contiguous_in(grad, channel_major ? -2 : -1)) return grad;
   return channel_major ? grad.transpose(-1, -2).contiguous().transpose(-1, -2) : grad.contiguous();
 }
 

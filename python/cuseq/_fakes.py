@@ -274,7 +274,8 @@ def _(
 
 def _rows_like(x: Tensor) -> Tensor:
     """Return a dense tensor, with contiguous tokens if x has those and no contiguous channels."""
-    if x.stride(-1) != 1 and x.stride(-2) == 1:
+    has_channels, has_tokens = (x.shape[dim] == 1 or x.stride(dim) == 1 for dim in (-1, -2))
+    if has_tokens and not has_channels:
         return x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-2]).transpose(-1, -2)
     return x.new_empty(x.shape)
 

@@ -116,6 +116,33 @@ def gradients(outs: Sequence[Tensor], wanted: Sequence[Tensor], grads: Any) -> l
 # ---------------------------------------------------------------------------------- values
 
 
+# Rows with one token or one channel, as slices leave them: with any stride in that dimension.
+ONE_OF = {
+    "a token": lambda rows: rows[:1].expand(1, 8),
+    "a token of a wide row": lambda rows: rows.t()[:1],
+    "a token by columns": lambda rows: rows[:, :1].t(),
+    "a channel": lambda rows: rows[:, 2:3],
+    "a channel of every other token": lambda rows: rows[::2, :1],
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slice_of", ONE_OF)
+def test_one_token_and_one_channel_take_any_strides(slice_of, dtype, device):
+    rows = torch.randn(8, 8, dtype=torch.float64).to(device, dtype)
+    x = ONE_OF[slice_of](rows).detach().requires_grad_()
+    packed = cuseq.PackedLayout.from_lengths([x.shape[0]], device=device)
+    weight = torch.randn(x.shape[1], 4, device=device, dtype=dtype, requires_grad=True)
+    plain = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    for grad in (torch.randn(x.shape, device=device).to(dtype), rows[:1, :1].expand(x.shape)):
+        found, expected = (
+            torch.autograd.grad(cuseq.causal_conv1d(of, weight, None, packed), (of, weight), grad)
+            for of in (x, plain)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.kernels
 @SILU
 @ORDERS
@@ -789,7 +816,7 @@ def test_a_rank_part_is_refused():
                 "seq_idx": torch.zeros(2, 6, dtype=torch.int32),
                 "initial_states": torch.zeros(2, 4, 3),
             },
-            "must be left out with seq_idx",
+            "seq_idx must be None with initial or final states",
         ),
         (
             {"return_final_states": True, "final_states_out": torch.zeros(2, 4, 2)},
