@@ -71,6 +71,13 @@ Pair apply_qk_norm_rope(const at::Tensor& q, const OptionalTensor& k, const at::
   return QueryAndKey::pair(turned);
 }
 
+// Return a bool argument that None and numbers do not convert to.
+py::arg flag(const char* name) {
+  py::arg argument(name);
+  argument.noconvert();
+  return argument;
+}
+
 }  // namespace
 
 void bind_rope(py::module_& m) {
@@ -78,17 +85,16 @@ void bind_rope(py::module_& m) {
   m.def("apply_rope", &Rope::call<&apply_rope>, Released(), py::arg("q"), py::arg("k"),
         py::arg("cos"), py::arg("sin"), py::arg("cu_seqlens"), py::arg("host_meta"),
         py::arg("position_ids"), py::arg("offset"), py::arg("table"), py::arg("qkv_format"),
-        py::arg("interleaved"), py::arg("rotary_dim"), py::arg("mrope_section"),
-        py::arg("mrope_interleaved"), py::arg("cp_size"), py::arg("cp_rank"), py::arg("inplace"));
+        flag("interleaved"), py::arg("rotary_dim"), py::arg("mrope_section"),
+        flag("mrope_interleaved"), py::arg("cp_size"), py::arg("cp_rank"), flag("inplace"));
   using NormRope = RopeBinding<const at::Tensor&, const OptionalTensor&, const at::Tensor&,
                                const OptionalTensor&, double, double>;
   m.def("apply_qk_norm_rope", &NormRope::call<&apply_qk_norm_rope>, Released(), py::arg("q"),
         py::arg("k"), py::arg("q_weight"), py::arg("k_weight"), py::arg("eps"),
         py::arg("weight_offset"), py::arg("cos"), py::arg("sin"), py::arg("cu_seqlens"),
         py::arg("host_meta"), py::arg("position_ids"), py::arg("offset"), py::arg("table"),
-        py::arg("qkv_format"), py::arg("interleaved"), py::arg("rotary_dim"),
-        py::arg("mrope_section"), py::arg("mrope_interleaved"), py::arg("cp_size"),
-        py::arg("cp_rank"), py::arg("inplace"));
+        py::arg("qkv_format"), flag("interleaved"), py::arg("rotary_dim"), py::arg("mrope_section"),
+        flag("mrope_interleaved"), py::arg("cp_size"), py::arg("cp_rank"), flag("inplace"));
 }
 
 }  // namespace cuseq::python

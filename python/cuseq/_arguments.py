@@ -48,6 +48,8 @@ def as_float(value: Any, name: str) -> Any:
 
 def as_window(window: Any) -> Any:
     """Return a sliding window: None for all keys, or an int of at least 1."""
+    if isinstance(window, bool):  # True would be a window of one key
+        raise TypeError(f"window must be None or an int, got {window}")
     window = as_size(window, "window")
     if type(window) is int and window < 1:
         raise ValueError(f"window must be None or at least 1, got {window}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -1025,6 +1026,11 @@ ERRORS = [
     (dict(position_ids=IDS[:, None]), ValueError, "position_ids must"),
     (dict(position_ids=IDS + 1), ValueError, "position_ids.*6"),
     (dict(position_ids=IDS - 1), ValueError, "position_ids.*-1"),
+    *(
+        (dict([(name, value)]), TypeError, f"{name} must be True or False, got {value}")
+        for name in ("interleaved", "mrope_interleaved")
+        for value in (None, 1, 0)
+    ),
     # planes
     (dict(mrope_section=[4, 2, 2]), ValueError, "mrope_section"),
     (dict(mrope_section=[4, 2, 2], packed=PACKED), ValueError, "mrope_section"),
@@ -1055,6 +1061,17 @@ def test_errors_name_argument_rule_and_value(change, error, message, inplace):
     good = dict(q=zeros(6, 2, 16), k=zeros(6, 1, 16), cos=random(6, 8), sin=random(6, 8))
     with pytest.raises(error, match=message):
         cuseq.apply_rope(**(good | change), inplace=inplace)
+
+
+@pytest.mark.parametrize("inplace", [None, 1, 0])
+def test_inplace_is_a_flag(inplace):
+    rows, table = zeros(6, 2, 16), zeros(6, 8)
+    for rotate in (
+        partial(cuseq.apply_rope, rows, rows.clone(), table, table),
+        partial(cuseq.apply_qk_norm_rope, rows, None, zeros(16), None, table, table, eps=1e-6),
+    ):
+        with pytest.raises(TypeError, match=f"inplace must be True or False, got {inplace}"):
+            rotate(inplace=inplace)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
