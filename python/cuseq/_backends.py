@@ -31,6 +31,7 @@ LEAST_TOKENS_FOR_FLEX = 512
 # by one each make the block mask again, and their kernels take longer to compile.
 _HANDICAP = 1.05
 _POWERS = tuple(2**power for power in range(6, 21))
+_SHORT_DOCUMENT = 256  # tokens; rows of compiled code are judged from one document to these
 
 registered: set[str] = set()  # the packages that are there
 _loaded = False
@@ -135,7 +136,9 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
     if not computes_in_half(q) or _flex_obstacle(q, v):
         return False
     mask = _mask_run_one_by_one(asked)
-    if packed.is_static and mask is None and not packed.is_tree:
+    if packed.is_tree and mask is None:
+        return False  # a tree's calls run on the other backends
+    if packed.is_static and mask is None:
         return _replays_take_flex(q, v, packed, asked)
     if is_compiling():
         return mask is not None or _compiled_code_takes_flex(q, v, asked)
@@ -222,50 +225,73 @@ def _constant(size: int, constants: tuple[int, ...]) -> int:
 
 
 def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> int | None:
-    """Return the fewest tokens from which flex stays the fastest in compiled code, or None."""
+    """Return the fewest tokens from which flex stays the best choice in compiled code, or None."""
     least = None
     for power in range(LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):
-        facts = (True, head_dim, mask, window, "compiled", 2**power, 0)
-        if not _flex_was_fastest(facts, handicap=_HANDICAP):
+        if not _flex_loses_less(head_dim, mask, window, 2**power):
             least = None
         elif least is None:
             least = 2**power
     return least
 
 
+def _flex_loses_less(head_dim: int, mask: str, window: int, tokens: int) -> bool:
+    """Return whether flex loses less than the other backends in compiled code.
+
+    One graph serves rows of few and of many documents, so each choice counts where it loses most.
+    """
+    flex_loss = others_loss = 0.0
+    for power in range(max(1, tokens // _SHORT_DOCUMENT).bit_length()):
+        facts = (True, head_dim, mask, window, "compiled", tokens, 2**power)
+        times = _flex_and_others(facts)
+        if times is None:
+            return False
+        flex, others = _HANDICAP * times[0], times[1]
+        flex_loss, others_loss = max(flex_loss, flex / others), max(others_loss, others / flex)
+    return flex_loss <= others_loss
+
+
 def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
     """Return whether flex is the fastest in a CUDA graph whose offsets have room for sequences."""
-
-    def was_fastest(kind: str, width: int, unknown: bool) -> bool:
-        facts = (True, head_dim, kind, width, "captured", tokens, room)
-        return _flex_was_fastest(facts, unknown=unknown)
-
-    # Where no such mask was measured, the causal one is closer than no measurement.
-    return was_fastest(mask, window, unknown=was_fastest("causal", 0, unknown=False))
+    return _flex_was_fastest((True, head_dim, mask, window, "captured", tokens, room))
 
 
 def _flex_was_fastest(
-    facts: tuple[Any, ...],
-    *,
-    device: torch.device | None = None,
-    handicap: float = 1.0,
-    unknown: bool = False,
+    facts: tuple[Any, ...], *, device: torch.device | None = None, unknown: bool = False
 ) -> bool:
     """Return whether flex was the fastest backend where it was measured with facts like these.
 
     Args:
         facts: all but the first of `FACTS`.
         device: the GPU in question; None for the current one.
-        handicap: multiplies the time of flex.
         unknown: what to return if flex was measured with nothing like them.
     """
+    times = _flex_and_others(facts, device)
+    return unknown if times is None else times[0] <= times[1]
+
+
+def _flex_and_others(
+    facts: tuple[Any, ...], device: torch.device | None = None
+) -> tuple[float, float] | None:
+    """Return the times of flex and of the fastest other backend where flex was measured, or None.
+
+    In compiled code and in graphs, masks without measurements follow those of a causal mask, which
+    are closer than none; soft caps and spans are not like it.
+    """
+    half, head_dim, mask, window, mode, *sizes = facts
     major, minor = torch.cuda.get_device_capability(device)
-    times = _C.closest_measured_attention((10 * major + minor, *facts), backend="flex")
-    if times is None:
-        return unknown
-    usable = registered - _packages.failed
-    flex = handicap * times.pop("flex")
-    return all(flex <= us for name, us in times.items() if name not in PACKAGES or name in usable)
+    kinds = [(mask, window)]
+    if mode != "eager" and mask not in ("softcap", "spans"):
+        kinds.append(("causal", 0))
+    for kind in kinds:
+        asked = (10 * major + minor, half, head_dim, *kind, mode, *sizes)
+        times = _C.closest_measured_attention(asked, backend="flex")
+        if times is not None:
+            usable = registered - _packages.failed
+            flex = times.pop("flex")
+            there = (us for name, us in times.items() if name not in PACKAGES or name in usable)
+            return flex, min(there, default=float("inf"))
+    return None
 
 
 def computes_in_half(q: Tensor) -> bool:

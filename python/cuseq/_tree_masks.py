@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 
 from cuseq import _C
+from cuseq._modes import is_capturing
 from cuseq.cache import remember
 from cuseq.masks import block_mask_of
 
@@ -25,9 +26,17 @@ _ops = torch.ops.cuseq
 _LONGEST_PATH: int = _C.TreeMeta.LONGEST_PATH
 
 
-def longest_path(packed: LayoutFacts) -> int:
-    """Return the tokens of a tree's longest path. Never waits."""
-    return int(cast("Tensor", packed.state.tree_meta)[_LONGEST_PATH])
+def hides_nothing(packed: LayoutFacts, window: int) -> bool:
+    """Return whether every path of a tree is within a window. Never waits.
+
+    A CUDA graph replays other trees, of which only the row's length is known. Compiled code serves
+    other rows too.
+    """
+    if is_compiling():
+        return False
+    if packed.is_static or is_capturing(packed.device):
+        return window >= packed.total_tokens
+    return window >= int(cast("Tensor", packed.state.tree_meta)[_LONGEST_PATH])
 
 
 def pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:

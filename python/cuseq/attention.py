@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq import _C
-from cuseq._arguments import as_float, as_size, as_window, check_flag, check_tensor, check_values
+from cuseq._arguments import as_float, as_window, check_flag, check_tensor, check_values
 from cuseq._backends import (
     Question,
     check_backend,
@@ -25,7 +25,7 @@ from cuseq._flex import attend_by_flex
 from cuseq._layout_state import LayoutState
 from cuseq._spans import Spans
 from cuseq._tree_choice import one_kernel_pays, why_one_kernel
-from cuseq._tree_masks import attend_densely, longest_path, pairs_with_ancestors
+from cuseq._tree_masks import attend_densely, hides_nothing, pairs_with_ancestors
 from cuseq.distributed._groups import name_or_default
 from cuseq.layout import PackedLayout, check_layout
 
@@ -175,7 +175,7 @@ def attention_backend(
         options = options.of_tree(packed)
         if options.window is not None:
             name = _path_backend(q, v, packed, options)
-            return AttentionBackend(name, "the window is shorter than a path of the tree")
+            return AttentionBackend(name, "its window counts tokens of a path of the tree")
         if one_kernel_pays(q, v, packed, options.backend):
             name = _path_backend(q, v, packed, options)
             return AttentionBackend(name, why_one_kernel(q, v, packed))
@@ -207,11 +207,7 @@ class _Options(NamedTuple):
             raise ValueError("causal must be True for a tree, got False")
         if self.spans is not None:
             raise ValueError("spans must be None for a tree")
-        as_window(self.window)
-        hides_nothing = self.window is None or (
-            not is_compiling() and self.window >= longest_path(packed)
-        )
-        if hides_nothing:
+        if self.window is None or hides_nothing(packed, self.window):
             return self._replace(window=None)
         if self.backend not in ("auto", "flex"):
             raise ValueError(
@@ -286,7 +282,7 @@ def _checked(
     if causal is not True and causal is not False:
         check_flag(causal, "causal")
     if window is not None:
-        window = as_size(window, "window")
+        window = as_window(window)
     if scale is not None and not is_compiling():
         scale = as_float(scale, "scale")
         if 0 < scale < 2**-126 and q.dtype != torch.float64:  # zero times -inf would be NaN

@@ -423,6 +423,7 @@ def test_autocast_takes_the_dtype_of_the_region(device):
         (dict(q=torch.zeros(6, 16, 4).transpose(1, 2)), "q must be contiguous in its last"),
         (dict(q=torch.zeros(6, 0, 16)), r"q must have at least one head, got \[6, 0, 16\]"),
         (dict(window=0), "window must be None or at least 1"),
+        (dict(window=True), "window must be None or an int, got True"),
         *(
             (dict(scale=scale), f"scale must be a finite number above 0, got {scale}")
             for scale in (0, -1, math.inf, math.nan)

@@ -87,6 +87,63 @@ def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, mon
             assert takes_flex(q, packed, asked).eq(-1).all()
 
 
+def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):
+    """The table compares backends over rows of documents, and flex needs a mask in every layer."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(_backends, "_flex_obstacle", lambda q, v: None)
+    measured(((90, True, 128, "causal", 0, "compiled", 512, 2), {"flash": 9.0, "flex": 2.0}))
+    question = _backends.Question(True, None, None, None, "auto")
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def takes_flex(q: Tensor, packed: PackedLayout) -> Tensor:
+        return q + 1 if _backends.takes_flex(q, q, packed, question) else q - 1
+
+    q = torch.zeros(512, 1, 128, dtype=torch.bfloat16)
+    tree = PackedTree.from_groups([[1] * 9], [[[2] * 5] * 3], total_tokens=512)
+    assert takes_flex(q, PackedLayout.from_lengths([200, 300], 512)).eq(1).all()
+    assert takes_flex(q, tree.layout).eq(-1).all()
+
+
+def chosen(facts: tuple, usable: set[str]) -> str:
+    """Return what auto runs in compiled code or in a GraphedStep at a row of the table."""
+    sm, half, head_dim, mask, window, mode, tokens, sequences = facts
+    if mode == "compiled":
+        least = _backends.tokens_from_which_flex_is_fastest(head_dim, mask, window)
+        takes_flex = least is not None and tokens >= least
+    else:
+        sizes = (1 << (size - 1).bit_length() for size in (tokens, sequences))
+        takes_flex = _backends.flex_replays_fastest(head_dim, mask, window, *sizes)
+    if takes_flex and tokens >= _backends.LEAST_TOKENS_FOR_FLEX:
+        return "flex"
+    # The op chooses when it runs: in compiled code as in eager code.
+    asked = (sm, half, head_dim, mask, window, mode if mode == "captured" else "eager")
+    times = _C.closest_measured_attention((*asked, tokens, sequences), backend="")
+    there = (usable - {"flex"}) & times.keys()
+    return min(there, key=lambda name: times[name])
+
+
+@pytest.mark.parametrize("packages", [(), ("fa4",)], ids=["PyTorch alone", "fa4"])
+def test_auto_is_level_with_the_best_of_the_table_without_a_gpu(packages, monkeypatch, measured):
+    """Replay the measurements of compiled code and of captures: within 5 % of the best."""
+    table = _backends.read_table()
+    measured(*table)
+    monkeypatch.setattr(_backends, "registered", set(packages))
+    usable = {name for name in NAMES if name not in _backends.PACKAGES or name in packages}
+    replayed = 0
+    for facts, times in table:
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device=None, sm=facts[0]: divmod(sm, 10)
+        )
+        if facts[5] == "eager":
+            continue
+        found = chosen(facts, usable)
+        if found in times:  # flex was not measured in every row of captures
+            best = min(us for name, us in times.items() if name in usable)
+            assert times[found] <= 1.05 * best, (facts, found, times)
+            replayed += 1
+    assert replayed >= 16
+
+
 @pytest.fixture
 def measured():
     """Return a function that replaces the measurements until the test is over."""

@@ -9,7 +9,7 @@ import torch
 
 import cuseq
 
-SHORT = "the window is shorter than a path of the tree"
+SHORT = "its window counts tokens of a path of the tree"
 HARD = {
     "a group of 1": ([-1, 0], [3, 4]),
     "an empty completion": ([-1, 0, 0, 0], [3, 0, 2, 1]),
@@ -212,6 +212,22 @@ def test_trees_know_how_many_keys_and_ancestors_a_token_has():
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 100])
 def test_windows_count_along_the_path(name, window):
     compare(tree_of(name, tail=2), window=window)
+
+
+def test_a_graph_keeps_windows_that_hide_nothing_in_its_first_tree():
+    """It replays trees with longer paths, so only the row's length says that nothing is hidden."""
+    short, deep = (
+        cuseq.PackedTree.from_parents(lengths, parents, total_tokens=40, max_seqs=4, max_depth=1)
+        for lengths, parents in (([3, 2, 2], [-1, 0, 0]), ([25, 10], [-1, 0]))
+    )
+    q, k, v = (rows.detach() for rows in inputs(40))
+    static = short.layout.static_copy(q.device)
+    assert cuseq.attention_backend(q, k, v, short.layout, window=8).reason != SHORT
+    assert cuseq.attention_backend(q, k, v, static, window=8).reason == SHORT
+    assert cuseq.attention_backend(q, k, v, static, window=40).reason != SHORT
+    static.copy_(deep.layout)
+    found = cuseq.varlen_attention(q, k, v, static, window=8)
+    torch.testing.assert_close(found, cuseq.varlen_attention(q, k, v, deep.layout, window=8))
 
 
 def test_windows_at_the_length_of_the_longest_path():
