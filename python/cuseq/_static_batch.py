@@ -13,12 +13,27 @@ from cuseq._arguments import check_tensor
 from cuseq.layout import PackedLayout
 
 
-def _leaves(batch: object, name: str) -> tuple[list[tuple[str, Any]], Any]:
-    """Return the leaves of a batch with their names, and its structure."""
-    if isinstance(batch, Mapping):
-        batch = dict(batch)  # a subclass, such as transformers' BatchEncoding, would be one leaf
-    paths, structure = pytree.tree_flatten_with_path(batch)
-    return [(name + pytree.keystr(path), leaf) for path, leaf in paths], structure
+def _in_order(value: Any) -> Any:
+    """Return a batch whose mappings are dicts in the order of their keys.
+
+    The order of keys says nothing, and pytree takes a subclass of dict, such as transformers'
+    BatchEncoding, for one leaf.
+    """
+    if isinstance(value, Mapping):
+        return {key: _in_order(value[key]) for key in sorted(value, key=repr)}
+    if type(value) in (list, tuple):
+        return type(value)(map(_in_order, value))
+    return value
+
+
+def _leaves(batch: object) -> tuple[list[tuple[str, Any]], Any]:
+    """Return the leaves of a batch with their places (`['labels']`), and its structure."""
+    paths, structure = pytree.tree_flatten_with_path(_in_order(batch))
+    return [(pytree.keystr(path), leaf) for path, leaf in paths], structure
+
+
+def _places(leaves: list[tuple[str, Any]]) -> str:
+    return ", ".join(place for place, _ in leaves if place) or f"{len(leaves)} values without names"
 
 
 def _check_capacity(packed: PackedLayout, name: str) -> None:
@@ -42,19 +57,26 @@ class StaticBatch:
 
     Raises:
         ValueError: a layout's `max_seqs` is not below its `total_tokens`, or a tensor is on meta.
-        TypeError: a tensor is sparse, nested or quantized.
+        TypeError: a tensor is sparse, nested or quantized, or an array is not a tensor.
     """
 
     def __init__(self, example: object, device: torch.device, name: str):
-        leaves, self._structure = _leaves(example, name)
+        leaves, self._structure = _leaves(example)
+        self._given = _places(leaves)
         self._leaves: list[Any] = []
-        for leaf_name, leaf in leaves:
+        for place, leaf in leaves:
+            leaf_name = name + place
             if isinstance(leaf, PackedLayout):
                 _check_capacity(leaf, leaf_name)
                 leaf = leaf.static_copy(device)
             elif isinstance(leaf, Tensor):
                 check_tensor(leaf, leaf_name)
                 leaf = torch.empty_like(leaf, device=device).copy_(leaf)
+            elif getattr(leaf, "ndim", 0):  # a NumPy array
+                raise TypeError(
+                    f"{leaf_name} must be a tensor, since a graph keeps everything else as a "
+                    f"constant, got {type(leaf).__name__}"
+                )
             self._leaves.append(leaf)
         self.value = pytree.tree_unflatten(self._leaves, self._structure)
 
@@ -70,13 +92,14 @@ class StaticBatch:
         A tensor must have the example's shape and dtype, a layout its `total_tokens`, `max_seqs`
         and kind; any other value must be equal to the example's.
         """
-        leaves, structure = _leaves(batch, name)
+        leaves, structure = _leaves(batch)
         if structure != self._structure:
             raise ValueError(
-                f"{name} must have the structure of example_batch, {self._structure}, got "
-                f"{structure}"
+                f"{name} must have the structure of example_batch, {self._given}, got "
+                f"{_places(leaves)}"
             )
-        for static, (leaf_name, leaf) in zip(self._leaves, leaves, strict=True):
+        for static, (place, leaf) in zip(self._leaves, leaves, strict=True):
+            leaf_name = name + place
             if type(leaf) is not type(static) and not isinstance(static, Tensor | PackedLayout):
                 raise ValueError(
                     f"{leaf_name} must be {static!r} as in example_batch, got {leaf!r}"
@@ -85,7 +108,7 @@ class StaticBatch:
                 _check_layout(static, leaf, leaf_name)
             elif isinstance(static, Tensor):
                 _check_tensor(static, leaf, leaf_name)
-            elif leaf != static:
+            elif leaf is not static and leaf != static:
                 raise ValueError(
                     f"{leaf_name} must be {static!r} as in example_batch, since a graph keeps "
                     f"constants, got {leaf!r}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq._arguments import as_float, as_int, shown
 from cuseq._static_batch import StaticBatch
@@ -79,6 +79,11 @@ class GraphedStep:
                 "scheduler must be a torch.optim.lr_scheduler.LRScheduler or None, got "
                 f"{shown(scheduler)}"
             )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "scheduler must step without a metric, got ReduceLROnPlateau: call its "
+                "step(metric) yourself, after this step"
+            )
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
         if autocast not in (None, torch.bfloat16):
@@ -137,7 +142,9 @@ class GraphedStep:
                 device; with accumulation a list of as many batches, whose losses are added.
 
         Raises:
-            ValueError: a batch has another form; nothing has been run.
+            ValueError: a batch has another form, and nothing has been run; or `loss_fn` returned
+                more than one value.
+            TypeError: `loss_fn` did not return a tensor.
         """
         given = self._check(batch)
         for static, leaves in zip(self._batches, given, strict=True):
@@ -188,7 +195,7 @@ class GraphedStep:
         total: Tensor | None = None
         for batch in self._batches:
             with self._autocast_region():
-                loss = self._loss_fn(batch.value)
+                loss = _checked_loss(self._loss_fn(batch.value))
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
@@ -238,6 +245,15 @@ class GraphedStep:
             self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
             return
         self._graph = _Graph(graph, loss, rates, self._optimizer)
+
+
+def _checked_loss(loss: object) -> Tensor:
+    """Return what `loss_fn` returned; raise unless it is a tensor of one value."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn must return a tensor, got {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise ValueError(f"loss_fn must return one value, got shape {list(loss.shape)}")
+    return loss
 
 
 class _Graph:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import BatchEncoding
 
 import cuseq
 from cuseq import GraphedStep, PackedLayout
@@ -162,8 +165,11 @@ def test_batches_of_another_form_are_refused_before_anything_runs(device):
         (changed(labels=None), r"batch\['labels'\] must be a tensor"),
         (changed(packed=ids), r"batch\['packed'\] must be a PackedLayout"),
         (make_batch([64], max_seqs=9), r"batch\['packed'\] must be like .* max_seqs: 8, got 9"),
-        (changed(more=1), "batch must have the structure of example_batch"),
-        (ids, "batch must have the structure of example_batch"),
+        (
+            changed(more=1),
+            r"structure of example_batch, \['input_ids'\], .* got \['input_ids'\], .*\['more'\]",
+        ),
+        (ids, r"the structure of example_batch, .*, got 1 values without names"),
     ]
     for batch, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -184,6 +190,21 @@ def test_constants_must_stay(device):
     step(example)
     with pytest.raises(ValueError, match=r"batch\['scale'\] must be 2.0 .* got 3.0"):
         step(example | {"scale": 3.0})
+
+
+def test_the_order_of_names_says_nothing(device):
+    linear = nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.0, fused=True)
+    x, y = torch.ones(2, 4), {"b": torch.zeros(2, 1), "a": torch.full((2, 1), 3.0)}
+
+    def loss_fn(batch):
+        return (linear(batch["x"]) - batch["y"]["a"] + batch["y"]["b"]).square().mean()
+
+    step = GraphedStep(loss_fn, optimizer, {"x": x, "y": y}, warmup=1)
+    first = step({"x": x, "y": y})
+    for _ in range(2):
+        other_order = {"y": BatchEncoding({"a": y["a"], "b": y["b"]}), "x": x}
+        torch.testing.assert_close(step(other_order), first)
 
 
 def test_only_steps_that_can_be_captured_hide_lengths_from_the_host(device):
@@ -228,6 +249,11 @@ def test_wrong_arguments_are_named():
         GraphedStep(3, optimizer, ())
     with pytest.raises(TypeError, match=r"scheduler must be a torch.optim.lr_scheduler.LRS.*got 1"):
         make(scheduler=1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(ValueError, match="scheduler must step without a metric, got ReduceLROnP"):
+        make(scheduler=plateau)
+    with pytest.raises(TypeError, match=r"example_batch\['n'\] must be a tensor, .*got ndarray"):
+        make(example={"n": np.ones(2)})
     with pytest.raises(
         ValueError, match=r"example_batch\['x'\] must have values, got a tensor on m"
     ):
@@ -245,6 +271,24 @@ def test_wrong_arguments_are_named():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
     with pytest.raises(ValueError, match="on one device, got them on cpu, meta"):
         make(optimizer=torch.optim.SGD(parameters))
+
+
+@pytest.mark.parametrize(
+    "returned,error,message",
+    [
+        (None, TypeError, "loss_fn must return a tensor, got NoneType"),
+        (0.5, TypeError, "loss_fn must return a tensor, got float"),
+        (torch.ones(3), ValueError, r"loss_fn must return one value, got shape \[3\]"),
+    ],
+)
+def test_what_is_not_a_loss_is_refused_before_the_optimizer_steps(returned, error, message):
+    linear = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters(), weight_decay=1.0)
+    before = copy.deepcopy(linear.state_dict())
+    step = GraphedStep(lambda batch: returned, optimizer, ())
+    with pytest.raises(error, match=message):
+        step(())
+    torch.testing.assert_close(linear.state_dict(), before, rtol=0, atol=0)
 
 
 def test_an_error_leaves_parameters_as_they_are(device):
@@ -435,3 +479,84 @@ def test_after_a_capture_that_failed_everything_works(cuda):
     for batch in BATCHES:
         captured(batch)
     assert captured.captured, captured.reason
+
+
+FIFTY_PACKS = """
+import copy, random
+import torch
+import test_graphed_step as own
+
+device, drawn = torch.device("{device}"), random.Random(0)
+
+def lengths():
+    left, found = own.TOKENS, []
+    while left > 0 and len(found) < own.MAX_SEQS:
+        found.append(drawn.randint(0, left))
+        left -= found[-1]
+    return found
+
+batches = [own.make_batch(lengths(), seed) for seed in range(50)]
+model = own.TinyModel().to(device)
+twin = copy.deepcopy(model)
+expected, _ = own.plain_loop(twin, batches)
+step, _ = own.graphed(model)
+losses = []
+for batch in batches:
+    for static in step._batches:
+        packed = static.value["packed"]
+        values = static.value["input_ids"], static.value["labels"]
+        for tensor in (*values, packed.position_ids, packed.cu_seqlens_static):
+            tensor.data.fill_(-99)  # not counted as an edit
+    losses.append(step(batch))
+assert step.captured == (device.type == "cuda"), step.reason
+rounding = 1e-3 if device.type == "cuda" else 0.0
+torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
+torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=rounding, atol=rounding)
+"""
+
+
+def test_fifty_packs_with_poisoned_static_tensors_and_the_check(device, run_python):
+    code = FIFTY_PACKS.format(device=device)
+    done = run_python(code, CUSEQ_CHECK="1", PYTHONPATH=str(Path(__file__).parent))
+    assert done.returncode == 0, done.stderr
+
+
+def test_steps_on_a_side_stream(cuda):
+    model = TinyModel().to(cuda)
+    twin = copy.deepcopy(model)
+    expected, _ = plain_loop(twin, BATCHES)
+    torch.cuda.synchronize()
+    step, _ = graphed(model)
+    with torch.cuda.stream(torch.cuda.Stream(cuda)):
+        losses = [step(batch) for batch in BATCHES]
+        assert step.captured, step.reason
+        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_replays_take_no_more_memory(cuda):
+    step, _ = graphed(TinyModel().to(cuda))
+    for batch in BATCHES:
+        step(batch)
+    assert step.captured, step.reason
+    reserved = torch.cuda.memory_reserved(cuda)
+    for batch in BATCHES * 5:
+        step(batch)
+    assert torch.cuda.memory_reserved(cuda) == reserved
+
+
+def test_a_graphed_callable_holds_its_layout(cuda):
+    """`make_graphed_callables` takes tensors alone; `copy_` brings in the other packs."""
+    packed = BATCHES[0]["packed"].to(cuda)
+    rows = [torch.randn(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16) for _ in range(3)]
+    rows = [row.requires_grad_() for row in rows]
+
+    def attend(q, k, v):
+        return cuseq.varlen_attention(q, k, v, packed)
+
+    run = torch.cuda.make_graphed_callables(attend, tuple(rows))
+    for batch in BATCHES:
+        packed.copy_(batch["packed"].to(cuda))
+        found = torch.autograd.grad(run(*rows).square().sum(), rows)
+        one = cuseq.varlen_attention(*rows, batch["packed"].to(cuda))
+        expected = torch.autograd.grad(one.square().sum(), rows)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
