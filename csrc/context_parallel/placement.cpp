@@ -1,12 +1,20 @@
 #include "context_parallel/placement.h"
 
 #include <algorithm>
-#include <numeric>
+#include <limits>
 
 #include "cuseq/seqlens.h"
 #include "packing/rows.h"
 
 namespace cuseq::cp {
+namespace {
+
+// Expectations follow each of this many long documents, and then every sixteenth: a short document
+// hardly changes them.
+constexpr int64_t kLongDocuments = 64;
+constexpr int64_t kShortDocuments = 16;
+
+}  // namespace
 
 std::vector<int32_t> longest_first(const Row& row) {
   return packing::sort_descending([&](int64_t i) { return row.lengths[i]; }, row.size()).order;
@@ -19,7 +27,10 @@ Placement::Placement(const Row& row, const std::vector<Work>& work,
       order_(order),
       window_(window),
       tokens_per_rank_(row.total_tokens / cp_size),
-      ranks_(cp_size) {
+      ranks_(cp_size),
+      free_(cp_size),
+      pairs_(cp_size),
+      expected_(cp_size) {
   for (const Work& document : work) all_pairs_ += document.pairs;
 }
 
@@ -42,12 +53,14 @@ std::vector<int32_t> Placement::ranks_of_cut(int64_t percent) const {
 Deal Placement::deal(const std::vector<int32_t>& ranks_of_cut) {
   for (Rank& rank : ranks_) {
     rank = Rank{};
-    rank.free = tokens_per_rank_;
     rank.whole.reserve(2 * row_.size() / ranks_.size());
   }
+  std::ranges::fill(free_, tokens_per_rank_);
+  std::ranges::fill(pairs_, 0);
+  placed_ = 0;
   pairs_left_ = all_pairs_;
-  free_ = row_.total_tokens;
-  density_ = pairs_left_ / free_;
+  tokens_left_ = row_.total_tokens;
+  expect_anew();
   std::vector<int32_t> left;
   for (size_t i = 0; i < order_.size(); ++i) {
     const int32_t document = order_[i];
@@ -77,25 +90,33 @@ Deal Placement::deal(const std::vector<int32_t>& ranks_of_cut) {
 
 void Placement::note_placed(int32_t document) {
   pairs_left_ -= work_[document].pairs;
-  free_ -= row_.lengths[document];
-  density_ = free_ == 0 ? 0 : pairs_left_ / free_;
+  tokens_left_ -= row_.lengths[document];
+  ++placed_;
+  if (placed_ <= kLongDocuments || placed_ % kShortDocuments == 0) expect_anew();
+}
+
+void Placement::expect_anew() {
+  density_ = tokens_left_ == 0 ? 0 : pairs_left_ / tokens_left_;
+  for (size_t rank = 0; rank < ranks_.size(); ++rank) {
+    expected_[rank] = pairs_[rank] + free_[rank] * density_;
+  }
 }
 
 bool Placement::place_whole(int32_t document) {
   const int64_t length = row_.lengths[document];
-  Rank* best = nullptr;
-  int64_t least = 0;
-  for (Rank& rank : ranks_) {
-    if (rank.free < length) continue;
-    const int64_t expected = expected_pairs(rank);
-    if (best != nullptr && expected >= least) continue;
-    best = &rank;
-    least = expected;
+  const size_t none = ranks_.size();
+  size_t best = none;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (size_t rank = 0; rank < none; ++rank) {
+    const bool is_better = free_[rank] >= length && expected_[rank] < least;
+    best = is_better ? rank : best;
+    least = is_better ? expected_[rank] : least;
   }
-  if (best == nullptr) return false;
-  best->whole.push_back({document, 0, static_cast<int32_t>(length)});
-  best->free -= length;
-  best->pairs += work_[document].pairs;
+  if (best == none) return false;
+  ranks_[best].whole.push_back({document, 0, static_cast<int32_t>(length)});
+  free_[best] -= length;
+  pairs_[best] += work_[document].pairs;
+  expected_[best] += work_[document].pairs - length * density_;
   note_placed(document);
   return true;
 }
@@ -106,7 +127,7 @@ std::vector<Placement::Share> Placement::equal_shares(int32_t document, int64_t 
   const int64_t length = row_.lengths[document];
   std::vector<Share> shares;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    shares.push_back({static_cast<int32_t>(rank), 0, expected_pairs(ranks_[rank])});
+    shares.push_back({static_cast<int32_t>(rank), 0, expected_[rank]});
   }
   std::stable_sort(shares.begin(), shares.end(),
                    [](const Share& a, const Share& b) { return a.excess < b.excess; });
@@ -115,7 +136,7 @@ std::vector<Placement::Share> Placement::equal_shares(int32_t document, int64_t 
     std::vector<Share> fitting;
     for (const Share& share : shares) {
       if (static_cast<int64_t>(fitting.size()) == ranks) break;
-      if (ranks_[share.rank].free >= most) fitting.push_back(share);
+      if (free_[share.rank] >= most) fitting.push_back(share);
     }
     if (static_cast<int64_t>(fitting.size()) < ranks) continue;
     for (int64_t i = 0; i < ranks; ++i) {
@@ -130,7 +151,7 @@ std::vector<Placement::Share> Placement::equal_shares(int32_t document, int64_t 
 std::vector<Placement::Share> Placement::shares_of_free(int32_t document) const {
   std::vector<Share> shares;
   for (size_t rank = 0; rank < ranks_.size(); ++rank) {
-    shares.push_back({static_cast<int32_t>(rank), ranks_[rank].free, expected_pairs(ranks_[rank])});
+    shares.push_back({static_cast<int32_t>(rank), free_[rank], expected_[rank]});
   }
   std::stable_sort(shares.begin(), shares.end(),
                    [](const Share& a, const Share& b) { return a.tokens > b.tokens; });
@@ -185,14 +206,15 @@ void Placement::cut(int32_t document, std::vector<Share> shares) {
     const auto piece = [&](int64_t first, int64_t last) {
       append(rank.cut, {document, static_cast<int32_t>(first), static_cast<int32_t>(last)});
     };
-    rank.pairs += pairs(front);
-    rank.free -= share.tokens;
+    pairs_[share.rank] += pairs(front);
+    free_[share.rank] -= share.tokens;
     piece(begin, begin + front);
     begin += front;
     piece(end - (share.tokens - front), end);
     end -= share.tokens - front;
   }
   note_placed(document);
+  expect_anew();
 }
 
 }  // namespace cuseq::cp

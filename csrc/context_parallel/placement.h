@@ -27,8 +27,6 @@ class Placement {
 
  private:
   struct Rank {
-    int64_t free = 0;   // tokens
-    int64_t pairs = 0;  // query-key pairs placed so far
     Pieces cut;
     Pieces whole;
   };
@@ -38,8 +36,8 @@ class Placement {
     int64_t excess = 0;  // pairs that the rank is expected to have above the others
   };
 
-  int64_t expected_pairs(const Rank& rank) const { return rank.pairs + rank.free * density_; }
   void note_placed(int32_t document);
+  void expect_anew();
   bool place_whole(int32_t document);
   std::vector<Share> equal_shares(int32_t document, int64_t ranks) const;
   std::vector<Share> shares_of_free(int32_t document) const;
@@ -52,8 +50,13 @@ class Placement {
   int64_t tokens_per_rank_;
   int64_t all_pairs_ = 0;
   std::vector<Rank> ranks_;
-  int64_t pairs_left_ = 0;  // of documents that are not placed
-  int64_t free_ = 0;        // tokens of all ranks
+  // By rank, apart from its pieces: every whole document compares all of them.
+  std::vector<int64_t> free_;      // tokens
+  std::vector<int64_t> pairs_;     // query-key pairs placed so far
+  std::vector<int64_t> expected_;  // pairs at the end, as far as they are known
+  int64_t placed_ = 0;             // documents
+  int64_t pairs_left_ = 0;         // of documents that are not placed
+  int64_t tokens_left_ = 0;        // free ones of all ranks
   // Pairs that a free token will bring. Documents are placed in descending length, so the longer
   // ones weigh more than the tokens that they take.
   int64_t density_ = 0;

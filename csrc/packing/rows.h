@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
+#include <utility>
 #include <vector>
 
 // Assignment of samples to rows. This code does not depend on torch. Lengths must not be negative
@@ -58,12 +58,15 @@ Descending sort_descending(LengthAt length_at, int64_t n) {
   sorted.order.resize(n);
   int64_t longest = 0;
   for (int64_t i = 0; i < n; ++i) longest = std::max<int64_t>(longest, length_at(i));
-  if (!worth_a_table(longest, n)) {
-    std::iota(sorted.order.begin(), sorted.order.end(), 0);
-    std::stable_sort(sorted.order.begin(), sorted.order.end(),
-                     [&](int32_t a, int32_t b) { return length_at(a) > length_at(b); });
-    for (const int32_t i : sorted.order) {
-      const int64_t length = length_at(i);
+  // With more lengths per sample than this, filling the table takes longer than comparing.
+  if (!worth_a_table(longest, n) || longest > 16 * n) {
+    // Copies of the lengths: looking them up in each comparison takes longer.
+    std::vector<std::pair<int64_t, int32_t>> keys(n);
+    for (int64_t i = 0; i < n; ++i) keys[i] = {-length_at(i), static_cast<int32_t>(i)};
+    std::sort(keys.begin(), keys.end());
+    for (int64_t i = 0; i < n; ++i) {
+      sorted.order[i] = keys[i].second;
+      const int64_t length = -keys[i].first;
       if (sorted.runs.empty() || sorted.runs.back().length != length) {
         sorted.runs.push_back({length, 0});
       }

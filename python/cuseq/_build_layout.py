@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import lcm
-from operator import index
 
 import torch
 from torch import Tensor
@@ -32,9 +32,13 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
         check_tensor(values, name)
     else:
         try:
-            # index() refuses fractions, which int() would truncate. The device is explicit, because
-            # torch's default device may be a GPU and these lengths must stay on the host.
-            values = torch.tensor([index(v) for v in values], dtype=torch.int64, device="cpu")
+            # An array refuses fractions, which int() would truncate, and torch reads its memory
+            # faster than a list. The device is explicit, because torch's default device may be a
+            # GPU and these lengths must stay on the host.
+            numbers = array("q", list(values))
+            values = torch.empty(0, dtype=torch.int64, device="cpu")
+            if numbers:
+                values = torch.frombuffer(numbers, dtype=torch.int64)
         except TypeError as error:
             raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
         except (OverflowError, RuntimeError, ValueError) as error:
