@@ -1,6 +1,6 @@
 #include <ATen/DeviceGuard.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -37,7 +37,7 @@ Outputs forward_kernel(const AttentionOptions& options, const Tensor& q, const T
                        const Tensor& v) {
   const at::OptionalDeviceGuard guard(at::device_of(q));
   Row row = row_of(q, k, v, options);
-  if (row.share.has_value()) row.far_rows = at::empty(far_rows_sizes(row.call), k.options());
+  if (row.share.has_value()) row.far_rows = at::zeros(far_rows_sizes(row.call), k.options());
   auto [out, logsumexp] = attend(row);
   return {out, logsumexp, or_undefined(row.far_rows)};
 }
