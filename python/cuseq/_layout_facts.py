@@ -41,7 +41,9 @@ class LayoutFacts:
         # With CUSEQ_CHECK=1: the version that each tensor had when it was made.
         self._versions: list[tuple[str, Tensor, int]] = []
         self.note_versions(cu_seqlens=state.cu_seqlens_static, lengths=state.lengths)
-        self.note_versions(host_meta=state.host_meta, position_ids=state.rank_positions)
+        self.note_versions(host_meta=state.host_meta, lengths_on_host=state.host_lengths)
+        self.note_versions(position_ids=state.rank_positions)
+        self._note_batch_rows(state.slots, state.tokens)
         self.note_versions(rank_rows=state.rank_rows, rank_meta=state.rank_meta)
         self.note_versions(tree_positions=state.tree_positions)
         self.note_versions(tree_rows=state.tree_rows, tree_meta=state.tree_meta)
@@ -54,6 +56,10 @@ class LayoutFacts:
                 for name, tensor in tensors.items()
                 if tensor is not None and not tensor.is_inference()
             ]
+
+    def _note_batch_rows(self, *tensors: Tensor | None) -> None:
+        for tensor in tensors:
+            self.note_versions(batch_rows=tensor)
 
     def check_unedited(self) -> None:
         """With `CUSEQ_CHECK=1`, raise ValueError if a tensor of the layout was edited.
@@ -134,7 +140,9 @@ class LayoutFacts:
         return None if state.from_device else state.host_lengths
 
     def lengths_on_host(self) -> Tensor:
-        """Return int32 `[n_seqs]` on the host; waits for lengths that came from a GPU."""
+        """Return int32 `[n_seqs]` on the host; waits for lengths that came from a GPU. Must not be
+        edited.
+        """
         self.wait()
         state = self.state
         lengths = state.lengths if state.host_lengths is None else state.host_lengths
@@ -246,6 +254,7 @@ class LayoutFacts:
         self.check_whole()
         if self._seq_idx is not None:
             return self._seq_idx
+        self.check_unedited()
         seq_idx = self._compute_seq_idx()
         self._keep_seq_idx(seq_idx)
         return seq_idx
@@ -340,11 +349,13 @@ class LayoutFacts:
     def batch_rows(self) -> tuple[Tensor, Tensor]:
         """Return the batch slot of each token, and the token of each slot of the padded batch.
 
-        If the layout was made without a mask, the batch is padded on the right.
+        If the layout was made without a mask, the batch is padded on the right. The tensors must
+        not be edited.
         """
         self.check_whole()
         slots, tokens = self.state.slots, self.state.tokens
         if slots is None or tokens is None:
+            self.check_unedited()
             positions = torch.arange(self.max_seqlen, device=self.device)
             return self.take_mask(positions < self.lengths.unsqueeze(1), "nonzero")
         return slots, tokens
@@ -357,5 +368,6 @@ class LayoutFacts:
         slots, tokens, positions, sequences, is_pad = made
         if may_keep(slots) and not is_capturing(self.device):
             self.state = self.state._replace(slots=slots, tokens=tokens)
+            self._note_batch_rows(slots, tokens)
             self._keep_tokens((positions, sequences, is_pad))
         return slots, tokens

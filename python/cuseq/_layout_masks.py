@@ -49,6 +49,7 @@ class LayoutMasks(LayoutChunks):
             ValueError: there is padding between sequences, or the layout is a rank's part of a
                 row.
         """
+        self.check_unedited()
         self.check_whole()
         if self.pads_between_sequences:
             raise ValueError(

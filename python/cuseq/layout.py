@@ -193,6 +193,7 @@ class PackedLayout(LayoutMasks):
             ValueError: `total_tokens` is smaller than the row's, or above 2^31 - 1.
             TypeError: `total_tokens` is not an int.
         """
+        self.check_unedited()
         total_tokens = as_int(total_tokens, "total_tokens")
         if total_tokens < self.total_tokens:
             raise ValueError(
@@ -227,6 +228,7 @@ class PackedLayout(LayoutMasks):
             >>> cuseq.PackedLayout.from_lengths([5, 2], 8).chunked(2).lengths
             tensor([2, 2, 1, 2], dtype=torch.int32)
         """
+        self.check_unedited()
         chunk_size = as_int(chunk_size, "chunk_size", least=1)
         if chunk_size not in self._chunked:
             self.check_whole()
@@ -283,6 +285,7 @@ class PackedLayout(LayoutMasks):
         target = self.device if device is None else with_index(as_device(device, "device"))
         if target == self.device:
             return self
+        self.check_unedited()  # the copy's versions start anew, so it would hide the edit
         if target not in self._moved:
             origin = None if self._origin is None else self._origin()
             if origin is not None and origin.device == target:
@@ -308,6 +311,7 @@ class PackedLayout(LayoutMasks):
 
         Its `position_ids`, `seq_ids` and `moe_padding_mask` are made.
         """
+        self.check_unedited()
         self._wait_for_all()
         with outside_inference_mode():
             made = PackedLayout(self.state.moved(device).cloned())
@@ -394,10 +398,12 @@ class PackedLayout(LayoutMasks):
         """Return this layout in pinned memory, for DataLoader; on a GPU, return itself."""
         if self.device.type != "cpu" or self.cu_seqlens_static.is_pinned():
             return self
+        self.check_unedited()
         with outside_inference_mode():
             return PackedLayout(self.state.pinned())
 
     def __reduce__(self) -> tuple[Callable[..., PackedLayout], tuple[Any, ...]]:
+        self.check_unedited()
         self._wait_for_all()
         return _restored, (self.state.to_buffers(), str(self.device))
 

@@ -217,14 +217,18 @@ class PackedTree:
 
     @property
     def input_ids(self) -> Tensor | None:
-        """int64 `[1, total_tokens]`, zero on the tail; None for a tree from parents."""
+        """int64 `[1, total_tokens]`, zero on the tail; None for a tree from parents. Must not be
+        edited.
+        """
         if self._input_ids is None and self._ids is not None:
             self._input_ids = self._here(self._ids).unsqueeze(0)
         return self._input_ids
 
     @property
     def position_ids(self) -> Tensor:
-        """int32 `[1, total_tokens]`, number of tokens before each token on its path."""
+        """int32 `[1, total_tokens]`, number of tokens before each token on its path. Must not be
+        edited.
+        """
         return self._layout.position_ids.unsqueeze(0)
 
     @property

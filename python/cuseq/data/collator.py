@@ -15,7 +15,7 @@ from cuseq._arguments import as_int, check_tensor, shown
 from cuseq._labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.distributed import ContextParallel, cp_partition
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 
@@ -68,6 +68,7 @@ def mask_boundary_labels(
     ignore_index = as_int(ignore_index, "ignore_index")
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
+        check_layout(packed)
         packed.check_no_tree()
         if packed.total_tokens != labels.numel():
             raise ValueError(

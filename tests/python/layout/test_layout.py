@@ -554,10 +554,11 @@ def test_pickling_goes_by_memory_and_not_through_lists(monkeypatch):
 
 
 EDITED = """
-import torch, cuseq
+import pickle, torch, cuseq
 from cuseq import PackedLayout
 
 device = torch.device("{device}")
+labels = torch.arange(8, device=device)
 x = torch.randn(8, 2, 8, device=device)
 cos, sin = cuseq.rope_table(8, 8, device=device)
 USES = dict(
@@ -568,9 +569,25 @@ USES = dict(
     pack=lambda p: cuseq.pack(p, torch.zeros(2, 4, device=device)),
     unpack=lambda p: cuseq.unpack(p, x),
     cp_plan=lambda p: cuseq.distributed.cp_plan(p, 1, policy="zigzag"),
+    labels=lambda p: cuseq.data.mask_boundary_labels(labels, p),
+    flash_kwargs=lambda p: p.dense_mask() if p.pads_between_sequences else p.flash_kwargs(),
+    chunked=lambda p: p.chunked(2),
+    pickle=pickle.dumps,
+    with_total_tokens=lambda p: p.with_total_tokens(12),
+    static_copy=lambda p: p.static_copy(device),
+    to=lambda p: p.to("meta"),
 )
+if device.type == "cpu" and torch.cuda.is_available():
+    USES["pin_memory"] = lambda p: p.pin_memory()
 NAMES = "lengths cu_seqlens cu_seqlens_static cu_seqlens_padded position_ids seq_ids seq_idx "
-NAMES += "moe_padding_mask host_meta"
+NAMES += "moe_padding_mask host_meta lengths_on_host batch_rows"
+
+def tensor_of(packed, name):
+    value = getattr(packed, name)
+    if name == "batch_rows":
+        return value()[0]
+    return value if isinstance(value, torch.Tensor) else value()
+
 for segment in (1, 4):
     for name in NAMES.split():
         for use, call in USES.items():
@@ -578,10 +595,11 @@ for segment in (1, 4):
                 [2, 4], 8, segment_multiple=segment, device=device
             )
             for other in NAMES.split():
-                getattr(packed, other)
+                tensor_of(packed, other)
             call(packed)
-            getattr(packed, name)[0] = getattr(packed, name)[0]
-            shown = {{"cu_seqlens_static": "cu_seqlens"}}.get(name, name)
+            tensor_of(packed, name)[0] = tensor_of(packed, name)[0]
+            shown = {{"cu_seqlens_static": "cu_seqlens", "lengths_on_host": "lengths"}}
+            shown = shown.get(name, name)
             if segment == 1 and name == "cu_seqlens_padded":
                 shown = "cu_seqlens"
             try:
@@ -608,6 +626,37 @@ def test_edited_tensors_are_named_when_asked_for(device, run_python):
     assert "AssertionError: ('lengths', 'attention')" in result.stderr
 
 
+SHARED_PADDED = """
+import torch, cuseq
+
+packed = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 0], [1, 1]]))
+for total_tokens in (3, 4):
+    for number in (0, 1):
+        made = cuseq.PackedLayout.from_padding_mask(torch.tensor([[1, 0], [1, 1]]))
+        made = made.with_total_tokens(total_tokens)
+        made.batch_rows()[number][:] = 0
+        try:
+            cuseq.pack(made, torch.zeros(2, 2))
+        except ValueError as error:
+            assert "packed.batch_rows" in str(error), error
+        else:
+            raise AssertionError((total_tokens, number))
+packed.batch_rows()[1][0] = 0
+try:
+    packed.seq_idx
+except ValueError as error:
+    assert "packed.batch_rows" in str(error), error
+else:
+    raise AssertionError("seq_idx")
+print("every edit was seen")
+"""
+
+
+def test_edited_rows_of_a_padded_batch_are_named(run_python):
+    result = run_python(SHARED_PADDED, CUSEQ_CHECK="1")
+    assert "every edit was seen" in result.stdout, result.stderr
+
+
 @pytest.mark.parametrize(
     "name", [n for n in dir(PackedLayout) if isinstance(getattr(PackedLayout, n), property)]
 )
@@ -616,6 +665,19 @@ def test_every_tensor_says_that_it_must_not_be_edited(name):
     docstring = " ".join(getattr(PackedLayout, name).__doc__.split())
     if isinstance(getattr(packed, name), torch.Tensor):
         assert "Must not be edited." in docstring
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        PackedLayout.batch_rows,
+        PackedLayout.lengths_on_host,
+        cuseq.PackedTree.input_ids.fget,
+        cuseq.PackedTree.position_ids.fget,
+    ],
+)
+def test_so_do_methods_and_the_properties_of_trees(shared):
+    assert "ust not be edited." in " ".join(shared.__doc__.split())
 
 
 @pytest.mark.parametrize(
