@@ -22,6 +22,7 @@ _Tensors = tuple[Any, Any, Any, Any, Any, Any, Any]
 # Names of a call's tensors in errors.
 _PACKED = ("x", "weight", "bias", "cu_seqlens", "cu_seqlens_padded", "seq_idx", "initial_state")
 _BATCH = (*_PACKED[:-1], "initial_states")
+_STATE_OF_OP = "initial_states"  # as the op's errors name the last of them
 
 
 def causal_conv1d(
@@ -177,10 +178,14 @@ def _convolve(
         return _ops.causal_conv1d(*tensors, silu, final_states)
     try:
         return _C.causal_conv1d(*tensors, silu, final_states)
-    except Exception:
+    except Exception as error:
         # Replace the binding's error, which prints signatures. Checking before the call would cost
         # time in every call.
         _check_tensors(tensors, names)
+        message = str(error)
+        if message.startswith(_STATE_OF_OP) and isinstance(error, ValueError | TypeError):
+            message = names[-1] + message.removeprefix(_STATE_OF_OP)
+            raise type(error)(message) from None
         raise
 
 

@@ -781,7 +781,12 @@ def test_past_2_31_elements(order, cuda):
         ({"packed": [2, 3]}, TypeError, "packed must be a PackedLayout"),
         ({"activation": "gelu"}, ValueError, "activation must be None"),
         ({"activation": torch.ones(2)}, ValueError, "activation must be None"),
-        ({"initial_state": torch.ones(3, 4, 3)}, ValueError, "initial_states must have shape"),
+        ({"initial_state": torch.ones(3, 4, 3)}, ValueError, "initial_state must have shape"),
+        (
+            {"initial_state": torch.ones(2, 4, 3, dtype=torch.int64)},
+            TypeError,
+            "initial_state must be float32, float64, bfloat16 or float16, got torch.int64",
+        ),
         ({"initial_state": 1}, TypeError, "initial_state must be a tensor"),
         ({"return_final_state": None}, TypeError, "return_final_state must be True or False"),
     ],
@@ -818,6 +823,7 @@ def test_a_rank_part_is_refused():
             },
             "seq_idx must be None with initial or final states",
         ),
+        ({"initial_states": torch.zeros(2, 4, 2)}, "initial_states must have shape"),
         (
             {"return_final_states": True, "final_states_out": torch.zeros(2, 4, 2)},
             "final_states_out must have shape",
