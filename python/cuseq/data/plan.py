@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, one_of
+from cuseq._arguments import as_int, check_tensor, one_of
 from cuseq.data._lengths import host_lengths
 
 if TYPE_CHECKING:
@@ -52,10 +52,17 @@ class PackingPlan(tuple):
     def __new__(
         cls, indices: Tensor, offsets: Tensor, starts: Tensor, lengths: Tensor, capacity: int
     ) -> PackingPlan:
+        for name, numbers in (
+            ("indices", indices),
+            ("offsets", offsets),
+            ("starts", starts),
+            ("lengths", lengths),
+        ):
+            _check_numbers(numbers, name)
         plan = super().__new__(cls, (indices, offsets))
         plan.starts = starts
         plan.lengths = lengths
-        plan.capacity = capacity
+        plan.capacity = as_int(capacity, "capacity", least=1)
         return plan
 
     def __getnewargs__(self) -> tuple[Any, ...]:
@@ -90,7 +97,9 @@ class PackingPlan(tuple):
 
         Raises:
             IndexError: `number` is not in `[0, num_rows)`.
+            TypeError: `number` is not an int.
         """
+        number = as_int(number, "number")
         if not 0 <= number < self.num_rows:
             raise IndexError(f"number must lie in [0, {self.num_rows}), got {number}")
         begin, end = self.offsets[number : number + 2].tolist()
@@ -101,6 +110,14 @@ class PackingPlan(tuple):
             f"PackingPlan({len(self.indices)} pieces in {self.num_rows} rows of "
             f"{self.capacity} tokens, fill {self.fill:.4f})"
         )
+
+
+def _check_numbers(numbers: Tensor, name: str) -> None:
+    check_tensor(numbers, name)
+    if numbers.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64, as bin_pack makes it, got {numbers.dtype}")
+    if numbers.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {list(numbers.shape)}")
 
 
 def bin_pack(

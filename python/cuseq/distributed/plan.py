@@ -34,22 +34,14 @@ class ContextParallelPlan:
         (2, 1)
     """
 
-    def __init__(
-        self,
-        lengths: Tensor,
-        segments: Tensor | None,
-        total_tokens: int,
-        cp_size: int,
-        policy: str,
-        heads: tuple[int, int],
-        head_dim: int,
-        window: int | None,
-        max_far_rows: int | None,
-        merge: bool | None,
-    ):
-        row = (lengths, segments, total_tokens)
-        self._plan = _C.CpPlan(*row, cp_size, policy, *heads, window, max_far_rows, merge)
-        self._arguments = (*row, cp_size, policy, heads, head_dim, window, max_far_rows, merge)
+    def __init__(self, plan: _C.CpPlan, *arguments: Any):
+        if not isinstance(plan, _C.CpPlan):
+            raise TypeError(
+                "ContextParallelPlan is made by cp_plan, as cp_plan([6, 2, 2], 2), got "
+                f"{shown(plan)}"
+            )
+        self._plan, self._arguments = plan, arguments
+        lengths, segments, total_tokens, cp_size, policy, heads, head_dim, *_ = arguments
         self._lengths, self._segments = lengths, segments
         self._total_tokens, self._cp_size, self._policy = total_tokens, cp_size, policy
         self._heads, self._head_dim = heads, head_dim
@@ -363,7 +355,7 @@ def cp_plan(
             total_tokens = _C.tokens_of(lengths, False)
         total_tokens = as_int(total_tokens, "total_tokens", least=0)
     model = (checked_heads(heads), head_dim, window, max_far_rows, merge)
-    plan = ContextParallelPlan(lengths, segments, total_tokens, cp_size, policy, *model)
+    plan = _planned(lengths, segments, total_tokens, cp_size, policy, *model)
     if isinstance(lengths_or_layout, PackedLayout):
         plan.note_same_sequences(lengths_or_layout)
     return plan
@@ -384,10 +376,30 @@ def as_merge(merge: bool | None) -> bool | None:
     return merge
 
 
-def _planned_again(lengths: list[int], segments: list[int] | None, *rest: Any) -> Any:
+def _planned(
+    lengths: Tensor,
+    segments: Tensor | None,
+    total_tokens: int,
+    cp_size: int,
+    policy: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None,
+    max_far_rows: int | None,
+    merge: bool | None,
+) -> ContextParallelPlan:
+    row = (lengths, segments, total_tokens)
+    plan = _C.CpPlan(*row, cp_size, policy, *heads, window, max_far_rows, merge)
+    model = (heads, head_dim, window, max_far_rows, merge)
+    return ContextParallelPlan(plan, *row, cp_size, policy, *model)
+
+
+def _planned_again(
+    lengths: list[int], segments: list[int] | None, *rest: Any
+) -> ContextParallelPlan:
     made = build.as_numbers(lengths, "lengths")
     padded = None if segments is None else build.as_numbers(segments, "segments")
-    return ContextParallelPlan(made, padded, *rest)
+    return _planned(made, padded, *rest)
 
 
 def _host_lengths(packed: PackedLayout) -> tuple[Tensor, Tensor | None]:

@@ -174,6 +174,19 @@ def _(draw):
     return {name: getattr(plan, name) for name in names}
 
 
+def _row(arguments: dict[str, Any]) -> list[int]:
+    try:
+        return arguments["self"].row(arguments["number"])
+    except IndexError as error:  # the documented error of a row that is not there
+        raise ValueError(str(error)) from error
+
+
+@function("PackingPlan.row", data.PackingPlan.row, call=_row, weight=1)
+def _(draw):
+    plan = data.bin_pack([3, 1, 4], 4)
+    return {"self": plan, "number": draw.randrange(plan.num_rows)}
+
+
 # --------------------------------------------------------------------------- whole models
 
 _MODELS = ("model", "trainer", "unsloth")

@@ -238,6 +238,18 @@ def _(draw):
     }
 
 
+# Only cp_plan makes one: every argument is wrong.
+@function(
+    "cuseq.distributed.ContextParallelPlan",
+    cp.ContextParallelPlan,
+    also=("cp_plan",),
+    weight=1,
+    wrong=True,
+)
+def _(draw):
+    return {"plan": [2, 3]}
+
+
 def _planned(draw: Draw) -> tuple[cuseq.PackedLayout, Any, int]:
     cp_size, policy = draw.choice((1, 2, 4)), draw.choice(POLICIES)
     packed = a_layout(draw, _dealt_row(draw, policy, cp_size))

@@ -173,6 +173,28 @@ def test_a_row_that_is_not_there_is_refused():
     plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
     with pytest.raises(IndexError, match="3"):
         plan.row(3)
+    with pytest.raises(TypeError, match="number must be an int, got 'a'"):
+        plan.row("a")
+
+
+def test_a_plan_is_made_of_tensors_of_int64():
+    indices, offsets = plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
+    right = {
+        "indices": indices,
+        "offsets": offsets,
+        "starts": plan.starts,
+        "lengths": plan.lengths,
+        "capacity": 8,
+    }
+    assert rows_of(cuseq.data.PackingPlan(**right)) == rows_of(plan)
+    for name in right:
+        rule = "an int" if name == "capacity" else "a tensor"
+        with pytest.raises(TypeError, match=f"{name} must be {rule}, got"):
+            cuseq.data.PackingPlan(**right | {name: "a"})
+    with pytest.raises(TypeError, match="offsets must be int64, .* got torch.int32"):
+        cuseq.data.PackingPlan(**right | {"offsets": offsets.int()})
+    with pytest.raises(ValueError, match=r"lengths must have one dimension, got shape \[1, 4\]"):
+        cuseq.data.PackingPlan(**right | {"lengths": plan.lengths[None]})
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -817,6 +817,9 @@ def test_arguments_that_cannot_be_used():
         check_packing(model, DOCUMENTS, rtol=0)
     with pytest.raises(TypeError, match="tensor input_ids, got list"):
         check_packing(model, DOCUMENTS, collator=lambda e: {"input_ids": [1, 2]})
+    for batch, kind in ((3, "int"), (None, "NoneType"), (torch.ones(2), "Tensor")):
+        with pytest.raises(TypeError, match=f"a dict with a tensor input_ids, got {kind}"):
+            check_packing(model, DOCUMENTS, collator=lambda e, batch=batch: batch)
 
 
 def test_the_report_as_json():

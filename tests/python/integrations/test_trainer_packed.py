@@ -495,6 +495,13 @@ def test_trackers_log_what_an_attached_callback_adds(tmp_path):
     assert len(tracker.logs) == STEPS
 
 
+def test_only_a_trainer_takes_a_callback():
+    for other in (None, torch.nn.Linear(2, 2)):
+        name = type(other).__name__
+        with pytest.raises(TypeError, match=f"trainer must be a Trainer, got {name}"):
+            PackingCallback().attach(other)
+
+
 def test_a_model_without_layouts_is_said(tmp_path):
     trainer = make_trainer(
         make_model("sdpa"), tmp_path, collator=pad, callbacks=[PackingCallback()], max_steps=1

@@ -184,6 +184,12 @@ def test_what_cannot_be_planned_is_named():
             cp_plan([8], 2, **options)
 
 
+def test_a_plan_is_made_by_cp_plan():
+    for lengths in ([1], torch.tensor([4], dtype=torch.int32)):
+        with pytest.raises(TypeError, match="ContextParallelPlan is made by cp_plan, .* got"):
+            ContextParallelPlan(lengths, None, 4, 2, "auto", (1, 1), 2, None, None, None)
+
+
 def test_a_limit_of_far_keys_is_kept_where_a_plan_keeps_it():
     lengths = draw_row("long-tailed", 4 * 8192, seed=1)
     free = cp_plan(lengths, 4)

@@ -74,9 +74,8 @@ def test_every_public_name_is_called(module):
     where = getattr(cuseq, module) if module else cuseq
     called = {name.split(".")[-1] for name in TARGETS}
     modules = {"cache", "data", "distributed", "ops"}
-    # The first is returned by a function; the others are made of a process group, and of a function
-    # and an optimizer.
-    classes = {"ContextParallelPlan", "ContextParallel", "GraphedStep"}
+    # These are made of a process group, and of a function and an optimizer.
+    classes = {"ContextParallel", "GraphedStep"}
     assert sorted(set(where.__all__) - called - modules - classes) == []
 
 

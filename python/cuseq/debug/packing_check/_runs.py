@@ -118,7 +118,7 @@ class Runs:
         if self.forward is not None:
             batch, slots = None, torch.arange(len(ids))
         else:
-            batch = dict(self.collator([document.example() for document in documents]))
+            batch = _as_batch(self.collator([document.example() for document in documents]))
             slots = _find_slots(batch, documents)
             batch = {key: _moved(value, self.device) for key, value in batch.items()}
         return Row(batch, *(tensor.to(self.device) for tensor in (slots, ids, number)))
@@ -257,13 +257,19 @@ def _eager() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")
 
 
+def _as_batch(returned: Any) -> dict[str, Any]:
+    """Return what a collator returned as a dict; raise TypeError if it cannot be a batch."""
+    is_mapping = isinstance(returned, Mapping)
+    ids = returned.get("input_ids") if is_mapping else returned
+    if not is_mapping or not isinstance(ids, Tensor):
+        raise TypeError(
+            f"collator must return a dict with a tensor input_ids, got {type(ids).__name__}"
+        )
+    return dict(returned)
+
+
 def _find_slots(batch: Mapping[str, Any], documents: Sequence[Document]) -> Tensor:
     """Return int64 `[tokens]`: where the documents lie in the flat `input_ids` of a batch."""
-    if not isinstance(batch.get("input_ids"), Tensor):
-        raise TypeError(
-            "collator must return a dict with a tensor input_ids, got "
-            f"{type(batch.get('input_ids')).__name__}"
-        )
     row = batch["input_ids"].flatten().cpu()
     ids = torch.cat([document.ids for document in documents])
     for slots in _candidates(batch, documents, len(row)):

@@ -67,7 +67,10 @@ class PackingCallback(TrainerCallback):
 
         Raises:
             ValueError: the trainer has a PackingCallback already.
+            TypeError: `trainer` is not a Trainer.
         """
+        if not hasattr(trainer, "callback_handler"):
+            raise TypeError(f"trainer must be a Trainer, got {type(trainer).__name__}")
         callbacks = trainer.callback_handler.callbacks
         if any(isinstance(callback, PackingCallback) for callback in callbacks):
             raise ValueError("trainer must not have a PackingCallback already, got a second one")
