@@ -1,6 +1,6 @@
 """Benchmark packed causal attention against PyTorch's flash kernels and SDPA with a mask.
 
-    python benchmarks/bench_attention.py [--device cpu] [--tokens T ...] [--means M ...]
+    python -m benchmarks attention [--device cpu] [--tokens T ...] [--means M ...]
 
 bf16 on CUDA, fp32 on a CPU; 16 query and 8 key-value heads of size 128 unless the options say
 otherwise. "PyTorch's kernels" calls `aten::_flash_attention_forward` and `_backward` directly with

@@ -1,6 +1,8 @@
 """Benchmark the identity cache: host time of a hit, a miss and the ops without it, also on threads.
 
-python benchmarks/bench_cache.py [--device cpu] [--out FOLDER]
+    python -m benchmarks cache [--device cpu] [--out FOLDER]
+
+The lines of C++ threads need the program `cuseq_cache_threads`, which a build with tests compiles.
 """
 
 from __future__ import annotations

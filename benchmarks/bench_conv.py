@@ -1,6 +1,6 @@
 """Benchmark the short causal convolution of packed rows, forward and backward.
 
-    python benchmarks/bench_conv.py [--device cpu] [--tokens N ...] [--channels N ...]
+    python -m benchmarks conv [--device cpu] [--tokens N ...] [--channels N ...]
 
 The convolution of Qwen3.5 and Mamba 2: width 4 with SiLU and bias, bfloat16, documents of 1,024
 tokens in the mean. "copy" is the time of a copy of as many bytes as must be read and written:

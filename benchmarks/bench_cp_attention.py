@@ -1,6 +1,6 @@
 """Benchmark attention over parts of a row, and steps of models, on several GPUs.
 
-    python benchmarks/bench_cp_attention.py [--ranks 2] [--shapes 0.6b] [--steps-of 0.6b] [--rows N]
+    python -m benchmarks cp_attention [--ranks 2] [--shapes 0.6b] [--steps-of 0.6b] [--rows N]
     torchrun --nproc-per-node 2 -m benchmarks cp_attention
 
 Without torchrun it starts one process for each rank: over NCCL on GPUs, over gloo on the CPU, where

@@ -1,6 +1,6 @@
 """Benchmark plans of context parallelism: host time, and what the plans cost, by policy.
 
-    python benchmarks/bench_cp_plan.py [--rows N]
+    python -m benchmarks cp_plan [--rows N]
 
 Everything runs on the CPU. Rows have three kinds of documents: lognormal with a mean of 350 tokens,
 long-tailed (a histogram of the lengths that MagiAttention's benchmark uses) and 12 to 24 K tokens.

@@ -1,6 +1,6 @@
 """Benchmark masks against a fill, unsloth, transformers, BlockMask, attention-gym and xformers.
 
-    python benchmarks/bench_masks.py [--device cpu]
+    python -m benchmarks masks [--device cpu]
 
 Causal masks of one packed row of T tokens; additive masks hide with `-inf`. Five tables:
 

@@ -1,6 +1,6 @@
 """Benchmark the metadata of a packed row: once per forward with cuseq, in every layer elsewhere.
 
-    python benchmarks/bench_metadata.py [--device cpu] [--layers 1 28 40] [--out FOLDER]
+    python -m benchmarks metadata [--device cpu] [--layers 1 28 40] [--out FOLDER]
 
 Three tables: the metadata of a whole forward (host time on an idle and on a busy GPU, kernels,
 waits), each op against the equivalent PyTorch calls, and the kernels' bandwidth against that of a

@@ -1,6 +1,6 @@
 """Benchmark packing strategies, the sampler and the stream: rows, fill and seconds.
 
-    python benchmarks/bench_packing.py [--samples N] [--large N]
+    python -m benchmarks packing [--samples N] [--large N]
 
 Lengths are lognormal with a mean near 350, clipped to a capacity of 4,096 tokens. Everything runs
 on the CPU. TRL's packer is measured too if it is installed. It also moves tokens, here one byte

@@ -1,6 +1,6 @@
 """Benchmark RoPE against a copy of equal size, unsloth, Liger, torch.compile and transformers.
 
-    python benchmarks/bench_rope.py [--device cpu] [--quick]
+    python -m benchmarks rope [--device cpu] [--quick]
 
 bf16 on CUDA; a reduced run in fp32 and bf16 on a CPU. A packed row of T tokens (lognormal lengths,
 mean 350), positions restarting in each sequence, q and k of (query + key heads) x head size.

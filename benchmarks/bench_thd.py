@@ -1,6 +1,6 @@
 """Benchmark packing and unpacking of padded batches, and the time that packing saves attention.
 
-    python benchmarks/bench_thd.py [--device cpu] [--out FOLDER]
+    python -m benchmarks thd [--device cpu] [--out FOLDER]
 
 - Pack and unpack of one tensor of hidden states, forward and backward; the backward of one is the
   other. Bytes are those read and written; "copy" is the bandwidth relative to a copy of equal size.

@@ -1,6 +1,6 @@
 """Benchmark a whole training step: padded, packed with transformers' mask, packed with cuseq.
 
-    python benchmarks/bench_training_step.py [--tokens 2048 8192 32768] [--variants NAME ...]
+    python -m benchmarks training_step [--tokens 2048 8192 32768] [--variants NAME ...]
         [--model 0.6b]
 
 On CUDA: the shape of a known model with random weights, transformers' real classes, bf16, fused

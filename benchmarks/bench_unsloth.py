@@ -1,6 +1,6 @@
 """Benchmark the real unsloth on packed rows, as installed and with cuseq.
 
-    python benchmarks/bench_unsloth.py [--sections rope 0.6b 14b] [--rows 2048 8192]
+    python -m benchmarks unsloth [--sections rope 0.6b 14b] [--rows 2048 8192]
 
 unsloth comes from the folder of the peers (PEERS, default .peers), and a GPU is needed. Models are
 random checkpoints, loaded by unsloth's FastLanguageModel with LoRA on all projections and its own

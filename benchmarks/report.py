@@ -110,8 +110,11 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options of every benchmark: `--device` and `--out`."""
     import torch
 
+    name = Path(sys.argv[0]).stem.removeprefix("bench_")
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m benchmarks {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--device",

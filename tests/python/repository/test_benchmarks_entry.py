@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -15,16 +19,49 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def benchmarks() -> set[str]:
+    return {path.stem.removeprefix("bench_") for path in ROOT.glob("benchmarks/bench_*.py")}
+
+
+def pages() -> list[Path]:
+    return [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("benchmarks/results/*/README.md"),
+    ]
+
+
 def test_every_benchmark_is_listed():
     listed = {line.split()[0] for line in run().stdout.splitlines() if "; needs: " in line}
-    files = {path.stem.removeprefix("bench_") for path in ROOT.glob("benchmarks/bench_*.py")}
-    assert listed == files
+    assert listed == benchmarks()
 
 
 def test_a_name_runs_its_file():
     result = run("metadata", "--help")
     assert result.returncode == 0
-    assert "bench_metadata.py" in result.stdout
+    assert result.stdout.startswith("usage: python -m benchmarks metadata [-h]")
+
+
+@pytest.mark.parametrize("name", sorted(benchmarks()))
+def test_a_benchmark_says_how_it_is_run(name):
+    source = (ROOT / f"benchmarks/bench_{name}.py").read_text()
+    docstring = ast.get_docstring(ast.parse(source), clean=False)
+    assert re.search(rf"^    python -m benchmarks {name}( |$)", docstring, re.MULTILINE)
+    assert f"bench_{name}.py" not in docstring
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_runs_benchmarks_by_their_names(page):
+    text = page.read_text()
+    assert set(re.findall(r"python -m benchmarks ([a-z_]+)", text)) <= benchmarks()
+    assert not re.findall(r"bench_\w+\.py --?\w|python\S* benchmarks/bench_", text)
+
+
+def test_the_guide_names_every_list_of_benchmarks():
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    section = guide.partition("## Add a benchmark")[2].partition("\n## ")[0]
+    assert all(name in section for name in ("`BENCHMARKS`", "`bench`", "`BENCHES`"))
 
 
 def test_another_name_is_refused():
