@@ -1,4 +1,4 @@
-"""Test that the pages name what the package has: members in docs/api, and names in backticks."""
+"""Test that the pages name what there is: members in docs/api, names in backticks, releases."""
 
 from __future__ import annotations
 
@@ -109,3 +109,14 @@ def test_a_name_that_is_not_there_is_found():
         "cuseq.block_mask",
         "torch.ops.cuseq.no_op",
     ]
+
+
+# ------------------------------------------------------------------------------- versions
+
+
+def test_the_page_of_versions_says_whose_families_are_listed():
+    """It counts families of several releases, and links a list that is of one."""
+    families = (ROOT / "docs/families.md").read_text()
+    release = re.search(r"This run: transformers (\S+),", families)[1]
+    versions = " ".join((ROOT / "docs/versions.md").read_text().split())
+    assert f"The list in [families](families.md) is that of {release}." in versions
