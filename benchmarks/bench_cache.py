@@ -31,7 +31,7 @@ KEYS = 50
 def measure_hit(
     call: Callable[..., object], key: tuple[Any, ...], device: torch.device, others: int = 0
 ) -> timer.Timing:
-    """Measure host time of a hit with `others` more entries in the cache; fail if it was no hit."""
+    """Measure host time of a hit with `others` more entries in the cache; fail if it was a miss."""
     fillers = [key[0].clone() for _ in range(others)]
     cuseq.cache.clear()
     call(*key)
@@ -144,7 +144,7 @@ def measure_threads(lengths: torch.Tensor, device: torch.device) -> list[dict[st
 
 
 def measure_drop(lengths: torch.Tensor, device: torch.device) -> list[dict[str, Any]]:
-    """Measure host time of making and dropping a tensor that is no key, with a filled cache."""
+    """Measure host time of making and dropping a tensor that is not a key, with a filled cache."""
 
     def make_and_drop() -> None:
         lengths.clone()

@@ -10,7 +10,7 @@ long-tailed (a histogram of the lengths that MagiAttention's benchmark uses) and
 - Attention of the busiest rank over the mean, rows of keys and values that move as a share of an
   all-gather, and the predicted time of a layer of Qwen3-0.6B's shape, forward and backward, as a
   multiple of attention divided evenly and without any exchange. "zigzag" has no such row: these
-  lengths are no multiples of 2 * cp_size.
+  lengths are not multiples of 2 * cp_size.
 """
 
 from __future__ import annotations

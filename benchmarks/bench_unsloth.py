@@ -401,7 +401,7 @@ def main() -> None:
     if args.device != "cuda":
         sys.exit("unsloth's kernels need a GPU")
     if peers_folder() is None:
-        sys.exit("unsloth is looked for in PEERS (default .peers), which is no folder")
+        sys.exit("unsloth is looked for in PEERS (default .peers), which is not a folder")
     # an interrupted run still reports its results so far
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     names = chosen(args)

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-00000010` of torch.distributed.checkpoint. Its manifest.json holds
 the sizes and checksums of the files and is written last, when all ranks have written theirs. A
-folder without a manifest is no checkpoint. All ranks have to see the same folder.
+folder without a manifest is not a checkpoint. All ranks have to see the same folder.
 """
 
 from __future__ import annotations

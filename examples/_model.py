@@ -86,7 +86,8 @@ def qwen3(vocab_size: int, row_length: int, device: torch.device) -> ModelSource
 def find_model(model: str) -> ModelSource:
     """Return the model of a config file, a folder with a config.json or a name on the Hub.
 
-    A folder and a name bring their weights if they have any. A name has one slash and is no folder.
+    A folder and a name bring their weights if they have any. A name has one slash and is not a
+    folder.
 
     Raises:
         UserError: there is no such model.

@@ -20,8 +20,8 @@ struct TreeCall {
 using TreeCalls = std::vector<TreeCall>;
 
 // Check tree_rows and tree_meta (csrc/trees/tree_meta.h) and the options that a tree has. Return
-// the calls, or none if the row is no tree. In a graph capture tree_meta is not read, because the
-// graph will be replayed with other trees.
+// the calls, or none if the row is not a tree. In a graph capture tree_meta is not read, because
+// the graph will be replayed with other trees.
 std::optional<TreeCalls> tree_calls_of(const Tensor& q, const AttentionOptions& options,
                                        OptionalInt longest_bound);
 

@@ -6,7 +6,7 @@
 #include "ops/float_type.h"
 #include "ops/kernel.h"
 
-// Kernels over rows of logits, one for each token. They are no ops of their own:
+// Kernels over rows of logits, one for each token. They are not ops of their own:
 // csrc/ops/token_logprobs.cpp runs them.
 namespace cuseq {
 

@@ -6,8 +6,8 @@
 #include "ops/float_type.h"
 #include "ops/kernel.h"
 
-// Kernels that put together what several attention calls over parts of a row computed. They are no
-// ops of their own: csrc/attention/compositions/ runs them.
+// Kernels that put together what several attention calls over parts of a row computed. They are
+// not ops of their own: csrc/attention/compositions/ runs them.
 namespace cuseq {
 
 // The rows of a call that take part in it: those whose pair has queries and keys.

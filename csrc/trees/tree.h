@@ -28,7 +28,7 @@ struct CUSEQ_API Tree {
   std::vector<int32_t> positions;  // tokens of the ancestors, the position of the first token
   // By sample:
   std::vector<int32_t> samples;  // last node of the path
-  std::vector<int32_t> context;  // tokens at the start of the path that are no targets
+  std::vector<int32_t> context;  // tokens at the start of the path that are not targets
 
   int32_t size() const { return static_cast<int32_t>(parents.size()); }
   int32_t length(int32_t node) const { return begins[node + 1] - begins[node]; }

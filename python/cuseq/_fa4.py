@@ -74,8 +74,8 @@ def forward(
     """Compute attention into `out` and `logsumexp`, for the op `cuseq::fa4_forward`.
 
     Rows are fp16 or bf16 `[tokens, heads, head_dim]` with zeros in a tail; `logsumexp` is fp32
-    `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens; a
-    window does not count the query, and None is no window. Never synchronises.
+    `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens. A
+    window does not count the query; None means all keys. Never synchronises.
     """
     key = (q.dtype, q.shape[1:], k.shape[1], v.shape[2], causal, window_left is None)
     kernel = _forward_kernels.get(key)

@@ -293,7 +293,7 @@ class PackedTree:
 
         Raises:
             ValueError: `values` has another number of rows, or lies on another device.
-            TypeError: `values` is no dense tensor, or of an unsigned dtype wider than a byte.
+            TypeError: `values` is not a dense tensor, or of an unsigned dtype wider than a byte.
 
         Examples:
             >>> tree = cuseq.PackedTree.from_groups([[5, 6]], [[[7], [8]]])

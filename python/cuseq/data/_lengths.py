@@ -81,7 +81,7 @@ def array_as_tensor(values: numpy.ndarray) -> Tensor:
 def _from_ints(lengths: Iterable[int], name: str) -> Tensor:
     try:
         if isinstance(lengths, (str, bytes, bytearray)):
-            raise TypeError(f"a {type(lengths).__name__} is no list of lengths")
+            raise TypeError(f"a {type(lengths).__name__} is not a list of lengths")
         values = array("q", lengths)  # refuses what int() would cut off
     except OverflowError as error:
         raise ValueError(f"{name} must fit in int64, got {_first_wrong(lengths, name)}") from error

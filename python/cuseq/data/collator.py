@@ -168,8 +168,8 @@ class PackingCollator:
         """Return a copy of this collator that returns this rank's part of each row.
 
         Raises:
-            ValueError: the collator deals rows to other ranks, or `total_tokens` is no multiple of
-                their number.
+            ValueError: the collator deals rows to other ranks, or `total_tokens` is not a multiple
+                of their number.
             TypeError: `cp` is not a ContextParallel.
 
         Examples:

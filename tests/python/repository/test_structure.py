@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,30 @@ def test_files_are_short_or_say_why():
 def test_the_library_has_files_of_both_languages():
     kinds = {path.suffix for path in library_files()}
     assert {".py", ".cpp", ".cu", ".h", ".cuh"} <= kinds
+
+
+# ------------------------------------------------------------------------------- the voice
+
+# "None is no window" has to be decoded; "None is not a window" need not.
+INVERTED = re.compile(r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer\b)\w+")
+
+
+def inverted(source: str) -> list[str]:
+    """Return phrases such as "is no window", which house rules forbid, also across lines."""
+    return INVERTED.findall(re.sub(r"\s+(?:(?://|#)\s+)?", " ", source))
+
+
+def test_nothing_is_no_something():
+    files = [path for name in ("examples", "benchmarks") for path in (ROOT / name).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): inverted(path.read_text()) for path in files}
+    found |= {str(path): inverted(path.read_text()) for path in library_files()}
+    assert not {name: phrases for name, phrases in found.items() if phrases}
+
+
+def test_an_inverted_phrase_is_found():
+    assert inverted("# None is no\n    # window, there is no copy and it is no longer here") == [
+        "is no window"
+    ]
 
 
 # ------------------------------------------------------------------------------- public names

@@ -190,8 +190,8 @@ class Runs:
             if not _looks_up(args, kwargs, output, slots, ids):
                 return None
             if torch.is_grad_enabled() and not output.requires_grad:
-                # Frozen weights: require a gradient, and clone so that the tensor is no leaf and
-                # may be edited in place.
+                # Frozen weights: require a gradient, and clone, because a leaf that requires one
+                # must not be edited in place.
                 output = output.detach().requires_grad_().clone()
             embeddings.append(output)
             lookups.append(self.embedding_modules.index(module))

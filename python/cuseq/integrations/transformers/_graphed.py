@@ -309,7 +309,7 @@ class GraphedTraining(TrainerCallback):
 
 
 def check_option(graph: object, cp: object) -> None:
-    """Raise if `graph`, an option of `cuseq.enable`, is no flag or comes with `cp`."""
+    """Raise if `graph`, an option of `cuseq.enable`, is not a bool or comes with `cp`."""
     check_flag(graph, "graph")
     if graph and cp is not None:
         raise ValueError(f"cp must be None with graph=True, which takes one process, got {cp!r}")
