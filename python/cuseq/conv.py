@@ -156,14 +156,35 @@ def causal_conv1d_fn(
         return out
     if final_states_out is None:
         return out, results[1]
-    shape = results[1].shape
-    overlaps = 0 in final_states_out.stride() and final_states_out.numel() > 1
-    if final_states_out.shape != shape or overlaps:
-        raise ValueError(
-            f"final_states_out must have shape {list(shape)} and not overlap itself, got "
-            f"{list(final_states_out.shape)} with strides {final_states_out.stride()}"
-        )
+    _check_writable(final_states_out, results[1])
     return out, final_states_out.copy_(results[1])
+
+
+def _check_writable(out: Tensor, states: Tensor) -> None:
+    """Raise unless `final_states_out` can take the states."""
+    if not out.is_floating_point():
+        raise TypeError(f"final_states_out must be floating point, got {out.dtype}")
+    if out.is_leaf and out.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "final_states_out must not be a leaf that requires gradients, because autograd refuses "
+            "to write to it"
+        )
+    if out.shape != states.shape or _overlaps_itself(out):
+        raise ValueError(
+            f"final_states_out must have shape {list(states.shape)} and not overlap itself, got "
+            f"{list(out.shape)} with strides {out.stride()}"
+        )
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether a dimension steps into the elements of those with smaller strides."""
+    sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    reach = 0  # of the dimensions so far, in elements
+    for stride, size in sorted((stride, size) for stride, size in sizes if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _convolve(

@@ -828,6 +828,19 @@ def test_a_rank_part_is_refused():
             {"return_final_states": True, "final_states_out": torch.zeros(2, 4, 2)},
             "final_states_out must have shape",
         ),
+        *(
+            ({"return_final_states": True, "final_states_out": states}, message)
+            for states, message in (
+                (
+                    torch.zeros(2, 4, 3, dtype=torch.int64),
+                    "must be floating point, got torch.int64",
+                ),
+                (torch.zeros(2, 4, 3, dtype=torch.complex64), "must be floating point"),
+                (torch.zeros(2, 4, 3, requires_grad=True), "must not be a leaf that requires grad"),
+                (torch.zeros(1, 4, 3).expand(2, 4, 3), "and not overlap itself"),
+                (torch.zeros(99).as_strided((2, 4, 3), (8, 1, 1)), "and not overlap itself"),
+            )
+        ),
     ],
 )
 def test_wrong_arguments_of_a_batch(change, message):
