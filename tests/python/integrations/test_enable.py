@@ -149,10 +149,10 @@ def one_by_one(model: nn.Module, docs: list[Tensor], weight: Tensor):
     return logits.detach(), gradients(model)
 
 
-def packed_run(model: nn.Module, docs: list[Tensor], weight: Tensor):
+def packed_run(model: nn.Module, docs: list[Tensor], weight: Tensor, **changes):
     batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
     batch = {name: value.to(docs[0].device) for name, value in batch.items() if name != "labels"}
-    logits = model(**batch, use_cache=False).logits[0]
+    logits = model(**batch | changes, use_cache=False).logits[0]
     (logits * weight).sum().backward()
     return logits.detach(), gradients(model)
 
@@ -797,8 +797,27 @@ def test_models_whose_input_embeds_positions(name, device):
     enabled = cuseq.enable(model)
     assert names(enabled, "attention") and not names(enabled, "rope") and not enabled.warnings
     assert_same(packed_run(model, docs, weight), expected)
+    assert_same(packed_run(model, docs, weight, packed=None), expected)  # position_ids alone
     assert_same(one_by_one(model, docs, weight), expected)
     cuseq.disable(model)
+
+
+def test_position_ids_do_not_override_what_the_user_says(device):
+    """A mask of the user's says that each row is one sequence, and lengths say more."""
+    model = make_changed(positions_in_embeddings("opt")).to(device)
+    ids = torch.cat(documents(device), dim=1)
+    layout = cuseq.PackedLayout.from_lengths(LENGTHS, device=device)
+    call = dict(input_ids=ids, position_ids=layout.position_ids[None].long(), use_cache=False)
+    masked = call | {"attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        expected = model(**masked).logits
+        cuseq.enable(model)
+        torch.testing.assert_close(model(**masked).logits, expected, rtol=1e-4, atol=1e-4)
+        alone = model(ids, None, None, None, None, False, **{"position_ids": call["position_ids"]})
+        told = model(**call, cu_seq_lens_q=layout.cu_seqlens, cu_seq_lens_k=layout.cu_seqlens)
+    torch.testing.assert_close(alone.logits, told.logits, rtol=1e-4, atol=1e-4)
+    cuseq.disable(model)
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,17 @@ def packed(model: PreTrainedModel) -> Run:
     return _compare(_with_gradients(model, partial(_packed_logits, model, docs)), expected)
 
 
+def positions(model: PreTrainedModel) -> Run:
+    """Compare the same row with packed `position_ids` alone, without `packed`."""
+    docs = documents()
+    with torch.no_grad():
+        expected = _one_by_one(model, docs)
+    yield
+    with torch.no_grad():
+        found = model(**packed_batch(docs) | {"packed": None}, use_cache=False).logits[0]
+    return _difference(found, expected)
+
+
 def separate(model: PreTrainedModel) -> Run:
     """Change one document of a packed row and see whether the logits of others change."""
     docs = documents()
@@ -121,6 +132,7 @@ def compiled(model: PreTrainedModel) -> Run:
 
 CHECKS: dict[str, Check] = {
     "packed": packed,
+    "positions": positions,
     "separate": separate,
     "dense": dense,
     "padded": padded,

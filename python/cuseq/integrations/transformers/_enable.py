@@ -30,7 +30,7 @@ from cuseq.integrations.transformers._layers import (
     rotating_layers,
     text_configs,
 )
-from cuseq.integrations.transformers._layouts import check_input
+from cuseq.integrations.transformers._layouts import check_input, tell_layout
 from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._recurrent import (
@@ -71,7 +71,7 @@ class _State:
     fused: list[nn.Module]
     tempered: list[nn.Module]
     plan: Plan
-    check: RemovableHandle
+    hooks: list[RemovableHandle]
     release: Callable[[], object]
 
 
@@ -150,10 +150,13 @@ def enable_model(
     # A model that is freed without `disable` releases what it holds of transformers.
     release = weakref.finalize(base, _release, rotated, plan.functions, mark)
     release.atexit = False
-    check = base.register_forward_pre_hook(check_input, with_kwargs=True)
+    hooks = [
+        base.register_forward_pre_hook(hook, with_kwargs=True)
+        for hook in (check_input, *([tell_layout] if makes else []))
+    ]
     fused = list(normed)
     _states[base] = _State(
-        enabled, options, layers, implementations, fused, tempered, plan, check, release
+        enabled, options, layers, implementations, fused, tempered, plan, hooks, release
     )
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
@@ -181,7 +184,8 @@ def disable_model(model: nn.Module) -> None:
     for layer in state.tempered:
         restore_forward(layer)
     restore_modules(base, state.plan)
-    state.check.remove()
+    for hook in state.hooks:
+        hook.remove()
     state.release()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from cuseq._modes import outside_inference_mode
 from cuseq.cache import remember
 from cuseq.layout import PackedLayout
+
+LENGTHS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
+"""The keywords of a call that say where its sequences end."""
 
 
 def layout_of_positions(position_ids: Tensor | None, batch: int) -> PackedLayout | None:
@@ -44,6 +48,59 @@ def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
             total_tokens,
             tensors=_tensors_of,
         )
+
+
+def layout_of_call(told: dict[str, Any]) -> PackedLayout | None:
+    """Return the layout of packed position ids, read under the conditions of attention.
+
+    Args:
+        told: the arguments of a model's call by name, without those that are None.
+
+    Returns:
+        None if each row of the batch is one sequence, or a mask or a filled cache says more.
+    """
+    positions = told.get("position_ids")
+    if positions is None or torch.compiler.is_compiling():
+        return None
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # M-RoPE with the text's positions in front
+    rows = rows_of_call(told)
+    seqlen = rows.shape[1]
+    if positions.dim() > 2 or positions.shape[-1] != seqlen or seqlen == 1:
+        return None
+    if told.get("attention_mask") is not None or _is_filled(told):
+        return None
+    return layout_of_positions(positions, rows.shape[0])
+
+
+def rows_of_call(told: dict[str, Any]) -> Tensor:
+    """Return the input of a call, `[batch, seqlen]` or `[batch, seqlen, hidden]`."""
+    ids = told.get("input_ids")
+    return told["inputs_embeds"] if ids is None else ids
+
+
+def _is_filled(told: dict[str, Any]) -> bool:
+    cache = told.get("past_key_values", told.get("cache_params"))
+    return cache is not None and cache.get_seq_length() > 0
+
+
+def tell_layout(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Add the layout of packed position ids to a model's call, as `packed`.
+
+    A forward pre-hook for models that make a 2-D mask of ones if they get none (OPT): attention
+    could not tell that mask from the user's, which overrides position ids.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    told = {name: value for name, value in given.items() if value is not None}
+    if any(name in told for name in LENGTHS):
+        return None
+    packed = layout_of_call(told)
+    return None if packed is None else ((), given | {"packed": packed})
 
 
 def check_total(packed: PackedLayout, tokens: int) -> None:

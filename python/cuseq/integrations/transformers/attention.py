@@ -11,9 +11,9 @@ A call can describe its sequences in several ways. In order of precedence:
 - Packed `position_ids` alone run the same attention in eager code, after a wait for one event per
   forward, for models that pass them on unchanged (Qwen2-VL makes three planes of them). Compiled
   code cannot read them. It runs sdpa with a dense mask built from them, which is exact but slow,
-  also for batches that are not packed; give it lengths instead. A model that makes a 2-D mask of
-  ones itself (OPT) declares that each row is one sequence, and position ids alone do not override
-  that.
+  also for batches that are not packed; give it lengths instead. For a model that makes a 2-D mask
+  of ones itself (OPT) the mask overrides position ids here; `cuseq.enable` adds `packed` to the
+  call of such a model.
 - A 2-D mask, a 4-D mask or nothing runs sdpa. Without a mask, eager code must read the position
   ids, which costs the one event above.
 

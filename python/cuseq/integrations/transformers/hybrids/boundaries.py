@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers._layouts import (
+    LENGTHS,
     check_total,
+    layout_of_call,
     layout_of_offsets,
-    layout_of_positions,
+    rows_of_call,
 )
 from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
 from cuseq.integrations.transformers._private import inside_checkpoint
@@ -36,7 +38,7 @@ HANDS_ON_SEQ_IDX = "_cuseq_hands_on_seq_idx"  # whether its layers hand on `seq_
 LENDS_TO = "_cuseq_lends_to"  # the name of a child that gets no keywords
 LENT = "_cuseq_lent"  # the keywords that the caller lends for now
 
-_LENGTHS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids")
+_LENDABLE = (*LENGTHS, "position_ids")
 
 
 def lent_to(module: nn.Module) -> dict[str, Any]:
@@ -78,7 +80,7 @@ def lending_forward(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def lending(self, *args, **kwargs):
         child = self.get_submodule(getattr(self, LENDS_TO))
-        lent = {name: kwargs[name] for name in _LENGTHS if name in kwargs}
+        lent = {name: kwargs[name] for name in _LENDABLE if name in kwargs}
 
         def lend(run):
             def lent_run(*args, **kwargs):
@@ -102,7 +104,7 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     packed = told.get("packed")
     offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
     if packed is None and offsets is None:
-        return _packed_positions(told)
+        return layout_of_call(told)
     name = type(model).__name__
     if packed is None:
         if torch.compiler.is_compiling():
@@ -126,33 +128,6 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     return packed
 
 
-def _packed_positions(told: dict[str, Any]) -> PackedLayout | None:
-    """Return the layout of packed position ids, read under the conditions of attention."""
-    positions = told.get("position_ids")
-    if positions is None or torch.compiler.is_compiling():
-        return None
-    if positions.dim() == 3 and positions.shape[0] == 4:
-        positions = positions[0]  # M-RoPE with the text's positions in front
-    rows = _rows(told)
-    seqlen = rows.shape[1]
-    if positions.dim() > 2 or positions.shape[-1] != seqlen or seqlen == 1:
-        return None
-    if told.get("attention_mask") is not None or _is_filled(told):
-        return None
-    return layout_of_positions(positions, rows.shape[0])
-
-
 def _tokens(told: dict[str, Any]) -> int:
-    rows = _rows(told)
+    rows = rows_of_call(told)
     return rows.shape[0] * rows.shape[1]
-
-
-def _rows(told: dict[str, Any]) -> Tensor:
-    """Return the input of a call, `[batch, seqlen]` or `[batch, seqlen, hidden]`."""
-    ids = told.get("input_ids")
-    return told["inputs_embeds"] if ids is None else ids
-
-
-def _is_filled(told: dict[str, Any]) -> bool:
-    cache = told.get("past_key_values", told.get("cache_params"))
-    return cache is not None and cache.get_seq_length() > 0
