@@ -30,7 +30,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from cuseq.integrations import transformers as integration
 from cuseq.integrations._enabled import Enabled
-from cuseq.integrations.transformers import _enable
+from cuseq.integrations.transformers import _enable, _warn
 from cuseq.integrations.transformers.hybrids import plan
 
 LENGTHS = [5, 1, 9, 3]
@@ -818,6 +818,19 @@ def test_position_ids_do_not_override_what_the_user_says(device):
     torch.testing.assert_close(alone.logits, told.logits, rtol=1e-4, atol=1e-4)
     cuseq.disable(model)
     assert not model._forward_pre_hooks
+
+
+def test_a_compiled_model_that_makes_a_mask_warns_of_position_ids(device):
+    torch._dynamo.reset()
+    model = make_changed(positions_in_embeddings("opt")).eval().to(device)
+    cuseq.enable(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    _warn.forget_warnings()
+    with torch.no_grad(), pytest.warns(UserWarning, match="LEAKS if position_ids are packed"):
+        ids = torch.full((1, 5), 3, device=device)
+        compiled(ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]], device=device), use_cache=False)
+    cuseq.disable(model)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

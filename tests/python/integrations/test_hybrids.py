@@ -657,6 +657,25 @@ def test_compiled_layers_break_at_the_recurrence(name, enabled, device):
     torch._dynamo.reset()
 
 
+def test_a_compiled_model_says_that_it_does_not_read_position_ids(enabled, device):
+    """Packed position ids alone leak in it; the warning does not break the one graph."""
+    torch._dynamo.reset()
+    model = enabled("lfm2")
+    batch = packed_batch(LENGTHS, device)
+    expected = model(**batch, use_cache=False).logits
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(compiled(**batch, use_cache=False).logits, expected)
+        masked = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+        compiled(**masked, attention_mask=torch.ones_like(batch["input_ids"]), use_cache=False)
+    del batch["packed"]
+    with pytest.warns(UserWarning, match="LEAKS if position_ids are packed: compiled code"):
+        found = compiled(**batch, use_cache=False).logits
+    assert not torch.allclose(found, expected, atol=1e-3)
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------------------ what is replaced
 
 

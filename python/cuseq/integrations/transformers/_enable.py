@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from cuseq.integrations.transformers._layers import (
     rotating_layers,
     text_configs,
 )
-from cuseq.integrations.transformers._layouts import check_input, tell_layout
+from cuseq.integrations.transformers._layouts import check_input, names_of_call, tell_layout
 from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._recurrent import (
@@ -152,7 +153,7 @@ def enable_model(
     release.atexit = False
     hooks = [
         base.register_forward_pre_hook(hook, with_kwargs=True)
-        for hook in (check_input, *([tell_layout] if makes else []))
+        for hook in (check_input, *([partial(tell_layout, names_of_call(base))] if makes else []))
     ]
     fused = list(normed)
     _states[base] = _State(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cuseq._modes import outside_inference_mode
 from cuseq.cache import remember
+from cuseq.integrations.transformers._warn import warn_once
 from cuseq.layout import PackedLayout
 
 LENGTHS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -57,10 +58,16 @@ def layout_of_call(told: dict[str, Any]) -> PackedLayout | None:
         told: the arguments of a model's call by name, without those that are None.
 
     Returns:
-        None if each row of the batch is one sequence, or a mask or a filled cache says more.
+        None if each row of the batch is one sequence, or a mask or a filled cache says more; always
+        None in compiled code, which cannot read position ids, with a warning where it is compiled.
     """
     positions = told.get("position_ids")
-    if positions is None or torch.compiler.is_compiling():
+    if positions is None:
+        return None
+    if torch.compiler.is_compiling():
+        others = ("attention_mask", "past_key_values", "cache_params")
+        if positions.dim() == 2 and all(told.get(name) is None for name in others):
+            _warn_of_compiled_positions()
         return None
     if positions.dim() == 3 and positions.shape[0] == 4:
         positions = positions[0]  # M-RoPE with the text's positions in front
@@ -71,6 +78,14 @@ def layout_of_call(told: dict[str, Any]) -> PackedLayout | None:
     if told.get("attention_mask") is not None or _is_filled(told):
         return None
     return layout_of_positions(positions, rows.shape[0])
+
+
+@torch.compiler.assume_constant_result  # the compiler calls it and puts None into the graph
+def _warn_of_compiled_positions() -> None:
+    warn_once(
+        "LEAKS if position_ids are packed: compiled code cannot read them, and only some models' own "
+        "masks do; pass packed= to a model that is compiled as a whole"
+    )
 
 
 def rows_of_call(told: dict[str, Any]) -> Tensor:
@@ -84,17 +99,20 @@ def _is_filled(told: dict[str, Any]) -> bool:
     return cache is not None and cache.get_seq_length() > 0
 
 
+def names_of_call(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments that a model's forward takes by position."""
+    return tuple(inspect.signature(type(model).forward).parameters)[1:]
+
+
 def tell_layout(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Add the layout of packed position ids to a model's call, as `packed`.
 
     A forward pre-hook for models that make a 2-D mask of ones if they get none (OPT): attention
-    could not tell that mask from the user's, which overrides position ids.
+    could not tell that mask from the user's, which overrides position ids. `names` are those of the
+    model's arguments, which compiled code cannot look up.
     """
-    if torch.compiler.is_compiling():
-        return None
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
     told = {name: value for name, value in given.items() if value is not None}
     if any(name in told for name in LENGTHS):
