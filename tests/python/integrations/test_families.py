@@ -30,12 +30,17 @@ from cuseq.debug.families.result import (
 QUICK = tuple(name for name in CHECKS if name != "compile")
 # What enable replaces in each family that must be right.
 REQUIRED = {
+    "codegen": {"attention"},
     "deepseek_v2": {"attention", "rope"},
     "deepseek_v3": {"attention", "rope"},
+    "falcon": {"attention", "rope"},
     "gemma2": {"attention", "rope"},
     "gemma4_text": {"attention", "rope"},
+    "gpt_neo": {"attention"},
     "gpt_neox": {"attention", "rope"},
+    "gpt_neox_japanese": {"attention", "rope"},
     "gpt_oss": {"attention", "rope"},
+    "gptj": {"attention"},
     "granite_swa": {"attention", "rope"},
     "granitemoe_swa": {"attention", "rope"},
     "lfm2": {"attention", "rope", "qk_norm", "conv"},
@@ -44,9 +49,12 @@ REQUIRED = {
     "minimax_m2": {"attention", "rope"},
     "nanochat": {"attention", "rope"},
     "olmo2": {"attention", "rope"},
+    "opt": {"attention"},
     "phi": {"attention", "rope"},
     "seed_oss": {"attention", "rope"},
     "stablelm": {"attention", "rope"},
+    "xglm": {"attention"},
+    "zamba": {"attention", "recurrence"},
 }
 needs = pytest.mark.skipif(
     "deepseek_v3" not in family_names(), reason="this transformers has not all of the families"
@@ -159,6 +167,27 @@ def test_a_leak_that_enable_warns_of_is_not_wrong():
 def test_attention_that_is_not_exact_on_packed_rows_is_refused(family, reason):
     with pytest.raises(ValueError, match=reason):
         cuseq.enable(small_model(family), rope=False, qk_norm=False)
+
+
+@needs
+@pytest.mark.parametrize(
+    "family, reason",
+    [
+        ("bloom", "it adds ALiBi's biases to the scores"),
+        ("mpt", "it adds ALiBi's biases to the scores"),
+        ("bert", r"it has layers with is_causal=False \(BertSelfAttention\)"),
+        ("prophetnet", "it attends to the states of an encoder"),
+        ("falcon_mamba", r"no keywords on to its recurrent layers \(FalconMambaMixer\)"),
+        ("recurrent_gemma", r"its layers take no position_embeddings \(RecurrentGemmaAttention\)"),
+        ("xlnet", r"it computes attention in code of its own \(XLNetRelativeAttention\)"),
+        ("xlstm", "none of its layers is one of attention"),
+    ],
+)
+def test_a_refusal_says_why(family, reason):
+    """Each kind of reason, near the front, since the table of docs/families.md cuts it."""
+    with pytest.raises(ValueError, match=reason) as refused:
+        cuseq.enable(small_model(family))
+    assert len(str(refused.value).partition(". Train")[0]) < 190
 
 
 def test_a_deferred_mask_can_be_cut_to_some_queries():

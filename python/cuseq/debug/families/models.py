@@ -174,6 +174,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_5_text": _LINEAR,
     "qwen3_next": _LINEAR,
+    "recurrent_gemma": dict(num_hidden_layers=3),  # every third layer attends
     "stablelm": dict(qk_layernorm=True),
     "xmod": dict(default_language="en_XX", languages=["en_XX"], is_decoder=True),
     "zamba": dict(

@@ -24,6 +24,7 @@ from cuseq.integrations.transformers._forwards import (
 from cuseq.integrations.transformers._layers import (
     attention_layers,
     class_names,
+    dropout_of,
     dropout_warnings,
     find_pretrained,
     makes_mask,
@@ -33,6 +34,14 @@ from cuseq.integrations.transformers._layers import (
 )
 from cuseq.integrations.transformers._layouts import check_input, names_of_call, tell_layout
 from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
+from cuseq.integrations.transformers._own_attention import (
+    find_own_attention,
+    left_rotations,
+    own_dropout_of,
+    replace_attention,
+    restore_attention,
+    takes_angles,
+)
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._recurrent import (
     Separated,
@@ -42,6 +51,7 @@ from cuseq.integrations.transformers._recurrent import (
     recurrent_types,
     unmark_separated,
 )
+from cuseq.integrations.transformers._refusal import without_layers
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
     Function,
@@ -68,6 +78,7 @@ class _State:
     enabled: Enabled
     options: dict[str, object]
     layers: list[nn.Module]
+    own: list[nn.Module]
     implementations: dict[str, str]
     fused: list[nn.Module]
     tempered: list[nn.Module]
@@ -102,11 +113,17 @@ def enable_model(
     with torch.device("cpu"):  # small layers are compared there, whatever the user's default is
         plan = plan_mixers(base)
         layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
+        own = [] if layers or plan.mixers else find_own_attention(base)
+        if not (layers or own or plan.mixers):
+            raise ValueError(without_layers(base))
         refuse_inexact_layers(layers)
         tempered = find_tempered_layers(layers)
-        rotating = rotating_layers(base, layers)
+        rotating = rotating_layers(base, layers) + [one for one in own if takes_angles(one)]
         rotations = find_rotations(base, rotating) if rope or qk_norm else {}
         normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
+    left_alone += left_rotations(own, rotating)
+    rates = {type(layer).__name__: dropout_of(layer) for layer in layers}
+    rates |= {type(layer).__name__: own_dropout_of(layer) for layer in own}
     configs = text_configs(base, layers)
     config = text_config(base)
     recurrent = recurrent_types(config)
@@ -118,14 +135,14 @@ def enable_model(
     enabled = Enabled(
         "model",
         replaced=(
-            *(f"attention:{name}" for name in class_names(type(layer) for layer in layers)),
+            *(f"attention:{name}" for name in class_names(type(layer) for layer in layers + own)),
             *sorted({f"rope:{code.__name__}" for code, _ in rotated}),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
             *(f"temperature:{name}" for name in class_names(type(layer) for layer in tempered)),
             *plan.replaced,
         ),
         left_alone=tuple(left_alone),
-        warnings=(*leaks, *plan.slow, *dropout_warnings(layers)),
+        warnings=(*leaks, *plan.slow, *dropout_warnings(rates)),
     )
     implementations = {name: attention_of(config) for name, config in configs.items()}
 
@@ -136,8 +153,8 @@ def enable_model(
     except BaseException:
         release_registration()
         raise
-    makes = makes_mask(base)
-    for layer in layers:
+    makes = not own and makes_mask(base)
+    for layer in layers + own:
         setattr(layer, BACKEND, backend)
         setattr(layer, MAKES_MASK, makes)
     for layer, how in normed.items():
@@ -155,9 +172,10 @@ def enable_model(
         base.register_forward_pre_hook(hook, with_kwargs=True)
         for hook in (check_input, *([partial(tell_layout, names_of_call(base))] if makes else []))
     ]
+    hooks += replace_attention(base, own)
     fused = list(normed)
     _states[base] = _State(
-        enabled, options, layers, implementations, fused, tempered, plan, hooks, release
+        enabled, options, layers, own, implementations, fused, tempered, plan, hooks, release
     )
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
@@ -177,13 +195,14 @@ def disable_model(model: nn.Module) -> None:
         return
     if state.implementations:
         base.set_attn_implementation(state.implementations)
-    for layer in state.layers:
+    for layer in state.layers + state.own:
         delattr(layer, BACKEND)
         delattr(layer, MAKES_MASK)
     for layer in state.fused:
         unfuse(layer)
     for layer in state.tempered:
         restore_forward(layer)
+    restore_attention(state.own)
     restore_modules(base, state.plan)
     for hook in state.hooks:
         hook.remove()

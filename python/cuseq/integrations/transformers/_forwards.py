@@ -17,13 +17,13 @@ from cuseq.integrations.transformers._private import (
 _MARK = "_cuseq_forward"
 
 
-def our_forward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function that `replace_forward` may set.
+def our_forward(function: Callable[..., Any], name: str = "forward") -> Callable[..., Any]:
+    """Mark a function that is set on modules as their method `name`.
 
     pickle saves bound methods by name. A model that is pickled while enabled therefore gets its
-    class's own forward when it is loaded.
+    class's own method when it is loaded.
     """
-    function.__name__ = "forward"
+    function.__name__ = name
     setattr(function, _MARK, True)
     return function
 

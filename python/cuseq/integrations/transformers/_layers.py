@@ -51,9 +51,6 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
         base: the model.
         mixers: its recurrent layers. In a model that has some, attention may do without a rotation
             (NoPE), because the recurrent layers know the order of tokens.
-
-    Raises:
-        ValueError: the model has no such layer, and no mixers.
     """
     layers = [
         module
@@ -63,14 +60,6 @@ def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> li
     if not mixers:
         rotating = [layer for layer in layers if rotates(layer)]
         layers = rotating or (layers if embeds_positions(base, layers) else [])
-    if not layers and not mixers:
-        raise ValueError(
-            f"{type(base).__name__} has no attention layer that cuseq knows: enable looks for "
-            "layers with a layer_idx whose forward calls the attention of its config, and takes "
-            "position_embeddings, as Llama's, or is causal in a model that adds an embedding of "
-            "position_ids to its input, as GPT-2. Train this model on padded batches, or call "
-            "cuseq.varlen_attention in its attention layers"
-        )
     return layers
 
 
@@ -153,9 +142,12 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
             )
 
 
-def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:
-    """Return a warning for each class of layers that drops attention weights while it trains."""
-    rates = {type(layer).__name__: _dropout_of(layer) for layer in layers}
+def dropout_warnings(rates: dict[str, tuple[str, float]]) -> tuple[str, ...]:
+    """Return a warning for each class of layers that drops attention weights while it trains.
+
+    Args:
+        rates: `dropout_of` a layer by the name of its class.
+    """
     return tuple(
         f"DROPOUT: {name} drops attention weights ({option}={rate}), which packed attention "
         f"cannot: packed rows raise ValueError in training mode; set the config's {option} to 0"
@@ -164,7 +156,7 @@ def dropout_warnings(layers: list[nn.Module]) -> tuple[str, ...]:
     )
 
 
-def _dropout_of(layer: nn.Module) -> tuple[str, float]:
+def dropout_of(layer: nn.Module) -> tuple[str, float]:
     """Return the config's option of dropped attention weights, and a layer's rate."""
     rate = getattr(layer, "attention_dropout", None)
     option = dropout_option(layer)
@@ -177,6 +169,8 @@ def dropout_option(layer: nn.Module) -> str:
     """Return the name of the config's option of dropped attention weights."""
     config = getattr(layer, "config", None)
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    if config is None and hasattr(layer, "attn_dropout"):  # CodeGen's layers keep no config
+        return "attn_pdrop"
     return next((name for name in names if hasattr(config, name)), names[0])
 
 

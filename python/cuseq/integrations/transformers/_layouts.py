@@ -83,8 +83,8 @@ def layout_of_call(told: dict[str, Any]) -> PackedLayout | None:
 @torch.compiler.assume_constant_result  # the compiler calls it and puts None into the graph
 def _warn_of_compiled_positions() -> None:
     warn_once(
-        "LEAKS if position_ids are packed: compiled code cannot read them, and only some models' own "
-        "masks do; pass packed= to a model that is compiled as a whole"
+        "LEAKS if position_ids are packed: compiled code cannot read them, and only the masks of "
+        "some models do; pass packed= to a model that is compiled as a whole"
     )
 
 

@@ -39,6 +39,8 @@ _PREPARATION_PARAMETERS = [
     "layer_idx",
     "encoder_hidden_states",
 ]
+OWN_ATTENTION = "_attn"
+"""The method in which GPT-J and its kin compute attention."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -210,9 +212,9 @@ def is_offloaded(module: nn.Module) -> bool:
 
 
 def own_forwards(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the forwards set on the module object: its own, and the one accelerate wraps."""
+    """Return the forwards and `_attn` set on the module object, and the one accelerate wraps."""
     _check_accelerate()
-    names = ("forward", "_old_forward")
+    names = ("forward", "_old_forward", OWN_ATTENTION)
     return [module.__dict__[name] for name in names if name in module.__dict__]
 
 

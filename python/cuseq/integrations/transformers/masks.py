@@ -152,6 +152,22 @@ class DeferredMask:
         return mask if mask is None else mask.to(device)
 
 
+class LayoutMask(DeferredMask):
+    """The lengths of a packed call in the place of its mask.
+
+    It is for models that hand on only a mask to their layers. transformers takes it for a mask that
+    is made already, and gives it to the layers as it is.
+
+    Attributes:
+        lengths: The keywords of `cuseq_attention` that describe the sequences.
+        given: The user's own mask, or None.
+    """
+
+    def __init__(self, lengths: dict[str, Any], given: Any) -> None:
+        self.lengths = lengths
+        self.given = given
+
+
 def cuseq_mask(
     batch_size: int,
     q_length: int,
