@@ -39,6 +39,7 @@ CONFIGS = {
     "mamba2": _config("mamba2"),
     "falcon_h1": _config("falcon_h1"),
     "nemotron_h": _config("nemotron_h"),
+    "zamba": _config("zamba"),
     "zamba2": _config("zamba2"),
     "minimax": _config("minimax"),
     "jamba": _config("jamba"),
@@ -46,7 +47,8 @@ CONFIGS = {
 }
 FAMILIES = (
     "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid",
-    "bamba", "mamba2", "falcon_h1", "nemotron_h", "zamba2", "minimax", "jamba", "kimi_linear",
+    "bamba", "mamba2", "falcon_h1", "nemotron_h", "zamba", "zamba2", "minimax", "jamba",
+    "kimi_linear",
 )  # fmt: skip
 # One family for each kind of mixer, for tests of what does not depend on the family.
 ONE_OF_EACH_KIND = ("qwen3_5", "lfm2", "mamba2", "falcon_h1", "minimax", "jamba", "kimi_linear")
