@@ -849,6 +849,25 @@ def test_a_layout_of_another_row_is_refused(name, enabled, device):
         model(documents([9], device)[0], packed=[3, 4], use_cache=False)
 
 
+@every_kind
+def test_what_contradicts_a_layout_is_refused(name, enabled, device):
+    """Mamba 2 has no attention that would compare them."""
+    model = enabled(name)
+    batch = packed_batch([5, 9, 3], torch.device("cpu"), tail=0)
+    batch = {key: value.to(device) for key, value in batch.items()}  # lengths known on the host
+    ends = torch.tensor([0, 6, 17], dtype=torch.int32)
+    for wrong in (
+        {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends},
+        {"max_length_q": 8},
+        {"packed_seq_lengths": torch.tensor([6, 11])},
+    ):
+        with pytest.raises(ValueError, match="must not contradict packed"):
+            model(**batch, **wrong, use_cache=False)
+    mask = torch.ones(1, 1, 17, 17, dtype=torch.bool, device=device).tril()
+    with pytest.raises(ValueError, match="cannot be combined with a 4-D attention_mask"):
+        model(**batch, attention_mask=mask, use_cache=False)
+
+
 def test_a_part_of_a_row_is_refused(enabled, device):
     model = enabled("lfm2")
     packed = cuseq.PackedLayout.from_lengths([8, 8], segment_multiple=4, device=device)

@@ -27,7 +27,11 @@ from cuseq.integrations.transformers._layouts import (
     layout_of_offsets,
     rows_of_call,
 )
-from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
+from cuseq.integrations.transformers._lengths import (
+    check_agreement,
+    check_lengths,
+    check_offsets,
+)
 from cuseq.integrations.transformers._private import inside_checkpoint
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.names import MASK_BESIDE_LENGTHS
@@ -38,7 +42,7 @@ HANDS_ON_SEQ_IDX = "_cuseq_hands_on_seq_idx"  # whether its layers hand on `seq_
 LENDS_TO = "_cuseq_lends_to"  # the name of a child that gets no keywords
 LENT = "_cuseq_lent"  # the keywords that the caller lends for now
 
-_LENDABLE = (*LENGTHS, "position_ids")
+_LENDABLE = (*LENGTHS, "max_length_q", "max_length_k", "packed_seq_lengths", "position_ids")
 
 
 def lent_to(module: nn.Module) -> dict[str, Any]:
@@ -116,8 +120,16 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
         check_offsets(told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k"))
         packed = layout_of_offsets(offsets, _tokens(told))
     check_layout(packed)
+    mask = told.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() != 2:
+        raise ValueError(
+            f"packed lengths cannot be combined with a 4-D attention_mask, got shape "
+            f"{list(mask.shape)}; pass one of the two"
+        )
     if not torch.compiler.is_compiling():  # compiled code that reads an int may recompile
         check_total(packed, _tokens(told))
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        check_agreement(packed, *map(told.get, names), told)
     is_part = packed.rank_positions is not None
     if is_part or packed.is_tree:
         what = "the part of a row that cp_partition gave to one rank" if is_part else "a tree"
