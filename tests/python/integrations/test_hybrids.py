@@ -23,6 +23,7 @@ import cuseq
 
 transformers = pytest.importorskip("transformers")
 
+from fla_index import load_fla_index  # noqa: E402
 from hybrid_models import (  # noqa: E402
     CONFIGS,
     ONE_OF_EACH_KIND,
@@ -41,6 +42,7 @@ from cuseq.integrations.transformers.hybrids.kernels import Kernel  # noqa: E402
 every_family = pytest.mark.parametrize("name", CONFIGS)
 every_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 
+FLA_INDEX = load_fla_index()
 LENGTHS = [5, 1, 0, 9, 3, 2, 0, 7]
 CHUNKS = [63, 64, 65, 1]  # the chunks of the gated delta rule have 64 tokens
 TAIL = 3
@@ -217,8 +219,9 @@ def test_offsets_and_positions_say_the_same(name, enabled, device):
     assert_close(found, expected)
 
 
-def test_offsets_edited_in_place_are_read_again(enabled, device):
-    model = enabled("lfm2")
+@every_kind
+def test_offsets_edited_in_place_are_read_again(name, enabled, device):
+    model = enabled(name)
     ids = torch.cat(documents([4, 6], device), dim=1)
     ends = torch.tensor([0, 4, 10], dtype=torch.int32, device=device)
 
@@ -257,17 +260,25 @@ def test_nan_in_padding_reaches_nothing_real(name, options, enabled, device):
     rows = real_rows(batch["packed"])
     is_pad = batch["packed"].moe_padding_mask
     embedded = model.get_input_embeddings()(batch.pop("input_ids")).detach()
-    results = []
-    for value in (0.5, float("nan")):
+    results, of_weights = [], []
+    for value in (0.5, -3.0, float("nan")):
         states = embedded.clone()
         states[0, is_pad] = value
         states.requires_grad_()
         logits = model(inputs_embeds=states, **batch, use_cache=False).logits[0, rows]
-        (grad,) = torch.autograd.grad(logits.square().sum(), states)
-        results.append((logits.detach(), grad[0, rows]))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert found.isfinite().all()
-        assert_close(found, expected)
+        logits.square().sum().backward()
+        results.append((logits.detach(), states.grad[0, rows]))
+        named = model.named_parameters()
+        of_weights.append({key: p.grad.clone() for key, p in named if p.grad is not None})
+        model.zero_grad()
+    for result in results[1:]:
+        for found, expected in zip(result, results[0], strict=True):
+            assert found.isfinite().all()
+            assert_close(found, expected)
+    # A weight's gradient is a sum over all tokens, in which 0 * NaN is NaN: padding is finite here.
+    assert of_weights[0].keys() == of_weights[1].keys() and of_weights[0]
+    for key, expected in of_weights[0].items():
+        assert_close(of_weights[1][key], expected)
 
 
 @every_family
@@ -433,6 +444,8 @@ class Fla:
         bounds = self.facts(dict(cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu), q.shape[1])
         chunks = [[i, j] for i, (a, b) in enumerate(bounds) for j in range(-(-(b - a) // 64))]
         assert chunk_indices.tolist() == chunks
+        if FLA_INDEX is not None:  # what fla would make of the offsets
+            assert torch.equal(chunk_indices, FLA_INDEX.prepare_chunk_indices(cu_seqlens, 64))
         self.calls.append("chunk_gated_delta_rule")
         parts = [
             self.original(

@@ -37,6 +37,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 def compare(model: nn.Module, name: str) -> None:
     wanted = expected(name)
+    compared = set()
     for key, parameter in model.named_parameters():
         grad = parameter.grad
         if grad is None:
@@ -45,6 +46,8 @@ def compare(model: nn.Module, name: str) -> None:
         key = key.removeprefix("module.")
         scale = max(wanted[key].abs().max().item(), 1e-3)
         torch.testing.assert_close(grad, wanted[key], rtol=1e-3, atol=5e-4 * scale, msg=key)
+        compared.add(key)
+    assert compared == wanted.keys()
 
 
 def ddp(rank: int, name: str) -> None:

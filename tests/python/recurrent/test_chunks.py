@@ -8,12 +8,14 @@ import pickle
 import pytest
 import reference
 import torch
-from hypothesis import given
+from fla_index import load_fla_index
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_no_sync import syncs_are_errors
 
 import cuseq
 
+FLA_INDEX = load_fla_index()
 LENGTHS = st.lists(st.integers(0, 200), max_size=8)
 
 
@@ -51,15 +53,23 @@ def test_an_example():
     assert packed.chunk_offsets(2).tolist() == [0, 2, 3, 4, 5, 7]
 
 
-def test_equal_to_those_of_fla():
-    index = pytest.importorskip("fla.ops.utils.index")
-    packed = cuseq.PackedLayout.from_lengths([1, 63, 64, 0, 65, 200], 400)
+@pytest.mark.skipif(FLA_INDEX is None, reason="fla is not installed")
+@given(
+    st.lists(st.one_of(st.sampled_from([0, 1, 63, 64, 65]), st.integers(0, 200)), max_size=6),
+    st.sampled_from([0, 1, 5]),
+    st.sampled_from([1, 4]),
+)
+def test_equal_to_those_of_fla(lengths, tail, multiple):
+    total = sum(-(-length // multiple) * multiple for length in lengths) + tail * multiple
+    packed = cuseq.PackedLayout.from_lengths(lengths, total, segment_multiple=multiple)
+    assume(len(packed.cu_seqlens_recurrent) > 1)  # fla takes no row without tokens
     for dtype in (torch.int32, torch.int64):
         offsets = packed.cu_seqlens_recurrent.to(dtype)
         for size in (16, 64):
-            theirs = index.prepare_chunk_indices(offsets, size)
+            theirs = FLA_INDEX.prepare_chunk_indices(offsets, size)
+            assert theirs.dtype == dtype
             assert torch.equal(packed.chunk_indices(size, dtype), theirs)
-            theirs = index.prepare_chunk_offsets(offsets, size)
+            theirs = FLA_INDEX.prepare_chunk_offsets(offsets, size)
             assert torch.equal(packed.chunk_offsets(size, theirs.dtype), theirs)
 
 
