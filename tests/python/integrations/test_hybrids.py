@@ -370,6 +370,28 @@ def test_a_packed_row_of_one_document_can_be_continued(name, enabled, device):
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("last", "tail", "continues"),
+    [(5, 0, True), (3, 0, True), (2, 0, False), (1, 0, False), (5, 3, False)],
+)
+def test_what_a_cache_of_a_packed_row_continues(last, tail, continues, enabled, device):
+    """docs/hybrids.md says it: the inputs of the convolution, 4 wide, are the last of the row."""
+    model = enabled("mamba2").eval()
+    lengths = [6, last]
+    following = documents([1], device)[0]
+    with torch.no_grad():
+        batch = packed_batch(lengths, device, tail=tail)
+        alone = batch["input_ids"][:, 6 : 6 + last]
+        cache = model(alone, use_cache=True).cache_params
+        expected = model(following, cache_params=cache, use_cache=True).logits
+        cache = model(**batch, use_cache=True).cache_params
+        found = model(following, cache_params=cache, use_cache=True).logits
+    if continues:
+        assert_close(found, expected)
+    else:
+        assert not torch.allclose(found, expected, atol=1e-2)
+
+
 @every_kind
 def test_boundaries_are_not_kept(name, enabled, device):
     model = enabled(name)
