@@ -273,3 +273,10 @@ def test_the_table_names_each_verdict():
     page = _table.as_page([FamilyResult(v, v, "why") for v in (LEAKS, DIFFERS, NOT_TRIED)])
     for title in ("Leaking", "Different", "Not tried"):
         assert f"## {title}" in page
+
+
+def test_a_row_ends_with_the_reason():
+    page = _table.as_page(
+        [FamilyResult("bloom", REFUSED, "it adds biases. Train it on padded rows")]
+    )
+    assert "| `bloom` | it adds biases |" in page

@@ -89,7 +89,9 @@ def as_page(results: Sequence[FamilyResult]) -> str:
     page += f"\n## Right\n\n| family | replaced | left alone |\n| --- | --- | --- |\n{rows}\n"
     for verdict, title, text in _SECTIONS:
         rows = "\n".join(
-            f"| `{r.family}` | {_cell(r.reason)} |" for r in results if r.verdict == verdict
+            f"| `{r.family}` | {_cell(_sentence(r.reason))} |"
+            for r in results
+            if r.verdict == verdict
         )
         if rows:
             page += _OTHERS.format(title=title, text=text, rows=rows)
@@ -108,6 +110,11 @@ def _short(result: FamilyResult) -> list[str]:
 def _counts(results: Sequence[FamilyResult]) -> list[tuple[str, int]]:
     found = [(verdict, sum(r.verdict == verdict for r in results)) for verdict in VERDICTS]
     return [(verdict, n) for verdict, n in found if n]
+
+
+def _sentence(text: str) -> str:
+    """Return the first sentence, since remedies after it are the same in every row."""
+    return text.partition(". ")[0]
 
 
 def _cell(text: str) -> str:
