@@ -26,6 +26,7 @@ from cuseq.debug.families.result import (
     RIGHT,
     FamilyResult,
 )
+from cuseq.integrations.transformers import _enable
 
 QUICK = tuple(name for name in CHECKS if name != "compile")
 # What enable replaces in each family that must be right.
@@ -229,6 +230,14 @@ def test_a_leak_is_found(monkeypatch):
     assert result.verdict == LEAKS and result.is_wrong
     assert result.reason == "separate: document 0 reaches document 1"
     assert result.checks["packed"] and not result.checks["dense"]
+
+
+def test_position_ids_that_are_not_read_are_found(monkeypatch):
+    """The batch of the other checks has `packed` too."""
+    monkeypatch.setattr(_enable, "makes_mask", lambda base: False)
+    result = try_family("opt", ["positions", "packed"])
+    assert result.verdict == DIFFERS and result.is_wrong
+    assert result.reason.startswith("positions: logits differ by") and not result.checks["packed"]
 
 
 def try_badly(family: str, checks: object) -> FamilyResult:

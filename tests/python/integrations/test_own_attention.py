@@ -220,6 +220,29 @@ def test_check_packing_proves_it(family):
 
 
 @every_family
+def test_recomputed_layers_see_their_own_lengths(family):
+    """With a checkpoint that is reentrant; the batch after it runs before the backward."""
+    model = small_model(family)
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("the family has no checkpoints")
+    cuseq.enable(model)
+    packed_logits(model).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    loss = packed_logits(model).square().sum()
+    model(documents()[2], use_cache=False)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert_close(found[name], grad)
+    cuseq.disable(model)
+
+
+@every_family
 def test_low_precision(family):
     model = small_model(family)
     expected = one_by_one(model)
