@@ -816,6 +816,8 @@ def test_position_ids_do_not_override_what_the_user_says(device):
         alone = model(ids, None, None, None, None, False, **{"position_ids": call["position_ids"]})
         told = model(**call, cu_seq_lens_q=layout.cu_seqlens, cu_seq_lens_k=layout.cu_seqlens)
     torch.testing.assert_close(alone.logits, told.logits, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
+        model(position_ids=call["position_ids"])
     cuseq.disable(model)
     assert not model._forward_pre_hooks
 

@@ -62,8 +62,8 @@ def layout_of_call(told: dict[str, Any]) -> PackedLayout | None:
         None in compiled code, which cannot read position ids, with a warning where it is compiled.
     """
     positions = told.get("position_ids")
-    if positions is None:
-        return None
+    if positions is None or ("input_ids" not in told and "inputs_embeds" not in told):
+        return None  # the model itself refuses a call without input
     if torch.compiler.is_compiling():
         others = ("attention_mask", "past_key_values", "cache_params")
         if positions.dim() == 2 and all(told.get(name) is None for name in others):
