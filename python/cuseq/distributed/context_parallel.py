@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from cuseq._arguments import as_int, check_tensor, one_of, shown
 from cuseq._labels import IGNORE_INDEX
-from cuseq.distributed._groups import check_group, device_of
+from cuseq.distributed._groups import check_group, device_without_wait
 from cuseq.distributed.plan import (
     HEAD_DIM,
     HEADS,
@@ -41,8 +41,8 @@ class ContextParallel:
         merge: as for `cp_plan`.
 
     Raises:
-        ValueError: the mesh has several dimensions, this process is not in the group, or an
-            argument is outside its range.
+        ValueError: the mesh has several dimensions, its group is destroyed, this process is not in
+            the group, or an argument is outside its range.
         TypeError: an argument has the wrong type.
 
     Examples:
@@ -100,11 +100,12 @@ class ContextParallel:
                 parallel. Default: all ranks.
 
         Returns:
-            int64 `[]` on a device of the group's backend. One all-reduce of one number; over NCCL
-            the host does not wait for it.
+            int64 `[]` on the device of the group's backend: with NCCL, alone or beside gloo, the
+            GPU. One all-reduce of one number. The host waits for it only if gloo is all there is;
+            labels on a GPU are then copied to the host first.
 
         Raises:
-            ValueError: a batch has no `shift_labels`.
+            ValueError: a batch has no `shift_labels`, or the group was not made or is destroyed.
             TypeError: an argument has the wrong type.
 
         Examples:
@@ -114,6 +115,8 @@ class ContextParallel:
             tensor(2)
         """
         check_group(group)
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"batches must be an iterable of batches, got {shown(batches)}")
         counts = []
         for number, batch in enumerate(batches):
             if not isinstance(batch, Mapping) or "shift_labels" not in batch:
@@ -125,11 +128,14 @@ class ContextParallel:
             labels = batch["shift_labels"]
             check_tensor(labels, f"shift_labels of batches[{number}]")
             counts.append((labels != IGNORE_INDEX).sum())
-        preferred = counts[0].device.type if counts else "cuda"
-        device = device_of(group, preferred)
+        # The type never follows the labels: a rank without batches would choose another one and
+        # hang. They only choose among GPUs, for a process that uses another than the current one.
+        kind = device_without_wait(group)
+        on_kind = (count.device for count in counts if count.device.type == kind)
+        device = next(on_kind, kind)
         kept = torch.zeros((), dtype=torch.int64, device=device)
         for count in counts:
-            kept += count.to(device, non_blocking=device != "cpu")
+            kept += count.to(device, non_blocking=kind != "cpu")
         torch.distributed.all_reduce(kept, group=group)
         return kept
 
@@ -145,15 +151,25 @@ class ContextParallel:
 
 
 def _group_of(mesh_or_group: Any) -> ProcessGroup:
-    if isinstance(mesh_or_group, ProcessGroup):
-        return mesh_or_group
-    if not torch.distributed.is_available() or not hasattr(mesh_or_group, "get_group"):
-        raise TypeError(
-            f"mesh_or_group must be a DeviceMesh or a ProcessGroup, got {shown(mesh_or_group)}"
-        )
-    if mesh_or_group.ndim != 1:
+    is_group = isinstance(mesh_or_group, ProcessGroup)
+    if not is_group:
+        _check_mesh(mesh_or_group)
+    try:
+        group = mesh_or_group if is_group else mesh_or_group.get_group()
+        torch.distributed.get_rank(group)
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            "mesh_or_group must be of a process group that exists, which destroy_process_group "
+            f"ends, got {shown(mesh_or_group)}: {error}"
+        ) from error
+    return group
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not torch.distributed.is_available() or not hasattr(mesh, "get_group"):
+        raise TypeError(f"mesh_or_group must be a DeviceMesh or a ProcessGroup, got {shown(mesh)}")
+    if mesh.ndim != 1:
         raise ValueError(
             'mesh_or_group must have one dimension, such as mesh["cp"], got '
-            f"{mesh_or_group.ndim}: {shown(mesh_or_group)}"
+            f"{mesh.ndim}: {shown(mesh)}"
         )
-    return mesh_or_group.get_group()

@@ -293,30 +293,43 @@ def test_attention_balance_counts_query_key_pairs(cp_size):
 
 
 @pytest.mark.parametrize(
-    "config,on,expected",
+    "config,on,equalized,counted",
     [
-        ("cpu:gloo,cuda:gloo", "cuda", "cpu"),
-        ("cpu:gloo,cuda:nccl", "cuda", "cpu"),
-        ("cuda:nccl", "cpu", "cuda"),
-        ("xpu:xccl", "cpu", "xpu"),
-        ("npu:hccl,xpu:xccl", "xpu", "xpu"),
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cpu", "cuda"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu", "cuda"),  # labels that are not moved yet
+        ("cpu:mpi,cuda:mpi", "cuda", "cpu", "cpu"),
+        ("cuda:nccl", "cpu", "cuda", "cuda"),
+        ("xpu:xccl", "cpu", "xpu", "xpu"),
+        ("npu:hccl,xpu:xccl", "xpu", "xpu", "npu"),
     ],
 )
-def test_equalizing_goes_by_a_device_of_the_group(config, on, expected, monkeypatch):
-    """Devices of any vendor; meta stands in for a missing one."""
+def test_numbers_of_all_ranks_go_by_a_device_of_the_group(
+    config, on, equalized, counted, monkeypatch
+):
+    """Devices of any vendor; the CPU stands in for a missing one."""
     asked = []
 
     def tensor(value, device):
         asked.append(device)
         return torch.full((), value)
 
+    def zeros(shape, dtype, device):
+        asked.append(str(device))
+        return torch.full(shape, 0, dtype=dtype)
+
     packed = PackedLayout.from_lengths([4])
+    batches = [{"shift_labels": torch.ones(1, 4)}]
     monkeypatch.setattr(PackedLayout, "device", property(lambda self: torch.device(on)))
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, *_: total)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, *_, **__: total)
     monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **_: self)
     assert cuseq.distributed.equalize_tokens(packed) is packed
-    assert asked == [expected]
+    for own in ([], batches):  # a rank without batches must choose the device of the others
+        cuseq.distributed.ContextParallel.num_items(own)
+    assert asked == [equalized, counted, counted]
 
 
 def test_a_layout_to_equalize_is_one():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from cuseq import PackedLayout, PackingCollator
-from cuseq.distributed import ContextParallel, cp_plan
+from cuseq.distributed import ContextParallel, cp_plan, equalize_tokens
 
 LENGTHS = [13, 4, 30, 1, 9]
 TOTAL = 64
@@ -23,7 +23,8 @@ def one_rank(tmp_path):
     """Make a process group of this process alone, for the groups that objects are made of."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def rank_of(cp: ContextParallel, rank: int, size: int) -> ContextParallel:
@@ -148,6 +149,27 @@ def test_batches_without_labels_are_named(one_rank):
             ContextParallel.num_items([{"shift_labels": torch.ones(1, 2)}, batch])
     with pytest.raises(TypeError, match="group must be a ProcessGroup or None, got 3"):
         ContextParallel.num_items([], 3)
+    for batches in (None, 3):
+        with pytest.raises(TypeError, match=f"batches must be an iterable.*got {batches}"):
+            ContextParallel.num_items(batches)
+
+
+def test_a_group_that_is_gone_is_named(one_rank):
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    packed = PackedLayout.from_lengths([5, 3])
+    dist.destroy_process_group()
+    for group, shown in ((None, "None, the default group"), (one_rank, "<.*ProcessGroup")):
+        for call in (
+            lambda group=group: ContextParallel.num_items([], group),
+            lambda group=group: equalize_tokens(packed, group),
+        ):
+            with pytest.raises(ValueError, match=f"group must be made by .*got {shown}"):
+                call()
+    for place in (mesh, one_rank):
+        with pytest.raises(
+            ValueError, match="mesh_or_group must be of a process group that exists"
+        ):
+            ContextParallel(place)
 
 
 def counted(rank: int, cp_size: int) -> tuple[int, int, bool]:
