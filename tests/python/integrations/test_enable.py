@@ -956,6 +956,29 @@ def test_what_is_no_model_of_transformers():
     assert "padded batches, or call cuseq.varlen_attention" in str(bert.value)
 
 
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_rotation_by_the_longest_position_refuses_a_part(rope_type):
+    """Each rank would read the longest position of its own part, and rotate by other angles."""
+    scaling = dict(rope_type=rope_type, factor=4.0, rope_theta=1e4)
+    if rope_type == "longrope":
+        scaling |= dict(short_factor=[1.0] * 8, long_factor=[4.0] * 8)
+        scaling["original_max_position_embeddings"] = 8
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1)
+    config = transformers.LlamaConfig(**sizes, **heads, rope_parameters=scaling)
+    model = transformers.LlamaForCausalLM(config)
+    cuseq.enable(model)
+    packed = cuseq.PackedLayout.from_lengths([13, 3])
+    ids = torch.arange(16)
+    model(ids[None], position_ids=packed.position_ids[None], packed=packed)
+    plan = cuseq.distributed.cp_plan(packed, 2)
+    local, own = cuseq.distributed.cp_partition(packed, plan, 1, ids)
+    message = f"whole row .*longest position.*a rank's part and rope_type='{rope_type}'"
+    with pytest.raises(ValueError, match=message):
+        model(own[None], position_ids=local.position_ids[None], packed=local)
+    cuseq.disable(model)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_batch_that_was_cut_is_refused_before_a_layer_runs(family, device):
     model = make_model(family, device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuseq._models import rotations_by_length, text_config
 from cuseq._modes import outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._warn import warn_once
@@ -133,12 +134,21 @@ def check_total(packed: PackedLayout, tokens: int) -> None:
 def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ValueError unless the input of a model's call is as long as its `packed`.
 
+    Raise it too for a rank's part of a row if the rotation follows the longest position, which
+    the ranks would not agree on.
+
     A forward pre-hook, so that the error comes before a layer runs. Reads shapes only. In compiled
     code it does nothing, because a comparison there would recompile; attention compares then.
     """
     packed = kwargs.get("packed")
     if torch.compiler.is_compiling() or not isinstance(packed, PackedLayout):
         return
+    if packed.rank_positions is not None:
+        for rope_type in rotations_by_length(text_config(model)):
+            raise ValueError(
+                "packed must describe a whole row for a model whose rotation follows the longest "
+                f"position, which differs from rank to rank, got a rank's part and {rope_type=}"
+            )
     name, rows = "input_ids", kwargs.get("input_ids", args[0] if args else None)
     if rows is None:
         name, rows = "inputs_embeds", kwargs.get("inputs_embeds")
