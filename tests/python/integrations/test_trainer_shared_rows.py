@@ -63,6 +63,14 @@ SETTINGS = dict(
 )
 
 
+def make_gpt2():
+    """Return a model whose class has no name of a loss; it takes the causal one by default."""
+    dropouts = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, **dropouts)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
 def make_trainer(folder: str, kind: type = transformers.Trainer, model=None, **options):
     options = {"train_sampling_strategy": "sequential", "bf16": False} | SETTINGS | options
     functions = {
@@ -148,6 +156,8 @@ def work(rank: int, folder: str, cp_size: int, kinds: list[str]) -> dict:
             found[kind] = resumed(folder, cp_size)
         elif kind == "other rows":
             found[kind] = refused_rows(folder, cp_size)
+        elif kind == "gpt2":
+            found[kind] = result(share(make_trainer(folder, model=make_gpt2(), **options), cp_size))
         else:
             trainer = share(make_trainer(folder, **options), cp_size)
             found[kind] = result(trainer)
@@ -204,6 +214,9 @@ def one_process(tmp_path_factory) -> dict:
     trainer = make_trainer(folder, gradient_accumulation_steps=2)
     cuseq.enable(trainer)
     found = {"own": result(trainer)}
+    trainer = make_trainer(folder, model=make_gpt2(), gradient_accumulation_steps=2)
+    cuseq.enable(trainer)
+    found["gpt2"] = result(trainer)
     for kind, options in (("sft", dict(gradient_accumulation_steps=2)), ("tail", TAIL)):
         trainer = make_sft(folder, padding_free=True, max_length=None, **options)
         cuseq.enable(trainer, bin_pack=True, capacity=CAPACITY)
@@ -235,13 +248,14 @@ def check_ranks(ranks: list[dict], one_process: dict) -> None:
             whole, again = found["resumed"]
             assert all(torch.equal(again[name], value) for name, value in whole.items())
             assert "must read the same ones" in found["other rows"]
+            check_same(found["gpt2"], one_process["gpt2"], 1e-6)
 
 
 KINDS = ["own", "config", "sft"]
 
 
 def test_two_ranks_that_share_rows_learn_what_one_learns(one_process, tmp_path):
-    kinds = [*KINDS, "tail", "resumed", "other rows"]
+    kinds = [*KINDS, "tail", "resumed", "other rows", "gpt2"]
     check_ranks(distributed.run(work, str(tmp_path), 2, kinds, limit=240), one_process)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cuseq.integrations._foreign import check_attribute, private
@@ -143,8 +144,15 @@ def is_of_library(method: Callable[..., Any]) -> bool:
 
 
 def shifts_labels(trainer: Trainer) -> bool:
-    """Return whether the loss of a trainer's model is that of the next token."""
-    return private(trainer, "_loss_shifts_labels", package="transformers")
+    """Return whether the loss of a trainer's model is that of the next token.
+
+    A Trainer goes by the name of a model's class, which GPT-2's LMHeadModel does not have.
+    """
+    if private(trainer, "_loss_shifts_labels", package="transformers"):
+        return True
+    config = getattr(trainer.model, "config", None)
+    by_default = getattr(trainer.model, "loss_function", None) is ForCausalLMLoss
+    return by_default and not getattr(config, "is_encoder_decoder", False)
 
 
 def prepare_inputs(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
