@@ -205,7 +205,7 @@ class LayoutFacts:
         """int32 `[max_seqs + 1]` for ops; None if there is no padding between sequences. Must not
         be edited.
         """
-        self._check_no_part()
+        self.check_no_part()
         return None if self._segments is None else self._segments.cu_seqlens_static
 
     @property
@@ -299,10 +299,11 @@ class LayoutFacts:
 
     def check_whole(self) -> None:
         """Raise ValueError if this is a rank's part of a row, or the layout of a tree."""
-        self._check_no_part()
+        self.check_no_part()
         self.check_no_tree()
 
-    def _check_no_part(self) -> None:
+    def check_no_part(self) -> None:
+        """Raise ValueError if this is a rank's part of a row."""
         if self.state.rank_positions is not None:
             raise ValueError(
                 "packed must describe a whole row here, got the part of it that cp_partition gave "

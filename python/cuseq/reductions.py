@@ -28,6 +28,7 @@ def segment_sum(values: Tensor, packed: PackedLayout) -> Tensor:
         count nowhere, and their gradients are zero.
 
     Raises:
+        ValueError: `packed` is a rank's part of a row, whose documents may continue on other ranks.
         ValueError, TypeError: shapes, dtypes, devices or the layout do not fit.
 
     Waits only for the number of sequences, if the layout's lengths came from a GPU. One compiled
@@ -85,6 +86,7 @@ def segment_last(values: Tensor, packed: PackedLayout) -> Tensor:
 def _reduced(values: Tensor, packed: PackedLayout, kind: str) -> Tensor:
     check_tensor(values, "values")
     check_layout(packed)
+    packed.check_no_part()  # whose sequences are pieces, not documents
     if values.dim() == 0 or values.shape[0] != packed.total_tokens:
         raise ValueError(
             f"values must have the layout's total_tokens = {packed.total_tokens} rows, got shape "
