@@ -67,8 +67,9 @@ class Ranks:
             return None
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
         return cuseq.distributed.ContextParallel(
-            self.mesh["cp"], heads=(heads, config.num_key_value_heads), head_dim=head_dim
+            self.mesh["cp"], heads=(heads, key_heads), head_dim=head_dim
         )
 
     def on_first(self, function: Callable[[], Any]) -> Any:

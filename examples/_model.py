@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from _documents import UserError
 from tokenizers import Tokenizer
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,6 +18,8 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.utils import cached_file
+
+import cuseq
 
 SMALL: dict[str, Any] = dict(
     hidden_size=128,
@@ -58,16 +61,24 @@ class ModelSource:
             device: where the model lies.
             seed: seed of random weights.
             dtype: of the weights; None takes bf16 on CUDA, else fp32.
+
+        Raises:
+            UserError: transformers has no such causal language model, or not with sdpa.
         """
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         options: dict[str, Any] = dict(attn_implementation="sdpa", dtype=dtype)
         torch.manual_seed(seed)
-        if self.checkpoint is not None:
-            model = AutoModelForCausalLM.from_pretrained(self.checkpoint, **options)
-        else:
-            with device:  # drawing 600 million weights on the host would take longer than training
-                model = AutoModelForCausalLM.from_config(self.config, **options)
+        try:
+            if self.checkpoint is not None:
+                model = AutoModelForCausalLM.from_pretrained(self.checkpoint, **options)
+            else:
+                # Drawing 600 million weights on the host would take longer than training.
+                with device:
+                    model = AutoModelForCausalLM.from_config(self.config, **options)
+        except ValueError as error:
+            reason = str(error).partition(". ")[0]
+            raise UserError(f"--model must be a causal LM with sdpa attention: {reason}") from error
         return model.to(device).train()
 
 
@@ -101,6 +112,39 @@ def find_model(model: str) -> ModelSource:
         raise UserError(f"--model {model}: no config.json there")
     has_weights = any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
     return ModelSource(_config(model), model if has_weights else None)
+
+
+def enable(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Let cuseq replace attention and rotation; return what it replaced, and its warnings.
+
+    Raises:
+        UserError: cuseq cannot compute this model, or not while it trains.
+    """
+    try:
+        enabled = cuseq.enable(model)
+    except ValueError as error:
+        raise UserError(f"--model must be one that cuseq can compute: {error}") from error
+    for warning in enabled.warnings:
+        if warning.startswith("DROPOUT"):  # else the first step would raise
+            raise UserError(f"--model must keep all attention weights, got {warning}")
+    return list(enabled.replaced), list(enabled.warnings)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder's layers, which are compiled and sharded one by one.
+
+    Raises:
+        UserError: the decoder keeps them under another name than Llama and GPT-2.
+    """
+    decoder = model.get_decoder()
+    for name in ("layers", "h"):
+        layers = getattr(decoder, name, None)
+        if isinstance(layers, nn.ModuleList):
+            return layers
+    raise UserError(
+        "--model must have a decoder with a list of layers named `layers` or `h`, got "
+        f"{type(decoder).__name__}"
+    )
 
 
 def _is_name(model: str) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 
 import torch
+from _documents import UserError
 from _mesh import Ranks
-from _model import ModelSource
+from _model import ModelSource, decoder_layers, enable
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-import cuseq
+# Rotations of transformers that read the longest position. Ranks that share a row read others.
+BY_LENGTH = ("dynamic", "longrope")
 
 
 def shard_model(
@@ -22,18 +24,71 @@ def shard_model(
 
     Returns:
         The model and the warnings of `cuseq.enable`.
+
+    Raises:
+        UserError: on all ranks, if the model cannot be trained, or not on ranks that share rows.
     """
+    config = source.config.get_text_config()
+    check_balance_loss(config, ranks, options)
     model = source.build(ranks.device, options.seed, dtype=torch.float32)
-    enabled = cuseq.enable(model)
+    replaced, warnings = enable(model)
+    if ranks.cp_size > 1:
+        check_parts(config, [*replaced, *warnings])
     if options.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.get_decoder().layers:
+    for layer in decoder_layers(model):
         if options.compile:
             # The forward alone: FSDP2 gathers the weights in hooks around it.
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
         fully_shard(layer, mesh=ranks.sharding, mp_policy=policy)
     fully_shard(model, mesh=ranks.sharding, mp_policy=policy)
-    return model, list(enabled.warnings)
+    return model, warnings
+
+
+def check_balance_loss(config: PretrainedConfig, ranks: Ranks, options: argparse.Namespace) -> None:
+    """Check that a router's balance loss would be added once in a step.
+
+    A model adds it to the loss of each row. The losses of a step's rows are added up here, since
+    each is already a share of the step's mean.
+
+    Raises:
+        UserError: it would be added once for each rank and row.
+    """
+    coefficient = getattr(config, "router_aux_loss_coef", 0)
+    rows = ranks.world_size * options.accumulation
+    if rows > 1 and coefficient and getattr(config, "output_router_logits", False):
+        raise UserError(
+            "--model must not add its router's balance loss (output_router_logits) to each of the "
+            f"{rows} parts of a step, got router_aux_loss_coef={coefficient}: set it to 0 in the "
+            "config, or train one row on one rank"
+        )
+
+
+def check_parts(config: PretrainedConfig, enabled: list[str]) -> None:
+    """Check that a model computes the same of parts of a row as of the row.
+
+    Args:
+        config: of the model's text part.
+        enabled: what `cuseq.enable` replaced, and its warnings.
+
+    Raises:
+        UserError: it does not.
+    """
+    states = [entry for entry in enabled if entry.startswith(("conv:", "recurrence:", "LEAKS"))]
+    if states:
+        raise UserError(
+            "--cp must be 1 for a model whose layers carry a state along the row, which would have "
+            f"to pass from rank to rank, got {states[0]}"
+        )
+    given = getattr(config, "rope_parameters", None) or {}
+    of_layers = [value for value in given.values() if isinstance(value, dict)]
+    for rotation in of_layers or [given]:
+        if rotation.get("rope_type") in BY_LENGTH:
+            raise UserError(
+                "--cp must be 1 for a model whose rotation follows the longest position, which "
+                "ranks with other parts of a row would not agree on, got rope_type="
+                f"{rotation['rope_type']!r}"
+            )

@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 from _measure import Clock, Mark, PeakMemory, count_synchronisations, waits
-from _model import ModelSource
+from _model import ModelSource, decoder_layers, enable
 from _modes import IGNORE_INDEX, Batch, Mode
 from _rows import Row
 from tqdm import tqdm
 from transformers import PreTrainedModel
-
-import cuseq
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,9 @@ def _map_tensors(batch: Batch, function: Any) -> Batch:
 def _build(mode: Mode, plan: TrainingPlan) -> PreTrainedModel:
     model = plan.source.build(plan.device, plan.seed)
     if mode.cuseq:
-        cuseq.enable(model)  # before its layers are compiled
+        enable(model)  # before its layers are compiled
     if mode.compiled:
-        for layer in model.get_decoder().layers:
+        for layer in decoder_layers(model):
             layer.compile(fullgraph=True, dynamic=False)
     return model
 

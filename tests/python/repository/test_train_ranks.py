@@ -114,6 +114,8 @@ def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     half = copy_run(folder / "whole", folder / "half", HALF)
     outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
     outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
+    options = ("--model", folder / "gpt2.json", "--cp", 2)
+    outcome["gpt2"] = train(folder / "gpt2", *inputs, *options)[0]
     outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
@@ -163,6 +165,7 @@ def with_a_full_disk(rank: int, out: Path, inputs: list[str]) -> tuple[str | Non
 def runs(inputs, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """Return the folder of the runs of two ranks, and what each rank saw."""
     folder = tmp_path_factory.mktemp("runs")
+    (folder / "gpt2.json").write_text(json.dumps(gpt2(attn_pdrop=0.0).to_dict()))
     return folder, distributed.run(two_ranks, folder, inputs, limit=240)
 
 
@@ -387,6 +390,113 @@ def test_a_run_does_not_mix_with_the_checkpoints_of_another(runs, one_rank, inpu
 def test_mistakes_are_named(one_rank, inputs, tmp_path, options, rule):
     with pytest.raises(import_example("_documents").UserError, match=rule):
         train(tmp_path, *inputs, *options)
+
+
+# ------------------------------------------------------------------------------- models
+
+
+def llama(**options: Any) -> Any:
+    from transformers import LlamaConfig
+
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    return LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=256, **options)
+
+
+def mixtral(**options: Any) -> Any:
+    from transformers import MixtralConfig
+
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_local_experts=2)
+    return MixtralConfig(**sizes, **heads, **options)
+
+
+def lfm2() -> Any:
+    from transformers import Lfm2Config
+
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, pad_token_id=0)
+    return Lfm2Config(**sizes, **heads, layer_types=["conv", "full_attention"])
+
+
+def gpt2(**options: Any) -> Any:
+    from transformers import GPT2Config
+
+    sizes = dict(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=256)
+    tokens = dict(bos_token_id=0, eos_token_id=0)
+    return GPT2Config(**sizes, **tokens, embd_pdrop=0.0, resid_pdrop=0.0, **options)
+
+
+def mamba() -> Any:
+    from transformers import MambaConfig
+
+    return MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=1)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        (lfm2, "--cp must be 1 for a model whose layers carry a state.*got conv:Lfm2ShortConv"),
+        (lambda: llama(rope_parameters=DYNAMIC), "--cp must be 1 .*got rope_type='dynamic'"),
+        (lambda: llama(rope_parameters=LONGROPE), "--cp must be 1 .*got rope_type='longrope'"),
+        (
+            lambda: mixtral(output_router_logits=True, router_aux_loss_coef=0.02),
+            "each of the 2 parts of a step, got router_aux_loss_coef=0.02: set it to 0",
+        ),
+        (lambda: gpt2(attn_pdrop=0.1), "all attention weights, got DROPOUT.*attn_pdrop to 0"),
+        (lambda: gpt2(add_cross_attention=True), "one that cuseq can compute: GPT2LMHeadModel"),
+        (mamba, "a causal LM with sdpa attention: MambaForCausalLM does not support"),
+    ],
+)
+def test_models_that_ranks_cannot_share_are_refused(config, rule):
+    source = import_example("_model").ModelSource(config())
+    ranks = SimpleNamespace(cp_size=2, world_size=2, device=torch.device("cpu"))
+    options = SimpleNamespace(seed=0, accumulation=1, recompute=False, precision="fp32")
+    with pytest.raises(import_example("_documents").UserError, match=rule):
+        import_example("_sharding").shard_model(source, ranks, options)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_one_row_of_one_rank_may_have_a_balance_loss(accumulation):
+    module, error = import_example("_sharding"), import_example("_documents").UserError
+    ranks, options = SimpleNamespace(world_size=1), SimpleNamespace(accumulation=accumulation)
+    module.check_balance_loss(mixtral(router_aux_loss_coef=0.02), ranks, options)  # not added
+    config = mixtral(output_router_logits=True, router_aux_loss_coef=0.02)
+    if accumulation == 1:
+        module.check_balance_loss(config, ranks, options)
+        return
+    with pytest.raises(error, match="each of the 2 parts of a step"):
+        module.check_balance_loss(config, ranks, options)
+
+
+def test_layers_are_found_by_their_names():
+    from transformers import AutoModelForCausalLM
+
+    module, error = import_example("_model"), import_example("_documents").UserError
+    for config in (gpt2(), llama()):
+        model = AutoModelForCausalLM.from_config(config)
+        assert len(module.decoder_layers(model)) == config.num_hidden_layers
+    other = SimpleNamespace(get_decoder=lambda: torch.nn.Linear(1, 1))
+    with pytest.raises(error, match="named `layers` or `h`, got Linear"):
+        module.decoder_layers(other)
+
+
+def test_gpt2_shares_rows(runs, one_rank, inputs, tmp_path):
+    """Its layers lie under another name, and its config has no number of key heads."""
+    folder, of_ranks = runs
+    model = ("--model", folder / "gpt2.json")
+    log, _ = train(tmp_path / "one", *inputs, *model)
+    assert losses(of_ranks[0]["gpt2"]) == pytest.approx(losses(log), rel=1e-5)
 
 
 def test_the_learning_rate_rises_and_falls_to_a_tenth():
