@@ -24,6 +24,7 @@ from _mesh import Ranks
 from torch.distributed.checkpoint import CheckpointException
 
 MANIFEST = "manifest.json"
+FACTS = {"step", "world_size", "files"}  # of every manifest
 CHUNK = 1 << 24  # bytes read at a time
 
 
@@ -154,14 +155,30 @@ class Checkpoints:
         if not self.found():
             raise UserError(f"--resume {self._folder.parent}: no checkpoint in {self._folder}")
         path = self.found()[-1]
+        remedy = f"move {path} away to resume from an earlier checkpoint"
         try:
-            return path, json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError(f"{path / MANIFEST}: cannot be read ({error})") from error
+            raise UserError(f"{path / MANIFEST}: cannot be read ({error}); {remedy}") from error
+        missing = FACTS - set(manifest if isinstance(manifest, dict) else ())
+        if missing:
+            raise UserError(f"{path / MANIFEST}: lacks {', '.join(sorted(missing))}; {remedy}")
+        return path, manifest
 
     def load(self, state: dict[str, Any], manifest: Mapping[str, Any]) -> None:
-        """Read the checkpoint of a manifest from `newest` into the tensors of `state`."""
-        dcp.load(state, checkpoint_id=manifest["path"], process_group=self._ranks.saving_group)
+        """Read the checkpoint of a manifest from `newest` into the tensors of `state`.
+
+        Raises:
+            UserError: the checkpoint is that of another model; on all ranks.
+        """
+        path = manifest["path"]
+        try:
+            dcp.load(state, checkpoint_id=path, process_group=self._ranks.saving_group)
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{path}: does not fit the model of {self._folder.parent / 'data'}, whose "
+                f"config.json must be that of the saved run ({_reason(error)})"
+            ) from error
 
 
 def _checksums(files: list[Path]) -> dict[str, tuple[int, int]]:

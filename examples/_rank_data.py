@@ -114,6 +114,9 @@ class RankRows:
         seed: seed of the order.
         workers: processes that make batches.
         cp: as for `Collate`.
+
+    Raises:
+        UserError: the sequences do not fit rows of this length.
     """
 
     def __init__(
@@ -128,15 +131,21 @@ class RankRows:
         cp: cuseq.distributed.ContextParallel | None = None,
     ):
         self._accumulation = accumulation
-        self._sampler = cuseq.data.PackedBatchSampler(
-            store.lengths,
-            row_length,
-            rank=ranks.dp_rank,
-            world_size=ranks.dp_size,
-            balance="attention",
-            accumulation=accumulation,
-            seed=seed,
-        )
+        try:
+            self._sampler = cuseq.data.PackedBatchSampler(
+                store.lengths,
+                row_length,
+                rank=ranks.dp_rank,
+                world_size=ranks.dp_size,
+                balance="attention",
+                accumulation=accumulation,
+                seed=seed,
+            )
+        except ValueError as error:
+            raise UserError(
+                f"--row-length must fit the sequences in {store.folder}, got {row_length} "
+                f"({error}); to resume, give the --row-length that the run began with"
+            ) from error
         self._loader = DataLoader(
             store,
             batch_sampler=self._sampler,

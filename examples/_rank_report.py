@@ -39,7 +39,8 @@ class StepSize:
 class StepLog:
     """Collects the numbers of all ranks and writes them on rank 0, a line of JSON for each step.
 
-    The numbers stay on the device until `read`, so a step does not wait for them.
+    The numbers stay on the device until `read`, so a step does not wait for them. If the file
+    cannot be written (a full disk), the log says so once, and training goes on.
 
     Args:
         folder: where log.jsonl lies. Lines of steps that a resumed run makes again are removed.
@@ -59,11 +60,13 @@ class StepLog:
         # Shares of the profiled steps: of those that are not read yet, and the newest one read.
         self._exposed: dict[int, float] = {}
         self._newest_exposed: float | None = None
+        self._end = 0  # bytes of whole lines in the file
+        self._unwritten = b""
+        self._failed = False
         self._bar = tqdm(initial=first_step, total=steps, unit="step", disable=not ranks.is_first)
         if ranks.is_first:
             self.lines = _lines_before(self._file, first_step)
-            text = "".join(json.dumps(line) + "\n" for line in self.lines)
-            self._file.write_text(text, encoding="utf-8")
+            self._write(self.lines)
         self._since = time.perf_counter()
 
     def add(self, numbers: torch.Tensor) -> None:
@@ -91,13 +94,28 @@ class StepLog:
         self._since = now
         if not self._ranks.is_first:
             return
-        with self._file.open("a", encoding="utf-8") as file:
-            for numbers in waiting:
-                self._step += 1
-                self.lines.append(self._line(numbers, seconds))
-                file.write(json.dumps(self.lines[-1]) + "\n")
+        for numbers in waiting:
+            self._step += 1
+            self.lines.append(self._line(numbers, seconds))
+        self._write(self.lines[-len(waiting) :])
         self._bar.update(len(waiting))
         self._bar.set_postfix_str(_postfix(self.lines[-1], self._newest_exposed))
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        """Write lines after those of earlier calls, in place of what a failed call left."""
+        self._unwritten += b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        try:
+            with self._file.open("r+b" if self._file.exists() else "wb") as file:
+                file.seek(self._end)
+                file.truncate()
+                file.write(self._unwritten)
+        except OSError as error:
+            if not self._failed:
+                self.say(f"Training goes on, but {self._file} is not written: {error}")
+            self._failed = True
+            return
+        self._end += len(self._unwritten)
+        self._unwritten = b""
 
     def _line(self, numbers: torch.Tensor, seconds: float) -> dict[str, Any]:
         losses, tokens, pairs, norms = numbers.T.tolist()
@@ -130,10 +148,18 @@ class StepLog:
 
 
 def _lines_before(file: Path, first_step: int) -> list[dict[str, Any]]:
+    """Return the lines of the first steps, up to one that a killed run wrote in part."""
     if first_step == 0 or not file.exists():
         return []
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["step"] <= first_step]
+    lines: list[dict[str, Any]] = []
+    for text in file.read_bytes().splitlines():
+        try:
+            line = json.loads(text)
+            if line["step"] <= first_step:
+                lines.append(line)
+        except (KeyError, TypeError, ValueError):  # the latter also for half a character
+            break
+    return lines
 
 
 def _postfix(line: dict[str, Any], exposed: float | None) -> str:

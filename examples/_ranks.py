@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     model, warnings = shard_model(source, ranks, options)
     trained = Trained(model, ranks, options)
     if manifest is not None:
-        rows.load_state_dict(manifest["rows"])
+        rows.load_state_dict(manifest.get("rows"))
         state = trained.state_dict(random=manifest["world_size"] == ranks.world_size)
         checkpoints.load(state, manifest)
         trained.load_state_dict(state)
@@ -92,7 +92,12 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         log.close()
     if ranks.is_first:
         facts = {"options": {name: str(value) for name, value in vars(options).items()}}
-        write_results(options.out, log.lines, {**facts, "ranks": ranks.world_size})
+        try:
+            write_results(options.out, log.lines, {**facts, "ranks": ranks.world_size})
+        except OSError as error:
+            raise UserError(
+                f"--out {options.out}: the results cannot be written ({error})"
+            ) from error
 
 
 def train(

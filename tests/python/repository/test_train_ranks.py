@@ -343,6 +343,34 @@ def test_a_damaged_shard_is_named(runs, one_rank, inputs, tmp_path, damage):
         train(out, *inputs, "--resume", out)
 
 
+@pytest.mark.parametrize("mistake", ["rows", "manifest", "list", "model"])
+def test_a_mistake_in_resuming_is_named(runs, one_rank, inputs, tmp_path, mistake):
+    out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
+    path, options = checkpoint(out, HALF), []
+    config = out / "data" / "config.json"
+    if mistake == "rows":
+        options = ["--row-length", 32]
+        rule = "--row-length must fit the sequences in .*got 32 .*that the run began with"
+    elif mistake == "model":
+        config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": 48'))
+        rule = f"{path}: does not fit the model of {out / 'data'}.*config.json must be"
+    else:
+        (path / "manifest.json").write_text("{}" if mistake == "manifest" else "[1]")
+        rule = f"manifest.json: lacks files, step, world_size; move {path} away"
+    with pytest.raises(import_example("_documents").UserError, match=rule):
+        train(out, *inputs, "--resume", out, *options)
+
+
+def test_a_log_that_a_killed_run_wrote_in_part_is_read_up_to_there(tmp_path):
+    lines_before, file = import_example("_rank_report")._lines_before, tmp_path / "log.jsonl"
+    whole = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+    text = "".join(json.dumps(line) + "\n" for line in whole).encode()
+    for rest in (b"", b'{"step": 4, "lo', b'{"step": 4, "a": "\xc3', b"{}\n", b"4"):
+        file.write_bytes(text + rest)
+        assert lines_before(file, 9) == whole
+        assert lines_before(file, 2) == whole[:2]
+
+
 def test_a_folder_that_a_save_left_unfinished_is_no_checkpoint(runs, one_rank, tmp_path):
     out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
     later = checkpoint(out, STEPS)
@@ -568,6 +596,29 @@ def test_the_log_gives_a_profile_to_its_own_step(tmp_path, one_rank):
     shares = {line["step"]: line.get("exposed_communication") for line in lines}
     assert shares == {11: None, 12: 0.25, 13: None, 14: None}
     assert "exposed communication 25.0%" in log._bar.postfix
+
+
+def test_a_full_disk_does_not_end_training_for_its_log(tmp_path, one_rank, capsys, monkeypatch):
+    """It is said once; what was not written follows when there is room."""
+    report, ranks = import_example("_rank_report"), import_example("_mesh").make_ranks("cpu", 1, 1)
+    size = report.StepSize(tokens=10, flops_per_token=None, flops_per_pair=None, peak_flops=None)
+    log = report.StepLog(tmp_path, ranks, size, first_step=0, steps=4)
+    file = tmp_path / report.LOG
+    try:
+        for step in range(4):
+            log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
+            full = step in (1, 2)
+            with monkeypatch.context() as patch:
+                if full:
+                    patch.setattr(log, "_file", Path("/dev/full"))
+                log.read()
+            if full:
+                with file.open("ab") as half:
+                    half.write(b'{"step": 2, "lo')
+    finally:
+        log.close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4]
+    assert capsys.readouterr().out.count("Training goes on, but /dev/full is not written") == 1
 
 
 def test_a_profiled_step_returns_what_it_computed(cuda):
