@@ -223,6 +223,21 @@ def test_compiled_layers_share_rows(runs, inputs, tmp_path):
     assert losses(of_ranks[0]) == pytest.approx(losses(shared), rel=1e-5)
 
 
+def pairs_of_ranks(rank: int, out: Path, inputs: list[str]) -> list[dict]:
+    """Train on two rows a step, each shared by two ranks."""
+    return train(out, *inputs, "--steps", 30, "--cp", 2)[0]
+
+
+@pytest.mark.full
+def test_pairs_of_ranks_that_share_rows_have_the_losses_of_one(one_rank, inputs, tmp_path):
+    log, _ = train(tmp_path / "one", *inputs, "--steps", 30, "--accumulation", 2)
+    of_ranks = distributed.run(pairs_of_ranks, tmp_path / "four", inputs, processes=4, limit=240)
+    for shared in of_ranks:
+        assert losses(shared) == pytest.approx(losses(log), rel=1e-5)
+        assert [line["tokens"] for line in shared] == [line["tokens"] for line in log]
+    assert len(log) == 30 and log[-1]["loss"] < log[0]["loss"]
+
+
 def copies(rank: int, out: Path, inputs: list[str]) -> list[dict]:
     """Train two copies of the model, each sharded over two ranks."""
     return train(out, *inputs, "--dp-replicate", 2, "--recompute")[0]
