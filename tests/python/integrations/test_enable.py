@@ -799,6 +799,12 @@ def test_models_whose_input_embeds_positions(name, device):
     assert_same(packed_run(model, docs, weight), expected)
     assert_same(packed_run(model, docs, weight, packed=None), expected)  # position_ids alone
     assert_same(one_by_one(model, docs, weight), expected)
+    positions = cuseq.PackedLayout.from_lengths(LENGTHS, device=device).position_ids[None].long()
+    with torch.no_grad():  # of the model inside too
+        inside = model.base_model
+        found = inside(torch.cat(docs, dim=1), position_ids=positions, use_cache=False)[0]
+        alone = torch.cat([inside(doc, use_cache=False)[0] for doc in docs], dim=1)
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
     cuseq.disable(model)
 
 

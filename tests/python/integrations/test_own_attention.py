@@ -267,3 +267,46 @@ def test_compiled_code_says_that_it_does_not_read_position_ids(family):
         assert_close(packed_logits(compiled), expected)
     cuseq.disable(model)
     torch._dynamo.reset()
+
+
+@every_family
+def test_layers_that_are_compiled_train_in_one_graph_each(family, device):
+    torch._dynamo.reset()
+    model = small_model(family).train().to(device)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    cuseq.enable(model)
+    batch = {name: value.to(device) for name, value in packed_batch(documents()).items()}
+    expected = model(**batch, use_cache=False).logits
+    decoder = model.base_model
+    layers = next(m for m in decoder.modules() if isinstance(m, nn.ModuleList))
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    found = model(**batch, use_cache=False).logits
+    assert_close(found, expected)
+    found.square().mean().backward()
+    cuseq.disable(model)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["gptj", "gpt_neo"])
+def test_a_region_of_autocast_does_not_refuse_a_model(family, device):
+    model = small_model(family).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert cuseq.enable(model).replaced
+    cuseq.disable(model)
+
+
+def test_a_window_as_long_as_the_context_is_taken():
+    def shorten(config: Any) -> None:
+        config.max_position_embeddings, config.window_size = 64, 256
+
+    model = small_model("gpt_neo", shorten)
+    assert cuseq.enable(model).replaced
+    cuseq.disable(model)
+
+
+def test_a_model_without_values_is_refused_by_a_named_error():
+    with pytest.raises(ValueError):
+        cuseq.enable(small_model("gptj").to("meta"))

@@ -12,6 +12,7 @@ pytest.importorskip("accelerate")
 
 from trainer_models import small_model  # noqa: E402
 
+from cuseq.debug.families.models import small_model as family_model  # noqa: E402
 from cuseq.integrations import transformers as integration  # noqa: E402
 
 LENGTHS = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12]]
@@ -177,6 +178,19 @@ def test_a_trainer_is_enabled_by_its_model(make_trainer, seen):
     cuseq.disable(trainer)
     assert trainer.model.config._attn_implementation == "sdpa"
     cuseq.disable(trainer)  # a trainer that is not enabled does not change
+
+
+@pytest.mark.filterwarnings("error:PackingCallback")
+@pytest.mark.parametrize("family", ["llama", "gptj", "falcon"])
+def test_the_callback_counts_models_of_every_kind(family, make_trainer):
+    """Layers of GPT-J get lengths in the place of the mask, so that `packed` leaves the call."""
+    trainer = make_trainer(family_model(family), collate)
+    cuseq.enable(trainer)
+    trainer.add_callback(integration.PackingCallback())
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["sequences_per_step"] >= 1 for entry in logs)
+    cuseq.disable(trainer)
 
 
 def test_a_collator_that_packs_is_left_alone(make_trainer):

@@ -28,6 +28,7 @@ from cuseq.integrations.transformers._layers import (
     dropout_warnings,
     find_pretrained,
     makes_mask,
+    models_around,
     refuse_inexact_layers,
     rotating_layers,
     text_configs,
@@ -168,10 +169,10 @@ def enable_model(
     # A model that is freed without `disable` releases what it holds of transformers.
     release = weakref.finalize(base, _release, rotated, plan.functions, mark)
     release.atexit = False
-    hooks = [
-        base.register_forward_pre_hook(hook, with_kwargs=True)
-        for hook in (check_input, *([partial(tell_layout, names_of_call(base))] if makes else []))
-    ]
+    hooks = [base.register_forward_pre_hook(check_input, with_kwargs=True)]
+    for inner in models_around(base, layers) if makes else ():
+        tell = partial(tell_layout, names_of_call(inner))
+        hooks.append(inner.register_forward_pre_hook(tell, with_kwargs=True))
     hooks += replace_attention(base, own)
     fused = list(normed)
     _states[base] = _State(

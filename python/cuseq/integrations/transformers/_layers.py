@@ -86,6 +86,16 @@ def makes_mask(base: PreTrainedModel) -> bool:
     return any("ones" in calls_of(model) for model in models)
 
 
+def models_around(base: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
+    """Return the model and those inside it that hold all of some layers: each may be called alone.
+
+    None hold no layers.
+    """
+    inside = set(layers)
+    models = [one for one in base.modules() if isinstance(one, PreTrainedModel)]
+    return [model for model in models if inside and inside <= set(model.modules())]
+
+
 def rotates(layer: nn.Module) -> bool:
     """Return whether an attention layer can take a rotation for its queries and keys."""
     given = inspect.signature(type(layer).forward).parameters

@@ -25,7 +25,13 @@ from cuseq.integrations.transformers._forwards import (
     replace_forward,
     restore_forward,
 )
-from cuseq.integrations.transformers._layers import attends, calls_of, code_of, dropout_option
+from cuseq.integrations.transformers._layers import (
+    attends,
+    calls_of,
+    code_of,
+    dropout_option,
+    models_around,
+)
 from cuseq.integrations.transformers._layouts import LENGTHS, layout_of_call, names_of_call
 from cuseq.integrations.transformers._private import OWN_ATTENTION
 from cuseq.integrations.transformers._warn import warn_once
@@ -95,8 +101,9 @@ def _window(layer: nn.Module) -> int | None:
 
 
 def _rate(layer: nn.Module, names: tuple[str, ...]) -> float:
-    found = (getattr(layer, name) for name in names if hasattr(layer, name))
-    return max((one.p if isinstance(one, nn.Dropout) else one for one in found), default=0.0)
+    # Lists: the compiler does not take max() of a generator.
+    found = [getattr(layer, name) for name in names if hasattr(layer, name)]
+    return max([0.0, *[one.p if isinstance(one, nn.Dropout) else one for one in found]])
 
 
 # ---------------------------------------------------------------------------------- replacements
@@ -119,18 +126,21 @@ _attn = our_forward(_attn, OWN_ATTENTION)
 def _computes_alike(layer: nn.Module) -> bool:
     """Return whether a layer's `_attn` gives the numbers of packed attention."""
     window = _window(layer)
-    tokens = 6 if window is None else window + 2
+    tokens = 6 if window is None else min(window + 2, layer.config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, tokens, 8, generator=generator) for _ in range(3))
+    q, k, v = (
+        torch.randn(1, 2, tokens, 8, generator=generator, dtype=torch.float32) for _ in range(3)
+    )
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-    attributes |= {name: one.cpu() for name, one in layer.named_buffers(recurse=False)}
     attributes |= {n: nn.Identity() for n, m in layer.named_children() if isinstance(m, nn.Dropout)}
     hidden = torch.full((tokens, tokens), torch.finfo(q.dtype).min).triu(1)[None, None]
     try:
-        expected, _ = type(layer)._attn(types.SimpleNamespace(**attributes), q, k, v, hidden)
-        packed = cuseq.PackedLayout.from_lengths([tokens])
-        rows = (states[0].transpose(0, 1).contiguous() for states in (q, k, v))
-        found = cuseq.varlen_attention(*rows, packed, window=window, scale=_scale(layer))
+        attributes |= {name: one.cpu() for name, one in layer.named_buffers(recurse=False)}
+        with torch.autocast("cpu", enabled=False):
+            expected, _ = type(layer)._attn(types.SimpleNamespace(**attributes), q, k, v, hidden)
+            packed = cuseq.PackedLayout.from_lengths([tokens])
+            rows = (states[0].transpose(0, 1).contiguous() for states in (q, k, v))
+            found = cuseq.varlen_attention(*rows, packed, window=window, scale=_scale(layer))
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
     return torch.allclose(found.transpose(0, 1), expected[0], rtol=1e-4, atol=1e-4)
@@ -291,14 +301,12 @@ def replace_attention(base: PreTrainedModel, layers: list[nn.Module]) -> list[Re
             replace_forward(layer, kind.replace)
         else:
             setattr(layer, kind.method, types.MethodType(kind.replace, layer))
-    inside = set(layers)
-    models = [one for one in base.modules() if isinstance(one, PreTrainedModel)]
-    hooks = []
-    for model in models if layers else ():
-        if inside <= set(model.modules()):
-            hook = functools.partial(_bring_layout, names_of_call(model))
-            hooks.append(model.register_forward_pre_hook(hook, with_kwargs=True))
-    return hooks
+    return [
+        model.register_forward_pre_hook(
+            functools.partial(_bring_layout, names_of_call(model)), with_kwargs=True
+        )
+        for model in models_around(base, layers)
+    ]
 
 
 def restore_attention(layers: list[nn.Module]) -> None:

@@ -27,7 +27,7 @@ def _reason(base: PreTrainedModel) -> str:
     mixers = [layer for layer in layers if kind_of(layer) is not None]
     if _adds_alibi(base):
         return "it adds ALiBi's biases to the scores, which packed attention cannot"
-    if of_encoder or _add_cross_attention(base):
+    if of_encoder or _attends_to_encoder(base):
         return f"it attends to the states of an encoder{_named(of_encoder)}"
     if not_causal:
         return (
@@ -54,7 +54,7 @@ def _adds_alibi(base: PreTrainedModel) -> bool:
     return bool(getattr(getattr(config, "attn_config", config), "alibi", True))
 
 
-def _add_cross_attention(base: PreTrainedModel) -> bool:
+def _attends_to_encoder(base: PreTrainedModel) -> bool:
     return bool(getattr(base.config, "add_cross_attention", False))
 
 

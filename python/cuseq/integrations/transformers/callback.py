@@ -88,7 +88,8 @@ class PackingCallback(TrainerCallback):
     ) -> None:
         self._release()  # an earlier run may have failed before on_train_end
         self._forget()
-        self._hook = model.register_forward_pre_hook(self._see, with_kwargs=True)
+        # In front: hooks of enable take `packed` out of the calls of some models.
+        self._hook = model.register_forward_pre_hook(self._see, prepend=True, with_kwargs=True)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._release()

@@ -123,7 +123,7 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     mask = told.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() != 2:
         raise ValueError(
-            f"packed lengths cannot be combined with a 4-D attention_mask, got shape "
+            f"packed lengths cannot be combined with a {mask.dim()}-D attention_mask, got shape "
             f"{list(mask.shape)}; pass one of the two"
         )
     if not torch.compiler.is_compiling():  # compiled code that reads an int may recompile
