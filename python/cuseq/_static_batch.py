@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from cuseq._arguments import check_tensor
+from cuseq.data._lengths import is_array
 from cuseq.layout import PackedLayout
 
 
@@ -21,6 +22,8 @@ def _in_order(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         return {key: _in_order(value[key]) for key in sorted(value, key=repr)}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_in_order, value))
     if type(value) in (list, tuple):
         return type(value)(map(_in_order, value))
     return value
@@ -72,7 +75,7 @@ class StaticBatch:
             elif isinstance(leaf, Tensor):
                 check_tensor(leaf, leaf_name)
                 leaf = torch.empty_like(leaf, device=device).copy_(leaf)
-            elif getattr(leaf, "ndim", 0):  # a NumPy array
+            elif is_array(leaf):
                 raise TypeError(
                     f"{leaf_name} must be a tensor, since a graph keeps everything else as a "
                     f"constant, got {type(leaf).__name__}"

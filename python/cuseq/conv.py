@@ -164,10 +164,16 @@ def _check_writable(out: Tensor, states: Tensor) -> None:
     """Raise unless `final_states_out` can take the states."""
     if not out.is_floating_point():
         raise TypeError(f"final_states_out must be floating point, got {out.dtype}")
-    if out.is_leaf and out.requires_grad and torch.is_grad_enabled():
+    owner = out if out._base is None else out._base
+    if owner.is_leaf and owner.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "final_states_out must not be a leaf that requires gradients, because autograd refuses "
-            "to write to it"
+            "final_states_out must not be a leaf that requires gradients or a view of one, because "
+            "autograd refuses to write to it"
+        )
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "final_states_out must not be an inference tensor outside of InferenceMode, which "
+            "refuses to write to it"
         )
     if out.shape != states.shape or _overlaps_itself(out):
         raise ValueError(

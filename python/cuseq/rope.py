@@ -282,6 +282,9 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
             check_tensor(value, name)
     offset, table, qkv_format, interleaved, rotary_dim, section, alternates, *last = options
     cp_size, cp_rank, inplace = last
+    flags = ((interleaved, "interleaved"), (alternates, "mrope_interleaved"), (inplace, "inplace"))
+    for value, name in flags:
+        check_flag(value, name)
     if is_compiling():
         return
     if isinstance(offset, bool):  # as_size would accept it; the binding takes only ints and symbols
@@ -297,9 +300,6 @@ def _check_types(tensors: dict[str, Any], position_ids: Any, options: tuple[Any,
             as_int(count, "mrope_section")
     as_int(cp_size, "cp_size")
     as_int(cp_rank, "cp_rank")
-    flags = ((interleaved, "interleaved"), (alternates, "mrope_interleaved"), (inplace, "inplace"))
-    for value, name in flags:
-        check_flag(value, name)
     if inplace:
         for name in ("q", "k"):
             if tensors[name] is not None and tensors[name].is_neg():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -192,6 +193,19 @@ def test_constants_must_stay(device):
         step(example | {"scale": 3.0})
 
 
+class Pair(NamedTuple):
+    a: torch.Tensor
+    b: Any
+
+
+def test_mappings_inside_named_tuples_are_taken(device):
+    linear = nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.0, fused=True)
+    batch = Pair(torch.ones(2, 4), BatchEncoding({"y": torch.zeros(2, 1)}))
+    step = GraphedStep(lambda b: (linear(b.a) - b.b["y"]).square().mean(), optimizer, batch)
+    torch.testing.assert_close(step(batch), step(batch))
+
+
 def test_the_order_of_names_says_nothing(device):
     linear = nn.Linear(4, 1).to(device)
     optimizer = torch.optim.AdamW(linear.parameters(), lr=0.0, fused=True)
@@ -252,8 +266,11 @@ def test_wrong_arguments_are_named():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(ValueError, match="scheduler must step without a metric, got ReduceLROnP"):
         make(scheduler=plateau)
-    with pytest.raises(TypeError, match=r"example_batch\['n'\] must be a tensor, .*got ndarray"):
-        make(example={"n": np.ones(2)})
+    for array in (np.ones(2), np.ones(())):
+        with pytest.raises(
+            TypeError, match=r"example_batch\['n'\] must be a tensor, .*got ndarray"
+        ):
+            make(example={"n": array})
     with pytest.raises(
         ValueError, match=r"example_batch\['x'\] must have values, got a tensor on m"
     ):
@@ -511,6 +528,7 @@ for batch in batches:
 assert step.captured == (device.type == "cuda"), step.reason
 rounding = 1e-3 if device.type == "cuda" else 0.0
 torch.testing.assert_close(losses, expected, rtol=rounding, atol=rounding)
+rounding *= 10  # AdamW's first steps turn the noise of a small gradient into whole steps
 torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=rounding, atol=rounding)
 """
 
@@ -538,15 +556,17 @@ def test_replays_take_no_more_memory(cuda):
     for batch in BATCHES:
         step(batch)
     assert step.captured, step.reason
-    reserved = torch.cuda.memory_reserved(cuda)
+    torch.cuda.synchronize(cuda)
+    allocated = torch.cuda.memory_allocated(cuda)
     for batch in BATCHES * 5:
         step(batch)
-    assert torch.cuda.memory_reserved(cuda) == reserved
+    torch.cuda.synchronize(cuda)
+    assert torch.cuda.memory_allocated(cuda) <= allocated
 
 
 def test_a_graphed_callable_holds_its_layout(cuda):
     """`make_graphed_callables` takes tensors alone; `copy_` brings in the other packs."""
-    packed = BATCHES[0]["packed"].to(cuda)
+    packed = PackedLayout.from_lengths(ROWS[0], TOKENS, max_seqs=MAX_SEQS).to(cuda)
     rows = [torch.randn(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16) for _ in range(3)]
     rows = [row.requires_grad_() for row in rows]
 

@@ -837,6 +837,7 @@ def test_a_rank_part_is_refused():
                 ),
                 (torch.zeros(2, 4, 3, dtype=torch.complex64), "must be floating point"),
                 (torch.zeros(2, 4, 3, requires_grad=True), "must not be a leaf that requires grad"),
+                (torch.zeros(3, 4, 3, requires_grad=True)[1:], "or a view of one"),
                 (torch.zeros(1, 4, 3).expand(2, 4, 3), "and not overlap itself"),
                 (torch.zeros(99).as_strided((2, 4, 3), (8, 1, 1)), "and not overlap itself"),
             )
