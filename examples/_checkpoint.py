@@ -169,15 +169,15 @@ class Checkpoints:
         """Read the checkpoint of a manifest from `newest` into the tensors of `state`.
 
         Raises:
-            UserError: the checkpoint is that of another model; on all ranks.
+            UserError: the checkpoint cannot be read, or is that of another model; on all ranks.
         """
         path = manifest["path"]
         try:
             dcp.load(state, checkpoint_id=path, process_group=self._ranks.saving_group)
         except (CheckpointException, RuntimeError, ValueError) as error:
             raise UserError(
-                f"{path}: does not fit the model of {self._folder.parent / 'data'}, whose "
-                f"config.json must be that of the saved run ({_reason(error)})"
+                f"{path}: cannot be loaded ({_reason(error)}); the config.json of "
+                f"{self._folder.parent / 'data'} must be that of the saved run"
             ) from error
 
 

@@ -103,6 +103,8 @@ class StepLog:
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         """Write lines after those of earlier calls, in place of what a failed call left."""
+        if not self._file.exists():  # removed while training: write it from its first line on
+            self._end, self._unwritten, lines = 0, b"", self.lines
         self._unwritten += b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         try:
             with self._file.open("r+b" if self._file.exists() else "wb") as file:

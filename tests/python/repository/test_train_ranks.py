@@ -636,6 +636,22 @@ def test_a_full_disk_does_not_end_training_for_its_log(tmp_path, one_rank, capsy
     assert capsys.readouterr().out.count("Training goes on, but /dev/full is not written") == 1
 
 
+def test_a_log_that_was_removed_is_written_again(tmp_path, one_rank):
+    report, ranks = import_example("_rank_report"), import_example("_mesh").make_ranks("cpu", 1, 1)
+    size = report.StepSize(tokens=10, flops_per_token=None, flops_per_pair=None, peak_flops=None)
+    log = report.StepLog(tmp_path, ranks, size, first_step=0, steps=3)
+    file = tmp_path / report.LOG
+    try:
+        for _ in range(3):
+            log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
+            log.read()
+            if log._step == 2:
+                file.unlink()
+    finally:
+        log.close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3]
+
+
 def test_a_profiled_step_returns_what_it_computed(cuda):
     tensor = torch.ones(1000, device=cuda)
     found, share = import_example("_exposed").profiled(lambda: (tensor @ tensor).item())
