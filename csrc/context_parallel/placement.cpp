@@ -9,10 +9,10 @@
 namespace cuseq::cp {
 namespace {
 
-// Expectations follow each of this many long documents, and then every sixteenth: a short document
+// Expectations follow each of the first, long documents, and then every sixteenth: a short one
 // hardly changes them.
 constexpr int64_t kLongDocuments = 64;
-constexpr int64_t kShortDocuments = 16;
+constexpr int64_t kEvery = 16;
 
 }  // namespace
 
@@ -92,7 +92,7 @@ void Placement::note_placed(int32_t document) {
   pairs_left_ -= work_[document].pairs;
   tokens_left_ -= row_.lengths[document];
   ++placed_;
-  if (placed_ <= kLongDocuments || placed_ % kShortDocuments == 0) expect_anew();
+  if (placed_ <= kLongDocuments || placed_ % kEvery == 0) expect_anew();
 }
 
 void Placement::expect_anew() {

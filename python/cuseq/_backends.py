@@ -224,7 +224,7 @@ def _constant(size: int, constants: tuple[int, ...]) -> int:
     return 2 * constants[-1]
 
 
-def tokens_from_which_flex_is_fastest(head_dim: int, mask: str, window: int) -> int | None:
+def tokens_from_which_flex_is_chosen(head_dim: int, mask: str, window: int) -> int | None:
     """Return the fewest tokens from which flex stays the best choice in compiled code, or None."""
     least = None
     for power in range(LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):

@@ -20,8 +20,8 @@ def load_now() -> bool:
 
 @assume_constant_result
 def least_tokens_for_flex(head_dim: int, mask: str, window: int) -> int | None:
-    """Return the fewest tokens from which flex stays the fastest in compiled code, or None."""
-    return _backends.tokens_from_which_flex_is_fastest(head_dim, mask, window)
+    """Return the fewest tokens from which flex stays the best choice in compiled code, or None."""
+    return _backends.tokens_from_which_flex_is_chosen(head_dim, mask, window)
 
 
 @assume_constant_result

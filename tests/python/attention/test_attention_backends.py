@@ -42,7 +42,7 @@ def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
         return 8
 
     monkeypatch.setattr(_backends, "load", lambda: asked.append("load"))
-    monkeypatch.setattr(_backends, "tokens_from_which_flex_is_fastest", least)
+    monkeypatch.setattr(_backends, "tokens_from_which_flex_is_chosen", least)
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def takes_flex(x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def chosen(facts: tuple, usable: set[str]) -> str:
     """Return what auto runs in compiled code or in a GraphedStep at a row of the table."""
     sm, half, head_dim, mask, window, mode, tokens, sequences = facts
     if mode == "compiled":
-        least = _backends.tokens_from_which_flex_is_fastest(head_dim, mask, window)
+        least = _backends.tokens_from_which_flex_is_chosen(head_dim, mask, window)
         takes_flex = least is not None and tokens >= least
     else:
         sizes = (1 << (size - 1).bit_length() for size in (tokens, sequences))

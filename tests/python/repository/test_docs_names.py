@@ -20,7 +20,14 @@ INTERNAL = {
     "cuseq.PackedLayout": {
         *("as_part_of_row", "static_copy", "mark_static", "is_static", "made_for_tokens", "refill"),
         *("batch_rows", "take_mask", "lengths_on_host", "cu_seqlens_recurrent_on_host"),
-        *("check_no_tree", "check_unedited", "check_whole", "checked_spans", "note_versions"),
+        *(
+            "check_no_part",
+            "check_no_tree",
+            "check_unedited",
+            "check_whole",
+            "checked_spans",
+            "note_versions",
+        ),
         *("own_positions", "rank_positions", "remember_offsets_on_host"),
     },
 }
