@@ -7,14 +7,6 @@
 #include "packing/rows.h"
 
 namespace cuseq::cp {
-namespace {
-
-// Expectations follow each of the first, long documents, and then every sixteenth: a short one
-// hardly changes them.
-constexpr int64_t kLongDocuments = 64;
-constexpr int64_t kEvery = 16;
-
-}  // namespace
 
 std::vector<int32_t> longest_first(const Row& row) {
   return packing::sort_descending([&](int64_t i) { return row.lengths[i]; }, row.size()).order;
@@ -57,7 +49,6 @@ Deal Placement::deal(const std::vector<int32_t>& ranks_of_cut) {
   }
   std::ranges::fill(free_, tokens_per_rank_);
   std::ranges::fill(pairs_, 0);
-  placed_ = 0;
   pairs_left_ = all_pairs_;
   tokens_left_ = row_.total_tokens;
   expect_anew();
@@ -91,8 +82,7 @@ Deal Placement::deal(const std::vector<int32_t>& ranks_of_cut) {
 void Placement::note_placed(int32_t document) {
   pairs_left_ -= work_[document].pairs;
   tokens_left_ -= row_.lengths[document];
-  ++placed_;
-  if (placed_ <= kLongDocuments || placed_ % kEvery == 0) expect_anew();
+  expect_anew();
 }
 
 void Placement::expect_anew() {
@@ -116,7 +106,6 @@ bool Placement::place_whole(int32_t document) {
   ranks_[best].whole.push_back({document, 0, static_cast<int32_t>(length)});
   free_[best] -= length;
   pairs_[best] += work_[document].pairs;
-  expected_[best] += work_[document].pairs - length * density_;
   note_placed(document);
   return true;
 }
@@ -214,7 +203,6 @@ void Placement::cut(int32_t document, std::vector<Share> shares) {
     end -= share.tokens - front;
   }
   note_placed(document);
-  expect_anew();
 }
 
 }  // namespace cuseq::cp

@@ -54,7 +54,6 @@ class Placement {
   std::vector<int64_t> free_;      // tokens
   std::vector<int64_t> pairs_;     // query-key pairs placed so far
   std::vector<int64_t> expected_;  // pairs at the end, as far as they are known
-  int64_t placed_ = 0;             // documents
   int64_t pairs_left_ = 0;         // of documents that are not placed
   int64_t tokens_left_ = 0;        // free ones of all ranks
   // Pairs that a free token will bring. Documents are placed in descending length, so the longer
