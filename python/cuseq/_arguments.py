@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from numbers import Real
 from operator import index
 from typing import Any
@@ -22,6 +24,19 @@ def as_int(value: Any, name: str, least: int | None = None) -> int:
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit in int64, got {value}")
     return value
+
+
+def as_int64s(values: Iterable[int]) -> Tensor:
+    """Return ints as int64 `[n]` on the CPU, whatever torch's default device is.
+
+    Raises:
+        TypeError: a value is not an int; a fraction is refused, which int() would truncate.
+        OverflowError: a value does not fit in int64.
+    """
+    numbers = array("q", values)  # torch reads its memory faster than a list
+    if not numbers:  # frombuffer refuses it
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
 
 def as_size(value: Any, name: str, optional: bool = True) -> Any:

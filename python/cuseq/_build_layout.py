@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from math import lcm
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, as_size, check_flag, check_tensor
+from cuseq._arguments import as_int, as_int64s, as_size, check_flag, check_tensor
 from cuseq._layout_state import NUM_SEQS, LayoutState
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import to_host
@@ -32,13 +31,7 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
         check_tensor(values, name)
     else:
         try:
-            # An array refuses fractions, which int() would truncate, and torch reads its memory
-            # faster than a list. The device is explicit, because torch's default device may be a
-            # GPU and these lengths must stay on the host.
-            numbers = array("q", list(values))
-            values = torch.empty(0, dtype=torch.int64, device="cpu")
-            if numbers:
-                values = torch.frombuffer(numbers, dtype=torch.int64)
+            values = as_int64s(list(values))  # a list, since array() reads bytes as memory
         except TypeError as error:
             raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
         except (OverflowError, RuntimeError, ValueError) as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from cuseq._arguments import check_tensor
+from cuseq._arguments import as_int64s, check_tensor
 
 if TYPE_CHECKING:
     import numpy
@@ -82,7 +82,7 @@ def _from_ints(lengths: Iterable[int], name: str) -> Tensor:
     try:
         if isinstance(lengths, (str, bytes, bytearray)):
             raise TypeError(f"a {type(lengths).__name__} is not a list of lengths")
-        values = array("q", lengths)  # refuses what int() would cut off
+        return as_int64s(lengths)
     except OverflowError as error:
         raise ValueError(f"{name} must fit in int64, got {_first_wrong(lengths, name)}") from error
     except TypeError as error:
@@ -90,9 +90,6 @@ def _from_ints(lengths: Iterable[int], name: str) -> Tensor:
             f"{name} must be ints, an integer array or an integer tensor, got "
             f"{_first_wrong(lengths, name)}"
         ) from error
-    if len(values) == 0:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
-    return torch.frombuffer(values, dtype=torch.int64)
 
 
 def _first_wrong(lengths: Any, name: str) -> str:
