@@ -66,12 +66,12 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
       is_within(RankMetaSlot::kNumSentRows, sent) &&
       is_within(RankMetaSlot::kNumFarRows, sources - share.at(RankMetaSlot::kNumCutTokens)) &&
       is_within(RankMetaSlot::kNumCutTokens, share.at(RankMetaSlot::kNumTokens));
+  TORCH_CHECK_VALUE(has_room, "rank_rows must be of the same layout as rank_meta, got shape ",
+                    rank_rows.sizes());
   TORCH_CHECK_VALUE(!share.keeps_far() || share.is_ulysses() ||
                         share.at(RankMetaSlot::kNumFarRows) <= q.size(0) / kTokensPerKeptRow,
                     "q must have the tokens of the rank's part of a row, ",
                     share.at(RankMetaSlot::kRowTokens), ", got ", q.size(0));
-  TORCH_CHECK_VALUE(has_room, "rank_rows must be of the same layout as rank_meta, got shape ",
-                    rank_rows.sizes());
   const auto sum_to = [](const std::vector<int64_t>& rows, int64_t total) {
     return std::ranges::all_of(rows, [](int64_t count) { return count >= 0; }) &&
            std::accumulate(rows.begin(), rows.end(), int64_t{0}) == total;
