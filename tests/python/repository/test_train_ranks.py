@@ -592,10 +592,16 @@ def test_the_progress_bar_shows_exposed_communication():
     assert report._postfix(line, 0.0425).endswith("exposed communication 4.2%")
 
 
-def test_the_log_gives_a_profile_to_its_own_step(tmp_path, one_rank):
+def make_log(folder: Path, first_step: int, steps: int) -> tuple[Any, Path]:
+    """Return the log of one rank, and its file."""
     report, ranks = import_example("_rank_report"), import_example("_mesh").make_ranks("cpu", 1, 1)
     size = report.StepSize(tokens=10, flops_per_token=None, flops_per_pair=None, peak_flops=None)
-    log = report.StepLog(tmp_path, ranks, size, first_step=10, steps=14)
+    log = report.StepLog(folder, ranks, size, first_step=first_step, steps=steps)
+    return log, folder / report.LOG
+
+
+def test_the_log_gives_a_profile_to_its_own_step(tmp_path, one_rank):
+    log, file = make_log(tmp_path, first_step=10, steps=14)
     try:
         for step in (11, 12, 13):
             log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
@@ -607,7 +613,7 @@ def test_the_log_gives_a_profile_to_its_own_step(tmp_path, one_rank):
         log.read()
     finally:
         log.close()
-    lines = [json.loads(line) for line in (tmp_path / report.LOG).read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     shares = {line["step"]: line.get("exposed_communication") for line in lines}
     assert shares == {11: None, 12: 0.25, 13: None, 14: None}
     assert "exposed communication 25.0%" in log._bar.postfix
@@ -615,10 +621,7 @@ def test_the_log_gives_a_profile_to_its_own_step(tmp_path, one_rank):
 
 def test_a_full_disk_does_not_end_training_for_its_log(tmp_path, one_rank, capsys, monkeypatch):
     """It is said once; what was not written follows when there is room."""
-    report, ranks = import_example("_rank_report"), import_example("_mesh").make_ranks("cpu", 1, 1)
-    size = report.StepSize(tokens=10, flops_per_token=None, flops_per_pair=None, peak_flops=None)
-    log = report.StepLog(tmp_path, ranks, size, first_step=0, steps=4)
-    file = tmp_path / report.LOG
+    log, file = make_log(tmp_path, first_step=0, steps=4)
     try:
         for step in range(4):
             log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
@@ -637,10 +640,7 @@ def test_a_full_disk_does_not_end_training_for_its_log(tmp_path, one_rank, capsy
 
 
 def test_a_log_that_was_removed_is_written_again(tmp_path, one_rank):
-    report, ranks = import_example("_rank_report"), import_example("_mesh").make_ranks("cpu", 1, 1)
-    size = report.StepSize(tokens=10, flops_per_token=None, flops_per_pair=None, peak_flops=None)
-    log = report.StepLog(tmp_path, ranks, size, first_step=0, steps=3)
-    file = tmp_path / report.LOG
+    log, file = make_log(tmp_path, first_step=0, steps=3)
     try:
         for _ in range(3):
             log.add(torch.tensor([1.0, 8.0, 20.0, 0.5]))
