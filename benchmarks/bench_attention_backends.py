@@ -104,7 +104,9 @@ def rows(quick: bool) -> list[Row]:
     found = [Row(*size) for size in sizes]
     # A capture knows the capacity alone, which is that of 8,192 tokens in shorter documents.
     found[-1] = replace(found[-1], modes=("eager", "compiled"))
-    found += [Row(*size, modes=("captured",), room=1024) for size in sizes[:6]]
+    found += [
+        Row(*size, modes=("captured",), room=room) for room in (128, 1024) for size in sizes[:6]
+    ]
     full = [(2048, 350), (8192, 1024), (512, 256), (16384, 2048)]
     found += [Row(*size, mask="full", modes=("eager", "captured")) for size in full]
     found += [Row(*size, mask="full", modes=("captured",), room=1024) for size in full[:2]]
