@@ -20,13 +20,16 @@ struct Logarithms {
   double head_dim;
   double tokens;
   double window;
-  double mean_length;
+  // The mean length; in a capture the sequences that there is room for, which kernels pay for.
+  double length_or_room;
 
   explicit Logarithms(const Facts& facts)
       : head_dim(of(facts.head_dim)),
         tokens(of(facts.tokens)),
         window(of(facts.window)),
-        mean_length(of(facts.tokens / std::max<int64_t>(facts.sequences, 1))) {}
+        length_or_room(of(facts.mode == "captured"
+                              ? facts.sequences
+                              : facts.tokens / std::max<int64_t>(facts.sequences, 1))) {}
 
   static double of(int64_t size) {
     return std::log2(static_cast<double>(std::max<int64_t>(size, 1)));
@@ -50,7 +53,7 @@ std::atomic<const std::vector<Entry>*>& table() {
 double distance(const Logarithms& one, const Logarithms& other, bool both_know_sequences) {
   return 4 * std::abs(one.head_dim - other.head_dim) + std::abs(one.tokens - other.tokens) +
          std::abs(one.window - other.window) +
-         (both_know_sequences ? std::abs(one.mean_length - other.mean_length) : 0.0);
+         (both_know_sequences ? std::abs(one.length_or_room - other.length_or_room) : 0.0);
 }
 
 bool comparable(const Facts& one, const Facts& other) {

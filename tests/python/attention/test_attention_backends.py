@@ -653,6 +653,15 @@ def test_rows_are_compared_by_ratios(measured):
         assert _C.closest_measured_attention((*other, 1000, 1)) is None
 
 
+def test_captures_are_compared_by_the_sequences_that_they_have_room_for(measured):
+    facts = (90, True, 128, "causal", 0, "captured")
+    times = {(1024, 64): 1.0, (2048, 64): 2.0, (2048, 1024): 3.0, (4096, 256): 4.0}
+    measured(*(((*facts, *sizes), {"flash": us}) for sizes, us in times.items()))
+    # The first has the same mean length as 1,024 tokens with room for 64.
+    for sizes, us in (((2048, 128), 2.0), ((2048, 500), 3.0), ((1024, 1024), 3.0)):
+        assert _C.closest_measured_attention((*facts, *sizes)) == {"flash": us}
+
+
 def test_the_table_is_in_the_package():
     text = _backends.resources.files("cuseq").joinpath(_backends.TABLE).read_text()
     header = next(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
