@@ -36,12 +36,13 @@ STEPS = {
     "cuseq_enabled_compiled_model": ("cuseq.enable(model), model and loss compiled", ORANGE),
     "cuseq_enabled_compiled_model_fa4": ("the same with FlashAttention 4", ORANGE),
 }
-# Variants of bench_training_turns, where FlashAttention 4 is installed and auto takes it.
+# Variants of bench_training_turns: model and loss are compiled, but for stock.
 TURNS = {
     "stock": ("stock: sdpa, dense mask", GREY),
-    "flex_block_mask": ("flex attention, model and loss compiled", GREY),
-    "flex_graphed": ("flex attention, model and loss compiled,\nthe step in a CUDA graph", GREY),
-    "auto": ("cuseq.enable(model), model and loss compiled,\nFlashAttention 4", ORANGE),
+    "flex": ("flex attention, model and loss compiled", GREY),
+    "flex_graphed": ("flex attention in a cuseq.GraphedStep", GREY),
+    "auto": ("cuseq.enable(model), model and loss compiled", ORANGE),
+    "auto_graphed": ("cuseq.enable(model) in a cuseq.GraphedStep", ORANGE),
 }
 BARS = STEPS | TURNS
 

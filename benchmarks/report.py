@@ -79,8 +79,10 @@ def environment(device: str) -> dict[str, Any]:
     """
     import torch
 
+    script, *options = sys.argv
+    name = Path(script).stem.removeprefix("bench_")
     found: dict[str, Any] = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join([Path(sys.executable).name, "-m", "benchmarks", name, *options]),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "commit": _commit(),
         "python": platform.python_version(),
