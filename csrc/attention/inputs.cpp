@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "attention/promise.h"
 #include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
@@ -143,7 +144,9 @@ Sequences sequences_of(const Tensor& q, const Tensor& cu_seqlens,
     sequences.num_real_tokens = cu_seqlens.const_data_ptr<int32_t>()[sequences.count()];
   } else {
     sequences.longest = std::min(bound.value_or(total_tokens), total_tokens);
-    sequences.offsets = brought_inside(cu_seqlens, sequences.longest, total_tokens);
+    const Tensor used =
+        is_capturing(q) ? cu_seqlens.narrow(0, 0, promised_sequences(cu_seqlens) + 1) : cu_seqlens;
+    sequences.offsets = brought_inside(used, sequences.longest, total_tokens);
   }
   return sequences;
 }

@@ -2,6 +2,7 @@
 #include "attention/inputs.h"
 #include "attention/measured.h"
 #include "attention/packages.h"
+#include "attention/promise.h"
 #include "python/bindings.h"
 
 namespace cuseq::python {
@@ -62,6 +63,8 @@ void bind_attention(py::module_& m) {
   m.def("missing_attention", &attention::why_missing);
   m.def("set_failed_attention", &attention::set_failed);
   m.def("set_attention_takes_two_rows", &attention::set_takes_two_rows);
+  m.def("promise_sequences", &attention::promise_sequences);
+  m.def("promised_sequences", &attention::promised_sequences);
   m.def("attention_choice", &attention_choice, Released());
 }
 

@@ -9,6 +9,9 @@ compiled code: Python decides about it, before the op.
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -33,6 +36,7 @@ _HANDICAP = 1.05
 _POWERS = tuple(2**power for power in range(6, 21))
 _SHORT_DOCUMENT = 256  # tokens; rows of compiled code are judged from one document to these
 
+_expected: ContextVar[int] = ContextVar("expected", default=0)  # sequences, see replays_of
 registered: set[str] = set()  # the packages that are there
 _loaded = False
 
@@ -224,36 +228,59 @@ def _constant(size: int, constants: tuple[int, ...]) -> int:
     return 2 * constants[-1]
 
 
+@contextmanager
+def replays_of(sequences: int) -> Iterator[None]:
+    """Say how many sequences rows are expected to have in graphs, where offsets have room for more.
+
+    Zero says nothing.
+    """
+    token = _expected.set(sequences)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
 def tokens_from_which_flex_is_chosen(head_dim: int, mask: str, window: int) -> int | None:
     """Return the fewest tokens from which flex stays the best choice in compiled code, or None."""
     least = None
     for power in range(LEAST_TOKENS_FOR_FLEX.bit_length() - 1, 21):
-        if not _flex_loses_less(head_dim, mask, window, 2**power):
+        # One graph serves rows of few and of many documents.
+        tokens = 2**power
+        documents = range(max(1, tokens // _SHORT_DOCUMENT).bit_length())
+        facts = (True, head_dim, mask, window, "compiled", tokens)
+        if not _flex_loses_less([(*facts, 2**count) for count in documents], _HANDICAP):
             least = None
         elif least is None:
-            least = 2**power
+            least = tokens
     return least
 
 
-def _flex_loses_less(head_dim: int, mask: str, window: int, tokens: int) -> bool:
-    """Return whether flex loses less than the other backends in compiled code.
+def _flex_loses_less(rows: list[tuple[Any, ...]], handicap: float = 1.0) -> bool:
+    """Return whether flex loses less than the other backends where each choice loses most.
 
-    One graph serves rows of few and of many documents, so each choice counts where it loses most.
+    Args:
+        rows: all but the first of `FACTS`, of the rows that one choice is for.
+        handicap: by how much flex must be ahead.
     """
     flex_loss = others_loss = 0.0
-    for power in range(max(1, tokens // _SHORT_DOCUMENT).bit_length()):
-        facts = (True, head_dim, mask, window, "compiled", tokens, 2**power)
+    for facts in rows:
         times = _flex_and_others(facts)
         if times is None:
             return False
-        flex, others = _HANDICAP * times[0], times[1]
+        flex, others = handicap * times[0], times[1]
         flex_loss, others_loss = max(flex_loss, flex / others), max(others_loss, others / flex)
     return flex_loss <= others_loss
 
 
 def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
-    """Return whether flex is the fastest in a CUDA graph whose offsets have room for sequences."""
-    return _flex_was_fastest((True, head_dim, mask, window, "captured", tokens, room))
+    """Return whether flex is the best choice in a CUDA graph whose offsets have room for sequences.
+
+    Rows may come to have more sequences than are expected, and code is compiled once.
+    """
+    facts = (True, head_dim, mask, window, "captured", tokens)
+    expected = min(_expected.get() or room, room)
+    return _flex_loses_less([(*facts, expected), (*facts, room)])
 
 
 def _flex_was_fastest(

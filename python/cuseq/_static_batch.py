@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cuseq import _C
 from cuseq._arguments import check_tensor
 from cuseq.data._lengths import is_array
 from cuseq.layout import PackedLayout
@@ -88,6 +90,27 @@ class StaticBatch:
         for leaf in self._leaves:
             if isinstance(leaf, PackedLayout):
                 leaf.mark_static(False)
+
+    def most_sequences(self) -> int:
+        """Return the number of sequences of the layout with the most; 0 without a layout."""
+        return max((packed.num_sequences for packed in self._rows()), default=0)
+
+    @contextmanager
+    def promised(self, at_most: int) -> Iterator[None]:
+        """Let a capture count on it that replays have at most so many sequences in a layout."""
+        offsets = [packed.cu_seqlens_static for packed in self._rows()]
+        try:
+            for tensor in offsets:
+                _C.promise_sequences(tensor, min(at_most, tensor.shape[0] - 1))
+            yield
+        finally:
+            for tensor in offsets:
+                _C.promise_sequences(tensor, None)
+
+    def _rows(self) -> list[PackedLayout]:
+        """Return the layouts whose attention runs sequence by sequence."""
+        layouts = (leaf for leaf in self._leaves if isinstance(leaf, PackedLayout))
+        return [packed for packed in layouts if not packed.is_tree]
 
     def check(self, batch: object, name: str) -> list[Any]:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.

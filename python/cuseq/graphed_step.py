@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq._arguments import as_float, as_int, shown
+from cuseq._backends import replays_of
 from cuseq._static_batch import StaticBatch
+
+# A graph attends over this many sequences at least: fewer gain nothing.
+_LEAST_ROOM = 8
 
 
 class GraphedStep:
@@ -27,8 +31,9 @@ class GraphedStep:
     Everything stays usable between calls: evaluation, saving, `state_dict` and `load_state_dict`
     of model and optimizer, the scheduler, `optimizer.param_groups`. After a change that the graph
     cannot follow (loaded optimizer state, another weight decay, parameters that moved, froze or
-    were replaced) the next call captures anew. Modes of modules (`train`, `eval`) are those of the
-    capture.
+    were replaced) the next call captures anew. So does a row with more sequences than the graph
+    attends over: the most of any row so far, rounded up to a power of two. Modes of modules
+    (`train`, `eval`) are those of the capture.
 
     Args:
         loss_fn: called with a batch, returns the loss, a scalar tensor. It must not read values of
@@ -108,6 +113,7 @@ class GraphedStep:
         ]
         self._obstacle: str | None = None
         self._give_up(_obstacle(optimizer, self._device))
+        self._room = 0  # sequences that a graph attends over in a layout
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
@@ -149,6 +155,9 @@ class GraphedStep:
         given = self._check(batch)
         for static, leaves in zip(self._batches, given, strict=True):
             static.fill(leaves)
+        most = max(static.most_sequences() for static in self._batches)
+        if most > self._room:
+            self._room = max(_LEAST_ROOM, 1 << (most - 1).bit_length())
         if self._obstacle is not None or self._plain_steps_left > 0:
             loss = self._plain_step()
         else:
@@ -194,7 +203,7 @@ class GraphedStep:
         """Run the step over the static batches; gradients must be None before."""
         total: Tensor | None = None
         for batch in self._batches:
-            with self._autocast_region():
+            with self._autocast_region(), replays_of(self._room):
                 loss = _checked_loss(self._loss_fn(batch.value))
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
@@ -211,7 +220,7 @@ class GraphedStep:
         return torch.autocast(self._device.type, self._autocast)
 
     def _replayed_step(self) -> Tensor:
-        if self._graph is not None and not self._graph.still_fits(self._optimizer):
+        if self._graph is not None and not self._graph.still_fits(self._optimizer, self._room):
             self._graph = None
         if self._graph is None:
             self._capture()
@@ -231,9 +240,12 @@ class GraphedStep:
                 _undone_if_it_fails(self._device) as pool,
                 _capturable(self._optimizer, rates),
                 _own_casts(),
+                ExitStack() as promises,
                 # Other threads may pin memory meanwhile, as DataLoader's does.
                 torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
             ):
+                for batch in self._batches:
+                    promises.enter_context(batch.promised(self._room))
                 try:
                     loss = self._run()
                 except Exception as error:
@@ -244,7 +256,7 @@ class GraphedStep:
             cause = cause or error
             self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
             return
-        self._graph = _Graph(graph, loss, rates, self._optimizer)
+        self._graph = _Graph(graph, loss, rates, self._optimizer, self._room)
 
 
 def _checked_loss(loss: object) -> Tensor:
@@ -265,8 +277,10 @@ class _Graph:
         loss: Tensor,
         rates: list[Tensor],
         optimizer: Optimizer,
+        room: int,
     ):
         self.loss = loss
+        self._room = room
         self._graph = graph
         # The learning rates are inputs of the graph, numbers on the host in the optimizer.
         self._rates = rates
@@ -275,9 +289,12 @@ class _Graph:
         self._constants = _constants(optimizer)
         self._gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
 
-    def still_fits(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer has the parameters, state and options of the capture."""
-        return optimizer.state is self._state and _constants(optimizer) == self._constants
+    def still_fits(self, optimizer: Optimizer, room: int) -> bool:
+        """Return whether the optimizer has the parameters, state and options of the capture, which
+        had room for so many sequences.
+        """
+        fits = room <= self._room and optimizer.state is self._state
+        return fits and _constants(optimizer) == self._constants
 
     def replay(self, optimizer: Optimizer) -> None:
         """Run the step with the learning rates of now."""

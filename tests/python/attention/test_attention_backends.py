@@ -87,6 +87,29 @@ def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, mon
             assert takes_flex(q, packed, asked).eq(-1).all()
 
 
+def test_a_graph_is_for_the_sequences_expected_and_for_those_there_is_room_for(
+    monkeypatch, measured
+):
+    """Code is compiled once: the choice is the one that loses less at its worst."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    facts = (90, True, 128, "causal", 0, "captured", 1024)
+    measured(
+        ((*facts, 8), {"flash": 2.0, "flex": 4.0}),
+        ((*facts, 128), {"flash": 7.0, "flex": 4.0}),
+        ((*facts, 1024), {"flash": 90.0, "flex": 4.0}),
+    )
+
+    def flex(room: int) -> bool:
+        return _backends.flex_replays_fastest(128, "causal", 0, 1024, room)
+
+    assert [flex(room) for room in (8, 128, 1024)] == [False, True, True]
+    with _backends.replays_of(8):
+        assert [flex(room) for room in (8, 128, 1024)] == [False, False, True]
+    with _backends.replays_of(128):
+        assert [flex(room) for room in (8, 128, 1024)] == [False, True, True]
+    assert flex(128)
+
+
 def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):
     """The table compares backends over rows of documents, and flex needs a mask in every layer."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 import cuseq
-from cuseq import GraphedStep, PackedLayout
+from cuseq import _C, GraphedStep, PackedLayout, graphed_step
 
 TOKENS, MAX_SEQS, VOCABULARY = 64, 8, 32
 ROWS = ([20, 30], [1, 9, 54], [64], [5] * 8, [0, 63, 0], [33, 31])
@@ -562,6 +562,98 @@ def test_replays_take_no_more_memory(cuda):
         step(batch)
     torch.cuda.synchronize(cuda)
     assert torch.cuda.memory_allocated(cuda) <= allocated
+
+
+GROWING = [[30, 34], [60], [1] * 9, [2, 3], [2] * 20, [7] * 9, [1] * 40]
+ROOMS = [8, 8, 16, 16, 32, 32, 40]  # of each row's graph; the offsets have room for 40
+
+
+def growing_batches() -> list[dict]:
+    return [make_batch(lengths, seed, max_seqs=40) for seed, lengths in enumerate(GROWING)]
+
+
+def test_a_graph_has_room_for_the_most_sequences_so_far(monkeypatch):
+    """Without a GPU: what would be captured, and when."""
+
+    class Graph:
+        def __init__(self, room: int):
+            self.room, self.loss = room, torch.zeros(())
+
+        def still_fits(self, optimizer: object, room: int) -> bool:
+            return room <= self.room
+
+        def replay(self, optimizer: object) -> None:
+            replayed.append(self.room)
+
+    def capture(self: GraphedStep) -> None:
+        (batch,) = self._batches
+        with batch.promised(self._room):
+            room = _C.promised_sequences(batch.value["packed"].cu_seqlens_static)
+        self._graph = Graph(room)
+
+    replayed: list[int] = []
+    monkeypatch.setattr(graphed_step, "_obstacle", lambda optimizer, device: None)
+    monkeypatch.setattr(GraphedStep, "_capture", capture)
+    first, *rest = growing_batches()
+    model = TinyModel()
+    step = GraphedStep(make_loss(model), make_optimizer(model), first, warmup=1)
+    for batch in (first, first, *rest):
+        step(batch)
+    assert replayed == ROOMS
+
+
+def test_rows_of_more_sequences_are_captured_anew(cuda, monkeypatch):
+    rooms = []
+    capture = GraphedStep._capture
+    monkeypatch.setattr(
+        GraphedStep, "_capture", lambda self: (rooms.append(self._room), capture(self))
+    )
+    batches = growing_batches()
+    model = TinyModel().to(cuda)
+    twin = copy.deepcopy(model)
+    expected, _ = plain_loop(twin, [*batches, *batches])
+    step = GraphedStep(make_loss(model), make_optimizer(model), batches[0], warmup=1)
+    losses = []
+    for number, batch in enumerate([*batches, *batches]):
+        losses.append(step(batch))
+        assert number == 0 or step.captured, step.reason
+    assert rooms == [8, 16, 32, 64]
+    torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_promise_is_a_number_of_the_sequences_there_is_room_for():
+    offsets = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
+    assert _C.promised_sequences(offsets) == 3
+    _C.promise_sequences(offsets, 2)
+    assert _C.promised_sequences(offsets.view_as(offsets)) == 2
+    _C.promise_sequences(offsets, None)
+    assert _C.promised_sequences(offsets) == 3
+    for wrong in (0, 4, -1):
+        with pytest.raises(ValueError, match=rf"at_most must be from 1 to the 3 .* got {wrong}"):
+            _C.promise_sequences(offsets, wrong)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["real", "padded segments"])
+def test_a_captured_call_attends_over_the_sequences_that_are_promised(padded, cuda):
+    multiple = 32 if padded else 1
+    packed = PackedLayout.from_lengths(
+        [20, 30, 14], segment_multiple=multiple, max_seqs=6, device=cuda
+    )
+    shape = (packed.total_tokens, 2, 64)
+    q, k, v = (torch.randn(shape, device=cuda, dtype=torch.bfloat16) for _ in "qkv")
+    expected = cuseq.varlen_attention(q, k, v, packed)
+    offsets = packed.cu_seqlens_static
+    for promised, end in ((2, 64 if padded else 50), (3, packed.total_tokens)):
+        graph = torch.cuda.CUDAGraph()
+        _C.promise_sequences(offsets, promised)
+        try:
+            with torch.cuda.graph(graph):
+                out = cuseq.varlen_attention(q, k, v, packed, backend="flash")
+        finally:
+            _C.promise_sequences(offsets, None)
+        graph.replay()
+        torch.testing.assert_close(out[:end], expected[:end], rtol=2e-2, atol=2e-2)
+        assert not out[end:].any()  # a promise that is broken shows
 
 
 def test_a_graphed_callable_holds_its_layout(cuda):
