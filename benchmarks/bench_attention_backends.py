@@ -26,7 +26,7 @@ import io
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,8 @@ WIDE = ("efficient", "segments")
 class Row:
     """One row of the table: what is attended over, and the backends in question.
 
-    `room` is the capacity of a capture's offsets; 0 for twice the sequences, 64 or more.
+    `room` is the number of sequences that a capture attends over; 0 for what a GraphedStep takes,
+    the next power of two.
     """
 
     tokens: int
@@ -74,7 +75,7 @@ class Row:
     @property
     def capacity(self) -> int:
         """Return the room of the offsets, which a capture takes for the number of sequences."""
-        return self.room or max(64, 2 * len(self.lengths))
+        return self.room or max(8, 1 << (len(self.lengths) - 1).bit_length())
 
     @property
     def lengths(self) -> list[int]:
@@ -102,8 +103,6 @@ def rows(quick: bool) -> list[Row]:
     if quick:
         sizes = [(2048, 350), (8192, 350), (16384, 2048), (8192, 4096)]
     found = [Row(*size) for size in sizes]
-    # A capture knows the capacity alone, which is that of 8,192 tokens in shorter documents.
-    found[-1] = replace(found[-1], modes=("eager", "compiled"))
     found += [
         Row(*size, modes=("captured",), room=room) for room in (128, 1024) for size in sizes[:6]
     ]
