@@ -173,6 +173,7 @@ def attention_backend(
     options = _checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
     if packed.is_tree:
         options = options.of_tree(packed)
+        _check_along_paths(q, k, v, packed, options)
         if options.window is not None:
             name = _path_backend(q, v, packed, options)
             return AttentionBackend(name, "its window counts tokens of a path of the tree")
@@ -326,13 +327,20 @@ def _attend_along_paths(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, sinks: Tensor | None, options: _Options
 ) -> Tensor:
     """Compute attention over a tree in one kernel, with the tree's mask."""
-    if not is_compiling():  # the checks of the op, which does not run
-        _check_rows(q, k, v)
-        whole = options._replace(backend="auto", window=None)
-        _C.attention_choice(q, k, v, *whole.of_op(q, packed))
+    if not is_compiling():
+        _check_along_paths(q, k, v, packed, options)
     if _path_backend(q, v, packed, options) == "flex":
         return attend_by_flex(q, k, v, packed, sinks=sinks, **options.of_flex())
     return attend_densely(q, k, v, packed, options.window, options.scale, options.softcap, sinks)
+
+
+def _check_along_paths(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, options: _Options
+) -> None:
+    """Check what the op would check, which does not run."""
+    _check_rows(q, k, v)
+    whole = options._replace(backend="auto", window=None)
+    _C.attention_choice(q, k, v, *whole.of_op(q, packed))
 
 
 def _path_backend(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -552,3 +553,15 @@ def test_a_captured_graph_takes_other_groups():
         graph.replay()
         expected = dense(q.double(), k.double(), v.double(), ancestors(other))
         torch.testing.assert_close(out.double(), expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("call", [cuseq.varlen_attention, cuseq.attention_backend])
+@pytest.mark.parametrize("shape", [(), (3,), (0,)])
+def test_rows_of_other_dimensions_are_named_for_every_way_through_a_tree(call, shape):
+    ids = list(range(16))
+    tree = cuseq.PackedTree.from_sequences([ids[:end] for end in range(1, 17)])
+    k = torch.zeros(16, 2, 8)
+    message = re.escape(f"q must have shape [tokens, heads, head_dim], got {list(shape)}")
+    for window in (None, 2):
+        with pytest.raises(ValueError, match=message):
+            call(torch.zeros(shape), k, k, tree.layout, window=window)
