@@ -59,7 +59,7 @@ lint: linters
 linters: environment
 	$(PY) -m pip install -q "clang-format==19.1.7" "ruff==0.14.5" "mypy==2.4.1"
 
-docs: environment
+docs: linters # ruff also formats the signatures of the API pages
 	$(PY) -m pip install -q "mkdocs-material==9.8.1" "mkdocstrings[python]==1.0.8"
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f .github/mkdocs.yml
 

@@ -7,10 +7,10 @@
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@120
 #SBATCH --open-mode=append
-# Trains on all GPUs of the job's nodes, or goes on from the newest checkpoint in OUT. Slurm sends
+# Trains on all GPUs of the job's nodes, or continues from the newest checkpoint in OUT. Slurm sends
 # SIGTERM two minutes before the time is up, and train.py then saves a checkpoint and ends.
 #   sbatch [--nodes N] examples/slurm.sh OUT [OPTION OF train.py...]
-# Submit it in the clone. OUT has to be a folder that all nodes see. To go on when the time is up,
+# Submit it in the clone. OUT has to be a folder that all nodes see. To continue when the time is up,
 # submit the same line twice with --dependency=singleton.
 set -euo pipefail
 out=$1

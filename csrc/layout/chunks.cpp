@@ -36,8 +36,8 @@ Tensor recurrent_offsets(const Tensor& lengths, const OptionalTensor& segment_le
   if (segment_lengths.has_value()) {
     check_host_ints(*segment_lengths, "segment_lengths");
     TORCH_CHECK_VALUE(segment_lengths->size(0) == lengths.size(0),
-                      "segment_lengths must be as many as lengths, ", lengths.size(0), ", got ",
-                      segment_lengths->size(0));
+                      "segment_lengths must have as many entries as lengths, ", lengths.size(0),
+                      ", got ", segment_lengths->size(0));
     check_length_values(*segment_lengths, total_tokens);
     whole = segment_lengths->const_data_ptr<int32_t>();
   }

@@ -50,8 +50,9 @@ void check_row(const Tensor& lengths, const OptionalTensor& segments, int64_t to
   if (segments.has_value()) {
     check_host_vector(*segments, "segments");
     tokens = tokens_of(*segments, /*is_cu_seqlens=*/false);
-    TORCH_CHECK_VALUE(segments->numel() == lengths.numel(), "segments must be as many as lengths, ",
-                      lengths.numel(), ", got ", segments->numel());
+    TORCH_CHECK_VALUE(segments->numel() == lengths.numel(),
+                      "segments must have as many entries as lengths, ", lengths.numel(), ", got ",
+                      segments->numel());
     TORCH_CHECK_VALUE(segments->ge(lengths).all().item<bool>(),
                       "segments must be at least as long as their sequences");
   }

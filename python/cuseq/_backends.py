@@ -3,7 +3,7 @@
 The choice itself is C++ (`csrc/attention/choice.cpp`) and is made when the op runs. Python loads
 the measurements that it follows and the packages whose kernels are launched from Python, both at
 the first call on a GPU. The one backend that C++ cannot run is flex, which becomes a part of
-compiled code: Python decides about it, before the op.
+compiled code: Python decides whether to use it, before the op runs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def check_installed(backend: object) -> None:
 def load_backends() -> None:
     """Load the measurements and the installed packages, once per process.
 
-    Called while code is compiled, it runs then: the compiled code finds everything loaded.
+    In code that torch.compile traces, load during tracing, before the compiled code runs.
     """
     if is_compiling():
         from cuseq._compile_time import load_now  # imports torch._dynamo, which is there by now
@@ -83,7 +83,7 @@ def load_backends() -> None:
 
 
 def load() -> None:
-    """Load them, unless they are loaded."""
+    """Load the measurements and packages, unless they are loaded."""
     global _loaded
     if not _loaded and torch.cuda.is_available():  # tensors may be fakes of a GPU elsewhere
         _loaded = True

@@ -294,7 +294,7 @@ class LayoutFacts:
         if self.state.tree_rows is not None:
             raise ValueError(
                 "packed must hold its documents one after the other here, got the layout of a "
-                "tree: its tokens continue tokens that do not lie in front of them"
+                "tree, in which a token may continue one that is not beside it"
             )
 
     def check_whole(self) -> None:

@@ -53,8 +53,8 @@ class LayoutMasks(LayoutChunks):
         self.check_whole()
         if self.pads_between_sequences:
             raise ValueError(
-                "packed has padding between its sequences, which flash attention of transformers "
-                "would compute with: use cuseq.varlen_attention, or segment_multiple=1"
+                "packed has padding between its sequences, which transformers' flash attention "
+                "would take for tokens: use cuseq.varlen_attention, or segment_multiple=1"
             )
         return {
             "cu_seq_lens_q": self.cu_seqlens,

@@ -46,8 +46,8 @@ def _check_capacity(packed: PackedLayout, name: str) -> None:
     if max_seqs >= packed.total_tokens:
         raise ValueError(
             f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, got {max_seqs} "
-            "(the default), for which every replay would pay: give PackedLayout.from_lengths or "
-            "PackingCollator a max_seqs, such as 128"
+            "(the default): every replay would compute that many sequences. Give "
+            "PackedLayout.from_lengths or PackingCollator a max_seqs, such as 128"
         )
 
 

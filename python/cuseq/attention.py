@@ -60,9 +60,9 @@ def varlen_attention(
     With `softcap` the scores become `softcap * tanh(score / softcap)` before the softmax. The
     output and the gradients are zero on padding and tail.
 
-    With the layout of a `PackedTree` a token sees its path. A window that is shorter than the
-    longest path counts tokens of the path; it runs as flex attention, or densely where that cannot.
-    So does a tree with more depths than its calls pay for, by modelled time, in eager code.
+    With the layout of a `PackedTree` a token sees its path, and a window counts tokens of the path.
+    A window shorter than the longest path runs as flex attention, or densely if flex cannot run. In
+    eager code a deep tree runs in the same way if that is faster by modelled time.
 
     Args:
         q: `[total_tokens, heads, head_dim]`; the last dimension must be contiguous.
@@ -96,10 +96,11 @@ def varlen_attention(
             unknown.
         RuntimeError: another rank failed, or did not call within the timeout of the group.
 
-    For a layout from `cp_partition`, all ranks of its group call this alike, forward and backward,
-    each with its own tokens. They exchange the keys that the plan says, and the result is what one
-    process would compute of the whole row. `causal=False` and spans, which are then in tokens of
-    the whole row, need policy "ulysses". Over NCCL the host does not wait for the exchange.
+    For a layout from `cp_partition`, all ranks of its group must make the same call, forward and
+    backward, each with its own tokens. They exchange the keys that the plan names, and each rank
+    gets its tokens of what one process would compute for the whole row. `causal=False` and spans
+    need policy "ulysses"; spans then count tokens of the whole row. Over NCCL the host does not
+    wait for the exchange.
 
     Inside torch.compile one graph serves every pack with the same `total_tokens`, because the op
     reads the lengths when it runs. With a layout from host lengths nothing synchronises. With a

@@ -111,7 +111,7 @@ TEST_F(Cache, ADeadKeyGoesWithTheNextCall) {
   const at::Tensor other = ints({1});
   cuseq::cached_cu_seqlens(other);
   lengths.reset();
-  EXPECT_FALSE(watched.expired()) << "without a Python wrapper nobody hears of it";
+  EXPECT_FALSE(watched.expired()) << "without a Python wrapper no callback reports the death";
   cuseq::cached_cu_seqlens(other);
   EXPECT_EQ(changes().hits, 1);
   EXPECT_TRUE(watched.expired());

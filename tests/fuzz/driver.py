@@ -135,7 +135,7 @@ def _say(line: dict[str, Any]) -> None:
 
 
 def _one_call(target: Any, draw: Any) -> tuple[str, str | None, str | None]:
-    """The outcome, and what is wrong with it."""
+    """Return the outcome of a call, and what is wrong with it."""
     from tests.fuzz import judge
 
     try:
@@ -179,7 +179,7 @@ def _bent(target: Any, draw: Any, name: str, value: Any) -> Any:
 
 
 def describe(arguments: dict[str, Any]) -> str:
-    """Arguments as one reads them, tensors with dtype, shape, strides and a few numbers."""
+    """Describe arguments in words, tensors by dtype, shape, strides and a few numbers."""
     return ", ".join(f"{name}={_described(value)}" for name, value in arguments.items())
 
 
@@ -226,7 +226,7 @@ def fuzz(options: Options, verbose: bool = True) -> Report:
 
 
 def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | None]:
-    """The number that the child came to, and how it died if it did."""
+    """Run a child; return the number of the call that it reached, and how it died if it did."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(NOT_STARTED)
         file.flush()
@@ -260,7 +260,7 @@ def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | 
 
 
 def _lines(child: subprocess.Popen[bytes], progress: mmap.mmap) -> Iterator[bytes | None]:
-    """Lines of the child's output, and None where one call takes too long."""
+    """Yield the lines of the child's output, and None if one call takes too long."""
     pending, seen, since = b"", progress[:8], time.monotonic()
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)

@@ -18,7 +18,7 @@ from tests.fuzz.values import readable
 
 MOST_TOKENS = 200  # of a row that the slow reference computes
 
-# What PyTorch's dispatcher, pybind11 and C++ say of calls that nobody checked.
+# Messages of PyTorch's dispatcher, pybind11 and C++: an argument reached them without a check.
 RAW = re.compile(
     r"incompatible function arguments|Invoked with:|Declaration: |Expected a value of type"
     r"|INTERNAL ASSERT|Could not run '|Could not find an operator|cannot be cast|Unable to cast"
@@ -41,7 +41,7 @@ ELSEWHERE = re.compile(
 
 
 def complaint(error: BaseException, names: frozenset[str]) -> str | None:
-    """What is wrong with an error, or None where it is one that a user may meet."""
+    """Return what is wrong with an error, or None if it is fit for a user."""
     text = f"{type(error).__name__}: {error}"
     if ELSEWHERE.search(text) or isinstance(error, MemoryError | ImportError):
         return None
@@ -58,14 +58,14 @@ def complaint(error: BaseException, names: frozenset[str]) -> str | None:
 
 
 def _ints(value: Any) -> list[int] | None:
-    """The numbers of a vector, where it is one that can be read."""
+    """Return the numbers of a vector of integers; None for any other value."""
     if not readable(value) or value.dim() != 1 or value.dtype not in (torch.int32, torch.int64):
         return None
     return value.tolist()
 
 
 def _plain(*values: Any) -> bool:
-    """Whether all tensors have finite numbers that can be read."""
+    """Return whether all tensors have finite numbers that can be read."""
     for value in values:
         if isinstance(value, Tensor):
             if not readable(value) or value.is_complex():
@@ -81,7 +81,7 @@ def _equal(result: Any, expected: Any, what: str) -> None:
 
 
 def _unchecked(source: Tensor, lengths: list[int], total: int = 2**31 - 1) -> bool:
-    """Whether wrong lengths or offsets lie on a GPU, where checking their values would wait.
+    """Return whether lengths are wrong and on a GPU, where checking their values would wait.
 
     Kernels stay inside their tensors then; the numbers that they return mean nothing.
     """
@@ -216,7 +216,7 @@ def dense_mask(arguments: dict[str, Any], result: Tensor) -> None:
 
 
 def layout(arguments: dict[str, Any], packed: Any) -> None:
-    """A layout's host values, tensors and row agree with the lengths that it was made from.
+    """Check that a layout's values, tensors and row agree with the lengths it was made from.
 
     Wrong lengths on a GPU raise at the first host value, so that one is read first.
     """

@@ -116,7 +116,7 @@ def bent_int(draw: Draw, value: int) -> int:
 
 
 def as_strange(draw: Draw, value: Tensor) -> Tensor:
-    """The same tensor in another memory, dtype, shape or on another device."""
+    """Return the tensor in other memory, in another dtype or shape, or on another device."""
     return draw.choice(_STRANGE)(draw, value)
 
 
@@ -131,7 +131,7 @@ def _overlapping(draw: Draw, value: Tensor) -> Tensor:
 
 
 def _sliding(draw: Draw, value: Tensor) -> Tensor:
-    """Each element stands in memory many times."""
+    """Return a tensor of this shape whose elements all share one place in memory."""
     if value.numel() == 0:
         return value
     return value.clone().as_strided(value.shape, [0] * value.dim())
@@ -200,7 +200,7 @@ def _parameter(draw: Draw, value: Tensor) -> Tensor:
 
 
 def _late_negation(draw: Draw, value: Tensor) -> Tensor:
-    """The memory holds the negative of what the tensor says (its negative bit is set)."""
+    """Return an equal tensor whose memory holds the negated values (its negative bit is set)."""
     return torch._neg_view(value.neg()) if value.dtype in FLOATS + INTEGERS else value
 
 
@@ -234,13 +234,13 @@ def _not_dense(draw: Draw, value: Tensor) -> Any:
 
 
 def readable(value: Any) -> bool:
-    """Whether a tensor's numbers can be listed."""
+    """Return whether a value is a tensor whose numbers can be listed."""
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
     return dense and not value.is_meta
 
 
 def same_kind(draw: Draw, value: Any) -> Any:
-    """Another value of the same type, as an op's schema lets through."""
+    """Return another value of the same type, which an op's schema accepts."""
     if isinstance(value, Tensor):
         return as_strange(draw, value)
     if isinstance(value, bool):
@@ -261,7 +261,7 @@ def same_kind(draw: Draw, value: Any) -> Any:
 
 
 def any_kind(draw: Draw, value: Any) -> Any:
-    """What a user may give by mistake instead of a value."""
+    """Return what a user may pass by mistake instead of a value."""
     if draw.chance(0.5):
         if isinstance(value, cuseq.PackedLayout):
             return _other_layout(draw, value)
@@ -304,7 +304,7 @@ class Odd:
 
 
 def wild(draw: Draw) -> Any:
-    """Anything at all."""
+    """Return a value of any type."""
     return draw.choice(_WILD)(draw)
 
 

@@ -15,7 +15,7 @@
 
 // FlashAttention 4 and 3. Their packages launch the kernels from Python: cuseq._fa4 and cuseq._fa3
 // register them for the ops cuseq::fa4_forward, fa4_backward, fa3_forward and fa3_backward, which
-// this file calls. Unlike torch's activate_flash_attention_impl that changes no other attention of
+// this file calls. Unlike torch's activate_flash_attention_impl, this changes no other attention of
 // the process.
 namespace cuseq::attention {
 namespace {
@@ -128,7 +128,7 @@ bool takes(const Call& call, std::string* why) {
     if (why != nullptr) *why = why_missing(Package::name);
     return false;
   }
-  // Who names the backend gets the package's own error again.
+  // A call that names the backend raises the package's own error again.
   const std::string* failed = Reports::get(Package::reports.failed);
   if (failed != nullptr && call.backend == "auto") return refuse(why, *failed);
   if (at::globalContext().deterministicAlgorithms()) {
@@ -191,7 +191,7 @@ Gradients backward(const Call& call, const Outer& outer) {
              unpad_last_dim(grad_v, call.v.size(2))});
 }
 
-// Below PyTorch's flash kernels: where they were not measured, they were not run either.
+// Ranked below PyTorch's flash kernels: on a GPU without measurements these were never tried.
 const RegisterBackend fa4({Fa4::name, /*preference=*/90, takes<Fa4>, forward<Fa4>, backward<Fa4>});
 const RegisterBackend fa3({Fa3::name, /*preference=*/80, takes<Fa3>, forward<Fa3>, backward<Fa3>});
 

@@ -72,8 +72,8 @@ Tensor offsets_on_host(const Sequences& sequences, int64_t total_tokens) {
   } else {
     host = offsets.cpu();
   }
-  // host_meta does not say where sequences lie: offsets that it was not made of may hold any
-  // values.
+  // host_meta does not say where sequences lie, so a caller may have passed it with other offsets,
+  // which may hold any values.
   if (sequences.cu_seqlens.size(0) == size) {
     check_offset_values(host, total_tokens);
   } else {

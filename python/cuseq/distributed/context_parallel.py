@@ -89,8 +89,8 @@ class ContextParallel:
     ) -> Tensor:
         """Count the labels of a step on all ranks that the loss does not leave out.
 
-        Divide each rank's sum of token losses by this number. Where gradients are averaged over the
-        ranks (DDP, FSDP), multiply it by their number.
+        Divide each rank's sum of token losses by this number. DDP and FSDP average gradients over
+        the ranks: with them also multiply the loss by the number of ranks.
 
         Args:
             batches: this rank's batches of one optimizer step, with the `shift_labels` that

@@ -287,7 +287,7 @@ def _check_packs(trainer: SFTTrainer, packs: bool) -> None:
     if not (packs or trainer.padding_free or args.packing):
         raise ValueError(
             "trainer must have packing=True or padding_free=True in its SFTConfig, got padded "
-            "batches: its dataset is prepared and its checks are made at construction"
+            "batches: the trainer prepared its dataset for padding when it was made"
         )
     if args.remove_unused_columns:
         columns = signature_columns(trainer)

@@ -214,7 +214,7 @@ POLICIES = ("auto", "contiguous", "ulysses", "zigzag")
 
 
 def _dealt_row(draw: Draw, policy: str, cp_size: int) -> Row:
-    """A row that the policy can deal."""
+    """Return a row that the policy can deal."""
     row = a_row(draw, multiple=2 * cp_size if policy == "zigzag" else 1)
     return Row(row.lengths, row.total + -row.total % cp_size)
 

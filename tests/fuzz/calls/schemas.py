@@ -19,7 +19,7 @@ def _offsets(draw: Draw, row: Row, capacity: int = 0) -> torch.Tensor:
 
 
 def _padded(draw: Draw, row: Row) -> tuple[torch.Tensor, int]:
-    """Offsets of segments that are longer than the sequences, and the row's tokens."""
+    """Return offsets of segments longer than the sequences, and the row's tokens."""
     ends = [0]
     for length in row.lengths:
         ends.append(ends[-1] + length + draw.choice((0, 0, 1, 3)))
@@ -210,7 +210,7 @@ def _(draw):
 
 
 def heads(draw: Draw, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of a row."""
+    """Return q, k and v of a row."""
     key_heads, dim = draw.choice((1, 2)), draw.choice((2, 8, 16))
     dtype = draw.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16))
     q = draw.floats(tokens, key_heads * draw.choice((1, 2)), dim, dtype=dtype)
@@ -250,7 +250,7 @@ def _attention(draw: Draw) -> dict[str, Any]:
 
 
 def _share(draw: Draw, row: Row) -> dict[str, Any]:
-    """The share of one rank that has the whole row, or none."""
+    """Return the share of a rank that has the whole row, or no share."""
     rows, meta = None, None
     if draw.chance(0.3):
         packed = cuseq.PackedLayout.from_lengths(row.lengths, row.total)
@@ -275,7 +275,7 @@ def _(draw):
 
 
 def rotation(draw: Draw) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor, Row]:
-    """Tensors to rotate, tables, and the row."""
+    """Return tensors to rotate, both tables, and the row."""
     row, dim = a_row(draw), draw.choice((4, 8, 16))
     dtype = draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16))
     tensors = [

@@ -421,7 +421,7 @@ def test_info_lists_every_kind_and_agrees_with_stats(device):
         assert sum(kind[count] for kind in kinds.values()) == stats[count]
     cuseq.cache.clear()
     left = cuseq.cache.info()
-    left.pop("pending_host_copy")  # other tests have started some that nobody waited for
+    left.pop("pending_host_copy")  # other tests started copies and did not wait
     assert all(kind["entries"] == 0 for kind in left.values())
 
 

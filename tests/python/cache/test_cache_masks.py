@@ -197,7 +197,7 @@ def test_edited_span_tensors_miss(device):
     seen = reference.mask([2, 3], 6, spans=[(3, 5)])
     check_dense(mask, seen, device)
     check_block_mask(packed.block_mask(spans=spans, block_size=2), seen, device, block_size=2)
-    assert old.expired(), "what nobody can ask for any more is gone"
+    assert old.expired(), "a mask whose spans are gone is dropped"
 
 
 def test_equal_span_tensors_are_different_keys(device):

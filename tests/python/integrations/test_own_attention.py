@@ -34,7 +34,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Hear our warnings in each test."""
+    """Let each test see our warnings again."""
     _warn.forget_warnings()
 
 

@@ -340,7 +340,7 @@ def test_narrow_dtypes_are_as_exact_as_one_call(name, dtype, device):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("name", HARD)
 def test_trees_over_flash_attention_4(fa4, name, long, value_dim):
-    """Its tiles are larger than most of these nodes; a tail of NaN reaches nobody."""
+    """Its tiles are larger than most of these nodes; NaN in the tail reaches no token."""
     parents, lengths = HARD[name]
     lengths = [67 * n for n in lengths] if long else lengths
     real = sum(lengths)

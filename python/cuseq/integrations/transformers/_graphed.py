@@ -54,7 +54,7 @@ class GraphedTraining(TrainerCallback):
     # ------------------------------------------------------------------------------ installation
 
     def check(self) -> None:
-        """Raise ValueError if a graph would train otherwise than the trainer."""
+        """Raise ValueError if training in a graph would differ from the trainer's own."""
         trainer = self.trainer
         args, accelerator = trainer.args, trainer.accelerator
         check_training_loop()
