@@ -1,0 +1,71 @@
+"""FLOPs of attention, for torch.utils.flop_counter."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
+
+from cuseq import _C
+from cuseq._tree_masks import pairs_with_ancestors
+
+_ops = torch.ops.cuseq
+
+
+def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], products: int) -> int:
+    """Return the FLOPs of attention, counted as torch counts its own.
+
+    A multiply-add counts as two, and each sequence counts as a full square, without causality; of
+    a tree each node, and each node's descendants with it; of a rank its pieces with their keys.
+    This reads the offsets, which synchronises on a GPU. If they have no values (in tracing), the
+    row counts as one sequence.
+
+    Args:
+        op: the op, whose schema names the arguments.
+        given, named: its arguments by position and by name.
+        products: matrix products of the size of the scores.
+    """
+    names = (argument.name for argument in op.default._schema.arguments)
+    arguments = dict(zip(names, given, strict=False)) | named
+    q, v, offsets = (arguments[name] for name in ("q", "v", "cu_seqlens"))
+    if offsets.is_meta or isinstance(offsets, FakeTensor):
+        pairs = q.shape[0] ** 2
+    elif arguments.get("rank_rows") is not None:
+        pairs = _pairs_of_part(arguments["rank_rows"], arguments["rank_meta"])
+    else:
+        pairs = sum(length * length for length in offsets.diff().tolist())
+        if arguments.get("tree_rows") is not None:
+            pairs += pairs_with_ancestors(offsets, arguments["tree_rows"])
+    heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
+    return products * heads * pairs * (head_dim + value_dim)
+
+
+def _pairs_of_part(rank_rows: Tensor, rank_meta: Tensor) -> int:
+    """Return the queries times keys of a rank's pieces; with Ulysses, its share of the row's."""
+    slots, meta, rows = _C.RankMeta, rank_meta.tolist(), rank_rows.tolist()
+    pieces, cut = meta[slots.NUM_PIECES], meta[slots.NUM_CUT]
+    offsets = rows[: pieces + 1]
+    first_key = meta[slots.PIECE_CAPACITY] + 1
+    key_offsets = rows[first_key : first_key + cut + 1]
+    queries = [end - begin for begin, end in itertools.pairwise(offsets)]
+    keys = [end - begin for begin, end in itertools.pairwise(key_offsets)]
+    if meta[slots.MERGES]:  # these are the keys before the pieces
+        keys = [before + own for before, own in zip(keys, queries, strict=False)]
+    keys += queries[cut:]
+    pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
+    return pairs // meta[slots.CP_SIZE] if meta[slots.ULYSSES] else pairs
+
+
+@register_flop_formula(_ops.varlen_attention, get_raw=True)
+def _forward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
+    return _attention_flops(_ops.varlen_attention, given, named, products=2)
+
+
+@register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
+def _backward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
+    # The backward computes the scores again, and two products for each of the forward's two.
+    return _attention_flops(_ops.varlen_attention_backward, given, named, products=5)
