@@ -9,9 +9,6 @@ compiled code: Python decides whether to use it, before the op runs.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -36,7 +33,6 @@ _HANDICAP = 1.05
 _POWERS = tuple(2**power for power in range(6, 21))
 _SHORT_DOCUMENT = 256  # tokens; rows of compiled code are judged from one document to these
 
-_expected: ContextVar[int] = ContextVar("expected", default=0)  # sequences, see replays_of
 registered: set[str] = set()  # the packages that are there
 _loaded = False
 
@@ -171,7 +167,7 @@ def why_flex(packed: PackedLayout, asked: Question) -> str:
     if _mask_run_one_by_one(asked) is not None:
         return "one kernel for all sequences, where the other backends run them one by one"
     if packed.is_static:
-        return "the fastest in a CUDA graph, where the others pay for all of max_seqs"
+        return "the best in a CUDA graph, where the others pay for sequences that may come"
     return "the fastest where it was measured"
 
 
@@ -192,13 +188,14 @@ def _compiled_code_takes_flex(q: Tensor, v: Tensor, asked: Question) -> bool:
 def _replays_take_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> bool:
     """Return whether flex is the fastest in a CUDA graph that replays other lengths.
 
-    The graph's other kernels pay for each sequence that the offsets have room for. The steps before
-    the capture ask the same, so that they compile what is captured.
+    The graph's other kernels pay for each sequence that there is room for. All steps, and forwards
+    that are computed again, ask the same, so that the first step compiles what is captured.
     """
     if q.shape[0] < LEAST_TOKENS_FOR_FLEX:
         return False
-    room = packed.cu_seqlens_static.shape[0] - 1
-    facts = (*_constants_of(q, v, asked), _constant(q.shape[0], _POWERS), _constant(room, _POWERS))
+    tokens = _constant(q.shape[0], _POWERS)
+    room = _constant(packed.cu_seqlens_static.shape[0] - 1, _POWERS)
+    facts = (*_constants_of(q, v, asked), tokens, room, packed.expected_sequences)
     if not is_compiling():
         return flex_replays_fastest(*facts)
     from cuseq._compile_time import flex_replays_fastest as asked_once
@@ -226,19 +223,6 @@ def _constant(size: int, constants: tuple[int, ...]) -> int:
         if size <= constant:
             return constant
     return 2 * constants[-1]
-
-
-@contextmanager
-def replays_of(sequences: int) -> Iterator[None]:
-    """Say how many sequences rows are expected to have in graphs, where offsets have room for more.
-
-    Zero says nothing.
-    """
-    token = _expected.set(sequences)
-    try:
-        yield
-    finally:
-        _expected.reset(token)
 
 
 def tokens_from_which_flex_is_chosen(head_dim: int, mask: str, window: int) -> int | None:
@@ -273,14 +257,18 @@ def _flex_loses_less(rows: list[tuple[Any, ...]], handicap: float = 1.0) -> bool
     return flex_loss <= others_loss
 
 
-def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
+def flex_replays_fastest(
+    head_dim: int, mask: str, window: int, tokens: int, room: int, expected: int
+) -> bool:
     """Return whether flex is the best choice in a CUDA graph whose offsets have room for sequences.
 
-    Rows may come to have more sequences than are expected, and code is compiled once.
+    Rows may come to have more sequences than the first ones, and the choice stays.
+
+    Args:
+        expected: sequences of the first rows; 0 if unknown.
     """
     facts = (True, head_dim, mask, window, "captured", tokens)
-    expected = min(_expected.get() or room, room)
-    return _flex_loses_less([(*facts, expected), (*facts, room)])
+    return _flex_loses_less([(*facts, min(expected or room, room)), (*facts, room)])
 
 
 def _flex_was_fastest(

@@ -25,6 +25,8 @@ def least_tokens_for_flex(head_dim: int, mask: str, window: int) -> int | None:
 
 
 @assume_constant_result
-def flex_replays_fastest(head_dim: int, mask: str, window: int, tokens: int, room: int) -> bool:
-    """Return whether flex is the fastest in a CUDA graph whose offsets have room for sequences."""
-    return _backends.flex_replays_fastest(head_dim, mask, window, tokens, room)
+def flex_replays_fastest(
+    head_dim: int, mask: str, window: int, tokens: int, room: int, expected: int
+) -> bool:
+    """Return whether flex is the best choice in a CUDA graph whose offsets have such room."""
+    return _backends.flex_replays_fastest(head_dim, mask, window, tokens, room, expected)

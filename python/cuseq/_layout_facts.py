@@ -27,6 +27,7 @@ class LayoutFacts:
 
     # Whether `copy_` fills this layout again between the replays of a CUDA graph.
     is_static = False
+    expected_sequences = 0  # of the rows that fill it in a graph; 0 if unknown
 
     def __init__(self, state: LayoutState):
         self.state = state

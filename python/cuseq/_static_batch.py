@@ -46,8 +46,8 @@ def _check_capacity(packed: PackedLayout, name: str) -> None:
     if max_seqs >= packed.total_tokens:
         raise ValueError(
             f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, got {max_seqs} "
-            "(the default): every replay would compute that many sequences. Give "
-            "PackedLayout.from_lengths or PackingCollator a max_seqs, such as 128"
+            "(the default), which no row has: give PackedLayout.from_lengths or PackingCollator a "
+            "max_seqs, such as 128"
         )
 
 
@@ -95,13 +95,19 @@ class StaticBatch:
         """Return the number of sequences of the layout with the most; 0 without a layout."""
         return max((packed.num_sequences for packed in self._rows()), default=0)
 
+    def expect(self, sequences: int) -> None:
+        """Say how many sequences a layout is expected to have: attention is chosen for as many."""
+        for packed in self._rows():
+            packed.expected_sequences = sequences
+
     @contextmanager
     def promised(self, at_most: int) -> Iterator[None]:
         """Let a capture count on it that replays have at most so many sequences in a layout."""
-        offsets = [packed.cu_seqlens_static for packed in self._rows()]
+        rows = [packed.cu_seqlens_static for packed in self._rows()]
+        offsets = [tensor for tensor in rows if at_most < tensor.shape[0] - 1]
         try:
             for tensor in offsets:
-                _C.promise_sequences(tensor, min(at_most, tensor.shape[0] - 1))
+                _C.promise_sequences(tensor, at_most)
             yield
         finally:
             for tensor in offsets:

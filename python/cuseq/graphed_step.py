@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq._arguments import as_float, as_int, shown
-from cuseq._backends import replays_of
 from cuseq._static_batch import StaticBatch
 
 # A graph attends over this many sequences at least: fewer gain nothing.
@@ -111,9 +110,12 @@ class GraphedStep:
             StaticBatch(example_batch, self._device, "example_batch")
             for _ in range(as_int(accumulation, "accumulation", least=1))
         ]
+        # A graph attends over as many sequences in a layout.
+        self._room = self._needed_room()
+        for batch in self._batches:
+            batch.expect(self._room)
         self._obstacle: str | None = None
         self._give_up(_obstacle(optimizer, self._device))
-        self._room = 0  # sequences that a graph attends over in a layout
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
@@ -155,9 +157,7 @@ class GraphedStep:
         given = self._check(batch)
         for static, leaves in zip(self._batches, given, strict=True):
             static.fill(leaves)
-        most = max(static.most_sequences() for static in self._batches)
-        if most > self._room:
-            self._room = max(_LEAST_ROOM, 1 << (most - 1).bit_length())
+        self._room = max(self._room, self._needed_room())
         if self._obstacle is not None or self._plain_steps_left > 0:
             loss = self._plain_step()
         else:
@@ -165,6 +165,11 @@ class GraphedStep:
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
+
+    def _needed_room(self) -> int:
+        """Return the most sequences of a layout, rounded up, in the static batches."""
+        most = max(batch.most_sequences() for batch in self._batches)
+        return max(_LEAST_ROOM, 1 << (most - 1).bit_length())
 
     def _check(self, batch: Any) -> list[list[Any]]:
         if len(self._batches) == 1:
@@ -203,7 +208,7 @@ class GraphedStep:
         """Run the step over the static batches; gradients must be None before."""
         total: Tensor | None = None
         for batch in self._batches:
-            with self._autocast_region(), replays_of(self._room):
+            with self._autocast_region():
                 loss = _checked_loss(self._loss_fn(batch.value))
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()

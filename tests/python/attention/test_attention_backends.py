@@ -99,15 +99,13 @@ def test_a_graph_is_for_the_sequences_expected_and_for_those_there_is_room_for(
         ((*facts, 1024), {"flash": 90.0, "flex": 4.0}),
     )
 
-    def flex(room: int) -> bool:
-        return _backends.flex_replays_fastest(128, "causal", 0, 1024, room)
+    def flex(expected: int) -> list[bool]:
+        question = (128, "causal", 0, 1024)
+        return [_backends.flex_replays_fastest(*question, n, expected) for n in (8, 128, 1024)]
 
-    assert [flex(room) for room in (8, 128, 1024)] == [False, True, True]
-    with _backends.replays_of(8):
-        assert [flex(room) for room in (8, 128, 1024)] == [False, False, True]
-    with _backends.replays_of(128):
-        assert [flex(room) for room in (8, 128, 1024)] == [False, True, True]
-    assert flex(128)
+    assert flex(expected=0) == [False, True, True]
+    assert flex(expected=8) == [False, False, True]
+    assert flex(expected=128) == [False, True, True]
 
 
 def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):
@@ -135,7 +133,7 @@ def chosen(facts: tuple, usable: set[str]) -> str:
         takes_flex = least is not None and tokens >= least
     else:
         sizes = (1 << (size - 1).bit_length() for size in (tokens, sequences))
-        takes_flex = _backends.flex_replays_fastest(head_dim, mask, window, *sizes)
+        takes_flex = _backends.flex_replays_fastest(head_dim, mask, window, *sizes, expected=0)
     if takes_flex and tokens >= _backends.LEAST_TOKENS_FOR_FLEX:
         return "flex"
     # The op chooses when it runs: in compiled code as in eager code.

@@ -602,6 +602,55 @@ def test_a_graph_has_room_for_the_most_sequences_so_far(monkeypatch):
     assert replayed == ROOMS
 
 
+def test_what_is_expected_of_rows_stays(device):
+    """So that recomputed forwards, and steps of longer rows, choose the attention of the first."""
+    model = TinyModel().to(device)
+    seen = []
+
+    def forward(hidden, packed):
+        seen.append(packed.expected_sequences)
+        return model(hidden, packed)
+
+    def loss_fn(batch):
+        logits = checkpoint(forward, batch["input_ids"], batch["packed"], use_reentrant=False)
+        return nn.functional.cross_entropy(logits, batch["labels"])
+
+    batches = growing_batches()
+    step = GraphedStep(loss_fn, make_optimizer(model), batches[0], warmup=2)
+    for batch in batches:
+        step(batch)
+    assert set(seen) == {8} and len(seen) >= 4
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_replay_attends_over_the_promised_sequences(compiled, cuda, monkeypatch):
+    """With a count that is wrong on purpose, later sequences get no attention and no gradient."""
+    monkeypatch.setattr(graphed_step.StaticBatch, "most_sequences", lambda self: 1)
+    packed = PackedLayout.from_lengths([4] * 12, TOKENS, max_seqs=40)
+    weight = nn.Parameter(torch.randn(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16))
+    out = torch.zeros(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16)
+
+    def attend(rows, packed):
+        return cuseq.varlen_attention(rows, rows, rows, packed, backend="flash")
+
+    if compiled:
+        attend = torch.compile(attend, fullgraph=True, dynamic=False)
+
+    def loss_fn(batch):
+        attended = attend(weight, batch["packed"])
+        out.copy_(attended.detach())
+        return attended.square().sum()
+
+    step = GraphedStep(
+        loss_fn, torch.optim.SGD([weight], lr=0.0, fused=True), {"packed": packed}, warmup=2
+    )
+    for _ in range(4):
+        step({"packed": packed})
+    assert step.captured, step.reason
+    for rows in (out, weight.grad):
+        assert rows[: 8 * 4].any(dim=2).all() and not rows[8 * 4 :].any()
+
+
 def test_rows_of_more_sequences_are_captured_anew(cuda, monkeypatch):
     rooms = []
     capture = GraphedStep._capture

@@ -18,7 +18,15 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 # Members that other modules of the package call, and that users need not know.
 INTERNAL = {
     "cuseq.PackedLayout": {
-        *("as_part_of_row", "static_copy", "mark_static", "is_static", "made_for_tokens", "refill"),
+        *(
+            "as_part_of_row",
+            "static_copy",
+            "mark_static",
+            "is_static",
+            "expected_sequences",
+            "made_for_tokens",
+            "refill",
+        ),
         *("batch_rows", "take_mask", "lengths_on_host", "cu_seqlens_recurrent_on_host"),
         *(
             "check_no_part",

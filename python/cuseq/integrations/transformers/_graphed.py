@@ -153,6 +153,7 @@ class GraphedTraining(TrainerCallback):
         self._batches: list[dict[str, Any]] = []
         self._stepped = False  # whether the optimizer has made this step
         self._steps = 0
+        self._told = False
         self.values: Tensor | None = None  # static: of each batch its loss and its metrics
         self._nothing: Tensor | None = None
 
@@ -291,7 +292,8 @@ class GraphedTraining(TrainerCallback):
     def _tell_if_not_captured(self) -> None:
         assert self.step is not None
         self._steps += 1
-        if self._steps == _WARMUP + 1 and not self.step.captured:
+        if self._steps > _WARMUP and not (self.step.captured or self._told):
+            self._told = True
             warnings.warn(
                 f"the trainer's steps run without a CUDA graph: {self.step.reason}", stacklevel=2
             )
