@@ -38,6 +38,7 @@ from workload import lognormal_lengths
 
 import cuseq
 from cuseq import _backends, _fa4, _flex
+from cuseq._static_batch import room_for
 
 Tensor = torch.Tensor
 LAYERS = 8
@@ -53,8 +54,7 @@ WIDE = ("efficient", "segments")
 class Row:
     """One row of the table: what is attended over, and the backends in question.
 
-    `room` is the number of sequences that a capture attends over; 0 for what a GraphedStep takes,
-    the next power of two.
+    `room` is the number of sequences that a capture attends over; 0 for what a GraphedStep takes.
     """
 
     tokens: int
@@ -75,7 +75,7 @@ class Row:
     @property
     def capacity(self) -> int:
         """Return the room of the offsets, which a capture takes for the number of sequences."""
-        return self.room or max(8, 1 << (len(self.lengths) - 1).bit_length())
+        return self.room or room_for(len(self.lengths))
 
     @property
     def lengths(self) -> list[int]:

@@ -15,6 +15,8 @@ from cuseq._arguments import check_tensor
 from cuseq.data._lengths import is_array
 from cuseq.layout import PackedLayout
 
+_LEAST_ROOM = 8  # sequences; fewer gain nothing
+
 
 def _in_order(value: Any) -> Any:
     """Return a batch whose mappings are dicts in the order of their keys.
@@ -39,6 +41,14 @@ def _leaves(batch: object) -> tuple[list[tuple[str, Any]], Any]:
 
 def _places(leaves: list[tuple[str, Any]]) -> str:
     return ", ".join(place for place, _ in leaves if place) or f"{len(leaves)} values without names"
+
+
+def room_for(sequences: int) -> int:
+    """Return how many sequences a graph attends over if its rows have so many.
+
+    The next power of two, so that few rows have more and need a new graph.
+    """
+    return max(_LEAST_ROOM, 1 << (sequences - 1).bit_length())
 
 
 def _check_capacity(packed: PackedLayout, name: str) -> None:

@@ -14,10 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq._arguments import as_float, as_int, shown
-from cuseq._static_batch import StaticBatch
-
-# A graph attends over this many sequences at least: fewer gain nothing.
-_LEAST_ROOM = 8
+from cuseq._static_batch import StaticBatch, room_for
 
 
 class GraphedStep:
@@ -167,9 +164,8 @@ class GraphedStep:
         return loss
 
     def _needed_room(self) -> int:
-        """Return the most sequences of a layout, rounded up, in the static batches."""
-        most = max(batch.most_sequences() for batch in self._batches)
-        return max(_LEAST_ROOM, 1 << (most - 1).bit_length())
+        """Return the room for the most sequences of a layout in the static batches."""
+        return room_for(max(batch.most_sequences() for batch in self._batches))
 
     def _check(self, batch: Any) -> list[list[Any]]:
         if len(self._batches) == 1:
