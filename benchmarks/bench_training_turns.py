@@ -18,8 +18,10 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 A first step compiles for up to a minute. With --warm all variants of a row length do so at once
 before, in processes of their own: the steps find what these leave in the compiler's cache on disk.
 
-"host" is the time until the step returns, of which the device need not have done anything yet. With
---busy-core the timed steps share one core with another process.
+"host" is the time until the step returns, of which the device need not have done anything yet;
+"launch" is the part of it in CUDA's launch of the graph. "kernels" is the sum of the times of the
+kernels, copies and fills of one more step, as the profiler counts them; only graphs are profiled.
+With --busy-core the timed steps share one core with another process.
 
 The models of stock and flex come from a copy of transformers' modeling module, which
 `cuseq.enable` does not change. "first" is the first step of a variant, with what it compiles. A
@@ -42,6 +44,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import timer
 import torch
@@ -94,6 +97,7 @@ class Runner:
     first_s: float = 0.0
     steps: list[float] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
+    launches: list[float] = field(default_factory=list)
 
     def step(self, batches: list[MicroBatch], device: torch.device) -> tuple[float, float]:
         """Run one step; return its wall time and that of the host alone, in milliseconds."""
@@ -112,12 +116,32 @@ class Runner:
         (batch,) = batches
         if self.graph is None:
             self.graph = cuseq.GraphedStep(self.loss, self.optimizer, batch.inputs)
-        self.graph(batch.inputs)
+        with timed_launches(self.launches):
+            self.graph(batch.inputs)
+
+    def kernels_ms(self, batches: list[MicroBatch], device: torch.device) -> float:
+        """Return the sum of the times of a step's work on the device, in milliseconds."""
+        step = timer.profile(lambda: self.step(batches, device), device=device)
+        return step.within(timer.WHOLE).device_us / 1e3
 
     def loss(self, inputs: dict[str, Any]) -> torch.Tensor:
         """Return the loss of a row on the device, for a graph."""
         batch = MicroBatch(inputs, 1.0, self.variant.block_mask)
         return loss_of(self.model, to_device(batch, inputs["input_ids"].device))
+
+
+@contextmanager
+def timed_launches(milliseconds: list[float]) -> Iterator[None]:
+    """Append the host's time of each launch of a CUDA graph."""
+    replay = torch.cuda.CUDAGraph.replay
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        begun = time.perf_counter()
+        replay(graph)
+        milliseconds.append((time.perf_counter() - begun) * 1e3)
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", timed):
+        yield
 
 
 def copied_modeling() -> ModuleType:
@@ -229,8 +253,8 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
 
     take_turns(args.warmup)
     for runner in runners:
-        runner.steps.clear()
-        runner.hosts.clear()
+        for times in (runner.steps, runner.hosts, runner.launches):
+            times.clear()
     with busy_core() if args.busy_core else nullcontext():
         take_turns(args.steps)
     rows = []
@@ -244,8 +268,16 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
             "most": max(runner.steps), "host": statistics.median(runner.hosts),
             "times": statistics.median(ratios), "first_s": runner.first_s,
         }  # fmt: skip
+        if runner.launches:
+            row["launch"] = statistics.median(runner.launches)
         print(f"{tokens:,} tokens, {row['variant']}: {row['step']:.1f} ms, {row['times']:.3f}")
         rows.append(row)
+    docs = next(stream)
+    timer.check_profiler(device)
+    for runner, row in zip(runners, rows, strict=True):  # last, as a profile slows later launches
+        if runner.graph is not None and runner.graph.captured:
+            batches = prepared(runner.variant, docs, tokens, args.max_seqs)
+            row["kernels"] = runner.kernels_ms(batches, device)
     return rows
 
 
@@ -314,8 +346,8 @@ def main() -> None:
     )
     columns = {
         "tokens": "tokens", "documents": "documents", "variant": "variant", "step": "step ms",
-        "least": "least", "most": "most", "host": "host ms", "times": "times",
-        "first_s": "first s",
+        "least": "least", "most": "most", "host": "host ms", "launch": "launch ms",
+        "kernels": "kernels ms", "times": "times", "first_s": "first s",
     }  # fmt: skip
     report.tables.append(Table("Steps in turns", columns, rows))
     report.write(args.out)
