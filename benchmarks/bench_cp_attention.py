@@ -1,20 +1,22 @@
 """Benchmark attention over parts of a row, and steps of models, on several GPUs.
 
-    python -m benchmarks cp_attention [--ranks 2] [--shapes 0.6b] [--steps-of 0.6b] [--rows N]
+    python -m benchmarks cp_attention [--ranks 2] [--shapes 0.6b] [--steps-of 0.6b]
+        [--rows N ...] [--step-rows N ...] [--backend flash]
     torchrun --nproc-per-node 2 -m benchmarks cp_attention
 
 Without torchrun it starts one process for each rank: over NCCL on GPUs, over gloo on the CPU, where
 sizes are small and only the differences between outputs mean anything.
 
 Rows: lognormal documents of mean 350 at 8 K and 32 K tokens a rank, long-tailed ones, 12 to 24 K
-ones, one document of 32 K and of 128 K, and one of 16 K among short ones. Variants of a layer's
-attention, forward and backward, each over the same row unless it says otherwise:
+ones, one document of 32 K and of 128 K, and one of 16 K among short ones: numbers 1 to 7 of --rows.
+Variants of a layer's attention, forward and backward, each over the same row unless it says
+otherwise, those of cuseq over the kernels of --backend:
 
 - `cuseq`, `cuseq contiguous`, `cuseq ulysses`: `varlen_attention` over the parts of each policy;
 - `pieces alone`: the pieces of `cuseq` as documents of their own: its attention without exchange,
   and without far keys;
-- `all-gather`, `zigzag ring`: shims (cp_peers.py) over the same kernels; the ring's documents are
-  padded to multiples of 2 R;
+- `all-gather`, `zigzag ring`: shims (cp_peers.py) over PyTorch's flash kernels; the ring's
+  documents are padded to multiples of 2 R;
 - `dp`: documents dealt whole, by bin packing, as data parallelism would: rows of other lengths;
 - `one GPU / R`: the whole row on one GPU, its time divided by R.
 
@@ -48,6 +50,8 @@ from cuseq.data import bin_pack
 from cuseq.distributed import cp_partition, cp_plan
 
 WARMUP = 3  # calls before the first that counts
+BUDGET_S = 0.5  # for the calls of one measurement, of which there are at least MIN_CALLS
+MIN_CALLS = 3
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -70,17 +74,20 @@ def workloads(ranks: int, device: torch.device) -> dict[str, list[int]]:
 class Bench:
     """One rank's side of the measurements."""
 
-    def __init__(self, device: torch.device, repeats: int):
-        self.device, self.repeats = device, repeats
+    def __init__(self, device: torch.device, repeats: int, backend: str):
+        self.device, self.repeats, self.backend = device, repeats, backend
         self.group = dist.group.WORLD
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
         self.signal = torch.zeros(1, device=device)
 
     def rows(self, tokens: int, heads: int, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        rows = torch.randn(tokens, heads, HEAD_DIM, generator=generator)
-        return rows.to(self.device, self.dtype)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (tokens, heads, HEAD_DIM)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+    def attention(self, packed: PackedLayout) -> Attend:
+        return layout_attention(packed, self.backend)
 
     def slowest(self, value: float) -> float:
         reduced = torch.tensor(value, device=self.device)
@@ -95,15 +102,18 @@ class Bench:
         """
         if self.device.type != "cuda":
             return self.time_on_cpu(call)
-        seconds = 0.0
+        host_s = call_s = 0.0
         for _ in range(WARMUP):
             torch.cuda.synchronize()
             begun = time.perf_counter()
             call()
-            seconds = time.perf_counter() - begun
-        hold = timer.hold_cycles(self.slowest(seconds))
+            host_s = time.perf_counter() - begun
+            torch.cuda.synchronize()
+            call_s = time.perf_counter() - begun
+        hold = timer.hold_cycles(self.slowest(host_s))
+        affordable = int(BUDGET_S / self.slowest(call_s))
         samples = []
-        for _ in range(self.repeats):
+        for _ in range(max(MIN_CALLS, min(self.repeats, affordable))):
             dist.all_reduce(self.signal)
             torch.cuda._sleep(hold)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -127,13 +137,14 @@ class Bench:
         """Return microseconds that a call occupies the host."""
         if self.device.type != "cuda":
             return self.time_on_cpu(call)
-        torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(10):
+        samples = []
+        for _ in range(MIN_CALLS):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
             call()
-        spent = (time.perf_counter() - begun) * 1e5
+            samples.append((time.perf_counter() - begun) * 1e6)
         torch.cuda.synchronize()
-        return self.slowest(spent)
+        return self.slowest(statistics.median(samples))
 
     def part(self, lengths: list[int], policy: str, heads: tuple[int, int]) -> tuple[Any, ...]:
         packed = PackedLayout.from_lengths(lengths, max_seqs=len(lengths))
@@ -149,12 +160,12 @@ class Bench:
         for policy in ("auto", "contiguous", "ulysses"):
             plan, local, tokens = self.part(lengths, policy, heads)
             name = "cuseq" if policy == "auto" else f"cuseq {policy}"
-            found[name] = (layout_attention(local), tokens, plan.moved_share, lengths)
+            found[name] = (self.attention(local), tokens, plan.moved_share, lengths)
             if policy == "auto":
                 pieces = PackedLayout.from_lengths(
                     local.lengths_on_host().tolist(), local.total_tokens
                 )
-                alone = layout_attention(pieces.to(self.device))
+                alone = self.attention(pieces.to(self.device))
                 found["pieces alone"] = (alone, tokens, None, lengths)
         found["all-gather"] = (gather := AllGather(lengths, self.group, self.device)), gather.tokens
         found["all-gather"] += (1.0, lengths)
@@ -163,7 +174,7 @@ class Bench:
         ring = ZigzagRing(padded, self.group, self.device)
         found["zigzag ring"] = (ring, ring.tokens, 1.0, padded)
         own = PackedLayout.from_lengths(self.dealt(lengths)).to(self.device)
-        found["dp"] = (layout_attention(own), None, 0.0, [own.total_tokens])
+        found["dp"] = (self.attention(own), None, 0.0, [own.total_tokens])
         return found
 
     def dealt(self, lengths: list[int]) -> list[int]:
@@ -183,7 +194,7 @@ class Bench:
         total = sum(lengths)
         whole = PackedLayout.from_lengths(lengths, max_seqs=len(lengths)).to(self.device)
         tensors = [self.rows(total, n, seed) for seed, n in enumerate((heads[0], *heads[1:] * 2))]
-        expected = self.run(layout_attention(whole), tensors)
+        expected = self.run(self.attention(whole), tensors)
         table = []
         for name, (attend, tokens, moved, row) in self.variants(lengths, heads).items():
             if tokens is None or row != lengths:
@@ -200,7 +211,7 @@ class Bench:
                 )
             table.append({"variant": name, "moved": moved, "differs": differs}
                          | self.timed(attend, own))  # fmt: skip
-        one = self.timed(layout_attention(whole), tensors)
+        one = self.timed(self.attention(whole), tensors)
         one = {key: value / self.ranks for key, value in one.items() if key != "host"}
         table.append({"variant": "one GPU / R"} | one)
         alone = next(row for row in table if row["variant"] == "pieces alone")
@@ -266,11 +277,15 @@ def work(rank: int, ranks: int, port: int, args: Any) -> None:
         where |= {"rank": rank, "world_size": ranks}
     dist.init_process_group(backend, **where)
     report = Report("cp_attention", environment(args.device))
-    bench = Bench(device, args.repeats)
+    bench = Bench(device, args.repeats, args.backend)
     headings = {"row": "row", "variant": "variant", "forward": "us, forward",
                 "both": "forward + backward", "exposed": "exposed", "host": "host us",
                 "moved": "moved, of an all-gather", "differs": "largest difference"}  # fmt: skip
-    rows = list(workloads(ranks, device).items())[: args.rows]
+    numbered = dict(enumerate(workloads(ranks, device).items(), 1))
+    rows, step_rows = (
+        [numbered[number] for number in chosen or numbered]
+        for chosen in (args.rows, args.step_rows)
+    )
 
     def keep(table: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
         """Add rows to a table and write the report, which stays if a later row fails."""
@@ -292,7 +307,7 @@ def work(rank: int, ranks: int, port: int, args: Any) -> None:
     for shape in args.steps_of:
         table = []
         report.tables.append(Table(f"Steps of {shape} over {ranks} ranks", headings, table))
-        for name, lengths in rows:
+        for name, lengths in step_rows:
             for compiled in (False, True) if device.type == "cuda" else (False,):
                 code = {"row": name, "code": "compiled" if compiled else "eager"}
                 keep(table, [code | row for row in bench.steps(shape, lengths, compiled)])
@@ -304,7 +319,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="layers to measure")
     parser.add_argument("--steps-of", nargs="*", choices=SHAPES, help="models to train")
-    parser.add_argument("--rows", type=int, help="measure the first rows only")
+    for option, what in (("--rows", "layers"), ("--step-rows", "steps")):
+        parser.add_argument(
+            option, type=int, nargs="+", metavar="N", help=f"numbers of the rows of {what}"
+        )
+    parser.add_argument("--backend", default="flash", help="of cuseq's attention, default flash")
     parser.add_argument("--repeats", type=int, default=None, help="repetitions of a measurement")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
@@ -312,6 +331,8 @@ def main() -> None:
     args.shapes = sizes if args.shapes is None else args.shapes
     args.steps_of = sizes[:1] if args.steps_of is None else args.steps_of
     args.repeats = args.repeats or (20 if on_gpu else 3)
+    if not on_gpu:
+        args.backend = "auto"
     if "RANK" in os.environ:  # torchrun
         work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0, args)
         return

@@ -106,10 +106,10 @@ class Trainer:
         return loss.detach()
 
 
-def layout_attention(packed: cuseq.PackedLayout) -> Attend:
-    """Return the attention of a layout."""
+def layout_attention(packed: cuseq.PackedLayout, backend: str) -> Attend:
+    """Return the attention of a layout over a backend of `varlen_attention`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return cuseq.varlen_attention(q, k, v, packed)
+        return cuseq.varlen_attention(q, k, v, packed, backend=backend)
 
     return attend
