@@ -28,6 +28,7 @@ BENCHMARKS = {
         "two GPUs for figures that count",
     ),
     "cp_plan": ("plans of context parallelism: host time and quality", "nothing; it needs no GPU"),
+    "families": ("what `enable` gains for models of several families", "transformers"),
     "masks": ("dense and block masks beside torch and unsloth", "PEERS for unsloth"),
     "metadata": ("offsets, positions and layouts, with waits of the host", "nothing"),
     "packing": ("bin_pack, sampler and stream", "nothing; it needs no GPU"),

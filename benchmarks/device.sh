@@ -14,8 +14,8 @@
 #             failures.txt; without it, results go to benchmarks/results/DATE
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
-#             others, of up to 10 minutes each: unsloth, training_turns, attention_backends, and
-#             with several GPUs cp_attention
+#             others, of up to 10 minutes each: unsloth, training_turns, attention_backends,
+#             families, and with several GPUs cp_attention
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
 #   (.peers);
 #             benchmarks/peers.txt says how to fill it
