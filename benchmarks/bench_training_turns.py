@@ -11,7 +11,7 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 - `flex`: transformers' flex attention, with the mask that transformers makes of the position ids,
   which breaks the graph of a compiled model;
 - `flex_block_mask`: flex attention over cuseq's `packed.block_mask()`;
-- `auto`, `flash`, `fa4`: `cuseq.enable(model, backend=...)`;
+- `auto`, `flash`, `fa4`, `enabled_flex`: `cuseq.enable(model, backend=...)`;
 - `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
 - `flex_graphed`: flex attention captured the same way, over `packed.block_mask()` of the graph.
 
@@ -77,6 +77,7 @@ VARIANTS = {
         replace(ENABLED, name="auto"),
         replace(ENABLED, name="flash", backend="flash"),
         replace(ENABLED, name="fa4", backend="fa4"),
+        replace(ENABLED, name="enabled_flex", backend="flex"),
         replace(ENABLED, name="auto_graphed"),
         replace(FLEX, name="flex_graphed", lengths="host", block_mask=True),
     )
