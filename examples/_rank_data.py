@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -151,6 +154,7 @@ class RankRows:
             batch_sampler=self._sampler,
             collate_fn=Collate(row_length, cp),
             num_workers=workers,
+            worker_init_fn=outlive_signals,
             pin_memory=ranks.device.type == "cuda",
             generator=torch.Generator(),  # else each epoch draws from the training's numbers
         )
@@ -191,3 +195,21 @@ class RankRows:
         self._used = self._sampler.state_dict()["step"]
         if self._used == len(self._sampler):
             self._next_epoch()
+
+
+def outlive_signals(worker: int) -> None:
+    """Let a process that makes batches go on when SIGTERM or SIGINT comes to all processes.
+
+    torchrun, Slurm and terminals send them to these processes too, but their rank still needs
+    batches until it stops. SIGTERM from the rank itself ends them as before.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        Thread(target=_end_by_signal_of, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_by_signal_of(rank: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
+        pass
+    os._exit(0)

@@ -722,6 +722,22 @@ def wait_for_line(file: Path, number: int, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("sender", ["another process", "the rank"])
+def test_a_process_that_loads_data_ends_by_a_signal_of_its_rank_alone(sender):
+    init = import_example("_rank_data").outlive_signals
+    batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1, worker_init_fn=init))
+    next(batches)
+    (process,) = batches._workers
+    if sender == "the rank":
+        process.terminate()
+        process.join(20)
+        assert process.exitcode == 0
+        return
+    for name in ("-TERM", "-INT"):
+        subprocess.run(["kill", name, str(process.pid)], check=True)
+    assert len(list(batches)) == 99
+
+
 @pytest.mark.full
 def test_sigterm_to_torchrun_saves_a_checkpoint(inputs, tmp_path):
     command = torchrun(tmp_path, *inputs, "--steps", 5000)
