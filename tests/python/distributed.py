@@ -79,7 +79,7 @@ def run(
 ) -> list[Any]:
     """Return the result of `worker(rank, *arguments)` from each process of a group.
 
-    Over NCCL each process uses the GPU of its rank.
+    Over NCCL ("nccl" or "cpu:gloo,cuda:nccl") each process uses the GPU of its rank.
 
     Raises:
         RuntimeError: a process failed or the time was up; the message has every traceback.
@@ -125,7 +125,7 @@ def _enter(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     try:
         dist.init_process_group(

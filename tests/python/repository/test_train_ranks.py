@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,10 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS = 10
 HALF = STEPS // 2
 DOCUMENTS = 300  # more than ten steps use, fewer than twenty
+UNCUT = 300  # steps, for a run that a signal is to stop
+# The processes of a test may have none of their own, which would load the data.
+ON_GPUS = ["--device", "cuda", "--workers", "0"]
+FP32 = [*ON_GPUS, "--precision", "fp32"]
 
 
 def import_example(name: str) -> Any:
@@ -77,7 +83,8 @@ def train(out: Path, *options: object) -> tuple[list[dict], list[list[int]]]:
     parsed = import_example("_ranks_options").parse_options(None, [*map(str, options)])
     if parsed.resume is None:
         parsed.out = out
-    ranks = import_example("_mesh").make_ranks("cpu", parsed.dp_replicate, parsed.cp)
+    device = parsed.device.type
+    ranks = import_example("_mesh").make_ranks(device, parsed.dp_replicate, parsed.cp)
     seen: list[list[int]] = []
 
     class Recorded(data.TokenStore):
@@ -107,16 +114,22 @@ def copy_run(source: Path, target: Path, step: int) -> Path:
     return target
 
 
-def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
-    """Train, resume, share rows, stop by a signal, and save to a full disk."""
+def basic_runs(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
+    """Train, resume, share rows, and stop by a signal."""
     outcome: dict[str, Any] = {}
     outcome["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
     half = copy_run(folder / "whole", folder / "half", HALF)
     outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
     outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
+    outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
+    return outcome
+
+
+def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
+    """Make the basic runs, train GPT-2, and save to a full disk."""
+    outcome = basic_runs(rank, folder, inputs)
     options = ("--model", folder / "gpt2.json", "--cp", 2)
     outcome["gpt2"] = train(folder / "gpt2", *inputs, *options)[0]
-    outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
 
@@ -251,11 +264,22 @@ def test_copies_of_a_sharded_model_have_the_losses_of_one_rank(one_rank, inputs,
 
 
 def test_a_run_that_resumes_on_as_many_ranks_is_bit_equal(runs):
-    folder, of_ranks = runs
+    check_resumed(*runs)
+
+
+def check_equal_logs(log: list[dict], expected: list[dict]) -> None:
+    """Check that the numbers of two logs that do not depend on time are bit-equal."""
+    keys = ("step", "loss", "grad_norm", "tokens", "balance")
+    for line, other in zip(log, expected):
+        assert {key: line[key] for key in keys} == {key: other[key] for key in keys}
+    assert len(log) == len(expected)
+
+
+def check_resumed(folder: Path, of_ranks: list[dict[str, Any]]) -> None:
+    """Check that the resumed run of two ranks is bit-equal to the whole one."""
     for outcome in of_ranks:
         (whole, samples), (resumed, samples_after) = outcome["whole"], outcome["resumed"]
-        for key in ("loss", "grad_norm", "tokens", "balance"):
-            assert [line[key] for line in resumed] == [line[key] for line in whole], key
+        check_equal_logs(resumed, whole)
         assert samples_after == samples[HALF:]
     whole, resumed = (tensors_of(checkpoint(folder / run, STEPS)) for run in ("whole", "half"))
     assert len(whole) > 50 and list(whole) == list(resumed)
@@ -276,6 +300,13 @@ def test_another_number_of_ranks_repeats_and_loses_no_sample(runs, one_rank, inp
     folder, of_ranks = runs
     out = copy_run(folder / "whole", tmp_path / "one", HALF)
     log, of_one = train(out, *inputs, "--save-every", HALF, "--resume", out)
+    check_samples(of_ranks, out, log, of_one)
+
+
+def check_samples(
+    of_ranks: list[dict[str, Any]], out: Path, log: list[dict], of_one: list[list[int]]
+) -> None:
+    """Check that each sample is in one row, of two ranks, of one after them, or of three."""
     assert losses(log)[:HALF] == losses(of_ranks[0]["whole"][0])[:HALF]
     assert len(of_one) == STEPS - HALF
     of_two = [row for outcome in of_ranks for row in outcome["whole"][1][:HALF]]
@@ -323,7 +354,11 @@ def test_a_position_at_the_end_of_an_epoch_starts_the_next(runs):
 
 
 def test_sigterm_to_one_rank_saves_a_checkpoint_on_all(runs):
-    folder, of_ranks = runs
+    check_stopped(*runs)
+
+
+def check_stopped(folder: Path, of_ranks: list[dict[str, Any]]) -> None:
+    """Check that a signal to one rank ended all after the same step, with a checkpoint."""
     for outcome in of_ranks:
         log, samples = outcome["stopped"]
         assert len(log) == len(samples) == 4  # the ranks ask each other as a step begins
@@ -715,11 +750,55 @@ def torchrun(out: Path, *options: object) -> list[str]:
     return [*map(str, launch), str(EXAMPLES / "train.py"), *map(str, options), "--out", str(out)]
 
 
-def wait_for_line(file: Path, number: int, process: subprocess.Popen) -> None:
+def wait_for_line(
+    file: Path, number: int, process: subprocess.Popen, output: Path | None = None
+) -> None:
     """Wait until a run has written that many lines of its log."""
+    end = time.monotonic() + 180
     while not file.exists() or len(file.read_text().splitlines()) < number:
-        assert process.poll() is None, process.communicate()
+        if process.poll() is not None or time.monotonic() > end:
+            code = process.poll()
+            raise AssertionError(output.read_text() if output else process.communicate(), code)
         time.sleep(0.05)
+
+
+@contextmanager
+def launched(command: list[str], output: Path) -> Iterator[subprocess.Popen]:
+    """Start torchrun with its output in a file; at the end no process of it is left."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        yield process
+    finally:
+        ranks = children.read_text().split() if process.poll() is None else []
+        process.kill()
+        process.wait()
+        for rank in ranks:  # each leads a session, with the processes that load its data
+            with suppress(ProcessLookupError):
+                os.killpg(int(rank), signal.SIGKILL)
+
+
+def stop_and_resume(out: Path, *options: object) -> tuple[int, list[dict]]:
+    """Stop torchrun by SIGTERM and resume; return the step it stopped after, and the log."""
+    log, output = out / "log.jsonl", out.with_suffix(".txt")
+    with launched(torchrun(out, *options), output) as process:
+        wait_for_line(log, 4, process, output)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=90)
+    said = output.read_text()
+    step = len(log.read_text().splitlines())
+    assert f"Stopped by SIGTERM after step {step}" in said, said
+    assert "forcefully" not in said, said  # torchrun did not have to kill a rank
+    assert (checkpoint(out, step) / "manifest.json").exists()
+    with launched(torchrun(out, *options, "--resume", out), output) as process:
+        assert process.wait(timeout=150) == 0, output.read_text()
+    return step, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def uncut(rank: int, out: Path, inputs: list[str]) -> list[dict]:
+    """Train for so many steps that a signal comes in time."""
+    return train(out, *inputs, "--steps", UNCUT)[0]
 
 
 @pytest.mark.parametrize("sender", ["another process", "the rank"])
@@ -739,18 +818,11 @@ def test_a_process_that_loads_data_ends_by_a_signal_of_its_rank_alone(sender):
 
 
 @pytest.mark.full
-def test_sigterm_to_torchrun_saves_a_checkpoint(inputs, tmp_path):
-    command = torchrun(tmp_path, *inputs, "--steps", 5000)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        wait_for_line(tmp_path / "log.jsonl", 3, process)
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    steps = len((tmp_path / "log.jsonl").read_text().splitlines())
-    assert f"Stopped by SIGTERM after step {steps}" in output + errors
-    assert (checkpoint(tmp_path, steps) / "manifest.json").exists()
+def test_a_run_that_sigterm_to_torchrun_stopped_goes_on(inputs, tmp_path):
+    options = [*inputs, "--steps", UNCUT, "--workers", 2]
+    step, log = stop_and_resume(tmp_path / "stopped", *options)
+    assert 4 <= step < UNCUT
+    check_equal_logs(log, distributed.run(uncut, tmp_path / "uncut", inputs, limit=240)[0])
 
 
 @pytest.mark.full
@@ -768,6 +840,101 @@ def test_torchrun_restarts_after_a_killed_rank_from_the_checkpoint(inputs, tmp_p
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == list(range(1, 61))
     assert (checkpoint(tmp_path, 60) / "manifest.json").exists()
+
+
+# ------------------------------------------------------------------------------- GPUs
+
+
+def on_two_gpus(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
+    """Make the basic runs in fp32, and a longer one in bf16."""
+    outcome = basic_runs(rank, folder, [*inputs, *FP32])
+    outcome["uncut"] = uncut(rank, folder / "uncut", [*inputs, *ON_GPUS])
+    return outcome
+
+
+def on_one_gpu(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
+    """Train on the rows that two GPUs share, and on theirs; continue what two began."""
+    inputs = [*inputs, *FP32]
+    outcome: dict[str, Any] = {"one row": train(folder / "one row", *inputs)}
+    outcome["two rows"] = train(folder / "two rows", *inputs, "--accumulation", 2)
+    out = copy_run(folder / "whole", folder / "continued", HALF)
+    outcome["continued"] = train(out, *inputs, "--save-every", HALF, "--resume", out)
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def gpu_runs(inputs, tmp_path_factory) -> tuple[Path, list[dict[str, Any]], dict[str, Any]]:
+    """Return the folder of the runs, what each of two GPUs saw, and what one GPU saw."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    folder, both = tmp_path_factory.mktemp("gpus"), "cpu:gloo,cuda:nccl"  # as train.py
+    of_two = distributed.run(on_two_gpus, folder, inputs, backend=both, limit=240)
+    (of_one,) = distributed.run(on_one_gpu, folder, inputs, processes=1, backend=both, limit=120)
+    return folder, of_two, of_one
+
+
+def check_losses(log: list[dict], expected: list[dict]) -> None:
+    """Check losses of fp32, whose kernels on GPUs add up in another order in parts of a row."""
+    assert losses(log) == pytest.approx(losses(expected), rel=2e-4)
+    assert [line["tokens"] for line in log] == [line["tokens"] for line in expected]
+    assert log[-1]["loss"] < log[0]["loss"]
+
+
+@pytest.mark.slow
+def test_two_gpus_have_the_losses_of_one(second_gpu, gpu_runs):
+    _, of_two, of_one = gpu_runs
+    check_losses(of_two[0]["whole"][0], of_one["two rows"][0])
+
+
+@pytest.mark.slow
+def test_gpus_that_share_rows_have_the_losses_of_one(second_gpu, gpu_runs):
+    _, of_two, of_one = gpu_runs
+    for outcome in of_two:
+        assert outcome["shared rows"][1] == of_one["one row"][1]
+    check_losses(of_two[0]["shared rows"][0], of_one["one row"][0])
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_on_two_gpus_is_bit_equal(second_gpu, gpu_runs):
+    """No document reaches a second block of keys, whose sums would come in any order."""
+    folder, of_two, _ = gpu_runs
+    check_resumed(folder, of_two)
+
+
+@pytest.mark.slow
+def test_one_gpu_that_goes_on_repeats_and_loses_no_sample(second_gpu, gpu_runs):
+    folder, of_two, of_one = gpu_runs
+    check_samples(of_two, folder / "continued", *of_one["continued"])
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_gpu_saves_a_checkpoint_on_both(second_gpu, gpu_runs):
+    folder, of_two, _ = gpu_runs
+    check_stopped(folder, of_two)
+
+
+@pytest.mark.slow
+def test_the_log_has_the_exposed_communication_of_gpus(second_gpu, gpu_runs):
+    _, of_two, _ = gpu_runs
+    for run in (of_two[0]["shared rows"][0], of_two[0]["uncut"]):
+        shares = {line["step"]: line.get("exposed_communication") for line in run}
+        assert [step for step, share in shares.items() if share is not None] == [
+            step for step in shares if import_example("_exposed").is_profiled(step)
+        ]
+        assert 0 < shares[3] < 1
+
+
+@pytest.mark.slow
+def test_a_run_on_two_gpus_that_sigterm_stopped_goes_on_bit_equal(
+    second_gpu, gpu_runs, inputs, tmp_path
+):
+    """torchrun starts it, with processes that load the data and bf16, as users do."""
+    options = [*inputs, "--device", "cuda", "--log-every", 1, "--steps", UNCUT]
+    step, log = stop_and_resume(tmp_path / "stopped", *options)
+    assert 4 <= step < UNCUT
+    check_equal_logs(log, gpu_runs[1][0]["uncut"])
+    profiled = [line["step"] for line in log if "exposed_communication" in line]
+    assert profiled[:1] == [3] and (step + 3 in profiled) == (step + 3 <= UNCUT)
 
 
 def test_a_mistake_is_printed_once(tmp_path, monkeypatch, capsys):
