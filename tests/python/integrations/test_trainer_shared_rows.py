@@ -21,24 +21,12 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 tokenizers = pytest.importorskip("tokenizers")
 
-from trainer_models import small_model  # noqa: E402
+from trainer_models import documents, small_model  # noqa: E402
 
 from cuseq.integrations.transformers._private import CP_INPUTS, NUM_ITEMS  # noqa: E402
 
 STEPS, CAPACITY = 12, 40
 MEASURES = ("loss", "grad_norm", "eval_loss")
-
-
-def documents(count: int, seed: int, longest: int = 24) -> list[dict[str, list[int]]]:
-    """Return documents with prompts of any length, so that no two rows have as many labels."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(count):
-        length = int(torch.randint(2, longest, (1,), generator=generator))
-        ids = torch.randint(2, 64, (length,), generator=generator).tolist()
-        prompt = int(torch.randint(0, length, (1,), generator=generator))
-        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
-    return made
 
 
 def make_model(**options):

@@ -1,4 +1,4 @@
-"""The small model of the tests of trainers."""
+"""The small model and the documents of the tests of trainers."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ def small_model(
     return transformers.AutoModelForCausalLM.from_config(
         made, attn_implementation=attention, dtype=dtype
     )
+
+
+def documents(count: int, seed: int, longest: int = 24) -> list[dict[str, list[int]]]:
+    """Return documents with prompts of any length, so that no two rows have as many labels."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        length = int(torch.randint(2, longest, (1,), generator=generator))
+        ids = torch.randint(2, 64, (length,), generator=generator).tolist()
+        prompt = int(torch.randint(0, length, (1,), generator=generator))
+        made.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return made
