@@ -48,6 +48,7 @@ PYBIND11_MODULE(_C, m) {
   cuseq::python::bind_cache(m);
   cuseq::python::bind_conv(m);
   cuseq::python::bind_layout(m);
+  cuseq::python::bind_parameters(m);
   cuseq::python::bind_planning(m);
   cuseq::python::bind_rope(m);
   cuseq::python::bind_trees(m);

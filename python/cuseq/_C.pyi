@@ -87,6 +87,11 @@ class CpPlan:
 
 # Trees (csrc/trees).
 
+class CapturedParameters:
+    def __init__(self, groups: list[list[Tensor]], /) -> None: ...
+    def are(self, groups: list[list[Tensor]], /) -> bool: ...
+    def set_gradients(self, groups: list[list[Tensor]], /) -> None: ...
+
 class TreeMeta:
     """What each entry of a tree's meta holds."""
 

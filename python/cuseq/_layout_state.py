@@ -137,25 +137,28 @@ class LayoutState(NamedTuple):
 
     def check_like(self, other: LayoutState) -> None:
         """Raise ValueError unless `filled_from(other)` is possible."""
-
-        def check(what: str, mine: object, given: object) -> None:
-            if mine != given:
-                raise ValueError(f"other must have the same {what}: {mine}, got {given}")
-
-        check("device", self.cu_seqlens_static.device, other.cu_seqlens_static.device)
-        check("total_tokens", self.total_tokens, other.total_tokens)
-        max_seqs = self.cu_seqlens_static.shape[0] - 1
-        check("max_seqs", max_seqs, other.cu_seqlens_static.shape[0] - 1)
-        check("padding between sequences", self.segments is not None, other.segments is not None)
-        if self.tokens is not None and other.tokens is not None:
-            check("padded batch", tuple(self.tokens.shape), tuple(other.tokens.shape))
-        for name in (*_STATIC_OF_PART, *_STATIC_OF_TREE):
-            mine, given = (getattr(state, name) for state in (self, other))
-            shapes = (None if tensor is None else tuple(tensor.shape) for tensor in (mine, given))
-            check(f"shape of {name}", *shapes)
-        check("process group", self.rank_group, other.rank_group)
+        mine, given = self._form(), other._form()
+        if mine != given:
+            for what, value in mine.items():
+                may_lack = what == "padded batch" and None in (value, given[what])
+                if value != given[what] and not may_lack:
+                    raise ValueError(f"other must have the same {what}: {value}, got {given[what]}")
         if self.segments is not None and other.segments is not None:
             self.segments.check_like(other.segments)
+
+    def _form(self) -> dict[str, Any]:
+        """Return what all rows of a kind have alike, by name."""
+        form: dict[str, Any] = {
+            "device": self.cu_seqlens_static.device,
+            "total_tokens": self.total_tokens,
+            "max_seqs": self.cu_seqlens_static.shape[0] - 1,
+            "padding between sequences": self.segments is not None,
+            "padded batch": _shape(self.tokens),
+        }
+        for name in (*_STATIC_OF_PART, *_STATIC_OF_TREE):
+            form[f"shape of {name}"] = _shape(getattr(self, name))
+        form["process group"] = self.rank_group
+        return form
 
     def filled_from(self, other: LayoutState) -> LayoutState:
         """Copy another state's static tensors on the device into this state's, and return a state
@@ -186,6 +189,10 @@ class LayoutState(NamedTuple):
         """Turn the result of `to_buffers` back into a state with tensors on the host."""
         with outside_inference_mode():
             return self.map(lambda buffers: {n: buffer.tensor() for n, buffer in buffers.items()})
+
+
+def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
+    return None if tensor is None else tuple(tensor.shape)
 
 
 def _copied(tensors: Tensors, device: torch.device) -> Tensors:

@@ -39,8 +39,8 @@ def _leaves(batch: object) -> tuple[list[tuple[str, Any]], Any]:
     return [(pytree.keystr(path), leaf) for path, leaf in paths], structure
 
 
-def _places(leaves: list[tuple[str, Any]]) -> str:
-    return ", ".join(place for place, _ in leaves if place) or f"{len(leaves)} values without names"
+def _shown(places: list[str]) -> str:
+    return ", ".join(filter(None, places)) or f"{len(places)} values without names"
 
 
 def room_for(sequences: int) -> int:
@@ -77,7 +77,7 @@ class StaticBatch:
 
     def __init__(self, example: object, device: torch.device, name: str):
         leaves, self._structure = _leaves(example)
-        self._given = _places(leaves)
+        self._places = [place for place, _ in leaves]
         self._leaves: list[Any] = []
         for place, leaf in leaves:
             leaf_name = name + place
@@ -134,13 +134,14 @@ class StaticBatch:
         A tensor must have the example's shape and dtype, a layout its `total_tokens`, `max_seqs`
         and kind; any other value must be equal to the example's.
         """
-        leaves, structure = _leaves(batch)
+        leaves, structure = pytree.tree_flatten(_in_order(batch))
         if structure != self._structure:
+            given = [place for place, _ in _leaves(batch)[0]]
             raise ValueError(
-                f"{name} must have the structure of example_batch, {self._given}, got "
-                f"{_places(leaves)}"
+                f"{name} must have the structure of example_batch, {_shown(self._places)}, got "
+                f"{_shown(given)}"
             )
-        for static, (place, leaf) in zip(self._leaves, leaves, strict=True):
+        for static, place, leaf in zip(self._leaves, self._places, leaves, strict=True):
             leaf_name = name + place
             if type(leaf) is not type(static) and not isinstance(static, Tensor | PackedLayout):
                 raise ValueError(
@@ -155,7 +156,7 @@ class StaticBatch:
                     f"{leaf_name} must be {static!r} as in example_batch, since a graph keeps "
                     f"constants, got {leaf!r}"
                 )
-        return [leaf for _, leaf in leaves]
+        return leaves
 
     def fill(self, leaves: list[Any]) -> None:
         """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from cuseq import _C
 from cuseq._arguments import as_float, as_int, shown
 from cuseq._static_batch import StaticBatch, room_for
 
@@ -287,15 +288,19 @@ class _Graph:
         self._rates = rates
         self._rates_now = [_number(group["lr"]) for group in optimizer.param_groups]
         self._state = optimizer.state
-        self._constants = _constants(optimizer)
-        self._gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self._options = _options(optimizer)
+        self._parameters = _C.CapturedParameters(_parameters(optimizer))
 
     def still_fits(self, optimizer: Optimizer, room: int) -> bool:
         """Return whether the optimizer has the parameters, state and options of the capture, which
         had room for so many sequences.
         """
-        fits = room <= self._room and optimizer.state is self._state
-        return fits and _constants(optimizer) == self._constants
+        return (
+            room <= self._room
+            and optimizer.state is self._state
+            and self._parameters.are(_parameters(optimizer))
+            and _options(optimizer) == self._options
+        )
 
     def replay(self, optimizer: Optimizer) -> None:
         """Run the step with the learning rates of now."""
@@ -308,21 +313,19 @@ class _Graph:
                 self._rates[number].fill_(rate)
             self._rates_now[number] = rate
         self._graph.replay()
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        for parameter, gradient in zip(parameters, self._gradients, strict=True):
-            parameter.grad = gradient
+        self._parameters.set_gradients(_parameters(optimizer))
 
 
-def _constants(optimizer: Optimizer) -> list[Any]:
-    """Return what a captured step has in it: options, and where parameters are."""
-    options = [
+def _parameters(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options that a captured step has in it as constants."""
+    return [
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
-    parameters = [
-        (p.data_ptr(), p.requires_grad) for group in optimizer.param_groups for p in group["params"]
-    ]
-    return [options, parameters]
 
 
 def _number(rate: float | Tensor) -> float | Tensor:

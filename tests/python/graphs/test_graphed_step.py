@@ -26,7 +26,7 @@ class TinyModel(nn.Module):
     def __init__(self, dropout: float = 0.0):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.qkv = nn.Linear(32, 96)
+        self.qkv = nn.Linear(32, 96, bias=False)  # a bias of keys has no gradient but rounding
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(32, VOCABULARY)
         cos, sin = cuseq.rope_table(TOKENS, 16)
@@ -721,3 +721,20 @@ def test_a_graphed_callable_holds_its_layout(cuda):
         one = cuseq.varlen_attention(*rows, batch["packed"].to(cuda))
         expected = torch.autograd.grad(one.square().sum(), rows)
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_captured_parameters_are_known_by_their_memory():
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    first.grad = gradient = torch.zeros(2)
+    captured = _C.CapturedParameters([[first], [second]])
+    assert captured.are([[first], [second]])
+    assert not captured.are([[second], [first]])
+    assert not captured.are([[first]])
+    assert not captured.are([[first], [second, first]])
+    first.grad, second.grad = None, torch.zeros(3)
+    captured.set_gradients([[first], [second]])
+    assert first.grad is gradient and second.grad is None
+    second.requires_grad_(False)
+    assert not captured.are([[first], [second]])
+    with pytest.raises(TypeError, match="groups must hold tensors, got int"):
+        captured.are([[1]])

@@ -1,0 +1,74 @@
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <vector>
+
+#include "python/bindings.h"
+
+namespace cuseq::python {
+namespace {
+
+// Call visit(parameter) for each parameter of an optimizer's groups, a list of lists of tensors,
+// until it returns false. Return whether it never did.
+template <typename Visit>
+bool visit_all(const py::list& groups, const Visit& visit) {
+  for (const py::handle group : groups) {
+    for (const py::handle parameter : py::reinterpret_borrow<py::list>(group)) {
+      TORCH_CHECK_TYPE(THPVariable_Check(parameter.ptr()), "groups must hold tensors, got ",
+                       Py_TYPE(parameter.ptr())->tp_name);
+      if (!visit(THPVariable_Unpack(parameter.ptr()))) return false;
+    }
+  }
+  return true;
+}
+
+// The parameters that a captured step updates and the gradients that its replays write. A loop over
+// hundreds of parameters in Python takes longer than the launch of the graph.
+class CapturedParameters {
+ public:
+  explicit CapturedParameters(const py::list& groups) {
+    visit_all(groups, [&](const at::Tensor& parameter) {
+      known_.push_back({parameter.const_data_ptr(), parameter.requires_grad(), parameter.grad()});
+      return true;
+    });
+  }
+
+  // Return whether parameters are where they were, and trained if they were.
+  bool are(const py::list& groups) const {
+    size_t next = 0;
+    const bool same = visit_all(groups, [&](const at::Tensor& parameter) {
+      if (next == known_.size()) return false;
+      const Known& known = known_[next++];
+      return parameter.const_data_ptr() == known.data &&
+             parameter.requires_grad() == known.requires_grad;
+    });
+    return same && next == known_.size();
+  }
+
+  // Give parameters the gradients that a replay writes. They must be those of the capture.
+  void set_gradients(const py::list& groups) const {
+    size_t next = 0;
+    visit_all(groups, [&](const at::Tensor& parameter) {
+      parameter.mutable_grad() = known_.at(next++).gradient;
+      return true;
+    });
+  }
+
+ private:
+  struct Known {
+    const void* data;
+    bool requires_grad;
+    at::Tensor gradient;  // undefined for a parameter without one
+  };
+  std::vector<Known> known_;
+};
+
+}  // namespace
+
+void bind_parameters(py::module_& m) {
+  py::class_<CapturedParameters>(m, "CapturedParameters")
+      .def(py::init<const py::list&>())
+      .def("are", &CapturedParameters::are)
+      .def("set_gradients", &CapturedParameters::set_gradients);
+}
+
+}  // namespace cuseq::python
