@@ -1,0 +1,382 @@
+"""Benchmark training on several GPUs: the job of examples/train.py under torchrun.
+
+    python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--row-length 8192]
+        [--variants one dp cp stock] [--steps N] [--saves N] [--recompute 8b]
+
+Starts one process for each GPU, which measures all variants in turn; on the CPU these are small
+models over gloo. Each step trains on a row of --row-length tokens for each rank: documents of
+lognormal lengths, mean 350, of random tokens. Decoder layers are compiled. Forward and backward are
+bf16; weights, gradients and AdamW are fp32. Variants:
+
+- `one`: the model unsharded on one GPU while the others idle, which takes all rows of a step in
+  turn: bf16 copies of the weights, made once a step, and gradients added up in fp32;
+- `dp`: FSDP2, a row for each rank, balanced by the attention of their documents;
+- `cp`: FSDP2, one row as long as all of these together, shared by all ranks;
+- `stock`: as `dp`, but transformers' flex attention, and rows in the documents' order.
+
+`one`, `dp` and `cp` pack the same documents into rows, each step into others; `stock` takes them in
+the order in which they fill its rows exactly. The time of a step is that on the device, from the
+end of one step to that of the next, with waits for data; tokens/s counts no padding and is of all
+ranks. Figures are medians over the steps, those of the slowest rank; memory is the peak of the
+fullest rank while it trains. "balance" is the query-key pairs of the slowest rank over the mean.
+"first" is the first step, with what it compiles; a later variant finds some of that in the
+compiler's cache.
+
+After `dp` it saves --saves checkpoints to TMPDIR, one after the other, while training goes on. A
+checkpoint's cost is the time of its steps above that of as many others, and of the wait for the
+checkpoint if it takes longer than 100 steps. The first one also allocates. 8b saves
+none: 98 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from rank_models import SHAPES, Unsharded, use_flex_attention
+from report import ROOT, Report, Table, arguments, environment
+from timer import synchronize
+from workload import lognormal_lengths
+
+import cuseq
+
+sys.path.insert(0, str(ROOT / "examples"))
+import _sharding  # noqa: E402
+from _checkpoint import Checkpoints  # noqa: E402
+from _flops import Flops, peak_flops  # noqa: E402
+from _mesh import Ranks, joined_ranks, make_ranks  # noqa: E402
+from _model import ModelSource, decoder_layers, enable  # noqa: E402
+from _rank_data import LENGTHS, TOKENS, Collate, RankRows, TokenStore  # noqa: E402
+from _rank_training import Trained  # noqa: E402
+from _ranks_options import parse_options  # noqa: E402
+from transformers import PreTrainedModel, Qwen3Config  # noqa: E402
+
+WARMUP = 4  # steps before the first that counts
+EVERY = 100  # steps from one checkpoint to the next
+STEPS = 300  # in the documents of an epoch, more than a variant makes
+MEAN_LENGTH = 350
+
+
+class Clock:
+    """Marks moments on the device, without waiting for it; on the CPU those of the host."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Return the seconds from each mark to the next, after a synchronization."""
+        pairs = itertools.pairwise(self._marks)
+        if self._on_gpu:
+            return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        return [end - begin for begin, end in pairs]
+
+
+class Bench:
+    """One rank's side of the measurements of a shape.
+
+    Args:
+        name: of the shape.
+        ranks: this rank's place without context parallelism.
+        alone: a group of this rank only.
+        store: the documents.
+        args: of the benchmark.
+    """
+
+    def __init__(
+        self, name: str, ranks: Ranks, alone: Any, store: TokenStore, args: argparse.Namespace
+    ):
+        self.name, self.ranks, self.alone, self.store = name, ranks, alone, store
+        self.row_length = args.row_length
+        self.shape = SHAPES[name]
+        self.steps = args.steps or self.shape.steps
+        self.saves = self.shape.saves if args.saves is None else args.saves
+        self.source = ModelSource(Qwen3Config(**self.shape.config, max_position_embeddings=2**18))
+        given = ["--device", ranks.device.type, "--row-length", str(self.row_length)]
+        given += ["--steps", str(STEPS), "--compile"]  # the steps shape the learning rate alone
+        given += ["--recompute"] if name in args.recompute else []
+        self.options = parse_options(None, given)
+
+    def measure(self, variant: str) -> dict[str, list[dict[str, Any]]]:
+        """Return rows of the tables `steps` and `checkpoints`, the same on all ranks."""
+        mine: dict[str, Any] | None = None
+        if variant != "one" or self.ranks.is_first:
+            mine = self.run(variant)
+        everyone: list[Any] = [None] * self.ranks.world_size
+        # The others wait here for the first one if it runs alone.
+        dist.all_gather_object(everyone, mine, group=self.ranks.host_group)
+        found = [one for one in everyone if one is not None]
+        row = self.summary(variant, found)
+        saves = [{"shape": self.name} | save for save in found[0]["saves"]]
+        return {"steps": [row], "checkpoints": saves}
+
+    def run(self, variant: str) -> dict[str, Any]:
+        """Make the steps of a variant on this rank; leave nothing of it on the device."""
+        ranks = self.ranks
+        if variant == "one":
+            ranks = replace(ranks, rank=0, world_size=1)
+        elif variant == "cp":
+            ranks = make_ranks(ranks.device.type, 1, cp=ranks.world_size)
+        model, trained = self.model(variant, ranks)
+        whole = self.row_length * self.ranks.world_size
+        flops = Flops(model)
+        given = {"flops_per_step": flops.per_token * whole, "flops_per_pair": flops.per_pair}
+        batches = self.batches(variant, ranks)
+        count = cuseq.distributed.ContextParallel.num_items
+        counting = mock.patch.object(
+            cuseq.distributed.ContextParallel, "num_items", partial(count, group=self.alone)
+        )
+        with counting if variant == "one" else nullcontext():
+            timed = self.timed(trained, batches)
+        saves = []
+        if variant == "dp" and self.saves > 0:
+            saves = self.checkpoints(trained, batches, statistics.mean(timed["seconds"]))
+        batches.close()
+        cuseq.disable(model)  # the code of transformers, which the models share
+        del model, trained, batches
+        torch._dynamo.reset()
+        gc.collect()
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {**given, **timed, "saves": saves}
+
+    def model(self, variant: str, ranks: Ranks) -> tuple[PreTrainedModel, Trained]:
+        if variant == "one":
+            dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float32
+            model = self.source.build(ranks.device, self.options.seed, dtype=torch.float32)
+            enable(model)
+            for layer in decoder_layers(model):
+                layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+            unsharded = Unsharded(model, dtype)
+            trained = Trained(unsharded, ranks, self.options)
+            trained.optimizer.register_step_post_hook(unsharded.copy_weights)
+            return model, trained
+        prepare = use_flex_attention if variant == "stock" else enable
+        with mock.patch.object(_sharding, "enable", prepare):
+            model, _ = _sharding.shard_model(self.source, ranks, self.options)
+        return model, Trained(model, ranks, self.options)
+
+    def batches(self, variant: str, ranks: Ranks) -> Iterator[list[dict[str, Any]]]:
+        """Yield the batches of each step."""
+        if variant == "stock":
+            yield from self.rows_in_order()
+            return
+        yield from RankRows(
+            self.store,
+            ranks,
+            row_length=self.row_length * ranks.cp_size,
+            accumulation=self.ranks.world_size if variant == "one" else 1,
+            seed=self.options.seed,
+            workers=self.options.workers,
+            cp=ranks.context_parallel(self.source.config),
+        )
+
+    def rows_in_order(self) -> Iterator[list[dict[str, Any]]]:
+        """Yield rows of documents in order, without layouts; made before the steps."""
+        number = (np.cumsum(self.store.lengths) - 1) // self.row_length
+        collate = Collate(self.row_length, None)
+        rows = []
+        for step in range(WARMUP + self.steps):
+            (mine,) = np.nonzero(number == step * self.ranks.world_size + self.ranks.rank)
+            batch = collate([self.store[index] for index in mine])
+            del batch["packed"]  # transformers finds the documents where position_ids restart
+            if self.ranks.device.type == "cuda":
+                batch = {k: v.pin_memory() if torch.is_tensor(v) else v for k, v in batch.items()}
+            rows.append([batch])
+        yield from rows
+
+    def timed(self, trained: Trained, batches: Iterator[list[dict[str, Any]]]) -> dict[str, Any]:
+        """Return what this rank's steps took and were given."""
+        device = self.ranks.device
+        first = next(batches)
+        begun = time.perf_counter()
+        trained.step(first, 0)
+        synchronize(device)
+        first_s = time.perf_counter() - begun
+        for number in range(1, WARMUP):
+            trained.step(next(batches), number)
+        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        clock, numbers = Clock(device), []
+        clock.mark()
+        for number in range(WARMUP, WARMUP + self.steps):
+            numbers.append(trained.step(next(batches), number))
+            clock.mark()
+        synchronize(device)
+        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+        return {
+            "first": first_s,
+            "seconds": clock.intervals(),
+            "numbers": torch.stack(numbers).cpu().numpy(),
+            "peak": peak,
+        }
+
+    def summary(self, variant: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the row of a variant, from what its ranks found."""
+        # [steps] each, of all ranks.
+        seconds = np.max([one["seconds"] for one in found], axis=0)
+        losses, tokens, pairs = np.moveaxis([one["numbers"][:, :3] for one in found], 2, 0)
+        peak, mfu = peak_flops(self.ranks.device, self.options.precision), None
+        if peak is not None:
+            pair_flops = found[0]["flops_per_pair"] * pairs.sum(0)
+            flops = found[0]["flops_per_step"] + pair_flops
+            mfu = float(np.median(flops / seconds)) / (peak * len(found))
+        return {
+            "shape": self.name,
+            "variant": variant,
+            "ranks": len(found),
+            "ms": float(np.median(seconds)) * 1e3,
+            "most": float(max(seconds)) * 1e3,
+            "speed": float(np.median(tokens.sum(0) / seconds)),
+            "mfu": mfu,
+            "balance": float(np.median(pairs.max(0) / pairs.mean(0))),
+            "peak": None if found[0]["peak"] is None else max(one["peak"] for one in found),
+            "first": max(one["first"] for one in found),
+            "loss": float(losses.sum(0)[-1]),
+        }
+
+    def checkpoints(
+        self, trained: Trained, batches: Iterator[list[dict[str, Any]]], step_s: float
+    ) -> list[dict[str, Any]]:
+        """Save checkpoints while training goes on; return a row for each."""
+        ranks, rows = self.ranks, []
+        (folder,) = ranks.on_first(lambda: [tempfile.mkdtemp(dir=self.store.folder)])
+        checkpoints = Checkpoints(Path(folder), ranks, keep=1)
+        for number in range(1, self.saves + 1):
+            synchronize(ranks.device)
+            dist.barrier(group=ranks.host_group)
+            begun = time.perf_counter()
+            checkpoints.save(trained.state_dict(), number, {})
+            began_s = time.perf_counter() - begun
+            for steps in range(1, EVERY + 1):  # noqa: B007
+                trained.step(next(batches), WARMUP + self.steps)
+                saved = [path.name for path in checkpoints.found()]
+                done = torch.tensor(f"step-{number:08d}" in saved)
+                dist.broadcast(done, 0, group=ranks.host_group)
+                if done:
+                    break
+            if (error := checkpoints.wait()) is not None:
+                raise RuntimeError(error)
+            synchronize(ranks.device)
+            whole_s = time.perf_counter() - begun
+            extra_s = whole_s - steps * step_s
+            rows.append({
+                "save": number, "began_s": began_s, "steps": steps, "whole_s": whole_s,
+                "extra_s": extra_s, "share": 100 * extra_s / (EVERY * step_s),
+            })  # fmt: skip
+        ranks.on_first(lambda: shutil.rmtree(folder))
+        return rows
+
+
+def write_documents(folder: Path, rows: int, row_length: int, vocab_size: int) -> None:
+    """Write a TokenStore whose documents fill `rows` rows exactly, one row after the other."""
+    lengths = [n for row in range(rows) for n in lognormal_lengths(row_length, MEAN_LENGTH, row)]
+    draw = np.random.default_rng(0)
+    np.save(folder / LENGTHS, np.array(lengths))
+    np.save(folder / TOKENS, draw.integers(0, vocab_size, rows * row_length, dtype=np.int32))
+
+
+def work(rank: int, port: int, folder: Path, args: argparse.Namespace) -> None:
+    """Measure as one rank; rank 0 writes the report after each variant."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    headings = {
+        "shape": "shape", "variant": "variant", "ranks": "GPUs", "ms": "ms a step", "most": "most",
+        "speed": "tokens/s", "mfu": "MFU", "scaling": "times one GPU", "balance": "balance",
+        "peak": "peak GiB", "first": "first s", "loss": "last loss",
+    }  # fmt: skip
+    saving = {
+        "shape": "shape", "save": "checkpoint", "began_s": "s in its step",
+        "steps": "steps until its end",
+        "whole_s": "s until its end", "extra_s": "s above other steps",
+        "share": f"% of {EVERY} steps",
+    }  # fmt: skip
+    report = Report("train_ranks", environment(args.device))
+    report.notes.append(
+        f"Rows of {args.row_length:,} tokens, one for each of {args.ranks} ranks in a step; "
+        f"layers recomputed for: {', '.join(args.recompute) or 'none'}; documents' lengths "
+        f"lognormal of mean {MEAN_LENGTH}."
+    )
+    tables: dict[str, list[dict[str, Any]]] = {"steps": [], "checkpoints": []}
+    report.tables.append(Table("Training steps", headings, tables["steps"]))
+    report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
+    with joined_ranks(args.device, 1, 1) as ranks:
+        alone, _ = dist.new_subgroups(group_size=1)
+        store = TokenStore(folder)
+        for name in args.shapes:
+            bench = Bench(name, ranks, alone, store, args)
+            one_speed = None
+            for variant in args.variants or SHAPES[name].variants:
+                begun = time.perf_counter()
+                found = bench.measure(variant)
+                for row in found["steps"]:
+                    if variant == "one":
+                        one_speed = row["speed"]
+                    elif one_speed is not None:
+                        row["scaling"] = row["speed"] / one_speed
+                for table, rows in found.items():
+                    tables[table] += rows
+                if rank == 0:
+                    report.write(args.out)
+                    spent = time.perf_counter() - begun
+                    print(f"{name}, {variant}: {spent:.0f} s in all", flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models to train")
+    parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
+    parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", "stock"])
+    parser.add_argument("--steps", type=int, help="that are timed; default 16, of 8b 6")
+    parser.add_argument("--row-length", type=int, help="tokens; default 8192, on the CPU 1024")
+    parser.add_argument("--saves", type=int, help="checkpoints to save; default 2, of 8b none")
+    parser.add_argument(
+        "--recompute", nargs="*", choices=SHAPES, default=["8b"], metavar="SHAPE",
+        help="models that recompute their layers in the backward; default 8b",
+    )  # fmt: skip
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    if not on_gpu and "stock" in (args.variants or ()):
+        parser.error("--variants stock needs a GPU: flex attention has no gradients on a CPU")
+    args.shapes = args.shapes or (["0.6b", "1.7b", "8b"] if on_gpu else ["tiny"])
+    args.row_length = args.row_length or (8192 if on_gpu else 1024)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="cuseq-train-ranks-") as folder:
+        vocab_size = min(SHAPES[name].config["vocab_size"] for name in args.shapes)
+        write_documents(Path(folder), STEPS * args.ranks, args.row_length, vocab_size)
+        torch.multiprocessing.spawn(work, (port, Path(folder), args), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()
