@@ -26,7 +26,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from trainer_models import documents, small_model  # noqa: E402
+from trainer_models import SETTINGS, documents, small_model  # noqa: E402
 
 STEPS = 6
 MEASURES = ("loss", "grad_norm", "eval_loss")
@@ -41,21 +41,11 @@ def precision_of(kind: str) -> str:
 
 
 def make_trainer(folder: str, device: str, precision: str, **options: Any) -> Any:
-    settings = dict(
-        per_device_train_batch_size=3,
-        per_device_eval_batch_size=1,
+    settings = SETTINGS | dict(
         gradient_accumulation_steps=2,
         max_steps=STEPS,
-        optim="sgd",  # Adam would turn a gradient that is only rounding into a full step
-        learning_rate=0.3,
-        lr_scheduler_type="constant",
         train_sampling_strategy="sequential",
-        logging_steps=1,
-        eval_strategy="steps",
         eval_steps=3,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         bf16=precision == "bf16",
         use_cpu=device == "cpu",
         dataloader_pin_memory=device == "cuda",

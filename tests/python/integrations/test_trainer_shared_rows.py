@@ -21,6 +21,7 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 tokenizers = pytest.importorskip("tokenizers")
 
+from trainer_models import SETTINGS as SHORT_RUN  # noqa: E402
 from trainer_models import documents, small_model  # noqa: E402
 
 from cuseq.integrations.transformers._private import CP_INPUTS, NUM_ITEMS  # noqa: E402
@@ -33,21 +34,8 @@ def make_model(**options):
     return small_model(transformers.Qwen3Config, dtype=torch.float64, **options)
 
 
-SETTINGS = dict(
-    per_device_train_batch_size=3,
-    per_device_eval_batch_size=1,
-    max_steps=STEPS,
-    optim="sgd",  # Adam would turn a gradient that is only rounding into a full step
-    learning_rate=0.3,
-    lr_scheduler_type="constant",
-    logging_steps=1,
-    eval_strategy="steps",
-    eval_steps=5,
-    save_strategy="no",
-    report_to="none",
-    disable_tqdm=True,
-    use_cpu=True,
-    dataloader_pin_memory=False,
+SETTINGS = SHORT_RUN | dict(
+    max_steps=STEPS, eval_steps=5, use_cpu=True, dataloader_pin_memory=False
 )
 
 

@@ -1,10 +1,24 @@
-"""The small model and the documents of the tests of trainers."""
+"""The small model, the documents and the settings of the tests of trainers."""
 
 from __future__ import annotations
 
 import torch
 import transformers
 from torch import nn
+
+# Arguments of a short run that tells what each step learned.
+SETTINGS = dict(
+    per_device_train_batch_size=3,
+    per_device_eval_batch_size=1,
+    optim="sgd",  # Adam would turn a gradient that is only rounding into a full step
+    learning_rate=0.3,
+    lr_scheduler_type="constant",
+    logging_steps=1,
+    eval_strategy="steps",
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+)
 
 
 def small_model(
