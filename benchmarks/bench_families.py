@@ -118,6 +118,7 @@ def family_row(family: str, tokens: int, device: torch.device) -> dict[str, Any]
     found["times"] = stock["step"] / ours["step"]
     if "device" in stock:
         found["times_device"] = stock["device"] / ours["device"]
+    cuseq.disable(model)
     del model
     gc.collect()
     if device.type == "cuda":

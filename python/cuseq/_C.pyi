@@ -85,12 +85,14 @@ class CpPlan:
     @property
     def time(self) -> int: ...
 
-# Trees (csrc/trees).
+# What a captured step updates: groups are the lists of parameters of an optimizer.
 
 class CapturedParameters:
     def __init__(self, groups: list[list[Tensor]], /) -> None: ...
     def are(self, groups: list[list[Tensor]], /) -> bool: ...
     def set_gradients(self, groups: list[list[Tensor]], /) -> None: ...
+
+# Trees (csrc/trees).
 
 class TreeMeta:
     """What each entry of a tree's meta holds."""

@@ -26,7 +26,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from trainer_models import SETTINGS, documents, small_model  # noqa: E402
+from trainer_models import SAVING, SETTINGS, documents, small_model  # noqa: E402
 
 STEPS = 6
 MEASURES = ("loss", "grad_norm", "eval_loss")
@@ -143,17 +143,9 @@ def work(rank: int, folder: str, device: str, kind: str) -> dict[str, Any]:
 
 def resumed(folder: str, device: str, kind: str) -> tuple[dict, dict]:
     """Return what a run learns, and what one learns that goes on from its checkpoint."""
-    options = dict(
-        max_steps=6,
-        save_strategy="steps",
-        save_steps=4,
-        optim="adamw_torch",
-        learning_rate=1e-2,
-        train_sampling_strategy="random",
-    )
-    uncut = share(make_trainer(folder, device, "float64", **options, **options_of(kind)), device)
+    uncut = share(make_trainer(folder, device, "float64", **SAVING, **options_of(kind)), device)
     first = result(uncut)
-    again = make_trainer(f"{folder}/more", device, "float64", **options, **options_of(kind))
+    again = make_trainer(f"{folder}/more", device, "float64", **SAVING, **options_of(kind))
     torch.nn.init.normal_(again.model.lm_head.weight)
     if device == "cpu":  # transformers would load moments to "cpu:0", which torch.load has not
         vars(again.args)["_setup_devices"] = torch.device("cpu")

@@ -21,8 +21,8 @@ datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 tokenizers = pytest.importorskip("tokenizers")
 
+from trainer_models import SAVING, documents, small_model  # noqa: E402
 from trainer_models import SETTINGS as SHORT_RUN  # noqa: E402
-from trainer_models import documents, small_model  # noqa: E402
 
 from cuseq.integrations.transformers._private import CP_INPUTS, NUM_ITEMS  # noqa: E402
 
@@ -146,15 +146,7 @@ def work(rank: int, folder: str, cp_size: int, kinds: list[str]) -> dict:
 def resumed(folder: str, cp_size: int) -> tuple:
     """Return the weights of a run, and of one that goes on from its checkpoint."""
     folder = f"{folder}/saved"
-    options = dict(
-        max_steps=6,
-        save_strategy="steps",
-        save_steps=4,
-        optim="adamw_torch",
-        learning_rate=1e-2,
-        train_sampling_strategy="random",
-        gradient_accumulation_steps=2,
-    )
+    options = SAVING | dict(gradient_accumulation_steps=2)
     whole = share(make_trainer(folder, **options), cp_size)
     whole.train()
     again = make_trainer(f"{folder}/again", **options)

@@ -19,6 +19,15 @@ SETTINGS = dict(
     report_to="none",
     disable_tqdm=True,
 )
+# What differs in a run that saves a checkpoint to go on from: Adam's moments and a random order.
+SAVING = dict(
+    max_steps=6,
+    save_strategy="steps",
+    save_steps=4,
+    optim="adamw_torch",
+    learning_rate=1e-2,
+    train_sampling_strategy="random",
+)
 
 
 def small_model(
