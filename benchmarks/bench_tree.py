@@ -1,6 +1,6 @@
 """Benchmark rows whose samples share prefixes: building them, attention, and a training step.
 
-    python -m benchmarks tree [--compiled] [--device cpu] [--out FOLDER]
+    python -m benchmarks tree [--parts PART ...] [--compiled] [--device cpu] [--out FOLDER]
 
 - Building: a million tokens in groups of 16, by kind of input.
 - Attention, forward and backward, of one row of a group: the tree; packed rows that copy the prompt
@@ -29,6 +29,7 @@ import cuseq
 from cuseq._tree_choice import times_of
 
 Tensor = torch.Tensor
+Heads = tuple[int, int, int]  # of queries, of keys, and their dimension
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ GPU = [
 ]
 CPU = [Group(64, 16, 4)]
 MOST_CAPTURED = 24_576  # tokens of a step in a CUDA graph, which has memory of its own
+PARTS = ["building", "attention", "traces", "steps"]
+SIZES = "prompt / completion / group"
 # Turns of a trace, and tokens of each of a turn's two answers.
 GPU_TRACES = [(4, 64), (4, 512), (16, 32), (16, 128), (16, 512), (64, 32), (64, 128)]
 CPU_TRACES = [(4, 8), (16, 2), (16, 16)]
@@ -127,7 +130,7 @@ def measure_building(groups: int) -> list[dict]:
 # ------------------------------------------------------------------------------- attention
 
 
-def leaves(tokens: int, heads: tuple[int, int, int], device: torch.device) -> list[Tensor]:
+def leaves(tokens: int, heads: Heads, device: torch.device) -> list[Tensor]:
     query_heads, key_heads, dim = heads
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return [
@@ -185,7 +188,7 @@ def labelled_attention(group: Group, device: torch.device) -> Callable[..., Tens
 
 
 def measure_attention(
-    group: Group, heads: tuple[int, int, int], device: torch.device
+    group: Group, heads: Heads, device: torch.device
 ) -> dict[str, object]:
     """Return milliseconds of a forward and backward, by method."""
     tree = group.tree(device)
@@ -218,7 +221,7 @@ def measure_attention(
 
 
 def measure_trace(
-    turns: int, tokens: int, heads: tuple[int, int, int], device: torch.device
+    turns: int, tokens: int, heads: Heads, device: torch.device
 ) -> dict[str, object]:
     """Return milliseconds of both ways over a trace, and the modelled ones."""
     parents = [-1]
@@ -317,47 +320,65 @@ def measure_steps(groups: list[Group], device: torch.device, compiled: bool) -> 
     return [shown(measure_step(model, group, device)) for group in groups]
 
 
+def building_table(on_gpu: bool) -> Table:
+    columns = {"what": "", "tokens": "tokens", "ms": "ms"}
+    return Table("Building on the host", columns, measure_building(115 if on_gpu else 4))
+
+
+def attention_table(groups: list[Group], heads: Heads, device: torch.device) -> Table:
+    columns = {"group": SIZES, "saved": "tokens saved, times", "tree": "tree, ms"}
+    columns |= {"copies": "copies, ms"}
+    if device.type == "cuda":
+        columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
+    columns |= {"backends": "backend of tree / copies"}
+    rows = [shown(measure_attention(group, heads, device)) for group in groups]
+    return Table("Attention, forward and backward", columns, rows)
+
+
+def traces_table(heads: Heads, device: torch.device) -> Table:
+    on_gpu = device.type == "cuda"
+    columns = {"trace": "turns / tokens", "calls": "calls, ms"}
+    columns |= {"flex": "flex, ms"} if on_gpu else {}
+    columns |= {"auto": "chosen, ms", "chosen": "which", "modelled": "modelled calls / one kernel"}
+    traces = GPU_TRACES if on_gpu else CPU_TRACES
+    rows = [shown(measure_trace(*trace, heads, device)) for trace in traces]
+    return Table("Attention over traces, forward and backward", columns, rows)
+
+
+def steps_table(groups: list[Group], device: torch.device, compiled: bool) -> Table:
+    columns = {"group": SIZES, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
+    if device.type == "cuda":
+        columns |= {
+            "tree_captured": "tree captured, ms",
+            "copies_captured": "copies captured, ms",
+            "times_captured": "times as fast",
+            "tree_gb": "tree, GiB",
+            "copies_gb": "copies, GiB",
+        }
+    title = f"A step, head on completions, layers {'' if compiled else 'not '}compiled"
+    return Table(title, columns, measure_steps(groups, device, compiled))
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--compiled", action="store_true", help="compile the layers of the step")
     args = parser.parse_args()
     device = torch.device(args.device)
     on_gpu = device.type == "cuda"
     groups = GPU if on_gpu else CPU
     heads = (16, 8, 128) if on_gpu else (4, 2, 16)
-    report = Report("tree", environment(args.device))
-    report.tables.append(
-        Table(
-            "Building on the host",
-            {"what": "", "tokens": "tokens", "ms": "ms"},
-            measure_building(115 if on_gpu else 4),
-        )
-    )
-    sizes = "prompt / completion / group"
-    columns = {"group": sizes, "saved": "tokens saved, times", "tree": "tree, ms"}
-    columns |= {"copies": "copies, ms"}
-    if on_gpu:
-        columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
-    columns |= {"backends": "backend of tree / copies"}
-    attention = [shown(measure_attention(group, heads, device)) for group in groups]
-    report.tables.append(Table("Attention, forward and backward", columns, attention))
-    columns = {"trace": "turns / tokens", "calls": "calls, ms"}
-    columns |= {"flex": "flex, ms"} if on_gpu else {}
-    columns |= {"auto": "chosen, ms", "chosen": "which", "modelled": "modelled calls / one kernel"}
-    traces = GPU_TRACES if on_gpu else CPU_TRACES
-    found = [shown(measure_trace(*trace, heads, device)) for trace in traces]
-    report.tables.append(Table("Attention over traces, forward and backward", columns, found))
-    more = {
-        "tree_captured": "tree captured, ms",
-        "copies_captured": "copies captured, ms",
-        "times_captured": "times as fast",
-        "tree_gb": "tree, GiB",
-        "copies_gb": "copies, GiB",
+    tables = {
+        "building": lambda: building_table(on_gpu),
+        "attention": lambda: attention_table(groups, heads, device),
+        "traces": lambda: traces_table(heads, device),
+        "steps": lambda: steps_table(groups, device, args.compiled),
     }
-    columns = {"group": sizes, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
-    steps = measure_steps(groups, device, args.compiled)
-    title = f"A step, head on completions, layers {'' if args.compiled else 'not '}compiled"
-    report.tables.append(Table(title, columns | (more if on_gpu else {}), steps))
+    name = "tree_compiled" if args.compiled else "tree"
+    report = Report(name, environment(args.device))
+    for part in PARTS:
+        if part in args.parts:
+            report.tables.append(tables[part]())
     report.write(args.out)
 
 
