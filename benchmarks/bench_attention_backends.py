@@ -47,7 +47,8 @@ TABLE = Path(cuseq.__file__).parent / _backends.TABLE
 HALF = {torch.bfloat16: "1", torch.float32: "0"}
 PLAIN = ("flash", "fa4", "fa3")
 ONE_BY_ONE = ("flex", "segments")
-WIDE = ("efficient", "segments")
+FULL_PRECISION = ("efficient", "segments")
+WIDE_HEADS = ("flex", "efficient")
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,9 @@ def rows(quick: bool) -> list[Row]:
         Row(tokens, 4096, mask="window", window=1024, modes=eager) for tokens in (8192, 32768)
     ]
     found += [Row(*size, dim, modes=eager) for dim in (64, 256) for size in sizes[:3]]
-    wide = {"dtype": torch.float32, "backends": WIDE, "modes": ("eager",)}
-    found += [Row(tokens, 350, **wide) for tokens in (2048, 8192)]
-    found += [Row(8192, 1024, 512, backends=WIDE, modes=("eager",))]
+    exact = {"dtype": torch.float32, "backends": FULL_PRECISION, "modes": ("eager",)}
+    found += [Row(tokens, 350, **exact) for tokens in (2048, 8192)]
+    found += [Row(*size, 512, backends=WIDE_HEADS) for size in sizes[:3]]
     return found
 
 

@@ -187,9 +187,7 @@ def labelled_attention(group: Group, device: torch.device) -> Callable[..., Tens
     return attend
 
 
-def measure_attention(
-    group: Group, heads: Heads, device: torch.device
-) -> dict[str, object]:
+def measure_attention(group: Group, heads: Heads, device: torch.device) -> dict[str, object]:
     """Return milliseconds of a forward and backward, by method."""
     tree = group.tree(device)
 
@@ -220,9 +218,7 @@ def measure_attention(
     return row
 
 
-def measure_trace(
-    turns: int, tokens: int, heads: Heads, device: torch.device
-) -> dict[str, object]:
+def measure_trace(turns: int, tokens: int, heads: Heads, device: torch.device) -> dict[str, object]:
     """Return milliseconds of both ways over a trace, and the modelled ones."""
     parents = [-1]
     for turn in range(turns):

@@ -56,9 +56,12 @@ double distance(const Logarithms& one, const Logarithms& other, bool both_know_s
          (both_know_sequences ? std::abs(one.length_or_room - other.length_or_room) : 0.0);
 }
 
+// Flash kernels end at head_dim 256, so what is measured below says nothing of wider heads.
+bool is_wide(const Facts& facts) { return facts.head_dim > 256; }
+
 bool comparable(const Facts& one, const Facts& other) {
   return one.sm == other.sm && one.half == other.half && one.mask == other.mask &&
-         one.mode == other.mode;
+         one.mode == other.mode && is_wide(one) == is_wide(other);
 }
 
 std::string mask_of(const Call& call) {

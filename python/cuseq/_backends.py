@@ -25,6 +25,10 @@ PACKAGES = {"fa4": _fa4.register, "fa3": _fa3.register}
 TABLE = "_attention_table.csv"
 FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
 
+WIDEST_FLASH = 256  # head_dim; wider heads have no flash kernel
+_WIDEST_FLEX = 512
+# What the tiles of flex attention take of a block's shared memory with the widest heads, bytes.
+_WIDE_FLEX_MEMORY = 160 * 1024
 # Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
 LEAST_TOKENS_FOR_FLEX = 512
 # How far flex must be ahead where another backend has one kernel too: layers that are compiled one
@@ -146,11 +150,18 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
         return False
     if packed.is_static or is_capturing(q.device):
         return mask is not None  # the capture cannot copy the offsets that segments need
-    if mask is None and (asked.causal or asked.window is None or asked.window >= packed.max_seqlen):
-        return False
-    tokens, sequences = packed.num_real_tokens, packed.num_sequences
     head_dim = max(q.shape[2], v.shape[2])
-    facts = (True, head_dim, mask or "two_sided", asked.window or 0, "eager", tokens, sequences)
+    is_wide = head_dim > WIDEST_FLASH
+    if mask is None and not is_wide and (asked.causal or asked.window is None):
+        return False
+    window = asked.window or 0
+    if window >= packed.max_seqlen:
+        window = 0  # it hides nothing
+        if mask is None and not is_wide:
+            return False
+    mask = mask or _kind(asked.causal, window)
+    tokens, sequences = packed.num_real_tokens, packed.num_sequences
+    facts = (True, head_dim, mask, window, "eager", tokens, sequences)
     # A soft cap that is not measured runs faster in one kernel than as five passes over the scores.
     return _flex_was_fastest(facts, device=q.device, unknown=mask == "softcap")
 
@@ -208,13 +219,16 @@ def _constants_of(q: Tensor, v: Tensor, asked: Question) -> tuple[int, str, int]
 
     Sizes may be symbolic in the code that is compiled, so constants stand for them.
     """
-    if asked.window is None:
-        kind = "causal" if asked.causal else "full"
-    else:
-        kind = "window" if asked.causal else "two_sided"
-    head_dim = _constant(q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2], (64, 128, 192))
+    head_dim = q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2]
     window = 0 if asked.window is None else _constant(asked.window, (128, 512, 1024, 4096))
-    return head_dim, kind, window
+    return _constant(head_dim, (64, 128, 192, WIDEST_FLASH)), _kind(asked.causal, window), window
+
+
+def _kind(causal: bool, window: int) -> str:
+    """Return the kind of a mask without spans and soft cap; window 0 is none."""
+    if causal:
+        return "window" if window else "causal"
+    return "two_sided" if window else "full"
 
 
 def _constant(size: int, constants: tuple[int, ...]) -> int:
@@ -323,6 +337,26 @@ def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
         return "it takes q, k and v of shape [tokens, heads, head_dim]"
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"it takes fp16, bf16 and fp32, got {q.dtype}"
-    if min(q.shape[2], v.shape[2]) < 16 or max(q.shape[2], v.shape[2]) > 256:
-        return f"it takes head_dim from 16 to 256, got {q.shape[2]} and {v.shape[2]}"
+    widest = max(q.shape[2], v.shape[2])
+    if min(q.shape[2], v.shape[2]) < 16 or widest > _WIDEST_FLEX:
+        return f"it takes head_dim from 16 to {_WIDEST_FLEX}, got {q.shape[2]} and {v.shape[2]}"
+    if widest <= WIDEST_FLASH:
+        return None
+    if q.dtype == torch.float32:
+        return f"it takes head_dim above {WIDEST_FLASH} in fp16 and bf16 alone, got {q.dtype}"
+    memory = _shared_memory(q.device)
+    if memory < _WIDE_FLEX_MEMORY:
+        return (
+            f"head_dim above {WIDEST_FLASH}, got {widest}, needs a GPU with {_WIDE_FLEX_MEMORY:,} "
+            f"bytes of shared memory for a block, and this one has {memory:,}"
+        )
     return None
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block of a GPU can have."""
+    if is_compiling():
+        from cuseq._compile_time import shared_memory
+
+        return shared_memory(device.index)
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

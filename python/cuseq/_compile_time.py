@@ -6,6 +6,7 @@ code that is being compiled imports this module.
 
 from __future__ import annotations
 
+import torch
 from torch.compiler import assume_constant_result
 
 from cuseq import _backends
@@ -30,3 +31,9 @@ def flex_replays_fastest(
 ) -> bool:
     """Return whether flex is the best choice in a CUDA graph whose offsets have such room."""
     return _backends.flex_replays_fastest(head_dim, mask, window, tokens, room, expected)
+
+
+@assume_constant_result
+def shared_memory(index: int | None) -> int:
+    """Return the bytes of shared memory that a block of a GPU can have."""
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin

@@ -19,10 +19,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from cuseq._backends import WIDEST_FLASH
 from cuseq._spans import Spans
 from cuseq.layout import PackedLayout
 
 _SIZES = 4
+# The tiles that torch 2.11 gives wide heads on an H200 do not fit in shared memory.
+_WIDE_TILES: Any = {
+    "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1, "fwd_num_warps": 4,
+    "bwd_num_stages": 1, "bwd_num_warps": 4,
+}  # fmt: skip
 
 _sizes: dict[tuple[Any, ...], set[int]] = {}
 _copies = itertools.count()
@@ -86,6 +92,7 @@ def flex_rows(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
+        kernel_options=_WIDE_TILES if max(q.shape[2], v.shape[2]) > WIDEST_FLASH else None,
     )
     out, aux = found
     if sinks is not None:  # the share of the softmax that the real keys keep

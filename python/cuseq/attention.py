@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from cuseq import _C
 from cuseq._arguments import as_float, as_window, check_flag, check_tensor, check_values
 from cuseq._backends import (
+    WIDEST_FLASH,
     Question,
     check_backend,
     fits_flex,
@@ -49,8 +50,8 @@ def varlen_attention(
     Several backends compute it. `backend="auto"` takes the one that was the fastest where something
     like the call was measured: FlashAttention 4 if it is installed, PyTorch's flash kernels, or
     flex attention. For inputs that flash attention refuses (fp32, head_dim above 256, GPUs below
-    sm_80), another exact kernel runs, with one warning per process. `cuseq.attention_backend` names
-    the one that is chosen and says why. Grouped-query attention needs no repeated keys. No tensor
+    sm_80), another exact kernel runs, with one warning per process unless it is flex attention's.
+    `cuseq.attention_backend` names the one that is chosen and says why. Grouped-query attention needs no repeated keys. No tensor
     of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
@@ -317,6 +318,7 @@ def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) ->
     if not is_compiling():
         _, window, spans, _, softcap, backend = options
         plain = softcap is None and spans is None and (options.causal or window is None)
+        plain = plain and max(q.shape[2], v.shape[2]) <= WIDEST_FLASH
         if (plain and backend != "flex" and not packed.is_static) or isinstance(q, FakeTensor):
             return False
     return takes_flex(q, v, packed, options.question())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -106,6 +107,29 @@ def test_a_graph_is_for_the_sequences_expected_and_for_those_there_is_room_for(
     assert flex(expected=0) == [False, True, True]
     assert flex(expected=8) == [False, False, True]
     assert flex(expected=128) == [False, True, True]
+
+
+def test_wide_heads_take_flex_where_it_was_measured_faster(monkeypatch, measured):
+    """Heads of 512 have no flash kernel; what narrower ones measured says nothing of them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(_backends, "_flex_obstacle", lambda q, v: None)
+    packed = PackedLayout.from_lengths([500, 524])
+
+    def takes_flex(dim: int, **options: Any) -> bool:
+        q = torch.zeros(1024, 1, dim, dtype=torch.bfloat16)
+        asked = _backends.Question(True, None, None, None, "auto")._replace(**options)
+        return _backends.takes_flex(q, q, packed, asked)
+
+    narrow = (90, True, 256, "causal", 0, "eager", 1024, 2)
+    measured((narrow, {"efficient": 9.0, "flex": 2.0}))
+    assert not takes_flex(264) and not takes_flex(256)
+    wide = ((90, True, 512, "causal", 0, "eager", 1024, 2), {"efficient": 9.0, "flex": 2.0})
+    measured((narrow, {"efficient": 1.0, "flex": 2.0}), wide)
+    assert takes_flex(264) and takes_flex(512) and not takes_flex(256)
+    assert takes_flex(512, window=600)  # hides nothing
+    assert not takes_flex(512, window=300) and not takes_flex(512, causal=False)
+    times = _C.closest_measured_attention((90, True, 256, "causal", 0, "eager", 4, 1), backend="")
+    assert times["efficient"] == 1.0
 
 
 def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):

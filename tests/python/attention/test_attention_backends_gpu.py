@@ -103,7 +103,7 @@ def test_every_backend_matches_the_reference(name, lengths, tokens, options):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
 def test_every_backend_with_every_head_dim(name, dim, value_dim, heads, options):
-    if name == "flex" and dim not in (40, 128, 192, 256):
+    if name == "flex" and dim not in (40, 128, 192, 256, 512):
         pytest.skip("every head_dim takes seconds to compile")
     lengths, tokens = [300, 1, 0, 129, 77], 520
     tensors, packed = packed_inputs(lengths, tokens, *heads, dim, value_dim)
@@ -439,6 +439,37 @@ def test_auto_takes_flex_for_soft_caps(cuda):
     assert attention_backend(*short, few, softcap=5.0).name == "segments"
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compiled, monkeypatch):
+    """Gemma 4's layers of head_dim 512: no flash kernel takes them."""
+    _backends.load_backends()
+    major, minor = torch.cuda.get_device_capability()
+    mode = "compiled" if compiled else "eager"
+    facts = (10 * major + minor, True, 512, "causal", 0, mode, 1024, 3)
+    lengths, tokens = [300, 0, 229, 477], 1024
+    tensors, packed = packed_inputs(lengths, tokens, 4, 2, 512)
+    monkeypatch.setattr("cuseq.attention._attend", refuse_other_backends)
+    torch._dynamo.reset()
+    try:
+        _C.set_measured_attention([(facts, {"efficient": 9.0, "flex": 2.0})])
+        if not compiled:
+            assert attention_backend(*tensors, packed).name == "flex"
+            wider, row = packed_inputs([300], 512, 2, 1, 520)
+            assert attention_backend(*wider, row).name == "efficient"
+        layer = torch.compile(varlen_attention, fullgraph=True) if compiled else varlen_attention
+        out = layer(*tensors, packed)
+        grads = torch.autograd.grad(out.float().square().sum(), tensors)
+    finally:
+        _C.set_measured_attention(_backends.read_table())
+    exact = [t.detach()[: sum(lengths)].double().cpu().requires_grad_() for t in tensors]
+    expected = reference_attention(*exact, lengths)
+    wanted = torch.autograd.grad(expected.square().sum(), exact)
+    assert relative(out[: sum(lengths)], expected, expected) < HALF
+    for found, right in zip(grads, wanted, strict=True):
+        assert relative(found[: sum(lengths)], right, right) < 2e-2
+        assert not found[sum(lengths) :].any()
+
+
 def refuse_other_backends(*args: Any) -> Tensor:
     raise AssertionError("the op of the other backends was called instead of flex attention")
 
@@ -510,11 +541,11 @@ def test_auto_is_level_with_the_best_of_the_table(cuda):
             "spans": [(0, min(8, lengths[0]))] if mask == "spans" else None,
         }
         found = attention_backend(q, q, q, packed, **options).name
-        only_special = mask in ("spans", "two_sided", "softcap")  # flex is eager there alone
+        with_flex = mask in ("spans", "two_sided", "softcap") or dim > 256  # eager there alone
         there = {
             one: us
             for one, us in times.items()
-            if takes(one, (q, q, q), packed, **options) and (one != "flex" or only_special)
+            if takes(one, (q, q, q), packed, **options) and (one != "flex" or with_flex)
         }
         assert times[found] <= 1.05 * min(there.values()), (facts, found)
 
