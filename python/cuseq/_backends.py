@@ -27,8 +27,8 @@ FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequence
 
 WIDEST_FLASH = 256  # head_dim; wider heads have no flash kernel
 _WIDEST_FLEX = 512
-# What the tiles of flex attention take of a block's shared memory with the widest heads, bytes.
-_WIDE_FLEX_MEMORY = 160 * 1024
+# Bytes of shared memory of a block with which the tiles for wide heads were tried, on an H200.
+_WIDE_FLEX_MEMORY = 224 * 1024
 # Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
 LEAST_TOKENS_FOR_FLEX = 512
 # How far flex must be ahead where another backend has one kernel too: layers that are compiled one
@@ -354,9 +354,14 @@ def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a block of a GPU can have."""
-    if is_compiling():
-        from cuseq._compile_time import shared_memory
+    if not is_compiling():
+        return shared_memory_of(device.index)
+    from cuseq._compile_time import shared_memory_of as asked_once
 
-        return shared_memory(device.index)
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return asked_once(device.index)
+
+
+def shared_memory_of(index: int | None) -> int:
+    """Return the bytes of shared memory that a block of a GPU can have."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return properties.shared_memory_per_block_optin

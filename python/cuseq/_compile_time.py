@@ -6,7 +6,6 @@ code that is being compiled imports this module.
 
 from __future__ import annotations
 
-import torch
 from torch.compiler import assume_constant_result
 
 from cuseq import _backends
@@ -34,6 +33,6 @@ def flex_replays_fastest(
 
 
 @assume_constant_result
-def shared_memory(index: int | None) -> int:
+def shared_memory_of(index: int | None) -> int:
     """Return the bytes of shared memory that a block of a GPU can have."""
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+    return _backends.shared_memory_of(index)

@@ -51,8 +51,8 @@ def varlen_attention(
     like the call was measured: FlashAttention 4 if it is installed, PyTorch's flash kernels, or
     flex attention. For inputs that flash attention refuses (fp32, head_dim above 256, GPUs below
     sm_80), another exact kernel runs, with one warning per process unless it is flex attention's.
-    `cuseq.attention_backend` names the one that is chosen and says why. Grouped-query attention needs no repeated keys. No tensor
-    of size tokens x tokens is ever made.
+    `cuseq.attention_backend` names the one that is chosen and says why. Grouped-query attention
+    needs no repeated keys. No tensor of size tokens x tokens is ever made.
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
