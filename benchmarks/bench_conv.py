@@ -148,9 +148,12 @@ def main() -> None:
         ("channels", "Contiguous channels, [tokens, channels]"),
         ("tokens", "Contiguous tokens, [channels, tokens] transposed"),
     ):
-        rows = [row for c in channels for n in tokens for row in measure(n, c, order, device)]
+        rows: list[dict] = []
         report.tables.append(Table(title, columns, rows))
-    report.write(args.out)
+        for width in channels:
+            for length in tokens:
+                rows += measure(length, width, order, device)
+                report.write(args.out)
 
 
 if __name__ == "__main__":

@@ -134,15 +134,6 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     tokens = args.tokens or (8192 if device.type == "cuda" else 256)
-    rows = []
-    for family in args.families:
-        row = family_row(family, tokens, device)
-        for suffix in ("", "_device"):
-            if f"times{suffix}" in row:
-                first = rows[0] if rows else row
-                row[f"of_first{suffix}"] = row[f"times{suffix}"] / first[f"times{suffix}"]
-        rows.append(row)
-        print(row, flush=True)
     report = Report("families", environment(args.device))
     report.notes.append(
         f"Rows of {tokens:,} tokens; 'times' is stock over cuseq, 'of the first' is it divided by "
@@ -154,8 +145,16 @@ def main() -> None:
         "cuseq, device", "times_device": "times, device", "of_first_device": "of the first's",
         "stock_gib": "stock, GiB", "cuseq_gib": "cuseq, GiB", "fused": "replaced",
     }  # fmt: skip
+    rows: list[dict[str, Any]] = []
     report.tables.append(Table("A step by family", columns, rows))
-    report.write(args.out)
+    for family in args.families:
+        row = family_row(family, tokens, device)
+        for suffix in ("", "_device"):
+            if f"times{suffix}" in row:
+                first = rows[0] if rows else row
+                row[f"of_first{suffix}"] = row[f"times{suffix}"] / first[f"times{suffix}"]
+        rows.append(row)
+        report.write(args.out)
 
 
 if __name__ == "__main__":
