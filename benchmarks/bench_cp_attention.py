@@ -77,7 +77,9 @@ class Bench:
 
     def __init__(self, device: torch.device, repeats: int, backend: str):
         self.device, self.repeats, self.backend = device, repeats, backend
-        self.group = dist.group.WORLD
+        # Of its own, as a dimension of a mesh has one: the collectives of a group run one after the
+        # other, and attention would wait for what FSDP2 sends.
+        self.group = dist.new_group()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
         self.signal = torch.zeros(1, device=device)
