@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 import torch
 from _documents import UserError
 from _mesh import Ranks
 from _model import ModelSource, decoder_layers, enable
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
 
 # Rotations of transformers that read the longest position. Ranks that share a row read others.
 BY_LENGTH = ("dynamic", "longrope")
+# FSDP2's hooks cost the host about as much for a small unit as for a large one.
+UNIT_WEIGHTS = 60_000_000
 
 
 def shard_model(
     source: ModelSource, ranks: Ranks, options: argparse.Namespace
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Build the model and shard each decoder layer, and the rest as one more unit.
+    """Build the model and shard its decoder layers in units, and the rest as one more unit.
 
     Every rank builds the whole model in fp32 first: 4 bytes a weight, until it is sharded.
 
@@ -39,13 +43,28 @@ def shard_model(
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model):
-        if options.compile:
+    layers = decoder_layers(model)
+    if options.compile:
+        for layer in layers:
             # The forward alone: FSDP2 gathers the weights in hooks around it.
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
-        fully_shard(layer, mesh=ranks.sharding, mp_policy=policy)
+    for unit in group_layers(layers, UNIT_WEIGHTS):
+        fully_shard(unit, mesh=ranks.sharding, mp_policy=policy)
     fully_shard(model, mesh=ranks.sharding, mp_policy=policy)
     return model, warnings
+
+
+def group_layers(layers: Iterable[nn.Module], weights: int) -> list[list[nn.Module]]:
+    """Return the layers in groups of successive ones, each but the last of `weights` or more."""
+    groups: list[list[nn.Module]] = []
+    size = weights
+    for layer in layers:
+        if size >= weights:
+            groups.append([])
+            size = 0
+        groups[-1].append(layer)
+        size += sum(weight.numel() for weight in layer.parameters())
+    return groups
 
 
 def check_balance_loss(config: PretrainedConfig, ranks: Ranks, options: argparse.Namespace) -> None:

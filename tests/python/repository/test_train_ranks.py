@@ -130,8 +130,19 @@ def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     outcome = basic_runs(rank, folder, inputs)
     options = ("--model", folder / "gpt2.json", "--cp", 2)
     outcome["gpt2"] = train(folder / "gpt2", *inputs, *options)[0]
+    outcome["small units"] = in_small_units(folder / "small", inputs)
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
+
+
+def in_small_units(out: Path, inputs: list[str]) -> list[dict]:
+    """Shard each layer by itself."""
+    sharding = import_example("_sharding")
+    before, sharding.UNIT_WEIGHTS = sharding.UNIT_WEIGHTS, 1
+    try:
+        return train(out, *inputs)[0]
+    finally:
+        sharding.UNIT_WEIGHTS = before
 
 
 def stopped_by_a_signal(rank: int, out: Path, inputs: list[str]) -> Any:
@@ -234,6 +245,13 @@ def test_compiled_layers_share_rows(runs, inputs, tmp_path):
     of_ranks = distributed.run(compiled, tmp_path, inputs, limit=400)
     shared, _ = runs[1][0]["shared rows"]
     assert losses(of_ranks[0]) == pytest.approx(losses(shared), rel=1e-5)
+
+
+def test_units_change_no_bit(runs):
+    whole, _ = runs[1][0]["whole"]
+    small = runs[1][0]["small units"]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in small] == [line[name] for line in whole]
 
 
 def pairs_of_ranks(rank: int, out: Path, inputs: list[str]) -> list[dict]:
@@ -567,6 +585,13 @@ def test_layers_are_found_by_their_names():
     other = SimpleNamespace(get_decoder=lambda: torch.nn.Linear(1, 1))
     with pytest.raises(error, match="named `layers` or `h`, got Linear"):
         module.decoder_layers(other)
+
+
+def test_layers_form_units_of_enough_weights():
+    layers = [torch.nn.Linear(10, size, bias=False) for size in (1, 1, 2, 1, 1)]
+    units = import_example("_sharding").group_layers(layers, 30)
+    assert units == [layers[:3], layers[3:]]
+    assert import_example("_sharding").group_layers(layers, 1) == [[layer] for layer in layers]
 
 
 def test_gpt2_shares_rows(runs, one_rank, inputs, tmp_path):
