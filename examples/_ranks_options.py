@@ -70,6 +70,13 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
         "--recompute", action="store_true", help="recompute the decoder layers in the backward"
     )
     parser.add_argument(
+        "--reshard-after-forward",
+        action=argparse.BooleanOptionalAction,
+        help="free the gathered weights of a layer after its forward and gather them again in the "
+        "backward; not to saves time and takes 2 bytes a weight in bf16 (default: not, if that is "
+        "at most a twentieth of the GPU's memory)",
+    )
+    parser.add_argument(
         "--precision",
         choices=("bf16", "fp32"),
         help="of the forward and backward; weights, gradients and AdamW stay fp32 (default: fp32, "

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 BY_LENGTH = ("dynamic", "longrope")
 # FSDP2's hooks cost the host about as much for a small unit as for a large one.
 UNIT_WEIGHTS = 60_000_000
+KEPT_SHARE = 1 / 20  # of a GPU's memory, which weights of the forward may take until the backward
 
 
 def shard_model(
@@ -48,8 +49,12 @@ def shard_model(
         for layer in layers:
             # The forward alone: FSDP2 gathers the weights in hooks around it.
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    reshard = options.reshard_after_forward
+    if reshard is None:
+        # As rank 0 says: the ranks gather together, and their GPUs may differ.
+        reshard = ranks.on_first(lambda: not has_room(model, ranks.device, policy.param_dtype))
     for unit in group_layers(layers, UNIT_WEIGHTS):
-        fully_shard(unit, mesh=ranks.sharding, mp_policy=policy)
+        fully_shard(unit, mesh=ranks.sharding, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=ranks.sharding, mp_policy=policy)
     return model, warnings
 
@@ -65,6 +70,21 @@ def group_layers(layers: Iterable[nn.Module], weights: int) -> list[list[nn.Modu
         groups[-1].append(layer)
         size += sum(weight.numel() for weight in layer.parameters())
     return groups
+
+
+def has_room(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Return whether all weights in `dtype` are a small part of the GPU's memory.
+
+    Args:
+        model: with fp32 weights.
+        device: False for a CPU.
+        dtype: of the forward; None is that of the weights.
+    """
+    if device.type != "cuda":
+        return False
+    room = KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory
+    itemsize = (dtype or torch.float32).itemsize
+    return itemsize * sum(weight.numel() for weight in model.parameters()) <= room
 
 
 def check_balance_loss(config: PretrainedConfig, ranks: Ranks, options: argparse.Namespace) -> None:

@@ -136,11 +136,11 @@ def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
 
 
 def in_small_units(out: Path, inputs: list[str]) -> list[dict]:
-    """Shard each layer by itself."""
+    """Shard each layer by itself, and keep its weights from the forward to the backward."""
     sharding = import_example("_sharding")
     before, sharding.UNIT_WEIGHTS = sharding.UNIT_WEIGHTS, 1
     try:
-        return train(out, *inputs)[0]
+        return train(out, *inputs, "--no-reshard-after-forward")[0]
     finally:
         sharding.UNIT_WEIGHTS = before
 
@@ -247,7 +247,7 @@ def test_compiled_layers_share_rows(runs, inputs, tmp_path):
     assert losses(of_ranks[0]) == pytest.approx(losses(shared), rel=1e-5)
 
 
-def test_units_change_no_bit(runs):
+def test_units_and_kept_weights_change_no_bit(runs):
     whole, _ = runs[1][0]["whole"]
     small = runs[1][0]["small units"]
     for name in ("loss", "grad_norm"):
@@ -592,6 +592,16 @@ def test_layers_form_units_of_enough_weights():
     units = import_example("_sharding").group_layers(layers, 30)
     assert units == [layers[:3], layers[3:]]
     assert import_example("_sharding").group_layers(layers, 1) == [[layer] for layer in layers]
+
+
+def test_weights_are_kept_if_the_gpu_has_room(monkeypatch):
+    has_room, cuda = import_example("_sharding").has_room, torch.device("cuda")
+    memory = SimpleNamespace(total_memory=20 * 2 * 100)  # a twentieth holds 100 weights in bf16
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    model = torch.nn.Linear(10, 10, bias=False)
+    assert has_room(model, cuda, torch.bfloat16)
+    assert not has_room(model, cuda, None)
+    assert not has_room(model, torch.device("cpu"), torch.bfloat16)
 
 
 def test_gpt2_shares_rows(runs, one_rank, inputs, tmp_path):
