@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from report import ROOT
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, linear, rms_norm, silu
 
 import cuseq
+
+sys.path.insert(0, str(ROOT / "examples"))
+from _sharding import UNIT_WEIGHTS, group_layers  # noqa: E402
 
 # layers, hidden, intermediate, query heads, key heads; head_dim is 128.
 SHAPES = {
@@ -89,10 +94,11 @@ class Trainer:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with device:
             self.model = Decoder(shape, self.vocabulary).to(dtype)
-        for layer in self.model.layers:
-            if compiled:
-                layer.compile(fullgraph=False)
-            fully_shard(layer, mp_policy=MixedPrecisionPolicy())
+        for layer in self.model.layers if compiled else ():
+            # The forward alone: FSDP2 gathers the weights in hooks around it.
+            layer.forward = torch.compile(layer.forward)
+        for unit in group_layers(self.model.layers, UNIT_WEIGHTS):
+            fully_shard(unit, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
