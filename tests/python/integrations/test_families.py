@@ -72,6 +72,14 @@ def test_required_families_are_right(family):
 
 
 @needs
+@pytest.mark.parametrize("family", REQUIRED)
+def test_required_families_are_right_on_a_gpu(family, cuda):
+    result = try_family(family, CHECKS, device="cuda")
+    assert (result.verdict, result.reason) == (RIGHT, "")
+    assert set(result.checks) == set(CHECKS)
+
+
+@needs
 @pytest.mark.full
 @pytest.mark.parametrize("family", REQUIRED)
 def test_required_families_compile(family):
@@ -217,9 +225,9 @@ def test_disable_restores_a_family_with_all_adapters():
 # ------------------------------------------------------------------------------------ the program
 
 
-def wrong_model(family: str) -> nn.Module:
+def wrong_model(family: str, device: str) -> nn.Module:
     """Return a model whose attention adds the row's first token to all others."""
-    model = small_model(family)
+    model = small_model(family, device=device)
     model.model.layers[0].register_forward_hook(lambda module, args, out: out + out[:, :1])
     return model
 
@@ -240,7 +248,7 @@ def test_position_ids_that_are_not_read_are_found(monkeypatch):
     assert result.reason.startswith("positions: logits differ by") and not result.checks["packed"]
 
 
-def try_badly(family: str, checks: object) -> FamilyResult:
+def try_badly(family: str, checks: object, device: str) -> FamilyResult:
     if family == "dies":
         os._exit(1)
     if family == "hangs":
@@ -282,6 +290,7 @@ def test_the_table_names_each_verdict():
     page = _table.as_page([FamilyResult(v, v, "why") for v in (LEAKS, DIFFERS, NOT_TRIED)])
     for title in ("Leaking", "Different", "Not tried"):
         assert f"## {title}" in page
+    assert "on a CPU." in page and "on a GPU." in _table.as_page([], "cuda")
 
 
 def test_a_row_ends_with_the_reason():

@@ -1,6 +1,7 @@
 """Which causal-LM families of the installed transformers train on packed rows with `cuseq.enable`?
 
-    python -m cuseq.debug.families [FAMILY ...] [--docs FILE] [--json FILE] [--jobs N]
+    python -m cuseq.debug.families [FAMILY ...] [--device cuda] [--jobs N] [--docs FILE]
+        [--json FILE]
 
 Makes a small random model of every family in a process of its own, enables it, and compares it with
 the model before. Downloads nothing.
@@ -39,7 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = [name for name in CHECKS if name not in options.without]
     results = []
     for result in sweep(
-        options.families or names, checks, jobs=options.jobs, seconds=options.seconds
+        options.families or names,
+        checks,
+        jobs=options.jobs,
+        seconds=options.seconds,
+        device=options.device,
     ):
         results.append(result)
         print(_table.as_line(result), flush=True)
@@ -48,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = json.dumps([dataclasses.asdict(result) for result in results], indent=2)
         options.json.write_text(text + "\n")
     if options.docs is not None:
-        options.docs.write_text(_table.as_page(results))
+        options.docs.write_text(_table.as_page(results, options.device))
     return WRONG if any(result.is_wrong for result in results) else FINE
 
 
@@ -59,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("families", metavar="FAMILY", nargs="*", help="model type, default all")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the models run, default cpu"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time, default 1")
     parser.add_argument(
         "--seconds", type=float, default=300, help="time limit of one family, default 300"

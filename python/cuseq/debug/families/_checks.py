@@ -29,21 +29,25 @@ Check = Callable[[PreTrainedModel], Run]
 Computed = tuple[Tensor, dict[str, Tensor]]  # logits, and the gradients of parameters
 
 
-def documents(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
-    """Return random documents `[1, n]` without special tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCAB, (1, n), generator=generator) for n in lengths]
+def documents(
+    device: torch.device | str = "cpu", lengths: tuple[int, ...] = LENGTHS
+) -> list[Tensor]:
+    """Return random documents `[1, n]` without special tokens, the same on all devices."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(3, VOCAB, (1, n), generator=generator) for n in lengths]
+    return [doc.to(device) for doc in drawn]
 
 
 def packed_batch(docs: list[Tensor]) -> dict[str, Any]:
     """Return the batch that holds the documents in one row, without labels."""
     batch = cuseq.PackingCollator()([{"input_ids": doc[0].tolist()} for doc in docs])
-    return {name: value for name, value in batch.items() if name != "labels"}
+    device = docs[0].device
+    return {name: value.to(device) for name, value in batch.items() if name != "labels"}
 
 
 def packed(model: PreTrainedModel) -> Run:
     """Compare a packed row with its documents one by one, with gradients."""
-    docs = documents()
+    docs = documents(model.device)
     expected = _with_gradients(model, partial(_one_by_one, model, docs))
     yield
     return _compare(_with_gradients(model, partial(_packed_logits, model, docs)), expected)
@@ -51,7 +55,7 @@ def packed(model: PreTrainedModel) -> Run:
 
 def positions(model: PreTrainedModel) -> Run:
     """Compare the same row with packed `position_ids` alone, without `packed`."""
-    docs = documents()
+    docs = documents(model.device)
     with torch.no_grad():
         expected = _one_by_one(model, docs)
     yield
@@ -62,7 +66,7 @@ def positions(model: PreTrainedModel) -> Run:
 
 def separate(model: PreTrainedModel) -> Run:
     """Change one document of a packed row and see whether the logits of others change."""
-    docs = documents()
+    docs = documents(model.device)
     yield
     with torch.no_grad():
         before = _packed_logits(model, docs).split(LENGTHS)
@@ -77,7 +81,7 @@ def separate(model: PreTrainedModel) -> Run:
 
 def dense(model: PreTrainedModel) -> Run:
     """Compare a batch of two rows of equal length, with gradients."""
-    rows = torch.cat(documents((7, 7)))
+    rows = torch.cat(documents(model.device, (7, 7)))
     expected = _with_gradients(model, partial(_logits, model, rows))
     yield
     return _compare(_with_gradients(model, partial(_logits, model, rows)), expected)
@@ -106,7 +110,7 @@ def checkpointed(model: PreTrainedModel) -> Run:
     yield
     if not model.supports_gradient_checkpointing:
         return None
-    run = partial(_packed_logits, model, documents())
+    run = partial(_packed_logits, model, documents(model.device))
     with _training(model):
         expected = _with_gradients(model, run)
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -122,7 +126,7 @@ def compiled(model: PreTrainedModel) -> Run:
     torch._dynamo.reset()
     run = torch.compile(model, backend="aot_eager")
     for lengths in (LENGTHS, _OTHER_LENGTHS):
-        docs = documents(lengths)
+        docs = documents(model.device, lengths)
         expected = _with_gradients(model, partial(_packed_logits, model, docs))
         wrong = _compare(_with_gradients(model, partial(_packed_logits, run, docs)), expected)
         if wrong:
@@ -158,7 +162,7 @@ def _packed_logits(model: Callable[..., Any], docs: list[Tensor]) -> Tensor:
 
 
 def _padded_logits(model: PreTrainedModel, side: str) -> Tensor:
-    ids, mask = _pad(documents((4, 7)), side)
+    ids, mask = _pad(documents(model.device, (4, 7)), side)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         logits: Tensor = model(
@@ -169,7 +173,7 @@ def _padded_logits(model: PreTrainedModel, side: str) -> Tensor:
 
 def _continued(model: PreTrainedModel) -> Tensor:
     # Without padding: transformers' own eager attention and sdpa differ on it (MiniMax).
-    ids = torch.cat(documents((7, 7)))
+    ids = torch.cat(documents(model.device, (7, 7)))
     most = dict(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, do_sample=False)
     tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **most)
     return tokens
@@ -184,7 +188,7 @@ def _with_gradients(model: PreTrainedModel, run: Callable[[], Tensor]) -> Comput
     model.zero_grad()
     logits = run()
     generator = torch.Generator().manual_seed(2)
-    weight = torch.randn(logits.shape[-2:], generator=generator)
+    weight = torch.randn(logits.shape[-2:], generator=generator).to(logits.device)
     (logits * weight).sum().backward()
     named = model.named_parameters()
     grads = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -215,7 +219,7 @@ def _gradient_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) 
 
 def _pad(docs: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     longest = max(doc.shape[1] for doc in docs)
-    ids = torch.zeros(len(docs), longest, dtype=torch.long)
+    ids = docs[0].new_zeros(len(docs), longest)
     mask = torch.zeros_like(ids)
     for row, doc in enumerate(docs):
         where = slice(0, doc.shape[1]) if side == "right" else slice(longest - doc.shape[1], None)

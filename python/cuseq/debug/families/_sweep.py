@@ -26,6 +26,7 @@ def sweep(
     *,
     jobs: int = 1,
     seconds: float = 300.0,
+    device: str = "cpu",
 ) -> Iterator[FamilyResult]:
     """Try families in processes; yield the results in the order in which they are ready.
 
@@ -37,6 +38,7 @@ def sweep(
         checks: names of `CHECKS`.
         jobs: number of processes at a time.
         seconds: time limit of one family.
+        device: where the models run.
     """
     integration.register()  # import what `enable` needs once, before the forks
     integration.unregister()
@@ -48,7 +50,7 @@ def sweep(
             while waiting and len(running) < jobs:
                 family = waiting.pop()
                 receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_try, args=(family, tuple(checks), sender))
+                process = context.Process(target=_try, args=(family, tuple(checks), device, sender))
                 process.start()
                 sender.close()
                 running[receiver] = family, process, time.monotonic() + seconds
@@ -70,12 +72,13 @@ def sweep(
             _end(receiver, process)
 
 
-def _try(family: str, checks: Sequence[str], sender: Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+def _try(family: str, checks: Sequence[str], device: str, sender: Connection) -> None:
+    if device == "cpu":  # CUDA maps more than any model
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     torch._logging.set_logs(all=50)
-    sender.send(try_family(family, checks))
+    sender.send(try_family(family, checks, device))
 
 
 def _received(receiver: Connection, family: str) -> FamilyResult:

@@ -27,7 +27,7 @@ _HEAD = """\
 `python -m cuseq.debug.families --docs docs/families.md` writes this page. It makes a small random
 model of each causal-LM family of the installed transformers, enables it by `cuseq.enable`, and
 compares what it computes with the same model before. This run: transformers {transformers}, torch
-{torch}, cuseq {cuseq}, on a CPU.
+{torch}, cuseq {cuseq}, on {device}.
 
 | check | what it does |
 | --- | --- |
@@ -70,14 +70,15 @@ def as_line(result: FamilyResult) -> str:
     return f"{result.family:26} {result.verdict:10} {shorten(said, _WIDTH)}"
 
 
-def as_page(results: Sequence[FamilyResult]) -> str:
-    """Return the page of the documentation."""
+def as_page(results: Sequence[FamilyResult], device: str = "cpu") -> str:
+    """Return the page of the documentation, of a run on "cpu" or "cuda"."""
     results = sorted(results, key=lambda one: one.family)
     checks = dict.fromkeys(name for result in results for name in result.checks)
     page = _HEAD.format(
         transformers=transformers.__version__,
         cuseq=cuseq.__version__,
         torch=torch.__version__.partition("+")[0],
+        device="a CPU" if device == "cpu" else "a GPU",
         checks="\n".join(f"| {name} | {_summary(name)} |" for name in checks),
         counts="\n".join(f"| {verdict} | {n} |" for verdict, n in _counts(results)),
     )

@@ -20,12 +20,15 @@ from cuseq.debug.families.result import (
 _OF_DOCUMENTS = ("separate", "packed")
 
 
-def try_family(family: str, checks: Collection[str] = tuple(CHECKS)) -> FamilyResult:
+def try_family(
+    family: str, checks: Collection[str] = tuple(CHECKS), device: str = "cpu"
+) -> FamilyResult:
     """Enable a small random model of a family and compare what it computes with what it did before.
 
     Args:
         family: a model type of transformers with a causal-LM class.
         checks: names of `CHECKS`.
+        device: where the model runs.
 
     Returns:
         The result. Errors of the model, of `enable` and of the checks become a part of it.
@@ -38,7 +41,7 @@ def try_family(family: str, checks: Collection[str] = tuple(CHECKS)) -> FamilyRe
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            model = small_model(family)
+            model = small_model(family, device=device)
             next(CHECKS["dense"](model))
         except Exception as error:
             return FamilyResult(family, NOT_TRIED, f"no small model of it runs ({_shown(error)})")

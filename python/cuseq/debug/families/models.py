@@ -259,12 +259,15 @@ def small_config(name: str) -> PreTrainedConfig:
     return kind(**values, **{k: v for k, v in _TOKENS.items() if k in known})
 
 
-def small_model(name: str, change: Callable[[Any], None] | None = None) -> PreTrainedModel:
+def small_model(
+    name: str, change: Callable[[Any], None] | None = None, device: str = "cpu"
+) -> PreTrainedModel:
     """Return a random model of a family, with weights far from their initial values.
 
     Args:
         name: the family's model type.
         change: may edit the config.
+        device: of the model; its weights are the same on all.
     """
     torch.manual_seed(0)
     config = small_config(name)
@@ -275,4 +278,4 @@ def small_model(name: str, change: Callable[[Any], None] | None = None) -> PreTr
     )
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
-    return model.eval()
+    return model.to(device).eval()
