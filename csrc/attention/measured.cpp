@@ -56,7 +56,7 @@ double distance(const Logarithms& one, const Logarithms& other, bool both_know_s
          (both_know_sequences ? std::abs(one.length_or_room - other.length_or_room) : 0.0);
 }
 
-// Flash kernels end at head_dim 256, so what is measured below says nothing of wider heads.
+// Flash kernels end at head_dim 256, so what narrower heads measured says nothing of wider ones.
 bool is_wide(const Facts& facts) { return facts.head_dim > 256; }
 
 bool comparable(const Facts& one, const Facts& other) {

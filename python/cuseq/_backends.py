@@ -27,7 +27,8 @@ FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequence
 
 WIDEST_FLASH = 256  # head_dim; wider heads have no flash kernel
 _WIDEST_FLEX = 512
-# Bytes of shared memory of a block with which the tiles for wide heads were tried, on an H200.
+# Bytes of shared memory that a block can have on GPUs where the tiles for wide heads may run. They
+# were tried on an H200, which has 227 KiB.
 _WIDE_FLEX_MEMORY = 224 * 1024
 # Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
 LEAST_TOKENS_FOR_FLEX = 512
@@ -151,14 +152,11 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
     if packed.is_static or is_capturing(q.device):
         return mask is not None  # the capture cannot copy the offsets that segments need
     head_dim = max(q.shape[2], v.shape[2])
-    is_wide = head_dim > WIDEST_FLASH
-    if mask is None and not is_wide and (asked.causal or asked.window is None):
-        return False
     window = asked.window or 0
-    if window >= packed.max_seqlen:
+    if window and window >= packed.max_seqlen:
         window = 0  # it hides nothing
-        if mask is None and not is_wide:
-            return False
+    if mask is None and head_dim <= WIDEST_FLASH and (asked.causal or not window):
+        return False
     mask = mask or _kind(asked.causal, window)
     tokens, sequences = packed.num_real_tokens, packed.num_sequences
     facts = (True, head_dim, mask, window, "eager", tokens, sequences)
@@ -167,8 +165,12 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
 
 
 def fits_flex(q: Tensor, v: Tensor) -> bool:
-    """Return whether flex attention can take rows of these shapes and dtypes."""
-    return q.shape[0] > 0 and _flex_obstacle(q, v) is None
+    """Return whether flex attention can take rows of these shapes and dtypes, with its own tiles.
+
+    Heads that need other tiles were not measured where this is asked: with the masks of trees.
+    """
+    is_wide = max(q.shape[2], v.shape[2]) > WIDEST_FLASH
+    return q.shape[0] > 0 and not is_wide and _flex_obstacle(q, v) is None
 
 
 def why_flex(packed: PackedLayout, asked: Question) -> str:
@@ -342,7 +344,7 @@ def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
         return f"it takes head_dim from 16 to {_WIDEST_FLEX}, got {q.shape[2]} and {v.shape[2]}"
     if widest <= WIDEST_FLASH:
         return None
-    if q.dtype == torch.float32:
+    if not computes_in_half(q):
         return f"it takes head_dim above {WIDEST_FLASH} in fp16 and bf16 alone, got {q.dtype}"
     memory = _shared_memory(q.device)
     if memory < _WIDE_FLEX_MEMORY:

@@ -30,6 +30,8 @@ _WIDE_TILES: Any = {
     "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 4,
     "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
     "bwd_num_stages": 1, "bwd_num_warps": 8,
+    # Not the kernel for few queries, which computes its bounds from tiles of its own.
+    "FORCE_USE_FLEX_ATTENTION": True,
 }  # fmt: skip
 
 _sizes: dict[tuple[Any, ...], set[int]] = {}

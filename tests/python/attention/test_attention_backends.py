@@ -16,6 +16,7 @@ from reference import attention as reference_attention
 from test_attention import PACKS, check_against_reference, inputs, relative
 from test_flash_implementations import exact, gradients
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cuseq import (
     _C,
@@ -128,8 +129,29 @@ def test_wide_heads_take_flex_where_it_was_measured_faster(monkeypatch, measured
     assert takes_flex(264) and takes_flex(512) and not takes_flex(256)
     assert takes_flex(512, window=600)  # hides nothing
     assert not takes_flex(512, window=300) and not takes_flex(512, causal=False)
-    times = _C.closest_measured_attention((90, True, 256, "causal", 0, "eager", 4, 1), backend="")
-    assert times["efficient"] == 1.0
+    measured(wide)
+    asked = (True, "causal", 0, "eager", 4, 1)
+    assert _C.closest_measured_attention((90, asked[0], 512, *asked[1:]), backend="") == wide[1]
+    assert _C.closest_measured_attention((90, asked[0], 256, *asked[1:]), backend="") is None
+
+
+def test_wide_heads_that_flex_refuses(monkeypatch):
+    with FakeTensorMode():
+        half = torch.empty(8, 1, 512, device="cuda", dtype=torch.bfloat16)
+        full = torch.empty(8, 1, 512, device="cuda")
+        wider = torch.empty(8, 1, 520, device="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr(_backends, "_shared_memory", lambda device: 227 * 1024)
+    assert _backends._flex_obstacle(half, half) is None
+    assert "from 16 to 512, got 520 and 512" in _backends._flex_obstacle(wider, half)
+    assert "in fp16 and bf16 alone, got torch.float32" in _backends._flex_obstacle(full, full)
+    with monkeypatch.context() as under_autocast:
+        under_autocast.setattr(_backends, "computes_in_half", lambda q: True)
+        assert _backends._flex_obstacle(full, full) is None
+    assert _backends.fits_flex(half[..., :256], half[..., :256])
+    assert not _backends.fits_flex(half, half)  # trees
+    monkeypatch.setattr(_backends, "_shared_memory", lambda device: 99 * 1024)
+    assert "229,376 bytes of shared memory" in _backends._flex_obstacle(half, half)
+    assert _backends._flex_obstacle(half[..., :256], half[..., :256]) is None
 
 
 def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):

@@ -105,6 +105,8 @@ def test_every_backend_matches_the_reference(name, lengths, tokens, options):
 def test_every_backend_with_every_head_dim(name, dim, value_dim, heads, options):
     if name == "flex" and dim not in (40, 128, 192, 256, 512):
         pytest.skip("every head_dim takes seconds to compile")
+    if name == "flex" and dim > 256:
+        skip_without_wide_flex()
     lengths, tokens = [300, 1, 0, 129, 77], 520
     tensors, packed = packed_inputs(lengths, tokens, *heads, dim, value_dim)
     if not takes(name, tensors, packed, **options):
@@ -439,9 +441,16 @@ def test_auto_takes_flex_for_soft_caps(cuda):
     assert attention_backend(*short, few, softcap=5.0).name == "segments"
 
 
+def skip_without_wide_flex() -> None:
+    wide = torch.empty(8, 1, 512, device="cuda", dtype=torch.bfloat16)
+    if obstacle := _backends._flex_obstacle(wide, wide):
+        pytest.skip(obstacle)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compiled, monkeypatch):
     """Gemma 4's layers of head_dim 512: no flash kernel takes them."""
+    skip_without_wide_flex()
     _backends.load_backends()
     major, minor = torch.cuda.get_device_capability()
     mode = "compiled" if compiled else "eager"
@@ -468,6 +477,12 @@ def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compi
     for found, right in zip(grads, wanted, strict=True):
         assert relative(found[: sum(lengths)], right, right) < 2e-2
         assert not found[sum(lengths) :].any()
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 127])
+def test_flex_with_wide_heads_and_few_tokens(cuda, tokens):
+    skip_without_wide_flex()
+    check_with_any_tail([3, tokens - 5], tokens, 8, 1, 512, options={"backend": "flex"})
 
 
 def refuse_other_backends(*args: Any) -> Tensor:
@@ -541,7 +556,8 @@ def test_auto_is_level_with_the_best_of_the_table(cuda):
             "spans": [(0, min(8, lengths[0]))] if mask == "spans" else None,
         }
         found = attention_backend(q, q, q, packed, **options).name
-        with_flex = mask in ("spans", "two_sided", "softcap") or dim > 256  # eager there alone
+        # Eager code chooses flex for these alone.
+        with_flex = mask in ("spans", "two_sided", "softcap") or dim > 256
         there = {
             one: us
             for one, us in times.items()
