@@ -139,6 +139,9 @@ def make_ranks(device_type: str, dp_replicate: int, cp: int) -> Ranks:
         device_type,
         (dp_replicate, dp_shard, cp),
         mesh_dim_names=("dp_replicate", "dp_shard", "cp"),
+        # A dimension that spans all ranks would be the default group, over which FSDP2 shards too,
+        # and a group's collectives run one after the other. One that names a backend is new.
+        backend_override={"cp": "nccl" if device_type == "cuda" else "gloo"},
     )
     sharding = init_device_mesh(
         device_type,

@@ -131,7 +131,7 @@ def enable(model: PreTrainedModel) -> tuple[list[str], list[str]]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder's layers, which are compiled and sharded one by one.
+    """Return the decoder's layers, which are compiled one by one and sharded in units.
 
     Raises:
         UserError: the decoder keeps them under another name than Llama and GPT-2.

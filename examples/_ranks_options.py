@@ -72,8 +72,8 @@ def _add_speed(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reshard-after-forward",
         action=argparse.BooleanOptionalAction,
-        help="free the gathered weights of a layer after its forward and gather them again in the "
-        "backward; not to saves time and takes 2 bytes a weight in bf16 (default: not, if that is "
+        help="free gathered weights after the forward and gather them again in the backward; "
+        "keeping them saves time and takes 2 bytes a weight in bf16 (default: keep them if that is "
         "at most a twentieth of the GPU's memory)",
     )
     parser.add_argument(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from _documents import UserError
@@ -17,7 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 BY_LENGTH = ("dynamic", "longrope")
 # FSDP2's hooks cost the host about as much for a small unit as for a large one.
 UNIT_WEIGHTS = 60_000_000
-KEPT_SHARE = 1 / 20  # of a GPU's memory, which weights of the forward may take until the backward
+# Gathered weights are kept until the backward if they take at most this share of a GPU's memory.
+KEPT_SHARE = 1 / 20
 
 
 def shard_model(
@@ -45,6 +49,10 @@ def shard_model(
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
+    if policy.param_dtype is not None:
+        # FSDP2 would cast all inputs of a unit's first layer and none of the others. Only hidden
+        # states have to be cast: rotations in fp32, which some models make, are to stay so.
+        layers[0].register_forward_pre_hook(partial(_cast, policy.param_dtype))
     if options.compile:
         for layer in layers:
             # The forward alone: FSDP2 gathers the weights in hooks around it.
@@ -53,8 +61,9 @@ def shard_model(
     if reshard is None:
         # As rank 0 says: the ranks gather together, and their GPUs may differ.
         reshard = ranks.on_first(lambda: not has_room(model, ranks.device, policy.param_dtype))
+    of_unit = replace(policy, cast_forward_inputs=False)
     for unit in group_layers(layers, UNIT_WEIGHTS):
-        fully_shard(unit, mesh=ranks.sharding, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(unit, mesh=ranks.sharding, mp_policy=of_unit, reshard_after_forward=reshard)
     fully_shard(model, mesh=ranks.sharding, mp_policy=policy)
     return model, warnings
 
@@ -62,22 +71,31 @@ def shard_model(
 def group_layers(layers: Iterable[nn.Module], weights: int) -> list[list[nn.Module]]:
     """Return the layers in groups of successive ones, each but the last of `weights` or more."""
     groups: list[list[nn.Module]] = []
-    size = weights
+    is_full, size = True, 0
     for layer in layers:
-        if size >= weights:
+        if is_full:
             groups.append([])
             size = 0
         groups[-1].append(layer)
         size += sum(weight.numel() for weight in layer.parameters())
+        is_full = size >= weights
     return groups
 
 
+def _cast(dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a layer's positional inputs, the hidden states first, with floats in `dtype`."""
+    return tuple(
+        given.to(dtype) if torch.is_tensor(given) and given.is_floating_point() else given
+        for given in inputs
+    )
+
+
 def has_room(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Return whether all weights in `dtype` are a small part of the GPU's memory.
+    """Return whether all weights in `dtype` are a small part of the GPU's memory; False on a CPU.
 
     Args:
         model: with fp32 weights.
-        device: False for a CPU.
+        device: where it trains.
         dtype: of the forward; None is that of the weights.
     """
     if device.type != "cuda":

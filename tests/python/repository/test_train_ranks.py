@@ -126,21 +126,24 @@ def basic_runs(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
 
 
 def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
-    """Make the basic runs, train GPT-2, and save to a full disk."""
+    """Make the basic runs, train GPT-2 and OLMo 2, and save to a full disk."""
     outcome = basic_runs(rank, folder, inputs)
     options = ("--model", folder / "gpt2.json", "--cp", 2)
     outcome["gpt2"] = train(folder / "gpt2", *inputs, *options)[0]
-    outcome["small units"] = in_small_units(folder / "small", inputs)
+    outcome["small units"] = in_small_units(folder / "small", *inputs, "--no-reshard-after-forward")
+    olmo = (*inputs, "--model", folder / "olmo2.json", "--precision", "bf16")
+    outcome["bf16"] = train(folder / "bf16", *olmo)[0]
+    outcome["bf16, small units"] = in_small_units(folder / "bf16-small", *olmo)
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
 
 
-def in_small_units(out: Path, inputs: list[str]) -> list[dict]:
-    """Shard each layer by itself, and keep its weights from the forward to the backward."""
+def in_small_units(out: Path, *options: object) -> list[dict]:
+    """Train with each layer sharded by itself; return the log."""
     sharding = import_example("_sharding")
     before, sharding.UNIT_WEIGHTS = sharding.UNIT_WEIGHTS, 1
     try:
-        return train(out, *inputs, "--no-reshard-after-forward")[0]
+        return train(out, *options)[0]
     finally:
         sharding.UNIT_WEIGHTS = before
 
@@ -190,6 +193,7 @@ def runs(inputs, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """Return the folder of the runs of two ranks, and what each rank saw."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "gpt2.json").write_text(json.dumps(gpt2(attn_pdrop=0.0).to_dict()))
+    (folder / "olmo2.json").write_text(json.dumps(olmo2().to_dict()))
     return folder, distributed.run(two_ranks, folder, inputs, limit=240)
 
 
@@ -237,7 +241,7 @@ def test_a_part_of_a_row_has_the_keys_of_a_row(one_rank):
 
 def compiled(rank: int, out: Path, inputs: list[str]) -> list[dict]:
     """Train with compiled and recomputed layers that exchange keys."""
-    return train(out, *inputs, "--cp", 2, "--compile", "--recompute")[0]
+    return in_small_units(out, *inputs, "--cp", 2, "--compile", "--recompute")
 
 
 @pytest.mark.full
@@ -247,11 +251,19 @@ def test_compiled_layers_share_rows(runs, inputs, tmp_path):
     assert losses(of_ranks[0]) == pytest.approx(losses(shared), rel=1e-5)
 
 
+def test_shared_rows_have_a_group_of_their_own(one_rank):
+    """FSDP2's collectives in the same group would run before those of attention."""
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    assert ranks.mesh.get_group("cp") not in (dist.group.WORLD, ranks.sharding.get_group())
+
+
 def test_units_and_kept_weights_change_no_bit(runs):
+    """OLMo 2's layers get a rotation in fp32, which FSDP2 must not cast in some of them."""
     whole, _ = runs[1][0]["whole"]
-    small = runs[1][0]["small units"]
-    for name in ("loss", "grad_norm"):
-        assert [line[name] for line in small] == [line[name] for line in whole]
+    bf16 = runs[1][0]["bf16"]
+    for log, expected in (("small units", whole), ("bf16, small units", bf16)):
+        for name in ("loss", "grad_norm"):
+            assert [line[name] for line in runs[1][0][log]] == [line[name] for line in expected]
 
 
 def pairs_of_ranks(rank: int, out: Path, inputs: list[str]) -> list[dict]:
@@ -271,7 +283,7 @@ def test_pairs_of_ranks_that_share_rows_have_the_losses_of_one(one_rank, inputs,
 
 def copies(rank: int, out: Path, inputs: list[str]) -> list[dict]:
     """Train two copies of the model, each sharded over two ranks."""
-    return train(out, *inputs, "--dp-replicate", 2, "--recompute")[0]
+    return in_small_units(out, *inputs, "--dp-replicate", 2, "--recompute")
 
 
 @pytest.mark.full
@@ -520,6 +532,13 @@ def gpt2(**options: Any) -> Any:
     sizes = dict(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=256)
     tokens = dict(bos_token_id=0, eos_token_id=0)
     return GPT2Config(**sizes, **tokens, embd_pdrop=0.0, resid_pdrop=0.0, **options)
+
+
+def olmo2() -> Any:
+    from transformers import Olmo2Config
+
+    sizes = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=3)
+    return Olmo2Config(**sizes, num_attention_heads=2, max_position_embeddings=256)
 
 
 def mamba() -> Any:
