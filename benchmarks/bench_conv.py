@@ -150,9 +150,9 @@ def main() -> None:
     ):
         rows: list[dict] = []
         report.tables.append(Table(title, columns, rows))
-        for width in channels:
-            for length in tokens:
-                rows += measure(length, width, order, device)
+        for n_channels in channels:
+            for n_tokens in tokens:
+                rows += measure(n_tokens, n_channels, order, device)
                 report.write(args.out)
 
 

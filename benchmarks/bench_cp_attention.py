@@ -77,8 +77,7 @@ class Bench:
 
     def __init__(self, device: torch.device, repeats: int, backend: str):
         self.device, self.repeats, self.backend = device, repeats, backend
-        # Of its own, as a dimension of a mesh has one: the collectives of a group run one after the
-        # other, and attention would wait for what FSDP2 sends.
+        # Not the one that FSDP2 shards over: a group's collectives run one after the other.
         self.group = dist.new_group()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float64

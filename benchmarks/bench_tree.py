@@ -370,8 +370,8 @@ def main() -> None:
         "traces": lambda: traces_table(heads, device),
         "steps": lambda: steps_table(groups, device, args.compiled),
     }
-    name = "tree_compiled" if args.compiled else "tree"
-    report = Report(name, environment(args.device))
+    name = ["tree", *(args.parts if args.parts != PARTS else ())]
+    report = Report("_".join(name + ["compiled"] * args.compiled), environment(args.device))
     for part in PARTS:
         if part in args.parts:
             report.tables.append(tables[part]())

@@ -97,6 +97,7 @@ class Trainer:
         for layer in self.model.layers if compiled else ():
             # The forward alone: FSDP2 gathers the weights in hooks around it.
             layer.forward = torch.compile(layer.forward)
+        # The units of train.py; gathered weights are kept whatever the model's size.
         for unit in group_layers(self.model.layers, UNIT_WEIGHTS):
             fully_shard(unit, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
         fully_shard(self.model)

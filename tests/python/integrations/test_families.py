@@ -265,8 +265,11 @@ def test_a_family_that_dies_or_hangs_stops_no_other(monkeypatch):
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    assert command.main(["no_family"]) == command.UNKNOWN
+    assert command.main(["no_family"]) == command.UNUSABLE
     assert "no_family" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.main(["llama", "--device", "cuda"]) == command.UNUSABLE
+    assert "--device must be cpu" in capsys.readouterr().err
     results = {
         "llama": FamilyResult("llama", RIGHT, replaced=("attention:A", "rope:b", "rope:c")),
         "gpt2": FamilyResult("gpt2", REFUSED, "it has | no rotation"),

@@ -7,7 +7,7 @@ Makes a small random model of every family in a process of its own, enables it, 
 the model before. Downloads nothing.
 
 Exit codes: 0 no family leaks or differs without a warning of `enable`; 1 one does; 2 a name is
-unknown.
+unknown, or there is no GPU for `--device cuda`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-FINE, WRONG, UNKNOWN = 0, 1, 2
+FINE, WRONG, UNUSABLE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Try the families, print a line for each as it is ready, and return the exit code."""
     options = _parser().parse_args(arguments)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # which leaves CUDA to the forks
+    import torch
+
     from cuseq.debug.families import _table
     from cuseq.debug.families._checks import CHECKS
     from cuseq.debug.families._sweep import sweep
@@ -36,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(options.families) - set(names))
     if unknown:
         print(f"families must be causal LMs of transformers, got {unknown[0]}", file=sys.stderr)
-        return UNKNOWN
+        return UNUSABLE
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("--device must be cpu where torch finds no GPU, got cuda", file=sys.stderr)
+        return UNUSABLE
     checks = [name for name in CHECKS if name not in options.without]
     results = []
     for result in sweep(
