@@ -34,7 +34,10 @@ class ContextParallel:
     it goes to the workers of a DataLoader, which need no process group.
 
     Args:
-        mesh_or_group: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group.
+        mesh_or_group: a DeviceMesh of one dimension, such as `mesh["cp"]`, or a process group. Best
+            another group than the one that FSDP2 shards over, since the collectives of a group run
+            one after the other. A dimension that spans all ranks is the default group, unless
+            `init_device_mesh` gets a `backend_override` for it.
         policy: as for `cp_plan`.
         heads: numbers of query and key heads of the model, as for `cp_plan`.
         head_dim: elements of a head, as for `cp_plan`.
