@@ -85,7 +85,7 @@ class CpPlan:
     @property
     def time(self) -> int: ...
 
-# What a captured step updates: groups are the lists of parameters of an optimizer.
+# A captured step updates these parameters; a group is the list of an optimizer's parameters.
 
 class CapturedParameters:
     def __init__(self, groups: list[list[Tensor]], /) -> None: ...

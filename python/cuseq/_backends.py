@@ -25,7 +25,7 @@ PACKAGES = {"fa4": _fa4.register, "fa3": _fa3.register}
 TABLE = "_attention_table.csv"
 FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
 
-WIDEST_FLASH = 256  # head_dim; wider heads have no flash kernel
+_WIDEST_FLASH = 256  # head_dim
 _WIDEST_FLEX = 512
 # Bytes of shared memory that a block can have on GPUs where the tiles for wide heads may run. They
 # were tried on an H200, which has 227 KiB.
@@ -151,17 +151,22 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
         return False
     if packed.is_static or is_capturing(q.device):
         return mask is not None  # the capture cannot copy the offsets that segments need
-    head_dim = max(q.shape[2], v.shape[2])
     window = asked.window or 0
     if window and window >= packed.max_seqlen:
         window = 0  # it hides nothing
-    if mask is None and head_dim <= WIDEST_FLASH and (asked.causal or not window):
+    if mask is None and not is_wide(q, v) and (asked.causal or not window):
         return False
     mask = mask or _kind(asked.causal, window)
+    head_dim = max(q.shape[2], v.shape[2])
     tokens, sequences = packed.num_real_tokens, packed.num_sequences
     facts = (True, head_dim, mask, window, "eager", tokens, sequences)
     # A soft cap that is not measured runs faster in one kernel than as five passes over the scores.
     return _flex_was_fastest(facts, device=q.device, unknown=mask == "softcap")
+
+
+def is_wide(q: Tensor, v: Tensor) -> bool:
+    """Return whether heads are too wide for every flash kernel; False if q or v is not 3-D."""
+    return q.dim() == v.dim() == 3 and max(q.shape[2], v.shape[2]) > _WIDEST_FLASH
 
 
 def fits_flex(q: Tensor, v: Tensor) -> bool:
@@ -169,8 +174,7 @@ def fits_flex(q: Tensor, v: Tensor) -> bool:
 
     Heads that need other tiles were not measured where this is asked: with the masks of trees.
     """
-    is_wide = max(q.shape[2], v.shape[2]) > WIDEST_FLASH
-    return q.shape[0] > 0 and not is_wide and _flex_obstacle(q, v) is None
+    return q.shape[0] > 0 and _flex_obstacle(q, v) is None and not is_wide(q, v)
 
 
 def why_flex(packed: PackedLayout, asked: Question) -> str:
@@ -223,7 +227,7 @@ def _constants_of(q: Tensor, v: Tensor, asked: Question) -> tuple[int, str, int]
     """
     head_dim = q.shape[2] if q.shape[2] >= v.shape[2] else v.shape[2]
     window = 0 if asked.window is None else _constant(asked.window, (128, 512, 1024, 4096))
-    return _constant(head_dim, (64, 128, 192, WIDEST_FLASH)), _kind(asked.causal, window), window
+    return _constant(head_dim, (64, 128, 192, _WIDEST_FLASH)), _kind(asked.causal, window), window
 
 
 def _kind(causal: bool, window: int) -> str:
@@ -342,14 +346,14 @@ def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
     widest = max(q.shape[2], v.shape[2])
     if min(q.shape[2], v.shape[2]) < 16 or widest > _WIDEST_FLEX:
         return f"it takes head_dim from 16 to {_WIDEST_FLEX}, got {q.shape[2]} and {v.shape[2]}"
-    if widest <= WIDEST_FLASH:
+    if not is_wide(q, v):
         return None
     if not computes_in_half(q):
-        return f"it takes head_dim above {WIDEST_FLASH} in fp16 and bf16 alone, got {q.dtype}"
+        return f"it takes head_dim above {_WIDEST_FLASH} in fp16 and bf16 alone, got {q.dtype}"
     memory = _shared_memory(q.device)
     if memory < _WIDE_FLEX_MEMORY:
         return (
-            f"head_dim above {WIDEST_FLASH}, got {widest}, needs a GPU with {_WIDE_FLEX_MEMORY:,} "
+            f"head_dim above {_WIDEST_FLASH}, got {widest}, needs a GPU with {_WIDE_FLEX_MEMORY:,} "
             f"bytes of shared memory for a block, and this one has {memory:,}"
         )
     return None

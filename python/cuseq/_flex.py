@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from cuseq._backends import WIDEST_FLASH
+from cuseq._backends import is_wide
 from cuseq._spans import Spans
 from cuseq.layout import PackedLayout
 
@@ -96,7 +96,7 @@ def flex_rows(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
-        kernel_options=_WIDE_TILES if max(q.shape[2], v.shape[2]) > WIDEST_FLASH else None,
+        kernel_options=_WIDE_TILES if is_wide(q, v) else None,
     )
     out, aux = found
     if sinks is not None:  # the share of the softmax that the real keys keep

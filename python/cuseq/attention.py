@@ -12,10 +12,10 @@ from torch.compiler import is_compiling
 from cuseq import _C
 from cuseq._arguments import as_float, as_window, check_flag, check_tensor, check_values
 from cuseq._backends import (
-    WIDEST_FLASH,
     Question,
     check_backend,
     fits_flex,
+    is_wide,
     load_backends,
     takes_flex,
     why_flex,
@@ -318,7 +318,7 @@ def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) ->
     if not is_compiling():
         _, window, spans, _, softcap, backend = options
         plain = softcap is None and spans is None and (options.causal or window is None)
-        plain = plain and max(q.shape[2], v.shape[2]) <= WIDEST_FLASH
+        plain = plain and not is_wide(q, v)
         if (plain and backend != "flex" and not packed.is_static) or isinstance(q, FakeTensor):
             return False
     return takes_flex(q, v, packed, options.question())

@@ -147,6 +147,7 @@ def test_wide_heads_that_flex_refuses(monkeypatch):
     with monkeypatch.context() as under_autocast:
         under_autocast.setattr(_backends, "computes_in_half", lambda q: True)
         assert _backends._flex_obstacle(full, full) is None
+    assert _backends.is_wide(half, half[..., :64]) and not _backends.is_wide(half[0], half[0])
     assert _backends.fits_flex(half[..., :256], half[..., :256])
     assert not _backends.fits_flex(half, half)  # trees
     monkeypatch.setattr(_backends, "_shared_memory", lambda device: 99 * 1024)

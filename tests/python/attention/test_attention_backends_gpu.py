@@ -479,6 +479,13 @@ def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compi
         assert not found[sum(lengths) :].any()
 
 
+def test_rows_that_are_not_3d_are_named(cuda):
+    packed = PackedLayout.from_lengths([8], device=cuda)
+    flat = torch.zeros(8, 64, device=cuda, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="q must"):
+        varlen_attention(flat, flat, flat, packed)
+
+
 @pytest.mark.parametrize("tokens", [8, 16, 127])
 def test_flex_with_wide_heads_and_few_tokens(cuda, tokens):
     skip_without_wide_flex()
