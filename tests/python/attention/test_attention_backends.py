@@ -130,9 +130,9 @@ def test_wide_heads_take_flex_where_it_was_measured_faster(monkeypatch, measured
     assert takes_flex(512, window=600)  # hides nothing
     assert not takes_flex(512, window=300) and not takes_flex(512, causal=False)
     measured(wide)
-    asked = (True, "causal", 0, "eager", 4, 1)
-    assert _C.closest_measured_attention((90, asked[0], 512, *asked[1:]), backend="") == wide[1]
-    assert _C.closest_measured_attention((90, asked[0], 256, *asked[1:]), backend="") is None
+    rest = ("causal", 0, "eager", 4, 1)
+    assert _C.closest_measured_attention((90, True, 512, *rest), backend="") == wide[1]
+    assert _C.closest_measured_attention((90, True, 256, *rest), backend="") is None
 
 
 def test_wide_heads_that_flex_refuses(monkeypatch):

@@ -24,7 +24,7 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
-from trainer_models import small_model  # noqa: E402
+from trainer_models import SETTINGS, small_model  # noqa: E402
 
 from cuseq.integrations.transformers import (  # noqa: E402
     PackingCallback,
@@ -100,17 +100,11 @@ def make_model(attention: str = "cuseq", dtype: torch.dtype = torch.float64):
 
 
 def make_trainer(model, folder, dataset=None, collator=pack, callbacks=(), **options):
-    settings = dict(
+    settings = SETTINGS | dict(
         per_device_train_batch_size=1,
-        per_device_eval_batch_size=1,
         max_steps=STEPS,
-        optim="sgd",  # Adam would turn a gradient that is only rounding into a full step
         learning_rate=1.0,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        eval_strategy="no",
         use_cpu=True,
         dataloader_pin_memory=False,
     )
