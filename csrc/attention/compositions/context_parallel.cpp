@@ -9,16 +9,17 @@
 #include "attention/composition.h"
 #include "attention/exchange.h"
 #include "attention/merge.h"
+#include "attention/side_stream.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/sum_rows.h"
 
-// A rank's part of a row whose documents are dealt: exchange the keys that cut pieces need, attend
-// over whole documents meanwhile, then over the cut pieces, whose keys are then all there. If the
-// plan merges, because whole documents are too few to hide the exchange, cut pieces attend to their
-// own keys meanwhile too, and afterwards to the keys before them, and the two results are merged.
-// The pieces of cut documents are the first rows of a rank; the keys and values of a token travel
-// as one row, and so do their gradients.
+// A rank's part of a row whose documents are dealt. The current stream attends over whole
+// documents. Beside it, another stream exchanges the keys that cut pieces need, and attends over
+// these pieces when their keys are all there. If the plan merges, because whole documents are too
+// few to hide the exchange, cut pieces attend to their own keys meanwhile too, and afterwards to
+// the keys before them, and the two results are merged. The pieces of cut documents are the first
+// rows of a rank; the keys and values of a token travel as one row, and so do their gradients.
 namespace cuseq::attention {
 namespace {
 
@@ -148,10 +149,14 @@ class Part {
         group_->exchange(returned_, sums(cut_tokens_, far_), share_.sent(), share_.received());
   }
 
-  // Write the gradients of the keys and values of the cut pieces.
-  void add_gradients(const Tensor& grad_k, const Tensor& grad_v) {
+  // Return the gradients of the keys and values of the cut pieces, side by side.
+  Tensor own_gradients() {
     arrival_.wait();
-    const Tensor own = sums(0, cut_tokens_);
+    return sums(0, cut_tokens_);
+  }
+
+  // Write what `own_gradients` returned.
+  void write_gradients(const Tensor& own, const Tensor& grad_k, const Tensor& grad_v) const {
     grad_k.narrow(0, 0, cut_tokens_).copy_(width_.keys(own, row_.call));
     grad_v.narrow(0, 0, cut_tokens_).copy_(width_.values(own, row_.call));
   }
@@ -232,20 +237,35 @@ bool fits(const Row& row) {
 
 Output forward(const Row& row) {
   Part part(row);
-  part.send_keys(/*is_backward=*/false);
-  auto [out, logsumexp] = attend(part.merges() ? part.own() : part.whole());
-  if (part.cut_tokens() == 0) {
-    part.wait();
-    return {out, logsumexp};
+  if (part.cut_tokens() == 0 && !part.has_exchange()) {
+    part.send_keys(/*is_backward=*/false);
+    return attend(part.whole());
   }
-  const Call cut = part.cut();
-  part.keep_far_rows();
-  const Output far = attend(cut);
+  SideStream side(row.call.q);
+  {
+    const auto beside = side.scope();
+    part.send_keys(/*is_backward=*/false);
+  }
+  auto [out, logsumexp] = attend(part.merges() ? part.own() : part.whole());
+  Call cut;
+  Output far;
+  {
+    const auto beside = side.scope();
+    if (part.cut_tokens() == 0) {
+      part.wait();
+    } else {
+      cut = part.cut();
+      part.keep_far_rows();
+      far = attend(cut);
+    }
+  }
+  const auto& [cut_out, cut_logsumexp] = far;
+  side.join({cut_out, cut_logsumexp});
+  if (part.cut_tokens() == 0) return {out, logsumexp};
   if (part.merges()) {
     merge(out, logsumexp, cut, far);
     return {out, logsumexp};
   }
-  const auto& [cut_out, cut_logsumexp] = far;
   out.narrow(0, 0, part.cut_tokens()).copy_(cut_out);
   logsumexp.narrow(1, 0, part.cut_tokens()).copy_(cut_logsumexp);
   return {out, logsumexp};
@@ -253,19 +273,32 @@ Output forward(const Row& row) {
 
 Gradients backward(const Row& row, const Outer& outer) {
   Part part(row);
-  part.send_keys(/*is_backward=*/true);
-  if (part.cut_tokens() == 0 && !part.has_exchange()) return attend_backward(part.whole(), outer);
+  if (part.cut_tokens() == 0 && !part.has_exchange()) {
+    part.send_keys(/*is_backward=*/true);
+    return attend_backward(part.whole(), outer);
+  }
   const int64_t tokens = part.cut_tokens();
   const Outer cut_outer{outer.grad_out.narrow(0, 0, tokens), outer.out.narrow(0, 0, tokens),
                         outer.logsumexp.narrow(1, 0, tokens)};
-  // Given the merged out and logsumexp, the backward of each call is exact.
-  Gradients own;
-  if (part.merges()) own = attend_backward(part.own_cut(), cut_outer);
-  // The cut pieces run first, so that the gradients of far rows travel under the whole documents.
-  const Call cut = part.cut();
-  const Gradients far = attend_backward(cut, cut_outer);
-  part.send_gradients(far, own);
+  SideStream side(row.call.q);
+  Call cut;
+  Gradients own, far;
+  {
+    const auto beside = side.scope();
+    part.send_keys(/*is_backward=*/true);
+    // Given the merged out and logsumexp, the backward of each call is exact.
+    if (part.merges()) own = attend_backward(part.own_cut(), cut_outer);
+    cut = part.cut();
+    far = attend_backward(cut, cut_outer);
+    part.send_gradients(far, own);
+  }
   const auto [grad_q, grad_k, grad_v] = attend_backward(part.whole(), outer);
+  Tensor own_keys;
+  {
+    const auto beside = side.scope();
+    own_keys = part.own_gradients();
+  }
+  side.join({std::get<0>(own), std::get<0>(far), own_keys});
   const Tensor cut_q = grad_q.narrow(0, 0, tokens);
   if (part.merges()) {
     cut_q.copy_(std::get<0>(own));
@@ -273,7 +306,7 @@ Gradients backward(const Row& row, const Outer& outer) {
   } else {
     cut_q.copy_(std::get<0>(far));
   }
-  part.add_gradients(grad_k, grad_v);
+  part.write_gradients(own_keys, grad_k, grad_v);
   return {grad_q, grad_k, grad_v};
 }
 
