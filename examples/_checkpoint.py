@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from _documents import UserError
 from _mesh import Ranks
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 MANIFEST = "manifest.json"
 FACTS = {"step", "world_size", "files"}  # of every manifest
@@ -43,6 +44,9 @@ class Checkpoints:
         self._keep = keep
         self._thread: Thread | None = None
         self._error: str | None = None
+        # Pinned memory for a rank's part of the state, which the first save allocates.
+        on_gpu = ranks.device.type == "cuda"
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True) if on_gpu else None
         ranks.on_first(self._remove_unfinished)
 
     def _remove_unfinished(self) -> None:
@@ -66,7 +70,12 @@ class Checkpoints:
         """
         self._join()
         path = self._folder / f"step-{step:08d}"
-        saved = dcp.async_save(state, checkpoint_id=path, process_group=self._ranks.saving_group)
+        saved = dcp.async_save(
+            state,
+            checkpoint_id=path,
+            process_group=self._ranks.saving_group,
+            async_stager=self._stager,
+        )
         facts = {"step": step, "world_size": self._ranks.world_size, **facts}
         self._thread = Thread(target=self._finish, args=(saved, path, facts), name=path.name)
         self._thread.start()
