@@ -40,8 +40,12 @@ struct Call {
   OptionalDouble softcap;        // scores become softcap * tanh(score / softcap)
   std::string backend = "auto";  // or the name of the backend that must execute the call
 
+  bool all_have_keys = false;  // whether every pair of two rows is known to have keys
+
   // Return whether queries and keys are the tokens of the same row.
   bool is_of_one_row() const { return queries.offsets.is_same(keys.offsets); }
+  // Return whether there may be queries without keys.
+  bool may_lack_keys() const { return !is_of_one_row() && !all_have_keys; }
 };
 
 // out is contiguous [tokens, heads, value_dim]; logsumexp is [heads, tokens] in fp32 (fp64 for fp64

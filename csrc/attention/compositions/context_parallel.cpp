@@ -2,8 +2,11 @@
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/searchsorted.h>
+
+#include <array>
+#include <tuple>
+#include <type_traits>
 
 #include "attention/choice.h"
 #include "attention/composition.h"
@@ -12,7 +15,7 @@
 #include "attention/side_stream.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
-#include "ops/sum_rows.h"
+#include "ops/key_value_rows.h"
 
 // A rank's part of a row whose documents are dealt. The current stream attends over whole
 // documents. Beside it, another stream exchanges the keys that cut pieces need, and attends over
@@ -23,34 +26,46 @@
 namespace cuseq::attention {
 namespace {
 
-// Widths of a row of keys and values.
-struct Width {
-  int64_t key;
-  int64_t all;
+template <typename Void>
+Void* data_of(const Tensor& tensor) {
+  if constexpr (std::is_const_v<Void>) {
+    return tensor.const_data_ptr();
+  } else {
+    return tensor.mutable_data_ptr();
+  }
+}
 
-  explicit Width(const Call& call)
-      : key(call.k.size(1) * call.k.size(2)), all(key + call.v.size(1) * call.v.size(2)) {}
+// Return rows of two tensors [n, heads, dim] whose tokens are contiguous, as kernels read them.
+template <typename Void>
+KeyValueRows<Void> rows_of(const Tensor& keys, const Tensor& values) {
+  return {data_of<Void>(keys), data_of<Void>(values), keys.stride(0), values.stride(0),
+          keys.size(0)};
+}
 
-  Tensor empty(int64_t rows, const Tensor& like) const {
-    return at::empty({rows, all}, like.options());
-  }
-  // Return views of the keys and values in rows [n, all].
-  Tensor keys(const Tensor& rows, const Call& call) const {
-    return rows.narrow(1, 0, key).unflatten(1, {call.k.size(1), call.k.size(2)});
-  }
-  Tensor values(const Tensor& rows, const Call& call) const {
-    return rows.narrow(1, key, all - key).unflatten(1, {call.v.size(1), call.v.size(2)});
-  }
-};
+// Return rows of one contiguous tensor [n, width] that has keys and values side by side.
+template <typename Void>
+KeyValueRows<Void> rows_of(const Tensor& rows, int64_t key_width) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
+  Void* const keys = data_of<Void>(rows);
+  Void* const values = static_cast<Byte*>(keys) + key_width * rows.element_size();
+  return {keys, values, rows.size(1), rows.size(1), rows.size(0)};
+}
+
+// Return the tensor itself if the elements of each token are contiguous, else a copy.
+Tensor with_whole_tokens(const Tensor& rows) {
+  const bool whole = rows.stride(2) == 1 && rows.stride(1) == rows.size(2);
+  return whole ? rows : rows.contiguous();
+}
 
 class Part {
  public:
   explicit Part(const Row& row)
       : row_(row),
         share_(*row.share),
-        width_(row.call),
+        key_width_(row.call.k.size(1) * row.call.k.size(2)),
+        value_width_(row.call.v.size(1) * row.call.v.size(2)),
         cut_tokens_(share_.at(RankMetaSlot::kNumCutTokens)),
-        far_(share_.at(RankMetaSlot::kNumFarRows)) {}
+        num_far_(share_.at(RankMetaSlot::kNumFarRows)) {}
 
   int64_t cut_tokens() const { return cut_tokens_; }
   // A window counts from the last key of a piece's call, so its call has all keys of the piece.
@@ -62,25 +77,20 @@ class Part {
   void send_keys(bool is_backward) {
     const Call& call = row_.call;
     if (share_.at(RankMetaSlot::kCpSize) > 1) {
-      const auto row_bytes = width_.all * static_cast<int64_t>(call.k.element_size());
+      const auto row_bytes =
+          (key_width_ + value_width_) * static_cast<int64_t>(call.k.element_size());
       group_.emplace(share_, call.k,
                      Agreement{is_backward, call.q.size(1), call.k.size(1), row_bytes});
     }
     if (cut_tokens_ == 0 && !has_exchange()) return;
-    sources_ = width_.empty(cut_tokens_ + far_, call.k);
-    const Tensor own = sources_.narrow(0, 0, cut_tokens_);
-    width_.keys(own, call).copy_(call.k.narrow(0, 0, cut_tokens_));
-    width_.values(own, call).copy_(call.v.narrow(0, 0, cut_tokens_));
-    if (!has_exchange()) return;
-    if (is_backward && share_.keeps_far()) {
-      sources_.narrow(0, cut_tokens_, far_).copy_(kept_rows());
-      return;
-    }
+    own_keys_ = with_whole_tokens(call.k.narrow(0, 0, cut_tokens_));
+    own_values_ = with_whole_tokens(call.v.narrow(0, 0, cut_tokens_));
+    far_ = share_.keeps_far() ? row_.far_rows->narrow(0, 0, num_far_) : side_by_side(num_far_);
+    if (!has_exchange() || (is_backward && share_.keeps_far())) return;
     // A rank without cut pieces must refuse a backend as others do, before anything moves.
-    backend_of(cut_call(sources_));
-    arrival_ = group_->exchange(sources_.narrow(0, cut_tokens_, far_),
-                                at::index_select(sources_, 0, share_.sent_sources()),
-                                share_.received(), share_.sent());
+    backend_of(cut_call(far_));
+    arrival_ =
+        group_->exchange(far_, gathered(share_.sent_sources()), share_.received(), share_.sent());
   }
 
   // Return the call of the whole documents, over the rank's row.
@@ -114,11 +124,11 @@ class Part {
   // keys; wait for them.
   Call cut() {
     arrival_.wait();
-    const Tensor keys = share_.key_sources().narrow(0, 0, share_.num_cut_keys());
-    if (merges() || !share_.merges()) return cut_call(at::index_select(sources_, 0, keys));
+    if (merges() || !share_.merges()) {
+      return cut_call(gathered(share_.key_sources().narrow(0, 0, share_.num_cut_keys())));
+    }
     const Tensor order = at::argsort(places_by_piece());
-    Call call =
-        cut_call(at::index_select(sources_, 0, share_.key_sources().index_select(0, order)));
+    Call call = cut_call(gathered(share_.key_sources().index_select(0, order)));
     call.keys.offsets = call.keys.offsets.add(call.queries.offsets);
     call.keys.cu_seqlens = call.keys.offsets;
     call.keys.first = 0;
@@ -129,57 +139,72 @@ class Part {
 
   void wait() { arrival_.wait(); }
 
-  // Keep the far rows for the backward if there is room for them. They must have arrived.
-  void keep_far_rows() {
-    if (share_.keeps_far() && far_ > 0) kept_rows().copy_(sources_.narrow(0, cut_tokens_, far_));
-  }
-
   // Start the return of the gradients of far rows, given those of the keys of `cut`, and of
   // `own_cut` if it merges.
   void send_gradients(const Gradients& cut, const Gradients& own) {
-    key_grads_ = rows_of(cut);
+    std::tie(std::ignore, grad_keys_, grad_values_) = cut;
     if (merges()) {
-      key_grads_ = at::cat({key_grads_, rows_of(own)});
+      grad_keys_ = at::cat({grad_keys_, std::get<1>(own)});
+      grad_values_ = at::cat({grad_values_, std::get<2>(own)});
     } else if (share_.merges()) {
-      key_grads_ = at::index_select(key_grads_, 0, places_by_piece());
+      const Tensor places = places_by_piece();
+      grad_keys_ = grad_keys_.index_select(0, places);
+      grad_values_ = grad_values_.index_select(0, places);
     }
-    returned_ = width_.empty(share_.at(RankMetaSlot::kNumSentRows), row_.call.k);
+    returned_ = side_by_side(share_.at(RankMetaSlot::kNumSentRows));
     if (!has_exchange()) return;
-    arrival_ =
-        group_->exchange(returned_, sums(cut_tokens_, far_), share_.sent(), share_.received());
+    const Tensor far = side_by_side(num_far_);
+    sum(cut_tokens_, rows_of<void>(far, key_width_));
+    arrival_ = group_->exchange(returned_, far, share_.sent(), share_.received());
   }
 
-  // Return the gradients of the keys and values of the cut pieces, side by side.
-  Tensor own_gradients() {
-    arrival_.wait();
-    return sums(0, cut_tokens_);
-  }
+  // Return the tensors that `write_gradients` reads.
+  std::array<Tensor, 3> gradient_terms() const { return {grad_keys_, grad_values_, returned_}; }
 
-  // Write what `own_gradients` returned.
-  void write_gradients(const Tensor& own, const Tensor& grad_k, const Tensor& grad_v) const {
-    grad_k.narrow(0, 0, cut_tokens_).copy_(width_.keys(own, row_.call));
-    grad_v.narrow(0, 0, cut_tokens_).copy_(width_.values(own, row_.call));
+  // Write the gradients of the keys and values of the cut pieces; after `wait`.
+  void write_gradients(const Tensor& grad_k, const Tensor& grad_v) const {
+    sum(0, rows_of<void>(grad_k.narrow(0, 0, cut_tokens_), grad_v.narrow(0, 0, cut_tokens_)));
   }
 
  private:
-  Tensor kept_rows() const { return row_.far_rows->narrow(0, 0, far_); }
+  Tensor side_by_side(int64_t rows) const {
+    return at::empty({rows, key_width_ + value_width_}, row_.call.k.options());
+  }
+  // Return views of the keys and the values in rows [n, width].
+  Tensor keys_of(const Tensor& rows) const {
+    return rows.narrow(1, 0, key_width_).unflatten(1, {row_.call.k.size(1), row_.call.k.size(2)});
+  }
+  Tensor values_of(const Tensor& rows) const {
+    return rows.narrow(1, key_width_, value_width_)
+        .unflatten(1, {row_.call.v.size(1), row_.call.v.size(2)});
+  }
+
+  // Return rows [n, width] of the own keys and values, and of the far ones after them.
+  Tensor gathered(const Tensor& index) const {
+    Tensor rows = side_by_side(index.size(0));
+    GatherKeyValuesArgs args;
+    args.sources.first = rows_of<const void>(own_keys_, own_values_);
+    args.sources.second = rows_of<const void>(far_, key_width_);
+    args.index = index.const_data_ptr<int32_t>();
+    args.out = rows_of<void>(rows, key_width_);
+    args.key_width = key_width_;
+    args.value_width = value_width_;
+    args.type = float_type(rows, "k");
+    CUSEQ_RUN(gather_key_values, rows, args);
+    return rows;
+  }
 
   // Return the call of the cut pieces, given the rows of their keys and values.
   Call cut_call(const Tensor& rows) const {
     Call call = row_.call;
     call.q = call.q.narrow(0, 0, cut_tokens_);
-    call.k = width_.keys(rows, row_.call);
-    call.v = width_.values(rows, row_.call);
+    call.k = keys_of(rows);
+    call.v = values_of(rows);
     call.queries = share_.cut_queries();
     call.keys = share_.cut_keys();
     call.causal = call.causal && !merges();
+    call.all_have_keys = !merges();
     return call;
-  }
-
-  // Return the gradients of keys and values, side by side.
-  static Tensor rows_of(const Gradients& gradients) {
-    const auto& [grad_q, grad_k, grad_v] = gradients;
-    return at::cat({grad_k.flatten(1), grad_v.flatten(1)}, 1);
   }
 
   // Return the place of each row of key_sources if each piece's own keys followed those before it.
@@ -198,35 +223,35 @@ class Part {
                     moved(queries, cut_tokens_, before.narrow(0, 1, before.size(0) - 1))});
   }
 
-  // Return the gradients of the sources [first, first + count), summed over their terms.
-  Tensor sums(int64_t first, int64_t count) const {
-    const Tensor offsets = share_.term_offsets(first, count);
+  // Sum the gradients of the sources from `first` on, as many as rows of `out`, over their terms.
+  void sum(int64_t first, const KeyValueRows<void>& out) const {
+    const Tensor offsets = share_.term_offsets(first, out.count);
     const Tensor terms = share_.terms();
-    Tensor out = width_.empty(count, key_grads_);
-    SumRowsArgs args;
-    args.first = key_grads_.const_data_ptr();
-    args.second = returned_.const_data_ptr();
-    args.num_first = key_grads_.size(0);
-    args.num_second = returned_.size(0);
+    SumKeyValuesArgs args;
+    args.sources.first = rows_of<const void>(grad_keys_, grad_values_);
+    args.sources.second = rows_of<const void>(returned_, key_width_);
     args.offsets = offsets.const_data_ptr<int32_t>();
     args.terms = terms.const_data_ptr<int32_t>();
     args.num_terms = terms.size(0);
-    args.out = out.mutable_data_ptr();
-    args.num_rows = count;
-    args.elements = width_.all;
-    args.type = float_type(out, "k");
-    CUSEQ_RUN(sum_rows, out, args);
-    return out;
+    args.out = out;
+    args.key_width = key_width_;
+    args.value_width = value_width_;
+    args.type = float_type(returned_, "k");
+    CUSEQ_RUN(sum_key_values, returned_, args);
   }
 
   const Row& row_;
   const RankShare& share_;
-  Width width_;
+  int64_t key_width_;  // elements of a row
+  int64_t value_width_;
   int64_t cut_tokens_;
-  int64_t far_;
-  Tensor sources_;    // [cut tokens + far, width]
-  Tensor key_grads_;  // [key rows, width]
-  Tensor returned_;   // [sent rows, width]
+  int64_t num_far_;
+  Tensor own_keys_;  // of the cut pieces, [cut tokens, key_heads, head_dim]
+  Tensor own_values_;
+  Tensor far_;        // [far rows, width]
+  Tensor grad_keys_;  // of key rows, [n, key_heads, head_dim]
+  Tensor grad_values_;
+  Tensor returned_;  // gradients from other ranks, [sent rows, width]
   std::optional<Group> group_;
   Arrival arrival_;
 };
@@ -255,7 +280,6 @@ Output forward(const Row& row) {
       part.wait();
     } else {
       cut = part.cut();
-      part.keep_far_rows();
       far = attend(cut);
     }
   }
@@ -293,12 +317,12 @@ Gradients backward(const Row& row, const Outer& outer) {
     part.send_gradients(far, own);
   }
   const auto [grad_q, grad_k, grad_v] = attend_backward(part.whole(), outer);
-  Tensor own_keys;
   {
     const auto beside = side.scope();
-    own_keys = part.own_gradients();
+    part.wait();
   }
-  side.join({std::get<0>(own), std::get<0>(far), own_keys});
+  const auto [grad_keys, grad_values, returned] = part.gradient_terms();
+  side.join({std::get<0>(own), std::get<0>(far), grad_keys, grad_values, returned});
   const Tensor cut_q = grad_q.narrow(0, 0, tokens);
   if (part.merges()) {
     cut_q.copy_(std::get<0>(own));
@@ -306,7 +330,7 @@ Gradients backward(const Row& row, const Outer& outer) {
   } else {
     cut_q.copy_(std::get<0>(far));
   }
-  part.write_gradients(own_keys, grad_k, grad_v);
+  part.write_gradients(grad_k, grad_v);
   return {grad_q, grad_k, grad_v};
 }
 

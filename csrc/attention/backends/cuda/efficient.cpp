@@ -156,7 +156,7 @@ Output forward(const Call& call) {
   Tensor out = unpad_last_dim(parts.join_queries(outs), call.v.size(2)).to(call.q.scalar_type());
   Tensor logsumexp =
       unpad_logsumexp(parts.join_queries(logsumexps), call.queries.offsets, call.q.size(0));
-  if (!call.is_of_one_row()) {
+  if (call.may_lack_keys()) {
     const Tensor alone = queries_without_keys(call);
     out.masked_fill_(alone.unsqueeze(1).unsqueeze(2), 0);
     logsumexp.masked_fill_(alone.unsqueeze(0), -std::numeric_limits<double>::infinity());
@@ -207,7 +207,7 @@ Gradients backward(const Call& call, const Outer& outer) {
     return unpad_last_dim(grad, like.size(2)).to(like.scalar_type()).contiguous();
   };
   Tensor grad_q = finish(parts.join_queries(grads_q), call.q);
-  if (!call.is_of_one_row()) {  // the kernel leaves the gradients of queries without keys unwritten
+  if (call.may_lack_keys()) {  // the kernel leaves the gradients of queries without keys unwritten
     grad_q.masked_fill_(queries_without_keys(call).unsqueeze(1).unsqueeze(2), 0);
   }
   Tensor grad_k = finish(parts.join_keys(grads_k), call.k);

@@ -44,7 +44,7 @@ Output forward(const Call& call) {
   Tensor out = unpad_last_dim(std::get<0>(result), call.v.size(2));
   Tensor logsumexp = std::get<1>(result);
   // flash-attention's logsumexp of a query without keys is inf.
-  if (!call.is_of_one_row()) logsumexp.masked_fill_(logsumexp.eq(kInfinity), -kInfinity);
+  if (call.may_lack_keys()) logsumexp.masked_fill_(logsumexp.eq(kInfinity), -kInfinity);
   zero_tail({out, logsumexp.t()}, call.queries);
   return {out, logsumexp};
 }
@@ -113,8 +113,8 @@ Gradients backward(const Call& call, const Outer& outer) {
   padded.k = flash_rows(call.k, head_dim);
   padded.v = flash_rows(call.v, head_dim);
   const Tensor logsumexp =
-      call.is_of_one_row() ? outer.logsumexp
-                           : outer.logsumexp.masked_fill(outer.logsumexp.eq(-kInfinity), kInfinity);
+      call.may_lack_keys() ? outer.logsumexp.masked_fill(outer.logsumexp.eq(-kInfinity), kInfinity)
+                           : outer.logsumexp;
   const Outer padded_outer{flash_rows(outer.grad_out.contiguous(), head_dim),
                            flash_rows(outer.out, head_dim), logsumexp.contiguous()};
   const int64_t heads_per_call = heads_per_backward(padded);
