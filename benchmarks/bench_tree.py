@@ -47,7 +47,9 @@ class Group:
         """Return a tree of one such group with random ids."""
         ids = torch.randint(1000, (self.prompt + self.size * self.completion,))
         prompt, *completions = ids.split([self.prompt] + [self.completion] * self.size)
-        return cuseq.PackedTree.from_groups([prompt], [completions], device=device)
+        return cuseq.PackedTree.from_groups(
+            [prompt], [completions], max_seqs=MAX_SEQS, device=device
+        )
 
 
 GPU = [
@@ -60,6 +62,7 @@ GPU = [
 ]
 CPU = [Group(64, 16, 4)]
 MOST_CAPTURED = 24_576  # tokens of a step in a CUDA graph, which has memory of its own
+MAX_SEQS = 32  # a CUDA graph attends over as many, empty or not
 PARTS = ["building", "attention", "traces", "steps"]
 SIZES = "prompt / completion / group"
 # Turns of a trace, and tokens of each of a turn's two answers.
@@ -277,7 +280,8 @@ def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> 
 
         return run
 
-    samples = tree.samples
+    lengths = tree.samples.lengths_on_host()
+    samples = cuseq.PackedLayout.from_lengths(lengths, max_seqs=MAX_SEQS).to(device)
     copied = tree.gather(tree.input_ids[0].float()).long().unsqueeze(0)
     positions = samples.position_ids.unsqueeze(0)
     row: dict[str, object] = {"group": str(group)}
