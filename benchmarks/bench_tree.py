@@ -18,7 +18,7 @@ On a CPU the sizes are small, and only say that everything runs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import timer
@@ -30,6 +30,7 @@ from cuseq._tree_choice import times_of
 
 Tensor = torch.Tensor
 Heads = tuple[int, int, int]  # of queries, of keys, and their dimension
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class Group:
 
 GPU = [
     Group(2048, 512, 8),
-    Group(4096, 512, 8),
-    Group(4096, 512, 16),
-    Group(512, 512, 8),
     Group(2048, 512, 2),
+    Group(512, 512, 8),
+    Group(4096, 512, 8),
     Group(512, 4096, 8),
+    Group(4096, 512, 16),
 ]
 CPU = [Group(64, 16, 4)]
 MOST_CAPTURED = 24_576  # tokens of a step in a CUDA graph, which has memory of its own
@@ -89,12 +90,6 @@ SMALL = dict(
 )
 
 
-def shown(row: dict[str, object]) -> dict[str, object]:
-    """Print a row as soon as it is measured, and return it."""
-    print(row, flush=True)
-    return row
-
-
 def fastest(call: Callable[[], object], repeats: int = 7) -> float:
     """Return the least time of a host function in ms."""
     times = []
@@ -105,7 +100,7 @@ def fastest(call: Callable[[], object], repeats: int = 7) -> float:
     return 1e3 * min(times)
 
 
-def measure_building(groups: int) -> list[dict]:
+def measure_building(groups: int) -> list[Row]:
     """Build trees of 512 tokens for each prompt and completion, 16 completions a group."""
     prompts = list(torch.randint(1000, (groups, 512)))
     completions = [list(torch.randint(1000, (16, 512))) for _ in range(groups)]
@@ -190,7 +185,7 @@ def labelled_attention(group: Group, device: torch.device) -> Callable[..., Tens
     return attend
 
 
-def measure_attention(group: Group, heads: Heads, device: torch.device) -> dict[str, object]:
+def measure_attention(group: Group, heads: Heads, device: torch.device) -> Row:
     """Return milliseconds of a forward and backward, by method."""
     tree = group.tree(device)
 
@@ -207,7 +202,7 @@ def measure_attention(group: Group, heads: Heads, device: torch.device) -> dict[
         return lambda q, k, v: cuseq.varlen_attention(q, k, v, packed)
 
     tokens, copies = tree.layout.total_tokens, tree.samples.total_tokens
-    row: dict[str, object] = {"group": str(group), "saved": copies / tokens}
+    row: Row = {"group": str(group), "saved": copies / tokens}
     row["tree"] = time_of(tokens, over(tree.layout))
     row["copies"] = time_of(copies, over(tree.samples))
     backends = [
@@ -221,14 +216,14 @@ def measure_attention(group: Group, heads: Heads, device: torch.device) -> dict[
     return row
 
 
-def measure_trace(turns: int, tokens: int, heads: Heads, device: torch.device) -> dict[str, object]:
+def measure_trace(turns: int, tokens: int, heads: Heads, device: torch.device) -> Row:
     """Return milliseconds of both ways over a trace, and the modelled ones."""
     parents = [-1]
     for turn in range(turns):
         parents += [2 * turn] * 2  # the answer that was dropped, and the one that was kept
     tree = cuseq.PackedTree.from_parents([tokens] * len(parents), parents, device=device)
     on_gpu = device.type == "cuda"
-    row: dict[str, object] = {"trace": f"{turns} / {tokens}"}
+    row: Row = {"trace": f"{turns} / {tokens}"}
     tensors = leaves(tree.layout.total_tokens, heads, device)
     grad = torch.ones_like(tensors[0])
     ways = {"calls": "flash" if on_gpu else "segments", "auto": "auto"}
@@ -261,7 +256,7 @@ def captured_ms(run: Callable[[], None]) -> float | None:
         torch.cuda.empty_cache()  # the graph's memory
 
 
-def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> dict[str, object]:
+def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> Row:
     """Return milliseconds and gigabytes of a step's forward and backward, tree and copies."""
     tree = group.tree(device)
     rows, labels, _ = tree.targets
@@ -284,7 +279,7 @@ def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> 
     samples = cuseq.PackedLayout.from_lengths(lengths, max_seqs=MAX_SEQS).to(device)
     copied = tree.gather(tree.input_ids[0].float()).long().unsqueeze(0)
     positions = samples.position_ids.unsqueeze(0)
-    row: dict[str, object] = {"group": str(group)}
+    row: Row = {"group": str(group)}
     for name, run in (
         ("tree", step(tree.input_ids, tree.position_ids, tree.layout, rows)),
         ("copies", step(copied, positions, samples, places.flatten())),
@@ -303,11 +298,11 @@ def measure_step(model: torch.nn.Module, group: Group, device: torch.device) -> 
     return row
 
 
-def measure_steps(groups: list[Group], device: torch.device, compiled: bool) -> list[dict]:
+def measure_steps(groups: list[Group], device: torch.device, compiled: bool) -> Iterator[Row]:
     try:
         import transformers
     except ImportError:
-        return []
+        return
     on_gpu = device.type == "cuda"
     config = transformers.Qwen3Config(**(SHAPE if on_gpu else SMALL), use_cache=False)
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -317,35 +312,40 @@ def measure_steps(groups: list[Group], device: torch.device, compiled: bool) -> 
     if compiled:
         for layer in model.model.layers:
             layer.compile()
-    return [shown(measure_step(model, group, device)) for group in groups]
+    for group in groups:
+        yield measure_step(model, group, device)
 
 
-def building_table(on_gpu: bool) -> Table:
+def building_table(on_gpu: bool) -> tuple[Table, Iterable[Row]]:
     columns = {"what": "", "tokens": "tokens", "ms": "ms"}
-    return Table("Building on the host", columns, measure_building(115 if on_gpu else 4))
+    return Table("Building on the host", columns, []), measure_building(115 if on_gpu else 4)
 
 
-def attention_table(groups: list[Group], heads: Heads, device: torch.device) -> Table:
+def attention_table(
+    groups: list[Group], heads: Heads, device: torch.device
+) -> tuple[Table, Iterable[Row]]:
     columns = {"group": SIZES, "saved": "tokens saved, times", "tree": "tree, ms"}
     columns |= {"copies": "copies, ms"}
     if device.type == "cuda":
         columns |= {"gathered": "K and V gathered, ms", "labels": "flex with labels, ms"}
     columns |= {"backends": "backend of tree / copies"}
-    rows = [shown(measure_attention(group, heads, device)) for group in groups]
-    return Table("Attention, forward and backward", columns, rows)
+    rows = (measure_attention(group, heads, device) for group in groups)
+    return Table("Attention, forward and backward", columns, []), rows
 
 
-def traces_table(heads: Heads, device: torch.device) -> Table:
+def traces_table(heads: Heads, device: torch.device) -> tuple[Table, Iterable[Row]]:
     on_gpu = device.type == "cuda"
     columns = {"trace": "turns / tokens", "calls": "calls, ms"}
     columns |= {"flex": "flex, ms"} if on_gpu else {}
     columns |= {"auto": "chosen, ms", "chosen": "which", "modelled": "modelled calls / one kernel"}
     traces = GPU_TRACES if on_gpu else CPU_TRACES
-    rows = [shown(measure_trace(*trace, heads, device)) for trace in traces]
-    return Table("Attention over traces, forward and backward", columns, rows)
+    rows = (measure_trace(*trace, heads, device) for trace in traces)
+    return Table("Attention over traces, forward and backward", columns, []), rows
 
 
-def steps_table(groups: list[Group], device: torch.device, compiled: bool) -> Table:
+def steps_table(
+    groups: list[Group], device: torch.device, compiled: bool
+) -> tuple[Table, Iterable[Row]]:
     columns = {"group": SIZES, "tree": "tree, ms", "copies": "copies, ms", "times": "times as fast"}
     if device.type == "cuda":
         columns |= {
@@ -356,7 +356,7 @@ def steps_table(groups: list[Group], device: torch.device, compiled: bool) -> Ta
             "copies_gb": "copies, GiB",
         }
     title = f"A step, head on completions, layers {'' if compiled else 'not '}compiled"
-    return Table(title, columns, measure_steps(groups, device, compiled))
+    return Table(title, columns, []), measure_steps(groups, device, compiled)
 
 
 def main() -> None:
@@ -378,8 +378,11 @@ def main() -> None:
     report = Report("_".join(name + ["compiled"] * args.compiled), environment(args.device))
     for part in PARTS:
         if part in args.parts:
-            report.tables.append(tables[part]())
-    report.write(args.out)
+            table, rows = tables[part]()
+            report.tables.append(table)
+            for row in rows:
+                table.rows.append(row)
+                report.write(args.out)
 
 
 if __name__ == "__main__":
