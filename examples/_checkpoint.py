@@ -44,7 +44,8 @@ class Checkpoints:
         self._keep = keep
         self._thread: Thread | None = None
         self._error: str | None = None
-        # Pinned memory for a rank's part of the state, which the first save allocates.
+        # It keeps the pinned memory of a rank's part of the state, which the first save allocates
+        # (DefaultStager would free it). `save` waits until an earlier one has been written from it.
         on_gpu = ranks.device.type == "cuda"
         self._stager = BlockingAsyncStager(cache_staged_state_dict=True) if on_gpu else None
         ranks.on_first(self._remove_unfinished)

@@ -39,8 +39,7 @@ struct Call {
   double scale = 1.0;
   OptionalDouble softcap;        // scores become softcap * tanh(score / softcap)
   std::string backend = "auto";  // or the name of the backend that must execute the call
-
-  bool all_have_keys = false;  // whether every pair of two rows is known to have keys
+  bool all_have_keys = false;    // in two rows: every sequence of queries is known to have keys
 
   // Return whether queries and keys are the tokens of the same row.
   bool is_of_one_row() const { return queries.offsets.is_same(keys.offsets); }

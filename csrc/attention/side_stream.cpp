@@ -12,7 +12,7 @@ namespace cuseq::attention {
 namespace {
 
 // Return the side stream of a device. There is one, because memory is reused within a stream. Its
-// priority is high: it is given less work than the current stream.
+// priority is high, so that small pieces get multiprocessors beside large kernels.
 c10::Stream side_stream_of(c10::Device device) {
   static std::mutex mutex;
   static auto* streams = new std::unordered_map<c10::Device, c10::Stream>();
@@ -34,6 +34,16 @@ void wait_for(const c10::Stream& waits, const c10::Stream& works) {
   done.block(waits);
 }
 
+// Run a destructor's work, which must not raise: an error of CUDA comes again at the next call.
+template <typename Run>
+void unless_it_fails(const Run& run) {
+  try {
+    run();
+  } catch (const std::exception& error) {
+    TORCH_WARN(error.what());
+  }
+}
+
 }  // namespace
 
 SideStream::SideStream(const Tensor& like) {
@@ -45,23 +55,19 @@ SideStream::SideStream(const Tensor& like) {
 c10::OptionalStreamGuard SideStream::scope() const { return c10::OptionalStreamGuard(stream_); }
 
 SideStream::~SideStream() {
-  if (joined_) return;
-  try {
-    join({});
-  } catch (const std::exception& error) {
-    TORCH_WARN(error.what());  // the error before it is the one to raise
-  }
+  if (joined_ || !stream_.has_value()) return;
+  unless_it_fails([&] { wait_for(current_stream_of(stream_->device()), *stream_); });
 }
 
-void SideStream::join(TensorList made) {
+SideStream::Reading SideStream::join() {
   joined_ = true;
-  if (!stream_.has_value()) return;
-  const c10::Stream current = current_stream_of(stream_->device());
-  wait_for(current, *stream_);
-  for (const Tensor& tensor : made) {
-    // Freed memory goes back to the side stream, which must not write it before it has been read.
-    if (tensor.defined()) tensor.record_stream(current);
-  }
+  if (stream_.has_value()) wait_for(current_stream_of(stream_->device()), *stream_);
+  return Reading(stream_);
+}
+
+SideStream::Reading::~Reading() {
+  if (!side_.has_value()) return;
+  unless_it_fails([&] { wait_for(*side_, current_stream_of(side_->device())); });
 }
 
 }  // namespace cuseq::attention

@@ -22,8 +22,21 @@ class SideStream {
   // Run what follows on the side stream while the guard lives.
   c10::OptionalStreamGuard scope() const;
 
-  // Let the current stream wait for the side stream and read `made`, tensors from there.
-  void join(TensorList made);
+  // Lets the current stream read tensors of the side stream. It must go before they are freed:
+  // freed memory belongs to the side stream, which then waits for the last read.
+  class Reading {
+   public:
+    explicit Reading(const std::optional<c10::Stream>& side) : side_(side) {}
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+    ~Reading();
+
+   private:
+    std::optional<c10::Stream> side_;
+  };
+
+  // Let the current stream wait for the side stream.
+  [[nodiscard]] Reading join();
 
  private:
   std::optional<c10::Stream> stream_;

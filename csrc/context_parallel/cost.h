@@ -49,9 +49,9 @@ inline int64_t first_key(int64_t begin, int64_t window) {
 
 std::vector<Work> work_of_documents(const Row& row, int64_t window);
 
-// Return the costs if ranks exchange far keys. Whole documents run meanwhile, cut pieces afterwards
-// over a copy of all their keys. Merged, cut pieces attend to themselves meanwhile too, and
-// afterwards to the keys before them.
+// Return the costs if ranks exchange far keys. Whole documents run meanwhile, cut pieces after the
+// exchange over a copy of all their keys. Merged, cut pieces attend to themselves meanwhile too,
+// and after it to the keys before them.
 Costs exchange_costs(const Row& row, const std::vector<Work>& work, const Deal& deal,
                      const CostModel& model);
 

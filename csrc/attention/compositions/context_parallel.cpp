@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/searchsorted.h>
 
-#include <array>
 #include <tuple>
 #include <type_traits>
 
@@ -158,9 +157,6 @@ class Part {
     arrival_ = group_->exchange(returned_, far, share_.sent(), share_.received());
   }
 
-  // Return the tensors that `write_gradients` reads.
-  std::array<Tensor, 3> gradient_terms() const { return {grad_keys_, grad_values_, returned_}; }
-
   // Write the gradients of the keys and values of the cut pieces; after `wait`.
   void write_gradients(const Tensor& grad_k, const Tensor& grad_v) const {
     sum(0, rows_of<void>(grad_k.narrow(0, 0, cut_tokens_), grad_v.narrow(0, 0, cut_tokens_)));
@@ -283,13 +279,13 @@ Output forward(const Row& row) {
       far = attend(cut);
     }
   }
-  const auto& [cut_out, cut_logsumexp] = far;
-  side.join({cut_out, cut_logsumexp});
+  const auto reading = side.join();
   if (part.cut_tokens() == 0) return {out, logsumexp};
   if (part.merges()) {
     merge(out, logsumexp, cut, far);
     return {out, logsumexp};
   }
+  const auto& [cut_out, cut_logsumexp] = far;
   out.narrow(0, 0, part.cut_tokens()).copy_(cut_out);
   logsumexp.narrow(1, 0, part.cut_tokens()).copy_(cut_logsumexp);
   return {out, logsumexp};
@@ -321,8 +317,7 @@ Gradients backward(const Row& row, const Outer& outer) {
     const auto beside = side.scope();
     part.wait();
   }
-  const auto [grad_keys, grad_values, returned] = part.gradient_terms();
-  side.join({std::get<0>(own), std::get<0>(far), grad_keys, grad_values, returned});
+  const auto reading = side.join();
   const Tensor cut_q = grad_q.narrow(0, 0, tokens);
   if (part.merges()) {
     cut_q.copy_(std::get<0>(own));

@@ -35,6 +35,8 @@ class Case(NamedTuple):
     softcap: float | None = None
     spans: list[tuple[int, int]] | None = None
     sinks: bool = False
+    value_dim: int = HEAD_DIM - 2
+    strides: str = "contiguous"  # of q, k and v; or "in wider rows", "heads first"
 
     def packed(self, cp_size: int) -> PackedLayout:
         parts = 2 * cp_size if self.policy == "zigzag" else cp_size
@@ -52,6 +54,14 @@ class Case(NamedTuple):
             max_far_rows=self.max_far_rows,
             merge=self.merge,
         )
+
+    def strided(self, rows: Tensor) -> Tensor:
+        """Return the same values with the strides of the case."""
+        if self.strides == "in wider rows":
+            return torch.cat([rows, rows.detach()], 1)[:, : rows.shape[1]]
+        if self.strides == "heads first":
+            return rows.transpose(0, 1).contiguous().transpose(0, 1)
+        return rows
 
     def options(self, device: torch.device) -> dict[str, Any]:
         spans = self.spans
@@ -120,8 +130,8 @@ def check(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> PackedLa
 
     total = packed.total_tokens
     whole = [randn(total, n, HEAD_DIM) for n in (heads, key_heads, key_heads)]
-    whole[2] = whole[2][..., : HEAD_DIM - 2].contiguous()  # value_dim is not head_dim
-    grad = randn(total, heads, HEAD_DIM - 2)
+    whole[2] = whole[2][..., : case.value_dim].contiguous()
+    grad = randn(total, heads, case.value_dim)
     sinks = randn(heads) if case.sinks else None
     options = case.options(where)
 
@@ -130,7 +140,7 @@ def check(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> PackedLa
     ) -> tuple[Tensor, list[Tensor], Tensor | None]:
         leaves = [tensor.detach().requires_grad_() for tensor in rows]
         sink = None if sinks is None else sinks.clone().requires_grad_()
-        out = cuseq.varlen_attention(*leaves, layout, sinks=sink, **options)
+        out = cuseq.varlen_attention(*map(case.strided, leaves), layout, sinks=sink, **options)
         out.backward(grad)
         return out.detach(), [leaf.grad for leaf in leaves], None if sink is None else sink.grad
 

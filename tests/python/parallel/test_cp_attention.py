@@ -49,6 +49,12 @@ EDGES = [
     Case([27] * 39, total=1056, merge=True, sinks=True),
     Case([11] * 97, total=1080, policy="contiguous", heads=(4, 4)),
     Case([700, 300], total=1008, policy="contiguous", planned_window=5, window=3),
+    # Rows that no vector of 16 bytes fits, and tensors that are views.
+    Case([500], heads=(2, 1), value_dim=5),
+    Case([500], heads=(3, 1), value_dim=7, merge=True, strides="heads first"),
+    Case([27] * 39, total=1056, strides="in wider rows"),
+    Case([500, 40], total=576, merge=True, strides="in wider rows"),
+    Case([500, 40], total=576, strides="heads first"),
 ]
 
 
