@@ -70,6 +70,8 @@ class Part {
   // A window counts from the last key of a piece's call, so its call has all keys of the piece.
   bool merges() const { return share_.merges() && !row_.call.window.has_value(); }
   bool has_exchange() const { return share_.at(RankMetaSlot::kAnyFar) != 0; }
+  // Whether the rank has whole documents alone, and no rank needs keys of another.
+  bool is_whole() const { return cut_tokens_ == 0 && !has_exchange(); }
 
   // Start the exchange of keys and values, or use those that the forward kept. Every rank of the
   // plan takes part, or none.
@@ -81,7 +83,7 @@ class Part {
       group_.emplace(share_, call.k,
                      Agreement{is_backward, call.q.size(1), call.k.size(1), row_bytes});
     }
-    if (cut_tokens_ == 0 && !has_exchange()) return;
+    if (is_whole()) return;
     own_keys_ = with_whole_tokens(call.k.narrow(0, 0, cut_tokens_));
     own_values_ = with_whole_tokens(call.v.narrow(0, 0, cut_tokens_));
     far_ = share_.keeps_far() ? row_.far_rows->narrow(0, 0, num_far_) : side_by_side(num_far_);
@@ -175,7 +177,7 @@ class Part {
         .unflatten(1, {row_.call.v.size(1), row_.call.v.size(2)});
   }
 
-  // Return rows [n, width] of the own keys and values, and of the far ones after them.
+  // Return the rows [n, width] of keys and values that `index` names: own ones, then far ones.
   Tensor gathered(const Tensor& index) const {
     Tensor rows = side_by_side(index.size(0));
     GatherKeyValuesArgs args;
@@ -258,7 +260,7 @@ bool fits(const Row& row) {
 
 Output forward(const Row& row) {
   Part part(row);
-  if (part.cut_tokens() == 0 && !part.has_exchange()) {
+  if (part.is_whole()) {
     part.send_keys(/*is_backward=*/false);
     return attend(part.whole());
   }
@@ -293,7 +295,7 @@ Output forward(const Row& row) {
 
 Gradients backward(const Row& row, const Outer& outer) {
   Part part(row);
-  if (part.cut_tokens() == 0 && !part.has_exchange()) {
+  if (part.is_whole()) {
     part.send_keys(/*is_backward=*/true);
     return attend_backward(part.whole(), outer);
   }
