@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from _mesh import Ranks
 from _modes import Batch
+from _updates import AdamW, clip_grad_norm
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import cuseq
@@ -37,7 +37,7 @@ class Trained:
         self.model = model
         self._ranks = ranks
         self._options = options
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = AdamW(
             model.parameters(), lr=options.learning_rate, fused=ranks.device.type == "cuda"
         )
 
@@ -58,7 +58,7 @@ class Trained:
             part = self.model(**inputs, num_items_in_batch=kept, use_cache=False).loss
             (part * self._ranks.world_size).backward()  # FSDP2 averages over the ranks
             loss += part.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._options.max_grad_norm)
+        norm = clip_grad_norm(self.model.parameters(), self._options.max_grad_norm)
         rate = self._options.learning_rate * rate_at(
             number, self._options.steps, self._options.lr_warmup
         )
@@ -66,7 +66,6 @@ class Trained:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         counts = (sum(batch[key] for batch in batches) for key in HOST_KEYS)
         return torch.stack([loss, *(loss.new_full((), n) for n in counts), norm.double()])
 
