@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -535,7 +536,8 @@ torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=rounding,
 
 def test_fifty_packs_with_poisoned_static_tensors_and_the_check(device, run_python):
     code = FIFTY_PACKS.format(device=device)
-    done = run_python(code, CUSEQ_CHECK="1", PYTHONPATH=str(Path(__file__).parent))
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = run_python(code, CUSEQ_CHECK="1", PYTHONPATH=path.rstrip(os.pathsep))
     assert done.returncode == 0, done.stderr
 
 
