@@ -233,50 +233,52 @@ def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tm
     assert rest == seen[HALF:]
 
 
-def updates(rank: int) -> list[dict[str, Any]]:
-    """Update sharded models of equal weights by PyTorch's functions and by the example's."""
-    from torch.distributed.device_mesh import init_device_mesh
+def updated(rank: int, mesh: Any, max_norm: float, clip: Any, optimizer_of: Any) -> list:
+    """Train a sharded model for three steps; return norms, weights and averages of gradients."""
     from torch.distributed.fsdp import fully_shard
 
-    module, outcome = import_example("_updates"), []
+    torch.manual_seed(0)
+    # Some ranks have no part of weights of one row.
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
+    fully_shard(model, mesh=mesh)
+    weights = list(model.parameters())
+    optimizer = optimizer_of(weights, lr=0.1, eps=1.0)
+    norms = []
+    for step in range(3):
+        rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank + step))
+        (100 * model(rows)).square().sum().backward()
+        norms.append(clip(weights, max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    averages = [optimizer.state[weight]["exp_avg"] for weight in weights]
+    return [
+        value.full_tensor().detach() if hasattr(value, "full_tensor") else value
+        for value in (*norms, *weights, *averages)
+    ]
+
+
+def updates(rank: int) -> list[tuple[list, list]]:
+    """Return the outcomes of PyTorch's functions and of the example's, for meshes and limits."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    module, outcomes = import_example("_updates"), []
     for shape, names in (((2,), ("shard",)), ((2, 1), ("replicate", "shard"))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         for max_norm in (1e-2, 1e6):
-            norms, models, states = [], [], []
-            for clip, optimizer_of in (
-                (torch.nn.utils.clip_grad_norm_, torch.optim.AdamW),
-                (module.clip_grad_norm, module.AdamW),
-            ):
-                torch.manual_seed(0)
-                # Some ranks have no part of weights of one row.
-                model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
-                fully_shard(model, mesh=mesh)
-                optimizer = optimizer_of(model.parameters(), lr=0.1, eps=1.0)
-                for step in range(3):
-                    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank + step))
-                    (100 * model(rows)).square().sum().backward()
-                    norm = clip(model.parameters(), max_norm)
-                    norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                models.append([weight.full_tensor().detach() for weight in model.parameters()])
-                states.append([
-                    optimizer.state[weight]["exp_avg"].full_tensor()
-                    for weight in model.parameters()
-                ])  # fmt: skip
-            outcome.append({"norms": norms, "models": models, "states": states})
-    return outcome
+            theirs = torch.nn.utils.clip_grad_norm_, torch.optim.AdamW
+            ours = module.clip_grad_norm, module.AdamW
+            outcomes.append(
+                tuple(updated(rank, mesh, max_norm, *functions) for functions in (theirs, ours))
+            )
+    return outcomes
 
 
 def test_shards_are_clipped_and_updated_as_by_pytorch():
-    for of_rank in distributed.run(updates):
-        for found in of_rank:
-            theirs, ours = found["norms"][:3], found["norms"][3:]
+    for outcomes in distributed.run(updates):
+        for theirs, ours in outcomes:
             torch.testing.assert_close(ours, theirs)
-            for name in ("models", "states"):
-                torch.testing.assert_close(found[name][1], found[name][0])
-        small, large = of_rank[0]["models"][1], of_rank[1]["models"][1]
-        assert not torch.equal(small[0], large[0])  # the lower limit clips
+        (_, clipped), (_, unclipped), *_ = outcomes
+        assert not torch.equal(clipped[3], unclipped[3])  # the lower limit clips
 
 
 def test_an_update_works_on_plain_tensors(one_rank):
