@@ -16,6 +16,7 @@ import cuseq
 
 sys.path.insert(0, str(ROOT / "examples"))
 from _sharding import UNIT_WEIGHTS, group_layers  # noqa: E402
+from _updates import AdamW  # noqa: E402
 
 # layers, hidden, intermediate, query heads, key heads; head_dim is 128.
 SHAPES = {
@@ -101,7 +102,7 @@ class Trainer:
         for unit in group_layers(self.model.layers, UNIT_WEIGHTS):
             fully_shard(unit, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
         fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(
         self, ids: Tensor, positions: Tensor, labels: Tensor, attend: Attend, kept: int
