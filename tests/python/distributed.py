@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import cuseq
 
@@ -64,6 +65,11 @@ def make_model(blocks: int = 3) -> Model:
 def make_rows(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, DIM, generator=generator, dtype=torch.float64)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a sharded tensor, on every rank, which all call it; a plain one is its own."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

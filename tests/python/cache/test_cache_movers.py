@@ -127,7 +127,7 @@ def wrapped_gradients(wrapper: str, index: int, device: torch.device) -> list[Te
         with one_layout(keys=2 - accumulated):
             backward(model, batch)
     grads = distributed.gradients(model)
-    return [(g.full_tensor() if hasattr(g, "full_tensor") else g).to(CPU) for g in grads]
+    return [distributed.whole(grad).to(CPU) for grad in grads]
 
 
 def check_mean(actual: list[Tensor], *indices: int, dtype=torch.float64, times: int = 1) -> None:

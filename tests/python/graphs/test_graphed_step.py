@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -500,7 +499,8 @@ def test_after_a_capture_that_failed_everything_works(cuda):
 
 
 FIFTY_PACKS = """
-import copy, random
+import copy, random, sys
+sys.path.insert(0, {folder!r})
 import torch
 import test_graphed_step as own
 
@@ -535,9 +535,8 @@ torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=rounding,
 
 
 def test_fifty_packs_with_poisoned_static_tensors_and_the_check(device, run_python):
-    code = FIFTY_PACKS.format(device=device)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    done = run_python(code, CUSEQ_CHECK="1", PYTHONPATH=path.rstrip(os.pathsep))
+    code = FIFTY_PACKS.format(device=device, folder=str(Path(__file__).parent))
+    done = run_python(code, CUSEQ_CHECK="1")
     assert done.returncode == 0, done.stderr
 
 

@@ -42,7 +42,7 @@ def compare(model: nn.Module, name: str) -> None:
         grad = parameter.grad
         if grad is None:
             continue
-        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        grad = distributed.whole(grad)
         key = key.removeprefix("module.")
         scale = max(wanted[key].abs().max().item(), 1e-3)
         torch.testing.assert_close(grad, wanted[key], rtol=1e-3, atol=5e-4 * scale, msg=key)

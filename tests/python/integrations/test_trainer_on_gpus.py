@@ -75,10 +75,8 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation leaves some gathered, in the dtype of the forward
-    found = {name: value.detach() for name, value in model.named_parameters()}
-    for name, value in found.items():
-        found[name] = value.full_tensor() if isinstance(value, DTensor) else value
-    return {name: value.cpu().clone() for name, value in found.items()}
+    found = {name: distributed.whole(w.detach()) for name, w in model.named_parameters()}
+    return {name: weight.cpu().clone() for name, weight in found.items()}
 
 
 def result(trainer: Any) -> dict[str, Any]:

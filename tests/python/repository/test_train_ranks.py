@@ -251,10 +251,7 @@ def updated(rank: int, mesh: Any, max_norm: float, clip: Any, optimizer_of: Any)
         optimizer.step()
         optimizer.zero_grad()
     averages = [optimizer.state[weight]["exp_avg"] for weight in weights]
-    return [
-        value.full_tensor().detach() if hasattr(value, "full_tensor") else value
-        for value in (*norms, *weights, *averages)
-    ]
+    return [distributed.whole(value).detach() for value in (*norms, *weights, *averages)]
 
 
 def updates(rank: int) -> list[tuple[list, list]]:
