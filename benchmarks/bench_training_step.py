@@ -1,7 +1,7 @@
 """Benchmark a whole training step: padded, packed with transformers' mask, packed with cuseq.
 
     python -m benchmarks training_step [--tokens 2048 8192 32768] [--variants NAME ...]
-        [--model 0.6b]
+        [--model 0.6b] [--warmup N] [--steps N] [--packs N]
 
 On CUDA: the shape of a known model with random weights, transformers' real classes, bf16, fused
 AdamW. The shape is Qwen3-0.6B's, or what `--model` names (see `MODELS`). On a CPU: a model of 4
@@ -36,6 +36,8 @@ not affect another. The processes are forks of one that has imported everything 
 GPU. Each variant's first step, on the initial weights, is compared with that of `packed_sdpa`; the
 difference of `padded` shows what bf16 does to the same documents. Up to 2,048 tokens it is also
 compared with `packed_sdpa` in fp32. From 32,768 tokens on only a few variants run unless named.
+Each step trains on another pack; with --packs the steps take turns over N packs, for a peer that
+chooses kernels for each shape: flash-linear-attention with padded rows.
 Writes `training_step_T.json`, `.md` and `.png` for each T, with `MODEL_T` for other models.
 """
 
@@ -43,6 +45,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import multiprocessing
 import os
@@ -618,7 +621,7 @@ def measure(
     name: str,
     tokens: int,
     device: torch.device,
-    plan: tuple[int, int],
+    plan: tuple[int, int, int | None],
     scratch: Path,
 ) -> dict[str, Any]:
     """Measure one variant; return its row of the table."""
@@ -627,7 +630,7 @@ def measure(
     import cuseq
     from cuseq.integrations.transformers import register
 
-    warmup, steps = plan
+    warmup, steps, distinct = plan
     on_gpu = device.type == "cuda"
     # transformers checks for a package if the name contains flash
     if variant.attention == "varlen_path":
@@ -642,9 +645,11 @@ def measure(
     packs = 1 + warmup + steps + int(on_gpu)
     if variant.compiled:
         packs = max(packs, COMPILED_PACKS)
-    prepared = iter(
-        [prepare(variant, tokens, seed, model.config.vocab_size, on_gpu) for seed in range(packs)]
-    )
+    distinct = min(distinct or packs, packs)
+    made = [
+        prepare(variant, tokens, seed, model.config.vocab_size, on_gpu) for seed in range(distinct)
+    ]
+    prepared = itertools.islice(itertools.cycle(made), packs)
     if variant.compiled:
         compile_parts(model, variant.compiled, tokens)
 
@@ -676,7 +681,7 @@ def measure(
         train_step(model, optimizer, batches, device)
     timer.synchronize(device)
     if variant.compiled:
-        row["packs"] = packs
+        row["packs"] = distinct
         row["graphs"] = counters["stats"]["unique_graphs"]
         row["recompiles"] = counters["frames"]["ok"] - compiled_at_first
     return row
@@ -726,8 +731,8 @@ def needs_fa4(variant: Variant) -> bool:
     return variant.flash == "FA4" or variant.backend == "fa4"
 
 
-def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
-    """Return warm-up and timed steps: fewer if they are slow, or as the command line says."""
+def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int, int | None]:
+    """Return warm-up steps, timed steps and packs: fewer if they are slow, or as given."""
     # Short rows run as fast as the host launches them, which varies.
     default = MODELS[args.model].steps or (3, 8 if tokens > SHORT_ROW else 16)
     if tokens >= LONG_ROW or args.device == "cpu":
@@ -735,6 +740,7 @@ def plan(tokens: int, args: argparse.Namespace) -> tuple[int, int]:
     return (
         default[0] if args.warmup is None else args.warmup,
         default[1] if args.steps is None else args.steps,
+        args.packs,
     )
 
 
@@ -857,6 +863,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="0.6b", help="the shape on CUDA")
     parser.add_argument("--warmup", type=int, help="steps before the timed ones")
     parser.add_argument("--steps", type=int, help="timed steps")
+    parser.add_argument("--packs", type=int, help="different packs; default one for each step")
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
     signal.signal(signal.SIGTERM, signal.default_int_handler)
