@@ -37,7 +37,7 @@ GPU. Each variant's first step, on the initial weights, is compared with that of
 difference of `padded` shows what bf16 does to the same documents. Up to 2,048 tokens it is also
 compared with `packed_sdpa` in fp32. From 32,768 tokens on only a few variants run unless named.
 Each step trains on another pack; with --packs the steps take turns over N packs, for a peer that
-chooses kernels for each shape: flash-linear-attention with padded rows.
+chooses kernels anew for other shapes: flash-linear-attention with padded rows.
 Writes `training_step_T.json`, `.md` and `.png` for each T, with `MODEL_T` for other models.
 """
 
