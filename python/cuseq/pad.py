@@ -213,9 +213,10 @@ def run_packed(
         `last_hidden_state` and `hidden_states` of a transformers output.
 
     Raises:
-        ValueError: an argument does not fit; a transformers model uses another attention, which
-            would let documents see each other; or an output to unpack does not have as many tokens
-            as the row (`logits_to_keep`).
+        ValueError: an argument does not fit; a transformers model uses another attention, or has
+            layers with a state along the row and is not enabled, so that documents would see each
+            other; or an output to unpack does not have as many tokens as the row
+            (`logits_to_keep`).
         TypeError: the model returns another type.
 
     Examples:
@@ -351,7 +352,16 @@ def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
     """
     config = text_config(model)
     attention = getattr(config, "_attn_implementation", None)
-    if attention is None or attention == "cuseq":
+    if attention is None:
+        return
+    from cuseq.integrations.transformers import _recurrent  # the model brought transformers
+
+    if leaking := _recurrent.recurrent_layers(config):
+        raise ValueError(
+            "model must be enabled by cuseq.enable(model), for its layers that carry a state along "
+            f"the row, and of kinds that cuseq knows, got layers of type {', '.join(leaking)}"
+        )
+    if attention == "cuseq" or _recurrent.recurrent_types(config):
         return
     use_cache = more.get("use_cache")
     if getattr(config, "use_cache", False) if use_cache is None else use_cache:

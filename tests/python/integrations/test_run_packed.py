@@ -252,6 +252,41 @@ def test_the_attention_that_counts_is_that_to_text(device):
     assert "`packed`, from cuseq.PackingCollator" in _attention_remedy(model, row)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+def test_layers_with_a_state_along_the_row_must_be_enabled(name, use_cache, device):
+    """Mamba 2 has no attention, whose implementation would tell."""
+    model = make_hybrid(name).to(device)
+    ids, mask = make_batch("right", device)
+    refused = (
+        r"model must be enabled by cuseq.enable\(model\).* got layers of type linear_attention"
+    )
+    with pytest.raises(ValueError, match=refused):
+        cuseq.run_packed(model, ids, mask, use_cache=use_cache)
+    cuseq.enable(model)
+    logits = cuseq.run_packed(model, ids, mask, use_cache=use_cache).logits
+    for row, real in zip(range(len(ids)), mask.bool(), strict=True):
+        alone = model(ids[row][real][None], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[row][real], alone, rtol=1e-4, atol=1e-4)
+
+
+def make_hybrid(name: str) -> nn.Module:
+    if name == "mamba2":
+        config = transformers.Mamba2Config(
+            vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8,
+            state_size=8, n_groups=1, chunk_size=8,
+        )  # fmt: skip
+    else:
+        config = transformers.Qwen3_5TextConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_num_key_heads=2,
+            linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+        )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
 class Seen:
     """A model that keeps its arguments."""
 
