@@ -127,7 +127,7 @@ struct MaskBits {
         return;
       default:
         TORCH_CHECK_TYPE(false, "dtype must be bool, float32, bfloat16, float16 or float64, got ",
-                         dtype);
+                         dtype_name(dtype));
     }
   }
 };

@@ -14,7 +14,9 @@ from torch.compiler import is_compiling
 
 
 def as_int(value: Any, name: str, least: int | None = None) -> int:
-    """Return `value` as an int that fits in int64; accept every type with `__index__`."""
+    """Return `value` as an int that fits in int64; accept all types with `__index__` but bool."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {value}")
     try:
         value = index(value)
     except (TypeError, RuntimeError) as error:  # RuntimeError: a tensor without values

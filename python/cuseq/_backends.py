@@ -64,7 +64,10 @@ def check_installed(backend: object) -> None:
     check_backend(backend)
     if backend in PACKAGES:
         if not torch.cuda.is_available():
-            raise ValueError(f'backend="{backend}" runs on CUDA, and torch finds no GPU')
+            raise ValueError(
+                f'backend="{backend}" runs on CUDA, and torch finds no GPU: choose "auto", which '
+                "takes what runs"
+            )
         load_backends()
         if backend not in registered:
             raise ValueError(f'backend="{backend}" cannot be used: {_C.missing_attention(backend)}')

@@ -55,9 +55,8 @@ def _check_capacity(packed: PackedLayout, name: str) -> None:
     max_seqs = packed.cu_seqlens_static.shape[0] - 1
     if max_seqs >= packed.total_tokens:
         raise ValueError(
-            f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, got {max_seqs} "
-            "(the default), which no row has: give PackedLayout.from_lengths or PackingCollator a "
-            "max_seqs, such as 128"
+            f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, its default, "
+            f"got {max_seqs}: give PackedLayout.from_lengths or PackingCollator a smaller max_seqs"
         )
 
 

@@ -24,7 +24,8 @@ class PackedLayout(LayoutMasks):
     Make the layout in the collator, where lengths are still Python ints, and pass it to the model.
     No layer then derives lengths itself, and nothing waits for the GPU. All callers share the
     layout's tensors, so they must not be edited. With `CUSEQ_CHECK=1` the next use of a layout
-    whose tensors were edited raises ValueError and names them.
+    whose tensors an operation edited in place raises ValueError and names them; PyTorch does not
+    count writes through `.data` or NumPy.
 
     A layout made from lengths on a GPU starts an asynchronous copy of them to the host. The first
     use of a host value (`max_seqlen`, `num_real_tokens`, attention) waits for the event of that

@@ -257,7 +257,9 @@ def test_wrong_arguments_are_named():
     def make(optimizer=optimizer, example=(), **options):
         return GraphedStep(lambda batch: None, optimizer, example, **options)
 
-    with pytest.raises(ValueError, match=r"max_seqs below total_tokens = 5, got 5 .*PackingColl"):
+    with pytest.raises(
+        ValueError, match=r"max_seqs below total_tokens = 5, its default, got 5: .*PackingColl"
+    ):
         make(example={"packed": default})
     with pytest.raises(TypeError, match="loss_fn must be a function of a batch, got 3"):
         GraphedStep(3, optimizer, ())

@@ -308,7 +308,7 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path, monkeypatch):
 def test_rows_without_one_shape_are_refused_by_name(tmp_path):
     trainer = make_trainer(tmp_path, graph=True)
     trainer.data_collator = RowCollator(total_tokens=32)
-    with pytest.raises(ValueError, match="max_seqs below total_tokens = 32, got 32"):
+    with pytest.raises(ValueError, match="max_seqs below total_tokens = 32, its default, got 32"):
         trainer.train()
     trainer.data_collator = RowCollator(max_seqs=6)
     with pytest.raises(ValueError, match="as in example_batch"):

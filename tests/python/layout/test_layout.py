@@ -166,6 +166,7 @@ def test_limits():
         (lambda: PackedLayout.from_lengths([0] * 3, 2, max_seqs=2), ValueError, "max_seqs.*3"),
         (lambda: PackedLayout.from_lengths([2, 3], max_seqs=1), ValueError, "max_seqs = 1.*2"),
         (lambda: PackedLayout.from_lengths([2], "9"), TypeError, "total_tokens must .* got '9'"),
+        (lambda: PackedLayout.from_lengths([2], True), TypeError, "total_tokens must .* got True"),
         (lambda: PackedLayout.from_lengths([2], 2**70), ValueError, f"total_tokens .*{2**70}"),
         (lambda: PackedLayout.from_lengths([2], max_seqs=1.5), TypeError, "max_seqs must .*1.5"),
         (lambda: PackedLayout.from_lengths(torch.ones(2, device="meta")), ValueError, "on meta"),
@@ -684,6 +685,12 @@ def test_so_do_methods_and_the_properties_of_trees(shared):
     ("call", "error", "message"),
     [
         (lambda p: p.dense_mask("bf16"), TypeError, "dtype must be a torch.dtype, got 'bf16'"),
+        (
+            lambda p: p.dense_mask(torch.int32),
+            TypeError,
+            "dtype must be bool, float32, bfloat16, float16 or float64, got torch.int32",
+        ),
+        (lambda p: p.chunk_indices(True), TypeError, "chunk_size must be an int, got True"),
         (lambda p: p.dense_mask(window=2.5), TypeError, "window must be an int, got 2.5"),
         (lambda p: p.block_mask(window="a"), TypeError, "window must be an int, got 'a'"),
         (lambda p: p.xformers_bias(window=2.5), TypeError, "window must be an int, got 2.5"),
