@@ -253,6 +253,14 @@ def test_every_backend_in_a_captured_graph(name):
     graph.replay()
     for one, other in zip(found, expected, strict=True):
         assert relative(one, other, other) < 1e-2
+    for lengths in ([400], [1, 0, 398], [50] * 8, [33, 31]):
+        other_row = PackedLayout.from_lengths(lengths, 400, max_seqs=8, device="cuda")
+        packed.copy_(other_row)
+        graph.replay()
+        out = varlen_attention(*tensors, other_row, backend="segments")
+        expected = out, *torch.autograd.grad(out.sum(), tensors)
+        for one, other in zip(found, expected, strict=True):
+            assert relative(one, other, other) < 1e-2
 
 
 def test_backends_mix_in_one_model(cuda):

@@ -374,6 +374,26 @@ def test_dropout_draws_new_numbers_in_each_replay(cuda):
     assert len(losses) == 6
 
 
+def test_replays_of_deterministic_kernels_are_bit_equal(cuda):
+    """The steps beside are the plain ones of another GraphedStep, over the same static batch."""
+    losses, weights = [], []
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # cuBLAS may ask for a setting of its own
+    try:
+        for warmup in (2, 1000):
+            torch.manual_seed(0)
+            model = TinyModel().to(cuda)
+            step, _ = graphed(model, warmup=warmup, max_grad_norm=0.5)
+            losses.append(torch.stack([step(batch).clone() for batch in BATCHES * 4]))
+            weights.append([weight.detach() for weight in model.parameters()])
+            assert step.captured == (warmup == 2), step.reason
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*losses)
+    assert all(map(torch.equal, *weights))
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant, device):
     model = TinyModel().to(device)
