@@ -5,8 +5,8 @@
 
 Starts one process for each GPU, which measures all variants in turn; on the CPU these are small
 models over gloo. Each step trains on a row of --row-length tokens for each rank: documents of
-lognormal lengths, mean 350, of random tokens. Decoder layers are compiled. Forward and backward are
-bf16; weights, gradients and AdamW are fp32. Variants:
+lognormal lengths, mean 350, of random tokens. Layers and loss are compiled. Forward and backward
+are bf16; weights, gradients and AdamW are fp32. Variants:
 
 - `one`: the model unsharded on one GPU while the others idle, which takes all rows of a step in
   turn: bf16 copies of the weights, made once a step, and gradients added up in fp32;
@@ -23,9 +23,9 @@ fullest rank while it trains. "balance" is the query-key pairs of the slowest ra
 compiler's cache.
 
 After `dp` it saves --saves checkpoints to TMPDIR, one after the other, while training goes on. A
-checkpoint's cost is the time of its steps above that of as many others, and of the wait for the
-checkpoint if it takes longer than 100 steps. The first one also allocates. 8b saves
-none: 98 GB.
+checkpoint's cost is the time of its steps above that of as many others in the same loop, and of the
+wait for the checkpoint if it takes longer than 100 steps. "s in its step" is the copy to the host,
+during which no step runs; the first one also allocates. 8b saves none: 98 GB.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ import itertools
 import os
 import shutil
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -64,7 +63,7 @@ import _sharding  # noqa: E402
 from _checkpoint import Checkpoints  # noqa: E402
 from _flops import Flops, peak_flops  # noqa: E402
 from _mesh import Ranks, joined_ranks, make_ranks  # noqa: E402
-from _model import ModelSource, decoder_layers, enable  # noqa: E402
+from _model import ModelSource, compile_layers_and_loss, enable  # noqa: E402
 from _rank_data import LENGTHS, TOKENS, Collate, RankRows, TokenStore  # noqa: E402
 from _rank_training import Trained  # noqa: E402
 from _ranks_options import parse_options  # noqa: E402
@@ -156,7 +155,7 @@ class Bench:
             timed = self.timed(trained, batches)
         saves = []
         if variant == "dp" and self.saves > 0:
-            saves = self.checkpoints(trained, batches, statistics.mean(timed["seconds"]))
+            saves = self.checkpoints(trained, batches)
         batches.close()
         cuseq.disable(model)  # the code of transformers, which the models share
         del model, trained, batches
@@ -171,8 +170,7 @@ class Bench:
             dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float32
             model = self.source.build(ranks.device, self.options.seed, dtype=torch.float32)
             enable(model)
-            for layer in decoder_layers(model):
-                layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+            compile_layers_and_loss(model)
             unsharded = Unsharded(model, dtype)
             trained = Trained(unsharded, ranks, self.options)
             trained.optimizer.register_step_post_hook(unsharded.copy_weights)
@@ -263,36 +261,55 @@ class Bench:
         }
 
     def checkpoints(
-        self, trained: Trained, batches: Iterator[list[dict[str, Any]]], step_s: float
+        self, trained: Trained, batches: Iterator[list[dict[str, Any]]]
     ) -> list[dict[str, Any]]:
         """Save checkpoints while training goes on; return a row for each."""
         ranks, rows = self.ranks, []
         (folder,) = ranks.on_first(lambda: [tempfile.mkdtemp(dir=self.store.folder)])
         checkpoints = Checkpoints(Path(folder), ranks, keep=1)
+        begun = self.together()
+        self.steps_until(None, checkpoints, trained, batches, most=self.steps)
+        step_s = (self.together() - begun) / self.steps
         for number in range(1, self.saves + 1):
-            synchronize(ranks.device)
-            dist.barrier(group=ranks.host_group)
-            begun = time.perf_counter()
+            begun = self.together()
             checkpoints.save(trained.state_dict(), number, {})
             began_s = time.perf_counter() - begun
-            for steps in range(1, EVERY + 1):  # noqa: B007
-                trained.step(next(batches), WARMUP + self.steps)
-                saved = [path.name for path in checkpoints.found()]
-                done = torch.tensor(f"step-{number:08d}" in saved)
-                dist.broadcast(done, 0, group=ranks.host_group)
-                if done:
-                    break
+            name = f"step-{number:08d}"
+            steps = self.steps_until(name, checkpoints, trained, batches, most=EVERY)
             if (error := checkpoints.wait()) is not None:
                 raise RuntimeError(error)
-            synchronize(ranks.device)
-            whole_s = time.perf_counter() - begun
+            whole_s = self.together() - begun
             extra_s = whole_s - steps * step_s
             rows.append({
                 "save": number, "began_s": began_s, "steps": steps, "whole_s": whole_s,
+                "without": step_s * 1e3, "meanwhile": (whole_s - began_s) / steps * 1e3,
                 "extra_s": extra_s, "share": 100 * extra_s / (EVERY * step_s),
             })  # fmt: skip
         ranks.on_first(lambda: shutil.rmtree(folder))
         return rows
+
+    def together(self) -> float:
+        """Wait for the device and for all ranks, and return the time."""
+        synchronize(self.ranks.device)
+        dist.barrier(group=self.ranks.host_group)
+        return time.perf_counter()
+
+    def steps_until(
+        self,
+        name: str | None,
+        checkpoints: Checkpoints,
+        trained: Trained,
+        batches: Iterator[list[dict[str, Any]]],
+        most: int,
+    ) -> int:
+        """Train until a checkpoint is there, or for `most` steps; return how many were made."""
+        for steps in range(1, most + 1):
+            trained.step(next(batches), WARMUP + self.steps)
+            done = torch.tensor(name in [path.name for path in checkpoints.found()])
+            dist.broadcast(done, 0, group=self.ranks.host_group)
+            if done:
+                return steps
+        return most
 
 
 def write_documents(folder: Path, rows: int, row_length: int, vocab_size: int) -> None:
@@ -317,7 +334,8 @@ def work(rank: int, port: int, folder: Path, args: argparse.Namespace) -> None:
     saving = {
         "shape": "shape", "save": "checkpoint", "began_s": "s in its step",
         "steps": "steps until its end",
-        "whole_s": "s until its end", "extra_s": "s above other steps",
+        "whole_s": "s until its end", "without": "ms a step without",
+        "meanwhile": "ms a step meanwhile", "extra_s": "s above other steps",
         "share": f"% of {EVERY} steps",
     }  # fmt: skip
     report = Report("train_ranks", environment(args.device))

@@ -147,6 +147,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def compile_layers_and_loss(model: PreTrainedModel) -> None:
+    """Compile each decoder layer, and the loss, whose logits in fp32 are then never stored.
+
+    Batches must have one shape. Hooks, in which FSDP2 gathers weights, stay outside.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    model.loss_function = torch.compile(model.loss_function, dynamic=False)
+
+
 def _is_name(model: str) -> bool:
     return model.count("/") == 1 and all(model.split("/")) and not Path(model).exists()
 

@@ -25,7 +25,7 @@ class Mode:
         packed: True for one row of documents end to end, False for padded batches.
         cuseq: True if the model is enabled and each batch carries its layout, False for
             transformers' sdpa.
-        compiled: True if decoder layers are compiled, which requires rows of one length.
+        compiled: True if layers and loss are compiled, which requires rows of one length.
     """
 
     name: str

@@ -65,7 +65,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_speed(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
+    parser.add_argument("--compile", action="store_true", help="compile layers and loss")
     parser.add_argument(
         "--recompute", action="store_true", help="recompute the decoder layers in the backward"
     )

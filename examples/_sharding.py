@@ -1,4 +1,4 @@
-"""Make a model ready for several ranks: cuseq, recomputation, compiled layers and FSDP2."""
+"""Make a model ready for several ranks: cuseq, recomputation, compiled code and FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from _documents import UserError
 from _mesh import Ranks
-from _model import ModelSource, decoder_layers, enable
+from _model import ModelSource, compile_layers_and_loss, decoder_layers, enable
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PretrainedConfig, PreTrainedModel
@@ -54,9 +54,7 @@ def shard_model(
         # states have to be cast: rotations in fp32, which some models make, are to stay so.
         layers[0].register_forward_pre_hook(partial(_cast, policy.param_dtype))
     if options.compile:
-        for layer in layers:
-            # The forward alone: FSDP2 gathers the weights in hooks around it.
-            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+        compile_layers_and_loss(model)
     reshard = options.reshard_after_forward
     if reshard is None:
         # As rank 0 says: the ranks gather together, and their GPUs may differ.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from _measure import Clock, Mark, PeakMemory, count_synchronisations, waits
-from _model import ModelSource, decoder_layers, enable
+from _model import ModelSource, compile_layers_and_loss, enable
 from _modes import IGNORE_INDEX, Batch, Mode
 from _rows import Row
 from tqdm import tqdm
@@ -144,8 +144,7 @@ def _build(mode: Mode, plan: TrainingPlan) -> PreTrainedModel:
     if mode.cuseq:
         enable(model)  # before its layers are compiled
     if mode.compiled:
-        for layer in decoder_layers(model):
-            layer.compile(fullgraph=True, dynamic=False)
+        compile_layers_and_loss(model)
     return model
 
 

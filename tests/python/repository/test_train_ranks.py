@@ -672,6 +672,42 @@ def test_layers_are_found_by_their_names():
         module.decoder_layers(other)
 
 
+@pytest.mark.slow
+def test_a_compiled_loss_keeps_no_logits_in_fp32():
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(8)[None]
+    rows = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(7)}
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(llama(), dtype=torch.bfloat16)
+        if compiled:
+            import_example("_model").compile_layers_and_loss(model)
+        with saved_dtypes(model.config.vocab_size) as kept:
+            loss = model(**rows).loss
+        loss.backward()
+        found.append((float(loss.detach()), model.lm_head.weight.grad, kept))
+    (loss, gradient, kept), (compiled_loss, compiled_gradient, compiled_kept) = found
+    assert torch.float32 in kept and torch.float32 not in compiled_kept
+    assert compiled_loss == pytest.approx(loss, rel=1e-3)
+    assert torch.allclose(compiled_gradient, gradient, rtol=0.05, atol=1e-3)
+
+
+@contextmanager
+def saved_dtypes(columns: int) -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes of tensors of so many columns that autograd keeps for the backward."""
+    kept = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-1:] == (columns,):
+            kept.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
 def test_layers_form_units_of_enough_weights():
     layers = [torch.nn.Linear(10, size, bias=False) for size in (1, 1, 2, 1, 1)]
     units = import_example("_sharding").group_layers(layers, 30)
