@@ -15,8 +15,10 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 - `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
 - `flex_graphed`: flex attention captured the same way, over `packed.block_mask()` of the graph.
 
-A first step compiles for up to a minute. With --warm all variants of a row length do so at once
-before, in processes of their own: the steps find what these leave in the compiler's cache on disk.
+"GiB" is what a variant reserves: weights, AdamW's averages, the activations of a step, and the pool
+of a graph. A first step compiles for up to a minute. With --warm all variants of a row length do so
+at once before, in processes of their own: the steps find what these leave in the compiler's cache
+on disk.
 
 "host" is the time until the step returns, of which the device need not have done anything yet;
 "launch" is the part of it in CUDA's launch of the graph. "kernels" is the sum of the times of the
@@ -83,6 +85,7 @@ VARIANTS = {
     )
 }
 GRAPHED = ("auto_graphed", "flex_graphed")
+CAPTURED_IN = 4  # calls of a GraphedStep, the last of which captures
 # Each process compiles in a few processes more.
 WARM_THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
 
@@ -96,6 +99,7 @@ class Runner:
     optimizer: torch.optim.Optimizer
     graph: cuseq.GraphedStep | None = None
     first_s: float = 0.0
+    gib: float = 0.0
     steps: list[float] = field(default_factory=list)
     hosts: list[float] = field(default_factory=list)
     launches: list[float] = field(default_factory=list)
@@ -228,14 +232,19 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
     stream = packs(tokens, args.documents, MODELS["0.6b"].shape["vocab_size"])
     runners = []
     for name in args.variants:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         runner = make_runner(VARIANTS[name], code, tokens, args.compiled, device)
         batches = prepared(runner.variant, next(stream), tokens, args.max_seqs)
         try:
             runner.first_s = runner.step(batches, device)[0] / 1e3
+            for _ in range(CAPTURED_IN - 1 if name in GRAPHED else 0):
+                runner.step(batches, device)
         except Exception as failure:  # the code of peers may not compile as one graph
             why = str(failure).splitlines()[:1]
             print(f"{tokens:,} tokens, {name}: {why}", file=sys.stderr, flush=True)
             continue
+        runner.gib = (torch.cuda.memory_reserved() - before) / 2**30
         print(f"{tokens:,} tokens, {name}: first step {runner.first_s:.1f} s", flush=True)
         runners.append(runner)
 
@@ -267,7 +276,7 @@ def measure(tokens: int, args: argparse.Namespace, device: torch.device) -> list
             "tokens": tokens, "documents": args.documents, "variant": runner.variant.name,
             "step": statistics.median(runner.steps), "least": min(runner.steps),
             "most": max(runner.steps), "host": statistics.median(runner.hosts),
-            "times": statistics.median(ratios), "first_s": runner.first_s,
+            "times": statistics.median(ratios), "gib": runner.gib, "first_s": runner.first_s,
         }  # fmt: skip
         if runner.launches:
             row["launch"] = statistics.median(runner.launches)
@@ -292,8 +301,7 @@ def warm(tokens: int, args: argparse.Namespace) -> None:
                     continue
                 shape = ["--tokens", str(tokens), "--compiled", args.compiled, "--variants", name]
                 room = ["--max-seqs", str(args.max_seqs)]
-                # A graph is captured in the fourth call.
-                steps = ["--warmup", "4" if name in GRAPHED else "1", "--steps", "1"]
+                steps = ["--warmup", "1", "--steps", "1"]
                 command = [sys.executable, __file__, *shape, *room, *steps, "--out", scratch]
                 running[name] = subprocess.Popen(
                     command, stdout=subprocess.DEVNULL, env=os.environ | WARM_THREADS
@@ -348,7 +356,7 @@ def main() -> None:
     columns = {
         "tokens": "tokens", "documents": "documents", "variant": "variant", "step": "step ms",
         "least": "least", "most": "most", "host": "host ms", "launch": "launch ms",
-        "kernels": "kernels ms", "times": "times", "first_s": "first s",
+        "kernels": "kernels ms", "times": "times", "gib": "GiB", "first_s": "first s",
     }  # fmt: skip
     report.tables.append(Table("Steps in turns", columns, rows))
     report.write(args.out)
