@@ -1,4 +1,4 @@
-"""Test hybrid models under DDP and FSDP2 with gloo: gradients of packed rows stay those of one."""
+"""Test hybrid models under DDP and FSDP2: gradients of packed rows stay those of one process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def loss_of(model: nn.Module, lengths: list[int]) -> Tensor:
     examples = [{"input_ids": doc[0].tolist()} for doc in documents(lengths)]
     batch = cuseq.PackingCollator()(examples)
     del batch["labels"]
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) for key, value in batch.items()}
     return model(**batch, use_cache=False).logits.square().mean()
 
 
@@ -42,7 +44,7 @@ def compare(model: nn.Module, name: str) -> None:
         grad = parameter.grad
         if grad is None:
             continue
-        grad = distributed.whole(grad)
+        grad = distributed.whole(grad).cpu()
         key = key.removeprefix("module.")
         scale = max(wanted[key].abs().max().item(), 1e-3)
         torch.testing.assert_close(grad, wanted[key], rtol=1e-3, atol=5e-4 * scale, msg=key)
@@ -59,16 +61,16 @@ def ddp(rank: int, name: str) -> None:
     compare(wrapped, name)
 
 
-def fsdp(rank: int, name: str, checkpointed: bool) -> None:
+def fsdp(rank: int, name: str, checkpointed: bool, device: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = make_model(name)
+    model = make_model(name).to(device)
     cuseq.enable(model)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device, (2,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -84,4 +86,9 @@ def test_ddp(name):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fsdp2(name, checkpointed):
-    distributed.run(fsdp, name, checkpointed, limit=300)
+    distributed.run(fsdp, name, checkpointed, "cpu", limit=300)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fsdp2_over_nccl(name, second_gpu):
+    distributed.run(fsdp, name, True, "cuda", backend="nccl", limit=300)
