@@ -152,6 +152,7 @@ class LayoutState(NamedTuple):
             "device": self.cu_seqlens_static.device,
             "total_tokens": self.total_tokens,
             "max_seqs": self.cu_seqlens_static.shape[0] - 1,
+            "kind": self._kind(),
             "padding between sequences": self.segments is not None,
             "padded batch": _shape(self.tokens),
         }
@@ -159,6 +160,11 @@ class LayoutState(NamedTuple):
             form[f"shape of {name}"] = _shape(getattr(self, name))
         form["process group"] = self.rank_group
         return form
+
+    def _kind(self) -> str:
+        if self.tree_positions is not None:
+            return "a tree"
+        return "a row" if self.rank_meta is None else "a rank's part of a row"
 
     def filled_from(self, other: LayoutState) -> LayoutState:
         """Copy another state's static tensors on the device into this state's, and return a state
