@@ -39,7 +39,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -268,14 +268,13 @@ class Bench:
         (folder,) = ranks.on_first(lambda: [tempfile.mkdtemp(dir=self.store.folder)])
         checkpoints = Checkpoints(Path(folder), ranks, keep=1)
         begun = self.together()
-        self.steps_until(None, checkpoints, trained, batches, most=self.steps)
+        self.steps_while(lambda: True, trained, batches, most=self.steps)
         step_s = (self.together() - begun) / self.steps
         for number in range(1, self.saves + 1):
             begun = self.together()
             checkpoints.save(trained.state_dict(), number, {})
             began_s = time.perf_counter() - begun
-            name = f"step-{number:08d}"
-            steps = self.steps_until(name, checkpoints, trained, batches, most=EVERY)
+            steps = self.steps_while(lambda: checkpoints.is_saving, trained, batches, most=EVERY)
             if (error := checkpoints.wait()) is not None:
                 raise RuntimeError(error)
             whole_s = self.together() - begun
@@ -294,20 +293,19 @@ class Bench:
         dist.barrier(group=self.ranks.host_group)
         return time.perf_counter()
 
-    def steps_until(
+    def steps_while(
         self,
-        name: str | None,
-        checkpoints: Checkpoints,
+        condition: Callable[[], bool],
         trained: Trained,
         batches: Iterator[list[dict[str, Any]]],
         most: int,
     ) -> int:
-        """Train until a checkpoint is there, or for `most` steps; return how many were made."""
+        """Train while rank 0 says so, for `most` steps at most; return how many were made."""
         for steps in range(1, most + 1):
             trained.step(next(batches), WARMUP + self.steps)
-            done = torch.tensor(name in [path.name for path in checkpoints.found()])
-            dist.broadcast(done, 0, group=self.ranks.host_group)
-            if done:
+            goes_on = torch.tensor(condition())
+            dist.broadcast(goes_on, 0, group=self.ranks.host_group)
+            if not goes_on:
                 return steps
         return most
 

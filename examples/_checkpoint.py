@@ -81,6 +81,11 @@ class Checkpoints:
         self._thread = Thread(target=self._finish, args=(saved, path, facts), name=path.name)
         self._thread.start()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way; asks nothing of the file system, which may be busy."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> str | None:
         """Wait for the save that is under way.
 

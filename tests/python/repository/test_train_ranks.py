@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -540,6 +541,20 @@ def test_old_checkpoints_are_removed(one_rank, tmp_path):
     state = {"tensor": torch.zeros(4)}
     checkpoints.load(state, checkpoints.newest())
     assert state["tensor"].tolist() == [3, 4, 5, 6]
+
+
+def test_a_save_is_under_way_until_its_checkpoint_is_whole(one_rank, tmp_path, monkeypatch):
+    module, may_end = import_example("_checkpoint"), threading.Event()
+    checksums = module._checksums
+    monkeypatch.setattr(module, "_checksums", lambda files: may_end.wait(60) and checksums(files))
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = module.Checkpoints(tmp_path, ranks, keep=1)
+    assert not checkpoints.is_saving
+    checkpoints.save({"tensor": torch.ones(4)}, 1, {})
+    assert checkpoints.is_saving and not checkpoints.found()
+    may_end.set()
+    assert checkpoints.wait() is None
+    assert not checkpoints.is_saving and checkpoints.found()
 
 
 def test_a_run_does_not_mix_with_the_checkpoints_of_another(runs, one_rank, inputs):
