@@ -25,6 +25,12 @@ _STATIC = ("cu_seqlens_static", "host_meta", "slots", "tokens")
 _STATIC_OF_PART = ("rank_positions", "rank_rows", "rank_meta")
 _STATIC_OF_TREE = ("tree_positions", "tree_rows", "tree_meta")
 
+# What `_form` returns, by name.
+_FORM = (
+    "device", "total_tokens", "max_seqs", "kind", "padding between sequences", "padded batch",
+    "process group", *(f"shape of {name}" for name in (*_STATIC_OF_PART, *_STATIC_OF_TREE)),
+)  # fmt: skip
+
 # These tensors are on the layout's device; `_copied` copies two of them at a time.
 _ON_DEVICE = (
     "cu_seqlens_static", "lengths", "slots", "tokens", "rank_positions", "rank_rows",
@@ -139,27 +145,30 @@ class LayoutState(NamedTuple):
         """Raise ValueError unless `filled_from(other)` is possible."""
         mine, given = self._form(), other._form()
         if mine != given:
-            for what, value in mine.items():
-                may_lack = what == "padded batch" and None in (value, given[what])
-                if value != given[what] and not may_lack:
-                    raise ValueError(f"other must have the same {what}: {value}, got {given[what]}")
+            for what, value, theirs in zip(_FORM, mine, given, strict=True):
+                may_lack = what == "padded batch" and None in (value, theirs)
+                if value != theirs and not may_lack:
+                    raise ValueError(f"other must have the same {what}: {value}, got {theirs}")
         if self.segments is not None and other.segments is not None:
             self.segments.check_like(other.segments)
 
-    def _form(self) -> dict[str, Any]:
-        """Return what all rows of a kind have alike, by name."""
-        form: dict[str, Any] = {
-            "device": self.cu_seqlens_static.device,
-            "total_tokens": self.total_tokens,
-            "max_seqs": self.cu_seqlens_static.shape[0] - 1,
-            "kind": self._kind(),
-            "padding between sequences": self.segments is not None,
-            "padded batch": _shape(self.tokens),
-        }
-        for name in (*_STATIC_OF_PART, *_STATIC_OF_TREE):
-            form[f"shape of {name}"] = _shape(getattr(self, name))
-        form["process group"] = self.rank_group
-        return form
+    def _form(self) -> tuple[Any, ...]:
+        """Return what all rows of a kind have alike, as `_FORM` names it."""
+        return (
+            self.cu_seqlens_static.device,
+            self.total_tokens,
+            self.cu_seqlens_static.shape[0] - 1,
+            self._kind(),
+            self.segments is not None,
+            _shape(self.tokens),
+            self.rank_group,
+            _shape(self.rank_positions),
+            _shape(self.rank_rows),
+            _shape(self.rank_meta),
+            _shape(self.tree_positions),
+            _shape(self.tree_rows),
+            _shape(self.tree_meta),
+        )
 
     def _kind(self) -> str:
         if self.tree_positions is not None:
