@@ -80,6 +80,11 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
                         sum_to(share.received(), share.at(RankMetaSlot::kNumFarRows)),
                     "rank_meta must be that of a layout from cp_partition, got numbers of rows "
                     "sent and received that do not add up");
+  const int64_t any_far = share.at(RankMetaSlot::kAnyFar);
+  TORCH_CHECK_VALUE(any_far == 0 || (any_far == 1 && share.at(RankMetaSlot::kCpSize) > 1),
+                    "rank_meta must be that of a layout from cp_partition, got ", any_far,
+                    " for whether any of ", share.at(RankMetaSlot::kCpSize),
+                    " ranks receives rows");
   const int64_t held = share.at(RankMetaSlot::kRowTokens);
   const int64_t row = share.is_ulysses() ? share.at(RankMetaSlot::kCpSize) * held : q.size(0);
   TORCH_CHECK_VALUE(share.at(RankMetaSlot::kNumTokens) <= row,

@@ -89,7 +89,8 @@ def causal_conv1d(
         if initial_state is not None or return_final_state:
             offsets = packed.cu_seqlens
             padded = None if padded is None else packed.cu_seqlens_padded
-        if isinstance(x, Tensor) and x.dim() == 2 and x.shape[0] != packed.total_tokens:
+        has_rows = isinstance(x, Tensor) and not x.is_nested and x.dim() == 2
+        if has_rows and x.shape[0] != packed.total_tokens:
             raise ValueError(
                 f"x must have the layout's total_tokens = {packed.total_tokens} rows, got "
                 f"{list(x.shape)}"

@@ -241,12 +241,12 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
     if out.is_meta or wild or not _plain(q, k, v) or packed.pads_between_sequences:
         return
     lengths, scale = packed.lengths.tolist(), arguments["scale"]
+    if scale is not None and not abs(float(scale)) < 1e3:
+        return
     if packed.is_tree:
         return _tree_attention(arguments, out)
     q, k, v = (t.detach().cpu().double() for t in (q, k, v))
     if max(t.abs().max().item() if t.numel() else 0 for t in (q, k, v)) > 1e3:
-        return
-    if scale is not None and not abs(float(scale)) < 1e3:
         return
     window, causal = arguments["window"], bool(arguments["causal"])
     softcap = arguments["softcap"]

@@ -476,6 +476,20 @@ def test_opcheck_of_a_part(op):
     torch.library.opcheck(getattr(torch.ops.cuseq, op), (*rows, *options, *share))
 
 
+def test_one_rank_cannot_receive_rows():
+    """There is no group to receive them from."""
+    local, own, _ = one_rank()
+    state = local.state
+    options = (state.cu_seqlens_static, state.host_meta, True, None, None, None, None, None, None)
+    for any_far in (1, 2**31 - 1, -1):
+        meta = state.rank_meta.clone()
+        meta[META.ANY_FAR] = any_far
+        with pytest.raises(ValueError, match=f"got {any_far} for whether any of 1 ranks receives"):
+            torch.ops.cuseq.varlen_attention(
+                own, own, own, *options, "auto", state.rank_rows, meta, ""
+            )
+
+
 @pytest.mark.slow
 def test_four_processes_compute_what_one_does():
     """One group of processes for all checks: starting them costs more than the checks."""

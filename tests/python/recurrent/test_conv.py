@@ -772,6 +772,11 @@ def test_past_2_31_elements(order, cuda):
         ({"x": torch.ones(6, 4, dtype=torch.int32)}, TypeError, "x must be float32"),
         ({"x": torch.ones(12, 8)[::2, ::2]}, ValueError, "x must be contiguous"),
         ({"x": [1.0]}, TypeError, "x must be a tensor"),
+        (
+            {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(4)])},
+            TypeError,
+            "x must be a dense tensor, got a nested one",
+        ),
         ({"x": torch.ones(7, 4)}, ValueError, "x must have the layout's total_tokens = 6"),
         ({"weight": torch.ones(4, 5)}, ValueError, "weight must have shape"),
         ({"weight": torch.ones(4, 1)}, ValueError, "width of 2 to 4"),
