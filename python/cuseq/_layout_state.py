@@ -25,10 +25,12 @@ _STATIC = ("cu_seqlens_static", "host_meta", "slots", "tokens")
 _STATIC_OF_PART = ("rank_positions", "rank_rows", "rank_meta")
 _STATIC_OF_TREE = ("tree_positions", "tree_rows", "tree_meta")
 
-# What `_form` returns, by name.
+_SHAPED = (*_STATIC_OF_PART, *_STATIC_OF_TREE)
+
+# Names, for errors, of the facts in which two layouts must agree, in the order of `_form`.
 _FORM = (
     "device", "total_tokens", "max_seqs", "kind", "padding between sequences", "padded batch",
-    "process group", *(f"shape of {name}" for name in (*_STATIC_OF_PART, *_STATIC_OF_TREE)),
+    "process group", *(f"shape of {name}" for name in _SHAPED),
 )  # fmt: skip
 
 # These tensors are on the layout's device; `_copied` copies two of them at a time.
@@ -162,12 +164,7 @@ class LayoutState(NamedTuple):
             self.segments is not None,
             _shape(self.tokens),
             self.rank_group,
-            _shape(self.rank_positions),
-            _shape(self.rank_rows),
-            _shape(self.rank_meta),
-            _shape(self.tree_positions),
-            _shape(self.tree_rows),
-            _shape(self.tree_meta),
+            *(_shape(getattr(self, name)) for name in _SHAPED),
         )
 
     def _kind(self) -> str:
