@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 
 #include "cuseq/ops.h"
 #include "cuseq/seqlens.h"
@@ -34,6 +35,16 @@ Tensor seq_ids_kernel(const Tensor& lengths, int64_t total_tokens) {
   return per_token(lengths, total_tokens, &TokenMetadataArgs::seq_ids);
 }
 
+void run(const Tensor& offsets, const OptionalTensor& cu_seqlens_padded, const Tensor& positions,
+         const Tensor& sequences, const Tensor& is_pad) {
+  TokenMetadataArgs args;
+  args.segments = segments_of(offsets, cu_seqlens_padded, positions.size(0));
+  args.position_ids = positions.mutable_data_ptr<int32_t>();
+  args.seq_ids = sequences.mutable_data_ptr<int32_t>();
+  args.is_pad = is_pad.mutable_data_ptr<bool>();
+  CUSEQ_RUN(token_metadata, offsets, args);
+}
+
 std::tuple<Tensor, Tensor, Tensor> token_metadata_kernel(const Tensor& offsets,
                                                          int64_t total_tokens,
                                                          const OptionalTensor& cu_seqlens_padded) {
@@ -44,16 +55,20 @@ std::tuple<Tensor, Tensor, Tensor> token_metadata_kernel(const Tensor& offsets,
   const Tensor positions = at::empty({total_tokens}, int32_on(offsets));
   const Tensor sequences = at::empty_like(positions);
   const Tensor is_pad = at::empty_like(positions, positions.options().dtype(at::kBool));
-  TokenMetadataArgs args;
-  args.segments = segments_of(offsets, cu_seqlens_padded, total_tokens);
-  args.position_ids = positions.mutable_data_ptr<int32_t>();
-  args.seq_ids = sequences.mutable_data_ptr<int32_t>();
-  args.is_pad = is_pad.mutable_data_ptr<bool>();
-  CUSEQ_RUN(token_metadata, offsets, args);
+  run(offsets, cu_seqlens_padded, positions, sequences, is_pad);
   return {positions, sequences, is_pad};
 }
 
 }  // namespace
+
+void refill_token_metadata(const Tensor& cu_seqlens, const OptionalTensor& cu_seqlens_padded,
+                           const Tensor& position_ids, const Tensor& seq_ids,
+                           const Tensor& is_pad) {
+  if (!cu_seqlens.is_meta()) run(cu_seqlens, cu_seqlens_padded, position_ids, seq_ids, is_pad);
+  for (const Tensor& tensor : {position_ids, seq_ids, is_pad}) {
+    torch::autograd::increment_version(tensor);
+  }
+}
 
 Tensor position_ids(const Tensor& lengths, int64_t total_tokens) {
   static const auto op = find_op<Tensor(const Tensor&, c10::SymInt)>("cuseq::position_ids");

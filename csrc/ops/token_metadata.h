@@ -1,7 +1,11 @@
 #pragma once
 
-#include <cstdint>
+#include <ATen/core/Tensor.h>
 
+#include <cstdint>
+#include <optional>
+
+#include "cuseq/macros.h"
 #include "cuseq/seqlens.h"
 #include "ops/kernel.h"
 
@@ -22,5 +26,11 @@ void token_metadata(const TokenMetadataArgs& args);
 namespace cuda {
 void token_metadata(const TokenMetadataArgs& args, Stream stream);
 }  // namespace cuda
+
+// Compute what the op token_metadata returns into tensors that it returned for another row.
+CUSEQ_API void refill_token_metadata(const at::Tensor& cu_seqlens,
+                                     const std::optional<at::Tensor>& cu_seqlens_padded,
+                                     const at::Tensor& position_ids, const at::Tensor& seq_ids,
+                                     const at::Tensor& is_pad);
 
 }  // namespace cuseq

@@ -3,6 +3,7 @@
 #include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/mask_options.h"
+#include "ops/token_metadata.h"
 #include "python/bindings.h"
 
 namespace cuseq::python {
@@ -34,6 +35,7 @@ void bind_layout(py::module_& m) {
   m.def("copy_to_device", &copy_to_device, Released());
   m.def("wait_host_copy", &wait_host_copy, Released());
   m.def("read_host_meta", &read_host_meta, Released());
+  m.def("refill_token_metadata", &refill_token_metadata, Released());
   m.def("recurrent_offsets", &recurrent_offsets, Released());
   m.def("chunks_of", &chunks_of, Released());
 }

@@ -230,6 +230,14 @@ def check_spans_and_rows(
     row_length: int | None,
     /,
 ) -> None: ...
+def refill_token_metadata(
+    cu_seqlens: Tensor,
+    cu_seqlens_padded: Tensor | None,
+    position_ids: Tensor,
+    seq_ids: Tensor,
+    is_pad: Tensor,
+    /,
+) -> None: ...
 def recurrent_offsets(
     lengths: Tensor, segment_lengths: Tensor | None, total_tokens: int, /
 ) -> Tensor: ...

@@ -318,14 +318,11 @@ class LayoutFacts:
         if self._tokens is not None:
             return self._tokens
         self.check_unedited()
-        tokens = self._compute_token_metadata()
-        self._keep_tokens(tokens)
-        return tokens
-
-    def _compute_token_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
         padded = None if self._segments is None else self._segments.cu_seqlens
         with outside_inference_mode():
-            return _ops.token_metadata(self.cu_seqlens, self.total_tokens, padded)
+            tokens = _ops.token_metadata(self.cu_seqlens, self.total_tokens, padded)
+        self._keep_tokens(tokens)
+        return tokens
 
     def _keep_tokens(self, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
         # A tensor made during CUDA graph capture holds no values until the replay, and later graphs
@@ -342,8 +339,8 @@ class LayoutFacts:
     def refill(self, tokens: tuple[Tensor, Tensor, Tensor] | None, seq_idx: Tensor | None) -> None:
         """Compute what `made_for_tokens` returned for another row, into the same tensors."""
         if tokens is not None:
-            for old, new in zip(tokens, self._compute_token_metadata(), strict=True):
-                old.copy_(new)
+            padded = None if self._segments is None else self._segments.cu_seqlens
+            _C.refill_token_metadata(self.cu_seqlens, padded, *tokens)
             self._keep_tokens(tokens)
         if seq_idx is not None:
             self._keep_seq_idx(seq_idx.copy_(self._compute_seq_idx()))

@@ -29,7 +29,7 @@ _SHAPED = (*_STATIC_OF_PART, *_STATIC_OF_TREE)
 
 # Names, for errors, of the facts in which two layouts must agree, in the order of `_form`.
 _FORM = (
-    "device", "total_tokens", "max_seqs", "kind", "padding between sequences", "padded batch",
+    "total_tokens", "max_seqs", "kind", "padding between sequences", "padded batch",
     "process group", *(f"shape of {name}" for name in _SHAPED),
 )  # fmt: skip
 
@@ -157,7 +157,6 @@ class LayoutState(NamedTuple):
     def _form(self) -> tuple[Any, ...]:
         """Return what all rows of a kind have alike, as `_FORM` names it."""
         return (
-            self.cu_seqlens_static.device,
             self.total_tokens,
             self.cu_seqlens_static.shape[0] - 1,
             self._kind(),
@@ -174,16 +173,27 @@ class LayoutState(NamedTuple):
 
     def filled_from(self, other: LayoutState) -> LayoutState:
         """Copy another state's static tensors on the device into this state's, and return a state
-        of these and of the rest of `other`. The segments are `other`'s.
+        of these and of the rest of `other`, on the same device. The segments are `other`'s.
 
         Tensors on the host are replaced: copies of a layout on other devices share them, and no
         graph reads them.
+
+        Args:
+            other: on this state's device or, for a state on a GPU, on the host.
         """
+        device, given = self.cu_seqlens_static.device, other.cu_seqlens_static
+        if given.device != device and not given.is_pinned():
+            other = other.moved(device)
+        tensors = {name: getattr(other, name) for name in _ON_DEVICE}
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         kept = {}
         for name in (*_STATIC, *_STATIC_OF_PART, *_STATIC_OF_TREE):
-            mine, given = getattr(self, name), getattr(other, name)
-            if name in _ON_DEVICE and mine is not None and given is not None:
-                kept[name] = mine.copy_(given, non_blocking=True)
+            mine = getattr(self, name)
+            if name in tensors and mine is not None:
+                kept[name] = mine.copy_(tensors.pop(name), non_blocking=True)
+        if other.lengths.device != device:
+            kept |= {n: tensor.to(device, non_blocking=True) for n, tensor in tensors.items()}
+            kept |= {"host_lengths": other.lengths, "from_device": False}
         return other._replace(**kept)
 
     def to_buffers(self) -> LayoutState:

@@ -161,7 +161,7 @@ class StaticBatch:
         """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""
         for static, leaf in zip(self._leaves, leaves, strict=True):
             if isinstance(static, PackedLayout):
-                static.copy_(leaf.to(static.device))
+                static.copy_(leaf if leaf.device.type == "cpu" else leaf.to(static.device))
             elif isinstance(static, Tensor):
                 to_gpu = static.is_cuda and leaf.device.type == "cpu"
                 # Only a copy from pinned memory is asynchronous.
@@ -173,7 +173,7 @@ def _check_layout(static: PackedLayout, packed: Any, name: str) -> None:
     if not isinstance(packed, PackedLayout):
         raise ValueError(f"{name} must be a PackedLayout as in example_batch, got {packed!r}")
     try:
-        static.state.check_like(packed.to(static.device).state)
+        static.state.check_like(packed.state)
     except ValueError as error:
         raise ValueError(f"{name} must be like example_batch's layout: {error}") from None
 

@@ -338,9 +338,10 @@ class PackedLayout(LayoutMasks):
         waits for their copy to the host.
 
         Args:
-            other: a layout with the same `total_tokens`, `max_seqs`, device and kind: with or
-                without padding between sequences, of a padded batch of the same shape or of none,
-                a rank's part or a whole row.
+            other: a layout on the same device or, for a layout on a GPU, on the host (best in
+                pinned memory), with the same `total_tokens`, `max_seqs` and kind: with or without
+                padding between sequences, of a padded batch of the same shape or of none, a rank's
+                part or a whole row.
 
         Returns:
             This layout.
@@ -364,6 +365,9 @@ class PackedLayout(LayoutMasks):
         self.check_unedited()
         if is_capturing(self.device):
             raise RuntimeError("packed.copy_ must be called before the capture of a CUDA graph")
+        if other.device != self.device and (self.device.type, other.device.type) != ("cuda", "cpu"):
+            hosts = " or on the host" if self.device.type == "cuda" else ""
+            raise ValueError(f"other must be on {self.device}{hosts}, got one on {other.device}")
         if self.state.slots is not None:
             other.batch_rows()
         self.state.check_like(other.state)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_no_sync import syncs_are_errors
 
 import cuseq
 from cuseq import PackedLayout
@@ -51,6 +52,34 @@ def test_a_filled_layout_equals_a_new_one(lengths, segment_multiple, device):
         assert getattr(first, name) is tensor, name
     assert first.segments is segments
     assert segments.cu_seqlens.tolist() == second.cu_seqlens_padded.tolist()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_layout_on_a_gpu_is_filled_from_the_host(cuda, pinned):
+    options = {"total_tokens": 48, "segment_multiple": 4, "max_seqs": MAX_SEQS}
+    packed = PackedLayout.from_lengths([3, 9], device=cuda, **options)
+    assert_same(packed, packed)  # makes every lazy field
+    static = {name: getattr(packed, name) for name in STATIC}
+    packed.chunked(4)
+    for lengths in ([7, 0, 5, 1], [20], [4, 4]):
+        other = PackedLayout.from_lengths(lengths, **options)
+        with syncs_are_errors():
+            packed.copy_(other.pin_memory() if pinned else other)
+        assert_same(packed, other.to(cuda))
+        assert torch.equal(packed.chunked(4).lengths.cpu(), other.chunked(4).lengths)
+        assert all(getattr(packed, name) is tensor for name, tensor in static.items())
+
+
+def test_a_padded_batch_on_a_gpu_is_filled_from_the_host(cuda):
+    masks = [torch.tensor(rows) for rows in ([[1, 1, 0], [1, 0, 0]], [[0, 1, 1]] * 2)]
+    first, second = (
+        PackedLayout.from_padding_mask(mask, total_tokens=6, max_seqs=2) for mask in masks
+    )
+    static, ids = first.static_copy(cuda), torch.arange(6).view(2, 3)
+    of_row = PackedLayout.from_lengths([1, 2], 6, max_seqs=2, device=cuda)
+    for packed in (static, of_row):
+        packed.copy_(second)
+        assert torch.equal(cuseq.pack(packed, ids.to(cuda)).cpu(), cuseq.pack(second, ids))
 
 
 @pytest.mark.kernels
@@ -157,7 +186,7 @@ def packed_of(*lengths: int, **options) -> PackedLayout:
             "other must have the same total_tokens: 8, got 9",
         ),
         (packed_of(2, max_seqs=4), ValueError, "other must have the same max_seqs: 3, got 4"),
-        (packed_of(2).to("meta"), ValueError, "other must have the same device: cpu, got meta"),
+        (packed_of(2).to("meta"), ValueError, "other must be on cpu, got one on meta"),
         (
             packed_of(2, segment_multiple=2),
             ValueError,
