@@ -565,17 +565,24 @@ WIDE = {
 }
 
 
-def needs_fla(name: str) -> None:
-    """Skip the test if fla is missing or does not train this family on the GPU."""
+def needs_fla(name: str, monkeypatch) -> None:
+    """Skip the test if fla is missing or does not train this family on the GPU.
+
+    Else let its kernels choose between two configurations: to compile all takes minutes.
+    """
     pytest.importorskip("fla")
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    monkeypatch.setattr(Autotuner, "prune_configs", lambda *given: prune(*given)[:2])
     if name in ("qwen3_5", "granite_nope") and kernels._gated_backward_raises(0):
         pytest.skip("fla refuses the gradients of this kernel on this GPU with this Triton")
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda):
+def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda, monkeypatch):
     """In bf16, against fp32 through the kernels that transformers takes for a document."""
-    needs_fla(name)
+    needs_fla(name, monkeypatch)
     lengths = [*LENGTHS, 65, 130]
     model = make_model(name, cuda, **WIDE[name])
     logits = one_by_one(model, lengths, cuda)
@@ -600,10 +607,10 @@ def test_kernels_of_fla_are_as_exact_as_one_document(name, cuda):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2"])
-def test_a_step_waits_for_nothing(name, cuda):
+def test_a_step_waits_for_nothing(name, cuda, monkeypatch):
     """Once its kernels are compiled, with lengths that the host knows; every step has new ones."""
     if name != "lfm2":
-        needs_fla(name)
+        needs_fla(name, monkeypatch)
     model = make_model(name, cuda, **WIDE.get(name, {})).bfloat16()
     cuseq.enable(model)
 
