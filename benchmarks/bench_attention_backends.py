@@ -1,6 +1,6 @@
 """Measure every backend of attention and write the table that `backend="auto"` follows.
 
-    python -m benchmarks attention_backends [--table FILE] [--quick] [--resume]
+    python -m benchmarks attention_backends [--table FILE] [--quick] [--resume] [--modes MODE ...]
 
 Rows of 16 query and 8 key-value heads, lognormal lengths. Times are microseconds of one forward and
 backward:
@@ -14,13 +14,15 @@ The host columns are the time that a call occupies the host; "of the package" is
 FlashAttention 4's own Python functions take for the same call, which cuseq passes by. Memory is the
 peak above the inputs.
 
-The table keeps the rows of other GPUs, and with --resume those of this one too, which are measured
-again only if a backend that is installed has no time in them: all of them take longer than some
-machines are lent for. A backend that fails is left out of its row, and the report says why.
+The table keeps the rows of other GPUs and of modes that are not measured, and with --resume those
+of this GPU too, which are measured again only if a backend that is installed has no time in them:
+all of them take longer than some machines are lent for. Table and report are written after each
+row. A backend that fails is left out of its row, and the report says why.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import statistics
@@ -45,6 +47,7 @@ LAYERS = 8
 HEADS, KEY_HEADS = 16, 8
 TABLE = Path(cuseq.__file__).parent / _backends.TABLE
 HALF = {torch.bfloat16: "1", torch.float32: "0"}
+MODES = ("eager", "compiled", "captured")
 PLAIN = ("flash", "fa4", "fa3")
 ONE_BY_ONE = ("flex", "segments")
 FULL_PRECISION = ("efficient", "segments")
@@ -65,7 +68,7 @@ class Row:
     window: int = 0
     dtype: torch.dtype = torch.bfloat16
     backends: tuple[str, ...] = PLAIN
-    modes: tuple[str, ...] = ("eager", "compiled", "captured")
+    modes: tuple[str, ...] = MODES
     room: int = 0
 
     def backends_of(self, mode: str) -> tuple[str, ...]:
@@ -293,11 +296,34 @@ def write_table(
     print(f"wrote {path}", flush=True)
 
 
+def write_report(
+    args: argparse.Namespace, shown: list[dict[str, Any]], hosts: list[dict[str, Any]]
+) -> None:
+    """Write what has been measured so far."""
+    report = Report("attention_backends", environment(args.device))
+    report.notes.append(f"{HEADS} query and {KEY_HEADS} key-value heads, forward and backward.")
+    columns = {
+        "mask": "mask", "dtype": "dtype", "head_dim": "head_dim", "window": "window",
+        "tokens": "tokens", "sequences": "sequences", "mode": "mode", "backend": "backend",
+        "us": "us", "host_us": "host us", "memory_mib": "MiB", "note": "failed",
+    }  # fmt: skip
+    report.tables.append(Table("Backends", columns, shown))
+    if any(len(host) > 1 for host in hosts):
+        columns = {
+            "tokens": "tokens", "forward_us": "forward", "backward_us": "backward",
+            "forward_of_the_package_us": "forward of the package",
+            "backward_of_the_package_us": "backward of the package",
+        }  # fmt: skip
+        report.tables.append(Table("Host time of FlashAttention 4, us", columns, hosts))
+    report.write(args.out)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--table", type=Path, default=TABLE, help=f"default {TABLE}")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--resume", action="store_true", help="measure what the table lacks")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type != "cuda":
@@ -306,10 +332,12 @@ def main() -> None:
     major, minor = torch.cuda.get_device_capability()
     sm = 10 * major + minor
     old = _backends.table_lines(args.table.read_text() if args.table.exists() else "")
-    kept = [line for line in old if args.resume or line["sm"] != str(sm)]
+    again = () if args.resume else args.modes
+    kept = [line for line in old if line["sm"] != str(sm) or line["mode"] not in again]
     lines, shown, hosts = [], [], []
     for row in rows(args.quick):
-        modes = [mode for mode in row.modes if lacks(kept, row, mode, sm)]
+        wanted = (mode for mode in row.modes if mode in args.modes)
+        modes = [mode for mode in wanted if lacks(kept, row, mode, sm)]
         if not modes:
             continue
         case = Case(row, device)
@@ -337,25 +365,9 @@ def main() -> None:
             print(f"{row.mask} {row.head_dim} {row.tokens:,} {mode}: {best}", flush=True)
         if row in rows(args.quick)[:5] and row.dtype == torch.bfloat16:
             hosts.append({"tokens": row.tokens} | package_host(case))
+        write_report(args, shown, hosts)
         del case
         torch.cuda.empty_cache()
-
-    report = Report("attention_backends", environment(args.device))
-    report.notes.append(f"{HEADS} query and {KEY_HEADS} key-value heads, forward and backward.")
-    columns = {
-        "mask": "mask", "dtype": "dtype", "head_dim": "head_dim", "window": "window",
-        "tokens": "tokens", "sequences": "sequences", "mode": "mode", "backend": "backend",
-        "us": "us", "host_us": "host us", "memory_mib": "MiB", "note": "failed",
-    }  # fmt: skip
-    report.tables.append(Table("Backends", columns, shown))
-    if any(len(host) > 1 for host in hosts):
-        columns = {
-            "tokens": "tokens", "forward_us": "forward", "backward_us": "backward",
-            "forward_of_the_package_us": "forward of the package",
-            "backward_of_the_package_us": "backward of the package",
-        }  # fmt: skip
-        report.tables.append(Table("Host time of FlashAttention 4, us", columns, hosts))
-    report.write(args.out)
 
 
 if __name__ == "__main__":
