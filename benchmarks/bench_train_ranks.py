@@ -12,9 +12,11 @@ are bf16; weights, gradients and AdamW are fp32. Variants:
   turn: bf16 copies of the weights, made once a step, and gradients added up in fp32;
 - `dp`: FSDP2, a row for each rank, balanced by the attention of their documents;
 - `cp`: FSDP2, one row as long as all of these together, shared by all ranks;
+- `ddp`, `ddp_cp`: as `dp` and `cp`, but every rank has the whole model, under autocast, and DDP
+  averages the gradients;
 - `stock`: as `dp`, but transformers' flex attention, and rows in the documents' order.
 
-`one`, `dp` and `cp` pack the same documents into rows, each step into others; `stock` takes them in
+All but `stock` pack the same documents into rows, each step into others; `stock` takes them in
 the order in which they fill its rows exactly. The time of a step is that on the device, from the
 end of one step to that of the next, with waits for data; tokens/s counts no padding and is of all
 ranks. Figures are medians over the steps, those of the slowest rank; memory is the peak of the
@@ -73,6 +75,7 @@ WARMUP = 4  # steps before the first that counts
 EVERY = 100  # steps from one checkpoint to the next
 STEPS = 300  # in the documents of an epoch, more than a variant makes
 MEAN_LENGTH = 350
+WHOLE = ("ddp", "ddp_cp")  # variants whose ranks hold whole models
 
 
 class Clock:
@@ -140,7 +143,7 @@ class Bench:
         ranks = self.ranks
         if variant == "one":
             ranks = replace(ranks, rank=0, world_size=1)
-        elif variant == "cp":
+        elif variant in ("cp", "ddp_cp"):
             ranks = make_ranks(ranks.device.type, 1, cp=ranks.world_size)
         model, trained = self.model(variant, ranks)
         whole = self.row_length * self.ranks.world_size
@@ -175,10 +178,11 @@ class Bench:
             trained = Trained(unsharded, ranks, self.options)
             trained.optimizer.register_step_post_hook(unsharded.copy_weights)
             return model, trained
+        options = argparse.Namespace(**vars(self.options) | {"shard": variant not in WHOLE})
         prepare = use_flex_attention if variant == "stock" else enable
         with mock.patch.object(_sharding, "enable", prepare):
-            model, _ = _sharding.shard_model(self.source, ranks, self.options)
-        return model, Trained(model, ranks, self.options)
+            model, _ = _sharding.make_model(self.source, ranks, options)
+        return model, Trained(model, ranks, options)
 
     def batches(self, variant: str, ranks: Ranks) -> Iterator[list[dict[str, Any]]]:
         """Yield the batches of each step."""
@@ -371,7 +375,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models to train")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
-    parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", "stock"])
+    parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", *WHOLE, "stock"])
     parser.add_argument("--steps", type=int, help="that are timed; default 16, of 8b 6")
     parser.add_argument("--row-length", type=int, help="tokens; default 8192, on the CPU 1024")
     parser.add_argument("--saves", type=int, help="checkpoints to save; default 2, of 8b none")

@@ -26,11 +26,11 @@ SHAPES = {
     "tiny": Shape(
         QWEN3["0.6b"] | dict(vocab_size=512, hidden_size=64, intermediate_size=128,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
-        ("one", "dp", "cp"), 3, 2),
-    "0.6b": Shape(QWEN3["0.6b"], ("one", "dp", "cp", "stock"), 16, 2),
+        ("one", "dp", "cp", "ddp", "ddp_cp"), 3, 2),
+    "0.6b": Shape(QWEN3["0.6b"], ("one", "dp", "cp", "ddp", "ddp_cp", "stock"), 16, 2),
     "1.7b": Shape(
         QWEN3["0.6b"] | dict(hidden_size=2048, intermediate_size=6144),
-        ("one", "dp", "cp", "stock"), 16, 2),
+        ("one", "dp", "cp", "ddp", "ddp_cp", "stock"), 16, 2),
     # Its fp32 weights, gradients and AdamW are 131 GB: more than one GPU has room for.
     "8b": Shape(
         QWEN3["14b"] | dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,

@@ -6,7 +6,7 @@ import argparse
 import math
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,9 @@ import torch.distributed as dist
 from _mesh import Ranks
 from _modes import Batch
 from _updates import AdamW, clip_grad_norm
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import cuseq
@@ -28,15 +30,15 @@ class Trained:
     """A sharded model, its optimizer and its random numbers.
 
     Args:
-        model: from `shard_model`.
+        model: from `make_model`.
         ranks: this rank's place.
         options: of the run.
     """
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace):
-        self.model = model
         self._ranks = ranks
         self._options = options
+        self.model: nn.Module = model if options.shard else replicate(model, ranks.device)
         self.optimizer = AdamW(
             model.parameters(), lr=options.learning_rate, fused=ranks.device.type == "cuda"
         )
@@ -52,11 +54,12 @@ class Trained:
         on_device = [_to_device(batch, self._ranks.device) for batch in batches]
         kept = cuseq.distributed.ContextParallel.num_items(on_device)
         loss = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        for batch in on_device:
+        for number_in_step, batch in enumerate(on_device, 1):
             inputs = {key: value for key, value in batch.items() if key not in HOST_KEYS}
-            # The sum of the token losses over the kept labels of all ranks.
-            part = self.model(**inputs, num_items_in_batch=kept, use_cache=False).loss
-            (part * self._ranks.world_size).backward()  # FSDP2 averages over the ranks
+            with self._precision(), self._reduction(is_last=number_in_step == len(on_device)):
+                # The sum of the token losses over the kept labels of all ranks.
+                part = self.model(**inputs, num_items_in_batch=kept, use_cache=False).loss
+            (part * self._ranks.world_size).backward()  # FSDP2 and DDP average over the ranks
             loss += part.detach()
         norm = clip_grad_norm(self.model.parameters(), self._options.max_grad_norm)
         rate = self._options.learning_rate * rate_at(
@@ -68,6 +71,18 @@ class Trained:
         self.optimizer.zero_grad()
         counts = (sum(batch[key] for batch in batches) for key in HOST_KEYS)
         return torch.stack([loss, *(loss.new_full((), n) for n in counts), norm.double()])
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Return the region of a forward; FSDP2 has its own policy."""
+        if self._options.shard or self._options.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self._ranks.device.type, torch.bfloat16)
+
+    def _reduction(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Return the region of a forward whose gradients DDP averages if it is a step's last."""
+        if is_last or not isinstance(self.model, DistributedDataParallel):
+            return nullcontext()
+        return self.model.no_sync()
 
     def state_dict(self, random: bool = True) -> dict[str, Any]:
         """Return the shards of model and optimizer, and this rank's state of random numbers.
@@ -97,6 +112,17 @@ class Trained:
         if self._ranks.device.type == "cuda":
             random["device"] = torch.cuda.get_rng_state(self._ranks.device)
         return random
+
+
+def replicate(model: PreTrainedModel, device: torch.device) -> DistributedDataParallel:
+    """Return the model with gradients that are averaged over all ranks during the backward."""
+    # Dynamo would cut each compiled layer where a bucket of gradients ends.
+    torch._dynamo.config.optimize_ddp = False
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.index is None else [device.index],
+        gradient_as_bucket_view=True,
+    )
 
 
 def rate_at(step: int, steps: int, warmup: int) -> float:

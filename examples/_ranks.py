@@ -1,4 +1,4 @@
-"""Train a causal language model on several ranks, with cuseq's packed rows and FSDP2.
+"""Train a causal language model on several ranks, with cuseq's packed rows and FSDP2 or DDP.
 
     torchrun --standalone --nproc-per-node 2 examples/train.py --save-every 10 --out run
     torchrun --standalone --nproc-per-node 2 examples/train.py --resume run
@@ -30,7 +30,7 @@ from _rank_report import StepLog, StepSize, write_results
 from _rank_training import StopRequest, Trained
 from _ranks_options import parse_options
 from _report import print_documents, print_model
-from _sharding import shard_model
+from _sharding import make_model
 from transformers import PreTrainedModel
 
 EXIT_USER_ERROR = 2
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     )
     if ranks.is_first:
         print_model(source, ranks.device)
-    model, warnings = shard_model(source, ranks, options)
+    model, warnings = make_model(source, ranks, options)
     trained = Trained(model, ranks, options)
     if manifest is not None:
         rows.load_state_dict(manifest.get("rows"))

@@ -49,6 +49,14 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         help="copies of the model; each is sharded over the remaining ranks (default: %(default)s)",
     )
     parser.add_argument(
+        "--shard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="shard weights, gradients and AdamW by FSDP2; --no-shard keeps all of them on every "
+        "rank and averages gradients by DDP, which is faster for small models and takes 16 bytes a "
+        "weight (default: --shard)",
+    )
+    parser.add_argument(
         "--cp",
         type=int,
         metavar="N",
@@ -162,6 +170,13 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--save-every must be at least 1, got {options.save_every}")
     if not options.max_grad_norm > 0:
         raise UserError(f"--max-grad-norm must be above 0, got {options.max_grad_norm}")
+    if not options.shard and options.dp_replicate > 1:
+        raise UserError(
+            f"--dp-replicate must be 1 with --no-shard, which puts a copy on every rank, got "
+            f"{options.dp_replicate}"
+        )
+    if not options.shard and options.reshard_after_forward is not None:
+        raise UserError("--reshard-after-forward must not be given with --no-shard")
     if options.row_length % options.cp != 0:
         raise UserError(
             f"--row-length must be a multiple of --cp ({options.cp}), got {options.row_length}"

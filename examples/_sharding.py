@@ -1,4 +1,4 @@
-"""Make a model ready for several ranks: cuseq, recomputation, compiled code and FSDP2."""
+"""Make a model ready for several ranks: cuseq, recomputation, compiled code, FSDP2 or DDP."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ UNIT_WEIGHTS = 60_000_000
 KEPT_SHARE = 1 / 20
 
 
-def shard_model(
+def make_model(
     source: ModelSource, ranks: Ranks, options: argparse.Namespace
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Build the model and shard its decoder layers in units, and the rest as one more unit.
+    """Build the model in fp32 and shard it, unless `options.shard` is False.
 
-    Every rank builds the whole model in fp32 first: 4 bytes a weight, until it is sharded.
+    Every rank builds the whole model first: 4 bytes a weight, until it is sharded.
 
     Returns:
         The model and the warnings of `cuseq.enable`.
@@ -45,16 +45,26 @@ def shard_model(
         check_parts(config, [*replaced, *warnings])
     if options.recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = decoder_layers(model)
+    if options.precision == "bf16":
+        # FSDP2 would cast all inputs of a unit's first layer and none of the others, autocast none.
+        # Only hidden states have to be cast: rotations in fp32, which some models make, are to stay
+        # so.
+        layers[0].register_forward_pre_hook(partial(_cast, torch.bfloat16))
+    if options.compile:
+        compile_layers_and_loss(model)
+    if options.shard:
+        shard(model, layers, ranks, options)
+    return model, warnings
+
+
+def shard(
+    model: PreTrainedModel, layers: nn.ModuleList, ranks: Ranks, options: argparse.Namespace
+) -> None:
+    """Shard the decoder layers in units, and the rest of the model as one more unit."""
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = decoder_layers(model)
-    if policy.param_dtype is not None:
-        # FSDP2 would cast all inputs of a unit's first layer and none of the others. Only hidden
-        # states have to be cast: rotations in fp32, which some models make, are to stay so.
-        layers[0].register_forward_pre_hook(partial(_cast, policy.param_dtype))
-    if options.compile:
-        compile_layers_and_loss(model)
     reshard = options.reshard_after_forward
     if reshard is None:
         # As rank 0 says: the ranks gather together, and their GPUs may differ.
@@ -63,7 +73,6 @@ def shard_model(
     for unit in group_layers(layers, UNIT_WEIGHTS):
         fully_shard(unit, mesh=ranks.sharding, mp_policy=of_unit, reshard_after_forward=reshard)
     fully_shard(model, mesh=ranks.sharding, mp_policy=policy)
-    return model, warnings
 
 
 def group_layers(layers: Iterable[nn.Module], weights: int) -> list[list[nn.Module]]:

@@ -123,6 +123,14 @@ def basic_runs(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     half = copy_run(folder / "whole", folder / "half", HALF)
     outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
     outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
+    copies = (*inputs, "--save-every", HALF, "--no-shard")
+    outcome["copies"] = train(folder / "copies", *copies)
+    half = copy_run(folder / "copies", folder / "half of copies", HALF)
+    outcome["resumed copies"] = train(half, *copies, "--resume", half)
+    half = copy_run(folder / "copies", folder / "copies, then shards", HALF)
+    outcome["copies, then shards"] = train(half, *inputs, "--resume", half)
+    half = copy_run(folder / "whole", folder / "shards, then copies", HALF)
+    outcome["shards, then copies"] = train(half, *copies, "--resume", half)
     outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
     return outcome
 
@@ -136,6 +144,9 @@ def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     olmo = (*inputs, "--model", folder / "olmo2.json", "--precision", "bf16")
     outcome["bf16"] = train(folder / "bf16", *olmo)[0]
     outcome["bf16, small units"] = in_small_units(folder / "bf16-small", *olmo)
+    copies = ("--no-shard", "--cp", 2, "--accumulation", 2, "--compile", "--recompute")
+    outcome["copies that share rows"] = train(folder / "cp copies", *inputs, *copies)[0]
+    outcome["bf16 copies"] = train(folder / "bf16 copies", *olmo, "--no-shard")[0]
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
 
@@ -232,6 +243,37 @@ def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tm
     continued, rest = train(out, *inputs, "--resume", out)
     assert losses(continued) == pytest.approx(losses(log), rel=1e-5)
     assert rest == seen[HALF:]
+
+
+def check_copies(folder: Path, of_ranks: list[dict[str, Any]], log: list[dict], rel: float) -> None:
+    """Check runs of ranks that each hold the whole model against the log of the same rows."""
+    for outcome in of_ranks:
+        for name in (
+            "copies", "resumed copies", "copies, then shards", "shards, then copies",
+        ):  # fmt: skip
+            assert losses(outcome[name][0]) == pytest.approx(losses(log), rel=rel), name
+        check_equal_logs(outcome["resumed copies"][0], outcome["copies"][0])
+    whole, resumed = (tensors_of(checkpoint(folder / run, STEPS)) for run in
+                      ("copies", "half of copies"))  # fmt: skip
+    assert list(whole) == list(resumed)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    of_shards = tensors_of(checkpoint(folder / "whole", STEPS))
+    assert {name: t.shape for name, t in whole.items()} == {
+        name: t.shape for name, t in of_shards.items()
+    }
+
+
+def test_copies_on_all_ranks_have_the_losses_of_one(runs, one_rank, inputs, tmp_path):
+    """Also if ranks that shard the model continue what these began, or these what they began."""
+    folder, of_ranks = runs
+    log, _ = train(tmp_path / "one", *inputs, "--accumulation", 2)
+    check_copies(folder, of_ranks, log, rel=1e-5)
+    for outcome in of_ranks:
+        shared = outcome["copies that share rows"]
+        assert losses(shared) == pytest.approx(losses(log), rel=1e-5)
+        # The precisions of FSDP2 and of autocast are not the same.
+        assert losses(outcome["bf16 copies"]) == pytest.approx(losses(outcome["bf16"]), rel=2e-3)
+        assert outcome["bf16 copies"][-1]["loss"] < outcome["bf16 copies"][0]["loss"]
 
 
 def updated(rank: int, mesh: Any, max_norm: float, clip: Any, optimizer_of: Any) -> list:
@@ -573,6 +615,8 @@ def test_a_run_does_not_mix_with_the_checkpoints_of_another(runs, one_rank, inpu
         (["--max-grad-norm", "nan"], "--max-grad-norm must be above 0"),
         (["--device", "cuda:1"], "--device must be cpu or cuda"),
         (["--dp-replicate", "3"], "must divide the number of ranks, 1, got 3 times 1"),
+        (["--no-shard", "--dp-replicate", "2"], "--dp-replicate must be 1 with --no-shard.* got 2"),
+        (["--no-shard", "--no-reshard-after-forward"], "must not be given with --no-shard"),
         (["--resume", "nowhere"], "--resume nowhere: no run there"),
     ],
 )
@@ -659,7 +703,7 @@ def test_models_that_ranks_cannot_share_are_refused(config, rule):
     ranks = SimpleNamespace(cp_size=2, world_size=2, device=torch.device("cpu"))
     options = SimpleNamespace(seed=0, accumulation=1, recompute=False, precision="fp32")
     with pytest.raises(import_example("_documents").UserError, match=rule):
-        import_example("_sharding").shard_model(source, ranks, options)
+        import_example("_sharding").make_model(source, ranks, options)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -1055,6 +1099,12 @@ def check_losses(log: list[dict], expected: list[dict]) -> None:
 def test_two_gpus_have_the_losses_of_one(second_gpu, gpu_runs):
     _, of_two, of_one = gpu_runs
     check_losses(of_two[0]["whole"][0], of_one["two rows"][0])
+
+
+@pytest.mark.slow
+def test_copies_on_two_gpus_have_the_losses_of_one(second_gpu, gpu_runs):
+    folder, of_two, of_one = gpu_runs
+    check_copies(folder, of_two, of_one["two rows"][0], rel=2e-4)
 
 
 @pytest.mark.slow
