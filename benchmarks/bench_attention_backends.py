@@ -16,8 +16,9 @@ peak above the inputs.
 
 The table keeps the rows of other GPUs and of modes that are not measured, and with --resume those
 of this GPU too, which are measured again only if a backend that is installed has no time in them:
-all of them take longer than some machines are lent for. Table and report are written after each
-row. A backend that fails is left out of its row, and the report says why.
+all of them take longer than some machines are lent for. The table is written after each mode, the
+report, of this run alone, after each row. A backend that fails is left out of its row, and the
+report says why.
 """
 
 from __future__ import annotations

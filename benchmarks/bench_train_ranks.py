@@ -1,7 +1,7 @@
 """Benchmark training on several GPUs: the job of examples/train.py under torchrun.
 
     python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--row-length 8192]
-        [--variants one dp cp stock] [--steps N] [--saves N] [--recompute 8b]
+        [--variants one dp cp ddp ddp_cp stock] [--steps N] [--saves N] [--recompute 8b]
 
 Starts one process for each GPU, which measures all variants in turn; on the CPU these are small
 models over gloo. Each step trains on a row of --row-length tokens for each rank: documents of

@@ -27,7 +27,7 @@ HOST_KEYS = ("tokens", "pairs")  # of a batch, not for the model
 
 
 class Trained:
-    """A sharded model, its optimizer and its random numbers.
+    """A model, its optimizer and its random numbers.
 
     Args:
         model: from `make_model`.
@@ -85,7 +85,8 @@ class Trained:
         return self.model.no_sync()
 
     def state_dict(self, random: bool = True) -> dict[str, Any]:
-        """Return the shards of model and optimizer, and this rank's state of random numbers.
+        """Return the state of model and optimizer, sharded or whole, and of this rank's random
+        numbers.
 
         Args:
             random: False leaves out the random numbers, of which each rank has its own.
@@ -121,6 +122,8 @@ def replicate(model: PreTrainedModel, device: torch.device) -> DistributedDataPa
     return DistributedDataParallel(
         model,
         device_ids=None if device.index is None else [device.index],
+        # Each rank's are its own: rotations that follow the longest position keep theirs there.
+        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
 

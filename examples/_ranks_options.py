@@ -53,8 +53,8 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="shard weights, gradients and AdamW by FSDP2; --no-shard keeps all of them on every "
-        "rank and averages gradients by DDP, which is faster for small models and takes 16 bytes a "
-        "weight (default: --shard)",
+        "rank and averages gradients by DDP, which works less on the host and takes 16 bytes a "
+        "weight, 20 with --accumulation (default: --shard)",
     )
     parser.add_argument(
         "--cp",

@@ -18,6 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 # Rotations of transformers that read the longest position. Ranks that share a row read others.
 BY_LENGTH = ("dynamic", "longrope")
+# What configs call the number of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # FSDP2's hooks cost the host about as much for a small unit as for a large one.
 UNIT_WEIGHTS = 60_000_000
 # Gathered weights are kept until the backward if they take at most this share of a GPU's memory.
@@ -39,6 +41,8 @@ def make_model(
     """
     config = source.config.get_text_config()
     check_balance_loss(config, ranks, options)
+    if not options.shard:
+        check_copies(source.config)
     model = source.build(ranks.device, options.seed, dtype=torch.float32)
     replaced, warnings = enable(model)
     if ranks.cp_size > 1:
@@ -47,9 +51,8 @@ def make_model(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = decoder_layers(model)
     if options.precision == "bf16":
-        # FSDP2 would cast all inputs of a unit's first layer and none of the others, autocast none.
-        # Only hidden states have to be cast: rotations in fp32, which some models make, are to stay
-        # so.
+        # Hidden states have to be cast, and nothing else: rotations that a model makes in fp32 are
+        # to stay so. FSDP2 would cast all inputs of a unit's first layer; autocast casts none.
         layers[0].register_forward_pre_hook(partial(_cast, torch.bfloat16))
     if options.compile:
         compile_layers_and_loss(model)
@@ -128,6 +131,25 @@ def check_balance_loss(config: PretrainedConfig, ranks: Ranks, options: argparse
             "--model must not add its router's balance loss (output_router_logits) to each of the "
             f"{rows} parts of a step, got router_aux_loss_coef={coefficient}: set it to 0 in the "
             "config, or train one row on one rank"
+        )
+
+
+def check_copies(config: PretrainedConfig) -> None:
+    """Check that DDP and autocast can train a model.
+
+    Raises:
+        UserError: they cannot.
+    """
+    text = config.get_text_config()
+    if any(getattr(text, name, None) for name in EXPERTS):
+        raise UserError(
+            "--no-shard must not be given for a mixture of experts: autocast leaves experts in "
+            "fp32, and DDP waits for gradients of experts that no token chose"
+        )
+    if text is not config:
+        raise UserError(
+            "--no-shard must not be given for a model with parts beside its text model, got "
+            f"{type(config).__name__}: DDP waits for their gradients"
         )
 
 

@@ -173,7 +173,7 @@ class LayoutState(NamedTuple):
 
     def filled_from(self, other: LayoutState) -> LayoutState:
         """Copy another state's static tensors on the device into this state's, and return a state
-        of these and of the rest of `other`, on the same device. The segments are `other`'s.
+        of these and of the rest of `other`, on this device but for the segments.
 
         Tensors on the host are replaced: copies of a layout on other devices share them, and no
         graph reads them.
@@ -181,11 +181,11 @@ class LayoutState(NamedTuple):
         Args:
             other: on this state's device or, for a state on a GPU, on the host.
         """
-        device, given = self.cu_seqlens_static.device, other.cu_seqlens_static
-        if given.device != device and not given.is_pinned():
-            other = other.moved(device)
-        tensors = {name: getattr(other, name) for name in _ON_DEVICE}
-        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        device = self.cu_seqlens_static.device
+        tensors = other._on_device()
+        if other.lengths.device != device and not all(map(Tensor.is_pinned, tensors.values())):
+            other = other._replace(segments=None).moved(device)._replace(segments=other.segments)
+            tensors = other._on_device()
         kept = {}
         for name in (*_STATIC, *_STATIC_OF_PART, *_STATIC_OF_TREE):
             mine = getattr(self, name)
@@ -195,6 +195,11 @@ class LayoutState(NamedTuple):
             kept |= {n: tensor.to(device, non_blocking=True) for n, tensor in tensors.items()}
             kept |= {"host_lengths": other.lengths, "from_device": False}
         return other._replace(**kept)
+
+    def _on_device(self) -> Tensors:
+        """Return the tensors that are on the layout's device, by name."""
+        tensors = {name: getattr(self, name) for name in _ON_DEVICE}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def to_buffers(self) -> LayoutState:
         """Return the state with tensors as bytes: a worker sends each tensor by a shared-memory

@@ -341,7 +341,8 @@ class PackedLayout(LayoutMasks):
             other: a layout on the same device or, for a layout on a GPU, on the host (best in
                 pinned memory), with the same `total_tokens`, `max_seqs` and kind: with or without
                 padding between sequences, of a padded batch of the same shape or of none, a rank's
-                part or a whole row.
+                part or a whole row. The GPU reads pinned memory after this returns: do not fill
+                that layout again before.
 
         Returns:
             This layout.

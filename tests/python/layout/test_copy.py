@@ -70,7 +70,23 @@ def test_a_layout_on_a_gpu_is_filled_from_the_host(cuda, pinned):
         assert all(getattr(packed, name) is tensor for name, tensor in static.items())
 
 
-def test_a_padded_batch_on_a_gpu_is_filled_from_the_host(cuda):
+@pytest.mark.parametrize("pinned", [False, True])
+def test_other_kinds_on_a_gpu_are_filled_from_the_host(cuda, pinned):
+    local, other = part([5, 3]), part([2, 6])
+    tree, deep = (
+        cuseq.PackedTree.from_sequences(sequences, total_tokens=16, max_seqs=8, max_depth=3).layout
+        for sequences in ([[1, 2, 3], [1, 2, 4]], [[5, 6], [5, 7, 8], [5, 7, 9]])
+    )
+    for mine, row in ((local.to(cuda), other), (tree.to(cuda), deep)):
+        mine.copy_(row.pin_memory() if pinned else row)
+        assert torch.equal(mine.position_ids.cpu(), row.position_ids)
+        fresh = row._on(cuda).state
+        for name, tensor in mine.state._on_device().items():
+            assert torch.equal(tensor, getattr(fresh, name)), name
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_padded_batch_on_a_gpu_is_filled_from_the_host(cuda, pinned):
     masks = [torch.tensor(rows) for rows in ([[1, 1, 0], [1, 0, 0]], [[0, 1, 1]] * 2)]
     first, second = (
         PackedLayout.from_padding_mask(mask, total_tokens=6, max_seqs=2) for mask in masks
@@ -78,7 +94,7 @@ def test_a_padded_batch_on_a_gpu_is_filled_from_the_host(cuda):
     static, ids = first.static_copy(cuda), torch.arange(6).view(2, 3)
     of_row = PackedLayout.from_lengths([1, 2], 6, max_seqs=2, device=cuda)
     for packed in (static, of_row):
-        packed.copy_(second)
+        packed.copy_(second.pin_memory() if pinned else second)
         assert torch.equal(cuseq.pack(packed, ids.to(cuda)).cpu(), cuseq.pack(second, ids))
 
 

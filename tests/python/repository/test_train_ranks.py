@@ -147,6 +147,8 @@ def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     copies = ("--no-shard", "--cp", 2, "--accumulation", 2, "--compile", "--recompute")
     outcome["copies that share rows"] = train(folder / "cp copies", *inputs, *copies)[0]
     outcome["bf16 copies"] = train(folder / "bf16 copies", *olmo, "--no-shard")[0]
+    copies = ("--no-shard", "--cp", 2, "--precision", "bf16")
+    outcome["bf16 copies that share rows"] = train(folder / "bf16 cp", *inputs, *copies)[0]
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
     return outcome
 
@@ -255,7 +257,7 @@ def check_copies(folder: Path, of_ranks: list[dict[str, Any]], log: list[dict], 
         check_equal_logs(outcome["resumed copies"][0], outcome["copies"][0])
     whole, resumed = (tensors_of(checkpoint(folder / run, STEPS)) for run in
                       ("copies", "half of copies"))  # fmt: skip
-    assert list(whole) == list(resumed)
+    assert len(whole) > 50 and list(whole) == list(resumed)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
     of_shards = tensors_of(checkpoint(folder / "whole", STEPS))
     assert {name: t.shape for name, t in whole.items()} == {
@@ -273,7 +275,36 @@ def test_copies_on_all_ranks_have_the_losses_of_one(runs, one_rank, inputs, tmp_
         assert losses(shared) == pytest.approx(losses(log), rel=1e-5)
         # The precisions of FSDP2 and of autocast are not the same.
         assert losses(outcome["bf16 copies"]) == pytest.approx(losses(outcome["bf16"]), rel=2e-3)
-        assert outcome["bf16 copies"][-1]["loss"] < outcome["bf16 copies"][0]["loss"]
+        shared, exact = outcome["bf16 copies that share rows"], outcome["shared rows"][0]
+        assert losses(shared) == pytest.approx(losses(exact), rel=2e-3)
+
+
+def test_copies_are_whole_and_compute_in_bf16(one_rank, inputs, tmp_path):
+    from torch.nn.parallel import DistributedDataParallel
+
+    training, seen = import_example("_rank_training"), []
+    step = training.Trained.step
+
+    def watched(self: Any, batches: list, number: int) -> Any:
+        assert type(self.model) is DistributedDataParallel and not self.model.broadcast_buffers
+        assert {type(weight) for weight in self.model.parameters()} == {torch.nn.Parameter}
+        layer = self.model.module.model.layers[1]
+        for module in (layer.self_attn.q_proj, layer.mlp.down_proj, layer):
+            module.register_forward_hook(lambda m, given, out: seen.append(out.dtype))
+        return step(self, batches, number)
+
+    with mock.patch.object(training.Trained, "step", watched):
+        train(tmp_path / "run", *inputs, "--steps", 1, "--no-shard", "--precision", "bf16")
+    assert seen == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("model", ["mixture of experts", "model with parts beside"])
+def test_models_that_ddp_cannot_train_are_refused(model):
+    from transformers import Gemma3Config
+
+    config = mixtral() if model == "mixture of experts" else Gemma3Config()
+    with pytest.raises(import_example("_documents").UserError, match=f"--no-shard.*{model}"):
+        import_example("_sharding").check_copies(config)
 
 
 def updated(rank: int, mesh: Any, max_norm: float, clip: Any, optimizer_of: Any) -> list:
@@ -701,7 +732,7 @@ LONGROPE = {
 def test_models_that_ranks_cannot_share_are_refused(config, rule):
     source = import_example("_model").ModelSource(config())
     ranks = SimpleNamespace(cp_size=2, world_size=2, device=torch.device("cpu"))
-    options = SimpleNamespace(seed=0, accumulation=1, recompute=False, precision="fp32")
+    options = SimpleNamespace(seed=0, accumulation=1, recompute=False, precision="fp32", shard=True)
     with pytest.raises(import_example("_documents").UserError, match=rule):
         import_example("_sharding").make_model(source, ranks, options)
 
