@@ -318,11 +318,15 @@ class LayoutFacts:
         if self._tokens is not None:
             return self._tokens
         self.check_unedited()
-        padded = None if self._segments is None else self._segments.cu_seqlens
+        offsets, padded = self._offsets()
         with outside_inference_mode():
-            tokens = _ops.token_metadata(self.cu_seqlens, self.total_tokens, padded)
+            tokens = _ops.token_metadata(offsets, self.total_tokens, padded)
         self._keep_tokens(tokens)
         return tokens
+
+    def _offsets(self) -> tuple[Tensor, Tensor | None]:
+        """Return `cu_seqlens`, and that of the segments if they are longer than their sequences."""
+        return self.cu_seqlens, None if self._segments is None else self._segments.cu_seqlens
 
     def _keep_tokens(self, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
         # A tensor made during CUDA graph capture holds no values until the replay, and later graphs
@@ -339,8 +343,7 @@ class LayoutFacts:
     def refill(self, tokens: tuple[Tensor, Tensor, Tensor] | None, seq_idx: Tensor | None) -> None:
         """Compute what `made_for_tokens` returned for another row, into the same tensors."""
         if tokens is not None:
-            padded = None if self._segments is None else self._segments.cu_seqlens
-            _C.refill_token_metadata(self.cu_seqlens, padded, *tokens)
+            _C.refill_token_metadata(*self._offsets(), *tokens)
             self._keep_tokens(tokens)
         if seq_idx is not None:
             self._keep_seq_idx(seq_idx.copy_(self._compute_seq_idx()))
