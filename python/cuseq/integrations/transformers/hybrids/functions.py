@@ -30,7 +30,7 @@ WITH_FLA = "on a GPU, flash-linear-attention makes it one kernel call"
 WITH_GATED_FLA = f"{WITH_FLA}; to train on Hopper with Triton 3.4.0 to 3.7.0 it needs tilelang"
 WITH_MAMBA = (
     "on a GPU, flash-linear-attention or mamba-ssm makes it one kernel call; to train on Hopper "
-    "with Triton 3.4.0 to 3.7.0 the former needs tilelang"
+    "with Triton 3.4.0 to 3.7.0 it needs mamba-ssm, or for rows of float32 tilelang"
 )
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _WIDTHS = (2, 3, 4)

@@ -24,11 +24,13 @@ class Kernel:
     Attributes:
         name, module: where it is.
         gated: whether its backward is fla's gated `chunk_bwd_dqkwg`.
+        fp32_states: whether it keeps the states of that backward in fp32.
     """
 
     name: str
     module: str
     gated: bool = False
+    fp32_states: bool = False
 
     def function(self, *tensors: Tensor) -> Callable[..., Any] | None:
         """Return the function, or None if it is missing or cannot run on `tensors`, its inputs."""
@@ -36,14 +38,17 @@ class Kernel:
             return None
         trains = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
         if trains and self.gated and _gated_backward_raises(tensors[0].get_device()):
-            return None
+            # tilelang's backward takes states in the dtype of the rows alone; autocast rounds rows.
+            fp32 = tensors[0].dtype is torch.float32 and not torch.is_autocast_enabled("cuda")
+            if not _has_tilelang() or (self.fp32_states and not fp32):
+                return None
         return _imported(self)
 
 
 GATED_DELTA_RULE = Kernel("chunk_gated_delta_rule", "fla.ops.gated_delta_rule", gated=True)
 KIMI_DELTA_ATTENTION = Kernel("chunk_kda", "fla.ops.kda")
 LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla")
-GATED_LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla", gated=True)
+GATED_LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla", gated=True, fp32_states=True)
 MAMBA_SCAN = Kernel("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined")
 
 
@@ -57,13 +62,12 @@ def _imported(kernel: Kernel) -> Callable[..., Any] | None:
 
 @functools.cache
 def _gated_backward_raises(device: int) -> bool:
-    """Return whether fla refuses the backward of its gated kernels on a GPU.
+    """Return whether fla refuses the backward of its gated kernels in Triton on a GPU.
 
     On Hopper, Triton 3.4.0 to 3.7.0 compiles it wrongly (fla-org/flash-linear-attention #640), and
-    fla raises unless tilelang is installed.
+    fla raises unless tilelang computes it.
     """
-    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
-    if not is_hopper or importlib.util.find_spec("tilelang") is not None:
+    if torch.cuda.get_device_capability(device)[0] != 9:
         return False
     try:
         import triton
@@ -71,6 +75,11 @@ def _gated_backward_raises(device: int) -> bool:
         return False
     version = TorchVersion(triton.__version__)
     return version >= "3.4" and version < "3.7.1"
+
+
+@functools.cache
+def _has_tilelang() -> bool:
+    return importlib.util.find_spec("tilelang") is not None
 
 
 @functools.cache
