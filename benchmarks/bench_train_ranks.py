@@ -3,10 +3,10 @@
     python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--row-length 8192]
         [--variants one dp cp ddp ddp_cp stock] [--steps N] [--saves N] [--recompute 8b]
 
-Starts one process for each GPU, which measures all variants in turn; on the CPU these are small
-models over gloo. Each step trains on a row of --row-length tokens for each rank: documents of
-lognormal lengths, mean 350, of random tokens. Layers and loss are compiled. Forward and backward
-are bf16; weights, gradients and AdamW are fp32. Variants:
+Starts a process for each GPU, anew for each variant, as a run of training has them; on the CPU
+these are small models over gloo. Each step trains on a row of --row-length tokens for each rank:
+documents of lognormal lengths, mean 350, of random tokens. Layers and loss are compiled. Forward
+and backward are bf16; weights, gradients and AdamW are fp32. Variants:
 
 - `one`: the model unsharded on one GPU while the others idle, which takes all rows of a step in
   turn: bf16 copies of the weights, made once a step, and gradients added up in fp32;
@@ -33,8 +33,8 @@ during which no step runs; the first one also allocates. 8b saves none: 98 GB.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
+import json
 import os
 import shutil
 import socket
@@ -76,6 +76,7 @@ EVERY = 100  # steps from one checkpoint to the next
 STEPS = 300  # in the documents of an epoch, more than a variant makes
 MEAN_LENGTH = 350
 WHOLE = ("ddp", "ddp_cp")  # variants whose ranks hold whole models
+ROWS = "rows.json"  # what the variants so far gave
 
 
 class Clock:
@@ -101,10 +102,11 @@ class Clock:
 
 
 class Bench:
-    """One rank's side of the measurements of a shape.
+    """One rank's side of the measurement of a variant.
 
     Args:
         name: of the shape.
+        variant: of the table.
         ranks: this rank's place without context parallelism.
         alone: a group of this rank only.
         store: the documents.
@@ -112,9 +114,16 @@ class Bench:
     """
 
     def __init__(
-        self, name: str, ranks: Ranks, alone: Any, store: TokenStore, args: argparse.Namespace
+        self,
+        name: str,
+        variant: str,
+        ranks: Ranks,
+        alone: Any,
+        store: TokenStore,
+        args: argparse.Namespace,
     ):
-        self.name, self.ranks, self.alone, self.store = name, ranks, alone, store
+        self.name, self.variant = name, variant
+        self.ranks, self.alone, self.store = ranks, alone, store
         self.row_length = args.row_length
         self.shape = SHAPES[name]
         self.steps = args.steps or self.shape.steps
@@ -125,51 +134,45 @@ class Bench:
         given += ["--recompute"] if name in args.recompute else []
         self.options = parse_options(None, given)
 
-    def measure(self, variant: str) -> dict[str, list[dict[str, Any]]]:
+    def measure(self) -> dict[str, list[dict[str, Any]]]:
         """Return rows of the tables `steps` and `checkpoints`, the same on all ranks."""
         mine: dict[str, Any] | None = None
-        if variant != "one" or self.ranks.is_first:
-            mine = self.run(variant)
+        if self.variant != "one" or self.ranks.is_first:
+            mine = self.run()
         everyone: list[Any] = [None] * self.ranks.world_size
         # The others wait here for the first one if it runs alone.
         dist.all_gather_object(everyone, mine, group=self.ranks.host_group)
         found = [one for one in everyone if one is not None]
-        row = self.summary(variant, found)
+        row = self.summary(found)
         saves = [{"shape": self.name} | save for save in found[0]["saves"]]
         return {"steps": [row], "checkpoints": saves}
 
-    def run(self, variant: str) -> dict[str, Any]:
-        """Make the steps of a variant on this rank; leave nothing of it on the device."""
+    def run(self) -> dict[str, Any]:
+        """Make the steps of the variant on this rank."""
         ranks = self.ranks
-        if variant == "one":
+        if self.variant == "one":
             ranks = replace(ranks, rank=0, world_size=1)
-        elif variant in ("cp", "ddp_cp"):
+        elif self.variant in ("cp", "ddp_cp"):
             ranks = make_ranks(ranks.device.type, 1, cp=ranks.world_size)
-        model, trained = self.model(variant, ranks)
+        model, trained = self.model(ranks)
         whole = self.row_length * self.ranks.world_size
         flops = Flops(model)
         given = {"flops_per_step": flops.per_token * whole, "flops_per_pair": flops.per_pair}
-        batches = self.batches(variant, ranks)
+        batches = self.batches(ranks)
         count = cuseq.distributed.ContextParallel.num_items
         counting = mock.patch.object(
             cuseq.distributed.ContextParallel, "num_items", partial(count, group=self.alone)
         )
-        with counting if variant == "one" else nullcontext():
+        with counting if self.variant == "one" else nullcontext():
             timed = self.timed(trained, batches)
         saves = []
-        if variant == "dp" and self.saves > 0:
+        if self.variant == "dp" and self.saves > 0:
             saves = self.checkpoints(trained, batches)
         batches.close()
-        cuseq.disable(model)  # the code of transformers, which the models share
-        del model, trained, batches
-        torch._dynamo.reset()
-        gc.collect()
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
         return {**given, **timed, "saves": saves}
 
-    def model(self, variant: str, ranks: Ranks) -> tuple[PreTrainedModel, Trained]:
-        if variant == "one":
+    def model(self, ranks: Ranks) -> tuple[PreTrainedModel, Trained]:
+        if self.variant == "one":
             dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float32
             model = self.source.build(ranks.device, self.options.seed, dtype=torch.float32)
             enable(model)
@@ -178,22 +181,22 @@ class Bench:
             trained = Trained(unsharded, ranks, self.options)
             trained.optimizer.register_step_post_hook(unsharded.copy_weights)
             return model, trained
-        options = argparse.Namespace(**vars(self.options) | {"shard": variant not in WHOLE})
-        prepare = use_flex_attention if variant == "stock" else enable
+        options = argparse.Namespace(**vars(self.options) | {"shard": self.variant not in WHOLE})
+        prepare = use_flex_attention if self.variant == "stock" else enable
         with mock.patch.object(_sharding, "enable", prepare):
             model, _ = _sharding.make_model(self.source, ranks, options)
         return model, Trained(model, ranks, options)
 
-    def batches(self, variant: str, ranks: Ranks) -> Iterator[list[dict[str, Any]]]:
+    def batches(self, ranks: Ranks) -> Iterator[list[dict[str, Any]]]:
         """Yield the batches of each step."""
-        if variant == "stock":
+        if self.variant == "stock":
             yield from self.rows_in_order()
             return
         yield from RankRows(
             self.store,
             ranks,
             row_length=self.row_length * ranks.cp_size,
-            accumulation=self.ranks.world_size if variant == "one" else 1,
+            accumulation=self.ranks.world_size if self.variant == "one" else 1,
             seed=self.options.seed,
             workers=self.options.workers,
             cp=ranks.context_parallel(self.source.config),
@@ -240,8 +243,8 @@ class Bench:
             "peak": peak,
         }
 
-    def summary(self, variant: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the row of a variant, from what its ranks found."""
+    def summary(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the variant's row, from what its ranks found."""
         # [steps] each, of all ranks.
         seconds = np.max([one["seconds"] for one in found], axis=0)
         losses, tokens, pairs = np.moveaxis([one["numbers"][:, :3] for one in found], 2, 0)
@@ -252,7 +255,7 @@ class Bench:
             mfu = float(np.median(flops / seconds)) / (peak * len(found))
         return {
             "shape": self.name,
-            "variant": variant,
+            "variant": self.variant,
             "ranks": len(found),
             "ms": float(np.median(seconds)) * 1e3,
             "most": float(max(seconds)) * 1e3,
@@ -322,13 +325,36 @@ def write_documents(folder: Path, rows: int, row_length: int, vocab_size: int) -
     np.save(folder / TOKENS, draw.integers(0, vocab_size, rows * row_length, dtype=np.int32))
 
 
-def work(rank: int, port: int, folder: Path, args: argparse.Namespace) -> None:
-    """Measure as one rank; rank 0 writes the report after each variant."""
+def work(
+    rank: int, port: int, folder: Path, name: str, variant: str, args: argparse.Namespace
+) -> None:
+    """Measure a variant as one rank; rank 0 adds its rows to `folder / ROWS`."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    headings = {
+    with joined_ranks(args.device, 1, 1) as ranks:
+        alone, _ = dist.new_subgroups(group_size=1)
+        found = Bench(name, variant, ranks, alone, TokenStore(folder), args).measure()
+    if rank == 0:
+        tables = json.loads((folder / ROWS).read_text())
+        for table, rows in found.items():
+            tables[table] += rows
+        add_scaling(tables["steps"])
+        (folder / ROWS).write_text(json.dumps(tables))
+        make_report(tables, args).write(args.out)
+
+
+def add_scaling(rows: list[dict[str, Any]]) -> None:
+    """Add how many times as fast as `one` of the same shape the last row is."""
+    row = rows[-1]
+    for one in rows[:-1]:
+        if (one["shape"], one["variant"]) == (row["shape"], "one"):
+            row["scaling"] = row["speed"] / one["speed"]
+
+
+def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> Report:
+    steps = {
         "shape": "shape", "variant": "variant", "ranks": "GPUs", "ms": "ms a step", "most": "most",
         "speed": "tokens/s", "mfu": "MFU", "scaling": "times one GPU", "balance": "balance",
         "peak": "peak GiB", "first": "first s", "loss": "last loss",
@@ -344,31 +370,17 @@ def work(rank: int, port: int, folder: Path, args: argparse.Namespace) -> None:
     report.notes.append(
         f"Rows of {args.row_length:,} tokens, one for each of {args.ranks} ranks in a step; "
         f"layers recomputed for: {', '.join(args.recompute) or 'none'}; documents' lengths "
-        f"lognormal of mean {MEAN_LENGTH}."
+        f"lognormal of mean {MEAN_LENGTH}; processes of its own for each variant."
     )
-    tables: dict[str, list[dict[str, Any]]] = {"steps": [], "checkpoints": []}
-    report.tables.append(Table("Training steps", headings, tables["steps"]))
+    report.tables.append(Table("Training steps", steps, tables["steps"]))
     report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
-    with joined_ranks(args.device, 1, 1) as ranks:
-        alone, _ = dist.new_subgroups(group_size=1)
-        store = TokenStore(folder)
-        for name in args.shapes:
-            bench = Bench(name, ranks, alone, store, args)
-            one_speed = None
-            for variant in args.variants or SHAPES[name].variants:
-                begun = time.perf_counter()
-                found = bench.measure(variant)
-                for row in found["steps"]:
-                    if variant == "one":
-                        one_speed = row["speed"]
-                    elif one_speed is not None:
-                        row["scaling"] = row["speed"] / one_speed
-                for table, rows in found.items():
-                    tables[table] += rows
-                if rank == 0:
-                    report.write(args.out)
-                    spent = time.perf_counter() - begun
-                    print(f"{name}, {variant}: {spent:.0f} s in all", flush=True)
+    return report
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def main() -> None:
@@ -389,13 +401,18 @@ def main() -> None:
         parser.error("--variants stock needs a GPU: flex attention has no gradients on a CPU")
     args.shapes = args.shapes or (["0.6b", "1.7b", "8b"] if on_gpu else ["tiny"])
     args.row_length = args.row_length or (8192 if on_gpu else 1024)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="cuseq-train-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="cuseq-train-ranks-") as scratch:
+        folder = Path(scratch)
         vocab_size = min(SHAPES[name].config["vocab_size"] for name in args.shapes)
-        write_documents(Path(folder), STEPS * args.ranks, args.row_length, vocab_size)
-        torch.multiprocessing.spawn(work, (port, Path(folder), args), nprocs=args.ranks)
+        write_documents(folder, STEPS * args.ranks, args.row_length, vocab_size)
+        (folder / ROWS).write_text(json.dumps({"steps": [], "checkpoints": []}))
+        for name in args.shapes:
+            for variant in args.variants or SHAPES[name].variants:
+                begun = time.perf_counter()
+                given = (free_port(), folder, name, variant, args)
+                torch.multiprocessing.spawn(work, given, nprocs=args.ranks)
+                spent = time.perf_counter() - begun
+                print(f"{name}, {variant}: {spent:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ class Kernel:
 GATED_DELTA_RULE = Kernel("chunk_gated_delta_rule", "fla.ops.gated_delta_rule", gated=True)
 KIMI_DELTA_ATTENTION = Kernel("chunk_kda", "fla.ops.kda")
 LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla")
-GATED_LINEAR_ATTENTION = Kernel("chunk_simple_gla", "fla.ops.simple_gla", gated=True, fp32_states=True)
+GATED_LINEAR_ATTENTION = Kernel(
+    "chunk_simple_gla", "fla.ops.simple_gla", gated=True, fp32_states=True
+)
 MAMBA_SCAN = Kernel("mamba_chunk_scan_combined", "mamba_ssm.ops.triton.ssd_combined")
 
 
