@@ -1,7 +1,8 @@
 """Benchmark training on several GPUs: the job of examples/train.py under torchrun.
 
-    python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--row-length 8192]
-        [--variants one dp cp ddp ddp_cp stock] [--steps N] [--saves N] [--recompute 8b]
+    python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--cp 2]
+        [--variants one dp cp ddp ddp_cp stock] [--row-length 8192] [--steps N] [--saves N]
+        [--recompute 8b]
 
 Starts a process for each GPU, anew for each variant, as a run of training has them; on the CPU
 these are small models over gloo. Each step trains on a row of --row-length tokens for each rank:
@@ -11,7 +12,7 @@ and backward are bf16; weights, gradients and AdamW are fp32. Variants:
 - `one`: the model unsharded on one GPU while the others idle, which takes all rows of a step in
   turn: bf16 copies of the weights, made once a step, and gradients added up in fp32;
 - `dp`: FSDP2, a row for each rank, balanced by the attention of their documents;
-- `cp`: FSDP2, one row as long as all of these together, shared by all ranks;
+- `cp`: FSDP2, --cp ranks share a row as long as theirs together; by default all ranks share one;
 - `ddp`, `ddp_cp`: as `dp` and `cp`, but every rank has the whole model, under autocast, and DDP
   averages the gradients;
 - `stock`: as `dp`, but transformers' flex attention, and rows in the documents' order.
@@ -124,7 +125,7 @@ class Bench:
     ):
         self.name, self.variant = name, variant
         self.ranks, self.alone, self.store = ranks, alone, store
-        self.row_length = args.row_length
+        self.row_length, self.cp = args.row_length, args.cp
         self.shape = SHAPES[name]
         self.steps = args.steps or self.shape.steps
         self.saves = self.shape.saves if args.saves is None else args.saves
@@ -153,7 +154,7 @@ class Bench:
         if self.variant == "one":
             ranks = replace(ranks, rank=0, world_size=1)
         elif self.variant in ("cp", "ddp_cp"):
-            ranks = make_ranks(ranks.device.type, 1, cp=ranks.world_size)
+            ranks = make_ranks(ranks.device.type, 1, cp=self.cp)
         model, trained = self.model(ranks)
         whole = self.row_length * self.ranks.world_size
         flops = Flops(model)
@@ -367,10 +368,11 @@ def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespac
         "share": f"% of {EVERY} steps",
     }  # fmt: skip
     report = Report("train_ranks", environment(args.device))
+    recomputed = ", ".join(args.recompute) or "none"
     report.notes.append(
-        f"Rows of {args.row_length:,} tokens, one for each of {args.ranks} ranks in a step; "
-        f"layers recomputed for: {', '.join(args.recompute) or 'none'}; documents' lengths "
-        f"lognormal of mean {MEAN_LENGTH}; processes of its own for each variant."
+        f"Rows of {args.row_length:,} tokens, one for each of {args.ranks} ranks in a step, of "
+        f"which {args.cp} share one in cp and ddp_cp; layers recomputed for: {recomputed}; "
+        f"documents' lengths lognormal of mean {MEAN_LENGTH}; each variant in processes of its own."
     )
     report.tables.append(Table("Training steps", steps, tables["steps"]))
     report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
@@ -387,6 +389,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models to train")
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
+    parser.add_argument("--cp", type=int, help="ranks that share a row of cp; default all")
     parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", *WHOLE, "stock"])
     parser.add_argument("--steps", type=int, help="that are timed; default 16, of 8b 6")
     parser.add_argument("--row-length", type=int, help="tokens; default 8192, on the CPU 1024")
@@ -399,6 +402,9 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     if not on_gpu and "stock" in (args.variants or ()):
         parser.error("--variants stock needs a GPU: flex attention has no gradients on a CPU")
+    args.cp = args.cp or args.ranks
+    if args.ranks % args.cp != 0:
+        parser.error(f"--cp must divide --ranks, {args.ranks}, got {args.cp}")
     args.shapes = args.shapes or (["0.6b", "1.7b", "8b"] if on_gpu else ["tiny"])
     args.row_length = args.row_length or (8192 if on_gpu else 1024)
     with tempfile.TemporaryDirectory(prefix="cuseq-train-ranks-") as scratch:
