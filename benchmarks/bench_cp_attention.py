@@ -9,6 +9,7 @@ sizes are small and only the differences between outputs mean anything.
 
 Rows: lognormal documents of mean 350 at 8 K and 32 K tokens a rank, long-tailed ones, 12 to 24 K
 ones, one document of 32 K and of 128 K, and one of 16 K among short ones: numbers 1 to 7 of --rows.
+8 and 9 are one document of 256 K and of 1 M, for eight GPUs; only where they are named.
 Variants of a layer's attention, forward and backward, each over the same row unless it says
 otherwise, those of cuseq over the kernels of --backend:
 
@@ -18,7 +19,7 @@ otherwise, those of cuseq over the kernels of --backend:
 - `all-gather`, `zigzag ring`: shims (cp_peers.py) over PyTorch's flash kernels; the ring's
   documents are padded to multiples of 2 R;
 - `dp`: documents dealt whole, by bin packing, as data parallelism would: rows of other lengths;
-- `one GPU / R`: the whole row on one GPU, its time divided by R.
+- `one GPU / R`: the whole row on one GPU, its time divided by R; up to 256 K tokens.
 
 Times are those of the slowest rank, medians; all ranks start each repetition together, when the
 host has launched it. `exposed` is the time above `pieces alone`. Steps shard a model of Qwen3's
@@ -52,6 +53,8 @@ from cuseq.distributed import cp_partition, cp_plan
 WARMUP = 3  # calls before the first that counts
 BUDGET_S = 0.5  # for the calls of one measurement, of which there are at least MIN_CALLS
 MIN_CALLS = 3
+WHOLE_ROW = 256 * 1024  # tokens; whole, a longer row would take minutes
+NOT_BY_DEFAULT = ("one of 256 K", "one of 1 M")
 IN_STEPS = ("cuseq", "cuseq ulysses", "all-gather", "dp")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -69,6 +72,8 @@ def workloads(ranks: int, device: torch.device) -> dict[str, list[int]]:
         "one of 32 K": [32 * k],
         "one of 128 K": [128 * k],
         "16 K among short": [16 * k, *short(16 * k * ranks - 16 * k, 0)],
+        "one of 256 K": [256 * k],
+        "one of 1 M": [1024 * k],
     }
 
 
@@ -213,9 +218,10 @@ class Bench:
                 )
             table.append({"variant": name, "moved": moved, "differs": differs}
                          | self.timed(attend, own))  # fmt: skip
-        one = self.timed(self.attention(whole), tensors)
-        one = {key: value / self.ranks for key, value in one.items() if key != "host"}
-        table.append({"variant": "one GPU / R"} | one)
+        if total <= WHOLE_ROW:
+            one = self.timed(self.attention(whole), tensors)
+            one = {key: value / self.ranks for key, value in one.items() if key != "host"}
+            table.append({"variant": "one GPU / R"} | one)
         alone = next(row for row in table if row["variant"] == "pieces alone")
         for row in table:
             if row["variant"] in ("cuseq", "cuseq contiguous"):
@@ -285,9 +291,9 @@ def work(rank: int, ranks: int, port: int, args: Any) -> None:
                 "both": "forward + backward", "exposed": "exposed", "host": "host us",
                 "moved": "moved, of an all-gather", "differs": "largest difference"}  # fmt: skip
     numbered = dict(enumerate(workloads(ranks, device).items(), 1))
+    usual = [number for number, (name, _) in numbered.items() if name not in NOT_BY_DEFAULT]
     rows, step_rows = (
-        [numbered[number] for number in chosen or numbered]
-        for chosen in (args.rows, args.step_rows)
+        [numbered[number] for number in chosen or usual] for chosen in (args.rows, args.step_rows)
     )
 
     def keep(table: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
