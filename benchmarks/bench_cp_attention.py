@@ -30,7 +30,6 @@ are compared with the whole row's.
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable
@@ -39,10 +38,10 @@ from typing import Any
 import timer
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from bench_cp_plan import long, long_tailed, short
 from cp_model import HEAD_DIM, SHAPES, Trainer, layout_attention
 from cp_peers import AllGather, ZigzagRing
+from processes import run_ranks
 from report import Report, Table, arguments, environment
 from torch import Tensor
 
@@ -274,7 +273,7 @@ class Bench:
         return table
 
 
-def work(rank: int, ranks: int, port: int, args: Any) -> None:
+def work(rank: int, port: int, ranks: int, args: Any) -> None:
     """Measure as one rank; rank 0 writes the report."""
     device = torch.device(args.device)
     if device.type == "cuda":
@@ -343,12 +342,9 @@ def main() -> None:
     if not on_gpu:
         args.backend = "auto"
     if "RANK" in os.environ:  # torchrun
-        work(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), 0, args)
+        work(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), args)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (args.ranks, port, args), nprocs=args.ranks)
+    run_ranks(work, args.ranks, args.ranks, args)
 
 
 if __name__ == "__main__":

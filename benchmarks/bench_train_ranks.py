@@ -38,7 +38,6 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -53,7 +52,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from processes import run_ranks
 from rank_models import SHAPES, Unsharded, use_flex_attention
 from report import ROOT, Report, Table, arguments, environment
 from timer import synchronize
@@ -379,12 +378,6 @@ def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespac
     return report
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models to train")
@@ -415,8 +408,7 @@ def main() -> None:
         for name in args.shapes:
             for variant in args.variants or SHAPES[name].variants:
                 begun = time.perf_counter()
-                given = (free_port(), folder, name, variant, args)
-                torch.multiprocessing.spawn(work, given, nprocs=args.ranks)
+                run_ranks(work, args.ranks, folder, name, variant, args)
                 spent = time.perf_counter() - begun
                 print(f"{name}, {variant}: {spent:.0f} s in all", flush=True)
 

@@ -20,7 +20,7 @@ from _updates import AdamW  # noqa: E402
 
 # layers, hidden, intermediate, query heads, key heads; head_dim is 128.
 SHAPES = {
-    "tiny": (2, 64, 128, 4, 2),
+    "tiny": (2, 64, 128, 8, 4),
     "0.6b": (28, 1024, 3072, 16, 8),
     "4b": (36, 2560, 9728, 32, 8),
     "8b": (36, 4096, 12_288, 32, 8),

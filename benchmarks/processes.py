@@ -1,0 +1,21 @@
+"""Start the ranks of a benchmark as processes of this machine."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing
+
+
+def run_ranks(work: Callable[..., None], ranks: int, *given: Any) -> None:
+    """Run `work(rank, port, *given)` in a process for each rank; `port` is free for them to meet.
+
+    Raises:
+        ProcessRaisedException: `work` raised on a rank.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port, *given), nprocs=ranks)
