@@ -324,7 +324,7 @@ def work(rank: int, port: int, ranks: int, args: Any) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
+    parser.add_argument("--ranks", type=int, help="processes to start; default: GPUs, or 2")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, help="layers to measure")
     parser.add_argument("--steps-of", nargs="*", choices=SHAPES, help="models to train")
     for option, what in (("--rows", "layers"), ("--step-rows", "steps")):
@@ -344,7 +344,8 @@ def main() -> None:
     if "RANK" in os.environ:  # torchrun
         work(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), args)
         return
-    run_ranks(work, args.ranks, args.ranks, args)
+    ranks = args.ranks or max(2, torch.cuda.device_count())
+    run_ranks(work, ranks, ranks, args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Benchmark training on several GPUs: the job of examples/train.py under torchrun.
 
-    python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--cp 2]
+    python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--cp 2 ...]
         [--variants one dp cp ddp ddp_cp stock] [--row-length 8192] [--steps N] [--saves N]
         [--recompute 8b]
 
@@ -12,7 +12,8 @@ and backward are bf16; weights, gradients and AdamW are fp32. Variants:
 - `one`: the model unsharded on one GPU while the others idle, which takes all rows of a step in
   turn: bf16 copies of the weights, made once a step, and gradients added up in fp32;
 - `dp`: FSDP2, a row for each rank, balanced by the attention of their documents;
-- `cp`: FSDP2, --cp ranks share a row as long as theirs together; by default all ranks share one;
+- `cp`: FSDP2, as many ranks as --cp says share a row as long as theirs together, once for each
+  number given; by default all ranks share one;
 - `ddp`, `ddp_cp`: as `dp` and `cp`, but every rank has the whole model, under autocast, and DDP
   averages the gradients;
 - `stock`: as `dp`, but transformers' flex attention, and rows in the documents' order.
@@ -22,7 +23,9 @@ the order in which they fill its rows exactly. The time of a step is that on the
 end of one step to that of the next, with waits for data; tokens/s counts no padding and is of all
 ranks. Figures are medians over the steps, those of the slowest rank; memory is the peak of the
 fullest rank while it trains. "balance" is the query-key pairs of the slowest rank over the mean.
-"first" is the first step, with what it compiles; a later variant finds some of that in the
+"stolen" is the share of this machine's busy time that a hypervisor gave to others: the host of a
+virtual machine then launches its kernels late, and "least", the fastest step, tells what the GPUs
+can do. "first" is the first step, with what it compiles; a later variant finds some of that in the
 compiler's cache.
 
 After `dp` it saves --saves checkpoints to TMPDIR, one after the other, while training goes on. A
@@ -76,6 +79,7 @@ EVERY = 100  # steps from one checkpoint to the next
 STEPS = 300  # in the documents of an epoch, more than a variant makes
 MEAN_LENGTH = 350
 WHOLE = ("ddp", "ddp_cp")  # variants whose ranks hold whole models
+SHARING = ("cp", "ddp_cp")  # variants whose ranks share rows
 ROWS = "rows.json"  # what the variants so far gave
 
 
@@ -101,12 +105,27 @@ class Clock:
         return [end - begin for begin, end in pairs]
 
 
+def busy_and_stolen() -> np.ndarray | None:
+    """Return this machine's time so far, of all cores: busy or stolen, and stolen by a hypervisor.
+
+    In ticks; None where the kernel does not say.
+    """
+    counters = Path("/proc/stat")
+    if not counters.exists():
+        return None
+    user, nice, system, _, _, *interrupts, stolen = map(
+        int, counters.read_text().splitlines()[0].split()[1:9]
+    )
+    return np.array([user + nice + system + sum(interrupts) + stolen, stolen])
+
+
 class Bench:
     """One rank's side of the measurement of a variant.
 
     Args:
         name: of the shape.
         variant: of the table.
+        cp: ranks that share a row.
         ranks: this rank's place without context parallelism.
         alone: a group of this rank only.
         store: the documents.
@@ -117,6 +136,7 @@ class Bench:
         self,
         name: str,
         variant: str,
+        cp: int,
         ranks: Ranks,
         alone: Any,
         store: TokenStore,
@@ -124,7 +144,7 @@ class Bench:
     ):
         self.name, self.variant = name, variant
         self.ranks, self.alone, self.store = ranks, alone, store
-        self.row_length, self.cp = args.row_length, args.cp
+        self.row_length, self.cp = args.row_length, cp
         self.shape = SHAPES[name]
         self.steps = args.steps or self.shape.steps
         self.saves = self.shape.saves if args.saves is None else args.saves
@@ -152,7 +172,7 @@ class Bench:
         ranks = self.ranks
         if self.variant == "one":
             ranks = replace(ranks, rank=0, world_size=1)
-        elif self.variant in ("cp", "ddp_cp"):
+        elif self.cp > 1:
             ranks = make_ranks(ranks.device.type, 1, cp=self.cp)
         model, trained = self.model(ranks)
         whole = self.row_length * self.ranks.world_size
@@ -229,15 +249,20 @@ class Bench:
         synchronize(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        clock, numbers = Clock(device), []
+        clock, numbers, stolen = Clock(device), [], None
+        before = busy_and_stolen()
         clock.mark()
         for number in range(WARMUP, WARMUP + self.steps):
             numbers.append(trained.step(next(batches), number))
             clock.mark()
         synchronize(device)
+        if before is not None:
+            busy, taken = busy_and_stolen() - before
+            stolen = 100 * float(taken / max(1, busy))
         peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
         return {
             "first": first_s,
+            "stolen": stolen,
             "seconds": clock.intervals(),
             "numbers": torch.stack(numbers).cpu().numpy(),
             "peak": peak,
@@ -257,12 +282,15 @@ class Bench:
             "shape": self.name,
             "variant": self.variant,
             "ranks": len(found),
+            "cp": self.cp,
             "ms": float(np.median(seconds)) * 1e3,
+            "least": float(min(seconds)) * 1e3,
             "most": float(max(seconds)) * 1e3,
             "speed": float(np.median(tokens.sum(0) / seconds)),
             "mfu": mfu,
             "balance": float(np.median(pairs.max(0) / pairs.mean(0))),
             "peak": None if found[0]["peak"] is None else max(one["peak"] for one in found),
+            "stolen": found[0]["stolen"],
             "first": max(one["first"] for one in found),
             "loss": float(losses.sum(0)[-1]),
         }
@@ -326,7 +354,7 @@ def write_documents(folder: Path, rows: int, row_length: int, vocab_size: int) -
 
 
 def work(
-    rank: int, port: int, folder: Path, name: str, variant: str, args: argparse.Namespace
+    rank: int, port: int, folder: Path, name: str, variant: str, cp: int, args: argparse.Namespace
 ) -> None:
     """Measure a variant as one rank; rank 0 adds its rows to `folder / ROWS`."""
     os.environ |= {
@@ -335,7 +363,7 @@ def work(
     }  # fmt: skip
     with joined_ranks(args.device, 1, 1) as ranks:
         alone, _ = dist.new_subgroups(group_size=1)
-        found = Bench(name, variant, ranks, alone, TokenStore(folder), args).measure()
+        found = Bench(name, variant, cp, ranks, alone, TokenStore(folder), args).measure()
     if rank == 0:
         tables = json.loads((folder / ROWS).read_text())
         for table, rows in found.items():
@@ -355,9 +383,10 @@ def add_scaling(rows: list[dict[str, Any]]) -> None:
 
 def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> Report:
     steps = {
-        "shape": "shape", "variant": "variant", "ranks": "GPUs", "ms": "ms a step", "most": "most",
+        "shape": "shape", "variant": "variant", "ranks": "GPUs", "cp": "of which share a row",
+        "ms": "ms a step", "least": "least", "most": "most",
         "speed": "tokens/s", "mfu": "MFU", "scaling": "times one GPU", "balance": "balance",
-        "peak": "peak GiB", "first": "first s", "loss": "last loss",
+        "peak": "peak GiB", "stolen": "stolen, %", "first": "first s", "loss": "last loss",
     }  # fmt: skip
     saving = {
         "shape": "shape", "save": "checkpoint", "began_s": "s in its step",
@@ -369,9 +398,9 @@ def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespac
     report = Report("train_ranks", environment(args.device))
     recomputed = ", ".join(args.recompute) or "none"
     report.notes.append(
-        f"Rows of {args.row_length:,} tokens, one for each of {args.ranks} ranks in a step, of "
-        f"which {args.cp} share one in cp and ddp_cp; layers recomputed for: {recomputed}; "
-        f"documents' lengths lognormal of mean {MEAN_LENGTH}; each variant in processes of its own."
+        f"Rows of {args.row_length:,} tokens, one for each of {args.ranks} ranks in a step; layers "
+        f"recomputed for: {recomputed}; documents' lengths lognormal of mean {MEAN_LENGTH}; each "
+        "variant in processes of its own."
     )
     report.tables.append(Table("Training steps", steps, tables["steps"]))
     report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
@@ -381,8 +410,10 @@ def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespac
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models to train")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start, default 2")
-    parser.add_argument("--cp", type=int, help="ranks that share a row of cp; default all")
+    parser.add_argument("--ranks", type=int, help="processes to start; default: GPUs, or 2")
+    parser.add_argument(
+        "--cp", type=int, nargs="+", metavar="N", help="ranks that share a row of cp; default all"
+    )
     parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", *WHOLE, "stock"])
     parser.add_argument("--steps", type=int, help="that are timed; default 16, of 8b 6")
     parser.add_argument("--row-length", type=int, help="tokens; default 8192, on the CPU 1024")
@@ -395,9 +426,11 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     if not on_gpu and "stock" in (args.variants or ()):
         parser.error("--variants stock needs a GPU: flex attention has no gradients on a CPU")
-    args.cp = args.cp or args.ranks
-    if args.ranks % args.cp != 0:
-        parser.error(f"--cp must divide --ranks, {args.ranks}, got {args.cp}")
+    args.ranks = args.ranks or max(2, torch.cuda.device_count())
+    args.cp = args.cp or [args.ranks]
+    for cp in args.cp:
+        if cp < 1 or args.ranks % cp != 0:
+            parser.error(f"--cp must divide --ranks, {args.ranks}, got {cp}")
     args.shapes = args.shapes or (["0.6b", "1.7b", "8b"] if on_gpu else ["tiny"])
     args.row_length = args.row_length or (8192 if on_gpu else 1024)
     with tempfile.TemporaryDirectory(prefix="cuseq-train-ranks-") as scratch:
@@ -407,10 +440,11 @@ def main() -> None:
         (folder / ROWS).write_text(json.dumps({"steps": [], "checkpoints": []}))
         for name in args.shapes:
             for variant in args.variants or SHAPES[name].variants:
-                begun = time.perf_counter()
-                run_ranks(work, args.ranks, folder, name, variant, args)
-                spent = time.perf_counter() - begun
-                print(f"{name}, {variant}: {spent:.0f} s in all", flush=True)
+                for cp in args.cp if variant in SHARING else [1]:
+                    begun = time.perf_counter()
+                    run_ranks(work, args.ranks, folder, name, variant, cp, args)
+                    spent = time.perf_counter() - begun
+                    print(f"{name}, {variant}: {spent:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":
