@@ -403,7 +403,8 @@ def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespac
         "variant in processes of its own."
     )
     report.tables.append(Table("Training steps", steps, tables["steps"]))
-    report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
+    if tables["checkpoints"]:
+        report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
     return report
 
 
