@@ -62,9 +62,7 @@ def predicted(shape: str, row: str) -> dict[int, float]:
     return times
 
 
-def draw_panel(
-    axes: pyplot.Axes, shape: str, row: str, times: dict[str, dict[int, float]]
-) -> None:
+def draw_panel(axes: pyplot.Axes, shape: str, row: str, times: dict[str, dict[int, float]]) -> None:
     """Draw one kind of row."""
 
     def draw(points: dict[int, float], label: str, **options: Any) -> None:
