@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -27,6 +29,19 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 MANIFEST = "manifest.json"
 FACTS = {"step", "world_size", "files"}  # of every manifest
 CHUNK = 1 << 24  # bytes read at a time
+NAME = re.compile(r"step-(\d{8,})")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, the oldest first, without what a user keeps beside them."""
+    found = [manifest.parent for manifest in folder.glob(f"step-*/{MANIFEST}")]
+    return sorted((path for path in found if _step_of(path) is not None), key=_step_of)
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the step of a checkpoint's folder by its name; None if it is not such a name."""
+    match = NAME.fullmatch(path.name)
+    return None if match is None else int(match[1])
 
 
 class Checkpoints:
@@ -52,12 +67,12 @@ class Checkpoints:
 
     def _remove_unfinished(self) -> None:
         for path in self._folder.glob("step-*"):
-            if not (path / MANIFEST).exists():
+            if _step_of(path) is not None and path.is_dir() and not (path / MANIFEST).exists():
                 shutil.rmtree(path)
 
     def found(self) -> list[Path]:
         """Return the checkpoints, the oldest first."""
-        return sorted(path.parent for path in self._folder.glob(f"step-*/{MANIFEST}"))
+        return checkpoints_in(self._folder)
 
     # ------------------------------------------------------------------------------- saving
 
@@ -129,7 +144,7 @@ class Checkpoints:
         return [*mine, path / ".metadata"] if self._ranks.is_first else mine
 
     def _commit(self, path: Path, manifest: dict[str, Any]) -> str | None:
-        """Write the manifest and remove old checkpoints; return why not, if it cannot be done."""
+        """Write the manifest and remove old checkpoints; return why there is none, if so."""
         try:
             unfinished = path / f"{MANIFEST}.unfinished"
             with unfinished.open("w", encoding="utf-8") as file:
@@ -140,7 +155,11 @@ class Checkpoints:
         except OSError as error:
             return str(error)
         for old in self.found()[: -self._keep]:
-            (old / MANIFEST).unlink()  # first, so that half a checkpoint is none
+            try:
+                (old / MANIFEST).unlink()  # first, so that half a checkpoint is none
+            except OSError as error:  # the user protects it, say; the new one is whole
+                warnings.warn(f"{old} cannot be removed and is kept: {error}", stacklevel=1)
+                continue
             shutil.rmtree(old, ignore_errors=True)
         return None
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from _checkpoint import Checkpoints
+from _checkpoint import Checkpoints, checkpoints_in
 from _documents import UserError
 from _exposed import profiled
 from _flops import Flops, peak_flops
@@ -160,7 +160,7 @@ def _newest(checkpoints: Checkpoints) -> str:
 def _restarted(options: argparse.Namespace) -> bool:
     """Return whether torchrun started this run again after a rank failed, with a checkpoint."""
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return restarts > 0 and any((options.out / CHECKPOINTS).glob("step-*/manifest.json"))
+    return restarts > 0 and bool(checkpoints_in(options.out / CHECKPOINTS))
 
 
 def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) -> ModelSource:
@@ -170,7 +170,7 @@ def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) ->
         if not folder.is_dir():
             raise UserError(f"--resume {options.out}: no run there, it has no folder {DATA}")
         return TokenStore(folder).source()
-    if any((options.out / CHECKPOINTS).glob("step-*/manifest.json")):
+    if checkpoints_in(options.out / CHECKPOINTS):
         raise UserError(
             f"--out {options.out}: it holds checkpoints of another run; --resume {options.out} "
             "continues it, another --out leaves it alone"

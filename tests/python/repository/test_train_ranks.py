@@ -591,6 +591,34 @@ def test_a_log_that_a_killed_run_wrote_in_part_is_read_up_to_there(tmp_path):
         assert lines_before(file, 2) == whole[:2]
 
 
+def test_what_a_user_keeps_beside_checkpoints_is_left_alone(runs, one_rank, tmp_path):
+    out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
+    folder = out / "checkpoints"
+    (folder / "step-00000099-exported").mkdir()
+    (folder / "step-00000099.pt").touch()
+    shutil.copytree(checkpoint(out, HALF), folder / "step-00000099.bad")
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = import_example("_checkpoint").Checkpoints(folder, ranks, keep=1)
+    assert checkpoints.newest()["path"] == checkpoint(out, HALF)
+    assert len([*folder.iterdir()]) == 4
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays(one_rank, tmp_path, monkeypatch):
+    ranks = import_example("_mesh").make_ranks("cpu", 1, 1)
+    checkpoints = import_example("_checkpoint").Checkpoints(tmp_path, ranks, keep=1)
+    checkpoints.save({"tensor": torch.ones(4)}, 1, {})
+    assert checkpoints.wait() is None
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    checkpoints.save({"tensor": torch.ones(4)}, 2, {})
+    with pytest.warns(UserWarning, match="step-00000001 cannot be removed and is kept"):
+        assert checkpoints.wait() is None
+    assert [path.name for path in checkpoints.found()] == ["step-00000001", "step-00000002"]
+
+
 def test_a_folder_that_a_save_left_unfinished_is_no_checkpoint(runs, one_rank, tmp_path):
     out = copy_run(runs[0] / "whole", tmp_path / "one", HALF)
     later = checkpoint(out, STEPS)
