@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import torch
 from _checkpoint import Checkpoints, checkpoints_in
 from _documents import UserError
 from _exposed import profiled
@@ -76,12 +78,14 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
         print_model(source, ranks.device)
     model, warnings = make_model(source, ranks, options)
     trained = Trained(model, ranks, options)
+    first_step = 0 if manifest is None else manifest["step"]
+    # The model was made from the same numbers on all ranks. Their rows drop other activations.
+    torch.manual_seed(seed_of(options.seed, ranks.rank, first_step))
     if manifest is not None:
         rows.load_state_dict(manifest.get("rows"))
         state = trained.state_dict(random=manifest["world_size"] == ranks.world_size)
         checkpoints.load(state, manifest)
         trained.load_state_dict(state)
-    first_step = 0 if manifest is None else manifest["step"]
     size = _step_size(model, ranks, options)
     log = StepLog(options.out, ranks, size, first_step, options.steps)
     for warning in warnings:
@@ -127,9 +131,10 @@ def train(
                 numbers = step()
             log.add(numbers)
             stopped = stop.answer(question)
-            if steps % options.log_every == 0:
+            saves = options.save_every is not None and steps % options.save_every == 0
+            if saves or steps % options.log_every == 0:  # a run that goes on from there needs all
                 log.read()
-            if options.save_every is not None and steps % options.save_every == 0:
+            if saves:
                 _warn(checkpoints.wait(), log)
                 checkpoints.save(trained.state_dict(), steps, {"rows": rows.state_dict()})
                 saved = steps
@@ -155,6 +160,11 @@ def _warn(error: str | None, log: StepLog) -> None:
 def _newest(checkpoints: Checkpoints) -> str:
     found = checkpoints.found()
     return str(found[-1]) if found else "none"
+
+
+def seed_of(seed: int, rank: int, step: int) -> int:
+    """Return the seed of a rank's random numbers from a step on."""
+    return int(np.random.SeedSequence((seed, rank, step)).generate_state(1, np.uint64)[0])
 
 
 def _restarted(options: argparse.Namespace) -> bool:

@@ -120,6 +120,7 @@ def basic_runs(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     """Train, resume, share rows, and stop by a signal."""
     outcome: dict[str, Any] = {}
     outcome["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
+    outcome["seed"] = torch.initial_seed()
     half = copy_run(folder / "whole", folder / "half", HALF)
     outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
     outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
@@ -589,6 +590,24 @@ def test_a_log_that_a_killed_run_wrote_in_part_is_read_up_to_there(tmp_path):
         file.write_bytes(text + rest)
         assert lines_before(file, 9) == whole
         assert lines_before(file, 2) == whole[:2]
+
+
+def test_ranks_have_random_numbers_of_their_own(runs):
+    seeds = [outcome["seed"] for outcome in runs[1]]
+    assert len({*seeds}) == len(seeds)
+
+
+def test_a_checkpoint_has_the_log_of_all_steps_before_it(one_rank, inputs, tmp_path, monkeypatch):
+    ranks, lines = import_example("_ranks"), []
+
+    class Counting(import_example("_checkpoint").Checkpoints):
+        def save(self, *arguments: Any) -> None:
+            lines.append(len((tmp_path / "log.jsonl").read_text().splitlines()))
+            super().save(*arguments)
+
+    monkeypatch.setattr(ranks, "Checkpoints", Counting)
+    train(tmp_path, *inputs, "--steps", 5, "--save-every", 2, "--log-every", 100)
+    assert lines == [2, 4, 5]
 
 
 def test_what_a_user_keeps_beside_checkpoints_is_left_alone(runs, one_rank, tmp_path):
