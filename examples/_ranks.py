@@ -30,7 +30,7 @@ from _prepare import prepare
 from _rank_data import RankRows, TokenStore, write_store
 from _rank_report import StepLog, StepSize, write_results
 from _rank_training import StopRequest, Trained
-from _ranks_options import parse_options
+from _ranks_options import parse_options, write_options
 from _report import print_documents, print_model
 from _sharding import make_model
 from transformers import PreTrainedModel
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     finally:
         log.close()
     if ranks.is_first:
-        facts = {"options": {name: str(value) for name, value in vars(options).items()}}
+        facts = {"options": {n: str(v) for n, v in vars(options).items() if n != "given"}}
         try:
             write_results(options.out, log.lines, {**facts, "ranks": ranks.world_size})
         except OSError as error:
@@ -179,6 +179,7 @@ def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) ->
     if resumed:
         if not folder.is_dir():
             raise UserError(f"--resume {options.out}: no run there, it has no folder {DATA}")
+        write_options(options.out, options)
         return TokenStore(folder).source()
     if checkpoints_in(options.out / CHECKPOINTS):
         raise UserError(
@@ -190,6 +191,7 @@ def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) ->
     print_documents(prepared.documents, prepared.fitted, options)
     shutil.rmtree(folder, ignore_errors=True)
     write_store(folder, prepared)
+    write_options(options.out, options)
     return prepared.source
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from _documents import UserError
 from _options import add_inputs, add_training, check_training, fill_in_defaults
 
+OPTIONS = "options.json"
+PLACES = ("out", "resume")  # options that a resumed run does not take over
+
 
 def parse_options(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the given options, with the device's defaults for the others.
+    """Return the given options, with those of the run that is resumed or the device's defaults for
+    the others. `given` in them are all but the device's.
 
     Raises:
         UserError: options that do not work, together or on this machine.
@@ -26,6 +32,11 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
     _add_optimizer(parser)
     _add_checkpoints(parser)
     options = parser.parse_args(arguments)
+    if options.resume is not None:
+        parser.set_defaults(**_read_options(options.resume))
+        options = parser.parse_args(arguments)
+    given = {name: value for name, value in vars(options).items() if name not in PLACES}
+    options.given = given
     fill_in_defaults(options)
     on_cuda = options.device.type == "cuda"
     if options.precision is None:
@@ -38,6 +49,41 @@ def parse_options(description: str | None, arguments: Sequence[str] | None) -> a
         options.lr_warmup = options.steps // 10
     _check(options)
     return options
+
+
+def write_options(folder: Path, options: argparse.Namespace) -> None:
+    """Write the options of a run to its folder, for one that resumes it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    plain = {
+        name: value if isinstance(value, bool | int | float | None) else str(value)
+        for name, value in options.given.items()
+    }
+    try:
+        (folder / OPTIONS).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {folder}: the options cannot be written ({error})") from error
+
+
+def _read_options(folder: Path) -> dict[str, Any]:
+    """Return the options of a run by name; none if it wrote none.
+
+    Raises:
+        UserError: there is no such folder, or the file is damaged.
+    """
+    if not folder.is_dir():  # perhaps on this machine alone, whose ranks would have other options
+        raise UserError(f"--resume {folder}: no run there, it is not a folder")
+    file = folder / OPTIONS
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return {}
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file}: cannot be read ({error}); without it, give all options again"
+        ) from error
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +193,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="the --out of an earlier run: continue it there, from its newest checkpoint, with its "
-        "documents, tokenizer and model",
+        "documents, tokenizer and model, and with its options where no others are given",
     )
 
 

@@ -122,14 +122,14 @@ def basic_runs(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     outcome["whole"] = train(folder / "whole", *inputs, "--save-every", HALF)
     outcome["seed"] = torch.initial_seed()
     half = copy_run(folder / "whole", folder / "half", HALF)
-    outcome["resumed"] = train(half, *inputs, "--save-every", HALF, "--resume", half)
+    outcome["resumed"] = train(half, "--resume", half)
     outcome["shared rows"] = train(folder / "cp", *inputs, "--save-every", HALF, "--cp", 2)
     copies = (*inputs, "--save-every", HALF, "--no-shard")
     outcome["copies"] = train(folder / "copies", *copies)
     half = copy_run(folder / "copies", folder / "half of copies", HALF)
     outcome["resumed copies"] = train(half, *copies, "--resume", half)
     half = copy_run(folder / "copies", folder / "copies, then shards", HALF)
-    outcome["copies, then shards"] = train(half, *inputs, "--resume", half)
+    outcome["copies, then shards"] = train(half, *inputs, "--shard", "--resume", half)
     half = copy_run(folder / "whole", folder / "shards, then copies", HALF)
     outcome["shards, then copies"] = train(half, *copies, "--resume", half)
     outcome["stopped"] = stopped_by_a_signal(rank, folder / "stopped", inputs)
@@ -243,7 +243,7 @@ def test_ranks_that_share_rows_have_the_losses_of_one(runs, one_rank, inputs, tm
         assert [line["tokens"] for line in shared] == [line["tokens"] for line in log]
         assert samples == seen
     out = copy_run(folder / "cp", tmp_path / "continued", HALF)
-    continued, rest = train(out, *inputs, "--resume", out)
+    continued, rest = train(out, *inputs, "--cp", 1, "--resume", out)
     assert losses(continued) == pytest.approx(losses(log), rel=1e-5)
     assert rest == seen[HALF:]
 
@@ -590,6 +590,21 @@ def test_a_log_that_a_killed_run_wrote_in_part_is_read_up_to_there(tmp_path):
         file.write_bytes(text + rest)
         assert lines_before(file, 9) == whole
         assert lines_before(file, 2) == whole[:2]
+
+
+def test_a_resumed_run_takes_over_the_options_that_are_not_given(tmp_path):
+    options = import_example("_ranks_options")
+    given = ["--model", "a.json", "--steps", "40", "--no-shard", "--max-grad-norm", "0.5"]
+    parsed = options.parse_options(None, ["--device", "cpu", "--precision", "bf16", *given])
+    options.write_options(tmp_path, parsed)
+    resumed = options.parse_options(None, ["--resume", str(tmp_path), "--steps", "80"])
+    assert {**vars(resumed), "given": None} == {
+        **vars(parsed), "given": None, "steps": 80, "lr_warmup": 8, "resume": tmp_path,
+    }  # fmt: skip
+    assert resumed.learning_rate == 2e-5  # that of a model of one's own, not of the built-in one
+    (tmp_path / "options.json").write_text("[1]")
+    with pytest.raises(import_example("_documents").UserError, match=r"options.json: cannot be re"):
+        options.parse_options(None, ["--resume", str(tmp_path)])
 
 
 def test_ranks_have_random_numbers_of_their_own(runs):
