@@ -72,6 +72,24 @@ class Ranks:
             self.mesh["cp"], heads=(heads, key_heads), head_dim=head_dim
         )
 
+    def on_each(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on every rank and return this rank's result.
+
+        Raises:
+            UserError: on all ranks, if it was raised on some: that of the first of these.
+        """
+        result, mine = None, None
+        try:
+            result = function()
+        except UserError as error:
+            mine = error
+        errors: list[Any] = [None] * self.world_size
+        dist.all_gather_object(errors, mine, group=self.host_group)
+        for rank, error in enumerate(errors):
+            if error is not None:
+                raise UserError(f"rank {rank}: {error}")
+        return result
+
     def on_first(self, function: Callable[[], Any]) -> Any:
         """Call `function` on rank 0 and return its result on all ranks.
 
@@ -97,14 +115,14 @@ def joined_ranks(device_type: str, dp_replicate: int, cp: int) -> Iterator[Ranks
     NCCL connects GPUs and gloo their hosts; CPUs have gloo alone.
 
     Raises:
-        UserError: as for `make_ranks`.
+        UserError: as for `make_ranks`; or torchrun is to restart several machines and keep its
+            store.
     """
     on_cuda = device_type == "cuda"
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    attempt = _attempt()
     store, rank, world_size = next(dist.rendezvous("env://"))
-    # torchrun may keep its store when it starts the ranks again, with the addresses of dead ones.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
         store=dist.PrefixStore(f"attempt-{attempt}", store),
@@ -115,6 +133,35 @@ def joined_ranks(device_type: str, dp_replicate: int, cp: int) -> Iterator[Ranks
         yield make_ranks(device_type, dp_replicate, cp)
     finally:
         dist.destroy_process_group()
+
+
+def restarts() -> int:
+    """Return how often torchrun restarted this machine's ranks, by this machine's count.
+
+    Each machine's torchrun counts the failures of its own ranks, so machines count differently.
+    """
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _attempt() -> int:
+    """Return a number that is new in each attempt of the ranks to meet, and the same on all.
+
+    torchrun's own store outlives an attempt, with the addresses of dead ranks. Without it rank 0
+    makes a store for each attempt.
+
+    Raises:
+        UserError: there is none, since several machines share torchrun's own store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return 0
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    if several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise UserError(
+            "torchrun --max-restarts on several machines must have "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: ranks would find the "
+            "addresses of dead ones in torchrun's store"
+        )
+    return restarts()
 
 
 def make_ranks(device_type: str, dp_replicate: int, cp: int) -> Ranks:

@@ -20,11 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from _checkpoint import Checkpoints, checkpoints_in
 from _documents import UserError
 from _exposed import profiled
 from _flops import Flops, peak_flops
-from _mesh import Ranks, joined_ranks
+from _mesh import Ranks, joined_ranks, restarts
 from _model import ModelSource
 from _prepare import prepare
 from _rank_data import RankRows, TokenStore, write_store
@@ -41,13 +42,12 @@ DATA, CHECKPOINTS = "data", "checkpoints"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank and return the process's exit code."""
-    rank = int(os.environ["RANK"])
     try:
         options = parse_options(__doc__, arguments)
         with joined_ranks(options.device.type, options.dp_replicate, options.cp) as ranks:
             run(options, ranks)
     except UserError as error:
-        if rank == 0:
+        if os.environ["LOCAL_RANK"] == "0":  # machines may differ in what is wrong with them
             print(f"train.py: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
@@ -59,10 +59,10 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     Raises:
         UserError: on all ranks, for a mistake in the options, the data or a checkpoint.
     """
-    resumed = options.resume is not None or _restarted(options)
+    resumed = options.resume is not None or _restarted(options, ranks)
     options.out = options.resume or options.out
     source = ranks.on_first(lambda: _prepare_folder(options, ranks, resumed))
-    store = TokenStore(options.out / DATA)
+    store = ranks.on_each(lambda: TokenStore(options.out / DATA))
     checkpoints = Checkpoints(options.out / CHECKPOINTS, ranks, options.keep)
     manifest = checkpoints.newest() if resumed else None
     rows = RankRows(
@@ -167,10 +167,12 @@ def seed_of(seed: int, rank: int, step: int) -> int:
     return int(np.random.SeedSequence((seed, rank, step)).generate_state(1, np.uint64)[0])
 
 
-def _restarted(options: argparse.Namespace) -> bool:
+def _restarted(options: argparse.Namespace, ranks: Ranks) -> bool:
     """Return whether torchrun started this run again after a rank failed, with a checkpoint."""
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return restarts > 0 and bool(checkpoints_in(options.out / CHECKPOINTS))
+    count = torch.tensor(restarts())
+    dist.all_reduce(count, dist.ReduceOp.MAX, group=ranks.host_group)
+    has_checkpoint = ranks.on_first(lambda: bool(checkpoints_in(options.out / CHECKPOINTS)))
+    return bool(count > 0) and has_checkpoint
 
 
 def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) -> ModelSource:

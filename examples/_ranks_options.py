@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from _documents import UserError
 from _options import add_inputs, add_training, check_training, fill_in_defaults
 
@@ -204,6 +206,12 @@ def _check(options: argparse.Namespace) -> None:
             f"got {options.device}"
         )
     check_training(options)
+    on_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if options.device.type == "cuda" and on_machine > torch.cuda.device_count():
+        raise UserError(
+            f"--nproc-per-node must be at most the machine's GPUs, {torch.cuda.device_count()}, "
+            f"got {on_machine}"
+        )
     at_least = {1: ("dp_replicate", "cp", "accumulation", "steps", "keep", "log_every")}
     at_least[0] = ("workers", "lr_warmup")
     for least, names in at_least.items():

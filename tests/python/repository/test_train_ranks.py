@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -151,7 +152,22 @@ def two_ranks(rank: int, folder: Path, inputs: list[str]) -> dict[str, Any]:
     copies = ("--no-shard", "--cp", 2, "--precision", "bf16")
     outcome["bf16 copies that share rows"] = train(folder / "bf16 cp", *inputs, *copies)[0]
     outcome["full"] = with_a_full_disk(rank, folder / "full", inputs)
+    outcome["refused"] = refused_on_one_rank(rank)
     return outcome
+
+
+def refused_on_one_rank(rank: int) -> str:
+    """Let rank 1 alone find a mistake, and return what this rank raises."""
+    documents, mesh = import_example("_documents"), import_example("_mesh")
+
+    def read() -> int:
+        if rank == 1:
+            raise documents.UserError("no such file")
+        return rank
+
+    with pytest.raises(documents.UserError) as raised:
+        mesh.make_ranks("cpu", 1, 1).on_each(read)
+    return str(raised.value)
 
 
 def in_small_units(out: Path, *options: object) -> list[dict]:
@@ -607,6 +623,16 @@ def test_a_resumed_run_takes_over_the_options_that_are_not_given(tmp_path):
         options.parse_options(None, ["--resume", str(tmp_path)])
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    options = import_example("_ranks_options")
+    monkeypatch.setattr(options, "check_training", lambda given: None)
+    rule = "--nproc-per-node must be at most the machine's GPUs, 2, got 3"
+    with pytest.raises(import_example("_documents").UserError, match=rule):
+        options.parse_options(None, ["--device", "cuda"])
+
+
 def test_ranks_have_random_numbers_of_their_own(runs):
     seeds = [outcome["seed"] for outcome in runs[1]]
     assert len({*seeds}) == len(seeds)
@@ -623,6 +649,10 @@ def test_a_checkpoint_has_the_log_of_all_steps_before_it(one_rank, inputs, tmp_p
     monkeypatch.setattr(ranks, "Checkpoints", Counting)
     train(tmp_path, *inputs, "--steps", 5, "--save-every", 2, "--log-every", 100)
     assert lines == [2, 4, 5]
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all(runs):
+    assert [outcome["refused"] for outcome in runs[1]] == 2 * ["rank 1: no such file"]
 
 
 def test_what_a_user_keeps_beside_checkpoints_is_left_alone(runs, one_rank, tmp_path):
@@ -1005,9 +1035,12 @@ def test_the_slurm_script_starts_and_resumes(tmp_path):
     stand_in(
         tmp_path, "scontrol", '[ "$*" = "show hostnames node[3-4]" ] && printf "node3\\nnode4\\n"'
     )
-    stand_in(tmp_path, "srun", '[ "$1" = --kill-on-bad-exit ] && exec "${@:2}"')
-    stand_in(tmp_path, "torchrun", 'printf "%s\\n" "$@"')
+    options = "--cpus-per-task 32 --kill-on-bad-exit"
+    stand_in(tmp_path, "srun", f'[ "$1 $2 $3" = "{options}" ] && exec "${{@:4}}"')
+    own_store = '[ "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" = 1 ]'
+    stand_in(tmp_path, "torchrun", f'{own_store} && printf "%s\\n" "$@"')
     job = {"NNODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "17", "JOB_NODELIST": "node[3-4]"}
+    job["CPUS_PER_TASK"] = "32"
     environment = {f"SLURM_{name}": value for name, value in job.items()}
     environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
     out = tmp_path / "a run"
@@ -1048,6 +1081,26 @@ def test_make_train_starts_the_ranks(variables, launch):
     )
     started = process.stdout.splitlines()[-1].split()
     assert started == ["env/bin/python", *launch.split(), "examples/train.py", "--steps", "3"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "restarts", "own_store", "attempt"),
+    [(1, 3, True, 2), (2, 0, True, 2), (2, 3, False, 0), (2, 3, True, None)],
+)
+def test_a_restart_meets_in_a_store_without_dead_ranks(
+    monkeypatch, machines, restarts, own_store, attempt
+):
+    mesh = import_example("_mesh")
+    given = {"GROUP_WORLD_SIZE": machines, "TORCHELASTIC_MAX_RESTARTS": restarts}
+    given |= {"TORCHELASTIC_USE_AGENT_STORE": own_store, "TORCHELASTIC_RESTART_COUNT": 2}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    if attempt is not None:
+        assert mesh._attempt() == attempt
+        return
+    rule = "must have TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    with pytest.raises(import_example("_documents").UserError, match=rule):
+        mesh._attempt()
 
 
 def torchrun(out: Path, *options: object) -> list[str]:
@@ -1148,6 +1201,29 @@ def test_torchrun_restarts_after_a_killed_rank_from_the_checkpoint(inputs, tmp_p
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == list(range(1, 61))
     assert (checkpoint(tmp_path, 60) / "manifest.json").exists()
+
+
+@pytest.mark.full
+def test_two_machines_restart_after_a_killed_rank(inputs, tmp_path, monkeypatch):
+    """With a torchrun for each machine, of which only one counts the failure."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--local-addr"]
+    launch = [sys.executable, "-m", "torch.distributed.run", *where, "localhost", "--rdzv-id", "1"]
+    launch += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2"]
+    options = [*inputs, "--steps", 60, "--save-every", 5, "--out", tmp_path]
+    command = [*launch, str(EXAMPLES / "train.py"), *map(str, options)]
+    log, outputs = tmp_path / "log.jsonl", [tmp_path / f"{n}.txt" for n in range(2)]
+    with launched(command, outputs[0]) as first, launched(command, outputs[1]) as second:
+        wait_for_line(log, 12, first, outputs[0])
+        children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        for process, output in zip((first, second), outputs, strict=True):
+            assert process.wait(timeout=150) == 0, output.read_text()
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
+    assert steps == list(range(1, 61))
 
 
 # ------------------------------------------------------------------------------- GPUs
@@ -1251,9 +1327,9 @@ def test_a_run_on_two_gpus_that_sigterm_stopped_goes_on_bit_equal(
     assert profiled[:1] == [3] and (step + 3 in profiled) == (step + 3 <= UNCUT)
 
 
-def test_a_mistake_is_printed_once(tmp_path, monkeypatch, capsys):
+def test_a_mistake_is_printed_once_on_each_machine(tmp_path, monkeypatch, capsys):
     ranks = import_example("_ranks")
     for rank, printed in ((0, "train.py: --steps must be at least 1, got 0\n"), (1, "")):
-        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
         assert ranks.main(["--device", "cpu", "--steps", "0", "--out", str(tmp_path)]) == 2
         assert capsys.readouterr().err == printed
