@@ -35,7 +35,7 @@ def draw(path: Path, measurements: list[Measurement], plan: TrainingPlan) -> Non
     on_cuda = plan.device.type == "cuda"
     figure = Figure(figsize=(14, 8), layout="constrained")
     axes = figure.subplot_mosaic(_layout(["padding", "time", "memory"] + ["waits"] * on_cuda))
-    config = plan.source.config
+    config = plan.source.config.get_text_config()
     figure.suptitle(
         f"The same documents, three ways: {config.model_type}, {config.num_hidden_layers} layers, "
         f"rows of {plan.row_length:,} tokens, {device_name(plan.device)}",

@@ -19,14 +19,16 @@ class Flops:
         model: before it is sharded or after.
 
     Attributes:
-        known: False for a mixture of experts, where a token does not meet all weights.
+        known: False where a token does not meet all weights: for a mixture of experts, and for a
+            model with parts beside its text model.
         per_token: of the products with weights.
         per_pair: of all attention layers.
     """
 
     def __init__(self, model: PreTrainedModel):
-        config = model.config
-        self.known = not any("expert" in name for name, _ in model.named_parameters())
+        config = model.config.get_text_config()
+        experts = any("expert" in name for name, _ in model.named_parameters())
+        self.known = config is model.config and not experts
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         weights = sum(parameter.numel() for parameter in model.parameters())
         looked_up = 0 if embedding is head else embedding.numel()

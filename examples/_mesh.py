@@ -65,6 +65,7 @@ class Ranks:
         """Return how rows are dealt to the ranks of cp; None if each rank has rows of its own."""
         if self.cp_size == 1:
             return None
+        config = config.get_text_config()
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads

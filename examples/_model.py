@@ -187,7 +187,7 @@ def check_fit(source: ModelSource, documents: list[list[int]], row_length: int) 
     Raises:
         UserError: the model is too small for them.
     """
-    config = source.config
+    config = source.config.get_text_config()
     largest = max(max(document, default=0) for document in documents)
     if largest >= config.vocab_size:
         raise UserError(

@@ -45,7 +45,7 @@ def prepare(options: argparse.Namespace, trained_tokens: int) -> Prepared:
         source = qwen3(tokenizer.get_vocab_size(), options.row_length, options.device)
     else:
         source = find_model(options.model)
-        vocab_size = min(options.vocab_size, source.config.vocab_size)
+        vocab_size = min(options.vocab_size, source.config.get_text_config().vocab_size)
         tokenizer = find_tokenizer(options.model) or train_tokenizer(documents.texts, vocab_size)
     tokens = tokenize(documents.texts, tokenizer, end_of_text(tokenizer, source.config))
     check_fit(source, tokens, options.row_length)

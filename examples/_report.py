@@ -72,7 +72,7 @@ def print_plan(plan: TrainingPlan) -> None:
 
 def print_model(source: ModelSource, device: torch.device) -> None:
     """Print the shape of the model, where its weights come from, and the device."""
-    config = source.config
+    config = source.config.get_text_config()
     start = "random weights" if source.checkpoint is None else "the checkpoint's weights"
     print(
         f"Model: {config.model_type}, {_count(config.num_hidden_layers, 'layer')}, hidden size "

@@ -44,6 +44,8 @@ def make_model(
     if not options.shard:
         check_copies(source.config)
     model = source.build(ranks.device, options.seed, dtype=torch.float32)
+    if config is not source.config:
+        freeze_parts_beside_text(model)
     replaced, warnings = enable(model)
     if ranks.cp_size > 1:
         check_parts(config, [*replaced, *warnings])
@@ -59,6 +61,13 @@ def make_model(
     if options.shard:
         shard(model, layers, ranks, options)
     return model, warnings
+
+
+def freeze_parts_beside_text(model: PreTrainedModel) -> None:
+    """Freeze what text does not use, such as a vision tower, which no step would update."""
+    used = {*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()}
+    for weight in set(model.parameters()) - used:
+        weight.requires_grad_(False)
 
 
 def shard(

@@ -623,6 +623,28 @@ def test_a_resumed_run_takes_over_the_options_that_are_not_given(tmp_path):
         options.parse_options(None, ["--resume", str(tmp_path)])
 
 
+def test_a_model_with_parts_beside_its_text_trains_that_and_resumes(one_rank, inputs, tmp_path):
+    from transformers import Gemma3Config
+
+    text = dict(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    Gemma3Config(text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    options = [*inputs, "--model", tmp_path / "config.json", "--save-every", HALF]
+    whole, _ = train(tmp_path / "run", *options)
+    shutil.rmtree(checkpoint(tmp_path / "run", STEPS))
+    resumed, _ = train(tmp_path / "run", "--resume", tmp_path / "run")
+    check_equal_logs(resumed, whole)
+    names = tensors_of(checkpoint(tmp_path / "run", STEPS))
+    assert any("vision" in name and "exp_avg" not in name for name in names)
+    assert not any("vision" in name and "exp_avg" in name for name in names)
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
