@@ -83,9 +83,11 @@ def run(options: argparse.Namespace, ranks: Ranks) -> None:
     torch.manual_seed(seed_of(options.seed, ranks.rank, first_step))
     if manifest is not None:
         rows.load_state_dict(manifest.get("rows"))
-        state = trained.state_dict(random=manifest["world_size"] == ranks.world_size)
+        saved_by = (manifest["world_size"], manifest.get("device"))
+        state = trained.state_dict(random=saved_by == (ranks.world_size, ranks.device.type))
         checkpoints.load(state, manifest)
         trained.load_state_dict(state)
+    ranks.on_first(lambda: write_options(options.out, options))  # now that they are known to fit
     size = _step_size(model, ranks, options)
     log = StepLog(options.out, ranks, size, first_step, options.steps)
     for warning in warnings:
@@ -119,6 +121,12 @@ def train(
         UserError: the last checkpoint could not be saved.
     """
     saved, stopped, steps = first_step, False, first_step
+
+    def save() -> None:
+        _warn(checkpoints.wait(), log)
+        facts = {"rows": rows.state_dict(), "device": options.device.type}
+        checkpoints.save(trained.state_dict(), steps, facts)
+
     with stop.listening():
         for number, batches in zip(range(first_step, options.steps), rows):
             question = stop.start()
@@ -135,15 +143,13 @@ def train(
             if saves or steps % options.log_every == 0:  # a run that goes on from there needs all
                 log.read()
             if saves:
-                _warn(checkpoints.wait(), log)
-                checkpoints.save(trained.state_dict(), steps, {"rows": rows.state_dict()})
+                save()
                 saved = steps
             if stopped:
                 break
         log.read()
         if saved != steps and (stopped or options.save_every is not None):
-            _warn(checkpoints.wait(), log)
-            checkpoints.save(trained.state_dict(), steps, {"rows": rows.state_dict()})
+            save()
         error = checkpoints.wait()
     if error is not None:
         raise UserError(f"{error}; the newest checkpoint is {_newest(checkpoints)}")
@@ -181,7 +187,6 @@ def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) ->
     if resumed:
         if not folder.is_dir():
             raise UserError(f"--resume {options.out}: no run there, it has no folder {DATA}")
-        write_options(options.out, options)
         return TokenStore(folder).source()
     if checkpoints_in(options.out / CHECKPOINTS):
         raise UserError(
@@ -193,7 +198,6 @@ def _prepare_folder(options: argparse.Namespace, ranks: Ranks, resumed: bool) ->
     print_documents(prepared.documents, prepared.fitted, options)
     shutil.rmtree(folder, ignore_errors=True)
     write_store(folder, prepared)
-    write_options(options.out, options)
     return prepared.source
 
 

@@ -594,8 +594,10 @@ def test_a_mistake_in_resuming_is_named(runs, one_rank, inputs, tmp_path, mistak
     else:
         (path / "manifest.json").write_text("{}" if mistake == "manifest" else "[1]")
         rule = f"manifest.json: lacks files, step, world_size; move {path} away"
+    before = (out / "options.json").read_text()
     with pytest.raises(import_example("_documents").UserError, match=rule):
         train(out, *inputs, "--resume", out, *options)
+    assert (out / "options.json").read_text() == before
 
 
 def test_a_log_that_a_killed_run_wrote_in_part_is_read_up_to_there(tmp_path):
@@ -621,6 +623,22 @@ def test_a_resumed_run_takes_over_the_options_that_are_not_given(tmp_path):
     (tmp_path / "options.json").write_text("[1]")
     with pytest.raises(import_example("_documents").UserError, match=r"options.json: cannot be re"):
         options.parse_options(None, ["--resume", str(tmp_path)])
+
+
+def test_random_numbers_of_another_kind_of_device_are_not_read(one_rank, inputs, tmp_path):
+    train(tmp_path, *inputs, "--steps", 3, "--save-every", 3)
+    manifest = checkpoint(tmp_path, 3) / "manifest.json"
+    state_dict, given = import_example("_rank_training").Trained.state_dict, []
+
+    def recorded(self: Any, random: bool = True) -> dict:
+        given.append(random)
+        return state_dict(self, random)
+
+    with mock.patch.object(import_example("_rank_training").Trained, "state_dict", recorded):
+        train(tmp_path, "--resume", tmp_path)
+        manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+        train(tmp_path, "--resume", tmp_path)
+    assert given == [True, False]
 
 
 def test_a_model_with_parts_beside_its_text_trains_that_and_resumes(one_rank, inputs, tmp_path):
