@@ -24,10 +24,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in ROOT.glob("examples/*")
         if path.suffix in (".py", ".sh")
     }
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*.md")):
-        found[str(path.relative_to(ROOT))] = str(path.relative_to(ROOT / "benchmarks"))
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*")):
+        if path.suffix in (".md", ".png"):
+            found[str(path.relative_to(ROOT))] = str(path.relative_to(ROOT / "benchmarks"))
     for source, target in found.items():
-        files.append(File.generated(config, target, content=(ROOT / source).read_text("utf-8")))
+        files.append(File.generated(config, target, content=(ROOT / source).read_bytes()))
     return files
 
 
