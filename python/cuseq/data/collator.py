@@ -216,7 +216,7 @@ class PackingCollator:
         keys = [key for key in examples[0] if key not in self._MADE_HERE]
         columns = {key: _column(examples, key) for key in keys}
         if "input_ids" not in columns:
-            raise ValueError(f"examples must have input_ids, got {sorted(examples[0])}")
+            raise ValueError(f"examples must have input_ids, got {sorted(examples[0], key=str)}")
         lengths = [len(ids) for ids in columns["input_ids"]]
         self._check(examples, columns, lengths)
         if self.cp is not None and "shift_labels" in columns:
@@ -229,6 +229,7 @@ class PackingCollator:
         total = self._row_length(sum(lengths))
         packed = PackedLayout.from_lengths(lengths, total, max_seqs=self.max_seqs)
         fills = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}
+        fills["shift_labels"] = IGNORE_INDEX
         batch: dict[str, Any] = {
             key: _pack(pieces, total, fills.get(key, 0)) for key, pieces in columns.items()
         }
@@ -252,7 +253,7 @@ class PackingCollator:
             if unknown:
                 raise ValueError(
                     f"examples must have the same keys, but examples[{i}] has "
-                    f"{sorted(unknown)} and examples[0] does not"
+                    f"{sorted(unknown, key=str)} and examples[0] does not"
                 )
             if self.capacity is not None and length > self.capacity:
                 raise ValueError(

@@ -70,7 +70,7 @@ def split_by_tokens(
     if packed.pads_between_sequences:
         raise ValueError("packed must have no padding between its sequences to be split")
     passes = _passes(_host_lengths(packed), budget)
-    fills = {"labels": IGNORE_INDEX, "input_ids": pad_token_id}
+    fills = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "input_ids": pad_token_id}
     return _parts(batch, packed, passes, total_multiple, fills)
 
 

@@ -20,6 +20,7 @@ _MOST_WINDOWS = 8  # most windows that may hold the same sample
 _STATE_VERSION = 2
 _COUNTS = ("window_number", "done", "consumed", "skipped")
 _END = object()
+_OF_PYTHON = ("builtins", "itertools")  # modules of iterators that cannot start again
 
 
 class _Held(NamedTuple):
@@ -65,7 +66,8 @@ class PackedStream(IterableDataset[list[Any]]):
     while `state_dict` of the main process's object does not see it.
 
     Args:
-        iterable: an iterable of samples. A pass starts with `iter(iterable)`.
+        iterable: an iterable of samples. A pass starts with `iter(iterable)`, so a generator has
+            one pass; to resume in it, make it anew.
         capacity: most tokens of a row.
         window: most samples to hold, at least `world_size`. A larger window makes fuller rows.
         strategy: `"bfd"`, `"ffd"` or `"sequential"` as in `bin_pack`.
@@ -92,7 +94,8 @@ class PackedStream(IterableDataset[list[Any]]):
 
     Raises:
         ValueError: an argument is out of range or, during the pass, a length is negative or above
-            `capacity`; the message names it and the sample's number in the stream.
+            `capacity`; the message names it and the sample's number in the stream. Or the iterable
+            is a generator, or another iterator of Python's, that a pass has read already.
         RuntimeError: a DataLoader has more than one worker.
 
     Examples:
@@ -140,6 +143,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self._loaded: _Pass | None = None  # the next pass, if a state was loaded
         self._source_start: Any = None  # the iterable's own state before its first pass, if any
         self._source_moved = False  # whether another state was loaded into the iterable since
+        self._begun: Any = None  # the iterable that a pass has begun to read, if it is an iterator
 
     @property
     def seed(self) -> int:
@@ -248,11 +252,20 @@ class PackedStream(IterableDataset[list[Any]]):
             self.iterable.load_state_dict(copy.deepcopy(self._source_start))
             self._source_moved = False
         try:
-            return iter(self.iterable)
+            samples = iter(self.iterable)
         except TypeError as error:
             raise TypeError(
                 f"iterable must be an iterable of samples, got {shown(self.iterable)}"
             ) from error
+        # Other modules' objects that return themselves may start again.
+        if samples is self._begun and type(samples).__module__ in _OF_PYTHON:
+            raise ValueError(
+                "iterable must be one that can be read again for another pass, such as an object "
+                f"whose __iter__ is a generator function, got a {type(samples).__name__}, whose "
+                "samples were read"
+            )
+        self._begun = samples if samples is self.iterable else None
+        return samples
 
     def _note_start(self) -> None:
         if self._source_start is None and self._is_stateful():

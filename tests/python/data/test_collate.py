@@ -388,3 +388,15 @@ def test_tokens_that_int64_may_not_hold_are_refused(dtype):
 def test_options_are_whole(name):
     with pytest.raises(TypeError, match=f"{name} must be an int, got 1.5"):
         PackingCollator(**{name: 1.5})
+
+
+def test_shifted_labels_of_padding_are_ignored():
+    example = {"input_ids": [1, 2, 3], "shift_labels": [2, 3, -100]}
+    batch = PackingCollator(total_tokens=5)([example])
+    assert batch["shift_labels"].tolist() == [[2, 3, -100, -100, -100]]
+
+
+def test_keys_of_several_types_are_named():
+    examples = [{"input_ids": [1]}, {"input_ids": [1], 1: [1], "b": [1]}]
+    with pytest.raises(ValueError, match=r"examples\[1\] has \[1, 'b'\]"):
+        PackingCollator()(examples)

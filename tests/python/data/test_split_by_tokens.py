@@ -358,3 +358,13 @@ def test_a_batch_on_the_gpu_is_split_without_waiting(cuda):
             assert torch.equal(part[key].cpu(), right[key])
         assert part["packed"].device == moved["labels"].device
         assert part["packed"].lengths.tolist() == right["packed"].lengths.tolist()
+
+
+def test_shifted_labels_of_padding_are_ignored():
+    batch = cuseq.PackingCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    batch["shift_labels"] = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    parts = cuseq.data.split_by_tokens(batch, 3, total_multiple=4)
+    assert [part["shift_labels"].tolist() for part, _ in parts] == [
+        [[6, -100, -100, -100]],
+        [[8, 9, -100, -100]],
+    ]

@@ -585,6 +585,20 @@ def shards_of_hugging_face(lengths):
     return datasets.Dataset.from_dict(samples).to_iterable_dataset(num_shards=4)
 
 
+def test_another_pass_over_a_generator_is_refused():
+    """Also to resume: what was read would be left out."""
+    for source in (as_generator([3, 5, 2]), map(str, range(3)), itertools.chain("ab")):
+        stream = cuseq.data.PackedStream(source, 6, window=2, length=lambda sample: 1)
+        rows = iter(stream)
+        next(rows)
+        state = stream.state_dict()
+        with pytest.raises(ValueError, match="iterable must be one that can be read again"):
+            list(stream)
+        stream.load_state_dict(state)
+        with pytest.raises(ValueError, match="iterable must be one that can be read again"):
+            list(stream)
+
+
 @pytest.mark.parametrize(
     "source", [*SOURCES.values(), Sticky, shards_of_hugging_face], ids=lambda kind: kind.__name__
 )
