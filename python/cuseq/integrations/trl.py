@@ -23,7 +23,6 @@ import datasets
 import pyarrow.compute
 import torch
 from accelerate.utils import is_peft_model
-from torch import nn
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -32,7 +31,10 @@ from cuseq.data.collator import part_of
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
 from cuseq.integrations._foreign import check_fields
-from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
+from cuseq.integrations.transformers._enable import (
+    enable_model_of_trainer,
+    release_model_of_trainer,
+)
 from cuseq.integrations.transformers._graphed import GraphedTraining, check_option
 from cuseq.integrations.transformers._private import (
     forget_evaluation_loaders,
@@ -163,7 +165,6 @@ class _State(NamedTuple):
     options: dict[str, Any]
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
-    model: nn.Module | None  # the model that `disable_trainer` must disable
 
 
 # No value may refer to its trainer, which would then never be freed.
@@ -204,6 +205,7 @@ def enable_trainer(
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
+        enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
         return state.enabled
     _check_packs(trainer, cp is not None)
     _check_collator(trainer.data_collator)
@@ -221,12 +223,9 @@ def enable_trainer(
 
     fields = {name: getattr(collator, name) for name in _FIELDS}
     training = _graphed_training(trainer, rows, capacity, fields) if graph else None
-    model, ours = enable_model_of_trainer(
-        trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
-    )
+    model = enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
     if graph and any(warning.startswith("LEAKS") for warning in model.warnings):
-        if ours:
-            disable_model(trainer.model)
+        release_model_of_trainer(trainer)
         raise ValueError(
             "trainer.model must not have recurrent layers that cuseq does not know, for graph=True:"
             f" they read offsets that a graph cannot replay, got {model.warnings[0]}"
@@ -241,8 +240,7 @@ def enable_trainer(
         training.install()
         replaced = (*replaced, f"training_step:{name}")
     enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
-    own = trainer.model if ours else None
-    _states[trainer] = _State(enabled, options, collator, before, own)
+    _states[trainer] = _State(enabled, options, collator, before)
     return enabled
 
 
@@ -252,7 +250,7 @@ def disable_trainer(trainer: SFTTrainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
-    restore_methods(trainer, state.model)
+    restore_methods(trainer)
     _put(trainer, state.collator, state.train_dataset)
 
 

@@ -546,3 +546,41 @@ def test_no_step_waits_for_the_gpu(cuda):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (callback._real_tokens, callback._tokens, callback._sequences) == (16, 32, 4)
+
+
+def is_enabled(model: nn.Module) -> bool:
+    return model.config._attn_implementation == "cuseq"
+
+
+def test_trainers_of_one_model_hold_it_together(tmp_path):
+    """It stays enabled until the last of them is disabled, and is enabled anew if asked for."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    first, second = (
+        transformers.Trainer(model, arguments, data_collator=cuseq.PackingCollator())
+        for _ in range(2)
+    )
+    cuseq.enable(first)
+    replaced = cuseq.enable(second).replaced
+    cuseq.disable(first)
+    assert is_enabled(model)
+    cuseq.disable(second)
+    assert not is_enabled(model)
+
+    assert cuseq.enable(first).replaced == replaced
+    cuseq.disable(model)  # the user's word counts for all
+    assert not is_enabled(model)
+    assert cuseq.enable(first).replaced == replaced
+    assert is_enabled(model)
+    cuseq.disable(first)
+    assert not is_enabled(model)
+
+    cuseq.enable(model)
+    cuseq.enable(first)
+    cuseq.disable(first)
+    assert is_enabled(model)  # it was the user's before
+    cuseq.disable(model)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,6 +90,8 @@ class _State:
 
 
 _states: weakref.WeakKeyDictionary[PreTrainedModel, _State] = weakref.WeakKeyDictionary()
+# The trainers of each model that a trainer enabled.
+_holders: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def enable_model(
@@ -191,6 +194,7 @@ def disable_model(model: nn.Module) -> None:
     """
     base = find_pretrained(model)
     state = _states.pop(base, None)
+    _holders.pop(base, None)
     if state is None:
         _refuse_parts_and_copies(base)
         return
@@ -210,18 +214,18 @@ def disable_model(model: nn.Module) -> None:
     state.release()
 
 
-def enable_model_of_trainer(
-    model: nn.Module, *, rope: bool, qk_norm: bool, backend: str
-) -> tuple[Enabled, bool]:
-    """Enable a trainer's model; return also whether `disable` of the trainer must disable it.
+def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend: str) -> Enabled:
+    """Enable a trainer's model until `release_model_of_trainer`; call it again if it may be
+    disabled.
 
-    A model that was enabled before stays enabled then. A model made with
-    `attn_implementation="cuseq"` keeps its own rotation and norms.
+    A model that the user enabled stays enabled then, and so does one that another trainer holds. A
+    model made with `attn_implementation="cuseq"` keeps its own rotation and norms.
 
     Raises:
         ValueError: as `enable_model`; or the model drops attention weights, which its first step
             would refuse.
     """
+    model = trainer.model
     config = text_config(model)
     dropout = getattr(config, "attention_dropout", 0.0)
     if isinstance(dropout, float) and dropout:
@@ -229,10 +233,15 @@ def enable_model_of_trainer(
             f"the trainer's model has attention_dropout={dropout}, which packed attention cannot "
             "compute: set attention_dropout to 0.0 in its config before the model is made"
         )
-    if find_pretrained(model) in _states:
-        return enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend), False
-    if attention_of(config) != NAME:
-        return enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend), True
+    base = find_pretrained(model)
+    if base in _states or attention_of(config) != NAME:
+        was_enabled = base in _states
+        enabled = enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend)
+        if not was_enabled:
+            _holders[base] = weakref.WeakSet()
+        if base in _holders:
+            _holders[base].add(trainer)
+        return enabled
     if backend != "auto":
         raise ValueError(
             f'backend must be "auto" for a model made with attn_implementation="{NAME}", got '
@@ -241,7 +250,16 @@ def enable_model_of_trainer(
     recurrent = recurrent_layers(config)
     reason = 'the model: it was made with attn_implementation="cuseq", and is enabled on its own'
     leaks = (leak_warning(recurrent),) if recurrent else ()
-    return Enabled("model", (), (reason,), leaks), False
+    return Enabled("model", (), (reason,), leaks)
+
+
+def release_model_of_trainer(trainer: Any) -> None:
+    """Disable the model that a trainer holds if no other trainer holds it."""
+    for model, holders in list(_holders.items()):  # the trainer may have wrapped its model since
+        if trainer in holders:
+            holders.remove(trainer)
+            if not holders:
+                disable_model(model)
 
 
 def _release(

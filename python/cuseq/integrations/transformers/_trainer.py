@@ -8,13 +8,15 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
-from torch import nn
 from transformers import Trainer
 
 from cuseq.data.collator import PackingCollator
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
-from cuseq.integrations.transformers._enable import disable_model, enable_model_of_trainer
+from cuseq.integrations.transformers._enable import (
+    enable_model_of_trainer,
+    release_model_of_trainer,
+)
 from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
 from cuseq.integrations.transformers._private import forget_evaluation_loaders
 from cuseq.integrations.transformers._shared_rows import (
@@ -27,7 +29,6 @@ from cuseq.integrations.transformers._shared_rows import (
 class _State(NamedTuple):
     enabled: Enabled
     options: dict[str, object]
-    model: nn.Module | None  # the model that `disable_trainer` must disable
     collator: PackingCollator | None  # the trainer's own, if `cp` replaced it
 
 
@@ -58,6 +59,7 @@ def enable_trainer(
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
+        enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
         return state.enabled
     if trainer.model_init is not None:
         raise ValueError(
@@ -74,9 +76,7 @@ def enable_trainer(
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
         training.check()
-    model, ours = enable_model_of_trainer(
-        trainer.model, rope=rope, qk_norm=qk_norm, backend=backend
-    )
+    model = enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
     name = type(before).__name__
     replaced, left_alone = model.replaced, model.left_alone
     if dealing is not None:
@@ -96,7 +96,7 @@ def enable_trainer(
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
     enabled = Enabled("trainer", replaced, left_alone, model.warnings)
     own = None if dealing is None else before
-    _states[trainer] = _State(enabled, options, trainer.model if ours else None, own)
+    _states[trainer] = _State(enabled, options, own)
     return enabled
 
 
@@ -105,18 +105,17 @@ def disable_trainer(trainer: Trainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
-    restore_methods(trainer, state.model)
+    restore_methods(trainer)
     if state.collator is not None:
         _put_collator(trainer, state.collator)
 
 
-def restore_methods(trainer: Trainer, model: nn.Module | None) -> None:
-    """Restore a trainer's own step and rows, and disable its model if it is given."""
+def restore_methods(trainer: Trainer) -> None:
+    """Restore a trainer's own step and rows, and release its model."""
     training = graph_of(trainer)
     if training is not None:
         training.remove()
-    if model is not None:
-        disable_model(model)
+    release_model_of_trainer(trainer)
     shared = shared_rows_of(trainer)
     if shared is not None:
         shared.restore()
