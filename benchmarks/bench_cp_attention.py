@@ -41,7 +41,7 @@ import torch.distributed as dist
 from bench_cp_plan import long, long_tailed, short
 from cp_model import HEAD_DIM, SHAPES, Trainer, layout_attention
 from cp_peers import AllGather, ZigzagRing
-from processes import run_ranks
+from processes import default_ranks, run_ranks
 from report import Report, Table, arguments, environment
 from torch import Tensor
 
@@ -344,7 +344,7 @@ def main() -> None:
     if "RANK" in os.environ:  # torchrun
         work(int(os.environ["RANK"]), 0, int(os.environ["WORLD_SIZE"]), args)
         return
-    ranks = args.ranks or max(2, torch.cuda.device_count())
+    ranks = args.ranks or default_ranks()
     run_ranks(work, ranks, ranks, args)
 
 

@@ -55,7 +55,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from processes import run_ranks
+from processes import default_ranks, run_ranks
 from rank_models import SHAPES, Unsharded, use_flex_attention
 from report import ROOT, Report, Table, arguments, environment
 from timer import synchronize
@@ -427,7 +427,7 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     if not on_gpu and "stock" in (args.variants or ()):
         parser.error("--variants stock needs a GPU: flex attention has no gradients on a CPU")
-    args.ranks = args.ranks or max(2, torch.cuda.device_count())
+    args.ranks = args.ranks or default_ranks()
     args.cp = args.cp or [args.ranks]
     for cp in args.cp:
         if cp < 1 or args.ranks % cp != 0:

@@ -9,6 +9,11 @@ from typing import Any
 import torch.multiprocessing
 
 
+def default_ranks() -> int:
+    """Return how many ranks a benchmark of several has: the GPUs, or 2 where there are fewer."""
+    return max(2, torch.cuda.device_count())
+
+
 def run_ranks(work: Callable[..., None], ranks: int, *given: Any) -> None:
     """Run `work(rank, port, *given)` in a process for each rank; `port` is free for them to meet.
 
