@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -27,6 +27,7 @@ def private(
     name: str,
     *,
     signature: str | Sequence[str] | None = None,
+    renamed: Mapping[str, str] | None = None,
     package: str | None = None,
 ) -> Any:
     """Return `owner.name`, a private name of another package.
@@ -37,6 +38,7 @@ def private(
         signature: for a function, the required parameters: a list of names; or the text of the
             signature without annotations, such as "(model, trainer, *, key='x')", which also
             compares kinds and defaults. None compares nothing.
+        renamed: names of parameters in other releases, and the names in `signature` for them.
         package: the package to name in the error; by default the one that defines `owner`.
 
     Raises:
@@ -55,9 +57,15 @@ def private(
     elif not callable(found):
         what = f"is a {type(found).__name__}, not a function"
     else:
-        expected = signature if isinstance(signature, str) else f"({', '.join(signature)})"
         takes = signature_of(found, names_only=not isinstance(signature, str))
-        if takes == expected:
+        if isinstance(signature, str):
+            expected, same = signature, takes == signature
+        else:
+            names = [
+                (renamed or {}).get(name, name) for name in inspect.signature(found).parameters
+            ]
+            expected, same = f"({', '.join(signature)})", names == list(signature)
+        if same:
             return found
         what = f"takes {takes}, not {expected}"
     raise _unknown(package or _package(owner), f"{_symbol(owner)}.{name} {what}")
@@ -84,6 +92,13 @@ def check_attribute(function: Callable[..., Any], name: str) -> None:
     """
     if name not in _attributes(inspect.unwrap(function).__code__):
         raise _unknown(_package(function), f"{_symbol(function)} does not use attribute {name}")
+
+
+def check_parameter(function: Callable[..., Any], names: Collection[str]) -> None:
+    """Raise UnknownRelease unless a function of another package takes one of these parameters."""
+    if not set(names) & set(inspect.signature(function).parameters):
+        what = f"{_symbol(function)} takes none of {', '.join(names)}"
+        raise _unknown(_package(function), what)
 
 
 def signature_of(function: Callable[..., Any], *, names_only: bool = False) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from inspect import isfunction
 from types import ModuleType
 
 import torch
 import transformers as t
+from packaging.version import Version
 from torch import Tensor, nn
 
 from cuseq.debug.families.models import VOCAB, small_config
@@ -26,6 +27,9 @@ def _config(family: str, **options: object) -> Callable[[], t.PreTrainedConfig]:
     return make
 
 
+# In older releases the layers of some families, before 5.16 of all, hand no keywords to recurrent
+# layers, and `enable` warns that these leak. `python -m cuseq.debug.families` shows which.
+ARE_SEPARATED = Version(t.__version__) >= Version("5.17")
 CONFIGS = {
     "qwen3_next": _config("qwen3_next"),
     "qwen3_5": _config("qwen3_5_text"),
@@ -79,6 +83,8 @@ def make_model(
 def functions_of_packages() -> Iterator[tuple[ModuleType, str, Callable[..., object]]]:
     """Yield the functions that transformers takes from other packages, with its own in PyTorch."""
     for family in FAMILIES:
+        if importlib.util.find_spec(f"transformers.models.{family}") is None:
+            continue  # a family of a newer release
         code = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         for name, function in list(vars(code).items()):
             own = getattr(function, "__wrapped__", None)

@@ -12,6 +12,7 @@ from cuseq.integrations._foreign import (
     UnknownRelease,
     check_attribute,
     check_fields,
+    check_parameter,
     private,
     signature_of,
 )
@@ -52,6 +53,20 @@ def test_what_is_known_is_returned(package):
     check_fields(package.Options, {"scale", "mask"})
     check_attribute(package._wrap, "_hook")
     assert signature_of(package._wrap) == "(module, *, deep=False)"
+
+
+def test_a_parameter_may_have_the_name_of_another_release(package):
+    renamed = {"module": "layer", "deep": "all"}
+    for names in (["layer", "deep"], ["module", "all"]):
+        with pytest.raises(UnknownRelease, match="takes .module, deep., not"):
+            private(package, "_wrap", signature=names)
+    with pytest.raises(UnknownRelease, match=r"takes \(module, deep\), not \(layer, whole\)"):
+        private(package, "_wrap", signature=["layer", "whole"], renamed=renamed)
+    found = private(package, "_wrap", signature=["layer", "all"], renamed=renamed)
+    assert found is package._wrap
+    assert check_parameter(package._wrap, ("layer", "module")) is None
+    with pytest.raises(UnknownRelease, match="_wrap takes none of layer, block"):
+        check_parameter(package._wrap, ("layer", "block"))
 
 
 def test_a_missing_name(package):

@@ -7,7 +7,9 @@ everything that is not packed must be unchanged.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import io
 import sys
 import warnings
@@ -25,6 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 from fla_index import load_fla_index  # noqa: E402
 from hybrid_models import (  # noqa: E402
+    ARE_SEPARATED,
     CONFIGS,
     ONE_OF_EACH_KIND,
     documents,
@@ -36,9 +39,12 @@ from cuseq.debug.families.models import VOCAB  # noqa: E402
 from cuseq.integrations._foreign import UnknownRelease  # noqa: E402
 from cuseq.integrations.transformers import _recurrent, _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
-from cuseq.integrations.transformers.hybrids import kernels, routes  # noqa: E402
+from cuseq.integrations.transformers.hybrids import kernels, kinds, routes  # noqa: E402
 from cuseq.integrations.transformers.hybrids.kernels import Kernel  # noqa: E402
 
+pytestmark = pytest.mark.skipif(
+    not ARE_SEPARATED, reason="recurrent layers of this transformers get no keywords"
+)
 every_family = pytest.mark.parametrize("name", CONFIGS)
 every_kind = pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 
@@ -353,6 +359,28 @@ def test_evaluation_with_a_cache(name, device):
         for found, logits in zip(run(), expected, strict=True):
             assert_close(found, logits)
     cuseq.disable(model)
+
+
+@pytest.mark.parametrize("name", ["minimax", "jamba"])
+def test_a_mixers_cache_of_an_unknown_name_is_refused(name, monkeypatch):
+    """A document's state would go into the next with the cache on."""
+    model = make_model(name)
+    (mixer,) = {
+        type(one) for one in model.modules() if hasattr(one, "layer_idx") and kinds.kind_of(one)
+    }
+    original = mixer.forward
+
+    @functools.wraps(original)
+    def forward(self, hidden_states, memory=None, **kwargs):
+        return original(self, hidden_states, **kwargs)
+
+    names = inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("self", "memory")]
+    )
+    forward.__signature__ = names
+    monkeypatch.setattr(mixer, "forward", forward)
+    with pytest.raises(UnknownRelease, match="takes none of cache, past_key_values"):
+        cuseq.enable(model)
 
 
 @every_kind
@@ -939,15 +967,75 @@ def test_keywords_on_their_way(device):
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     hands_on = routes.hands_on_keywords
-    assert hands_on(modeling_qwen3_5.Qwen3_5TextModel)
-    assert hands_on(modeling_qwen3_5.Qwen3_5DecoderLayer)
-    assert not hands_on(modeling_jamba.JambaMambaDecoderLayer)
-    assert not hands_on(modeling_mamba2.Mamba2ForCausalLM)
-    assert hands_on(modeling_mamba2.Mamba2Model)
-    assert not hands_on(modeling_mamba.MambaModel)
+    assert hands_on(modeling_qwen3_5.Qwen3_5TextModel, "layers.0")
+    assert hands_on(modeling_qwen3_5.Qwen3_5DecoderLayer, "linear_attn")
+    assert not hands_on(modeling_jamba.JambaMambaDecoderLayer, "mamba")
+    assert not hands_on(modeling_mamba2.Mamba2ForCausalLM, "backbone")
+    assert hands_on(modeling_mamba2.Mamba2Model, "layers.0")
+    assert not hands_on(modeling_mamba.MambaModel, "layers.0")
     modules = dict(make_model("mamba2").named_modules())
     assert routes.loans_to("backbone.layers.0.mixer", modules) == [("", "backbone")]
     modules = dict(make_model("jamba").named_modules())
     assert routes.loans_to("model.layers.0.mamba", modules) == [("model.layers.0", "mamba")]
     modules = dict(make_model("qwen3_5").named_modules())
     assert routes.loans_to("model.layers.0.linear_attn", modules) == []
+
+
+class Block(nn.Module):
+    """A layer that hands its keywords to one of its mixers alone, as NemotronH's before 5.17."""
+
+    def forward(self, hidden_states, cache=None, **kwargs):
+        if self.training:
+            return self.mixer(hidden_states, cache=cache)
+        if cache is None:
+            return self.mixer(hidden_states)
+        return self.mixer(hidden_states, cache=cache, **kwargs)
+
+
+class WholeBlock(nn.Module):
+    def forward(self, hidden_states, cache=None, **kwargs):
+        if cache is None:
+            return self.mixer(hidden_states)
+        return self.mixer(hidden_states, cache=cache, **kwargs)
+
+
+class Mixer(nn.Module):
+    def forward(self, hidden_states, **kwargs):
+        return mamba2_chunk_scan(causal_conv1d_fn(hidden_states, **kwargs))  # noqa: F821
+
+
+def test_a_call_without_keywords_hands_on_none():
+    assert not routes.hands_on_keywords(Block, "mixer")
+    assert routes.hands_on_keywords(WholeBlock, "mixer")
+    assert routes.reaches_functions(Mixer, ["causal_conv1d_fn"])
+    assert not routes.reaches_functions(Mixer, ["causal_conv1d_fn", "mamba2_chunk_scan"])
+
+
+def test_a_loan_reaches_a_mixer_whose_layer_hands_on_nothing(device):
+    """The layers of NemotronH call their mixers so in transformers 5.16."""
+    model = make_model("mamba2", device)
+
+    class Silent(type(model.backbone.layers[0])):
+        def forward(self, hidden_states, *args, **kwargs):
+            return hidden_states + self.mixer(self.norm(hidden_states), attention_mask=None)
+
+    for layer in model.backbone.layers:
+        layer.__class__ = Silent
+    expected = one_by_one(model, LENGTHS, device)
+    cuseq.enable(model)
+    batch = packed_batch(LENGTHS, device)
+    found = model(**batch, use_cache=False).logits[0, real_rows(batch["packed"])]
+    assert_close(found, expected)
+    cuseq.disable(model)
+
+
+def test_a_layout_that_does_not_arrive_is_no_leak(enabled, device):
+    """What reads the source may err: the mixer's functions look too."""
+    model = enabled("qwen3_5")
+    layer = model.model.layers[0]
+    hands_on = layer.forward
+    layer.forward = lambda hidden, *args, packed=None, **kwargs: hands_on(hidden, *args, **kwargs)
+    with pytest.raises(ValueError, match="must be given packed=, which a module above it did not"):
+        model(**packed_batch(LENGTHS, device), use_cache=False)
+    with torch.no_grad():
+        model(documents([5], device)[0], use_cache=False)

@@ -16,6 +16,7 @@ import transformers
 from tiers import full
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BartConfig,
     BloomConfig,
@@ -36,6 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import cuseq
 from cuseq.integrations import transformers as integration
+from cuseq.integrations._foreign import UnknownRelease
 from cuseq.integrations.transformers import _warn, attention, masks
 
 VOCAB = 61
@@ -951,42 +953,25 @@ def test_the_search_still_runs_for_other_implementations(device, searched):
     assert_near(logits, expected)
 
 
-def test_an_unknown_transformers_is_left_alone(monkeypatch):
+def test_an_unknown_transformers_is_refused(monkeypatch):
     def detector(config, embeds):
         raise AssertionError
 
     integration.unregister()
     monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", detector)
     try:
-        with pytest.warns(
-            UserWarning, match="own search for packed position_ids stays on"
-        ) as given:
+        with pytest.raises(UnknownRelease) as refused:
             integration.register()
         assert masking_utils._preprocess_mask_arguments is detector
+        assert "cuseq" not in AttentionInterface().valid_keys()
     finally:
         integration.unregister()
         monkeypatch.undo()
         integration.register()
-    (warning,) = given
     assert (
         f"cuseq does not know this transformers ({transformers.__version__}): transformers."
         "masking_utils._preprocess_mask_arguments takes (config, embeds), not (config, inputs_"
-    ) in str(warning.message)
-    assert warning.filename == __file__
-
-
-def test_position_ids_count_where_the_search_stays_on(device, monkeypatch):
-    """The path for a transformers whose search cannot be turned off."""
-    wrapped = masking_utils._preprocess_mask_arguments
-    monkeypatch.setattr(masking_utils, "_preprocess_mask_arguments", wrapped.__wrapped__)
-    model = make_model("gemma3", device)
-    ids, layout = make_ids(device), make_layout(device)
-    position_ids = layout.position_ids[None]
-    with torch.no_grad():
-        expected = one_by_one(model, ids)
-        assert_near(model(ids, position_ids=position_ids).logits, expected)
-        assert_near(model(ids, position_ids=position_ids, use_cache=False).logits, expected)
-        assert_near(model(ids, position_ids=position_ids, packed=layout).logits, expected)
+    ) in str(refused.value)
 
 
 def test_a_model_that_edits_its_mask_is_told():

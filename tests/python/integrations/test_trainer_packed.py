@@ -156,6 +156,14 @@ def check_same(actual: dict, expected: dict, tolerance: float = 1e-6) -> None:
 # The same as padded, on one process.
 
 
+# Older releases count the first label of each padded document, which no token predicts.
+counts_predictions = pytest.mark.skipif(
+    "_loss_shifts_labels" not in transformers.Trainer.__init__.__code__.co_names,
+    reason="Trainer of this transformers divides the loss of a padded batch by too many labels",
+)
+
+
+@counts_predictions
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dataset", [map_style, streaming])
 def test_equals_the_padded_run(dataset, accumulation, tmp_path):
@@ -225,6 +233,7 @@ def with_lora(model):
     )
 
 
+@counts_predictions
 def test_lora_equals_the_padded_run(tmp_path):
     options = dict(gradient_accumulation_steps=2, gradient_checkpointing=True)
     padded = train(with_lora(make_model("sdpa")), tmp_path, collator=pad, **options)

@@ -79,6 +79,22 @@ def separate(model: PreTrainedModel) -> Run:
     return None
 
 
+def cached(model: PreTrainedModel) -> Run:
+    """Compare a packed row that fills a cache with its documents one by one, or see it refused."""
+    docs = documents(model.device)
+    with torch.no_grad():  # with a cache too: layers of some families share keys through it
+        expected = _one_by_one(model, docs, use_cache=True)
+    yield
+    with torch.no_grad():
+        try:
+            found = model(**packed_batch(docs), use_cache=True).logits[0]
+        except ValueError as refusal:
+            if "use_cache=False" not in str(refusal):
+                raise
+            return None
+    return _difference(found, expected)
+
+
 def dense(model: PreTrainedModel) -> Run:
     """Compare a batch of two rows of equal length, with gradients."""
     rows = torch.cat(documents(model.device, (7, 7)))
@@ -138,6 +154,7 @@ CHECKS: dict[str, Check] = {
     "packed": packed,
     "positions": positions,
     "separate": separate,
+    "cache": cached,
     "dense": dense,
     "padded": padded,
     "generate": generated,
@@ -147,8 +164,8 @@ CHECKS: dict[str, Check] = {
 """The checks by name. "packed" and "separate" decide whether documents leak into each other."""
 
 
-def _one_by_one(model: PreTrainedModel, docs: list[Tensor]) -> Tensor:
-    return torch.cat([model(input_ids=doc, use_cache=False).logits[0] for doc in docs])
+def _one_by_one(model: PreTrainedModel, docs: list[Tensor], use_cache: bool = False) -> Tensor:
+    return torch.cat([model(input_ids=doc, use_cache=use_cache).logits[0] for doc in docs])
 
 
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from cuseq.debug.families.result import (
     DIFFERS,
     LEAKS,
     NOT_TRIED,
+    RAISES,
     REFUSED,
     RIGHT,
     VERDICTS,
@@ -53,6 +54,7 @@ _OTHERS = """
 _SECTIONS = (
     (LEAKS, "Leaking", "Documents of a packed row reach each other, and `enable` warns of it."),
     (DIFFERS, "Different", "A check found other numbers."),
+    (RAISES, "Raising", "A check raised that does not raise without cuseq."),
     (REFUSED, "Refused", "`enable` raises ValueError with this reason and replaces nothing."),
     (NOT_TRIED, "Not tried", "The program has no small model of these families."),
 )

@@ -12,6 +12,7 @@ from cuseq.debug.families.result import (
     DIFFERS,
     LEAKS,
     NOT_TRIED,
+    RAISES,
     REFUSED,
     RIGHT,
     FamilyResult,
@@ -46,6 +47,7 @@ def try_family(
         except Exception as error:
             return FamilyResult(family, NOT_TRIED, f"no small model of it runs ({_shown(error)})")
         found: dict[str, str] = {}
+        raised = set()
         started = {}
         for name in checks:
             run = CHECKS[name](model)
@@ -60,14 +62,18 @@ def try_family(
             return FamilyResult(family, REFUSED, str(error))
         try:
             for name, run in started.items():
-                found[name] = _finished(run)
+                try:
+                    found[name] = _finished(run)
+                except Exception as error:
+                    found[name] = _shown(error)
+                    raised.add(name)
         finally:
             cuseq.disable(model)
     wrong = {name: text for name, text in found.items() if text}
     verdict, reason = RIGHT, ""
     if wrong:
         first = next((name for name in _OF_DOCUMENTS if name in wrong), next(iter(wrong)))
-        verdict = LEAKS if first == "separate" else DIFFERS
+        verdict = RAISES if first in raised else LEAKS if first == "separate" else DIFFERS
         reason = f"{first}: {wrong[first]}"
     return FamilyResult(
         family,
@@ -86,8 +92,6 @@ def _finished(run: Run) -> str:
         next(run)
     except StopIteration as end:
         return end.value or ""
-    except Exception as error:
-        return _shown(error)
     raise AssertionError("a check yields once")
 
 

@@ -90,6 +90,7 @@ _ROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])
 
 # What else a family needs. None removes a size.
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": dict(layer_group_size=2),
     "bamba": _MAMBA | dict(attn_layer_indices=[1]),
     "codegen": _ROTARY,
     "cohere_compass_text": _WINDOWS
@@ -99,6 +100,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         ffn_config=dict(ffn_hidden_size=16, moe_num_experts=4, moe_top_k=2),
     ),
     "deepseek_v2": dict(n_group=None, topk_group=None),
+    # It divides learned scales by this, which are 1 in a small model.
+    "dory": dict(initializer_range=1.0),
     "exaone4": _WINDOWS,
     "exaone_moe": _WINDOWS,
     "falcon": dict(head_dim=None),
@@ -144,6 +147,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "lfm3": dict(layer_types=["conv", "full_attention"]),
     # One layer with a rotation and chunks, one with neither.
     "llama4_text": dict(
         layer_types=["chunked_attention", "full_attention"],

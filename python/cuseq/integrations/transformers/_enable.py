@@ -44,7 +44,7 @@ from cuseq.integrations.transformers._own_attention import (
     restore_attention,
     takes_angles,
 )
-from cuseq.integrations.transformers._private import attention_of
+from cuseq.integrations.transformers._private import attention_of, check_cache_name
 from cuseq.integrations.transformers._recurrent import (
     Separated,
     leak_warning,
@@ -70,7 +70,7 @@ from cuseq.integrations.transformers.hybrids.plan import (
     restore_modules,
     separate,
 )
-from cuseq.integrations.transformers.names import BACKEND, MAKES_MASK, NAME
+from cuseq.integrations.transformers.names import BACKEND, MAKES_MASK, NAME, parameters_of
 
 
 @dataclass
@@ -121,6 +121,7 @@ def enable_model(
         if not (layers or own or plan.mixers):
             raise ValueError(without_layers(base))
         refuse_inexact_layers(layers)
+        _check_caches(base, [*layers, *own, *map(base.get_submodule, plan.mixers)])
         tempered = find_tempered_layers(layers)
         rotating = rotating_layers(base, layers) + [one for one in own if takes_angles(one)]
         rotations = find_rotations(base, rotating) if rope or qk_norm else {}
@@ -272,6 +273,17 @@ def _release(
     if mark is not None:
         unmark_separated(mark)
     release_registration()
+
+
+def _check_caches(base: PreTrainedModel, layers: list[nn.Module]) -> None:
+    """Check that the model that calls these layers takes its cache by a name that cuseq knows.
+
+    Raises:
+        UnknownRelease: it has a cache under another name, whose contents would be overlooked.
+    """
+    *_, caller = models_around(base, layers)
+    if "use_cache" in parameters_of(type(caller).forward):
+        check_cache_name(type(caller))
 
 
 def _refuse_parts_and_copies(base: PreTrainedModel) -> None:

@@ -235,6 +235,8 @@ class GraphedTraining(TrainerCallback):
                 f"{len(trained - held)} outside",
             )
         steps = args.gradient_accumulation_steps
+        # accelerate's backward divides by this, the number of batches before transformers 5.9.
+        parts = trainer.accelerator.gradient_accumulation_steps
         # Rows of `values`. Each batch keeps its row, since a capture that fails may run some only.
         rows: dict[int, int] = {}
 
@@ -246,7 +248,7 @@ class GraphedTraining(TrainerCallback):
                     steps, len(values), dtype=torch.float64, device=loss.device
                 )
             self.values[rows.setdefault(id(batch), len(rows))].copy_(torch.stack(values))
-            return loss
+            return loss / parts if parts > 1 else loss
 
         return GraphedStep(
             loss_of,

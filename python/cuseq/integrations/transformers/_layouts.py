@@ -12,6 +12,7 @@ from cuseq._models import rotations_by_length, text_config
 from cuseq._modes import outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.names import cache_names
 from cuseq.layout import PackedLayout
 
 LENGTHS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -66,7 +67,7 @@ def layout_of_call(told: dict[str, Any]) -> PackedLayout | None:
     if positions is None or ("input_ids" not in told and "inputs_embeds" not in told):
         return None  # the model itself refuses a call without input
     if torch.compiler.is_compiling():
-        others = ("attention_mask", "past_key_values", "cache_params")
+        others = ("attention_mask", *cache_names(told))
         if positions.dim() == 2 and all(told.get(name) is None for name in others):
             _warn_of_compiled_positions()
         return None
@@ -96,8 +97,7 @@ def rows_of_call(told: dict[str, Any]) -> Tensor:
 
 
 def _is_filled(told: dict[str, Any]) -> bool:
-    cache = told.get("past_key_values", told.get("cache_params"))
-    return cache is not None and cache.get_seq_length() > 0
+    return any(told[name].get_seq_length() > 0 for name in cache_names(told))
 
 
 def names_of_call(model: nn.Module) -> tuple[str, ...]:

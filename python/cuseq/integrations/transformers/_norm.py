@@ -7,7 +7,6 @@ kernel gives the numbers of the layer's own forward on a small copy of the layer
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,8 @@ from cuseq.integrations.transformers.names import (
     OUTPUTS,
     PROJECTIONS,
     ROTATE,
+    parameters_of,
+    pop_cache,
 )
 
 _PLAIN = bool | int | float | str | None
@@ -118,7 +119,7 @@ def _eps(norm: nn.Module) -> float | None:
 
 def _obstacle(layer: nn.Module, norms: tuple[str, str]) -> str | None:
     """Return why a layer's norm cannot be fused, or None if no reason is found."""
-    parameters = list(inspect.signature(type(layer).forward).parameters)
+    parameters = parameters_of(type(layer).forward)
     if parameters != FORWARD_PARAMETERS:
         return f"its forward takes {parameters}"
     if not all(hasattr(layer, name) for name in (*PROJECTIONS, norms[1], "scaling", "head_dim")):
@@ -224,17 +225,18 @@ def normed_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an attention layer with its norms and rotation in one kernel."""
+    cache = pop_cache(kwargs, cache)
     how: NormedRotary = self._cuseq_rotary
     norms = [getattr(self, name) for name in how.norms]
     if any(type(norm) is not how.norm or has_hooks(norm) or norm.weight.is_meta for norm in norms):
         # Since the check, a norm got an adapter or a hook, or accelerate offloaded its weight. The
         # kernel would bypass these, so run the class's own forward.
         return type(self).forward(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            self, hidden_states, position_embeddings, attention_mask, cache, **kwargs
         )
     rows = hidden_states.shape[:-1]
     q, gate = self.q_proj(hidden_states), None
@@ -257,8 +259,8 @@ def normed_forward(
         **how.rotary.arguments(cos),
     )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(self.config), how.eager)
     out, weights = attend(
         self,

@@ -37,7 +37,13 @@ from cuseq.integrations.transformers._private import OWN_ATTENTION
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.attention import cuseq_attention
 from cuseq.integrations.transformers.masks import LayoutMask
-from cuseq.integrations.transformers.names import MASK_BESIDE_LENGTHS, ROTATE
+from cuseq.integrations.transformers.names import (
+    CACHE,
+    MASK_BESIDE_LENGTHS,
+    ROTATE,
+    parameters_of,
+    pop_cache,
+)
 
 _KEYWORDS = (*LENGTHS, "max_length_q", "max_length_k", "packed_seq_lengths")
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # modules
@@ -156,8 +162,9 @@ def _falcon_forward(
     heads = self._split_heads(self.query_key_value(hidden_states))
     q, k, v = (states.transpose(1, 2) for states in heads)
     q, k = code_of(self).apply_rotary_pos_emb(q, k, *kw["position_embeddings"])
-    if kw.get("layer_past") is not None:
-        k, v = kw["layer_past"].update(k, v, self.layer_idx)
+    cache = pop_cache(kw)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     out = _attend(self, q, k, v, attention_mask, self.inv_norm_factor)
     return self.dense(out.flatten(2)), None
 
@@ -167,22 +174,23 @@ def _xglm_forward(
     self: nn.Module,
     hidden_states: Tensor,
     key_value_states: Tensor | None = None,
-    past_key_values: Any = None,
+    cache: Any = None,
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend as XGLM's decoder."""
+    cache = pop_cache(kwargs, cache)
     if not isinstance(attention_mask, LayoutMask):
         return type(self).forward(
-            self, hidden_states, key_value_states, past_key_values, attention_mask, **kwargs
+            self, hidden_states, key_value_states, cache, attention_mask, **kwargs
         )
     shape = (*hidden_states.shape[:2], -1, self.head_dim)
     q, k, v = (
         project(hidden_states).view(shape).transpose(1, 2)
         for project in (self.q_proj, self.k_proj, self.v_proj)
     )
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     out = _attend(self, q, k, v, attention_mask, self.scaling, _RATES)
     return self.out_proj(out.flatten(2)), None
 
@@ -207,7 +215,7 @@ KINDS = (
     Kind(
         "forward",
         (
-            "self", "hidden_states", "alibi", "attention_mask", "position_ids", "layer_past",
+            "self", "hidden_states", "alibi", "attention_mask", "position_ids", CACHE,
             "use_cache", "output_attentions", "position_embeddings", "kwargs",
         ),
         ("_split_heads", "query_key_value", "dense", "inv_norm_factor", "config"),
@@ -218,8 +226,7 @@ KINDS = (
     Kind(
         "forward",
         (
-            "self", "hidden_states", "key_value_states", "past_key_values", "attention_mask",
-            "kwargs",
+            "self", "hidden_states", "key_value_states", CACHE, "attention_mask", "kwargs",
         ),
         ("q_proj", "k_proj", "v_proj", "out_proj", "scaling", "is_decoder", "embed_dim"),
         _is_decoder,
@@ -233,7 +240,7 @@ KINDS = (
 def _kinds_of(cls: type[nn.Module]) -> tuple[Kind, ...]:
     def takes(kind: Kind) -> bool:
         method = getattr(cls, kind.method, None)
-        return method is not None and kind.parameters == tuple(inspect.signature(method).parameters)
+        return method is not None and list(kind.parameters) == parameters_of(method)
 
     return tuple(kind for kind in KINDS if takes(kind))
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cuseq.integrations._foreign import check_attribute, private
+from cuseq.integrations._foreign import check_attribute, check_parameter, private
+from cuseq.integrations.transformers.names import CACHE, RENAMED, cache_names
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -35,7 +36,7 @@ _PREPARATION_PARAMETERS = [
     "config",
     "inputs_embeds",
     "attention_mask",
-    "past_key_values",
+    CACHE,
     "position_ids",
     "layer_idx",
     "encoder_hidden_states",
@@ -87,7 +88,7 @@ def check_mask_preparation() -> None:
     Raises:
         UnknownRelease: it is missing or takes other arguments.
     """
-    private(masking_utils, MASK_PREPARATION, signature=_PREPARATION_PARAMETERS)
+    private(masking_utils, MASK_PREPARATION, signature=_PREPARATION_PARAMETERS, renamed=RENAMED)
 
 
 def signature_columns(trainer: Trainer) -> list[str]:
@@ -138,6 +139,15 @@ def check_shared_rows(trainer: Trainer) -> None:
     private(trainer.accelerator, "_models", package="accelerate")
 
 
+def check_cache_name(cls: type[nn.Module]) -> None:
+    """Check that a class's forward takes its cache under a name that cuseq knows.
+
+    Raises:
+        UnknownRelease: it takes none of them; with a cache, what cuseq replaces would not see it.
+    """
+    check_parameter(cls.forward, (CACHE, *cache_names(RENAMED)))
+
+
 def is_of_library(method: Callable[..., Any]) -> bool:
     """Return whether a trainer's method is that of transformers or TRL, and not a user's own."""
     return method.__module__.partition(".")[0] in ("transformers", "trl")
@@ -148,7 +158,7 @@ def shifts_labels(trainer: Trainer) -> bool:
 
     A Trainer goes by the name of a model's class, which GPT-2's LMHeadModel does not have.
     """
-    if private(trainer, "_loss_shifts_labels", package="transformers"):
+    if getattr(trainer, "_loss_shifts_labels", False):  # since transformers 5.10
         return True
     config = getattr(trainer.model, "config", None)
     by_default = getattr(trainer.model, "loss_function", None) is ForCausalLMLoss
@@ -206,6 +216,11 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return a module's forward hooks by number; a write to it replaces a hook."""
+    return module._forward_hooks
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -6,14 +6,26 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-# Names of layer types in configs.
-_RECURRENT_LAYERS = {
-    "linear_attention",
-    "hybrid",
-    "hybrid_sliding",
-    "mamba",
-    "recurrent",
-    "conv",
+import transformers
+
+# Names that configs give to layers without a state along the row. A layer of any other type counts
+# as recurrent, those that a new release adds too.
+_STATELESS_LAYERS = {
+    "attention",
+    "chunked_attention",
+    "compressed_sparse_attention",
+    "deepseek_sparse_attention",
+    "dense",
+    "full_attention",
+    "heavily_compressed_attention",
+    "indexed_attention",
+    "minimax_m3_sparse",
+    "mlp",
+    "moe",
+    "qwen_sparse_attention",
+    "sliding_attention",
+    "sparse",
+    "window_attention",
 }
 
 
@@ -42,9 +54,9 @@ def recurrent_layers(config: Any) -> list[str]:
 
 
 def recurrent_types(config: Any) -> list[str]:
-    """Return the type of each of a config's layers that carries a state from token to token."""
+    """Return the type of each of a config's layers that may carry a state from token to token."""
     types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return [kind for kind in types or () if kind in _RECURRENT_LAYERS]
+    return [kind for kind in types or () if kind not in _STATELESS_LAYERS]
 
 
 def mark_separated(config: Any) -> Separated:
@@ -63,7 +75,8 @@ def leak_warning(types: Iterable[str]) -> str:
     """Return the warning for a model with these types of recurrent layers."""
     return (
         f"LEAKS: layers of type {', '.join(types)} carry their state from one document of a packed "
-        "row into the next, since cuseq separates documents in attention only. Train this model "
-        "on padded batches or on rows of one document; cuseq.check_packing(model) shows which "
-        "documents leak into which"
+        "row into the next: cuseq does not know such layers in transformers "
+        f"{transformers.__version__} and separates documents in attention only. Train this model "
+        "on padded batches or on rows of one document, or try a newer transformers; "
+        "cuseq.check_packing(model) shows which documents leak into which"
     )

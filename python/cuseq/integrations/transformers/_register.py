@@ -20,7 +20,6 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
-from cuseq.integrations._foreign import UnknownRelease
 from cuseq.integrations.transformers._layers import keywords_of
 from cuseq.integrations.transformers._private import (
     MASK_PREPARATION,
@@ -30,7 +29,6 @@ from cuseq.integrations.transformers._private import (
     registered_functions,
     supports_sdpa,
 )
-from cuseq.integrations.transformers._warn import warn
 from cuseq.integrations.transformers.attention import cuseq_attention
 from cuseq.integrations.transformers.masks import DeferredMask, cuseq_mask, withhold
 from cuseq.integrations.transformers.names import NAME
@@ -51,12 +49,8 @@ def register() -> None:
     Further calls of `register` change nothing; one `unregister` undoes them all.
 
     Raises:
-        UnknownRelease: a private name of transformers that this needs is missing; nothing was
-            registered.
-
-    Warns:
-        UserWarning: transformers prepares masks in a way that cuseq does not know. Everything else
-            works, with one synchronisation per forward.
+        UnknownRelease: a private name of transformers that this needs is missing, or a function
+            takes other arguments; nothing was registered.
 
     Examples:
         >>> import cuseq.integrations.transformers
@@ -88,7 +82,7 @@ def unregister() -> None:
 
 
 def hold_registration() -> None:
-    """Register on behalf of one more user; raises and warns as `register`."""
+    """Register on behalf of one more user; raises as `register`."""
     global _holds
     with _lock:
         _install()
@@ -217,8 +211,7 @@ def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
         if hasattr(one, "create_position_ids_from_input_ids"):
             return "it counts positions from the one after its padding token's id"
         if isinstance(one, type) and one.__name__.endswith("PositionalEmbedding"):
-            counts = "past_key_values_length" in inspect.signature(one.forward).parameters
-            if counts and is_decoder and not is_told:
+            if is_decoder and not is_told:
                 return "it counts positions along the row, whatever position_ids say"
     return None
 
@@ -233,16 +226,7 @@ def _withhold_position_ids(undo: contextlib.ExitStack) -> None:
     lengths are given. The position ids go to the mask function instead, which transformers calls
     next on the same thread.
     """
-    try:
-        check_mask_preparation()
-    except UnknownRelease as change:
-        warn(
-            f"{change}. transformers' own search for packed position_ids stays on, with one "
-            "synchronisation a forward, and lengths beside packed position_ids raise unless "
-            "use_cache is on",
-            stacklevel=4,
-        )
-        return
+    check_mask_preparation()
     _patch(undo, masking_utils, MASK_PREPARATION, _without_position_ids)
 
 
@@ -251,7 +235,7 @@ def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
         config,
         inputs_embeds,
         attention_mask,
-        past_key_values,
+        cache,
         position_ids,
         layer_idx,
         encoder_hidden_states=None,
@@ -260,7 +244,7 @@ def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
             # `generate` has already made the mask: prepare with a 4-D mask in its place, which
             # transformers passes through unchanged.
             mask = torch.empty(1, 1, 1, 1)
-            found = prepare(config, inputs_embeds, mask, past_key_values, None, layer_idx)
+            found = prepare(config, inputs_embeds, mask, cache, None, layer_idx)
             return found[0], attention_mask, *found[2:]
         if attention_of(config) == NAME:
             withhold(position_ids if attention_mask is None else None)
@@ -269,7 +253,7 @@ def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
             config,
             inputs_embeds,
             attention_mask,
-            past_key_values,
+            cache,
             position_ids,
             layer_idx,
             encoder_hidden_states,

@@ -163,8 +163,19 @@ def _match_pair(rotate: Rotate, widths: list[int], tables: Tables) -> Rotary | N
 def _replace_pair(original: Rotate, rotary: Rotary) -> Rotate:
     def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
         if not _is_known(cos, unsqueeze_dim, q, k):
-            return original(q, k, cos, sin, unsqueeze_dim)
+            return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return rotary.rotated(q, k, cos, sin, _format(unsqueeze_dim))
+
+    return apply_rotary_pos_emb
+
+
+def _replace_pair_with_positions(original: Rotate, rotary: Rotary) -> Rotate:
+    rotated = _replace_pair(original, rotary)
+
+    def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if position_ids is not None:
+            return original(q, k, cos, sin, position_ids, unsqueeze_dim)
+        return rotated(q, k, cos, sin, unsqueeze_dim)
 
     return apply_rotary_pos_emb
 
@@ -186,6 +197,27 @@ def _replace_single(original: Rotate, rotary: Rotary) -> Rotate:
         if not _is_known(cos, unsqueeze_dim, x):
             return original(x, cos, sin, unsqueeze_dim)
         return rotary.rotated(x, None, cos, sin, _format(unsqueeze_dim))[0]
+
+    return apply_rotary_pos_emb
+
+
+# ------------------------------------- one tensor at a time, heads behind tokens, sines first
+
+
+def _match_sines_first(rotate: Rotate, widths: list[int], tables: Tables) -> Rotary | None:
+    return _matching(
+        widths,
+        tables[::-1],
+        lambda q, k, c, s: [rotate(q.transpose(1, 2), s, c)],
+        lambda r, q, k, c, s: r.rotated(q.transpose(1, 2), None, c, s, "bshd")[:1],
+    )
+
+
+def _replace_sines_first(original: Rotate, rotary: Rotary) -> Rotate:
+    def apply_rotary_pos_emb(tensor, sin, cos):
+        if not _is_known(cos, 2, tensor):
+            return original(tensor, sin, cos)
+        return rotary.rotated(tensor, None, cos, sin, "bshd")[0]
 
     return apply_rotary_pos_emb
 
@@ -283,7 +315,15 @@ _PAIR = ("q", "k", "cos", "sin", "unsqueeze_dim")
 
 KINDS = (
     Kind(ROTATE, _PAIR, _match_pair, _replace_pair),
+    # GPT-OSS before transformers 5.13.
+    Kind(
+        ROTATE,
+        ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"),
+        _match_pair,
+        _replace_pair_with_positions,
+    ),
     Kind(ROTATE, ("x", "cos", "sin", "unsqueeze_dim"), _match_single, _replace_single),
+    Kind(ROTATE, ("tensor", "sin", "cos"), _match_sines_first, _replace_sines_first),
     Kind(
         f"{ROTATE}_interleave",
         ("q", "k", "cos", "sin", "position_ids", "unsqueeze_dim"),

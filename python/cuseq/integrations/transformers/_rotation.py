@@ -90,8 +90,8 @@ def _angles(base: PreTrainedModel, layer: nn.Module) -> Any:
         rotary = copy.deepcopy(module).cpu()
         rotary.__dict__.pop("forward", None)  # accelerate's forward moves tensors to the GPU
         options = {}
-        if "layer_type" in inspect.signature(kind.forward).parameters:
-            kinds = base.config.get_text_config().layer_types
+        kinds = getattr(base.config.get_text_config(), "layer_types", None)
+        if kinds and "layer_type" in inspect.signature(kind.forward).parameters:
             options["layer_type"] = kinds[layer.layer_idx]
         positions = torch.arange(7).unsqueeze(0)
         if hasattr(rotary, "mrope_section"):

@@ -21,6 +21,7 @@ from cuseq.integrations.transformers._layouts import (
 )
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers.masks import DeferredMask
+from cuseq.integrations.transformers.names import pop_cache
 from cuseq.layout import PackedLayout, check_layout
 
 _SETTINGS = ("attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale")
@@ -52,14 +53,15 @@ def tempered_forward(
     hidden_states: Tensor,
     position_embeddings: Any,
     attention_mask: Any,
-    past_key_values: Any = None,
+    cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an attention layer without a rotation, whose queries grow with their positions."""
+    cache = pop_cache(kwargs, cache)
     positions = _positions(hidden_states, attention_mask, kwargs)
     if positions is None:
         return type(self).forward(
-            self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+            self, hidden_states, position_embeddings, attention_mask, cache, **kwargs
         )
     rows = hidden_states.shape[:-1]
     q, k, v = (
@@ -70,8 +72,8 @@ def tempered_forward(
     scales = torch.log1p(steps) * self.attn_scale + 1.0
     q = (q * scales.view(*rows, 1, 1)).to(q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
+    if cache is not None:
+        k, v = cache.update(k, v, self.layer_idx)
     eager = code_of(self).eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(self.config), eager)
     out, weights = attend(

@@ -349,7 +349,8 @@ def _check_packable(
     if query.shape[2] != key.shape[2]:
         raise ValueError(
             "packed lengths describe whole rows, not a decode step: they need as many keys as "
-            f"queries, got {query.shape[2]} queries and {key.shape[2]} keys (a filled KV cache?)"
+            f"queries, got {query.shape[2]} queries and {key.shape[2]} keys (a filled KV cache?). "
+            "Pass use_cache=False to a model that adds keys of its own to its cache"
         )
     # A 2-D mask may be ignored, because the lengths determine more. No other mask is allowed.
     is_2d = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2

@@ -34,6 +34,7 @@ from cuseq.integrations.transformers._lengths import (
 )
 from cuseq.integrations.transformers._private import inside_checkpoint
 from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.hybrids.functions import inside_packed_row
 from cuseq.integrations.transformers.names import MASK_BESIDE_LENGTHS
 from cuseq.layout import PackedLayout, check_layout
 
@@ -70,7 +71,10 @@ def entry_forward(cls: type[nn.Module]) -> Callable[..., Any]:
                 if not torch.compiler.is_compiling():
                     warn_once(MASK_BESIDE_LENGTHS)
                 kwargs["attention_mask"] = None
-        return forward(self, **kwargs)
+        if packed is None or torch.compiler.is_compiling():
+            return forward(self, **kwargs)
+        with inside_packed_row(type(self).__name__):
+            return forward(self, **kwargs)
 
     return entered
 
@@ -100,6 +104,20 @@ def lending_forward(cls: type[nn.Module]) -> Callable[..., Any]:
             return lend(forward)(self, *args, **kwargs)
 
     return lending
+
+
+@functools.cache
+def borrowing_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a forward for a mixer whose caller lends it the layout of the row."""
+    forward = cls.forward
+
+    @our_forward
+    @functools.wraps(forward)
+    def borrowing(self, *args, **kwargs):
+        lent = {name: one for name, one in lent_to(self).items() if name == "packed"}
+        return forward(self, *args, **(kwargs | lent))
+
+    return borrowing
 
 
 def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:

@@ -7,9 +7,13 @@ decoding compute what they did before.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 import cuseq
@@ -36,12 +40,37 @@ _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _WIDTHS = (2, 3, 4)
 
 
+_running = threading.local()
+
+
+@contextlib.contextmanager
+def inside_packed_row(model: str) -> Iterator[None]:
+    """Note that a model of this name runs on a packed row: its mixers must get the layout."""
+    before = getattr(_running, "model", None)
+    _running.model = model
+    try:
+        yield
+    finally:
+        _running.model = before
+
+
 def layout_among(keywords: dict[str, Any], rows: Tensor) -> PackedLayout | None:
-    """Return the layout that a mixer handed to a function, on the device of `rows`; else None."""
+    """Return the layout that a mixer handed to a function, on the device of `rows`; else None.
+
+    Raises:
+        ValueError: the row is packed and its layout did not arrive. Not seen in compiled code, nor
+            when a checkpoint computes a layer again.
+    """
     for name in ("packed", "seq_idx"):  # some mixers hand on `seq_idx` alone
         packed = keywords.get(name)
         if isinstance(packed, PackedLayout):
             return packed.to(rows.device)
+    if not torch.compiler.is_compiling() and getattr(_running, "model", None) is not None:
+        raise ValueError(
+            f"a layer of {_running.model} with a state along the row must be given packed=, which "
+            f"a module above it did not hand on (transformers {transformers.__version__}): "
+            "documents would reach each other"
+        )
     return None
 
 

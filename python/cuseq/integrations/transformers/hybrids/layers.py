@@ -15,10 +15,10 @@ from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.hybrids.functions import WITH_FLA, layout_among
 from cuseq.integrations.transformers.hybrids.kernels import LINEAR_ATTENTION, fla_arguments
 from cuseq.integrations.transformers.hybrids.segments import by_segment
+from cuseq.integrations.transformers.names import cache_names
 from cuseq.layout import PackedLayout
 
 NO_KERNEL = "no package has a kernel for it that takes offsets"
-_CACHES = ("cache_params", "past_key_values")
 
 
 @our_forward
@@ -40,7 +40,7 @@ def lightning_forward(
     if packed is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     simple_gla = LINEAR_ATTENTION.function(hidden_states)
-    if simple_gla is not None and all(kwargs.get(name) is None for name in _CACHES):
+    if simple_gla is not None and all(kwargs[name] is None for name in cache_names(kwargs)):
         batch, seqlen, _ = hidden_states.shape
         heads = self.act_fn(self.qkv_proj(hidden_states))
         heads = heads.view(1, -1, self.num_attention_heads, 3 * self.head_dim)
@@ -65,11 +65,16 @@ def _segments(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Run a layer's own forward on each segment; a cache gets the state of the last sequence."""
-    caches = {name: kwargs[name] for name in _CACHES if name in kwargs}
+    if args:  # a cache among them could not be told from the rest
+        raise ValueError(
+            f"{type(layer).__name__} must get its arguments by keyword in a packed row, got "
+            f"{len(args)} by position after hidden_states"
+        )
+    caches = {name: kwargs[name] for name in cache_names(kwargs)}
     others = {name: value for name, value in kwargs.items() if name not in caches}
 
     def run(is_last: bool, row: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = type(layer).forward(layer, row, *args, **others, **(caches if is_last else {}))
+        found = type(layer).forward(layer, row, **others, **(caches if is_last else {}))
         return found if isinstance(found, tuple) else (found, None)
 
     rows = hidden_states.flatten(0, 1).unsqueeze(0)

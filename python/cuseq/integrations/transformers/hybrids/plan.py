@@ -18,10 +18,12 @@ from cuseq.integrations.transformers._functions import (
     restore_function,
 )
 from cuseq.integrations.transformers._layers import code_of
+from cuseq.integrations.transformers._private import check_cache_name
 from cuseq.integrations.transformers.hybrids.boundaries import (
     HANDS_ON_SEQ_IDX,
     LENDS_TO,
     LENT,
+    borrowing_forward,
     entry_forward,
     lending_forward,
 )
@@ -32,7 +34,7 @@ from cuseq.integrations.transformers.hybrids.kinds import (
     Kind,
     kind_of,
 )
-from cuseq.integrations.transformers.hybrids.routes import Loan, loans_to
+from cuseq.integrations.transformers.hybrids.routes import Loan, loans_to, reaches_functions
 from cuseq.integrations.transformers.hybrids.segments import slow_warning
 
 Function = tuple[types.ModuleType, str]
@@ -65,7 +67,7 @@ def plan_mixers(base: PreTrainedModel) -> Plan:
     """Find the mixers of a model and what separates documents in them.
 
     Raises:
-        UnknownRelease: a function of transformers takes other arguments than cuseq knows.
+        UnknownRelease: a function or layer of transformers takes other arguments than cuseq knows.
     """
     modules = dict(base.named_modules())
     plan = Plan()
@@ -73,7 +75,7 @@ def plan_mixers(base: PreTrainedModel) -> Plan:
     for name, module in modules.items():
         kind = kind_of(module) if hasattr(module, "layer_idx") else None
         needed = None if kind is None else loans_to(name, modules)
-        if needed is not None:
+        if needed is not None and reaches_functions(type(module), kind.replacements):
             plan.mixers[name] = kind
             loans |= dict.fromkeys(needed)
     if not plan.mixers:
@@ -117,6 +119,7 @@ def _check_parameters(code: types.ModuleType, function: str) -> None:
 def _plan_forwards(plan: Plan, modules: dict[str, nn.Module], loans: Iterable[Loan]) -> None:
     for name, kind in plan.mixers.items():
         if kind.forward is not None:
+            check_cache_name(type(modules[name]))
             plan.forwards[name] = kind.forward
     mixers = set(plan.mixers)
     around = [
@@ -131,7 +134,10 @@ def _plan_forwards(plan: Plan, modules: dict[str, nn.Module], loans: Iterable[Lo
     for name, child in loans:
         plan.forwards[name] = lending_forward(type(modules[name]))
         plan.attributes[name, LENDS_TO] = child
-        plan.attributes[_joined(name, child), LENT] = None
+        child = _joined(name, child)
+        plan.attributes[child, LENT] = None
+        if child in plan.mixers:  # one with functions alone, or with a forward that reads the loan
+            plan.forwards.setdefault(child, borrowing_forward(type(modules[child])))
 
 
 def _joined(name: str, child: str) -> str:
