@@ -28,6 +28,28 @@ c10::intrusive_ptr<c10d::ProcessGroup> group_named(const std::string& name) {
   }
 }
 
+// torch 2.13 renamed two of ProcessGroup's functions and deprecates the old names. These are
+// templates, so that only the name which the group has is compiled.
+template <typename ProcessGroup>
+c10::intrusive_ptr<c10d::Work> all_gather(ProcessGroup& group, Tensor& to, Tensor& from) {
+  if constexpr (requires { group.all_gather_single(to, from); }) {
+    return group.all_gather_single(to, from);
+  } else {
+    return group._allgather_base(to, from);
+  }
+}
+
+template <typename ProcessGroup>
+c10::intrusive_ptr<c10d::Work> all_to_all(ProcessGroup& group, Tensor& to, Tensor& from,
+                                          std::vector<int64_t>& received,
+                                          std::vector<int64_t>& sent) {
+  if constexpr (requires { group.all_to_all_single(to, from, received, sent); }) {
+    return group.all_to_all_single(to, from, received, sent);
+  } else {
+    return group.alltoall_base(to, from, received, sent);
+  }
+}
+
 using Facts = std::vector<int64_t>;
 
 // Return the ranks whose facts are not those of most ranks, or of rank 0 if there is no majority.
@@ -93,7 +115,7 @@ void Group::check_alike(const RankShare& share, const Tensor& like,
   const int64_t ranks = share.at(RankMetaSlot::kCpSize);
   Tensor from = at::tensor(own, at::kLong).to(like.device());
   Tensor to = at::empty({ranks * count}, from.options());
-  group_->_allgather_base(to, from)->wait();
+  all_gather(*group_, to, from)->wait();
   const Tensor host = to.cpu();
   std::vector<Facts> all;
   for (int64_t rank = 0; rank < ranks; ++rank) {
@@ -114,7 +136,7 @@ Arrival Group::exchange(const Tensor& to, const Tensor& from, std::vector<int64_
                         std::vector<int64_t> sent) const {
   Tensor output = to;
   Tensor input = from;
-  return {group_->alltoall_base(output, input, received, sent), from};
+  return {all_to_all(*group_, output, input, received, sent), from};
 }
 
 }  // namespace cuseq::attention
