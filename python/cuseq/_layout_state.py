@@ -249,3 +249,8 @@ class _Buffer(NamedTuple):
         if not self.numbers:
             return torch.empty(self.shape, dtype=torch.int32, device="cpu")
         return torch.frombuffer(bytearray(self.numbers), dtype=torch.int32).view(self.shape)
+
+
+# What a pickle of a layout holds; layout.py allows the function that reads it. Empty bytes are
+# pickled as a call of `bytes`, which does no more than the `bytearray` that PyTorch allows.
+torch.serialization.add_safe_globals([LayoutState, _Buffer, bytes])

@@ -434,6 +434,10 @@ def _restored(buffers: LayoutState, device: str) -> PackedLayout:
     return PackedLayout(buffers.from_buffers()).to(device)
 
 
+# So that torch.load reads a saved batch with weights_only=True, its default.
+torch.serialization.add_safe_globals([_restored])
+
+
 def check_layout(packed: object, name: str = "packed") -> None:
     """Raise TypeError unless `packed` is a PackedLayout.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 
 import numpy as np
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from reference import DTYPES, packings
 from torch import Tensor
 
-from cuseq import PackedLayout, PackingCollator
+from cuseq import PackedLayout, PackedTree, PackingCollator
 from cuseq.data import mask_boundary_labels
+from cuseq.distributed import cp_partition, cp_plan
 
 A, B = {"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}
 
@@ -400,3 +403,67 @@ def test_keys_of_several_types_are_named():
     examples = [{"input_ids": [1]}, {"input_ids": [1], 1: [1], "b": [1]}]
     with pytest.raises(ValueError, match=r"examples\[1\] has \[1, 'b'\]"):
         PackingCollator()(examples)
+
+
+# ------------------------------------------------------------------------------- saved batches
+
+
+def small_tree() -> PackedTree:
+    return PackedTree.from_groups([[5, 6, 7], [3]], [[[8, 9], [4]], [[2]]], total_tokens=12)
+
+
+def part_of_a_row(policy: str) -> PackedLayout:
+    packed = PackedLayout.from_lengths([40, 7, 30, 2], 80)
+    return cp_partition(packed, cp_plan(packed, 4, policy=policy), 1, group="7")[0]
+
+
+LAYOUTS = {
+    "a row": lambda: PackingCollator()([A, B])["packed"],
+    "a row with a tail and room": lambda: PackedLayout.from_lengths([2, 0, 3], 9, max_seqs=5),
+    "a long row": lambda: PackedLayout.from_lengths([70_000, 1], 2**17, max_seqs=300),
+    "an empty row": lambda: PackedLayout.from_lengths([]),
+    "padding between sequences": lambda: PackedLayout.from_lengths([2, 3], 16, segment_multiple=4),
+    "a padded batch": lambda: PackedLayout.from_padding_mask(torch.tensor([[1, 1, 0], [1, 0, 0]])),
+    "positions": lambda: PackedLayout.from_position_ids(torch.tensor([0, 1, 0])),
+    "a rank's part, whole documents": lambda: part_of_a_row("auto"),
+    "a rank's part, cut documents": lambda: part_of_a_row("contiguous"),
+    "a rank's part, heads exchanged": lambda: part_of_a_row("ulysses"),
+    "a tree": lambda: small_tree().layout,
+}
+
+
+def as_plain(state: tuple) -> dict:
+    """Return the fields of a layout's state with lists in place of tensors."""
+
+    def plain(value):
+        if isinstance(value, Tensor):
+            return value.dtype, value.device.type, value.tolist()
+        return as_plain(value) if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in state._asdict().items()}
+
+
+def saved(value: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_torch_load_reads_a_saved_batch_with_weights_only(name, device):
+    packed = LAYOUTS[name]().to(device)
+    batch = {"input_ids": torch.arange(9)[None], "num_label_tokens": 7, "packed": packed}
+    read = torch.load(saved([batch]), weights_only=True)[0]
+    assert read["packed"].device == packed.device
+    assert as_plain(read["packed"].state) == as_plain(packed.state)
+    assert torch.equal(read["input_ids"], batch["input_ids"])
+    assert read["num_label_tokens"] == 7
+
+
+def test_torch_load_reads_a_tree_only_as_a_pickle():
+    """PyTorch before 2.15 makes objects of C++ without their state, whose memory is garbage."""
+    with pytest.raises(pickle.UnpicklingError, match="PackedTree|cuseq._C.Tree"):
+        torch.load(saved(small_tree()), weights_only=True)
+    read = torch.load(saved(small_tree()), weights_only=False)
+    assert read.input_ids.tolist() == small_tree().input_ids.tolist()
