@@ -1,4 +1,4 @@
-"""Private names of other packages, checked before cuseq relies on them.
+"""Other packages: whether they are there, and private names checked before cuseq relies on them.
 
 A package may rename its private functions, fields and attributes in any release. Integrations read
 them through this module. A release that cuseq does not know then fails when cuseq is enabled, with
@@ -7,12 +7,58 @@ the package, its version and the change, and not with an AttributeError in the m
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import CodeType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+from torch.torch_version import TorchVersion
+
+
+class _Needed(NamedTuple):
+    name: str
+    install: str  # what to type
+    least: str | None = None  # the oldest release that cuseq works with, as in pyproject.toml
+
+
+_WITH_EXTRA = "pip install 'cuseq[transformers]', or in a clone pip install '.[transformers]'"
+_NEEDED = {
+    "transformers": _Needed("transformers", _WITH_EXTRA, least="5.5.3"),
+    "trl": _Needed("TRL", "pip install trl"),
+    "megatron": _Needed("megatron-core", "pip install megatron-core"),
+    "xformers": _Needed("xformers", "pip install xformers, of a build for this torch"),
+}
+
+
+def load(module: str, part: str) -> ModuleType:
+    """Return a module of another package, which a part of cuseq needs.
+
+    Args:
+        module: its name, such as "xformers.ops.fmha.attn_bias".
+        part: the part of cuseq, for the error.
+
+    Raises:
+        ImportError: the package is not installed, does not load or is too old. The message says
+            what to type.
+
+    Examples:
+        >>> load("transformers", "cuseq.enable of a model").__name__
+        'transformers'
+    """
+    package = module.partition(".")[0]
+    name, install, least = _NEEDED[package]
+    needs = f"{part} needs {name}" + (f" {least} or newer" if least else "")
+    try:
+        loaded = importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{needs} ({error}): {install}") from error
+    version = _version(package)
+    if least is not None and TorchVersion(version) < least:
+        raise ImportError(f"{needs}, got {version}: {install}")
+    return loaded
 
 
 class UnknownRelease(ValueError):

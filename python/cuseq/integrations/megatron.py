@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cuseq.integrations._foreign import load
 from cuseq.layout import check_layout
 
 if TYPE_CHECKING:
@@ -34,12 +35,7 @@ def packed_seq_params(packed: PackedLayout, **more: Any) -> Any:
 
     If the lengths came from a GPU, this waits for their copy to the host.
     """
-    try:
-        from megatron.core.packed_seq_params import PackedSeqParams
-    except ImportError as error:
-        raise ImportError(
-            "packed_seq_params needs megatron-core: pip install megatron-core"
-        ) from error
+    PackedSeqParams = load("megatron.core.packed_seq_params", "packed_seq_params").PackedSeqParams
     check_layout(packed)
     packed.check_whole()
     offsets, padded, longest = packed.cu_seqlens, packed.cu_seqlens_padded, packed.max_seqlen_padded

@@ -19,6 +19,10 @@ from itertools import accumulate
 from math import lcm
 from typing import Any, NamedTuple
 
+from cuseq.integrations._foreign import check_fields, load
+
+load("trl", "cuseq's integration with TRL")  # before the modules that import it
+
 import datasets
 import pyarrow.compute
 import torch
@@ -30,7 +34,6 @@ import cuseq
 from cuseq.data.collator import part_of
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
-from cuseq.integrations._foreign import check_fields
 from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cuseq.integrations._foreign import private
+from cuseq.integrations._foreign import load, private
 
 if TYPE_CHECKING:
     from cuseq._layout_facts import LayoutFacts
@@ -30,12 +30,7 @@ def causal_bias(packed: LayoutFacts, window: int | None) -> tuple[Any, list[Tens
 
     If the lengths came from a GPU, this waits for their copy to the host.
     """
-    try:
-        from xformers.ops.fmha import attn_bias
-    except ImportError as error:
-        raise ImportError(
-            "packed.xformers_bias needs xformers: pip install xformers, of a build for this torch"
-        ) from error
+    attn_bias = load("xformers.ops.fmha.attn_bias", "packed.xformers_bias")
     if packed.pads_between_sequences:
         raise ValueError("packed must have no padding between its sequences for an xformers bias")
     if packed.total_tokens == 0:

@@ -1,13 +1,18 @@
-"""Test the check of other packages' private names: errors name package, version and change."""
+"""Test what is said of other packages that are missing or have changed their private names."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from cuseq.integrations import _foreign
 from cuseq.integrations._foreign import (
     UnknownRelease,
     check_attribute,
@@ -163,3 +168,75 @@ def test_hooks_of_accelerate_under_another_name(monkeypatch):
     with pytest.raises(UnknownRelease, match="does not use attribute _hf_hook"):
         _private.is_offloaded(module)
     _private._check_hooks.cache_clear()
+
+
+# ------------------------------------------------------------------------------- missing packages
+
+
+def test_the_oldest_transformers_is_that_of_the_extras():
+    project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
+    floors = set(re.findall(r'"transformers>=([\d.]+)"', project))
+    assert floors == {_foreign._NEEDED["transformers"].least}
+
+
+WITHOUT = """
+import json, sys
+
+for package in ("transformers", "trl", "megatron", "xformers"):
+    sys.modules[package] = None  # which makes its import fail
+import cuseq, torch
+
+packed = cuseq.PackingCollator()([{{"input_ids": [5, 6]}}])["packed"]
+said = []
+for code in {codes!r}:
+    try:
+        exec(code)
+    except ImportError as error:
+        said.append(str(error))
+    else:
+        said.append("no error")
+print(json.dumps(said))
+"""
+INSTALL = "pip install 'cuseq[transformers]', or in a clone pip install '.[transformers]'"
+TRANSFORMERS = "needs transformers 5.5.3 or newer", INSTALL
+NEEDS = {
+    "cuseq.enable(torch.nn.Linear(2, 2))": TRANSFORMERS,
+    "cuseq.disable(torch.nn.Linear(2, 2))": TRANSFORMERS,
+    "import cuseq.integrations.transformers": TRANSFORMERS,
+    "from cuseq.integrations.transformers import PackingCallback": TRANSFORMERS,
+    "import cuseq.debug.families": TRANSFORMERS,
+    "import cuseq.integrations.trl": ("needs TRL", "pip install trl"),
+    "from cuseq.integrations.megatron import packed_seq_params as f; f(packed)": (
+        "packed_seq_params needs megatron-core",
+        "pip install megatron-core",
+    ),
+    "packed.xformers_bias()": ("packed.xformers_bias needs xformers", "pip install xformers"),
+}
+
+
+def test_a_missing_package_is_named_with_what_to_type():
+    command = [sys.executable, "-c", WITHOUT.format(codes=list(NEEDS))]
+    made = subprocess.run(command, capture_output=True, text=True, check=True)
+    for (code, expected), said in zip(NEEDS.items(), json.loads(made.stdout), strict=True):
+        assert all(part in said for part in expected), f"{code}: {said}"
+
+
+def test_the_check_of_a_model_needs_transformers_and_says_so(monkeypatch, capsys):
+    from cuseq.debug.packing_check.__main__ import NOT_RUN, main
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["no/model"]) == NOT_RUN
+    assert INSTALL in capsys.readouterr().err
+
+
+def test_a_transformers_that_is_too_old_is_named(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    for version in ("4.57.1", "5.5.2", "5.5.3.dev0"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        with pytest.raises(
+            ImportError, match=re.escape(f"5.5.3 or newer, got {version}: {INSTALL}")
+        ):
+            _foreign.load("transformers", "cuseq.enable")
+    for version in ("5.5.3", "5.10.0", "6.0.0.dev0"):
+        monkeypatch.setattr(transformers, "__version__", version)
+        assert _foreign.load("transformers", "cuseq.enable") is transformers

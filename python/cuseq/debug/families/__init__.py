@@ -9,7 +9,11 @@ padded, generation, gradient checkpointing and torch.compile. Downloads nothing.
 
 from __future__ import annotations
 
-from cuseq.debug.families.attempt import try_family
-from cuseq.debug.families.result import FamilyResult
+from cuseq.integrations._foreign import load
+
+load("transformers", "cuseq.debug.families")  # before modules that import it
+
+from cuseq.debug.families.attempt import try_family  # noqa: E402
+from cuseq.debug.families.result import FamilyResult  # noqa: E402
 
 __all__ = ["FamilyResult", "try_family"]

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from cuseq.debug.packing_check import PackingReport, check_packing
+from cuseq.integrations._foreign import load
 
 FINE, WRONG, NOT_RUN = 0, 1, 2
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> PackingReport:
+    load("transformers", "python -m cuseq.debug.packing_check")
     from cuseq.debug.packing_check import _load  # imports transformers, which --help does not need
 
     _load.quiet()

@@ -13,7 +13,11 @@ Importing this package changes nothing in transformers; `register` and `cuseq.en
 
 from __future__ import annotations
 
-from cuseq.integrations.transformers._register import register, unregister
-from cuseq.integrations.transformers.callback import PackingCallback
+from cuseq.integrations._foreign import load
+
+load("transformers", "cuseq's integration with transformers")  # before modules that import it
+
+from cuseq.integrations.transformers._register import register, unregister  # noqa: E402
+from cuseq.integrations.transformers.callback import PackingCallback  # noqa: E402
 
 __all__ = ["PackingCallback", "register", "unregister"]
