@@ -64,7 +64,7 @@ docs: linters # ruff also formats the signatures of the API pages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f .github/mkdocs.yml
 
 build: environment
-	CUSEQ_BUILD_TESTS=ON $(PY) -m pip install -q --no-build-isolation --no-deps -e .
+	bash scripts/build.sh "$(PY)" -q
 
 environment:
 	PYTHON="$(PYTHON)" bash scripts/environment.sh "$(VENV)" "$(TORCH)" $(BUILD_TOOLS) $(EXTRAS)

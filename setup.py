@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,23 +13,75 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+PROJECT = (ROOT / "pyproject.toml").read_text()
 
 
+@functools.cache
 def environment_with_torch() -> dict[str, str]:
     """Return the environment variables with which `python -c "import torch"` works.
 
-    An isolated build sets PYTHONPATH and so hides the installed torch. Building against another,
-    freshly fetched torch would make a library that the installed one cannot load.
+    pip's isolated build sets PYTHONPATH and PYTHONNOUSERSITE and so hides the installed torch.
+    Building against another, freshly fetched torch would make a library that the installed one
+    cannot load.
 
     Raises:
-        SystemExit: torch is not installed.
+        SystemExit: torch is not installed, does not load or is too old.
     """
-    outside = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for environment in (dict(os.environ), outside):
-        command = [sys.executable, "-c", "import torch"]
-        if subprocess.run(command, env=environment, capture_output=True).returncode == 0:
+    command = [sys.executable, "-c", "import torch; print(torch.__version__)"]
+    reason = ""
+    for hiding in ((), ("PYTHONPATH",), ("PYTHONPATH", "PYTHONNOUSERSITE")):
+        environment = {key: value for key, value in os.environ.items() if key not in hiding}
+        found = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if found.returncode == 0:
+            check_version(found.stdout.split()[-1])
             return environment
-    raise SystemExit("cuseq is built against an installed torch: run `pip install torch` first")
+        # uv answers the words "No module named 'torch'" with advice that would fetch a second one.
+        error = found.stderr.strip().rpartition("\n")[2]
+        reason = "" if error.endswith("No module named 'torch'") else f": {error}"
+    tools = " ".join(f'"{one}"' for one in listed("requires = "))
+    raise SystemExit(
+        "cuseq is built against the torch that it will run with, and found none in "
+        f"{sys.prefix}{reason}\n"
+        "With pip, type first:\n"
+        "    pip install torch\n"
+        "uv builds in an environment of its own, which does not have your torch. With uv, type:\n"
+        f"    uv pip install torch {tools}\n"
+        "    uv pip install --no-build-isolation '.[transformers]'\n"
+        "`python -m build` needs --no-isolation and the same tools."
+    )
+
+
+def check_version(version: str) -> None:
+    """Stop if torch is older than cuseq needs: pip would replace it after the build."""
+    (least,) = re.findall(r"torch>=([\d.]+)", listed("dependencies = ")[0])
+    if numbers(version) < numbers(least):
+        raise SystemExit(
+            f"cuseq needs torch {least} or newer, and {sys.prefix} has {version}. Type first:\n"
+            "    pip install --upgrade torch"
+        )
+
+
+def numbers(version: str) -> list[int]:
+    """Return the major and the minor number of a version."""
+    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+
+
+def listed(name: str) -> list[str]:
+    """Return the strings of a list in pyproject.toml. Python 3.10 has no module that reads it."""
+    (line,) = re.findall(rf"^{name}\[(.*)\]$", PROJECT, re.MULTILINE)
+    return re.findall(r'"([^"]+)"', line)
+
+
+def is_install() -> bool:
+    """Return whether `pip install` or `uv pip install` asks for metadata, before it fetches.
+
+    `pip download`, `uv lock` and a source distribution ask for it too, and need no torch.
+    """
+    try:
+        caller = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False  # the build will look for torch
+    return "dist_info" in sys.argv and b"install" in caller
 
 
 def tool(name: str) -> str:
@@ -74,7 +128,10 @@ class CMakeBuild(build_ext):
         for prefix in prefixes:
             commands.append([configure[0], "--install", str(build), "--prefix", str(prefix)])
         for command in commands:
-            subprocess.run(command, check=True, env=environment)
+            if subprocess.run(command, env=environment).returncode != 0:
+                raise SystemExit("cuseq was not built: the reason is above")
 
 
+if is_install():
+    environment_with_torch()
 setup(ext_modules=[Extension("cuseq._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -80,7 +80,7 @@ threads=()
 
 # Installs the package into $PYTHON's environment; cuseq_tests stays in the build folder.
 build_cuseq() {
-  CUSEQ_BUILD_TESTS=ON "$PYTHON" -m pip install --no-build-isolation --no-deps -v -e . || return
+  bash scripts/build.sh "$PYTHON" -v || return
   "$PYTHON" -c 'import cuseq; print(cuseq.build_info())'
 }
 export -f build_cuseq

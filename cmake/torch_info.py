@@ -1,6 +1,8 @@
 """Print what CMake needs to know about the installed torch, as JSON; an empty value means none."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -21,8 +23,27 @@ def cuda_runtime(site_packages: Path) -> str:
     return str(found[0]) if found else ""
 
 
+def compiler(toolkit: str) -> str:
+    """Return the path of nvcc; `toolkit` is the folder of the one that is a Python package."""
+    chosen = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", "")]
+    usual = ["/usr/local/cuda", toolkit]
+    chosen, usual = ([f"{one}/bin" for one in some if one] for some in (chosen, usual))
+    folders = [*chosen, os.environ.get("PATH", os.defpath), *usual]
+    return shutil.which("nvcc", path=os.pathsep.join(folders)) or ""
+
+
+def compiler_packages() -> str:
+    """Return the Python packages that hold nvcc, with spaces between; none before CUDA 13."""
+    numbers = (torch.version.cuda or "0").split(".")
+    if int(numbers[0]) < 13:
+        return ""
+    names = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-cccl")
+    return " ".join(f"{name}=={'.'.join(numbers[:2])}.*" for name in names)
+
+
 root = Path(torch.__file__).parent
 cudart = cuda_runtime(root.parent)
+toolkit = str(Path(cudart).parent.parent) if cudart else ""
 print(
     json.dumps(
         {
@@ -31,8 +52,8 @@ print(
             "cuda": torch.version.cuda or "",
             "cxx11_abi": int(torch.compiled_with_cxx11_abi()),
             "cudart": cudart,
-            # The folder of nvcc, if it was installed as a Python package too.
-            "toolkit": str(Path(cudart).parent.parent) if cudart else "",
+            "nvcc": compiler(toolkit),
+            "nvcc_packages": compiler_packages(),
             "gpu_archs": gpu_archs(),
         }
     )

@@ -23,29 +23,3 @@ if ! ls /usr/lib/*/cmake/GTest /usr/local/lib*/cmake/GTest /usr/lib*/cmake/GTest
   apt-get install -y -qq libgtest-dev >/dev/null 2>&1 ||
     { apt-get update -qq && apt-get install -y -qq libgtest-dev; } >/dev/null 2>&1 || true
 fi
-
-# With a GPU and a CUDA build of torch but no nvcc, install nvcc from Python packages that match
-# torch's CUDA version.
-toolkit=$("$python" - <<'PY'
-import shutil, sys
-from pathlib import Path
-import torch
-
-cuda = torch.version.cuda
-nvcc = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
-beside = Path(torch.__file__).parent.parent / "nvidia"
-if cuda and torch.cuda.is_available() and not nvcc and not list(beside.glob("*/bin/nvcc")):
-    print(cuda)
-PY
-)
-case $toolkit in
-  "") ;;
-  1[0-2].*)
-    echo "cuseq: this GPU needs nvcc of CUDA $toolkit, which is no Python package: install the toolkit and put nvcc on PATH" >&2
-    exit 1
-    ;;
-  *)
-    "$python" -m pip install -q "nvidia-cuda-nvcc==$toolkit.*" "nvidia-cuda-crt==$toolkit.*" \
-      "nvidia-nvvm==$toolkit.*" "nvidia-cuda-cccl==$toolkit.*"
-    ;;
-esac

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+import shlex
+import sys
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import torch
 
-_REBUILD = "reinstall cuseq with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+
+def _metadata(file: str) -> str:
+    """Return a file that the installer wrote for cuseq, or "" if there is none."""
+    try:
+        return importlib.metadata.distribution("cuseq").read_text(file) or ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _source() -> str:
+    """Return what pip or uv takes to install the same source again, quoted for a shell."""
+    tree = Path(__file__).resolve().parents[2]
+    if (tree / "setup.py").is_file():
+        return f"-e {shlex.quote(str(tree))}"
+    record = json.loads(_metadata("direct_url.json") or "{}")
+    url = record.get("url", "")
+    if "vcs_info" in record:
+        return shlex.quote(f"{record['vcs_info']['vcs']}+{url}")
+    tree = Path(url2pathname(urlparse(url).path))
+    return shlex.quote(str(tree)) if (tree / "setup.py").is_file() else "."
+
+
+def _rebuild() -> str:
+    """Return how to build cuseq again, in the environment that runs now.
+
+    pip's isolated build fetches the build's tools and finds the installed torch. uv's does not find
+    it, so what uv installed was built without isolation, with tools that are still there.
+    """
+    python, source = shlex.quote(sys.executable), _source()
+    install = f"{python} -m pip install"
+    if _metadata("INSTALLER").strip() == "uv":
+        install = f"uv pip install --python {python} --no-build-isolation"
+    setting = "CUSEQ_CUDA=off " if _build_config.CUSEQ_CUDA == "off" else ""
+    where = " in its source tree" if source == "." else ""
+    return (
+        f"build cuseq again{where} with `{setting}{install} --force-reinstall --no-deps {source}`"
+    )
 
 
 def _check_torch(built_for: str, running: str) -> None:
@@ -16,7 +59,7 @@ def _check_torch(built_for: str, running: str) -> None:
     """
     if built_for.split(".")[:2] != running.split(".")[:2]:
         raise ImportError(
-            f"cuseq was built with torch {built_for}, but torch {running} is running: {_REBUILD}"
+            f"cuseq was built with torch {built_for}, but torch {running} is running: {_rebuild()}"
         )
 
 
@@ -24,7 +67,7 @@ try:
     from cuseq import _build_config
 except ImportError as error:
     raise ImportError(
-        "cuseq's compiled part is missing: run `pip install --no-build-isolation -e .` in its "
+        "cuseq's compiled part is missing: run `pip install -e .` in its "
         "source tree, or import the installed package from another folder"
     ) from error
 
@@ -38,7 +81,7 @@ except ImportError as error:
     raise ImportError(
         f"cuseq, built with torch {_build_config.TORCH_VERSION} (CUDA {_build_config.TORCH_CUDA}), "
         f"does not load into torch {torch.__version__} (CUDA {torch.version.cuda}): {error}; "
-        f"if that does not say what to do, {_REBUILD}"
+        f"if that does not say what to do, {_rebuild()}"
     ) from error
 
 
