@@ -6,7 +6,9 @@
 
 #include "attention/inputs.h"
 #include "attention/options.h"
+#include "attention/promise.h"
 #include "cuseq/attention.h"
+#include "ops/checks.h"
 
 // The ops cuseq::varlen_attention and cuseq::varlen_attention_backward. The autograd, autocast and
 // device kernels of an op are registered under its one name and redispatch to it.
@@ -37,6 +39,9 @@ Outputs forward_kernel(const AttentionOptions& options, const Tensor& q, const T
                        const Tensor& v) {
   const at::OptionalDeviceGuard guard(at::device_of(q));
   Row row = row_of(q, k, v, options);
+  if (!row.call.queries.num_real_tokens.has_value() && is_capturing(q)) {
+    warn_of_needless_room(options.cu_seqlens, options.host_meta, q.size(0));
+  }
   if (row.share.has_value()) row.far_rows = at::zeros(far_rows_sizes(row.call), k.options());
   auto [out, logsumexp] = attend(row);
   return {out, logsumexp, or_undefined(row.far_rows)};

@@ -111,6 +111,12 @@ void wait_host_copy(const at::Tensor& on_host) {
   number_pending = static_cast<int64_t>(pending().size());
 }
 
+bool is_pending_host_copy(const at::Tensor& on_host) {
+  if (number_pending.load(std::memory_order_acquire) == 0) return false;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pending().contains(on_host.const_data_ptr());
+}
+
 int64_t pending_host_copies() { return number_pending.load(std::memory_order_relaxed); }
 
 }  // namespace cuseq

@@ -24,6 +24,9 @@ CUSEQ_API std::tuple<at::Tensor, at::Tensor> copy_to_device(const at::Tensor& fi
 // stream. Return at once for any other tensor.
 CUSEQ_API void wait_host_copy(const at::Tensor& on_host);
 
+// Return whether the tensor is the first part of a host copy that has not been waited for.
+CUSEQ_API bool is_pending_host_copy(const at::Tensor& on_host);
+
 // Return the number of host copies that have not been waited for.
 CUSEQ_API int64_t pending_host_copies();
 

@@ -25,14 +25,17 @@ void check_layout_status(int32_t status, int64_t num_seqs, int64_t total_tokens)
                     " after rounding up to segment_multiple, but those on the device sum to more");
 }
 
+bool is_host_meta(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.scalar_type() == at::kInt && tensor.dim() == 1 &&
+         tensor.size(0) == kHostMetaSize && tensor.is_contiguous();
+}
+
 // Return the numbers of a host_meta; wait for its copy and check its status.
 const int32_t* checked(const at::Tensor& host_meta) {
-  TORCH_CHECK_VALUE(host_meta.is_cpu() && host_meta.scalar_type() == at::kInt &&
-                        host_meta.dim() == 1 && host_meta.size(0) == kHostMetaSize &&
-                        host_meta.is_contiguous(),
-                    "host_meta must be the contiguous int32 [", static_cast<int>(kHostMetaSize),
-                    "] on the CPU of a PackedLayout, got ", dtype_name(host_meta.scalar_type()),
-                    " ", host_meta.sizes(), " on ", host_meta.device());
+  TORCH_CHECK_VALUE(is_host_meta(host_meta), "host_meta must be the contiguous int32 [",
+                    static_cast<int>(kHostMetaSize), "] on the CPU of a PackedLayout, got ",
+                    dtype_name(host_meta.scalar_type()), " ", host_meta.sizes(), " on ",
+                    host_meta.device());
   wait_host_copy(host_meta);
   const int32_t* meta = host_meta.const_data_ptr<int32_t>();
   check_layout_status(meta[kStatus], meta[kNumSeqs], meta[kTotalTokens]);
@@ -55,6 +58,11 @@ void HostMeta::check_offsets(const at::Tensor& cu_seqlens) const {
   TORCH_CHECK_VALUE(num_seqs >= 0 && num_seqs < cu_seqlens.size(0),
                     "cu_seqlens must have at least the layout's n_seqs + 1 = ", num_seqs + 1,
                     " entries, got ", cu_seqlens.size(0));
+}
+
+std::optional<int64_t> sequences_on_host(const at::Tensor& host_meta) {
+  if (!is_host_meta(host_meta) || is_pending_host_copy(host_meta)) return std::nullopt;
+  return host_meta.const_data_ptr<int32_t>()[kNumSeqs];
 }
 
 int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot) {

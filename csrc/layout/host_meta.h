@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "cuseq/macros.h"
 
@@ -47,6 +48,10 @@ struct HostMeta {
   // Raise ValueError unless cu_seqlens has an entry for each offset of this layout.
   void check_offsets(const at::Tensor& cu_seqlens) const;
 };
+
+// Return the number of sequences, or none unless the host has it already. Neither waits nor checks,
+// so that it can be called while a CUDA graph is captured.
+std::optional<int64_t> sequences_on_host(const at::Tensor& host_meta);
 
 // Return one number of a host_meta by its HostMetaSlot; waits and checks as HostMeta::of does.
 CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);

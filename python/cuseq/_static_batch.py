@@ -96,9 +96,8 @@ class StaticBatch:
 
     def mark_plain(self) -> None:
         """Say that no graph will read the batch, so that its layouts give lengths to the host."""
-        for leaf in self._leaves:
-            if isinstance(leaf, PackedLayout):
-                leaf.mark_static(False)
+        for packed in self._layouts():
+            packed.mark_static(False)
 
     def most_sequences(self) -> int:
         """Return the number of sequences of the layout with the most; 0 without a layout."""
@@ -111,21 +110,30 @@ class StaticBatch:
 
     @contextmanager
     def promised(self, at_most: int) -> Iterator[None]:
-        """Let a capture count on it that replays have at most so many sequences in a layout."""
-        rows = [packed.cu_seqlens_static for packed in self._rows()]
-        offsets = [tensor for tensor in rows if at_most < tensor.shape[0] - 1]
+        """Let a capture count on it that replays have at most so many sequences in a layout.
+
+        A promise of all that a layout has room for says that this is meant: no capture warns of it.
+        """
+        promises = {}
+        for packed in self._layouts():
+            offsets = packed.cu_seqlens_static
+            room = offsets.shape[0] - 1
+            if room > 0:
+                promises[offsets] = room if packed.is_tree else min(at_most, room)
         try:
-            for tensor in offsets:
-                _C.promise_sequences(tensor, at_most)
+            for offsets, promise in promises.items():
+                _C.promise_sequences(offsets, promise)
             yield
         finally:
-            for tensor in offsets:
-                _C.promise_sequences(tensor, None)
+            for offsets in promises:
+                _C.promise_sequences(offsets, None)
+
+    def _layouts(self) -> list[PackedLayout]:
+        return [leaf for leaf in self._leaves if isinstance(leaf, PackedLayout)]
 
     def _rows(self) -> list[PackedLayout]:
         """Return the layouts whose attention runs sequence by sequence."""
-        layouts = (leaf for leaf in self._leaves if isinstance(leaf, PackedLayout))
-        return [packed for packed in layouts if not packed.is_tree]
+        return [packed for packed in self._layouts() if not packed.is_tree]
 
     def check(self, batch: object, name: str) -> list[Any]:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.
