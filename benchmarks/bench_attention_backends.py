@@ -2,6 +2,9 @@
 
     python -m benchmarks attention_backends [--table FILE] [--quick] [--resume] [--modes MODE ...]
 
+The table is your own, where cuseq finds it: the file that CUSEQ_ATTENTION_TABLE names, or else
+cuseq/attention_table.csv in $XDG_CONFIG_HOME or ~/.config.
+
 Rows of 16 query and 8 key-value heads, lognormal lengths. Times are microseconds of one forward and
 backward:
 
@@ -14,10 +17,11 @@ The host columns are the time that a call occupies the host; "of the package" is
 FlashAttention 4's own Python functions take for the same call, which cuseq passes by. Memory is the
 peak above the inputs.
 
-The table keeps the rows of other GPUs and of modes that are not measured, and with --resume those
-of this GPU too, which are measured again only if a backend that is installed has no time in them:
-all of them take longer than some machines are lent for. The table is written after each mode, the
-report, of this run alone, after each row. A backend that fails is left out of its row, and the
+The table keeps the rows of other GPUs, of other releases of torch and of modes that are not
+measured, and with --resume those of this GPU and torch too, which are measured again only if a
+backend that is installed has no time in them: all of them take longer than some machines are lent
+for. The table is written after each mode, the report, of this run alone, after each row. A backend
+that fails, or whose gradients differ from those of plain attention, is left out of its row, and the
 report says why.
 """
 
@@ -26,6 +30,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -40,13 +45,12 @@ from report import Report, Table, arguments, environment
 from workload import lognormal_lengths
 
 import cuseq
-from cuseq import _backends, _fa4, _flex
+from cuseq import _attention_table, _backends, _fa4, _flex
 from cuseq._static_batch import room_for
 
 Tensor = torch.Tensor
 LAYERS = 8
 HEADS, KEY_HEADS = 16, 8
-TABLE = Path(cuseq.__file__).parent / _backends.TABLE
 HALF = {torch.bfloat16: "1", torch.float32: "0"}
 MODES = ("eager", "compiled", "captured")
 PLAIN = ("flash", "fa4", "fa3")
@@ -170,7 +174,7 @@ class Case:
         """Return a function that runs a stack forward and backward."""
         return lambda: torch.autograd.grad(run(self.q, self.pairs), self.leaves, self.grad)
 
-    def single(self, backend: str) -> Callable[[], object]:
+    def single(self, backend: str) -> Callable[[], tuple[Tensor, ...]]:
         """Return a function that runs one attention forward and backward."""
         run, (pair, *_) = self.stack(backend), self.pairs
         leaves = (self.q, *pair)
@@ -243,31 +247,55 @@ def package_host(case: Case) -> dict[str, float]:
     return found
 
 
-def facts_of(row: Row, mode: str, sm: int) -> dict[str, str]:
-    """Return the columns of the table that say what was measured."""
+def facts_of(row: Row, mode: str) -> dict[str, str]:
+    """Return the columns of the table that say what was measured, and where."""
+    major, minor = torch.cuda.get_device_capability()
     values = (
-        sm, HALF[row.dtype], row.head_dim, row.mask, row.window, mode, row.tokens,
+        10 * major + minor, HALF[row.dtype], row.head_dim, row.mask, row.window, mode, row.tokens,
         row.capacity if mode == "captured" else len(row.lengths),
     )  # fmt: skip
-    return dict(zip(_backends.FACTS, map(str, values), strict=True))
+    return dict(zip(_attention_table.FACTS, map(str, values), strict=True)) | {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+    }
 
 
-def facts_in(line: dict[str, str]) -> dict[str, str]:
-    """Return the columns of a line of the table that say what was measured."""
-    return {name: line[name] for name in _backends.FACTS}
+def is_here(line: dict[str, str], facts: dict[str, str]) -> bool:
+    """Return whether a line was measured on the GPU and with the release of torch of `facts`."""
+    if not line.get("gpu"):  # the package's table is for all GPUs of an architecture
+        return line["sm"] == facts["sm"]
+    release = _attention_table.release
+    return line["gpu"] == facts["gpu"] and release(line["torch"]) == release(facts["torch"])
 
 
-def lacks(lines: list[dict[str, str]], row: Row, mode: str, sm: int) -> bool:
+def is_of(line: dict[str, str], facts: dict[str, str]) -> bool:
+    """Return whether a line was measured about the same."""
+    same = all(line[name] == facts[name] for name in _attention_table.FACTS)
+    return same and is_here(line, facts)
+
+
+def lacks(lines: list[dict[str, str]], row: Row, mode: str) -> bool:
     """Return whether lines of the table lack a time of a backend that is installed."""
     installed = [
         name
         for name in row.backends_of(mode)
         if name not in _backends.PACKAGES or name in _backends.registered
     ]
-    facts = facts_of(row, mode, sm)
+    facts = facts_of(row, mode)
     return not any(
-        facts_in(line) == facts and all(line[name] for name in installed) for line in lines
+        is_of(line, facts) and all(line.get(name) for name in installed) for line in lines
     )
+
+
+def check_numbers(case: Case, backend: str) -> None:
+    """Raise ValueError unless a backend computes the gradients that plain attention does.
+
+    The table may be the first to run a package on this GPU, and auto follows it.
+    """
+    for found, expected in zip(case.single(backend)(), case.single("segments")(), strict=True):
+        error = ((found - expected).float().norm() / expected.float().norm()).item()
+        if not error < 0.02:
+            raise ValueError(f"its gradients differ from those of segments by {error:.1%}")
 
 
 def packages() -> str:
@@ -282,7 +310,7 @@ def write_table(
     path: Path, kept: list[dict[str, str]], lines: list[dict[str, str]], found: dict[str, Any]
 ) -> None:
     """Write the lines that are kept and the new ones."""
-    names = [*_backends.FACTS, *(name for name in _backends.BACKENDS if name != "auto")]
+    names = [*_attention_table.FACTS, *_attention_table.TIMES, *_attention_table.PLACE]
     body = io.StringIO()
     body.write(
         "# Microseconds of one forward and backward of attention by backend; the choice of\n"
@@ -293,7 +321,10 @@ def write_table(
     table = csv.DictWriter(body, names, restval="", lineterminator="\n")
     table.writeheader()
     table.writerows(kept + lines)
-    path.write_text(body.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")  # other processes may read the table meanwhile
+    unfinished.write_text(body.getvalue(), encoding="utf-8")
+    unfinished.replace(path)
     print(f"wrote {path}", flush=True)
 
 
@@ -321,7 +352,10 @@ def write_report(
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--table", type=Path, default=TABLE, help=f"default {TABLE}")
+    own = _attention_table.own_path()
+    parser.add_argument(
+        "--table", type=Path, default=own, required=own is None, help=f"default {own}"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--resume", action="store_true", help="measure what the table lacks")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE")
@@ -329,19 +363,24 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type != "cuda":
         parser.error("backends are chosen on a GPU: there is nothing to measure on a CPU")
+    os.environ[_attention_table.VARIABLE] = ""  # calls here name their backends
     _backends.load_backends()
-    major, minor = torch.cuda.get_device_capability()
-    sm = 10 * major + minor
-    old = _backends.table_lines(args.table.read_text() if args.table.exists() else "")
+    text = args.table.read_text(encoding="utf-8") if args.table.exists() else ""
+    try:
+        old = [line for _, line in _attention_table.table_lines(text)]
+    except ValueError as error:
+        parser.error(f"{args.table}, {error}: correct or delete it")
     again = () if args.resume else args.modes
-    kept = [line for line in old if line["sm"] != str(sm) or line["mode"] not in again]
+    here = facts_of(rows(quick=True)[0], "eager")
+    kept = [line for line in old if not is_here(line, here) or line["mode"] not in again]
     lines, shown, hosts = [], [], []
     for row in rows(args.quick):
         wanted = (mode for mode in row.modes if mode in args.modes)
-        modes = [mode for mode in wanted if lacks(kept, row, mode, sm)]
+        modes = [mode for mode in wanted if lacks(kept, row, mode)]
         if not modes:
             continue
         case = Case(row, device)
+        right: set[str] = set()  # the backends whose numbers are
         for mode in modes:
             facts = {"mask": row.mask, "mode": mode, "head_dim": row.head_dim,
                      "dtype": str(row.dtype).removeprefix("torch."), "window": row.window,
@@ -349,6 +388,9 @@ def main() -> None:
             times = {}
             for backend in row.backends_of(mode):
                 try:
+                    if backend not in right:
+                        check_numbers(case, backend)
+                        right.add(backend)
                     found = measure(case, mode, backend)
                     times[backend] = found["us"]
                 except Exception as failure:  # a kernel of a peer may fail in any way
@@ -357,8 +399,9 @@ def main() -> None:
                 shown.append(facts | {"backend": backend} | found)
             if times:
                 found = {name: f"{us:.1f}" for name, us in times.items()}
-                kept = [line for line in kept if facts_in(line) != facts_of(row, mode, sm)]
-                lines.append(facts_of(row, mode, sm) | found)
+                measured = facts_of(row, mode)
+                kept = [line for line in kept if not is_of(line, measured)]
+                lines.append(measured | found)
                 write_table(args.table, kept, lines, environment(args.device))
             best = ", ".join(
                 f"{name} {us:,.0f}" for name, us in sorted(times.items(), key=lambda x: x[1])

@@ -107,6 +107,25 @@ std::string measured_reason(const Measured& row, const Backend& fastest,
   return reason.str();
 }
 
+// Return why the first candidate is chosen where nothing like the call was measured. The order is
+// that of how much is known about a kernel elsewhere: PyTorch tests its flash kernels from sm_80 to
+// sm_121 and its memory-efficient one from sm_50 on (sdp_utils.cpp of pytorch); the packages are
+// newer, and were tried here on sm_90 alone.
+std::string rule_reason(const Candidates& candidates, int64_t sm) {
+  std::ostringstream reason;
+  reason
+      << "a rule, not a measurement: usually the fastest, and nothing like this call was measured";
+  if (sm > 0) {
+    reason << " on sm_" << sm << " (to measure it, in a clone of cuseq: python -m benchmarks "
+           << "attention_backends)";
+  }
+  reason << "; these take it too:";
+  for (size_t i = 1; i < candidates.size(); ++i) {
+    reason << (i > 1 ? ", " : " ") << candidates[i]->name;
+  }
+  return reason.str();
+}
+
 }  // namespace
 
 const Backend& backend_of(const Call& call, std::string* reason) {
@@ -121,12 +140,11 @@ const Backend& backend_of(const Call& call, std::string* reason) {
     if (reason != nullptr) *reason = "no other takes the call" + refusals(call);
     return preferred;
   }
-  const Measured* row = measured_like(facts_of(call));
+  const Facts facts = facts_of(call);
+  const Measured* row = measured_like(facts);
   const Backend* fastest = row == nullptr ? nullptr : fastest_of(candidates, *row);
   if (fastest == nullptr) {
-    if (reason != nullptr) {
-      *reason = "usually the fastest; nothing like this call was measured" + refusals(call);
-    }
+    if (reason != nullptr) *reason = rule_reason(candidates, facts.sm) + refusals(call);
     return preferred;
   }
   if (reason != nullptr) *reason = measured_reason(*row, *fastest, candidates) + refusals(call);

@@ -71,17 +71,17 @@ std::string mask_of(const Call& call) {
   return call.causal ? "window" : "two_sided";
 }
 
+}  // namespace
+
 int64_t capability_of([[maybe_unused]] const Tensor& tensor) {
 #ifdef CUSEQ_WITH_CUDA
   if (tensor.is_cuda()) {
-    const auto* properties = at::cuda::getCurrentDeviceProperties();
+    const auto* properties = at::cuda::getDeviceProperties(tensor.get_device());
     return 10 * properties->major + properties->minor;
   }
 #endif
   return 0;
 }
-
-}  // namespace
 
 Facts facts_of(const Call& call) {
   Facts facts;

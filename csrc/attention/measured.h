@@ -31,6 +31,9 @@ struct Measured {
   std::map<std::string, double, std::less<>> us;  // forward and backward, by backend
 };
 
+// Return the compute capability of a tensor's GPU, such as 90; 0 for one on the CPU.
+int64_t capability_of(const Tensor& tensor);
+
 // Return the facts of a call.
 Facts facts_of(const Call& call);
 

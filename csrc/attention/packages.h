@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "cuseq/macros.h"
@@ -13,6 +14,10 @@ CUSEQ_API std::string why_missing(const std::string& name);
 
 // Say how the kernels of a package failed: "auto" passes it by from then on. Empty if they did not.
 CUSEQ_API void set_failed(const std::string& name, const std::string& how);
+
+// Return the widest heads, in head_dim after padding, that a package takes on a GPU of a compute
+// capability such as 90.
+CUSEQ_API int64_t most_head_dim(const std::string& name, int64_t sm);
 
 // Say whether a package computes calls whose keys lie in another row, some of them for no query and
 // some queries without keys, on CUDA or on the CPU.

@@ -8,8 +8,7 @@ compiled code: Python decides whether to use it, before the op runs.
 
 from __future__ import annotations
 
-import csv
-from importlib import resources
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +16,19 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, _fa3, _fa4, _packages
+from cuseq._attention_table import BACKENDS, COMMAND, Facts, Times, read_own_table, read_table
 from cuseq._modes import is_capturing
 from cuseq.layout import PackedLayout
 
-BACKENDS = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
 PACKAGES = {"fa4": _fa4.register, "fa3": _fa3.register}
-TABLE = "_attention_table.csv"
-FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
 
 _WIDEST_FLASH = 256  # head_dim
 _WIDEST_FLEX = 512
-# Bytes of shared memory that a block can have on GPUs where the tiles for wide heads may run. They
-# were tried on an H200, which has 227 KiB.
+# Bytes of shared memory that a block can have. Triton supports sm_80 and newer (its README), where
+# it is 99 KiB (sm_86, 89, 120) or more (163 on sm_80, 227 on sm_90 and 100: CUDA C++ Programming
+# Guide, "Compute Capabilities"); older GPUs have 96 KiB at most.
+_LEAST_FLEX_MEMORY = 99 * 1024
+# The tiles for wide heads were tried on an H200, which has 227 KiB.
 _WIDE_FLEX_MEMORY = 224 * 1024
 # Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
 LEAST_TOKENS_FOR_FLEX = 512
@@ -39,6 +39,7 @@ _POWERS = tuple(2**power for power in range(6, 21))
 _SHORT_DOCUMENT = 256  # tokens; rows of compiled code are judged from one document to these
 
 registered: set[str] = set()  # the packages that are there
+_ignored = ""
 _loaded = False
 
 
@@ -87,39 +88,35 @@ def load_backends() -> None:
 
 
 def load() -> None:
-    """Load the measurements and packages, unless they are loaded."""
-    global _loaded
+    """Load the measurements and packages, unless they are loaded.
+
+    Raises:
+        ValueError: the user's own table is not one; see `_attention_table.read_own_table`.
+    """
+    global _loaded, _ignored
     if not _loaded and torch.cuda.is_available():  # tensors may be fakes of a GPU elsewhere
+        own = read_own_table()
         _loaded = True
-        _C.set_measured_attention([row for row in read_table() if row[1]])
+        _ignored = own.ignored
+        _C.set_measured_attention([row for row in measurements(own.rows) if row[1]])
         capability = torch.cuda.get_device_capability()
         for name, register in PACKAGES.items():
             why = register(capability)
             _C.set_missing_attention(name, why)
             if not why:
                 registered.add(name)
+        if own.ignored and not own.rows:
+            warnings.warn(f"cuseq: {own.ignored}. To measure here: {COMMAND}", stacklevel=2)
 
 
-def read_table() -> list[tuple[tuple[Any, ...], dict[str, float]]]:
-    """Return the measurements: facts, and the microseconds of each backend."""
-    text = resources.files("cuseq").joinpath(TABLE).read_text()
-    return [(_facts(line), _times(line)) for line in table_lines(text)]
+def ignored_rows() -> str:
+    """Return which rows of the user's own table are not used and why; empty if all are."""
+    return _ignored
 
 
-def table_lines(text: str) -> list[dict[str, str]]:
-    """Return the rows of a table as they are written, by column."""
-    return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
-
-
-def _facts(line: dict[str, str]) -> tuple[Any, ...]:
-    sm, half, head_dim, mask, window, mode, tokens, sequences = (line[name] for name in FACTS)
-    return (
-        int(sm), half == "1", int(head_dim), mask, int(window), mode, int(tokens), int(sequences),
-    )  # fmt: skip
-
-
-def _times(line: dict[str, str]) -> dict[str, float]:
-    return {name: float(line[name]) for name in BACKENDS if line.get(name)}
+def measurements(own: dict[Facts, Times]) -> list[tuple[Facts, Times]]:
+    """Return the rows that auto follows: the package's, with the user's own in their place."""
+    return list((dict(read_table()) | own).items())
 
 
 # ------------------------------------------------------------------------------------------- flex
@@ -154,17 +151,25 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
         return False
     if packed.is_static or is_capturing(q.device):
         return mask is not None  # the capture cannot copy the offsets that segments need
+    facts = _eager_facts(q, v, packed, asked)
+    if facts[2] in ("causal", "full", "window") and not is_wide(q, v):
+        return False
+    # Not measured, a soft cap runs faster in one kernel than as five passes over the scores, and
+    # spans than sequence by sequence.
+    unknown = mask == "softcap" or (mask == "spans" and not is_wide(q, v))
+    return _flex_was_fastest(facts, device=q.device, unknown=unknown)
+
+
+def _eager_facts(
+    q: Tensor, v: Tensor, packed: PackedLayout, asked: Question
+) -> tuple[bool, int, str, int, str, int, int]:
+    """Return the facts of a call in eager code, all but the first of `FACTS`."""
     window = asked.window or 0
     if window and window >= packed.max_seqlen:
         window = 0  # it hides nothing
-    if mask is None and not is_wide(q, v) and (asked.causal or not window):
-        return False
-    mask = mask or _kind(asked.causal, window)
+    mask = _mask_run_one_by_one(asked) or _kind(asked.causal, window)
     head_dim = max(q.shape[2], v.shape[2])
-    tokens, sequences = packed.num_real_tokens, packed.num_sequences
-    facts = (True, head_dim, mask, window, "eager", tokens, sequences)
-    # A soft cap that is not measured runs faster in one kernel than as five passes over the scores.
-    return _flex_was_fastest(facts, device=q.device, unknown=mask == "softcap")
+    return True, head_dim, mask, window, "eager", packed.num_real_tokens, packed.num_sequences
 
 
 def is_wide(q: Tensor, v: Tensor) -> bool:
@@ -180,15 +185,26 @@ def fits_flex(q: Tensor, v: Tensor) -> bool:
     return q.shape[0] > 0 and _flex_obstacle(q, v) is None and not is_wide(q, v)
 
 
-def why_flex(packed: PackedLayout, asked: Question) -> str:
+def why_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> str:
     """Return why `takes_flex` said yes."""
     if asked.backend == "flex":
         return "it was asked for"
-    if _mask_run_one_by_one(asked) is not None:
-        return "one kernel for all sequences, where the other backends run them one by one"
-    if packed.is_static:
+    one_by_one = "one kernel for all sequences, where the other backends run them one by one"
+    if packed.is_static or is_capturing(q.device):
+        if _mask_run_one_by_one(asked) is not None:
+            return one_by_one
         return "the best in a CUDA graph, where the others pay for sequences that may come"
+    if _flex_and_others(_eager_facts(q, v, packed, asked), q.device) is None:
+        return (
+            f"a rule, not a measurement: {one_by_one}, and nothing like this call was measured on "
+            f"{gpu_kind(q.device)} (to measure it, in a clone of cuseq: {COMMAND})"
+        )
     return "the fastest where it was measured"
+
+
+def gpu_kind(device: torch.device | None = None) -> str:
+    """Return the compute capability of a GPU, such as "sm_90"."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 def _mask_run_one_by_one(asked: Question) -> str | None:
@@ -349,11 +365,16 @@ def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
     widest = max(q.shape[2], v.shape[2])
     if min(q.shape[2], v.shape[2]) < 16 or widest > _WIDEST_FLEX:
         return f"it takes head_dim from 16 to {_WIDEST_FLEX}, got {q.shape[2]} and {v.shape[2]}"
+    memory = shared_memory(q.device)
+    if memory < _LEAST_FLEX_MEMORY:
+        return (
+            f"it runs on GPUs from sm_80 on, with at least {_LEAST_FLEX_MEMORY:,} bytes of shared "
+            f"memory for a block, and this one has {memory:,}"
+        )
     if not is_wide(q, v):
         return None
     if not computes_in_half(q):
         return f"it takes head_dim above {_WIDEST_FLASH} in fp16 and bf16 alone, got {q.dtype}"
-    memory = _shared_memory(q.device)
     if memory < _WIDE_FLEX_MEMORY:
         return (
             f"head_dim above {_WIDEST_FLASH}, got {widest}, needs a GPU with {_WIDE_FLEX_MEMORY:,} "
@@ -362,7 +383,8 @@ def _flex_obstacle(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block of a GPU can have."""
     if not is_compiling():
         return shared_memory_of(device.index)
     from cuseq._compile_time import shared_memory_of as asked_once

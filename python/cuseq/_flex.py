@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from cuseq._backends import is_wide
+from cuseq._backends import is_wide, shared_memory
 from cuseq._spans import Spans
 from cuseq.layout import PackedLayout
 
@@ -32,6 +32,22 @@ _WIDE_TILES: Any = {
     "bwd_num_stages": 1, "bwd_num_warps": 8,
     # Not the kernel for few queries, which computes its bounds from tiles of its own.
     "FORCE_USE_FLEX_ATTENTION": True,
+}  # fmt: skip
+# Where a row of a tile has more than _ROW bytes, torch's tiles take 103 to 172 KB of shared memory,
+# and a block of sm_86, 89 and 120 has 101 (pytorch#180278, #133254). These take at most 74 KB for
+# rows of up to twice, and 67 KB of up to four times as many bytes. Found by compiling the kernels
+# for these GPUs with triton 3.6; nobody has measured them.
+_ROW = 256
+_ROOMY = 160 * 1024
+_SMALL_TILES: Any = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_stages": 2, "fwd_num_warps": 4,
+    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
+    "bwd_num_stages": 1, "bwd_num_warps": 4,
+    "FORCE_USE_FLEX_ATTENTION": True,
+}  # fmt: skip
+_SMALLEST_TILES: Any = _SMALL_TILES | {
+    "fwd_BLOCK_M": 32, "fwd_BLOCK_N": 16, "fwd_num_stages": 1,
+    "bwd_BLOCK_M1": 16, "bwd_BLOCK_N1": 16, "bwd_BLOCK_M2": 16, "bwd_BLOCK_N2": 16,
 }  # fmt: skip
 
 _sizes: dict[tuple[Any, ...], set[int]] = {}
@@ -96,13 +112,23 @@ def flex_rows(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
-        kernel_options=_WIDE_TILES if is_wide(q, v) else None,
+        kernel_options=_tiles(q, v),
     )
     out, aux = found
     if sinks is not None:  # the share of the softmax that the real keys keep
         share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
         out = (out * share.unsqueeze(-1)).to(out.dtype)
     return out.squeeze(0).transpose(0, 1).masked_fill(pads, 0).contiguous()
+
+
+def _tiles(q: Tensor, v: Tensor) -> Any:
+    """Return the options of kernels whose tiles fit where torch's own do not, or None."""
+    if is_wide(q, v):
+        return _WIDE_TILES
+    row = max(q.shape[2], v.shape[2]) * q.element_size()
+    if row <= _ROW or not q.is_cuda or shared_memory(q.device) >= _ROOMY:
+        return None
+    return _SMALL_TILES if row <= 2 * _ROW else _SMALLEST_TILES
 
 
 def _capped(cap: Tensor) -> Callable[..., Tensor]:

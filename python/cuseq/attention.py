@@ -15,6 +15,7 @@ from cuseq._backends import (
     Question,
     check_backend,
     fits_flex,
+    ignored_rows,
     is_wide,
     load_backends,
     takes_flex,
@@ -158,7 +159,9 @@ def attention_backend(
     Nothing is computed. Waits as `varlen_attention` does for a layout from lengths on a GPU.
 
     Returns:
-        `AttentionBackend(name, reason)`.
+        `AttentionBackend(name, reason)`. The reason says whether measurements chose, with their
+        times, or a rule, on a GPU or for a call that nobody measured; and which rows of the user's
+        own table of measurements are not used here.
 
     Raises:
         ValueError, TypeError: as `varlen_attention`.
@@ -181,8 +184,11 @@ def attention_backend(
             name = _path_backend(q, v, packed, options)
             return AttentionBackend(name, why_one_kernel(q, v, packed))
     if _runs_flex(q, v, packed, options):
-        return AttentionBackend("flex", why_flex(packed, options.question()))
-    return AttentionBackend(*_C.attention_choice(q, k, v, *options.of_op(q, packed)))
+        name, reason = "flex", why_flex(q, v, packed, options.question())
+    else:
+        name, reason = _C.attention_choice(q, k, v, *options.of_op(q, packed))
+    rows = ignored_rows() if q.is_cuda and backend == "auto" else ""
+    return AttentionBackend(name, f"{reason}; {rows}" if rows else reason)
 
 
 class _Options(NamedTuple):

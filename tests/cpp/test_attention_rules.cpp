@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <optional>
 
+#include "attention/packages.h"
 #include "attention/promise.h"
 
 namespace {
 
 using cuseq::attention::has_needless_room;
+using cuseq::attention::most_head_dim;
 
 TEST(NeedlessRoom, IsTheDefaultRoomOfAnyRow) {
   for (const int64_t tokens : {1, 64, 512, 2048, 32768}) {
@@ -34,6 +36,14 @@ TEST(NeedlessRoom, IsNoticedBesideTheTilesOfTheRow) {
   EXPECT_FALSE(has_needless_room(64, 1, 8192));  // one document, as many tiles again
   EXPECT_TRUE(has_needless_room(65, 1, 8192));
   EXPECT_FALSE(has_needless_room(128, 8, 32768));
+}
+
+TEST(Packages, TakeTheHeadsThatTheirAuthorsPublish) {
+  for (const int64_t sm : {90, 100, 103}) {
+    EXPECT_EQ(most_head_dim("fa4", sm), sm == 90 ? 256 : 128) << sm;
+    EXPECT_EQ(most_head_dim("fa3", sm), 256) << sm;
+  }
+  EXPECT_EQ(most_head_dim("fa4", 0), 256);  // stand-ins on the CPU
 }
 
 }  // namespace

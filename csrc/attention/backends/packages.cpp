@@ -9,6 +9,7 @@
 
 #include "attention/backend.h"
 #include "attention/flash_rows.h"
+#include "attention/measured.h"
 #include "attention/packages.h"
 #include "attention/rows.h"
 #include "ops/dispatch.h"
@@ -142,7 +143,15 @@ bool takes(const Call& call, std::string* why) {
                   "this release of its package was not tried on keys of another row, where some "
                   "crash on sequences without keys");
   }
-  return flash_takes(call, why);
+  if (!flash_takes(call, why)) return false;
+  const int64_t head_dim = package_head_dim(call);
+  const int64_t sm = capability_of(call.q);
+  const int64_t most = most_head_dim(Package::name, sm);
+  if (head_dim > most) {
+    return refuse(why, "on sm_", sm, " it takes head_dim up to ", most, ", got ", head_dim,
+                  " after padding");
+  }
+  return true;
 }
 
 template <typename Package>
@@ -196,6 +205,13 @@ const RegisterBackend fa4({Fa4::name, /*preference=*/90, takes<Fa4>, forward<Fa4
 const RegisterBackend fa3({Fa3::name, /*preference=*/80, takes<Fa3>, forward<Fa3>, backward<Fa3>});
 
 }  // namespace
+
+// On sm_100 and 103 flash-attn-4 takes q, k and v of up to 128 alike, of (192, 128), and from some
+// release on of (256, 256) (`_validate_head_dims`, 4.0.0b8 and b36): here all three are padded
+// alike.
+int64_t most_head_dim(const std::string& name, int64_t sm) {
+  return name == Fa4::name && sm / 10 == 10 ? 128 : kMaxFlashHeadDim;
+}
 
 void set_missing(const std::string& name, const std::string& why) {
   Reports::set(reports_of(name).missing, why);

@@ -6,8 +6,8 @@ the kernels themselves are tested where a GPU has them.
 
 from __future__ import annotations
 
-import csv
 import math
+from importlib import resources
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from cuseq import (
     _C,
     PackedLayout,
     PackedTree,
+    _attention_table,
     _backends,
     _flex,
     _packages,
@@ -140,7 +141,7 @@ def test_wide_heads_that_flex_refuses(monkeypatch):
         half = torch.empty(8, 1, 512, device="cuda", dtype=torch.bfloat16)
         full = torch.empty(8, 1, 512, device="cuda")
         wider = torch.empty(8, 1, 520, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr(_backends, "_shared_memory", lambda device: 227 * 1024)
+    monkeypatch.setattr(_backends, "shared_memory", lambda device: 227 * 1024)
     assert _backends._flex_obstacle(half, half) is None
     assert "from 16 to 512, got 520 and 512" in _backends._flex_obstacle(wider, half)
     assert "in fp16 and bf16 alone, got torch.float32" in _backends._flex_obstacle(full, full)
@@ -150,9 +151,86 @@ def test_wide_heads_that_flex_refuses(monkeypatch):
     assert _backends.is_wide(half, half[..., :64]) and not _backends.is_wide(half[0], half[0])
     assert _backends.fits_flex(half[..., :256], half[..., :256])
     assert not _backends.fits_flex(half, half)  # trees
-    monkeypatch.setattr(_backends, "_shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(_backends, "shared_memory", lambda device: 99 * 1024)
     assert "229,376 bytes of shared memory" in _backends._flex_obstacle(half, half)
     assert _backends._flex_obstacle(half[..., :256], half[..., :256]) is None
+
+
+# Bytes of shared memory of a block: CUDA C++ Programming Guide, "Compute Capabilities".
+SHARED_MEMORY = {
+    70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227,
+    120: 99, 121: 99,
+}  # fmt: skip
+
+
+@pytest.fixture(params=SHARED_MEMORY, ids=lambda sm: f"sm_{sm}")
+def unmeasured_gpu(request, monkeypatch, measured) -> int:
+    """Pretend that the process has a GPU without measurements; return its compute capability."""
+    sm = request.param
+    measured()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
+    monkeypatch.setattr(_backends, "is_capturing", lambda device: False)
+    for module in (_backends, _flex):
+        monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY[sm] * 1024)
+    return sm
+
+
+@pytest.mark.parametrize("packages", [(), ("fa4",)], ids=["PyTorch alone", "fa4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
+def test_flex_by_rule(dim, dtype, packages, unmeasured_gpu, monkeypatch):
+    """Without measurements only for masks that others run one by one, where its tiles fit."""
+    monkeypatch.setattr(_backends, "registered", set(packages))
+    packed = PackedLayout.from_lengths([500, 524])
+    with FakeTensorMode():
+        q = torch.empty(1024, 2, dim, device="cuda", dtype=dtype)
+    plain = _backends.Question(True, None, None, None, "auto")
+    roomy = SHARED_MEMORY[unmeasured_gpu] >= 224
+    for options, expected in (
+        ({}, False),
+        ({"window": 9}, False),
+        ({"causal": False, "window": 9}, False),
+        ({"softcap": 5.0}, dim <= 256 or roomy),
+        ({"spans": [(0, 9)]}, dim <= 256),
+    ):
+        asked = plain._replace(**options)
+        expected = expected and dtype != torch.float32 and unmeasured_gpu >= 80
+        assert _backends.takes_flex(q, q, packed, asked) == expected, options
+        if expected:
+            why = _backends.why_flex(q, q, packed, asked)
+            assert why.startswith("a rule, not a measurement: one kernel for all sequences")
+            assert why.endswith(
+                f"measured on sm_{unmeasured_gpu} (to measure it, in a clone of cuseq: python -m "
+                "benchmarks attention_backends)"
+            )
+    few = q[:511]
+    assert not _backends.takes_flex(few, few, packed, plain._replace(softcap=5.0))
+    for mask in ("causal", "full", "window", "two_sided"):
+        assert _backends.tokens_from_which_flex_is_chosen(dim, mask, 0) is None
+        assert not _backends.flex_replays_fastest(dim, mask, 0, 2048, 64, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (64, 256)], ids=str)
+def test_flex_has_tiles_that_fit(dims, dtype, unmeasured_gpu):
+    """In the 99 KiB of some GPUs torch's tiles do not, for rows of more than 256 bytes."""
+    with FakeTensorMode():
+        q, v = (torch.empty(1024, 2, dim, device="cuda", dtype=dtype) for dim in dims)
+    obstacle = _backends._flex_obstacle(q, v)
+    if unmeasured_gpu < 80:
+        assert "it runs on GPUs from sm_80 on" in obstacle
+        return
+    assert obstacle is None
+    bytes_of_row = max(dims) * q.element_size()
+    if SHARED_MEMORY[unmeasured_gpu] > 99 or bytes_of_row <= 256:
+        assert _flex._tiles(q, v) is None
+        return
+    # Rows in a tile have a power of two as head_dim. A kernel holds one tile of queries and of
+    # output, and those of keys and values. It was compiled for these GPUs to see what it takes.
+    tiles = _flex._tiles(q, v)
+    padded = sum(1 << (dim - 1).bit_length() for dim in dims) * q.element_size()
+    for queries, keys in (("fwd_BLOCK_M", "fwd_BLOCK_N"), ("bwd_BLOCK_M1", "bwd_BLOCK_N1")):
+        assert (tiles[queries] + tiles[keys]) * padded <= 99 * 1024
 
 
 def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):
@@ -406,6 +484,8 @@ def test_without_measurements_the_usual_one_runs(measured, install):
     kernels = install("fa4")
     found = attention_backend(*tensors, packed)
     assert found.name == "fa4" and "nothing like this call was measured" in found.reason
+    assert found.reason.startswith("a rule, not a measurement: ")
+    assert "these take it too: segments" in found.reason
     kernels.remove()
     assert attention_backend(*tensors, packed).name == "segments"
 
@@ -731,7 +811,8 @@ def test_captures_are_compared_by_the_sequences_that_they_have_room_for(measured
 
 
 def test_the_table_is_in_the_package():
-    text = _backends.resources.files("cuseq").joinpath(_backends.TABLE).read_text()
-    header = next(csv.reader(line for line in text.splitlines() if not line.startswith("#")))
-    assert header[: len(_backends.FACTS)] == list(_backends.FACTS)
-    assert set(header[len(_backends.FACTS) :]) <= set(NAMES)
+    text = resources.files("cuseq").joinpath(_attention_table.PACKAGED).read_text()
+    facts = _attention_table.FACTS
+    for _, line in _attention_table.table_lines(text):
+        assert tuple(line)[: len(facts)] == facts
+        assert set(tuple(line)[len(facts) :]) <= {*NAMES, *_attention_table.PLACE}

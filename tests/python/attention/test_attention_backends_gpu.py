@@ -500,6 +500,19 @@ def test_flex_with_wide_heads_and_few_tokens(cuda, tokens):
     check_with_any_tail([3, tokens - 5], tokens, 8, 1, 512, options={"backend": "flex"})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)], ids=str)
+def test_flex_with_the_tiles_of_gpus_with_less_shared_memory(cuda, dims, dtype, monkeypatch):
+    monkeypatch.setattr(_flex, "shared_memory", lambda device: 99 * 1024)
+    monkeypatch.setattr(_flex, "_compiled", _flex._compiled.__wrapped__)  # no kernels of others
+    monkeypatch.setattr(_flex, "_sizes", {})
+    bound = HALF if dtype == torch.bfloat16 else 1e-5
+    options = {"backend": "flex"}
+    check_with_any_tail(
+        [300, 1, 0, 129], 440, 4, 2, *dims, options=options, dtype=dtype, bound=bound
+    )
+
+
 def refuse_other_backends(*args: Any) -> Tensor:
     raise AssertionError("the op of the other backends was called instead of flex attention")
 

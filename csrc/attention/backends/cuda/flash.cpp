@@ -1,4 +1,3 @@
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/empty.h>
@@ -9,6 +8,7 @@
 
 #include "attention/backend.h"
 #include "attention/flash_rows.h"
+#include "attention/measured.h"
 #include "attention/rows.h"
 #include "cuseq/seqlens.h"
 
@@ -19,11 +19,8 @@ namespace {
 
 bool takes(const Call& call, std::string* why) {
   if (!call.q.is_cuda()) return refuse(why, "it runs on CUDA, got a tensor on the CPU");
-  const auto* properties = at::cuda::getCurrentDeviceProperties();
-  if (properties->major < 8) {
-    return refuse(why, "it runs on GPUs from sm_80 on, got sm_", properties->major,
-                  properties->minor);
-  }
+  const int64_t sm = capability_of(call.q);
+  if (sm < 80) return refuse(why, "it runs on GPUs from sm_80 on, got sm_", sm);
   return flash_takes(call, why);
 }
 

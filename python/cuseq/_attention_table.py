@@ -1,0 +1,196 @@
+"""The measurements that the choice of an attention backend follows.
+
+The package brings a table of the GPUs that it was measured on. A table of the user's own, which
+`python -m benchmarks attention_backends` writes, adds rows for the GPU and the torch that it names
+and takes the place of rows with the same facts.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+BACKENDS = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
+FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
+PLACE = ("gpu", "torch")  # where a row of the user's own table was measured
+TIMES = BACKENDS[1:]
+PACKAGED = "_attention_table.csv"
+VARIABLE = "CUSEQ_ATTENTION_TABLE"
+COMMAND = "python -m benchmarks attention_backends"
+
+_MASKS = ("causal", "full", "window", "two_sided", "spans", "softcap")
+_MODES = ("eager", "compiled", "captured")
+
+Facts = tuple[Any, ...]
+Times = dict[str, float]
+
+
+class OwnTable(NamedTuple):
+    """The user's own table, as far as it is about this machine."""
+
+    rows: dict[Facts, Times]
+    ignored: str  # which rows are not used and why; empty if all are
+
+
+def read_table() -> list[tuple[Facts, Times]]:
+    """Return the measurements of the package: facts, and the microseconds of each backend."""
+    text = resources.files("cuseq").joinpath(PACKAGED).read_text()
+    return [(_facts(line), _times(line)) for _, line in table_lines(text)]
+
+
+def table_lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the rows of a table as they are written, by column, with their line numbers."""
+    written = [
+        (number, line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.startswith("#")
+    ]
+    if not written:
+        return
+    (_, head), *rows = written
+    columns = next(csv.reader([head]))
+    for number, line in rows:
+        cells = next(csv.reader([line]))
+        if len(cells) != len(columns):
+            raise ValueError(
+                f"line {number}: it must have a cell for each of the {len(columns)} columns, got "
+                f"{len(cells)}"
+            )
+        yield number, dict(zip(columns, cells, strict=True))
+
+
+def _facts(line: dict[str, str]) -> Facts:
+    sm, half, head_dim, mask, window, mode, tokens, sequences = (line[name] for name in FACTS)
+    return (
+        int(sm), half == "1", int(head_dim), mask, int(window), mode, int(tokens), int(sequences),
+    )  # fmt: skip
+
+
+def _times(line: dict[str, str]) -> Times:
+    return {name: float(line[name]) for name in TIMES if line.get(name)}
+
+
+# ------------------------------------------------------------------------------- the user's own
+
+
+def own_path() -> Path | None:
+    """Return where the user's own table is, or None if `CUSEQ_ATTENTION_TABLE` is set to nothing.
+
+    It is the file that the variable names, or else `cuseq/attention_table.csv` in the folder of the
+    user's settings, `$XDG_CONFIG_HOME` or `~/.config`.
+    """
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named).expanduser() if named else None
+    settings = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(settings, "cuseq", "attention_table.csv")
+
+
+def read_own_table() -> OwnTable:
+    """Read the rows of the user's own table that were measured on GPUs and a torch like these.
+
+    Raises:
+        ValueError: the file that `CUSEQ_ATTENTION_TABLE` names cannot be read, or a value in a
+            table is not of its kind. The message names the file, the line, the rule and the value.
+    """
+    path = own_path()
+    if path is None or not (path.exists() or os.environ.get(VARIABLE)):
+        return OwnTable({}, "")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"CUSEQ_ATTENTION_TABLE must name a table of text, got {path}: {error}"
+        ) from None
+    try:
+        lines = list(table_lines(text))
+        found = {}
+        for number, line in lines:
+            _check(line, number)
+            key = (line["gpu"], release(line["torch"]), *_facts(line))
+            if key in found:
+                raise ValueError(f"line {number}: facts must be measured once, got them twice")
+            found[key] = _times(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}, {error}: correct the table, or delete it and measure again: {COMMAND}"
+        ) from None
+    return _about_this_machine(path, found)
+
+
+def release(version: str) -> str:
+    """Return the release of a version of torch whose kernels are the same: 2.11 of 2.11.0+cu130."""
+    return ".".join(version.split(".")[:2])
+
+
+def gpu_names() -> set[str]:
+    """Return the names of the GPUs of this process."""
+    return {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
+
+
+def _about_this_machine(path: Path, found: dict[Facts, Times]) -> OwnTable:
+    rows: dict[Facts, Times] = {}
+    others: Counter[str] = Counter()
+    gpus, here = gpu_names(), release(torch.__version__)
+    for (gpu, measured_by, *facts), times in found.items():
+        if gpu not in gpus:
+            others[gpu] += 1
+        elif measured_by != here:
+            others[f"torch {measured_by}"] += 1
+        else:
+            rows[tuple(facts)] = times
+    if not others:
+        return OwnTable(rows, "")
+    kinds = ", ".join(f"{count} of {kind}" for kind, count in others.items())
+    this = f"{', '.join(sorted(gpus))} with torch {here}"
+    return OwnTable(rows, f"ignored rows of {path}: {kinds}; this is {this}")
+
+
+def _is_whole(least: int) -> Callable[[str], bool]:
+    return lambda cell: cell.isascii() and cell.isdigit() and len(cell) < 10 and int(cell) >= least
+
+
+def _is_time(cell: str) -> bool:
+    try:
+        return not cell or 0 < float(cell) < math.inf
+    except ValueError:
+        return False
+
+
+# What each cell must be.
+_RULES: dict[str, tuple[Callable[[str], bool], str]] = {
+    "sm": (_is_whole(10), "a compute capability such as 90"),
+    "half": (lambda cell: cell in ("0", "1"), "1 for fp16 and bf16, or 0"),
+    "head_dim": (_is_whole(1), "a number from 1 to 999999999"),
+    "mask": (lambda cell: cell in _MASKS, f"one of {', '.join(_MASKS)}"),
+    "window": (_is_whole(0), "a number of keys from 0 to 999999999"),
+    "mode": (lambda cell: cell in _MODES, f"one of {', '.join(_MODES)}"),
+    "tokens": (_is_whole(1), "a number from 1 to 999999999"),
+    "sequences": (_is_whole(1), "a number from 1 to 999999999"),
+    "gpu": (bool, "the name of a GPU"),
+    "torch": (bool, "a version of torch"),
+} | {name: (_is_time, "microseconds above 0, or empty") for name in TIMES}
+
+
+def _check(line: dict[str, str], number: int) -> None:
+    for name in (*FACTS, *PLACE):
+        if name not in line:
+            raise ValueError(f"line {number}: it must have a column {name}, got {', '.join(line)}")
+    for name, cell in line.items():
+        if name not in _RULES:
+            raise ValueError(
+                f"line {number}: its columns must be {', '.join(_RULES)}, got {name!r}"
+            )
+        fits, rule = _RULES[name]
+        if not fits(cell):
+            raise ValueError(f"line {number}: {name} must be {rule}, got {cell!r}")
+    if not _times(line):
+        raise ValueError(f"line {number}: it must have the time of a backend, got none")
