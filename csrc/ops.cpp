@@ -157,7 +157,7 @@ TORCH_LIBRARY(cuseq, m) {
   // csrc/ops/token_logprobs.cpp. `mean` is that of the logits, weighted with their probabilities.
   const std::string head =
       "Tensor hidden, Tensor weight, Tensor targets, Tensor? bias=None, float temperature=1.0, "
-      "int? chunk_size=None, bool entropy=False";
+      "int? chunk_size=None, bool entropy=False, float scale=1.0, float? softcap=None";
   m.def(("token_logprobs(" + head +
          ") -> (Tensor logprobs, Tensor entropies, Tensor logsumexp, Tensor mean)")
             .c_str(),

@@ -23,14 +23,29 @@ A number(const void* numbers, int64_t row) {
   return numbers == nullptr ? A(0) : static_cast<const A*>(numbers)[row];
 }
 
+// The values x of a row's logits: see LogitRowsArgs.
+template <typename A>
+struct Scaled {
+  A scale, cap;
+
+  explicit Scaled(const LogitRowsArgs& args)
+      : scale(static_cast<A>(args.scale)), cap(static_cast<A>(args.cap)) {}
+
+  A value(A logit) const { return cap == 0 ? logit * scale : cap * std::tanh(logit * scale / cap); }
+  A slope(A value) const { return cap == 0 ? scale : scale * (1 - (value / cap) * (value / cap)); }
+};
+
 template <typename T>
 void forward(const LogitRowsArgs& args, int64_t row) {
   using A = Arithmetic<T>;
   const T* logits = static_cast<const T*>(args.logits) + row * args.vocabulary;
-  const A scale = A(1) / static_cast<A>(args.temperature);
-  const auto logit = [&](int64_t i) { return static_cast<A>(logits[i]) * scale; };
+  const Scaled<A> scaled(args);
+  const auto logit = [&](int64_t i) { return scaled.value(static_cast<A>(logits[i])); };
   A most = -kInfinity<A>;
-  for (int64_t i = 0; i < args.vocabulary; ++i) most = logit(i) > most ? logit(i) : most;
+  for (int64_t i = 0; i < args.vocabulary; ++i) {
+    const A x = logit(i);
+    most = x > most ? x : most;
+  }
   const A shift = most == -kInfinity<A> ? A(0) : most;
   double sum = 0, weighted = 0;  // one thread adds up tens of thousands of numbers
   for (int64_t i = 0; i < args.vocabulary; ++i) {
@@ -55,7 +70,7 @@ template <typename T>
 void backward(const LogitRowsArgs& args, int64_t row) {
   using A = Arithmetic<T>;
   T* logits = static_cast<T*>(args.logits) + row * args.vocabulary;
-  const A scale = A(1) / static_cast<A>(args.temperature);
+  const Scaled<A> scaled(args);
   const int64_t target = args.targets[row];
   const bool ignored = target == kIgnoredTarget;
   const bool outside = !ignored && !is_token(args, target);
@@ -68,12 +83,12 @@ void backward(const LogitRowsArgs& args, int64_t row) {
   const A total = number<A>(static_cast<const void*>(args.logsumexp), row);
   const A mean = number<A>(static_cast<const void*>(args.mean), row);
   for (int64_t i = 0; i < args.vocabulary; ++i) {
-    const A x = static_cast<A>(logits[i]) * scale;
+    const A x = scaled.value(static_cast<A>(logits[i]));
     A grad = i == target ? of_logprob : A(0);
     if (x != -kInfinity<A>) {
       grad -= std::exp(x - total) * (of_logprob + of_entropy * (x - mean));
     }
-    logits[i] = static_cast<T>(grad * scale);
+    logits[i] = static_cast<T>(grad * scaled.slope(x));
   }
 }
 

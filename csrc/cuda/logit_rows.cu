@@ -22,6 +22,35 @@ __device__ __forceinline__ Arithmetic<T> exp_of(Arithmetic<T> value) {
   }
 }
 
+// Return tanh(value). What 16 bits hold does not show the error of the fast one, 1e-7.
+template <typename T>
+__device__ __forceinline__ Arithmetic<T> tanh_of(Arithmetic<T> value) {
+  if constexpr (sizeof(T) == 2) {
+    return 1 - __fdividef(2.0f, 1 + __expf(2 * value));
+  } else {
+    return ::tanh(value);
+  }
+}
+
+// The values x of a row's logits: see LogitRowsArgs.
+template <typename T, bool kCapped>
+struct Scaled {
+  using A = Arithmetic<T>;
+  A scale, cap, over_cap;  // over_cap: scale / cap
+
+  __device__ __forceinline__ explicit Scaled(const LogitRowsArgs& args)
+      : scale(static_cast<A>(args.scale)),
+        cap(static_cast<A>(args.cap)),
+        over_cap(kCapped ? static_cast<A>(args.scale / args.cap) : A(0)) {}
+
+  __device__ __forceinline__ A value(A logit) const {
+    return kCapped ? cap * tanh_of<T>(logit * over_cap) : logit * scale;
+  }
+  __device__ __forceinline__ A slope(A value) const {
+    return kCapped ? scale * (1 - (value / cap) * (value / cap)) : scale;
+  }
+};
+
 // The logits of a block's row, visited by its threads: vectors of 16 bytes in the middle, and one
 // by one what lies around them.
 template <typename T>
@@ -98,14 +127,14 @@ struct LogitSums {
   }
 
   template <bool kEntropy, int V>
-  __device__ __forceinline__ void take(const A (&values)[V], A scale) {
-    A own = values[0] * scale;
+  __device__ __forceinline__ void take(const A (&values)[V]) {
+    A own = values[0];
 #pragma unroll
-    for (int i = 1; i < V; ++i) own = max(own, values[i] * scale);
+    for (int i = 1; i < V; ++i) own = max(own, values[i]);
     raise(own);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const A x = values[i] * scale;
+      const A x = values[i];
       const A one = weight(x);
       sum += one;
       if (kEntropy && x != static_cast<A>(-INFINITY)) weighted += one * x;
@@ -156,15 +185,18 @@ __device__ __forceinline__ LogitRow<T> row_of(const LogitRowsArgs& args) {
   return {static_cast<T*>(args.logits) + blockIdx.x * args.vocabulary, args.vocabulary};
 }
 
-template <typename T, bool kEntropy>
+template <typename T, bool kEntropy, bool kCapped>
 __global__ void __launch_bounds__(kThreads)
     logit_rows_kernel(const __grid_constant__ LogitRowsArgs args) {
   using A = Arithmetic<T>;
   const LogitRow<T> row = row_of<T>(args);
-  const A scale = A(1) / static_cast<A>(args.temperature);
+  const Scaled<T, kCapped> scaled(args);
   LogitSums<T> sums;
-  row.template for_each<false>(
-      [&](int64_t, const auto& values) { sums.template take<kEntropy>(values, scale); });
+  row.template for_each<false>([&]<int V>(int64_t, A(&values)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = scaled.value(values[i]);
+    sums.template take<kEntropy>(values);
+  });
   sums.merge_block();
   if (threadIdx.x != 0) return;
   const A most = sums.most == static_cast<A>(-INFINITY) ? A(0) : sums.most;
@@ -172,7 +204,8 @@ __global__ void __launch_bounds__(kThreads)
   static_cast<A*>(args.logsumexp)[blockIdx.x] = total;
   const int64_t target = args.targets[blockIdx.x];
   const bool ignored = target == kIgnoredTarget;
-  const A own = is_token(args, target) ? convert<A>(row.data[target]) * scale : static_cast<A>(NAN);
+  const A own =
+      is_token(args, target) ? scaled.value(convert<A>(row.data[target])) : static_cast<A>(NAN);
   static_cast<A*>(args.logprobs)[blockIdx.x] = ignored ? A(0) : own - total;
   if constexpr (!kEntropy) return;
   const A mean = sums.weighted / sums.sum;
@@ -180,11 +213,11 @@ __global__ void __launch_bounds__(kThreads)
   static_cast<A*>(args.entropies)[blockIdx.x] = ignored ? A(0) : total - mean;
 }
 
-template <typename T, bool kEntropy>
+template <typename T, bool kEntropy, bool kCapped>
 __global__ void __launch_bounds__(kThreads)
     logit_rows_backward_kernel(const __grid_constant__ LogitRowsArgs args) {
   using A = Arithmetic<T>;
-  const A scale = A(1) / static_cast<A>(args.temperature);
+  const Scaled<T, kCapped> scaled(args);
   const int64_t target = args.targets[blockIdx.x];
   const bool ignored = target == kIgnoredTarget;
   const bool outside = !ignored && !is_token(args, target);
@@ -199,15 +232,25 @@ __global__ void __launch_bounds__(kThreads)
   row_of<T>(args).template for_each<true>([&]<int V>(int64_t index, A(&values)[V]) {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const A x = values[i] * scale;
+      const A x = scaled.value(values[i]);
       A grad = index + i == target ? of_logprob : A(0);
       if (x != static_cast<A>(-INFINITY)) {
         const A factor = kEntropy ? of_logprob + of_entropy * (x - mean) : of_logprob;
         grad -= exp_of<T>(x - total) * factor;
       }
-      values[i] = grad * scale;
+      values[i] = grad * scaled.slope(x);
     }
   });
+}
+
+// Call launch<kEntropy, kCapped>().
+template <typename Launch>
+void with_options(bool entropy, bool capped, const Launch& launch) {
+  const auto with_entropy = [&]<bool kEntropy>() {
+    capped ? launch.template operator()<kEntropy, true>()
+           : launch.template operator()<kEntropy, false>();
+  };
+  entropy ? with_entropy.template operator()<true>() : with_entropy.template operator()<false>();
 }
 
 }  // namespace
@@ -216,9 +259,9 @@ void logit_rows(const LogitRowsArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const auto blocks = static_cast<unsigned>(args.rows);
   dispatch_float(args.type, [&]<typename T>() {
-    const auto kernel =
-        args.entropies != nullptr ? logit_rows_kernel<T, true> : logit_rows_kernel<T, false>;
-    kernel<<<blocks, kThreads, 0, stream>>>(args);
+    with_options(args.entropies != nullptr, args.cap != 0, [&]<bool kEntropy, bool kCapped>() {
+      logit_rows_kernel<T, kEntropy, kCapped><<<blocks, kThreads, 0, stream>>>(args);
+    });
   });
 }
 
@@ -226,9 +269,10 @@ void logit_rows_backward(const LogitRowsArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const auto blocks = static_cast<unsigned>(args.rows);
   dispatch_float(args.type, [&]<typename T>() {
-    const auto kernel = args.grad_entropies != nullptr ? logit_rows_backward_kernel<T, true>
-                                                       : logit_rows_backward_kernel<T, false>;
-    kernel<<<blocks, kThreads, 0, stream>>>(args);
+    const bool entropy = args.grad_entropies != nullptr;
+    with_options(entropy, args.cap != 0, [&]<bool kEntropy, bool kCapped>() {
+      logit_rows_backward_kernel<T, kEntropy, kCapped><<<blocks, kThreads, 0, stream>>>(args);
+    });
   });
 }
 

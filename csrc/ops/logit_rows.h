@@ -12,11 +12,12 @@ namespace cuseq {
 
 constexpr int64_t kIgnoredTarget = -100;
 
-// With x a row of logits over the temperature and p = softmax(x), the forward computes
+// With x = scale * logits, or x = cap * tanh(scale * logits / cap) under a cap, and p = softmax(x),
+// the forward computes
 //   logsumexp = log(sum(exp(x))), logprob = x[target] - logsumexp,
 //   mean = sum(p * x), entropy = logsumexp - mean,
 // and the backward the gradient of the logits,
-//   (grad_logprob * ([i == target] - p[i]) + grad_entropy * p[i] * (mean - x[i])) / temperature.
+//   (grad_logprob * ([i == target] - p[i]) + grad_entropy * p[i] * (mean - x[i])) * dx/dlogits[i].
 // A logit of -inf adds nothing. Numbers of rows are in fp32, or fp64 for fp64. A target that is
 // ignored gives 0 and no gradient, one outside the vocabulary NaN and a gradient of NaN.
 struct LogitRowsArgs {
@@ -24,7 +25,8 @@ struct LogitRowsArgs {
   void* logits = nullptr;  // [rows, vocabulary]; the backward replaces them by their gradient
   int64_t rows = 0;
   int64_t vocabulary = 0;
-  double temperature = 1;
+  double scale = 1;                  // over the temperature
+  double cap = 0;                    // over the temperature; 0: none
   const int64_t* targets = nullptr;  // [rows]
   // Results of the forward, [rows]; the backward reads logsumexp and mean.
   void* logprobs = nullptr;

@@ -4,7 +4,6 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "ops/checks.h"
 #include "ops/dispatch.h"
@@ -24,6 +23,8 @@ struct Head {
   const OptionalTensor& bias;
   double temperature;
   int64_t chunk;
+  double scale;
+  OptionalDouble softcap;
 
   int64_t tokens() const { return hidden.size(0); }
   int64_t vocabulary() const { return weight.size(0); }
@@ -33,8 +34,15 @@ struct Head {
   at::TensorOptions numbers() const { return hidden.options().dtype(wide()); }
 };
 
+// Raise unless `value`, and with it each ratio of two such values, has a reciprocal in fp32.
+void check_factor(double value, const char* name) {
+  TORCH_CHECK_VALUE(0x1p-60 <= value && value <= 0x1p60, name, " must be from 2^-60 to 2^60, got ",
+                    value);
+}
+
 void check(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
-           const OptionalTensor& bias, double temperature, OptionalInt chunk_size) {
+           const OptionalTensor& bias, double temperature, OptionalInt chunk_size, double scale,
+           OptionalDouble softcap) {
   float_type(hidden, "hidden");
   TORCH_CHECK_VALUE(hidden.dim() == 2, "hidden must have shape [tokens, features], got ",
                     hidden.sizes());
@@ -62,8 +70,9 @@ void check(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
                       "bias must be [vocabulary = ", weight.size(0), "] of weight's dtype, got ",
                       dtype_name(bias->scalar_type()), " ", bias->sizes());
   }
-  TORCH_CHECK_VALUE(std::isfinite(temperature) && temperature > 0,
-                    "temperature must be a finite number above 0, got ", temperature);
+  check_factor(temperature, "temperature");
+  check_factor(scale, "scale");
+  if (softcap.has_value()) check_factor(*softcap, "softcap");
   TORCH_CHECK_VALUE(chunk_size.value_or(1) >= 1, "chunk_size must be at least 1, got ",
                     chunk_size.value_or(1));
   if (!values_can_be_read(targets)) return;
@@ -96,7 +105,8 @@ void for_each_chunk(const Head& head, const F& visit) {
     args.logits = logits.mutable_data_ptr();
     args.rows = count;
     args.vocabulary = head.vocabulary();
-    args.temperature = head.temperature;
+    args.scale = head.scale / head.temperature;
+    args.cap = head.softcap.value_or(0) / head.temperature;
     args.targets = head.targets.const_data_ptr<int64_t>() + first;
     visit(first, hidden, logits, args);
   }
@@ -112,10 +122,12 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Forward token_logprobs_kernel(const Tensor& hidden, const Tensor& weight, const Tensor& any_targets,
                               const OptionalTensor& bias, double temperature,
-                              OptionalInt chunk_size, bool entropy) {
-  check(hidden, weight, any_targets, bias, temperature, chunk_size);
+                              OptionalInt chunk_size, bool entropy, double scale,
+                              OptionalDouble softcap) {
+  check(hidden, weight, any_targets, bias, temperature, chunk_size, scale, softcap);
   const Tensor targets = any_targets.contiguous();
-  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight)};
+  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight),
+                  scale,  softcap};
   Tensor logprobs = at::empty({head.tokens()}, head.numbers());
   Tensor logsumexp = at::empty({head.tokens()}, head.numbers());
   Tensor entropies = at::empty({entropy ? head.tokens() : 0}, head.numbers());
@@ -160,10 +172,11 @@ std::tuple<Tensor, Tensor, Tensor> token_logprobs_backward_kernel(
     const OptionalTensor& grad_logprobs, const OptionalTensor& grad_entropies,
     const Tensor& logsumexp, const Tensor& mean, const Tensor& hidden, const Tensor& weight,
     const Tensor& any_targets, const OptionalTensor& bias, double temperature,
-    OptionalInt chunk_size, bool entropy) {
-  check(hidden, weight, any_targets, bias, temperature, chunk_size);
+    OptionalInt chunk_size, bool entropy, double scale, OptionalDouble softcap) {
+  check(hidden, weight, any_targets, bias, temperature, chunk_size, scale, softcap);
   const Tensor targets = any_targets.contiguous();
-  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight)};
+  const Head head{hidden, weight, targets, bias, temperature, chunk_of(chunk_size, weight),
+                  scale,  softcap};
   const auto checked = [&](const Tensor& numbers, const char* name, int64_t size) {
     TORCH_CHECK_VALUE(
         numbers.dim() == 1 && numbers.size(0) == size && numbers.scalar_type() == head.wide() &&

@@ -321,7 +321,7 @@ def _(grad_out, which, dtype, total_tokens, cu_seqlens, kind, cu_seqlens_padded=
 
 
 @register_fake("cuseq::token_logprobs")
-def _(hidden, weight, targets, bias=None, temperature=1.0, chunk_size=None, entropy=False):
+def _(hidden, weight, targets, bias=None, temperature=1.0, chunk_size=None, entropy=False, *_):
     numbers = hidden.new_empty(hidden.shape[0], dtype=_summed(hidden.dtype))
     if entropy:
         return tuple(torch.empty_like(numbers) for _ in range(4))

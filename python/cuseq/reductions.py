@@ -130,14 +130,20 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     entropy: bool = False,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return the log-probability of each target under a language model's head.
 
     The logits of `chunk_size` tokens at a time are in memory, in forward and backward; those of all
     tokens never are. The backward computes them again.
 
+    `model_logprobs` reads weight, bias, scale and softcap from a model.
+
     Equivalent to:
-        `log_softmax((hidden @ weight.T + bias).float() / temperature, 1)[arange(N), targets]`
+        `logits = (hidden @ weight.T + bias).float() * scale`, with `softcap` then
+        `logits = softcap * tanh(logits / softcap)`, and
+        `log_softmax(logits / temperature, 1)[arange(N), targets]`
 
     Args:
         hidden: `[N, features]`, floating point; of a tree the rows of `PackedTree.targets`.
@@ -145,10 +151,14 @@ def token_logprobs(
         targets: int64 `[N]`; -100 gives 0 and no gradient. On a GPU they are not read by the host:
             one outside the vocabulary gives NaN there.
         bias: `[vocabulary]` of the dtype of `weight`.
-        temperature: divides the logits; above 0.
+        temperature: divides the logits, after `scale` and `softcap`; from 2^-60 to 2^60.
         chunk_size: tokens whose logits are in memory together. Default: as many as make half a
             gigabyte in bf16.
         entropy: whether to return the entropy of each token's distribution too.
+        scale: multiplies the logits, bias included (Cohere's `logit_scale`, one over Granite's
+            `logits_scaling`); from 2^-60 to 2^60.
+        softcap: bound of the logits (Gemma's `final_logit_softcapping`), from 2^-60 to 2^60; None
+            for none.
 
     Returns:
         `[N]` in fp32, or fp64 for fp64; with `entropy` a tuple of it and the entropies `[N]`. Both
@@ -173,6 +183,9 @@ def token_logprobs(
         check_tensor(bias, "bias")
     check_flag(entropy, "entropy")
     temperature = as_float(temperature, "temperature")
+    scale = as_float(scale, "scale")
+    if softcap is not None:
+        softcap = as_float(softcap, "softcap")
     if chunk_size is not None:
         chunk_size = as_int(chunk_size, "chunk_size", least=1)
     device = hidden.device.type
@@ -181,7 +194,7 @@ def token_logprobs(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     logprobs, entropies, _, _ = _ops.token_logprobs(
-        hidden, weight, targets, bias, temperature, chunk_size, entropy
+        hidden, weight, targets, bias, temperature, chunk_size, entropy, scale, softcap
     )
     return (logprobs, entropies) if entropy else logprobs
 
@@ -199,11 +212,12 @@ def _head_gradients(
 ) -> tuple[Tensor | None, ...]:
     hidden, weight, targets, bias, logsumexp, mean = ctx.saved_tensors
     if grad_logprobs is None and grad_entropies is None:
-        return (None,) * 7
+        return (None,) * (4 + len(ctx.options))
     grad_hidden, grad_weight, grad_bias = _ops.token_logprobs_backward(
         grad_logprobs, grad_entropies, logsumexp, mean, hidden, weight, targets, bias, *ctx.options
     )
-    return grad_hidden, grad_weight, None, None if bias is None else grad_bias, None, None, None
+    of_bias = None if bias is None else grad_bias
+    return grad_hidden, grad_weight, None, of_bias, *(None for _ in ctx.options)
 
 
 torch.library.register_autograd("cuseq::token_logprobs", _head_gradients, setup_context=_save_head)

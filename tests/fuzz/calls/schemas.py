@@ -436,6 +436,8 @@ def _head(draw: Draw) -> dict[str, Any]:
         "temperature": draw.choice((1.0, 0.5)),
         "chunk_size": draw.choice((None, 1, 3)),
         "entropy": draw.chance(0.5),
+        "scale": draw.choice((1.0, 0.25, 3)),
+        "softcap": draw.choice((None, 2.0, 30)),
     }
 
 

@@ -73,7 +73,7 @@ def heads(d):
     targets = ints(d, [0, 8, -100, 3])
     hidden, weight, bias = (torch.randn(s, device=d) for s in ((4, 5), (9, 5), (9,)))
     hidden.requires_grad_(), weight.requires_grad_()
-    return [(hidden, weight, targets), (hidden, weight, targets, bias, 0.5, 3, True)]
+    return [(hidden, weight, targets), (hidden, weight, targets, bias, 0.5, 3, True, 0.5, 2.0)]
 
 
 # Arguments of every op except those in ELSEWHERE, tested in test_attention.py,
@@ -168,7 +168,7 @@ CASES = {
         (torch.randn(4, device=d), None, torch.randn(4, device=d), torch.randn(0, device=d),
          *(t.detach() for t in heads(d)[0][:3])),
         (torch.randn(4, device=d), torch.randn(4, device=d), torch.randn(4, device=d),
-         torch.randn(4, device=d), *(t.detach() for t in heads(d)[1][:4]), 0.5, 3, True),
+         torch.randn(4, device=d), *(t.detach() for t in heads(d)[1][:4]), 0.5, 3, True, 0.5, 2.0),
     ],
 }  # fmt: skip
 ELSEWHERE = {

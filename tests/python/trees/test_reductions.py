@@ -96,8 +96,15 @@ def test_wrong_values_are_named():
 # ------------------------------------------------------------------------ token_logprobs
 
 
-def plain(hidden, weight, targets, bias=None, temperature=1.0):
-    return of_logits_alone(torch.nn.functional.linear(hidden, weight, bias) / temperature, targets)
+def plain(hidden, weight, targets, bias=None, temperature=1.0, scale=1.0, softcap=None):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    return of_logits_alone(changed(logits, scale, softcap) / temperature, targets)
+
+
+def changed(logits, scale=1.0, softcap=None):
+    """Scale and cap logits as models do."""
+    logits = logits * scale
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def of_logits_alone(logits, targets):
@@ -117,12 +124,18 @@ def test_logprobs_and_entropies(chunk_size, with_bias, device):
     bias = torch.randn(11, **like).requires_grad_() if with_bias else None
     targets = torch.tensor([3, 0, -100, 10, 3, 3, -100], device=device)
     inputs = [hidden, weight, *([bias] if with_bias else [])]
-    for temperature in (1.0, 0.7):
+    for options in (
+        dict(),
+        dict(temperature=0.7),
+        dict(scale=0.0625),  # Cohere
+        dict(scale=1 / 8, temperature=0.7),  # Granite
+        dict(softcap=3.0),  # Gemma
+        dict(scale=2.0, softcap=1.5, temperature=0.7),
+    ):
         found = cuseq.token_logprobs(
-            hidden, weight, targets, bias=bias, temperature=temperature,
-            chunk_size=chunk_size, entropy=True,
-        )  # fmt: skip
-        expected = plain(hidden, weight, targets, bias, temperature)
+            hidden, weight, targets, bias=bias, chunk_size=chunk_size, entropy=True, **options
+        )
+        expected = plain(hidden, weight, targets, bias, **options)
         weights = [torch.randn_like(one) for one in expected]
         for used in ((0,), (1,), (0, 1)):
             grads = torch.autograd.grad(
@@ -135,22 +148,23 @@ def test_logprobs_and_entropies(chunk_size, with_bias, device):
                 torch.testing.assert_close(grad, one)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other)
-        only = cuseq.token_logprobs(hidden, weight, targets, bias=bias, temperature=temperature)
+        only = cuseq.token_logprobs(hidden, weight, targets, bias=bias, **options)
         torch.testing.assert_close(only, expected[0])
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", [1, 2, 9, 1000, 4099, 33_001])
-def test_rows_of_logits_of_any_size(vocabulary, dtype, device):
+@pytest.mark.parametrize("options", [{}, {"scale": 0.5, "softcap": 3.0}], ids=["plain", "capped"])
+def test_rows_of_logits_of_any_size(vocabulary, dtype, options, device):
     """Rows of odd sizes begin between the vectors that the kernel loads."""
     hidden = torch.randn(5, 16, device=device, dtype=dtype).requires_grad_()
     weight = torch.randn(vocabulary, 16, device=device, dtype=dtype).requires_grad_()
     targets = torch.tensor([0, vocabulary - 1, vocabulary // 2, -100, vocabulary // 3])
     targets = targets.to(device)
     logits = torch.nn.functional.linear(hidden, weight).detach().double().requires_grad_()
-    expected = of_logits_alone(logits, targets)
-    found = cuseq.token_logprobs(hidden, weight, targets, entropy=True, chunk_size=3)
+    expected = of_logits_alone(changed(logits, **options), targets)
+    found = cuseq.token_logprobs(hidden, weight, targets, entropy=True, chunk_size=3, **options)
     factors = [torch.randn(5, device=device, dtype=torch.float64) for _ in range(2)]
     eps = torch.finfo(dtype).eps
     narrow = torch.finfo(found[0].dtype).eps
@@ -166,6 +180,20 @@ def test_rows_of_logits_of_any_size(vocabulary, dtype, device):
         scale = one.abs().max().item() + 1e-3
         bound = (20 * eps + vocabulary * narrow) * scale
         torch.testing.assert_close(grad.double(), one, rtol=0, atol=bound)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_far_beyond_their_bound(dtype, device):
+    """They stay finite, have no gradient, and differ in nothing."""
+    weight = torch.tensor([[1.0], [2.0], [-1.0]], device=device, dtype=dtype)
+    hidden = torch.full((1, 1), 1e4, device=device, dtype=dtype, requires_grad=True)
+    target = torch.tensor([1], device=device)
+    (found, entropy) = cuseq.token_logprobs(hidden, weight, target, softcap=30.0, entropy=True)
+    torch.testing.assert_close(found.item(), -math.log(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.item(), math.log(2), rtol=0, atol=1e-5)
+    (grad,) = torch.autograd.grad(found + entropy, hidden)
+    assert grad.item() == 0
 
 
 def test_logits_that_are_hidden(device):
@@ -364,7 +392,13 @@ def test_pairs_are_compiled_once():
         ({"targets": torch.zeros(2, dtype=torch.int32)}, "targets must be int64"),
         ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets must have one entry"),
         ({"targets": torch.tensor([0, 3])}, r"targets must lie in \[0, 3\)"),
-        ({"temperature": 0.0}, "temperature must be a finite number above 0"),
+        ({"temperature": 0.0}, r"temperature must be from 2\^-60 to 2\^60, got 0"),
+        ({"temperature": 1e-30}, r"temperature must be from 2\^-60 to 2\^60, got 1e-30"),
+        ({"scale": -1}, r"scale must be from 2\^-60 to 2\^60, got -1"),
+        ({"scale": math.nan}, r"scale must be from 2\^-60 to 2\^60, got nan"),
+        ({"scale": None}, "scale must be a number, got None"),
+        ({"softcap": 0.0}, r"softcap must be from 2\^-60 to 2\^60, got 0"),
+        ({"softcap": math.inf}, r"softcap must be from 2\^-60 to 2\^60, got inf"),
         ({"chunk_size": 0}, "chunk_size must be at least 1"),
         ({"bias": torch.ones(4)}, "bias must be"),
         ({"hidden": torch.ones(2, 4, dtype=torch.int64)}, "hidden must be"),
