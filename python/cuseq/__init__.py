@@ -17,6 +17,7 @@ from cuseq.debug.packing_check import check_packing
 from cuseq.debug.profile import profile_step
 from cuseq.graphed_step import GraphedStep
 from cuseq.layout import PackedLayout
+from cuseq.model_head import model_logprobs
 from cuseq.pad import pack, run_packed, unpack
 from cuseq.reductions import token_logprobs
 from cuseq.rope import apply_qk_norm_rope, apply_rope
@@ -38,6 +39,7 @@ __all__ = [
     "disable",
     "distributed",
     "enable",
+    "model_logprobs",
     "ops",
     "pack",
     "profile_step",

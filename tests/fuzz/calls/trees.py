@@ -96,3 +96,30 @@ for _name in ("segment_sum", "segment_mean", "segment_max", "segment_last"):
 function("cuseq.token_logprobs", cuseq.token_logprobs)(
     TARGETS["torch.ops.cuseq.token_logprobs"].make
 )
+
+
+class _Model(torch.nn.Module):
+    """A causal language model, as far as its head reaches."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None):
+        super().__init__()
+        self.body = torch.nn.Embedding(1, 1)
+        self.lm_head = torch.nn.Linear(1, 1, device="meta")
+        self.lm_head.weight = torch.nn.Parameter(weight)
+        self.lm_head.bias = None if bias is None else torch.nn.Parameter(bias)
+        self.final_logit_softcapping = softcap
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        logits = self.lm_head(self.body(input_ids)[0])
+        cap = self.final_logit_softcapping
+        return (logits if cap is None else cap * torch.tanh(logits / cap),)
+
+
+@function("cuseq.model_logprobs", cuseq.model_logprobs, also=("weight",))
+def _(draw):
+    arguments = TARGETS["torch.ops.cuseq.token_logprobs"].make(draw)
+    weight, bias, _ = (arguments.pop(name) for name in ("weight", "bias", "scale"))
+    return {"model": _Model(weight, bias, arguments.pop("softcap")), **arguments}
