@@ -6,10 +6,11 @@ from array import array
 from collections.abc import Iterable
 from numbers import Real
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.compiler import is_compiling
 
 
@@ -91,6 +92,27 @@ def check_tensor(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be a dense tensor, got a {kind} one")
     if value.is_meta:
         raise ValueError(f"{name} must have values, got a tensor on meta")
+
+
+def plain_tensor(value: Any, name: str) -> Tensor:
+    """Return a dense tensor as a plain one of the same memory, whatever subclass of Tensor it is.
+
+    What is derived from a subclass may be of that subclass too (MONAI's MetaTensor), and a layout
+    keeps plain tensors alone.
+
+    Raises:
+        TypeError, ValueError: as `check_tensor`; or the subclass has its values in other tensors
+            (DTensor).
+    """
+    check_tensor(value, name)
+    if type(value) is Tensor or is_compiling() or isinstance(value, FakeTensor):
+        return cast("Tensor", value)
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{name} must be a tensor with values of its own, got a {type(value).__name__}"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(Tensor)
 
 
 def check_values(value: Any, name: str) -> None:

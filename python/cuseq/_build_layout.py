@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, as_int64s, as_size, check_flag, check_tensor
+from cuseq._arguments import as_int, as_int64s, as_size, check_flag, plain_tensor
 from cuseq._layout_state import NUM_SEQS, LayoutState
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import to_host
@@ -28,7 +28,7 @@ def common_multiple(multiple: Multiple, name: str) -> int:
 def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
     """Return a one-dimensional tensor: ints as int64 on the host, a tensor unchanged."""
     if isinstance(values, Tensor):
-        check_tensor(values, name)
+        values = plain_tensor(values, name)
     else:
         try:
             values = as_int64s(list(values))  # a list, since array() reads bytes as memory
@@ -133,7 +133,7 @@ def of_mask(
 
 def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) -> LayoutState:
     """Return the state for positions that restart with each sequence."""
-    check_tensor(position_ids, "position_ids")
+    position_ids = plain_tensor(position_ids, "position_ids")
     max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
     if max_seqs == 0 and position_ids.numel() > 0:
         raise ValueError("max_seqs must be at least 1, since every token has a sequence, got 0")
@@ -258,7 +258,7 @@ def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
             f"mask must be a tensor, got {type(mask).__name__}: without a mask call "
             "PackedLayout.from_lengths"
         )
-    check_tensor(mask, "mask")
+    mask = plain_tensor(mask, "mask")
     check_flag(true_is_pad, "true_is_pad")
     kind = "zero" if true_is_pad else "nonzero"
     if mask.dim() != 4:
