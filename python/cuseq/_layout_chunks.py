@@ -8,7 +8,7 @@ from torch import Tensor
 from cuseq import _C
 from cuseq._arguments import as_int, check_dtype
 from cuseq._layout_facts import LayoutFacts
-from cuseq._layout_state import LayoutState
+from cuseq._layout_state import LayoutState, keep
 from cuseq._modes import is_capturing, may_keep, outside_inference_mode
 from cuseq._transfer import copy_pair
 
@@ -119,7 +119,7 @@ class LayoutChunks(LayoutFacts):
                 on_host = _C.chunks_of(self.cu_seqlens_recurrent_on_host(), chunk_size)
             chunks = self._on_device(*on_host, "chunk_indices")
         if may_keep(*chunks) and not is_capturing(self.device):
-            self._chunks[chunk_size, dtype] = chunks
+            keep(self._chunks, (chunk_size, dtype), chunks)
             self.note_versions(chunk_indices=chunks[0], chunk_offsets=chunks[1])
         return chunks
 

@@ -13,7 +13,7 @@ from cuseq import _C, masks
 from cuseq import _tree_masks as trees
 from cuseq._arguments import as_window, check_dtype, check_flag, check_tensor
 from cuseq._layout_chunks import LayoutChunks
-from cuseq._layout_state import LayoutState
+from cuseq._layout_state import LayoutState, keep
 from cuseq._modes import is_capturing, outside_inference_mode
 from cuseq._spans import Spans, check_pairs, sorted_pairs, spans_on
 from cuseq.cache import remember
@@ -252,13 +252,14 @@ class LayoutMasks(LayoutChunks):
         # A tensor copied on one stream may not be ready yet on another stream.
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         key = (pairs, row_length, stream)
-        if key not in self._spans:
+        kept = self._spans.get(key)
+        if kept is None:
             padded = self.segments.known_lengths if self.pads_between_sequences else None
             on_host = check_pairs(pairs, row_length, self.known_lengths, padded, self.total_tokens)
-            self._spans[key] = spans_on(self.device, on_host), on_host
+            kept = keep(self._spans, key, (spans_on(self.device, on_host), on_host))
         if given is not None:
             return given
-        checked, on_host = self._spans[key]
+        checked, on_host = kept
         if on_gpu and checked is not None and on_host is not None:
             if not is_capturing(self.device):
                 _C.remember_on_host(checked, on_host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,11 @@ _ON_DEVICE = (
 )  # fmt: skip
 _TENSORS = (*_ON_DEVICE, "host_meta", "host_lengths", "rank_meta", "tree_meta")
 
+_MOST_KEPT = 16
+
 Tensors = dict[str, Any]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 class LayoutState(NamedTuple):
@@ -191,6 +195,9 @@ class LayoutState(NamedTuple):
             mine = getattr(self, name)
             if name in tensors and mine is not None:
                 kept[name] = mine.copy_(tensors.pop(name), non_blocking=True)
+            elif name in tensors and other.lengths.device == device:
+                # The next fill writes into it, so it must not be the other layout's too.
+                kept[name] = tensors.pop(name).clone()
         if other.lengths.device != device:
             kept |= {n: tensor.to(device, non_blocking=True) for n, tensor in tensors.items()}
             kept |= {"host_lengths": other.lengths, "from_device": False}
@@ -216,6 +223,17 @@ class LayoutState(NamedTuple):
         """Turn the result of `to_buffers` back into a state with tensors on the host."""
         with outside_inference_mode():
             return self.map(lambda buffers: {n: buffer.tensor() for n, buffer in buffers.items()})
+
+
+def keep(kept: dict[Key, Value], key: Key, value: Value) -> Value:
+    """Keep a value that a layout makes of an argument, beside the newest few of its kind.
+
+    Return the value of the key: another thread may have kept one before.
+    """
+    value = kept.setdefault(key, value)
+    for oldest in list(kept)[:-_MOST_KEPT]:
+        kept.pop(oldest, None)
+    return value
 
 
 def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:

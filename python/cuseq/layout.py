@@ -51,6 +51,7 @@ class PackedLayout(LayoutMasks):
         self._moved: dict[torch.device, PackedLayout] = {}
         self._origin: weakref.ref[PackedLayout] | None = None
         self._chunked: dict[int, PackedLayout] = {}
+        self._chunks_of_layout: weakref.ref[PackedLayout] | None = None
 
     @classmethod
     def from_lengths(
@@ -245,6 +246,7 @@ class PackedLayout(LayoutMasks):
             chunks = PackedLayout(made).to(self.device)
             if self.is_static:
                 chunks = chunks.static_copy(self.device)
+            chunks._chunks_of_layout = weakref.ref(self)
             self._chunked.setdefault(chunk_size, chunks)
         return self._chunked[chunk_size]
 
@@ -374,9 +376,21 @@ class PackedLayout(LayoutMasks):
         self.state.check_like(other.state)
         for layout in (self, other):
             layout._wait_for_all()
+        whole = None if self._chunks_of_layout is None else self._chunks_of_layout()
+        if whole is not None:  # this layout is no longer the chunks of that one
+            whole._chunked = {
+                n: chunks for n, chunks in whole._chunked.items() if chunks is not self
+            }
         with outside_inference_mode():
+            if any(chunks is other for chunks in self._all_chunked()):  # it is filled too
+                other = PackedLayout(other.state.cloned())
             self._copy_from(other)
         return self
+
+    def _all_chunked(self) -> list[PackedLayout]:
+        """Return the layouts that `chunked` made of this one, of those, and so on."""
+        own = list(self._chunked.values())
+        return own + [chunks for one in own for chunks in one._all_chunked()]
 
     def _copy_from(self, other: PackedLayout) -> None:
         for tensor in (self.state.lengths, *self.state.static_tensors()):
@@ -388,6 +402,7 @@ class PackedLayout(LayoutMasks):
         for moved in self._moved.values():
             moved._origin = None
         made, segments, chunked = self.made_for_tokens(), self._segments, self._chunked
+        whole = self._chunks_of_layout
         state = self.state.filled_from(other.state)
         if segments is not None and other._segments is not None:
             segments._copy_from(other._segments)
@@ -399,6 +414,7 @@ class PackedLayout(LayoutMasks):
         for chunk_size, chunks in chunked.items():
             chunks._copy_from(other.chunked(chunk_size))
         self._chunked = chunked
+        self._chunks_of_layout = whole
 
     def pin_memory(self, device: Any = None) -> PackedLayout:
         """Return this layout in pinned memory, for DataLoader; on a GPU, return itself."""

@@ -113,6 +113,119 @@ def test_layouts_of_padded_batches(device):
     assert first.state.slots is slots
 
 
+ROWS = (
+    [[1, 1, 0], [1, 0, 0]],
+    [[0, 1, 1], [0, 1, 1]],
+    [[0, 0, 1], [1, 0, 1]],
+    [[0, 1, 0], [1, 1, 1]],
+)
+WIDE = 7  # chunks of more tokens than the row has: the layout of chunks has the form of the row's
+
+
+class Filled:
+    """A layout, and the row that it should describe: lengths, and the mask of a batch or None."""
+
+    def __init__(self, layout, row=None, whole=None):
+        self.layout, self.own, self.whole = layout, row, whole
+
+    @property
+    def row(self):
+        """The row of the layout itself, or chunks of the row that it is made of."""
+        if self.whole is None:
+            return self.own
+        return [length for length in self.whole.row[0] if length], None
+
+    def check(self):
+        lengths, mask = self.row
+        assert self.layout.lengths.tolist() == lengths
+        fresh = PackedLayout.from_lengths(lengths, 6)
+        assert torch.equal(self.layout.position_ids, fresh.position_ids)
+        assert torch.equal(self.layout.seq_ids, fresh.seq_ids)
+        if mask is not None:
+            ids = torch.arange(6).view(2, 3)
+            row = cuseq.pack(self.layout, ids)[: sum(lengths)]
+            assert row.tolist() == ids[torch.tensor(mask).bool()].tolist()
+
+
+@given(st.data())
+def test_fills_in_any_order(data):
+    """Layouts of padded batches, of none, and of chunks are filled with each other."""
+    pool = []
+    for mask in ROWS[:2]:
+        packed = PackedLayout.from_padding_mask(torch.tensor(mask), total_tokens=6, max_seqs=2)
+        pool.append(Filled(packed, ([sum(row) for row in mask], mask)))
+    for lengths in ([3, 2], [6, 0]):
+        packed = PackedLayout.from_lengths(lengths, 6, max_seqs=2)
+        pool.append(Filled(packed, (lengths, None)))
+    for _ in range(data.draw(st.integers(1, 8))):
+        first, second = (pool[data.draw(st.integers(0, len(pool) - 1))] for _ in range(2))
+        what = data.draw(st.sampled_from(["fill", "fill", "chunk", "pack"]))
+        if what == "chunk":
+            layout = first.layout.chunked(WIDE)
+            if all(layout is not one.layout for one in pool):
+                pool.append(Filled(layout, whole=first))
+        elif what == "pack":
+            first.check()
+        elif first is not second:
+            lengths, mask = second.row
+            batch, of_other = first.layout.state.tokens, second.layout.state.tokens
+            if batch is not None:
+                longest = max(lengths, default=0)
+                shape = (len(lengths), longest) if of_other is None else tuple(of_other.shape)
+                if shape != tuple(batch.shape):
+                    with pytest.raises(ValueError, match="same padded batch"):
+                        first.layout.copy_(second.layout)
+                    continue
+            first.layout.copy_(second.layout)
+            first.own, first.whole = (lengths, mask), None
+        for one in pool:
+            one.check()
+
+
+def test_a_batch_filled_into_a_row_is_not_shared():
+    first, second = (
+        PackedLayout.from_padding_mask(torch.tensor(mask), total_tokens=6, max_seqs=2)
+        for mask in ROWS[:2]
+    )
+    static = PackedLayout.from_lengths([3, 2], 6, max_seqs=2)
+    ids = torch.arange(6).view(2, 3)
+    expected = [cuseq.pack(packed, ids).tolist() for packed in (first, second)]
+    static.copy_(first)
+    assert cuseq.pack(static, ids).tolist() == expected[0]
+    static.copy_(second)
+    assert cuseq.pack(static, ids).tolist() == expected[1]
+    assert cuseq.pack(first, ids).tolist() == expected[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_layout_is_filled_with_its_own_chunks(depth):
+    packed = PackedLayout.from_lengths([3, 0, 2], 6, max_seqs=3)
+    chunks = packed
+    for _ in range(depth):
+        chunks = chunks.chunked(WIDE)
+    assert packed.copy_(chunks) is packed
+    assert packed.lengths.tolist() == chunks.lengths.tolist() == [3, 2]
+    assert packed.chunked(WIDE).lengths.tolist() == [3, 2]
+
+
+def test_chunks_that_are_filled_leave_their_layout():
+    packed, other = (PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([3, 2], [1, 5]))
+    chunks = packed.chunked(WIDE)
+    chunks.copy_(other)
+    assert chunks.lengths.tolist() == [1, 5]
+    assert packed.chunked(WIDE).lengths.tolist() == [3, 2]
+
+
+def test_a_layout_keeps_few_lists_of_spans():
+    packed = PackedLayout.from_lengths([200], 200)
+    expected = packed.dense_mask(spans=[(3, 9)]).clone()
+    for number in range(200):
+        packed.dense_mask(spans=[(number // 2, number // 2 + 1 + number % 2)])
+        packed.chunk_indices(number + 1)
+    assert len(packed._spans) <= 16 and len(packed._chunks) <= 16
+    assert torch.equal(packed.dense_mask(spans=[(3, 9)]), expected)
+
+
 def test_masks_and_copies_of_the_old_row_are_dropped(fresh_cache):
     packed, other = (PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([2, 3], [6]))
     old = weakref.ref(packed.dense_mask())
