@@ -14,6 +14,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 PROJECT = (ROOT / "pyproject.toml").read_text()
+# Another folder lets builds for several torches live side by side (scripts/matrix.py).
+BUILD = Path(os.environ.get("CUSEQ_BUILD_DIR") or ROOT / "build").resolve()
 
 
 @functools.cache
@@ -105,7 +107,7 @@ class CMakeBuild(build_ext):
             # setuptools copies only the module itself into the source tree.
             prefixes.append(ROOT / "python" / "cuseq")
         version = ".".join(map(str, sys.version_info[:2]))
-        build = ROOT / "build" / f"python{version}"
+        build = BUILD / f"python{version}"
         environment = environment_with_torch()
 
         import pybind11
@@ -134,4 +136,8 @@ class CMakeBuild(build_ext):
 
 if is_install():
     environment_with_torch()
-setup(ext_modules=[Extension("cuseq._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("cuseq._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    options={"build": {"build_base": str(BUILD)}},
+)

@@ -136,7 +136,7 @@ step() {
 
 # Prints the path of the C++ tests' program, or nothing.
 cpp_tests() {
-  find build -type f -name cuseq_tests -perm -u+x 2>/dev/null | head -n 1
+  find build/python* -type f -name cuseq_tests -perm -u+x 2>/dev/null | head -n 1
 }
 
 stage_build() {

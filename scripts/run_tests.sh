@@ -4,6 +4,7 @@
 # Environment, all optional:
 #   PYTHON                the interpreter with cuseq (python3)
 #   JOBS                  processes that run Python tests, one file at a time (cores, at most 8)
+#   CUSEQ_BUILD_DIR       where setup.py built the C++ tests (build)
 #   CUSEQ_TEST_UNSLOTH=1  fetch unsloth, which is LGPL and AGPL, and test against it
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +16,7 @@ export ONEDNN_MAX_CPU_ISA=${ONEDNN_MAX_CPU_ISA:-AVX512_CORE_BF16}
 failed=0
 
 tag=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2])')
-binary=build/$tag/cuseq_tests
+binary=${CUSEQ_BUILD_DIR:-build}/$tag/cuseq_tests
 if [ -x "$binary" ]; then
   "$binary" --gtest_brief=1 || failed=1
   cpp="C++ tests: ran"
