@@ -2,6 +2,9 @@
 # make train NPROC=2  build, then train one model on two ranks, over NCCL or on CPUs over gloo
 # make test      build, then run the fast tier of the tests
 # make test-all  build, then run every test, those that build the package too
+# make matrix CELL=torch213  build and test with the versions of a cell of scripts/versions.json, in an
+#                environment of its own, and write what ran into docs/versions.md
+# make versions  write the table of docs/versions.md again
 # make tsan      build with ThreadSanitizer, then run the C++ tests of the cache
 # make bench     build, then run the benchmarks (the published figures come from a GPU)
 # make format    format the sources with clang-format and ruff; make lint checks them and the types
@@ -12,20 +15,14 @@
 
 VENV ?= .venv
 PYTHON ?= python3
-# Developed against this torch; any newer one works: make test TORCH=torch
-TORCH ?= torch==2.11.0
-TRANSFORMERS ?= transformers==5.17.0
+# Those of cell `pinned` in scripts/versions.json. The newest: make test TORCH=torch
+# TRANSFORMERS=transformers, with a VENV of their own.
+TORCH ?= $(shell $(PYTHON) scripts/matrix.py pin pinned torch)
+TRANSFORMERS ?= $(shell $(PYTHON) scripts/matrix.py pin pinned transformers)
 
 PY := $(VENV)/bin/python
-BUILD_TOOLS := "setuptools>=70.1,<82" "cmake>=3.31" ninja "pybind11>=3.0"
-# megatron-core's rotation and TRL's packer are what ours are compared with; the former has no wheels
-# for Python 3.14 yet.
-EXTRAS := "$(TRANSFORMERS)" tokenizers matplotlib tqdm numpy accelerate pytest pytest-timeout hypothesis \
-  "trl==1.16.0" datasets torchdata peft build pytest-xdist \
-  "megatron-core==0.16.1; python_version < '3.14'" \
-  "xformers==0.0.35; platform_machine == 'x86_64'"
 
-.PHONY: train test test-all tsan bench format lint linters docs build environment clean
+.PHONY: train test test-all matrix versions tsan bench format lint linters docs build environment clean
 
 train: build
 	$(PY) $(if $(NPROC),-m torch.distributed.run --standalone --nproc-per-node $(NPROC)) examples/train.py $(ARGS)
@@ -33,6 +30,12 @@ train: build
 test: TIER := -m "not full"
 test test-all: build
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(TIER) $(ARGS)
+
+matrix:
+	$(PYTHON) scripts/matrix.py run $(CELL) $(if $(SET),--set $(SET)) $(if $(ARGS),-- $(ARGS))
+
+versions:
+	$(PYTHON) scripts/matrix.py page
 
 tsan: environment
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
@@ -67,7 +70,7 @@ build: environment
 	bash scripts/build.sh "$(PY)" -q
 
 environment:
-	PYTHON="$(PYTHON)" bash scripts/environment.sh "$(VENV)" "$(TORCH)" $(BUILD_TOOLS) $(EXTRAS)
+	PYTHON="$(PYTHON)" bash scripts/environment.sh "$(VENV)" "$(TORCH)" "$(TRANSFORMERS)"
 
 clean:
 	rm -rf build dist python/*.egg-info python/cuseq/lib python/cuseq/include python/cuseq/*.so python/cuseq/_build_config.py

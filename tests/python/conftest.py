@@ -3,6 +3,7 @@
 Environment:
     CUSEQ_REQUIRE_CUDA=1: a missing GPU, or a build without CUDA kernels, fails instead of skipping.
     CUSEQ_TEST_SEED: seed of the random numbers in every test, default 0.
+    CUSEQ_EXPECT="torch=2.15.0 trl=1.*": a package that has another version fails the whole run.
     CI: hypothesis draws the same examples in every run.
 
 `pytest --failures=FILE` writes each failure to a file at once, for runs that a time limit may end.
@@ -12,6 +13,8 @@ each test function is then a group, so that its parameters share what it compile
 
 from __future__ import annotations
 
+import fnmatch
+import importlib.metadata
 import inspect
 import os
 
@@ -65,7 +68,23 @@ def _uses_gpu(item: pytest.Function) -> bool:
     return "gpu" in item.name.lower() or "cuda" in item.name + inspect.getsource(item.function)
 
 
+def unexpected(expected: str) -> list[str]:
+    """Return how the environment differs from CUSEQ_EXPECT."""
+    found = []
+    for package, version in (one.split("=") for one in expected.split()):
+        try:
+            installed = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            installed = "not installed"
+        if not fnmatch.fnmatch(installed.split("+")[0], version):
+            found.append(f"{package} must be {version}, is {installed}")
+    return found
+
+
 def pytest_configure(config):
+    wrong = unexpected(os.environ.get("CUSEQ_EXPECT", ""))
+    if wrong:
+        raise pytest.UsageError(f"CUSEQ_EXPECT: {'; '.join(wrong)}")
     file, is_worker = config.getoption("--failures"), hasattr(config, "workerinput")
     if file is not None and not is_worker:
         config.pluginmanager.register(_Failures(file))
