@@ -19,10 +19,9 @@ from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 
-# These convert to int64 exactly; values of other dtypes may change.
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
-    *(torch.int32, torch.int64),
+    *(torch.int32, torch.int64, torch.uint32, torch.uint64),
 )
 
 
@@ -329,7 +328,10 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
         if key in PackingCollator._KNOWN:
             if values.dtype not in _INTEGERS and values.numel() > 0:
                 raise TypeError(f"{key} must hold integers, got {values.dtype} in examples[{i}]")
-            values = values.long()
+            unsigned, values = values, values.long()
+            if unsigned.dtype == torch.uint64 and bool((values < 0).any()):
+                first = unsigned[int((values < 0).int().argmax())]
+                raise ValueError(f"{key} must fit in int64, got {first} in examples[{i}]")
         if column and values.shape[1:] != column[0].shape[1:]:
             raise ValueError(
                 f"{key} must have one shape per token, got {list(values.shape[1:])} in "
@@ -351,7 +353,7 @@ def _counts(positions: Any, length: int) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     if values.dtype in _INTEGERS:
-        values = values.long()  # PyTorch compares uint16 only with uint16
+        values = values.long()  # PyTorch compares unsigned integers only with their like
     counted = torch.arange(length, device="cpu")
     return values.shape == counted.shape and bool((values == counted).all())
 
