@@ -29,6 +29,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
+from cuseq.debug.families import models as families
 from cuseq.integrations import transformers as integration
 from cuseq.integrations._enabled import Enabled
 from cuseq.integrations.transformers import _enable, _warn
@@ -1154,3 +1155,24 @@ def nothing_stays():
     assert not is_registered()
     for code in (modeling_llama, modeling_qwen3, modeling_gemma3):
         assert code.apply_rotary_pos_emb.__module__ == code.__name__
+
+
+def padded(ids: list[Tensor]) -> dict[str, Tensor]:
+    rows = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1)
+    return {"input_ids": rows.clamp(min=0), "attention_mask": (rows >= 0).long()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "mimo_v2_flash", "granitemoe_swa"])
+def test_unpacked_batches_have_the_numbers_of_the_model(name, dtype):
+    if name not in families.family_names():
+        pytest.skip(f"transformers has no {name}")
+    # A window of 4 tokens must not hold padding alone: transformers has NaN there.
+    model = families.small_model(name).to(dtype)
+    ids = [torch.arange(3, 3 + n) for n in (10, 11, 12)]
+    batches = [padded(ids), {"input_ids": ids[2][None]}]
+    before = [model(**batch).logits for batch in batches]
+    cuseq.enable(model, rope=False, qk_norm=False)
+    for batch, expected in zip(batches, before, strict=True):
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        torch.testing.assert_close(model(**batch).logits[real], expected[real])

@@ -330,8 +330,9 @@ def _dense_attention_by_model(
         shape = query.shape[2], key.shape[2]
         attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()[None, None]
     if attention_mask is not None and attention_mask.dtype == torch.bool:
-        hidden = torch.finfo(query.dtype).min
-        attention_mask = torch.where(attention_mask, 0.0, hidden).to(query.dtype)
+        hidden = torch.finfo(query.dtype).min  # more than float32 holds if queries are float64
+        shown = query.new_zeros(attention_mask.shape)
+        attention_mask = shown.masked_fill(~attention_mask, hidden)
     eager = sys.modules[type(module).__module__].eager_attention_forward
     out, _ = eager(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
