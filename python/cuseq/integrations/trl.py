@@ -19,7 +19,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Any, NamedTuple
 
-from cuseq.integrations._foreign import check_fields, load
+from cuseq.integrations._foreign import check_fields, load, private
 
 load("trl", "cuseq's integration with TRL")  # before the modules that import it
 
@@ -47,6 +47,8 @@ from cuseq.integrations.transformers._shared_rows import SharedRows, check_share
 from cuseq.integrations.transformers._trainer import restore_methods
 
 __all__ = ["PackedCollator", "PackedRows"]
+
+_PREPARE = "_prepare_dataset"  # the method by which an SFTTrainer tokenizes and packs a dataset
 
 # Options of TRL's collator. cuseq does not implement any other field.
 _FIELDS = {
@@ -128,8 +130,12 @@ class PackedCollator(DataCollatorForLanguageModeling):
 class PackedRows(torch.utils.data.Dataset):
     """A dataset of packed rows, each built when it is read: `input_ids`, `labels`, `seq_lengths`.
 
+    It has the methods of `datasets.Dataset` (`select`, `map`, `shuffle` and the others). The first
+    call of one builds all rows, in the cache folder of `datasets`.
+
     Attributes:
         plan: The `cuseq.data.PackingPlan`; its `fill` and `num_rows` measure its quality.
+        column_names: The names of the columns.
     """
 
     def __init__(self, dataset: datasets.Dataset, capacity: int, strategy: str, overlong: str):
@@ -138,6 +144,17 @@ class PackedRows(torch.utils.data.Dataset):
         self.plan = cuseq.data.bin_pack(lengths, capacity, strategy, overlong=overlong)
         columns = [name for name in ("input_ids", "labels") if name in dataset.column_names]
         self._dataset = dataset.select_columns(columns).with_format(None)
+        self.column_names = [*columns, "seq_lengths"]
+        self._built: datasets.Dataset | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(datasets.Dataset, name):
+            raise AttributeError(f"PackedRows has no attribute {name}")
+        if self._built is None:
+            self._built = datasets.Dataset.from_generator(
+                lambda: map(self.__getitem__, range(len(self)))
+            )
+        return getattr(self._built, name)
 
     def __len__(self) -> int:
         return self.plan.num_rows
@@ -213,6 +230,7 @@ def enable_trainer(
     _check_packs(trainer, cp is not None)
     _check_collator(trainer.data_collator)
     _check_model(trainer)
+    private(SFTTrainer, _PREPARE)
     if cp is None:
         _check_parallelism(trainer)
     else:
@@ -236,6 +254,7 @@ def enable_trainer(
     name = type(trainer).__name__
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
+    _keep_packed_rows(trainer)
     if cp is not None:
         SharedRows(trainer, cp).install()
         replaced = (*replaced, f"context_parallel:{name}")
@@ -254,6 +273,7 @@ def disable_trainer(trainer: SFTTrainer) -> None:
     if state is None:
         return
     restore_methods(trainer)
+    delattr(trainer, _PREPARE)
     _put(trainer, state.collator, state.train_dataset)
 
 
@@ -261,6 +281,23 @@ def _put(trainer: SFTTrainer, collator: DataCollatorForLanguageModeling, rows: A
     forget_evaluation_loaders(trainer)  # persistent workers would keep using the old collator
     trainer.data_collator = collator
     trainer.train_dataset = rows
+
+
+def _keep_packed_rows(trainer: SFTTrainer) -> None:
+    """Let `evaluate` take rows that are packed already, such as those of the training dataset.
+
+    TRL packs what it is given and drops the column `seq_lengths`, so that the documents of a row
+    would be one.
+    """
+    prepare = getattr(type(trainer), _PREPARE)
+    own = weakref.ref(trainer)
+
+    def prepared(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if "seq_lengths" in (getattr(dataset, "column_names", None) or ()):
+            return dataset
+        return prepare(own(), dataset, *args, **kwargs)
+
+    setattr(trainer, _PREPARE, prepared)
 
 
 # ------------------------------------------------------------------------------------------- checks

@@ -434,6 +434,41 @@ def test_rows_of_a_prepared_dataset():
     ]
 
 
+def test_evaluation_takes_packed_rows(make_trainer):
+    trainer = make_trainer(per_device_eval_batch_size=100)  # one batch
+    rows = trainer.train_dataset
+    losses, tokens = 0.0, 0
+    with torch.no_grad():
+        for ids, labels in documents(rows):
+            count = sum(label != -100 for label in labels[1:])
+            if count:
+                row = torch.tensor([ids, labels])[:, None]
+                losses += count * float(trainer.model(input_ids=row[0], labels=row[1]).loss)
+                tokens += count
+    expected = pytest.approx(losses / tokens, rel=1e-5)
+    for bin_pack in (True, False):
+        cuseq.enable(trainer, bin_pack=bin_pack)
+        assert trainer.evaluate(trainer.train_dataset)["eval_loss"] == expected
+        by_name = trainer.evaluate({"a": trainer.train_dataset, "b": rows})
+        assert (by_name["eval_a_loss"], by_name["eval_b_loss"]) == (expected, expected)
+        cuseq.disable(trainer)
+    assert "_prepare_dataset" not in vars(trainer)
+
+
+def test_packed_rows_have_the_methods_of_a_dataset(make_trainer):
+    trainer = make_trainer()
+    cuseq.enable(trainer, bin_pack=True)
+    rows = trainer.train_dataset
+    listed = [rows[i] for i in range(len(rows))]
+    assert rows.column_names == rows.map(lambda row: row).column_names == list(listed[0])
+    assert rows.select(range(2)).to_list() == listed[:2]
+    assert rows.filter(lambda row: len(row["seq_lengths"]) > 1).num_rows <= len(listed)
+    assert list(rows.to_iterable_dataset()) == listed
+    with pytest.raises(AttributeError, match="PackedRows has no attribute selects"):
+        rows.selects  # noqa: B018
+    assert pickle.loads(pickle.dumps(rows))[0] == listed[0]
+
+
 def test_a_repacked_run_trains_as_trl_does_with_these_rows(make_trainer):
     ours = make_trainer()
     cuseq.enable(ours, bin_pack=True)
