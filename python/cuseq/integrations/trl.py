@@ -40,11 +40,12 @@ from cuseq.integrations.transformers._enable import (
 )
 from cuseq.integrations.transformers._graphed import GraphedTraining, check_option
 from cuseq.integrations.transformers._private import (
+    check_token_count,
     forget_evaluation_loaders,
     signature_columns,
 )
 from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
-from cuseq.integrations.transformers._trainer import restore_methods
+from cuseq.integrations.transformers._trainer import count_real_tokens, restore_methods
 
 __all__ = ["PackedCollator", "PackedRows"]
 
@@ -230,6 +231,7 @@ def enable_trainer(
     _check_packs(trainer, cp is not None)
     _check_collator(trainer.data_collator)
     _check_model(trainer)
+    check_token_count()
     private(SFTTrainer, _PREPARE)
     if cp is None:
         _check_parallelism(trainer)
@@ -255,6 +257,7 @@ def enable_trainer(
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
     _keep_packed_rows(trainer)
+    count_real_tokens(trainer)
     if cp is not None:
         SharedRows(trainer, cp).install()
         replaced = (*replaced, f"context_parallel:{name}")

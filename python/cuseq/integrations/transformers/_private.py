@@ -31,6 +31,7 @@ MASK_PREPARATION = "_preprocess_mask_arguments"
 CP_INPUTS = "_prepare_context_parallel_inputs"
 NUM_ITEMS = "_get_num_items_in_batch"
 PREPARE_CP = "_prepare_cp"
+COUNT_TOKENS = "_track_num_input_tokens"  # of Trainer, for `include_num_input_tokens_seen`
 DATA_MESH = "_prepare_device_mesh"
 _PREPARATION_PARAMETERS = [
     "config",
@@ -95,6 +96,17 @@ def signature_columns(trainer: Trainer) -> list[str]:
     """Return the dataset columns that a trainer keeps for its model."""
     private(trainer, "_set_signature_columns_if_needed", package="transformers")()
     return private(trainer, "_signature_columns", package="transformers")
+
+
+def check_token_count() -> None:
+    """Check the method by which a Trainer counts the tokens of a batch.
+
+    Raises:
+        UnknownRelease: it is missing or takes other arguments.
+    """
+    from transformers.trainer import Trainer
+
+    private(Trainer, COUNT_TOKENS, signature=["self", "inputs"])
 
 
 def forget_evaluation_loaders(trainer: Trainer) -> None:
@@ -216,11 +228,6 @@ def has_hooks(module: nn.Module) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-
-
-def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Return a module's forward hooks by number; a write to it replaces a hook."""
-    return module._forward_hooks
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -6,7 +6,7 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import Trainer
 
@@ -18,12 +18,17 @@ from cuseq.integrations.transformers._enable import (
     release_model_of_trainer,
 )
 from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
-from cuseq.integrations.transformers._private import forget_evaluation_loaders
+from cuseq.integrations.transformers._private import (
+    COUNT_TOKENS,
+    check_token_count,
+    forget_evaluation_loaders,
+)
 from cuseq.integrations.transformers._shared_rows import (
     SharedRows,
     check_shared_rows,
     shared_rows_of,
 )
+from cuseq.layout import PackedLayout
 
 
 class _State(NamedTuple):
@@ -72,6 +77,7 @@ def enable_trainer(
             "cp must be given to cuseq.enable if the trainer's PackingCollator has one, got None: "
             "the trainer would give each rank other rows"
         )
+    check_token_count()
     dealing = None if cp is None else _dealing_collator(trainer, cp)
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
@@ -91,6 +97,7 @@ def enable_trainer(
             "Trainer(..., data_collator=cuseq.PackingCollator())"
         )
         left_alone = (*left_alone, reason)
+    count_real_tokens(trainer)
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
@@ -110,11 +117,27 @@ def disable_trainer(trainer: Trainer) -> None:
         _put_collator(trainer, state.collator)
 
 
+def count_real_tokens(trainer: Trainer) -> None:
+    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows."""
+    count = getattr(type(trainer), COUNT_TOKENS)
+    own = weakref.ref(trainer)
+
+    def counted(inputs: dict[str, Any]) -> None:
+        itself, packed = own(), inputs.get("packed")
+        by_mask = itself.args.include_num_input_tokens_seen == "non_padding"
+        if by_mask and isinstance(packed, PackedLayout) and "attention_mask" not in inputs:
+            inputs = {**inputs, "attention_mask": ~packed.moe_padding_mask}
+        count(itself, inputs)
+
+    setattr(trainer, COUNT_TOKENS, counted)
+
+
 def restore_methods(trainer: Trainer) -> None:
     """Restore a trainer's own step and rows, and release its model."""
     training = graph_of(trainer)
     if training is not None:
         training.remove()
+    delattr(trainer, COUNT_TOKENS)
     release_model_of_trainer(trainer)
     shared = shared_rows_of(trainer)
     if shared is not None:
