@@ -43,7 +43,7 @@ class FixedCollator(PackedCollator):
 class GraphedSFT(GraphedTraining):
     """Replaces the step of an SFTTrainer by a GraphedStep."""
 
-    metric_names = ("entropy", "mean_token_accuracy")
+    metric_names: tuple[str, ...] = ("entropy", "mean_token_accuracy")
 
     def __init__(self, trainer: SFTTrainer, collator: FixedCollator):
         self._collator = collator
@@ -70,11 +70,9 @@ class GraphedSFT(GraphedTraining):
                 f'loss_type must be "nll" or "dft" for graph=True, got {args.loss_type!r}'
             )
         if trainer.aux_loss_enabled:
-            raise ValueError(
-                "router_aux_loss_coef must be 0.0 in SFTConfig for graph=True, whose rows end in "
-                "padding that the balance loss of routers would count, got "
-                f"{trainer.router_aux_loss_coef}"
-            )
+            for name in ("aux_loss", "current_gradient_accumulation_steps"):
+                check_attribute(SFTTrainer.compute_loss, name)
+            self.metric_names = (*self.metric_names, "aux_loss")
 
     def more_methods(self) -> dict[str, Callable[..., Any]]:
         return {"log": self._log, "get_train_dataloader": self._get_train_dataloader}
@@ -92,6 +90,8 @@ class GraphedSFT(GraphedTraining):
     ) -> tuple[Tensor, list[Tensor]]:
         trainer = self.trainer
         inputs["use_cache"] = False
+        if trainer.aux_loss_enabled:
+            inputs["output_router_logits"] = True
         with trainer.compute_loss_context_manager(), _all_tokens():
             outputs = model(**inputs, fused_lm_head=True)
             losses = -outputs.log_probs
@@ -99,9 +99,13 @@ class GraphedSFT(GraphedTraining):
                 losses = losses * outputs.log_probs.exp().detach()
             kept = outputs.label_mask.sum()
             loss = losses.sum() / (kept if num_items is None else num_items).clamp(min=1)
+            if trainer.aux_loss_enabled:
+                steps = 1 if num_items is None else trainer.current_gradient_accumulation_steps
+                loss = loss + trainer.router_aux_loss_coef * outputs.aux_loss / steps
         loss = self.scaled(loss, num_items)
         sums = (outputs.entropy.detach().sum(), outputs.is_top1.sum())
-        return loss, [torch.where(kept > 0, value / kept, 0.0) for value in sums]
+        metrics = [torch.where(kept > 0, value / kept, 0.0) for value in sums]
+        return loss, [*metrics, outputs.aux_loss] if trainer.aux_loss_enabled else metrics
 
     def step_of_the_trainer(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None

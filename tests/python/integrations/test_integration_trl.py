@@ -455,6 +455,19 @@ def test_evaluation_takes_packed_rows(make_trainer):
     assert "_prepare_dataset" not in vars(trainer)
 
 
+def test_a_balance_loss_leaves_out_the_pads(make_trainer):
+    sizes = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    losses = []
+    for multiple in (None, 128):
+        model = small_model(transformers.Qwen3MoeConfig, dtype=torch.float32, **sizes)
+        options = dict(pad_to_multiple_of=multiple, router_aux_loss_coef=0.5)
+        trainer = make_trainer(model=model, **options)
+        cuseq.enable(trainer)
+        trainer.train()
+        losses.append(history(trainer, "loss", "aux_loss", "grad_norm"))
+    assert_close(*map(torch.tensor, losses), rtol=1e-4, atol=0)
+
+
 def test_packed_rows_have_the_methods_of_a_dataset(make_trainer):
     trainer = make_trainer()
     cuseq.enable(trainer, bin_pack=True)

@@ -39,12 +39,29 @@ SETTINGS = SHORT_RUN | dict(
 )
 
 
+def mixture():
+    model = small_model(
+        transformers.Qwen3MoeConfig,
+        dtype=torch.float64,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    )
+    model.set_experts_implementation("eager")  # the others take no float64
+    return model
+
+
 def make_gpt2():
     """Return a model whose class has no name of a loss; it takes the causal one by default."""
     dropouts = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
     config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, **dropouts)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+
+
+MODELS = {"gpt2": make_gpt2, "mixture": mixture}
 
 
 def make_trainer(folder: str, kind: type = transformers.Trainer, model=None, **options):
@@ -63,7 +80,7 @@ def make_trainer(folder: str, kind: type = transformers.Trainer, model=None, **o
     )
 
 
-def make_sft(folder: str, count: int = 150, **options):
+def make_sft(folder: str, count: int = 150, model=None, **options):
     words = {"<eos>": 0, "<pad>": 1} | {f"w{i}": i for i in range(2, 64)}
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(
@@ -74,7 +91,7 @@ def make_sft(folder: str, count: int = 150, **options):
     )
     options = {"bf16": False} | SETTINGS | {"per_device_train_batch_size": 1} | options
     return trl.SFTTrainer(
-        make_model(),
+        make_model() if model is None else model,
         trl.SFTConfig(folder, **options),
         train_dataset=datasets.Dataset.from_list(documents(count, seed=0)),
         eval_dataset=datasets.Dataset.from_list(documents(5, seed=1)),
@@ -132,8 +149,9 @@ def work(rank: int, folder: str, cp_size: int, kinds: list[str]) -> dict:
             found[kind] = resumed(folder, cp_size)
         elif kind == "other rows":
             found[kind] = refused_rows(folder, cp_size)
-        elif kind == "gpt2":
-            found[kind] = result(share(make_trainer(folder, model=make_gpt2(), **options), cp_size))
+        elif kind in MODELS:
+            model = MODELS[kind]()
+            found[kind] = result(share(make_trainer(folder, model=model, **options), cp_size))
         else:
             trainer = share(make_trainer(folder, **options), cp_size)
             found[kind] = result(trainer)
@@ -182,9 +200,10 @@ def one_process(tmp_path_factory) -> dict:
     trainer = make_trainer(folder, gradient_accumulation_steps=2)
     cuseq.enable(trainer)
     found = {"own": result(trainer)}
-    trainer = make_trainer(folder, model=make_gpt2(), gradient_accumulation_steps=2)
-    cuseq.enable(trainer)
-    found["gpt2"] = result(trainer)
+    for kind, make in MODELS.items():
+        trainer = make_trainer(folder, model=make(), gradient_accumulation_steps=2)
+        cuseq.enable(trainer)
+        found[kind] = result(trainer)
     for kind, options in (("sft", dict(gradient_accumulation_steps=2)), ("tail", TAIL)):
         trainer = make_sft(folder, padding_free=True, max_length=None, **options)
         cuseq.enable(trainer, bin_pack=True, capacity=CAPACITY)
@@ -217,13 +236,15 @@ def check_ranks(ranks: list[dict], one_process: dict) -> None:
             assert all(torch.equal(again[name], value) for name, value in whole.items())
             assert "must read the same ones" in found["other rows"]
             check_same(found["gpt2"], one_process["gpt2"], 1e-6)
+            # transformers computes balance losses in float32.
+            check_same(found["mixture"], one_process["mixture"], 1e-5)
 
 
 KINDS = ["own", "config", "sft"]
 
 
 def test_two_ranks_that_share_rows_learn_what_one_learns(one_process, tmp_path):
-    kinds = [*KINDS, "tail", "resumed", "other rows", "gpt2"]
+    kinds = [*KINDS, "tail", "resumed", "other rows", *MODELS]
     check_ranks(distributed.run(work, str(tmp_path), 2, kinds, limit=240), one_process)
 
 
@@ -247,20 +268,6 @@ def cp(tmp_path):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(documents(4, seed=0))
-
-
-def mixture(**options):
-    config = transformers.MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_local_experts=2,
-        **options,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def stretched():
@@ -288,7 +295,6 @@ REFUSED = {
     "collator": (dict(data_collator=lambda rows: rows), "must be a cuseq.PackingCollator with cp"),
     "sampler": (dict(train_sampling_strategy="batch_rebalance"), "batch_rebalance"),
     "dispatch": (dict(accelerator_config={"dispatch_batches": True}), "dispatch_batches=False"),
-    "router": (lambda: mixture(output_router_logits=True), "balance loss.*router_aux_loss_coef"),
     "noise": (dict(neftune_noise_alpha=5.0), "neftune_noise_alpha must be None with cp.*got 5.0"),
     "rotation": (stretched, "rotation follows the longest position.*got rope_type='dynamic'"),
     "state": (convolutions, "layers of type conv, whose state"),
@@ -413,6 +419,13 @@ def test_rows_that_were_cut_anywhere_are_refused(cp, tmp_path):
     packed = dict(packing=True, packing_strategy="wrapped", max_length=CAPACITY)
     trainer = make_sft(str(tmp_path), **packed)
     with pytest.raises(ValueError, match='packing_strategy must not be "wrapped" with .* or cp'):
+        cuseq.enable(trainer, cp=cp)
+
+
+def test_the_balance_loss_of_trl_is_refused(cp, tmp_path):
+    datasets.disable_progress_bars()
+    trainer = make_sft(str(tmp_path), model=mixture(), packing=False, max_length=CAPACITY)
+    with pytest.raises(ValueError, match="SFTTrainer with a balance loss.*got .*=0.1: set it to"):
         cuseq.enable(trainer, cp=cp)
 
 

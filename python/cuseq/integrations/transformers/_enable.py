@@ -63,6 +63,7 @@ from cuseq.integrations.transformers._rotation import (
 )
 from cuseq.integrations.transformers._temperature import find_tempered_layers, tempered_forward
 from cuseq.integrations.transformers._warn import warn
+from cuseq.integrations.transformers._whole_rows import hook_models, replace_functions
 from cuseq.integrations.transformers.hybrids.plan import (
     Plan,
     plan_mixers,
@@ -92,6 +93,10 @@ class _State:
 _states: weakref.WeakKeyDictionary[PreTrainedModel, _State] = weakref.WeakKeyDictionary()
 # The trainers of each model that a trainer enabled.
 _holders: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+# What a trainer replaced in a model that was made with attn_implementation="cuseq".
+_aided: weakref.WeakKeyDictionary[nn.Module, tuple[list[RemovableHandle], Callable[[], object]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def enable_model(
@@ -171,9 +176,12 @@ def enable_model(
     separate(base, plan)
     mark = mark_separated(config) if recurrent and not leaking else None
     # A model that is freed without `disable` releases what it holds of transformers.
-    release = weakref.finalize(base, _release, rotated, plan.functions, mark)
+    functions = plan.functions + replace_functions(base)
+    release = weakref.finalize(base, _release, rotated, functions, mark)
     release.atexit = False
     hooks = [base.register_forward_pre_hook(check_input, with_kwargs=True)]
+    mixers = [base.get_submodule(name) for name in plan.mixers]
+    hooks += hook_models(models_around(base, layers + own + mixers))
     for inner in models_around(base, layers) if makes else ():
         tell = partial(tell_layout, names_of_call(inner))
         hooks.append(inner.register_forward_pre_hook(tell, with_kwargs=True))
@@ -196,8 +204,13 @@ def disable_model(model: nn.Module) -> None:
     base = find_pretrained(model)
     state = _states.pop(base, None)
     _holders.pop(base, None)
-    if state is None:
+    if base in _aided:
+        hooks, release = _aided.pop(base)
+        _remove(hooks)
+        release()
+    elif state is None:
         _refuse_parts_and_copies(base)
+    if state is None:
         return
     if state.implementations:
         base.set_attn_implementation(state.implementations)
@@ -210,8 +223,7 @@ def disable_model(model: nn.Module) -> None:
         restore_forward(layer)
     restore_attention(state.own)
     restore_modules(base, state.plan)
-    for hook in state.hooks:
-        hook.remove()
+    _remove(state.hooks)
     state.release()
 
 
@@ -248,6 +260,12 @@ def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend:
             f'backend must be "auto" for a model made with attn_implementation="{NAME}", got '
             f'"{backend}": enable the model by cuseq.enable(model, backend="{backend}")'
         )
+    if base not in _aided:
+        hooks = hook_models(models_around(base, attention_layers(base, ())))
+        release = weakref.finalize(base, restore_functions, replace_functions(base))
+        release.atexit = False
+        _aided[base] = hooks, release
+    _holders.setdefault(base, weakref.WeakSet()).add(trainer)
     recurrent = recurrent_layers(config)
     reason = 'the model: it was made with attn_implementation="cuseq", and is enabled on its own'
     leaks = (leak_warning(recurrent),) if recurrent else ()
@@ -261,6 +279,11 @@ def release_model_of_trainer(trainer: Any) -> None:
             holders.remove(trainer)
             if not holders:
                 disable_model(model)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _release(

@@ -15,7 +15,9 @@ from cuseq._arguments import shown
 from cuseq._models import rotations_by_length, text_config
 from cuseq.distributed import ContextParallel
 from cuseq.integrations.transformers import _private as private
+from cuseq.integrations.transformers._layers import find_pretrained
 from cuseq.integrations.transformers._recurrent import recurrent_types
+from cuseq.integrations.transformers._whole_rows import check_balance_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -211,10 +213,13 @@ def check_shared_rows(trainer: Trainer, cp: Any) -> None:
             "cp must be None for a model whose rotation follows the longest position, which ranks "
             f"with other parts of a row would not agree on, got rope_type={rope_type!r}"
         )
-    if getattr(config, "output_router_logits", False) and config.router_aux_loss_coef:
+    if getattr(config, "output_router_logits", False):
+        check_balance_loss(find_pretrained(trainer.model))
+    if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
-            "cp must be None with output_router_logits=True, whose balance loss is not a sum over "
-            f"parts of a row, got router_aux_loss_coef={config.router_aux_loss_coef}: set it to 0"
+            "cp must be None for an SFTTrainer with a balance loss, since TRL averages it over "
+            f"ranks, got router_aux_loss_coef={trainer.router_aux_loss_coef}: set it to 0.0 in "
+            "SFTConfig"
         )
 
 
