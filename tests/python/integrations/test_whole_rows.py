@@ -22,12 +22,14 @@ pytest.importorskip("accelerate")
 
 from trainer_models import SETTINGS  # noqa: E402
 from trainer_models import small_model as llama_like  # noqa: E402
+from transformers.integrations import neftune  # noqa: E402
 
 from cuseq.debug.families.models import (  # noqa: E402
     VOCAB,
     family_names,
     small_model,
 )
+from cuseq.integrations.transformers import register, unregister  # noqa: E402
 
 LENGTHS = (7, 9, 12)
 
@@ -204,6 +206,66 @@ def test_a_balance_loss_that_ranks_cannot_add_up_is_refused():
         _whole_rows._check_parts(another)
 
 
+# ------------------------------------------------------------------------------------------ NEFTune
+
+ALPHA = 8.0
+
+
+def noise_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the noise `[tokens, hidden]` that a model of `noisy_model` adds to a row."""
+    seen: list[Tensor] = []
+    model.get_input_embeddings().register_forward_hook(lambda *call: seen.append(call[2]))
+    model(**batch, use_cache=False)
+    return seen[0].detach().flatten(0, 1)
+
+
+def noisy_model(order: str) -> nn.Module:
+    model = llama_like(transformers.LlamaConfig, dtype=torch.float64).train()
+    if order == "noise first":
+        neftune.activate_neftune(model, ALPHA)
+    cuseq.enable(model)
+    if order == "enable first":
+        neftune.activate_neftune(model, ALPHA)
+    nn.init.zeros_(model.get_input_embeddings().weight)  # so that its output is the noise
+    return model
+
+
+@pytest.mark.parametrize("order", ["noise first", "enable first"])
+@pytest.mark.parametrize("row", ROWS)
+def test_noise_is_scaled_by_the_length_of_a_document(order, row):
+    if row == "offsets":
+        pytest.skip("noise needs the layout")
+    model, ids = noisy_model(order), documents()
+    batch = ROWS[row](ids)
+    noise, layout = noise_of(model, batch), batch["packed"]
+    starts = layout.cu_seqlens_padded.tolist()
+    for one, start in zip(ids, starts, strict=False):
+        bound = ALPHA / (len(one) * 32) ** 0.5
+        largest = float(noise[start : start + len(one)].abs().max())
+        assert 0.95 * bound < largest <= bound
+    assert float(noise[layout.moe_padding_mask].abs().sum()) == 0
+    cuseq.disable(model)
+    bound = ALPHA / noise.numel() ** 0.5
+    assert 0.95 * bound < float(noise_of(model, {"input_ids": batch["input_ids"]}).max()) <= bound
+
+
+def test_equal_documents_have_the_noise_of_the_padded_batch():
+    model, ids = noisy_model("enable first"), documents((16,) * 4)
+    torch.manual_seed(1)
+    expected = noise_of(model, padded(ids))
+    torch.manual_seed(1)
+    assert_close(noise_of(model, packed(ids)), expected)
+
+
+def test_noise_needs_whole_documents():
+    model = noisy_model("enable first")
+    layout = cuseq.PackedLayout.from_lengths([6, 2])
+    plan = cuseq.distributed.cp_plan(layout, 2, policy="contiguous")
+    local, ids = cuseq.distributed.cp_partition(layout, plan, 0, torch.arange(8))
+    with pytest.raises(ValueError, match="packed must describe whole documents for NEFTune"):
+        model(input_ids=ids[None], position_ids=local.position_ids[None].long(), packed=local)
+
+
 # ------------------------------------------------------------------------------------------ Trainer
 
 
@@ -243,6 +305,33 @@ def test_a_trainer_learns_what_it_learns_on_padded_batches(graph, tmp_path):
         learned.append(dict(model.named_parameters()))
     for name, value in learned[0].items():
         assert_close(learned[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.fixture
+def registered():
+    register()
+    yield
+    unregister()
+
+
+@pytest.mark.parametrize("total_tokens", [None, 64, 128])
+@pytest.mark.parametrize("attention", ["sdpa", "cuseq"])
+def test_a_trainer_adds_the_noise_of_documents(attention, total_tokens, registered, tmp_path):
+    losses, hooks = [], []
+    for is_packed in (False, True):
+        name = attention if is_packed else "sdpa"
+        model = llama_like(transformers.LlamaConfig, dtype=torch.float64, attention=name)
+        collator = cuseq.PackingCollator(total_tokens=total_tokens) if is_packed else pad
+        options = dict(neftune_noise_alpha=ALPHA, max_steps=1, per_device_train_batch_size=4)
+        trainer = make_trainer(model, tmp_path, collator, documents((16,) * 4), **options)
+        if is_packed:
+            cuseq.enable(trainer)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+        cuseq.disable(trainer)
+        hooks.append(len(model.model._forward_pre_hooks))
+    assert hooks == [0, 0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["no", "all", "non_padding"])

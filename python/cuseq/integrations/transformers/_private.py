@@ -230,6 +230,11 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return a module's forward hooks by number; a write to it replaces a hook."""
+    return module._forward_hooks
+
+
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return the dict of a module's children; a write to it replaces a child."""
     return module._modules

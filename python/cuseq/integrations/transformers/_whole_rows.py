@@ -2,6 +2,7 @@
 
 - The balance loss of a mixture of experts is a mean over the tokens of a row. transformers leaves
   out padding by the mask of a padded batch, which a packed row does not have.
+- NEFTune scales its noise by the length of a row. Here that is the length of a document.
 
 Hooks on the text model and on the models around it read the layout in the keywords of their calls.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
+from transformers.integrations import neftune
 
 from cuseq._models import text_config
 from cuseq.distributed._groups import name_or_default
@@ -29,6 +31,7 @@ from cuseq.integrations.transformers._functions import (
 )
 from cuseq.integrations.transformers._layers import code_of
 from cuseq.integrations.transformers._layouts import names_of_call
+from cuseq.integrations.transformers._private import forward_hooks
 from cuseq.integrations.transformers.masks import LayoutMask
 from cuseq.layout import PackedLayout
 
@@ -38,16 +41,23 @@ _Function = Callable[..., Any]
 _Place = tuple[ModuleType, str]  # a module and the name of a function that it looks up
 
 _BALANCE = "load_balancing_loss_func"
+_NOISE = "neftune_post_forward_hook"
+_ALPHA = "neftune_noise_alpha"  # on embeddings that NEFTune adds noise to
+_LAYOUT = "_cuseq_layout"  # on such embeddings while their model runs
 
 
 def hook_models(models: list[PreTrainedModel]) -> list[RemovableHandle]:
     """Hook the models around the layers of a model: it, and those inside it."""
-    return [
-        model.register_forward_hook(
-            functools.partial(_tag_logits, names_of_call(model)), with_kwargs=True
-        )
-        for model in models
-    ]
+    hooks = []
+    for model in models:
+        names = names_of_call(model)
+        tag = functools.partial(_tag_logits, names)
+        hooks += [
+            model.register_forward_hook(tag, with_kwargs=True),
+            model.register_forward_pre_hook(_lend_layout, with_kwargs=True),
+            model.register_forward_hook(_take_back_layout, always_call=True),
+        ]
+    return hooks
 
 
 def replace_functions(base: PreTrainedModel) -> list[_Place]:
@@ -58,7 +68,12 @@ def replace_functions(base: PreTrainedModel) -> list[_Place]:
     places = _balance_places(base)
     for code, name in places:
         replace_function(code, name, _balance_of_documents)
-    return places
+    replace_function(neftune, _NOISE, _noise_of_documents)
+    hooks = forward_hooks(base.get_input_embeddings())
+    for number, hook in hooks.items():  # NEFTune may be on already
+        if hook is original_function(neftune, _NOISE):
+            hooks[number] = getattr(neftune, _NOISE)
+    return [*places, (neftune, _NOISE)]
 
 
 # ------------------------------------------------------------------------------------------ padding
@@ -232,3 +247,45 @@ def _check_parts(function: _Function) -> None:
             f"sum(choices * probabilities), got a rank's part and that of {function.__module__}: "
             "set output_router_logits=False"
         )
+
+
+# ------------------------------------------------------------------------------------------ NEFTune
+
+
+def _lend_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Show the layout of a call to embeddings with noise."""
+    packed, embeddings = _layout_of(kwargs), model.get_input_embeddings()
+    # Some models do not hand `packed` on to the model inside them (Mamba 2).
+    if packed is not None and model.training and hasattr(embeddings, _ALPHA):
+        setattr(embeddings, _LAYOUT, packed)
+
+
+def _take_back_layout(model: Any, args: tuple[Any, ...], output: Any) -> None:
+    embeddings = model.get_input_embeddings()
+    if hasattr(embeddings, _LAYOUT):
+        delattr(embeddings, _LAYOUT)
+
+
+def _noise_of_documents(original: _Function) -> _Function:
+    """Return NEFTune's hook with noise that is scaled by the length of each document."""
+
+    @functools.wraps(original)
+    def add_noise(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        packed = getattr(module, _LAYOUT, None)
+        if packed is None or not module.training:
+            return original(module, args, output)
+        if packed.own_positions is not None:
+            what = "a tree" if packed.is_tree else "a rank's part of a row"
+            raise ValueError(
+                "packed must describe whole documents for NEFTune, whose noise depends on their "
+                f"lengths, got the layout of {what}: set neftune_noise_alpha=None"
+            )
+        sequences, is_pad = _tokens_of(packed.to(output.device))
+        lengths = packed.to(output.device).cu_seqlens_static.diff()
+        last = lengths.shape[0] - 1  # the tail's number may be one more
+        sizes = lengths[sequences.clamp(max=last)] * output.shape[-1]
+        scale = (module.neftune_noise_alpha / sizes.sqrt()).masked_fill(is_pad, 0)
+        noise = torch.empty_like(output).uniform_(-1, 1)
+        return output + noise * scale.to(output.dtype).view(*output.shape[:-1], 1)
+
+    return add_noise
