@@ -27,6 +27,7 @@ from transformers.integrations import neftune  # noqa: E402
 from cuseq.debug.families.models import (  # noqa: E402
     VOCAB,
     family_names,
+    other_parts,
     small_model,
 )
 from cuseq.integrations.transformers import register, unregister  # noqa: E402
@@ -264,6 +265,54 @@ def test_noise_needs_whole_documents():
     local, ids = cuseq.distributed.cp_partition(layout, plan, 0, torch.arange(8))
     with pytest.raises(ValueError, match="packed must describe whole documents for NEFTune"):
         model(input_ids=ids[None], position_ids=local.position_ids[None].long(), packed=local)
+
+
+# ------------------------------------------------------------------------------------------ padding
+
+FILLS = {
+    "padding token": lambda n: torch.zeros(n, dtype=torch.int64),
+    "other tokens": lambda n: torch.arange(n) % (VOCAB - 3) + 3,
+    "no tokens": lambda n: torch.tensor([-1, 2**40, VOCAB] * n)[:n],
+}
+
+
+TEXT_ALONE = [name for name in family_names() if not other_parts(name)]
+
+
+@pytest.mark.parametrize("name", full_but(TEXT_ALONE, "gemma3n_text", "llama"))
+def test_no_gradient_depends_on_what_is_in_padding(name):
+    try:
+        model = small_model(name).train()
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.zeros_(module.weight[0])
+        cuseq.enable(model)
+        _, expected = result(model, packed(documents()))
+    except Exception as error:
+        if name in ("gemma3n_text", "llama"):
+            raise
+        pytest.skip(f"{name} takes no packed rows: {error}")
+    for kind, fill in FILLS.items():
+        batch = packed(documents(), 40)
+        batch["input_ids"][0, sum(LENGTHS) :] = fill(40 - sum(LENGTHS))
+        _, found = result(model, batch)
+        assert all(bool(one.isfinite().all()) for one in found.values()), kind
+        check_gradients(found, expected, 1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+def test_embeddings_of_padding_may_hold_anything(value):
+    model = small_model("gemma3n_text").train()
+    cuseq.enable(model)
+    _, expected = result(model, packed(documents()))
+    batch = packed(documents(), 40)
+    ids = batch.pop("input_ids")
+    embeds = model.get_input_embeddings()(ids).detach()
+    embeds[0, sum(LENGTHS) :] = value
+    batch |= {"inputs_embeds": embeds, "per_layer_inputs": model.model.get_per_layer_inputs(ids)}
+    _, found = result(model, batch)
+    expected = {name: expected[name] for name in found if "embed" not in name}
+    check_gradients(found, expected, 1e-3)
 
 
 # ------------------------------------------------------------------------------------------ Trainer

@@ -3,6 +3,10 @@
 - The balance loss of a mixture of experts is a mean over the tokens of a row. transformers leaves
   out padding by the mask of a padded batch, which a packed row does not have.
 - NEFTune scales its noise by the length of a row. Here that is the length of a document.
+- Padding (the tail, and padding between sequences) is in no loss. But if a model has an infinite
+  derivative there, the gradient is infinity times zero, NaN: Gemma 3n takes the square root of a
+  token's mean square, and a padding token whose embedding is zero stays zero, since attention adds
+  nothing to it. So a real token stands in the place of each padding token.
 
 Hooks on the text model and on the models around it read the layout in the keywords of their calls.
 """
@@ -57,6 +61,9 @@ def hook_models(models: list[PreTrainedModel]) -> list[RemovableHandle]:
             model.register_forward_pre_hook(_lend_layout, with_kwargs=True),
             model.register_forward_hook(_take_back_layout, always_call=True),
         ]
+        if text_config(model) is model.config:  # ids of others hold placeholders of images
+            fill = functools.partial(_fill_padding, names)
+            hooks.append(model.register_forward_pre_hook(fill, with_kwargs=True))
     return hooks
 
 
@@ -116,6 +123,29 @@ def _tokens_of(packed: PackedLayout) -> tuple[Tensor, Tensor]:
         packed.cu_seqlens_static, packed.total_tokens, padded
     )
     return sequences, is_pad
+
+
+def _fill_padding(
+    names: tuple[str, ...], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Put a real token in the place of each padding token, whatever the caller left there."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    told = _without_none(given)
+    name = "input_ids" if "input_ids" in told else "inputs_embeds"
+    pad = _padding_of(told) if name in told else None
+    if pad is None:
+        return None
+    rows = told[name]
+    if pad.numel() != rows.shape[0] * rows.shape[1]:
+        return None  # refused by `check_input` and by attention
+    pad = pad.view(rows.shape[:2])
+    if name == "input_ids":
+        real = rows.masked_fill(pad, 1).max()  # 1 for a rank that holds no real token
+    else:
+        first = (~pad).flatten().int().argmax()
+        real = rows.detach().flatten(0, 1).index_select(0, first[None])
+        pad = pad.unsqueeze(-1)
+    return (), given | {name: torch.where(pad, real, rows)}
 
 
 def _without_none(given: dict[str, Any]) -> dict[str, Any]:
