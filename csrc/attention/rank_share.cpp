@@ -16,7 +16,7 @@ std::vector<int64_t> numbers_of(const Tensor& rank_meta) {
   TORCH_CHECK_VALUE(
       rank_meta.is_cpu() && rank_meta.scalar_type() == at::kInt && rank_meta.dim() == 1 &&
           rank_meta.is_contiguous() && rank_meta.size(0) > kSize,
-      "rank_meta must be that of a layout from cp_partition, int32 on the CPU, got ",
+      "rank_meta must be that of a layout from cp_partition, contiguous int32 on the CPU, got ",
       dtype_name(rank_meta.scalar_type()), " ", rank_meta.sizes(), " on ", rank_meta.device());
   const auto* data = rank_meta.const_data_ptr<int32_t>();
   std::vector<int64_t> numbers(data, data + rank_meta.size(0));
@@ -48,8 +48,8 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
   share.group_ = std::move(group);
   TORCH_CHECK_VALUE(rank_rows.scalar_type() == at::kInt && rank_rows.dim() == 1 &&
                         rank_rows.is_contiguous() && rank_rows.device() == q.device(),
-                    "rank_rows must be int32 on q's device, ", q.device(), ", got ",
-                    dtype_name(rank_rows.scalar_type()), " ", rank_rows.sizes(), " on ",
+                    "rank_rows must be a contiguous int32 vector on q's device, ", q.device(),
+                    ", got ", dtype_name(rank_rows.scalar_type()), " ", rank_rows.sizes(), " on ",
                     rank_rows.device());
   const auto is_within = [&](RankMetaSlot number, int64_t limit) {
     return 0 <= share.at(number) && share.at(number) <= limit;

@@ -10,6 +10,7 @@
 
 #include "cuseq/seqlens.h"
 #include "ops/dtype_name.h"
+#include "ops/host_values.h"
 #include "ops/types.h"
 
 #ifdef CUSEQ_WITH_CUDA
@@ -21,10 +22,6 @@ namespace cuseq {
 namespace {
 
 constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
-
-Tensor as_host_int64(const Tensor& tensor) {
-  return tensor.to(at::TensorOptions().dtype(at::kLong).device(at::kCPU)).contiguous();
-}
 
 }  // namespace
 
@@ -94,7 +91,7 @@ void check_window(std::optional<int64_t> window) {
 
 void check_length_values(const Tensor& lengths, int64_t total_tokens) {
   if (!values_can_be_read(lengths)) return;
-  const Tensor host = as_host_int64(lengths);
+  const Tensor host = host_values(lengths);
   const int64_t* values = host.const_data_ptr<int64_t>();
   int64_t sum = 0;
   for (int64_t i = 0; i < host.numel(); ++i) {
@@ -113,7 +110,7 @@ void check_length_values(const Tensor& lengths, int64_t total_tokens) {
 
 void check_offset_values(const Tensor& cu_seqlens, int64_t total_tokens) {
   if (!values_can_be_read(cu_seqlens) || cu_seqlens.numel() == 0) return;
-  const Tensor host = as_host_int64(cu_seqlens);
+  const Tensor host = host_values(cu_seqlens);
   const int64_t* values = host.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(values[0] == 0, "cu_seqlens must start at 0, got cu_seqlens[0] = ", values[0]);
   for (int64_t i = 1; i < host.numel(); ++i) {
@@ -158,14 +155,14 @@ void check_padded_offsets(const OptionalTensor& cu_seqlens_padded, const Tensor&
                     "cu_seqlens_padded must lie where the lengths do, on ", cu_seqlens.device(),
                     ", got ", padded.device());
   if (!values_can_be_read(padded)) return;
-  const Tensor segments = padded.cpu();
-  const Tensor sequences = cu_seqlens.cpu();
-  const auto* segment = segments.const_data_ptr<int32_t>();
-  const auto* sequence = sequences.const_data_ptr<int32_t>();
+  const Tensor segments = host_values(padded);
+  const Tensor sequences = host_values(cu_seqlens);
+  const auto* segment = segments.const_data_ptr<int64_t>();
+  const auto* sequence = sequences.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(segment[0] == 0, "cu_seqlens_padded must start at 0, got ", segment[0]);
   for (int64_t i = 0; i + 1 < segments.size(0); ++i) {
-    const int64_t room = int64_t{segment[i + 1]} - segment[i];
-    const int64_t length = int64_t{sequence[i + 1]} - sequence[i];
+    const int64_t room = segment[i + 1] - segment[i];
+    const int64_t length = sequence[i + 1] - sequence[i];
     TORCH_CHECK_VALUE(room >= length, "cu_seqlens_padded must leave room for each sequence, got ",
                       "segment ", i, " of ", room, " tokens for a sequence of ", length);
   }

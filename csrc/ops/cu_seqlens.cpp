@@ -8,6 +8,7 @@
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/dtype_name.h"
+#include "ops/host_values.h"
 #include "ops/scan_lengths.h"
 #include "ops/types.h"
 
@@ -108,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor> layout_metadata_kernel(const Tensor& source,
 // status in host_meta reports it.
 void check_segments(const Tensor& lengths, int64_t total_tokens, int64_t multiple) {
   if (!values_can_be_read(lengths)) return;
-  const Tensor host = lengths.cpu().to(at::kLong).contiguous();
+  const Tensor host = host_values(lengths);
   int64_t end = 0;
   for (int64_t i = 0; i < host.numel(); ++i) {
     end += segment_length(host.const_data_ptr<int64_t>()[i], multiple);

@@ -12,6 +12,7 @@
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/dtype_name.h"
+#include "ops/host_values.h"
 #include "ops/mask_options.h"
 #include "ops/types.h"
 
@@ -166,9 +167,9 @@ Tensor dense_mask_kernel(const Tensor& source, int64_t total_tokens, bool from_c
 
 void check_range_values(const Tensor& ranges, const Rows& rows) {
   if (rows.count == 1 || !values_can_be_read(ranges)) return;
-  const Tensor host = ranges.cpu();
-  const auto* first = host.const_data_ptr<int32_t>();
-  const int32_t* end = first + host.size(1);
+  const Tensor host = host_values(ranges);
+  const auto* first = host.const_data_ptr<int64_t>();
+  const int64_t* end = first + host.size(1);
   for (int64_t token = 0; token < host.size(1); ++token) {
     const int64_t begin = token / rows.length * rows.length;
     TORCH_CHECK_VALUE(begin <= first[token] && end[token] <= begin + rows.length,
@@ -272,8 +273,9 @@ void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded
   MaskRule rule;
   rule.segments = segments_of(cu_seqlens, padded, total_tokens);
   if (spans.has_value()) {
-    const auto* span = spans->const_data_ptr<int32_t>();
-    for (int64_t i = 0; i < spans->size(0); ++i, span += 2) {
+    const Tensor host = host_values(*spans);
+    const auto* span = host.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < host.size(0); ++i, span += 2) {
       TORCH_CHECK_VALUE(0 <= span[0] && span[0] < span[1] && span[1] <= total_tokens,
                         "spans must be (start, end) with 0 <= start < end <= total_tokens = ",
                         total_tokens, ", got spans[", i, "] = (", span[0], ", ", span[1], ")");

@@ -11,6 +11,7 @@
 #include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/dtype_name.h"
+#include "ops/host_values.h"
 #include "ops/types.h"
 
 namespace cuseq {
@@ -249,8 +250,8 @@ void read_segments(const RopeOptions& options, const Tensor& query, const Sizes&
     check_reach(total_tokens - meta->num_real_tokens, args, "the tail");
     if (positions.cp_size > 1) check_divisible(meta->length_divisor, divisor, "lengths");
   } else if (values_can_be_read(offsets)) {
-    const Tensor host = offsets.cpu();
-    const int32_t* values = host.const_data_ptr<int32_t>();
+    const Tensor host = host_values(offsets);
+    const int64_t* values = host.const_data_ptr<int64_t>();
     for (int64_t i = 0; i + 1 < host.numel(); ++i) {
       check_reach(values[i + 1] - values[i], args, "the longest sequence");
       if (positions.cp_size > 1) check_divisible(values[i + 1] - values[i], divisor, "lengths");

@@ -8,6 +8,7 @@
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/dtype_name.h"
+#include "ops/host_values.h"
 #include "ops/logit_rows.h"
 #include "ops/types.h"
 
@@ -76,7 +77,7 @@ void check(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
   TORCH_CHECK_VALUE(chunk_size.value_or(1) >= 1, "chunk_size must be at least 1, got ",
                     chunk_size.value_or(1));
   if (!values_can_be_read(targets)) return;
-  const Tensor host = targets.cpu();
+  const Tensor host = host_values(targets);
   const auto* values = host.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < host.numel(); ++i) {
     TORCH_CHECK_VALUE((0 <= values[i] && values[i] < weight.size(0)) || values[i] == kIgnoredTarget,

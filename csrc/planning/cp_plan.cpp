@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "context_parallel/share.h"
+#include "ops/host_values.h"
 #include "ops/types.h"
 #include "planning/checks.h"
 #include "planning/planning.h"
@@ -17,7 +18,7 @@ constexpr int64_t kMaxTokens = int64_t{1} << 30;
 constexpr int64_t kMaxRanks = 1 << 16;
 
 std::vector<int64_t> values_of(const Tensor& lengths) {
-  const Tensor values = lengths.to(at::kLong).contiguous();
+  const Tensor values = host_values(lengths);
   const auto* data = values.const_data_ptr<int64_t>();
   return {data, data + values.numel()};
 }

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "ops/host_values.h"
 #include "planning/checks.h"
 
 namespace cuseq {
@@ -48,8 +49,8 @@ trees::Tree tree_of_nodes(const Tensor& lengths, const Tensor& parents) {
   TORCH_CHECK_VALUE(lengths.numel() == parents.numel(),
                     "parents must have an entry for each of the ", lengths.numel(), " nodes, got ",
                     parents.numel());
-  const Tensor own_lengths = lengths.to(at::kLong).contiguous();
-  const Tensor own_parents = parents.to(at::kLong).contiguous();
+  const Tensor own_lengths = host_values(lengths);
+  const Tensor own_parents = host_values(parents);
   check_length_values(own_lengths, std::numeric_limits<int32_t>::max());
   std::string why;
   auto tree = trees::tree_of_nodes(span_of(own_lengths), span_of(own_parents), &why);
