@@ -137,6 +137,7 @@ void check_source(const Tensor& source, int64_t total_tokens, bool is_cu_seqlens
 
 int64_t tokens_of(const Tensor& source, bool is_cu_seqlens) {
   TORCH_CHECK(source.is_cpu(), "tokens_of reads values on the host, got ", source.device());
+  check_memory(source, is_cu_seqlens ? "cu_seqlens" : "lengths");
   check_source(source, /*total_tokens=*/-1, is_cu_seqlens);
   const Tensor counted = is_cu_seqlens ? source.slice(0, -1) : source;
   return *counted.sum().const_data_ptr<int64_t>();  // item() would be profiled as a wait

@@ -1,5 +1,7 @@
 #include "packing/bin_pack.h"
 
+#include <ATen/ops/clone.h>
+
 #include <limits>
 #include <utility>
 
@@ -47,7 +49,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> bin_pack(const Tensor& lengths, int64
   const auto too_long =
       overlong == "truncate" ? packing::Overlong::kTruncate : packing::Overlong::kSplit;
 
-  const Tensor source = lengths.contiguous();
+  // A copy, since other threads may write the lengths between the checks and the packing.
+  const Tensor source = lengths.clone(at::MemoryFormat::Contiguous);
   const auto plan_of = [&](const auto* values) {
     const bool truncates =
         too_long == packing::Overlong::kTruncate && chosen != packing::Strategy::kWrapped;

@@ -10,6 +10,7 @@
 
 #include "ops/checks.h"
 #include "ops/dtype_name.h"
+#include "ops/host_values.h"
 #include "ops/types.h"
 #include "packing/bin_pack.h"
 
@@ -18,6 +19,7 @@ namespace cuseq {
 
 inline void check_host_vector(const Tensor& tensor, const char* name) {
   TORCH_CHECK_VALUE(tensor.is_cpu(), name, " must lie on the CPU, got ", tensor.device());
+  check_memory(tensor, name);
   check_vector(tensor, name);
 }
 

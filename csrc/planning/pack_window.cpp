@@ -31,7 +31,13 @@ void pack_part(std::span<int32_t> samples, const Tensor& lengths, int64_t capaci
   const auto n = static_cast<int64_t>(samples.size());
   const auto length_of = lengths.accessor<const Length, 1>();
   std::vector<Length> found(n);
-  for (int64_t i = 0; i < n; ++i) found[i] = length_of[samples[i]];
+  for (int64_t i = 0; i < n; ++i) {
+    found[i] = length_of[samples[i]];
+    // Samples of other lengths were left out, but other threads may write the lengths meanwhile.
+    TORCH_CHECK_VALUE(0 <= found[i] && found[i] <= capacity,
+                      "lengths must not change while rows are planned, got lengths[", samples[i],
+                      "] = ", found[i]);
+  }
   const auto length_at = [&](int64_t i) { return found[i]; };
   std::vector<int64_t> offsets;
   if (strategy == Strategy::kSequential) {

@@ -49,6 +49,7 @@ const at::Tensor& dense_argument(py::handle value, const char* name) {
 int64_t int_argument(py::handle value, const char* name) {
   const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   if (!number) {
+    if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw py::error_already_set();  // Ctrl-C
     PyErr_Clear();
     throw py::type_error(std::string(name) + " must be an int, got " +
                          py::repr(value).cast<std::string>());

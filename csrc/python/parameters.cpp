@@ -7,18 +7,29 @@
 namespace cuseq::python {
 namespace {
 
-// Call visit(parameter) for each parameter of an optimizer's groups, a list of lists of tensors,
-// until it returns false. Return whether it never did.
+// Call visit(item) for each item of a list until it returns false. Return whether it never did. A
+// gradient that is freed may run Python, so the list may change between two items.
 template <typename Visit>
-bool visit_all(const py::list& groups, const Visit& visit) {
-  for (const py::handle group : groups) {
-    for (const py::handle parameter : py::reinterpret_borrow<py::list>(group)) {
-      TORCH_CHECK_TYPE(THPVariable_Check(parameter.ptr()), "groups must hold tensors, got ",
-                       Py_TYPE(parameter.ptr())->tp_name);
-      if (!visit(THPVariable_Unpack(parameter.ptr()))) return false;
-    }
+bool visit_items(py::handle list, const Visit& visit) {
+  TORCH_CHECK_TYPE(PyList_Check(list.ptr()), "groups must be a list of lists of tensors, got ",
+                   Py_TYPE(list.ptr())->tp_name);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) {
+    const auto item = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(list.ptr(), i));
+    if (!visit(item)) return false;
   }
   return true;
+}
+
+// The same for the parameters in an optimizer's groups, a list of lists of tensors.
+template <typename Visit>
+bool visit_all(py::handle groups, const Visit& visit) {
+  return visit_items(groups, [&](py::handle group) {
+    return visit_items(group, [&](py::handle parameter) {
+      TORCH_CHECK_TYPE(THPVariable_Check(parameter.ptr()), "groups must hold tensors, got ",
+                       Py_TYPE(parameter.ptr())->tp_name);
+      return visit(THPVariable_Unpack(parameter.ptr()));
+    });
+  });
 }
 
 // The parameters that a captured step updates and the gradients that its replays write. A loop over

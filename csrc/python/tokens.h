@@ -11,29 +11,16 @@ namespace cuseq::python {
 
 namespace py = pybind11;
 
-// One sequence of ints: its length, and its values on demand. Ints of tensors and arrays are copied
-// from memory, those of lists are converted one by one.
-class TokenSource {
- public:
-  // `name` says in errors which argument it is.
-  TokenSource(py::handle value, std::string name);
+using Tokens = std::vector<int64_t>;
 
-  int64_t length() const { return length_; }
+// Return an iterator over a list or another iterable but a string. Errors say what `name` must be.
+py::iterator iterate(py::handle value, const std::string& name, const char* rule);
 
-  // Write the values to [to, to + length()).
-  void copy_to(int64_t* to) const;
+// Return a copy of one sequence of ints. Errors name it.
+Tokens token_list(py::handle value, const std::string& name);
 
- private:
-  enum class Kind { kInt64, kInt32, kObjects };
-
-  py::object owner_;  // keeps the memory
-  std::string name_;
-  Kind kind_ = Kind::kObjects;
-  const void* memory_ = nullptr;
-  int64_t length_ = 0;
-};
-
-// Return the items of an iterable of sequences, with names such as "prompts[3]".
-std::vector<TokenSource> token_sources(py::handle sequences, const std::string& name);
+// Return the values of an iterable of sequences. Each sequence is copied when the iterable gives
+// it: Python may change or free it before the next one. Errors name it, such as "prompts[3]".
+std::vector<Tokens> token_lists(py::handle sequences, const std::string& name);
 
 }  // namespace cuseq::python

@@ -1,7 +1,9 @@
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 #include "planning/checks.h"
 #include "planning/trees.h"
@@ -29,13 +31,14 @@ void bind_tree_meta_slots(py::module_& m) {
   slots.attr("MAX_DEPTH") = static_cast<int>(kTreeMaxDepth);
 }
 
+constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();
+
 using TreeAndTokens = std::tuple<Tree, at::Tensor>;
 
 // Return a row for `used` tokens, with zeros behind them.
 at::Tensor row_for(int64_t used, std::optional<int64_t> total_tokens) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t total = total_tokens.value_or(used);
-  TORCH_CHECK_VALUE(total <= kMost, "total_tokens must be at most 2^31 - 1, got ", total);
+  TORCH_CHECK_VALUE(total <= kMostTokens, "total_tokens must be at most 2^31 - 1, got ", total);
   TORCH_CHECK_VALUE(used <= total, "total_tokens must be at least the ", used,
                     " tokens of the tree, got ", total);
   at::Tensor row = at::empty({total}, at::kLong);
@@ -46,84 +49,65 @@ at::Tensor row_for(int64_t used, std::optional<int64_t> total_tokens) {
 // Return the nodes of groups, a prompt and its completions each, and their tokens.
 TreeAndTokens tree_of_groups(py::handle prompts, py::handle completions,
                              std::optional<int64_t> total_tokens) {
-  std::vector<TokenSource> nodes;
+  std::vector<Tokens> nodes;
   std::vector<int64_t> parents;
   std::vector<int32_t> context;
-  const auto sources = token_sources(prompts, "prompts");
+  auto sources = token_lists(prompts, "prompts");
   int64_t group = 0;
-  if (!py::isinstance<py::iterable>(completions)) {
-    throw py::type_error("completions must be a list of lists of token sequences, got " +
-                         py::repr(completions).cast<std::string>());
-  }
-  for (const py::handle samples : py::reinterpret_borrow<py::iterable>(completions)) {
+  auto lists = iterate(completions, "completions", "a list of lists of token sequences");
+  for (; lists != py::iterator::sentinel(); ++lists) {
     TORCH_CHECK_VALUE(group < static_cast<int64_t>(sources.size()),
                       "completions must have a list for each of the ", sources.size(),
                       " prompts, got more");
-    const auto own = token_sources(samples, "completions[" + std::to_string(group) + "]");
+    auto own = token_lists(*lists, "completions[" + std::to_string(group) + "]");
     const auto prompt = static_cast<int64_t>(nodes.size());
-    nodes.push_back(sources[group++]);
+    nodes.push_back(std::move(sources[group++]));
     parents.push_back(-1);
     TORCH_CHECK_VALUE(!own.empty(), "completions[", group - 1,
                       "] must have at least one completion, got none");
-    for (const TokenSource& one : own) {
-      nodes.push_back(one);
+    for (Tokens& one : own) {
+      nodes.push_back(std::move(one));
       parents.push_back(prompt);
-      context.push_back(static_cast<int32_t>(nodes[prompt].length()));
+      context.push_back(static_cast<int32_t>(nodes[prompt].size()));
     }
   }
   TORCH_CHECK_VALUE(group == static_cast<int64_t>(sources.size()),
                     "completions must have a list for each of the ", sources.size(),
                     " prompts, got ", group);
   std::vector<int64_t> lengths(nodes.size());
-  for (size_t i = 0; i < nodes.size(); ++i) lengths[i] = nodes[i].length();
+  for (size_t i = 0; i < nodes.size(); ++i) lengths[i] = static_cast<int64_t>(nodes[i].size());
   at::Tensor row =
       row_for(std::accumulate(lengths.begin(), lengths.end(), int64_t{0}), total_tokens);
   auto* to = row.mutable_data_ptr<int64_t>();
-  for (const TokenSource& node : nodes) {
-    node.copy_to(to);
-    to += node.length();
-  }
+  for (const Tokens& node : nodes) to = std::ranges::copy(node, to).out;
   Tree tree = tree_of_nodes(tensor_of(std::move(lengths)), tensor_of(std::move(parents)));
   tree.context = std::move(context);
   return {std::move(tree), row};
 }
 
-std::vector<int64_t> flat_values(const std::vector<TokenSource>& sources) {
-  int64_t total = 0;
-  for (const TokenSource& one : sources) total += one.length();
-  std::vector<int64_t> flat(total);
-  int64_t* to = flat.data();
-  for (const TokenSource& one : sources) {
-    one.copy_to(to);
-    to += one.length();
-  }
-  return flat;
-}
-
 // Return the tree that shares the sequences' prefixes, and its tokens.
 TreeAndTokens tree_of_sequences(py::handle sequences, py::handle keys, int64_t min_shared,
                                 std::optional<int64_t> total_tokens) {
-  const auto sources = token_sources(sequences, "sequences");
-  const std::vector<int64_t> tokens = flat_values(sources);
-  std::vector<int64_t> flat_keys;
+  const auto tokens = token_lists(sequences, "sequences");
+  int64_t total = 0;
+  for (const Tokens& one : tokens) total += static_cast<int64_t>(one.size());
+  TORCH_CHECK_VALUE(total <= kMostTokens,
+                    "sequences must have at most 2^31 - 1 tokens together, got ", total);
+  std::vector<Tokens> key_lists;
   if (!keys.is_none()) {
-    const auto key_sources = token_sources(keys, "keys");
-    TORCH_CHECK_VALUE(key_sources.size() == sources.size(),
-                      "keys must have a list for each of the ", sources.size(), " sequences, got ",
-                      key_sources.size());
-    for (size_t i = 0; i < sources.size(); ++i) {
-      TORCH_CHECK_VALUE(key_sources[i].length() == sources[i].length(), "keys[", i,
-                        "] must have a key for each of the ", sources[i].length(), " tokens, got ",
-                        key_sources[i].length());
+    key_lists = token_lists(keys, "keys");
+    TORCH_CHECK_VALUE(key_lists.size() == tokens.size(), "keys must have a list for each of the ",
+                      tokens.size(), " sequences, got ", key_lists.size());
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      TORCH_CHECK_VALUE(key_lists[i].size() == tokens[i].size(), "keys[", i,
+                        "] must have a key for each of the ", tokens[i].size(), " tokens, got ",
+                        key_lists[i].size());
     }
-    flat_keys = flat_values(key_sources);
   }
   std::vector<trees::Sequence> spans;
-  int64_t begin = 0;
-  for (const TokenSource& one : sources) {
-    spans.push_back(
-        {tokens.data() + begin, keys.is_none() ? nullptr : flat_keys.data() + begin, one.length()});
-    begin += one.length();
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    spans.push_back({tokens[i].data(), keys.is_none() ? nullptr : key_lists[i].data(),
+                     static_cast<int64_t>(tokens[i].size())});
   }
   const py::gil_scoped_release released;
   trees::SharedTree shared = trees::share_prefixes(spans, min_shared);

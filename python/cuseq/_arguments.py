@@ -36,6 +36,8 @@ def as_int64s(values: Iterable[int]) -> Tensor:
         TypeError: a value is not an int; a fraction is refused, which int() would truncate.
         OverflowError: a value does not fit in int64.
     """
+    if isinstance(values, list):  # an item's __index__ may change it
+        values = tuple(values)
     numbers = array("q", values)  # torch reads its memory faster than a list
     if not numbers:  # frombuffer refuses it
         return torch.empty(0, dtype=torch.int64, device="cpu")

@@ -31,7 +31,7 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
         values = plain_tensor(values, name)
     else:
         try:
-            values = as_int64s(list(values))  # a list, since array() reads bytes as memory
+            values = as_int64s(tuple(values))  # a tuple, since array() reads bytes as memory
         except TypeError as error:
             raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
         except (OverflowError, RuntimeError, ValueError) as error:

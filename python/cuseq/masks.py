@@ -185,7 +185,7 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     """Return the number of tokens of a query block and of a key block."""
     if type(block_size) is int and block_size == 128:  # the usual case
         return 128, 128
-    both = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    both = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(both) != 2:
         raise ValueError(
             f"block_size must be an int, or two for queries and keys, got {block_size!r}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -34,6 +35,7 @@ class Draw(Random):
 
     def begin(self, seed: int, number: int) -> None:
         self.seed(seed << 40 | number)
+        self.restless = False  # whether an argument changes while it is read
 
     def chance(self, share: float) -> bool:
         return self.random() < share
@@ -262,6 +264,8 @@ def same_kind(draw: Draw, value: Any) -> Any:
 
 def any_kind(draw: Draw, value: Any) -> Any:
     """Return what a user may pass by mistake instead of a value."""
+    if isinstance(value, list) and value and draw.chance(0.3):
+        return restless(draw, value)
     if draw.chance(0.5):
         if isinstance(value, cuseq.PackedLayout):
             return _other_layout(draw, value)
@@ -294,6 +298,53 @@ def _other_layout(draw: Draw, packed: cuseq.PackedLayout) -> Any:
     if kind == 3:
         return packed.cu_seqlens
     return packed.lengths.tolist()
+
+
+class _Clearing:
+    """An int that empties a list when it is read."""
+
+    def __init__(self, of: list[Any], value: Any):
+        self.of, self.value = of, value
+
+    def __index__(self) -> Any:
+        self.of.clear()
+        return self.value
+
+
+def restless(draw: Draw, value: list[Any]) -> Any:
+    """Return what gives the same items but changes, or frees them, while it is read."""
+    draw.restless = True
+    lists = [i for i, item in enumerate(value) if isinstance(item, list) and item]
+    if lists and draw.chance(0.3):
+        at = draw.choice(lists)
+        return [*value[:at], restless(draw, value[at]), *value[at + 1 :]]
+    if not lists or len(lists) < len(value) or draw.chance(0.3):
+        made: list[Any] = list(value)
+        at = draw.randrange(len(made))
+        made[at] = _Clearing(made, made[at])
+        return made
+    return draw.choice((_refilled, _shrunk, _shrunk_in_numpy))(value)
+
+
+def _refilled(lists: list[list[Any]]) -> Iterator[list[Any]]:
+    one: list[Any] = []
+    for items in lists:
+        one[:] = items
+        yield one
+
+
+def _shrunk(lists: list[list[Any]]) -> Iterator[Any]:
+    for items in lists:
+        one = array("q", items)
+        yield one
+        del one[:]
+
+
+def _shrunk_in_numpy(lists: list[list[Any]]) -> Iterator[Any]:
+    for items in lists:
+        one = numpy.array(items)
+        yield one
+        one.resize(0, refcheck=False)
 
 
 class Odd:

@@ -200,7 +200,8 @@ class PackingCollator:
             raise TypeError("examples must be a list of mappings, got one mapping")
         if not isinstance(examples, Sequence):
             raise TypeError(f"examples must be a list of mappings, got {shown(examples)}")
-        if len(examples) == 0:
+        examples = list(examples)  # reading one may change the user's list
+        if not examples:
             raise ValueError("examples must not be empty, got none")
         for i, example in enumerate(examples):
             if not isinstance(example, Mapping):
@@ -343,7 +344,7 @@ def _column(examples: Sequence[Mapping[str, Any]], key: str) -> list[Tensor]:
 
 def _tensor(values: Any) -> Tensor:
     if is_array(values):
-        return array_as_tensor(values)
+        return array_as_tensor(values).clone()  # reading the next example may fill it again
     return torch.as_tensor(values, device="cpu")
 
 

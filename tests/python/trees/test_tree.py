@@ -51,6 +51,120 @@ def test_token_ids_may_be_of_any_kind(kind):
     assert tree.input_ids.tolist() == [[5, 6, 7, 2**40, 8, 9]]
 
 
+# ----------------------------------------------------------------------------- ids that change
+
+
+class Clearing:
+    """An int that empties a list while it is read."""
+
+    def __init__(self, of: list, value: int):
+        self.of, self.value = of, value
+
+    def __index__(self) -> int:
+        self.of.clear()
+        return self.value
+
+
+def clearing(ids: list[int]) -> list:
+    """Return a list of these ids whose first item empties it."""
+    made: list = []
+    made += [Clearing(made, ids[0]), *ids[1:]]
+    return made
+
+
+def refilled(lists):
+    """Yield one list, each time with other items."""
+    one: list[int] = []
+    for items in lists:
+        one[:] = items
+        yield one
+
+
+def shrunk(lists):
+    """Yield arrays of which each is emptied when the next is asked for."""
+    for items in lists:
+        one = array("q", items)
+        yield one
+        del one[:]
+
+
+def shrunk_in_numpy(lists):
+    for items in lists:
+        one = np.array(items, dtype=np.int64)
+        yield one
+        one.resize(0, refcheck=False)
+
+
+def emptied(lists):
+    return list(map(clearing, lists))
+
+
+# Long enough that freed memory is used for something else.
+LONG = [[1, 2, 3, 4] * 50, [1, 2, 5] * 50, [1, 2] * 70, [9] * 3000]
+
+
+@pytest.mark.parametrize("change", [refilled, shrunk, shrunk_in_numpy, emptied])
+def test_ids_are_read_when_they_are_given(change):
+    for sequences in (LONG, [ids * 1000 for ids in LONG]):
+        make = cuseq.PackedTree.from_sequences
+        tree = make(change(sequences))
+        assert samples_of(tree) == sequences
+        keys = [[i] * len(ids) for i, ids in enumerate(sequences)]
+        tree = make(sequences, keys=change(keys))
+        assert samples_of(tree) == sequences and tree.depth == 0
+        tree = cuseq.PackedTree.from_groups(
+            change(sequences), (change([ids, ids[:1]]) for ids in sequences)
+        )
+        assert samples_of(tree) == [ids + more for ids in sequences for more in (ids, ids[:1])]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given: cuseq.PackedTree.from_parents(given, [-1, -1, -1]).layout.lengths.tolist(),
+        lambda given: cuseq.PackedLayout.from_lengths(given).lengths.tolist(),
+        lambda given: cuseq.data.bin_pack(given, 9).indices.tolist(),
+        lambda given: list(cuseq.data.PackedBatchSampler(given, 9)),
+        lambda given: cuseq.data.pack_groups(given, [[1], [1], [1]], 9).fill,
+        lambda given: cuseq.distributed.cp_plan(given, 3).tokens_of(1).tolist(),
+    ],
+)
+def test_lengths_are_read_when_they_are_given(make):
+    assert make(clearing([3, 4, 5])) == make([3, 4, 5])
+
+
+def test_an_interrupt_is_raised():
+    class Stopping:
+        def __iter__(self):
+            raise KeyboardInterrupt
+
+        def __index__(self):
+            raise KeyboardInterrupt
+
+    for sequences in (Stopping(), [Stopping()], [[Stopping()]]):
+        with pytest.raises(KeyboardInterrupt):
+            cuseq.PackedTree.from_sequences(sequences)
+
+
+def test_ids_without_memory():
+    released = memoryview(array("q", [1]))
+    released.release()
+    with pytest.raises(TypeError, match=r"sequences\[0\] must be a list"):
+        cuseq.PackedTree.from_sequences([released])
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"sequences\[0\] must have values in memory"):
+        cuseq.PackedTree.from_sequences([fake])
+    for call in (
+        lambda: cuseq.data.bin_pack(fake, 3),
+        lambda: cuseq.PackedLayout.from_lengths(fake),
+        lambda: cuseq.PackedTree.from_parents(fake, [-1, -1, -1]),
+        lambda: cuseq.distributed.cp_plan(fake, 1),
+    ):
+        with pytest.raises(ValueError, match="lengths must have values in memory"):
+            call()
+
+
 def test_narrow_and_strided_ids():
     ids = torch.arange(8, dtype=torch.int32)
     tree = cuseq.PackedTree.from_groups([ids[::2]], [[np.arange(6, dtype=np.int32)[::3]]])
