@@ -5,16 +5,18 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "ops/host_values.h"
 #include "planning/checks.h"
 
 namespace cuseq {
 namespace {
+
+constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();
 
 std::span<const int64_t> span_of(const Tensor& tensor) {
   return {tensor.const_data_ptr<int64_t>(), static_cast<size_t>(tensor.numel())};
@@ -33,6 +35,12 @@ Tensor lazy_zeros(int64_t size) {
 template <typename F>
 void for_each_run(const trees::Tree& tree, int32_t sample, const F& visit) {
   for (const int32_t node : tree.path(sample)) visit(tree.begins[node], tree.length(node));
+}
+
+void check_total(const trees::Tree& tree, int64_t total_tokens) {
+  TORCH_CHECK_VALUE(tree.tokens() <= total_tokens && total_tokens <= kMostTokens,
+                    "total_tokens must be at least the ", tree.tokens(),
+                    " tokens of the tree and below 2^31, got ", total_tokens);
 }
 
 int64_t total_path_length(const trees::Tree& tree) {
@@ -61,6 +69,34 @@ trees::Tree tree_of_nodes(const Tensor& lengths, const Tensor& parents) {
   return *std::move(tree);
 }
 
+void set_tree_samples(trees::Tree& tree, std::span<const int64_t> samples,
+                      std::span<const int64_t> context) {
+  TORCH_CHECK_VALUE(samples.size() < std::numeric_limits<int32_t>::max(),
+                    "samples must be fewer than 2^31 - 1, got ", samples.size());
+  TORCH_CHECK_VALUE(context.size() == samples.size(), "context must have a number for each of the ",
+                    samples.size(), " samples, got ", context.size());
+  std::vector<bool> is_passed(tree.size(), false);  // whether a sample ends at it or below it
+  tree.samples.clear();
+  tree.context.clear();
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const int64_t node = samples[i];
+    TORCH_CHECK_VALUE(0 <= node && node < tree.size(), "samples must name nodes in [0, ",
+                      tree.size(), "), got samples[", i, "] = ", node);
+    tree.samples.push_back(static_cast<int32_t>(node));
+    is_passed[node] = true;
+    const int64_t length = tree.path_length(static_cast<int32_t>(i));
+    TORCH_CHECK_VALUE(0 <= context[i] && context[i] <= std::max<int64_t>(length, 1),
+                      "context must lie within each sample, of ", length, " tokens, got context[",
+                      i, "] = ", context[i]);
+    tree.context.push_back(static_cast<int32_t>(context[i]));
+  }
+  for (int32_t node = tree.size() - 1; node >= 0; --node) {
+    TORCH_CHECK_VALUE(is_passed[node], "samples must name every leaf, got none through node ",
+                      node);
+    if (tree.parents[node] >= 0) is_passed[tree.parents[node]] = true;
+  }
+}
+
 Tensor tree_lengths(const trees::Tree& tree) {
   std::vector<int64_t> lengths(tree.size());
   for (int32_t node = 0; node < tree.size(); ++node) lengths[node] = tree.length(node);
@@ -74,6 +110,7 @@ Tensor tree_sample_lengths(const trees::Tree& tree) {
 }
 
 Tensor tree_positions(const trees::Tree& tree, int64_t total_tokens) {
+  check_total(tree, total_tokens);
   Tensor positions = at::empty({total_tokens}, at::kInt);
   auto* out = positions.mutable_data_ptr<int32_t>();
   for (int32_t node = 0; node < tree.size(); ++node) {
@@ -109,13 +146,14 @@ Tensor tree_rows_of(const trees::Tree& tree, int64_t sample) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> tree_uses(const trees::Tree& tree, int64_t total_tokens) {
+  check_total(tree, total_tokens);
   std::vector<int32_t> samples(tree.size(), 0);  // through each node
   for (const int32_t last : tree.samples) ++samples[last];
   for (int32_t node = tree.size() - 1; node >= 0; --node) {
     if (tree.parents[node] >= 0) samples[tree.parents[node]] += samples[node];
   }
   const int64_t total = total_path_length(tree);
-  TORCH_CHECK_VALUE(total <= std::numeric_limits<int32_t>::max(),
+  TORCH_CHECK_VALUE(total <= kMostTokens,
                     "samples must have at most 2^31 - 1 tokens together, got ", total);
   Tensor rows = at::empty({total}, at::kLong);
   Tensor places = at::empty({total}, at::kLong);
@@ -145,6 +183,12 @@ std::tuple<Tensor, Tensor, Tensor> tree_uses(const trees::Tree& tree, int64_t to
 }
 
 std::tuple<Tensor, Tensor, Tensor> tree_targets(const trees::Tree& tree, const Tensor& input_ids) {
+  check_host_vector(input_ids, "input_ids");
+  TORCH_CHECK_VALUE(input_ids.scalar_type() == at::kLong && input_ids.is_contiguous() &&
+                        input_ids.numel() >= tree.tokens(),
+                    "input_ids must be contiguous int64 with at least the ", tree.tokens(),
+                    " tokens of the tree, got ", dtype_name(input_ids.scalar_type()), " ",
+                    input_ids.sizes());
   std::vector<int64_t> lengths(tree.num_samples());
   int64_t total = 0;
   for (int32_t i = 0; i < tree.num_samples(); ++i) {

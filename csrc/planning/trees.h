@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <tuple>
 
 #include "cuseq/macros.h"
@@ -14,6 +15,11 @@ namespace cuseq {
 
 // Return the tree of nodes of these lengths and parents, int64, in the order of the row.
 CUSEQ_API trees::Tree tree_of_nodes(const at::Tensor& lengths, const at::Tensor& parents);
+
+// Set the last node of each sample's path, and the tokens at its start that are not targets. Every
+// leaf must be the last node of a sample.
+CUSEQ_API void set_tree_samples(trees::Tree& tree, std::span<const int64_t> samples,
+                                std::span<const int64_t> context);
 
 // Return the lengths of the nodes, int64.
 CUSEQ_API at::Tensor tree_lengths(const trees::Tree& tree);

@@ -122,20 +122,17 @@ TreeAndTokens tree_of_sequences(py::handle sequences, py::handle keys, int64_t m
 }
 
 // Return what makes the same tree again: lengths, parents, samples and context.
-py::tuple parts(const Tree& tree) {
+py::tuple parts_of(const Tree& tree) {
   std::vector<int64_t> lengths(tree.size());
   for (int32_t i = 0; i < tree.size(); ++i) lengths[i] = tree.length(i);
   return py::make_tuple(lengths, tree.parents, tree.samples, tree.context);
 }
 
-Tree tree_of_parts(const std::vector<int64_t>& lengths, const std::vector<int64_t>& parents,
-                   std::vector<int32_t> samples, std::vector<int32_t> context) {
-  std::string why;
-  auto tree = trees::tree_of_nodes(lengths, parents, &why);
-  TORCH_CHECK_VALUE(tree.has_value(), "the parts must be those of a tree, ", why);
-  tree->samples = std::move(samples);
-  tree->context = std::move(context);
-  return *std::move(tree);
+Tree tree_of_parts(py::handle lengths, py::handle parents, py::handle samples, py::handle context) {
+  Tree tree = tree_of_nodes(tensor_of(token_list(lengths, "lengths")),
+                            tensor_of(token_list(parents, "parents")));
+  set_tree_samples(tree, token_list(samples, "samples"), token_list(context, "context"));
+  return tree;
 }
 
 }  // namespace
@@ -155,11 +152,8 @@ void bind_trees(py::module_& m) {
       .def_property_readonly("num_tokens", &Tree::tokens)
       .def_property_readonly("depth", &Tree::deepest)
       .def_property_readonly("longest_path", &Tree::longest_path)
-      .def(py::pickle(&parts, [](const py::tuple& state) {
-        return tree_of_parts(
-            state[0].cast<std::vector<int64_t>>(), state[1].cast<std::vector<int64_t>>(),
-            state[2].cast<std::vector<int32_t>>(), state[3].cast<std::vector<int32_t>>());
-      }));
+      .def("parts", &parts_of);
+  m.def("tree_of_parts", &tree_of_parts);
   m.def("tree_of_nodes", &tree_of_nodes, Released());
   m.def("tree_of_groups", &tree_of_groups);
   m.def("tree_of_sequences", &tree_of_sequences);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import ctypes
 from collections.abc import Sequence
 from math import lcm
 
@@ -9,12 +11,22 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, as_int64s, as_size, check_flag, plain_tensor
+from cuseq._arguments import (
+    as_int,
+    as_int64s,
+    as_size,
+    check_flag,
+    check_tensor,
+    plain_tensor,
+    shown,
+)
 from cuseq._layout_state import NUM_SEQS, LayoutState
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import to_host
 
 _ops = torch.ops.cuseq
+
+_MOST_DEPTH = 2**16  # of a tree
 
 Multiple = int | Sequence[int]
 
@@ -159,13 +171,97 @@ def of_lengths_and_segments(
 
 
 def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: int) -> LayoutState:
-    """Return the state, on the host, of a row that holds the nodes of a tree."""
-    lengths = tree.lengths()
-    state = of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
-    capacity = state.cu_seqlens_static.shape[0] - 1
-    rows, meta = tree.calls(capacity, max_depth, total_tokens)
-    positions = tree.positions(total_tokens)
-    return state._replace(tree_positions=positions, tree_rows=rows, tree_meta=meta)
+    """Return the state, on the host, of a row that holds the nodes of a tree.
+
+    Raises:
+        ValueError: the tree does not fit into `total_tokens`, `max_seqs` or `max_depth`.
+    """
+    if total_tokens < tree.num_tokens:
+        raise ValueError(
+            f"total_tokens must be at least the {tree.num_tokens} tokens of the tree, got "
+            f"{total_tokens}"
+        )
+    if max_depth > _MOST_DEPTH:
+        raise ValueError(f"max_depth must be at most {_MOST_DEPTH}, got {max_depth}")
+    if tree.depth > max_depth:
+        raise ValueError(
+            f"max_depth must be at least the depth of the tree, {tree.depth}, got {max_depth}"
+        )
+    with outside_inference_mode():
+        state = of_sequences(tree.lengths(), total_tokens, max_seqs, from_cu_seqlens=False)
+        capacity = state.cu_seqlens_static.shape[0] - 1
+        rows, meta = tree.calls(capacity, max_depth, total_tokens)
+        positions = tree.positions(total_tokens)
+        return state._replace(tree_positions=positions, tree_rows=rows, tree_meta=meta, tree=tree)
+
+
+def _tree_of_parts(
+    lengths: Sequence[int], parents: Sequence[int], samples: Sequence[int], context: Sequence[int]
+) -> _C.Tree:
+    return _C.tree_of_parts(lengths, parents, samples, context)
+
+
+# Not __setstate__: a pickle without the call of it would give a tree in memory that nobody wrote.
+copyreg.pickle(_C.Tree, lambda tree: (_tree_of_parts, tree.parts()))
+
+
+def of_bytes(
+    lengths: bytes, segment_lengths: bytes | None, total_tokens: int, max_seqs: int
+) -> LayoutState:
+    """Return the state of what `as_bytes` made of lengths, after the checks of `from_lengths`.
+
+    Raises:
+        ValueError, TypeError: an argument is not what a layout has.
+    """
+    total_tokens = as_int(total_tokens, "total_tokens", least=0)
+    max_seqs = as_int(max_seqs, "max_seqs", least=0)
+    own = from_bytes(lengths, torch.int32, "lengths")
+    padded = None
+    if segment_lengths is not None:
+        padded = from_bytes(segment_lengths, torch.int32, "segment_lengths")
+        if padded.shape != own.shape or bool((padded < own).any()):
+            raise ValueError(
+                f"segment_lengths must be at least the lengths of the {own.shape[0]} sequences, "
+                f"{own.tolist()[:8]} ..., got {padded.shape[0]}: {padded.tolist()[:8]} ..."
+            )
+    return of_lengths_and_segments(own, padded, total_tokens, max_seqs)
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    """Return the memory of a tensor: a worker sends each tensor by a shared-memory file."""
+    on_host = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(on_host.data_ptr(), on_host.nbytes)
+
+
+def from_bytes(numbers: bytes, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a vector on the CPU of the memory that `as_bytes` gave."""
+    if not isinstance(numbers, bytes) or len(numbers) % dtype.itemsize != 0:
+        raise TypeError(f"{name} must be the bytes of {dtype} numbers, got {shown(numbers)}")
+    if not numbers:  # frombuffer refuses it
+        return torch.empty(0, dtype=dtype, device="cpu")
+    with outside_inference_mode():
+        return torch.frombuffer(bytearray(numbers), dtype=dtype)
+
+
+def mask_from_bytes(batch: tuple[bytes, int], lengths: Tensor) -> Tensor:
+    """Return the mask `[batch, seqlen]` of a padded batch whose rows have these lengths."""
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise TypeError(f"batch must be (mask, seqlen), got {shown(batch)}")
+    numbers, seqlen = batch
+    seqlen = as_int(seqlen, "seqlen", least=0)
+    mask = from_bytes(numbers, torch.uint8, "mask")
+    if mask.shape[0] != lengths.shape[0] * seqlen or bool((mask > 1).any()):
+        raise ValueError(
+            f"mask must have a 0 or a 1 for each of {lengths.shape[0]} rows of seqlen = {seqlen} "
+            f"tokens, got {mask.shape[0]} bytes up to {int(mask.max()) if len(mask) else 0}"
+        )
+    mask = mask.view(lengths.shape[0], seqlen)
+    if not torch.equal(mask.sum(1, dtype=torch.int32), lengths):
+        raise ValueError(
+            f"mask must have as many real tokens in each row as lengths says, "
+            f"{lengths.tolist()[:8]} ..., got {mask.sum(1).tolist()[:8]} ..."
+        )
+    return mask
 
 
 def of_chunks(

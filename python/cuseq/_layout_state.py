@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._modes import outside_inference_mode
 from cuseq._transfer import copy_pair
 
 # Slots of host_meta.
@@ -45,6 +43,20 @@ _MOST_KEPT = 16
 Tensors = dict[str, Any]
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+class Part(Protocol):
+    """What a rank's part of a row was made of."""
+
+    def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
+        """Return a function that makes the part again, and its arguments, which can be pickled.
+
+        Args:
+            total_tokens: tokens of the part, which may have got longer.
+            group: name of the process group.
+            device: device of the layout.
+        """
 
 
 class LayoutState(NamedTuple):
@@ -75,11 +87,25 @@ class LayoutState(NamedTuple):
     rank_meta: Tensor | None = None
     # Name of the process group whose ranks hold the other parts; None: the default group.
     rank_group: str | None = None
+    # What the part was made of, for pickling.
+    part: Part | None = None
     # For a tree: positions on the paths, [total_tokens], and what attention reads: tree_rows and,
     # on the CPU, tree_meta (csrc/trees/tree_meta.h).
     tree_positions: Tensor | None = None
     tree_rows: Tensor | None = None
     tree_meta: Tensor | None = None
+    tree: _C.Tree | None = None
+
+    @property
+    def max_seqs(self) -> int:
+        """Capacity for sequences."""
+        return self.cu_seqlens_static.shape[0] - 1
+
+    @property
+    def max_depth(self) -> int:
+        """Capacity of a tree for the ancestors of a node."""
+        assert self.tree_meta is not None
+        return int(self.tree_meta[_C.TreeMeta.MAX_DEPTH])
 
     def map(self, change: Callable[[Tensors], Tensors], **fields: Any) -> LayoutState:
         """Return a state with changed tensors and fields, and change its segments alike.
@@ -115,7 +141,7 @@ class LayoutState(NamedTuple):
         )
 
     def lengthened(self, total_tokens: int) -> LayoutState:
-        """Return the state of a longer row; the added tokens are tail."""
+        """Return the state of a longer row, no tree; the added tokens are tail."""
         more = total_tokens - self.total_tokens
 
         def change(tensors: Tensors) -> Tensors:
@@ -125,15 +151,14 @@ class LayoutState(NamedTuple):
             # covers the tail.
             longer = {"host_meta": meta, "lengths": lengths.view_as(lengths)}
             # copy_ of one layout must not edit the other.
-            for name in ("cu_seqlens_static", "tokens", "rank_rows", "tree_rows"):
+            for name in ("cu_seqlens_static", "tokens", "rank_rows"):
                 if name in tensors:
                     longer[name] = tensors[name].clone()
             if "slots" in tensors:
                 longer["slots"] = torch.nn.functional.pad(tensors["slots"], (0, more), value=-1)
-            for name in ("rank_positions", "tree_positions"):
-                if name in tensors:
-                    tail = torch.arange(more, dtype=torch.int32, device=lengths.device)
-                    longer[name] = torch.cat([tensors[name], tail])
+            if "rank_positions" in tensors:
+                tail = torch.arange(more, dtype=torch.int32, device=lengths.device)
+                longer["rank_positions"] = torch.cat([tensors["rank_positions"], tail])
             return longer
 
         return self.map(change, total_tokens=total_tokens)
@@ -208,22 +233,6 @@ class LayoutState(NamedTuple):
         tensors = {name: getattr(self, name) for name in _ON_DEVICE}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def to_buffers(self) -> LayoutState:
-        """Return the state with tensors as bytes: a worker sends each tensor by a shared-memory
-        file.
-        """
-
-        def change(tensors: Tensors) -> Tensors:
-            buffers = {name: _Buffer.of(tensor) for name, tensor in tensors.items()}
-            return buffers | {"host_lengths": None}
-
-        return self.map(change, from_device=False)
-
-    def from_buffers(self) -> LayoutState:
-        """Turn the result of `to_buffers` back into a state with tensors on the host."""
-        with outside_inference_mode():
-            return self.map(lambda buffers: {n: buffer.tensor() for n, buffer in buffers.items()})
-
 
 def keep(kept: dict[Key, Value], key: Key, value: Value) -> Value:
     """Keep a value that a layout makes of an argument, beside the newest few of its kind.
@@ -250,25 +259,3 @@ def _copied(tensors: Tensors, device: torch.device) -> Tensors:
         copied[first], copied[second] = copy_pair(tensors[first], tensors[second], device)
     copied.pop("", None)
     return copied
-
-
-class _Buffer(NamedTuple):
-    """The memory of an int32 tensor."""
-
-    numbers: bytes
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Buffer:
-        on_host = tensor.detach().cpu().contiguous()
-        return cls(ctypes.string_at(on_host.data_ptr(), on_host.nbytes), tuple(tensor.shape))
-
-    def tensor(self) -> Tensor:
-        if not self.numbers:
-            return torch.empty(self.shape, dtype=torch.int32, device="cpu")
-        return torch.frombuffer(bytearray(self.numbers), dtype=torch.int32).view(self.shape)
-
-
-# What a pickle of a layout holds; layout.py allows the function that reads it. Empty bytes are
-# pickled as a call of `bytes`, which does no more than the `bytearray` that PyTorch allows.
-torch.serialization.add_safe_globals([LayoutState, _Buffer, bytes])

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cuseq import _C, cache
 from cuseq import _build_layout as build
-from cuseq import cache
 from cuseq._arguments import as_device, as_int, shown
 from cuseq._layout_masks import LayoutMasks
-from cuseq._layout_state import LayoutState
+from cuseq._layout_state import LayoutState, Part, Recipe
 from cuseq._modes import is_capturing, outside_inference_mode
 from cuseq._transfer import with_index
 
@@ -206,6 +206,11 @@ class PackedLayout(LayoutMasks):
         if total_tokens == self.total_tokens:
             return self
         self._wait_for_all()
+        if self.state.tree is not None:
+            longer = build.of_tree(
+                self.state.tree, total_tokens, self.state.max_seqs, self.state.max_depth
+            )
+            return PackedLayout(longer).to(self.device)
         with outside_inference_mode():
             return PackedLayout(self.state.lengthened(total_tokens))
 
@@ -251,7 +256,7 @@ class PackedLayout(LayoutMasks):
         return self._chunked[chunk_size]
 
     def as_part_of_row(
-        self, positions: Tensor, rows: Tensor, meta: Tensor, group: str | None
+        self, positions: Tensor, rows: Tensor, meta: Tensor, group: str | None, part: Part
     ) -> PackedLayout:
         """Return this layout as one rank's part of a row.
 
@@ -262,9 +267,14 @@ class PackedLayout(LayoutMasks):
                 device.
             meta: the numbers of the share, on the host.
             group: name of the process group, None for the default group.
+            part: what the part is made of.
         """
         state = self.state._replace(
-            rank_positions=positions, rank_rows=rows, rank_meta=meta, rank_group=group
+            rank_positions=positions,
+            rank_rows=rows,
+            rank_meta=meta,
+            rank_group=group,
+            part=part,
         )
         return PackedLayout(state)
 
@@ -424,10 +434,25 @@ class PackedLayout(LayoutMasks):
         with outside_inference_mode():
             return PackedLayout(self.state.pinned())
 
-    def __reduce__(self) -> tuple[Callable[..., PackedLayout], tuple[Any, ...]]:
+    def __reduce__(self) -> Recipe:
+        """Return what makes the layout again: everything else follows from it, and is checked as
+        arguments are.
+        """
         self.check_unedited()
         self._wait_for_all()
-        return _restored, (self.state.to_buffers(), str(self.device))
+        state, total, device = self.state, self.total_tokens, str(self.device)
+        if state.part is not None:
+            return state.part.recipe(total, state.rank_group, device)
+        if state.tree is not None:
+            return _tree_again, (state.tree, total, self.state.max_seqs, state.max_depth, device)
+        segments = None
+        if self.pads_between_sequences:
+            segments = build.as_bytes(self.segments.lengths_on_host())
+        batch = None
+        if state.tokens is not None:
+            batch = build.as_bytes(state.tokens >= 0), state.tokens.shape[1]
+        lengths = build.as_bytes(self.lengths_on_host())
+        return _row_again, (lengths, segments, total, self.state.max_seqs, batch, device)
 
     def __copy__(self) -> PackedLayout:
         return self  # only copy_ changes it, and all holders see that
@@ -446,8 +471,31 @@ class PackedLayout(LayoutMasks):
         )
 
 
-def _restored(buffers: LayoutState, device: str) -> PackedLayout:
-    return PackedLayout(buffers.from_buffers()).to(device)
+def _row_again(
+    lengths: bytes,
+    segment_lengths: bytes | None,
+    total_tokens: int,
+    max_seqs: int,
+    batch: tuple[bytes, int] | None,
+    device: str,
+) -> PackedLayout:
+    target = as_device(device, "device")
+    layout = PackedLayout(build.of_bytes(lengths, segment_lengths, total_tokens, max_seqs))
+    if batch is not None:
+        layout.take_mask(build.mask_from_bytes(batch, layout.lengths), "nonzero")
+    return layout.to(target)
+
+
+def _tree_again(
+    tree: _C.Tree, total_tokens: int, max_seqs: int, max_depth: int, device: str
+) -> PackedLayout:
+    if not isinstance(tree, _C.Tree):
+        raise TypeError(f"tree must be that of a PackedTree, got {shown(tree)}")
+    sizes = zip(
+        (total_tokens, max_seqs, max_depth), ("total_tokens", "max_seqs", "max_depth"), strict=True
+    )
+    state = build.of_tree(tree, *(as_int(size, name, least=0) for size, name in sizes))
+    return PackedLayout(state).to(as_device(device, "device"))
 
 
 # So that torch.load reads a saved batch with weights_only=True, its default.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from cuseq import _C
 from cuseq import _build_layout as build
 from cuseq._arguments import as_device, as_int, check_tensor, shown
+from cuseq._layout_state import Recipe
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import with_index
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
 
-_MOST_DEPTH = 2**16
 _UNINDEXED = (torch.uint16, torch.uint32, torch.uint64)
 _MAX_DEPTH = 16  # by default: the most calls of attention beside the first
 
@@ -55,6 +55,11 @@ class PackedTree:
                 "PackedTree is made by from_groups, from_sequences or from_parents, got "
                 f"{shown(tree)}"
             )
+        check_layout(layout, "layout")
+        if layout.state.tree is not tree:
+            raise ValueError(f"layout must be that of the tree, got {layout}")
+        if input_ids is not None:
+            _check_ids(input_ids, layout.total_tokens)
         self._tree = tree
         self._ids = input_ids  # int64 [total_tokens] on the host
         self._layout = layout
@@ -170,11 +175,6 @@ class PackedTree:
         )
         total = _size(total_tokens, "total_tokens")
         total = tree.num_tokens if total is None else total
-        if total < tree.num_tokens:
-            raise ValueError(
-                f"total_tokens must be at least the {tree.num_tokens} tokens of the tree, got "
-                f"{total}"
-            )
         return cls._made(tree, None, max_seqs, max_depth, device, total)
 
     @classmethod
@@ -192,15 +192,7 @@ class PackedTree:
         max_depth = _size(max_depth, "max_depth")
         if max_depth is None:
             max_depth = max(_MAX_DEPTH, tree.depth)
-        if max_depth > _MOST_DEPTH:
-            raise ValueError(f"max_depth must be at most {_MOST_DEPTH}, got {max_depth}")
-        if tree.depth > max_depth:
-            raise ValueError(
-                f"max_depth must be at least the depth of the tree, {tree.depth}, got {max_depth}"
-            )
-        with outside_inference_mode():
-            state = build.of_tree(tree, total, max_seqs, max_depth)
-        made = cls(tree, ids, PackedLayout(state))
+        made = cls(tree, ids, PackedLayout(build.of_tree(tree, total, max_seqs, max_depth)))
         return made if device is None else made.to(device)
 
     # ----------------------------------------------------------------------------- facts
@@ -343,8 +335,12 @@ class PackedTree:
         ids = None if self._ids is None else self._ids.pin_memory()
         return PackedTree(self._tree, ids, self._layout.pin_memory())
 
-    def __reduce__(self) -> tuple[Callable[..., PackedTree], tuple[Any, ...]]:
-        return PackedTree, (self._tree, self._ids, self._layout)
+    def __reduce__(self) -> Recipe:
+        ids = None if self._ids is None else build.as_bytes(self._ids)
+        return _restored, (self._tree, ids, self._layout)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedTree:
+        return self  # immutable, as its layout is
 
     def __repr__(self) -> str:
         tree, total = self._tree, self._layout.total_tokens
@@ -368,6 +364,21 @@ class _Gather(torch.autograd.Function):
         flat = grad.index_select(0, places).reshape(places.shape[0], -1)
         summed, _ = _ops.segment_reduce(flat, offsets, "sum")
         return summed.to(grad.dtype).view(-1, *grad.shape[1:]), None, None, None
+
+
+def _restored(tree: _C.Tree, ids: bytes | None, layout: PackedLayout) -> PackedTree:
+    return PackedTree(
+        tree, None if ids is None else build.from_bytes(ids, torch.int64, "input_ids"), layout
+    )
+
+
+def _check_ids(ids: Tensor, total_tokens: int) -> None:
+    check_tensor(ids, "input_ids")
+    is_fit = ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.is_contiguous()
+    if not is_fit or ids.shape != (total_tokens,):
+        raise ValueError(
+            f"input_ids must be int64 [total_tokens = {total_tokens}] on the CPU, got {shown(ids)}"
+        )
 
 
 def _size(value: int | None, name: str) -> int | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from cuseq._arguments import as_int, check_tensor, shown
 from cuseq._labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
+from cuseq.data._state import options_in
 from cuseq.distributed import ContextParallel, cp_partition
 from cuseq.layout import PackedLayout, check_layout
 
@@ -131,6 +132,9 @@ class PackingCollator:
 
     _MADE_HERE = ("position_ids", "packed")
     _KNOWN = ("input_ids", "labels", "attention_mask")
+    _OPTIONS = (
+        "total_tokens", "capacity", "max_seqs", "total_multiple", "pad_token_id", "cp"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -162,6 +166,11 @@ class PackingCollator:
         self.cp: ContextParallel | None = None
         if cp is not None:
             self._share(cp)
+
+    def __setstate__(self, pickled: Any) -> None:
+        """Check what a pickle says as arguments are; a subclass may hold more."""
+        PackingCollator.__init__(self, **options_in(pickled, self._OPTIONS))
+        self.__dict__ |= {key: pickled[key] for key in pickled if key not in self._OPTIONS}
 
     def with_cp(self, cp: ContextParallel) -> PackingCollator:
         """Return a copy of this collator that returns this rank's part of each row.

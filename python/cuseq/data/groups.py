@@ -13,6 +13,7 @@ from torch import Tensor
 from cuseq._arguments import as_int, check_flag, check_tensor, shown
 from cuseq.data._balance import coefficients_of, deal, take_apart
 from cuseq.data._lengths import host_lengths
+from cuseq.data._state import checked_ranks, options_in
 from cuseq.data.plan import bin_pack
 from cuseq.tree import PackedTree, Tokens
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 # of 0.6B parameters (at about 7,000 tokens) and one of 8B (at about 30,000), by FLOPs and by half
 # the speed of matrix products for attention.
 MODEL = (1 / 16384, 1.0, 0.0)
-
-_MOST_RANKS = 2**16  # each has a row, if only a repeated one
 
 # The plan that costs least is taken of those whose parts hold at most n eighths of the capacity.
 _EIGHTHS = (8, 7, 6, 5, 4, 3, 2, 1)
@@ -126,6 +125,28 @@ class GroupPlan:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
         return [step[rank] for step in self._grid]
 
+    def __setstate__(self, pickled: Any) -> None:
+        options = options_in(pickled, ("capacity", "costs", "num_cut", "_grid"))
+        check_tensor(options["costs"], "costs")
+        costs, grid = options["costs"], options["_grid"]
+        is_plan = costs.dtype == torch.float64 and costs.dim() == 2 and costs.device.type == "cpu"
+        if not is_plan or not bool((costs.isfinite() & (costs >= 0)).all()):
+            raise ValueError(
+                "costs must be float64 [steps, world_size] on the CPU, finite and not negative, "
+                f"got {shown(costs)}"
+            )
+        is_grid = isinstance(grid, list) and all(isinstance(step, list) for step in grid)
+        steps = [len(step) for step in grid] if is_grid else None
+        if steps != [costs.shape[1]] * costs.shape[0]:
+            raise ValueError(
+                f"_grid must have a row for each of the costs {list(costs.shape)}, got {steps}"
+            )
+        capacity = as_int(options["capacity"], "capacity", least=1)
+        for row in (row for step in grid for row in step):
+            _check_row(row, capacity)
+        num_cut = as_int(options["num_cut"], "num_cut", least=0)
+        GroupPlan.__init__(self, capacity, grid, costs, num_cut)
+
     def __repr__(self) -> str:
         return (
             f"GroupPlan({self.num_rows} rows of {self.capacity} tokens on {self.world_size} "
@@ -182,9 +203,7 @@ def pack_groups(
         [([0], [0, 1, 2, 3]), ([1, 2], [4, 5, 6, 7, 8, 9, 10])]
     """
     capacity = as_int(capacity, "capacity", least=1)
-    world_size = as_int(world_size, "world_size", least=1)
-    if world_size > _MOST_RANKS:
-        raise ValueError(f"world_size must be at most {_MOST_RANKS}, got {world_size}")
+    world_size, _ = checked_ranks(world_size)
     check_flag(padded, "padded")
     if isinstance(completions, Tensor):
         check_tensor(completions, "completions")
@@ -353,6 +372,28 @@ class _Groups:
             tokens += self._tokens(part)
         quadratic, linear, constant = self._cost
         return quadratic * squares + linear * tokens + constant * len(parts)
+
+
+def _check_row(row: Any, capacity: int) -> None:
+    """Raise unless the facts of a row that was pickled agree with each other."""
+    if not isinstance(row, GroupRow):
+        raise TypeError(f"_grid must hold rows, got {shown(row)}")
+    check_tensor(row.samples, "samples")
+    lists = [row.groups, row.completions]
+    lists += row.completions if isinstance(row.completions, list) else []
+    if not all(isinstance(one, list) for one in lists):
+        raise TypeError(
+            f"groups and completions must be lists, got {shown(row.groups)} and "
+            f"{shown(row.completions)}"
+        )
+    counts = [len(numbers) for numbers in row.completions]
+    if len(row.groups) != len(counts) or row.samples.shape != (sum(counts),):
+        raise ValueError(
+            f"groups, completions and samples must be of one row, got {len(row.groups)} groups, "
+            f"{counts} completions and samples of shape {list(row.samples.shape)}"
+        )
+    if not 0 <= as_int(row.tokens, "tokens") <= capacity:
+        raise ValueError(f"tokens must lie in [0, capacity = {capacity}], got {row.tokens}")
 
 
 def _checked_lengths(lengths: Lengths, name: str) -> list[int]:

@@ -59,14 +59,37 @@ class PackingPlan(tuple):
             ("lengths", lengths),
         ):
             _check_numbers(numbers, name)
+            if name not in ("indices", "offsets") and numbers.shape != indices.shape:
+                raise ValueError(
+                    f"{name} must have one number for each of the {len(indices)} pieces, got "
+                    f"{len(numbers)}"
+                )
+        _check_offsets(offsets, len(indices))
+        plan = cls.of_checked(
+            indices, offsets, starts, lengths, as_int(capacity, "capacity", least=1)
+        )
+        # The pieces first: sums of numbers near 2^63 would wrap.
+        for what, tokens in (("pieces", lengths), ("rows", plan.row_lengths)):
+            if len(tokens) > 0 and int(tokens.max()) > plan.capacity:
+                raise ValueError(
+                    f"lengths must make {what} of at most capacity = {plan.capacity} tokens, got "
+                    f"{int(tokens.max())}"
+                )
+        return plan
+
+    @classmethod
+    def of_checked(
+        cls, indices: Tensor, offsets: Tensor, starts: Tensor, lengths: Tensor, capacity: int
+    ) -> PackingPlan:
+        """Return the plan of what `_C.bin_pack` returns."""
         plan = super().__new__(cls, (indices, offsets))
         plan.starts = starts
         plan.lengths = lengths
-        plan.capacity = as_int(capacity, "capacity", least=1)
+        plan.capacity = capacity
         return plan
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
-        return (*self, self.starts, self.lengths, self.capacity)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (*self, self.starts, self.lengths, self.capacity)
 
     @property
     def indices(self) -> Tensor:
@@ -118,6 +141,20 @@ def _check_numbers(numbers: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be int64, as bin_pack makes it, got {numbers.dtype}")
     if numbers.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {list(numbers.shape)}")
+    if numbers.device.type != "cpu":
+        raise ValueError(f"{name} must lie on the CPU, as bin_pack makes it, got {numbers.device}")
+    if name != "offsets" and len(numbers) > 0 and int(numbers.min()) < 0:
+        first = int((numbers < 0).int().argmax())
+        raise ValueError(f"{name} must not be negative, got {name}[{first}] = {numbers[first]}")
+
+
+def _check_offsets(offsets: Tensor, pieces: int) -> None:
+    ends = offsets[[0, -1]].tolist() if len(offsets) > 0 else []
+    if ends != [0, pieces] or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"offsets must ascend from 0 to the number of pieces, {pieces}, got "
+            f"{offsets.tolist()[:8]} ..."
+        )
 
 
 def bin_pack(
@@ -175,4 +212,4 @@ def bin_pack(
     one_of(overlong, "overlong", _OVERLONG)
     capacity = as_int(capacity, "capacity", least=1)
     plan = _C.bin_pack(host_lengths(lengths), capacity, strategy, overlong)
-    return PackingPlan(*plan, capacity)
+    return PackingPlan.of_checked(*plan, capacity)

@@ -17,7 +17,7 @@ from cuseq._arguments import as_int, check_flag, check_tensor, one_of, shown
 from cuseq.data._balance import coefficients_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
-from cuseq.data._state import refuse_other
+from cuseq.data._state import checked_ranks, options_in, refuse_other
 
 if TYPE_CHECKING:
     import numpy
@@ -26,6 +26,11 @@ _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
 _CUTTING = {"strategy": "wrapped", "overlong": "split"}
 _STATE_VERSION = 2
+_MOST_STAGES = 64  # parts of an epoch with other numbers of ranks
+_OPTIONS = (
+    "capacity", "rank", "world_size", "strategy", "balance", "accumulation", "overlong", "seed",
+    "shuffle", "drop_last", "buffer",
+)  # fmt: skip
 _POSITION = ("epoch", "step", "world_size", "accumulation", "before")
 
 # Lengths read at a time, which bounds the extra memory for a large set.
@@ -162,14 +167,13 @@ class PackedBatchSampler(Sampler[list[int]]):
                     "holds whole ones; use bin_pack and cut the dataset by its starts and lengths"
                 )
         self.capacity = as_int(capacity, "capacity", least=1)
-        self.world_size = as_int(world_size, "world_size", least=1)
+        self.world_size, self.accumulation = checked_ranks(world_size, accumulation)
         self.rank = as_int(rank, "rank")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
         self.strategy = one_of(strategy, "strategy", _STRATEGIES)
         self.overlong = one_of(overlong, "overlong", _OVERLONG)
         self.balance = _checked_balance(balance)
-        self.accumulation = as_int(accumulation, "accumulation", least=1)
         self.seed = as_int(seed, "seed")
         check_flag(shuffle, "shuffle")
         check_flag(drop_last, "drop_last")
@@ -396,9 +400,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._epochs = {before: epoch for before, epoch in self._epochs.items() if before == ()}
 
     def _position_of(self, state: Mapping[str, Any]) -> _Position:
-        if not isinstance(state["before"], Sequence):
-            raise TypeError(f"before must be a list, got {type(state['before']).__name__}")
-        stages = [_checked_stage(stage) for stage in state["before"]]
+        stages = _checked_stages(state["before"])
         last = [state[name] for name in ("world_size", "accumulation", "step")]
         stages.append(_checked_stage(last))
         ranks = (self.world_size, self.accumulation)
@@ -411,6 +413,19 @@ class PackedBatchSampler(Sampler[list[int]]):
             stages.pop()
         step = stages.pop().steps if stages and stages[-1][:2] == ranks else 0
         return _Position(tuple(stages), step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_epochs": {}}  # which are planned again
+
+    def __setstate__(self, pickled: Any) -> None:
+        """Check what a pickle says as arguments and states are; a subclass may hold more."""
+        options = options_in(pickled, _OPTIONS)
+        place = options_in(pickled, ("_lengths", "_costs", "epoch", "_next", "_position"))
+        lengths, costs, epoch, *positions = place.values()
+        PackedBatchSampler.__init__(self, lengths, costs=costs, **options)
+        self.epoch = as_int(epoch, "epoch", least=0)
+        self._next, self._position = map(_checked_position, positions)
+        self.__dict__ |= {name: pickled[name] for name in pickled if name not in self.__dict__}
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -467,12 +482,25 @@ def _chunks(lengths: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield begin, lengths[begin : begin + _CHUNK]
 
 
+def _checked_position(position: Any) -> _Position:
+    if not isinstance(position, tuple) or len(position) != 2:
+        raise TypeError(f"_next and _position must be (before, step), got {shown(position)}")
+    before, step = position
+    return _Position(tuple(_checked_stages(before)), as_int(step, "step", least=0))
+
+
+def _checked_stages(before: Any) -> list[Stage]:
+    if not isinstance(before, Sequence):
+        raise TypeError(f"before must be a list, got {type(before).__name__}")
+    if len(before) > _MOST_STAGES:
+        raise ValueError(
+            f"before must hold at most {_MOST_STAGES} parts of the epoch, got {len(before)}"
+        )
+    return [_checked_stage(stage) for stage in before]
+
+
 def _checked_stage(stage: Any) -> Stage:
     if not isinstance(stage, Sequence) or len(stage) != 3:
         raise TypeError(f"before must hold world_size, accumulation and steps, got {stage!r}")
     world_size, accumulation, steps = stage
-    return Stage(
-        as_int(world_size, "world_size", least=1),
-        as_int(accumulation, "accumulation", least=1),
-        as_int(steps, "step", least=0),
-    )
+    return Stage(*checked_ranks(world_size, accumulation), as_int(steps, "step", least=0))

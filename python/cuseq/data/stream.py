@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +12,16 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cuseq import _C
 from cuseq._arguments import as_int, check_flag, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
-from cuseq.data._state import refuse_other
+from cuseq.data._state import checked_ranks, options_in, refuse_other
 
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
 _MOST_WINDOWS = 8  # most windows that may hold the same sample
 _STATE_VERSION = 2
+_OPTIONS = (
+    "iterable", "capacity", "window", "strategy", "length", "rank", "world_size", "shuffle",
+    "overlong", "drop_last",
+)  # fmt: skip
 _COUNTS = ("window_number", "done", "consumed", "skipped")
 _END = object()
 _OF_PYTHON = ("builtins", "itertools")  # modules of iterators that cannot start again
@@ -128,7 +132,7 @@ class PackedStream(IterableDataset[list[Any]]):
         check_flag(drop_last, "drop_last")
         self.iterable: Any = iterable  # some have `state_dict` and `load_state_dict`
         self.capacity = as_int(capacity, "capacity", least=1)
-        self.world_size = as_int(world_size, "world_size", least=1)
+        self.world_size, _ = checked_ranks(world_size)
         self.rank = as_int(rank, "rank")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
@@ -411,13 +415,58 @@ class PackedStream(IterableDataset[list[Any]]):
             TypeError: `state` is not what `state_dict` returns.
         """
         refuse_other(state, self._settings(), (*_COUNTS, "world_size", "held", "source"))
+        self._pass = self._loaded = _Pass(self._checked_position(state))
+
+    def _checked_position(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the position that a state says, as ints and copies."""
         position: dict[str, Any] = {n: as_int(state[n], n, least=0) for n in _COUNTS}
-        position["world_size"] = as_int(state["world_size"], "world_size", least=1)
+        if position["skipped"] > position["consumed"]:
+            raise ValueError(
+                f"skipped must be at most the consumed = {position['consumed']} samples, got "
+                f"{position['skipped']}"
+            )
+        position["world_size"], _ = checked_ranks(state["world_size"])
         if not isinstance(state["held"], list):
             raise TypeError(f"held must be a list, got {type(state['held']).__name__}")
+        seen: set[int] = set()
+        for entry in state["held"]:
+            seen.add(_checked_number(entry, position, seen))
+        if not self._is_stateful():
+            samples = [("held", entry[2]) for entry in state["held"]]
+            for name, value in [("source", state["source"]), *samples]:
+                if value is not None:
+                    raise ValueError(
+                        f"{name} must keep nothing of an iterable without state_dict and "
+                        f"load_state_dict, got {shown(value)}"
+                    )
         position["held"] = copy.deepcopy(state["held"])
         position["source"] = copy.deepcopy(state["source"])
-        self._pass = self._loaded = _Pass(position)
+        return position
+
+    def __setstate__(self, pickled: Any) -> None:
+        """Check what a pickle says as arguments and states are; a subclass may hold more."""
+        options = options_in(pickled, _OPTIONS)
+        PackedStream.__init__(self, seed=options_in(pickled, ("_seed",))["_seed"], **options)
+        loaded, now, moved = options_in(pickled, ("_loaded", "_pass", "_source_moved")).values()
+        check_flag(moved, "_source_moved")
+        if moved and not self._is_stateful():
+            raise ValueError(
+                "_source_moved must be False for an iterable without load_state_dict, got True"
+            )
+        self._pass = self._pass_again(now)
+        if loaded is not None:
+            self._loaded = self._pass if loaded is now else self._pass_again(loaded)
+        kept = {"_loaded", "_pass", "_seed", *_OPTIONS}
+        self.__dict__ |= {name: pickled[name] for name in pickled if name not in kept}
+
+    def _pass_again(self, pickled: Any) -> _Pass:
+        if not isinstance(pickled, _Pass):
+            raise TypeError(f"_pass must be the position of a pass, got {shown(pickled)}")
+        names = (*_COUNTS, "world_size", "held", "source")
+        made = _Pass(self._checked_position(options_in(pickled.position, names)))
+        made.consumed = as_int(pickled.consumed, "consumed", least=made.consumed)
+        made.skipped = as_int(pickled.skipped, "skipped", least=made.skipped)
+        return made
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -430,6 +479,21 @@ class PackedStream(IterableDataset[list[Any]]):
             "overlong": self.overlong,
             "drop_last": self.drop_last,
         }
+
+
+def _checked_number(entry: Any, position: Mapping[str, Any], seen: set[int]) -> int:
+    """Return the number of a sample that a state holds over."""
+    if not isinstance(entry, list | tuple) or len(entry) != 3:
+        raise TypeError(f"held must hold [number, window, sample], got {shown(entry)}")
+    number = as_int(entry[0], "held", least=0)
+    since = as_int(entry[1], "held", least=0)
+    if number >= position["consumed"] or since > position["window_number"] or number in seen:
+        raise ValueError(
+            f"held must hold each sample once, of the consumed = {position['consumed']} ones and "
+            f"windows up to window_number = {position['window_number']}, got sample {number} of "
+            f"window {since}"
+        )
+    return number
 
 
 def _tokens(sample: Any) -> int:

@@ -75,6 +75,27 @@ class ContextParallel:
         self.head_dim = HEAD_DIM if head_dim is None else as_int(head_dim, "head_dim", least=1)
         self.merge = as_merge(merge)
 
+    def __setstate__(self, pickled: Any) -> None:
+        """Check what a pickle says: a DataLoader's worker has no group to compare it with."""
+        names = ("rank", "size", "ranks", "group_name", "policy", "heads", "head_dim", "merge")
+        if not isinstance(pickled, dict) or set(pickled) != set(names):
+            raise ValueError(f"pickled must hold {', '.join(names)}, got {shown(pickled)}")
+        self.size = as_int(pickled["size"], "size", least=1)
+        self.rank = as_int(pickled["rank"], "rank", least=0)
+        self.ranks = tuple(as_int(rank, "ranks", least=0) for rank in pickled["ranks"])
+        if self.rank >= self.size or len(set(self.ranks)) != self.size:
+            raise ValueError(
+                f"ranks must be {self.size} ranks, and rank one of their numbers, got "
+                f"{self.ranks} and {self.rank}"
+            )
+        if not isinstance(pickled["group_name"], str):
+            raise TypeError(f"group_name must be a string, got {shown(pickled['group_name'])}")
+        self.group_name = pickled["group_name"]
+        self.policy = one_of(pickled["policy"], "policy", POLICIES)
+        self.heads = checked_heads(pickled["heads"])
+        self.head_dim = as_int(pickled["head_dim"], "head_dim", least=1)
+        self.merge = as_merge(pickled["merge"])
+
     def plan(self, packed: PackedLayout) -> ContextParallelPlan:
         """Return the plan of a row, which is the same on all ranks."""
         return cp_plan(

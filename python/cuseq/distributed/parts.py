@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cuseq import _build_layout as build
-from cuseq._arguments import check_tensor
-from cuseq._layout_state import LayoutState
+from cuseq._arguments import as_device, check_tensor
+from cuseq._layout_state import LayoutState, Recipe
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import copy_pair
 from cuseq.distributed._groups import name_of
-from cuseq.distributed.plan import ContextParallelPlan
+from cuseq.distributed.plan import ContextParallelPlan, packed_lengths
 from cuseq.layout import PackedLayout, check_layout
 
 if TYPE_CHECKING:
@@ -148,7 +148,40 @@ def _local_layout(
         state = build.of_sequences(lengths, own, max_seqs, from_cu_seqlens=False)
     local = PackedLayout(state).to(packed.device)
     rows, _ = copy_pair(rows, lengths, packed.device)  # two tensors to a copy
-    return local.as_part_of_row(positions, rows, meta, group)
+    part = _Part(plan, rank, *packed_lengths(packed), packed.cu_seqlens_static.shape[0] - 1)
+    return local.as_part_of_row(positions, rows, meta, group, part)
+
+
+class _Part(NamedTuple):
+    """The arguments of `cp_partition`, of which the layout of a rank's part follows."""
+
+    plan: ContextParallelPlan
+    rank: int
+    lengths: Tensor  # of the whole row's sequences, on the host
+    segment_lengths: Tensor | None
+    max_seqs: int  # of the whole row
+
+    def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
+        padded = None if self.segment_lengths is None else build.as_bytes(self.segment_lengths)
+        row = (build.as_bytes(self.lengths), padded, self.max_seqs)
+        return _part_again, (self.plan, self.rank, *row, total_tokens, group, device)
+
+
+def _part_again(
+    plan: ContextParallelPlan,
+    rank: int,
+    lengths: bytes,
+    segment_lengths: bytes | None,
+    max_seqs: int,
+    total_tokens: int,
+    group: str | None,
+    device: str,
+) -> PackedLayout:
+    target = as_device(device, "device")
+    _check_plan(plan)
+    state = build.of_bytes(lengths, segment_lengths, plan.total_tokens, max_seqs)
+    local = cp_partition(PackedLayout(state), plan, rank, group=group)[0]
+    return local.with_total_tokens(total_tokens).to(target)
 
 
 def _zigzag_state(packed: PackedLayout, cp_size: int, rank: int) -> LayoutState:

@@ -234,7 +234,7 @@ class ContextParallelPlan:
                 f"plan must be made for the layout's total_tokens = {packed.total_tokens}, got one "
                 f"for {self._total_tokens}"
             )
-        lengths, segments = _host_lengths(packed)
+        lengths, segments = packed_lengths(packed)
         if not self._plan.is_for(lengths, segments, packed.total_tokens):
             own = self._lengths if self._segments is None else self._segments
             given = lengths if segments is None else segments
@@ -330,13 +330,7 @@ def cp_plan(
         >>> cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag").tokens_of(0).tolist()
         [0, 3, 4, 7]
     """
-    cp_size = as_int(cp_size, "cp_size", least=1)
-    policy = one_of(policy, "policy", POLICIES)
-    window = as_window(window)
-    head_dim = as_int(head_dim, "head_dim", least=1)
-    if max_far_rows is not None:
-        max_far_rows = as_int(max_far_rows, "max_far_rows", least=0)
-    merge = as_merge(merge)
+    options = _checked_options(cp_size, policy, heads, head_dim, window, max_far_rows, merge)
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
         check_layout(packed)
@@ -346,7 +340,7 @@ def cp_plan(
                 f"total_tokens must be the layout's {packed.total_tokens} or None, got "
                 f"{total_tokens}"
             )
-        lengths, segments = _host_lengths(packed)
+        lengths, segments = packed_lengths(packed)
         total_tokens = packed.total_tokens
     else:
         lengths, segments = build.as_numbers(lengths_or_layout, "lengths"), None
@@ -354,11 +348,30 @@ def cp_plan(
         if total_tokens is None:
             total_tokens = _C.tokens_of(lengths, False)
         total_tokens = as_int(total_tokens, "total_tokens", least=0)
-    model = (checked_heads(heads), head_dim, window, max_far_rows, merge)
-    plan = _planned(lengths, segments, total_tokens, cp_size, policy, *model)
+    plan = _planned(lengths, segments, total_tokens, *options)
     if isinstance(lengths_or_layout, PackedLayout):
         plan.note_same_sequences(lengths_or_layout)
     return plan
+
+
+def _checked_options(
+    cp_size: int,
+    policy: str,
+    heads: Sequence[int],
+    head_dim: int,
+    window: int | None,
+    max_far_rows: int | None,
+    merge: bool | None,
+) -> tuple[int, str, tuple[int, int], int, int | None, int | None, bool | None]:
+    return (
+        as_int(cp_size, "cp_size", least=1),
+        one_of(policy, "policy", POLICIES),
+        checked_heads(heads),
+        as_int(head_dim, "head_dim", least=1),
+        as_window(window),
+        None if max_far_rows is None else as_int(max_far_rows, "max_far_rows", least=0),
+        as_merge(merge),
+    )
 
 
 def checked_heads(heads: Sequence[int]) -> tuple[int, int]:
@@ -395,14 +408,15 @@ def _planned(
 
 
 def _planned_again(
-    lengths: list[int], segments: list[int] | None, *rest: Any
+    lengths: list[int], segments: list[int] | None, total_tokens: int, *options: Any
 ) -> ContextParallelPlan:
     made = build.as_numbers(lengths, "lengths")
     padded = None if segments is None else build.as_numbers(segments, "segments")
-    return _planned(made, padded, *rest)
+    total_tokens = as_int(total_tokens, "total_tokens", least=0)
+    return _planned(made, padded, total_tokens, *_checked_options(*options))
 
 
-def _host_lengths(packed: PackedLayout) -> tuple[Tensor, Tensor | None]:
+def packed_lengths(packed: PackedLayout) -> tuple[Tensor, Tensor | None]:
     """Return the lengths of a layout, and of its segments if they are padded; wait if they are on
     a GPU.
     """

@@ -3,6 +3,6 @@
 from tests.fuzz.calls.target import TARGETS, Target
 
 # isort: split
-from tests.fuzz.calls import data, functions, layouts, schemas, trees  # they fill TARGETS
+from tests.fuzz.calls import data, functions, layouts, pickles, schemas, trees  # fill TARGETS
 
-__all__ = ["TARGETS", "Target", "data", "functions", "layouts", "schemas", "trees"]
+__all__ = ["TARGETS", "Target", "data", "functions", "layouts", "pickles", "schemas", "trees"]
