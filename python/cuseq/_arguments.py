@@ -117,6 +117,17 @@ def plain_tensor(value: Any, name: str) -> Tensor:
         return value.as_subclass(Tensor)
 
 
+def check_untransformed(value: Tensor, name: str, way_out: str) -> None:
+    """Raise NotImplementedError for a tensor inside torch.vmap or a transform of torch.func.
+
+    Such a tensor has no memory to read, and no autograd.Function of ours takes it.
+    """
+    if not is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise NotImplementedError(
+            f"{name} must not be a tensor of torch.vmap or torch.func here: {way_out}"
+        )
+
+
 def check_values(value: Any, name: str) -> None:
     """Raise as `check_tensor` for what an op does not name itself: no tensor, or one on meta.
 

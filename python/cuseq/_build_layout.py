@@ -17,6 +17,7 @@ from cuseq._arguments import (
     as_size,
     check_flag,
     check_tensor,
+    check_untransformed,
     plain_tensor,
     shown,
 )
@@ -27,6 +28,7 @@ from cuseq._transfer import to_host
 _ops = torch.ops.cuseq
 
 _MOST_DEPTH = 2**16  # of a tree
+_OUTSIDE = "make the layout outside and pass it in"
 
 Multiple = int | Sequence[int]
 
@@ -41,6 +43,7 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
     """Return a one-dimensional tensor: ints as int64 on the host, a tensor unchanged."""
     if isinstance(values, Tensor):
         values = plain_tensor(values, name)
+        check_untransformed(values, name, _OUTSIDE)
     else:
         try:
             values = as_int64s(tuple(values))  # a tuple, since array() reads bytes as memory
@@ -146,6 +149,7 @@ def of_mask(
 def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) -> LayoutState:
     """Return the state for positions that restart with each sequence."""
     position_ids = plain_tensor(position_ids, "position_ids")
+    check_untransformed(position_ids, "position_ids", _OUTSIDE)
     max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
     if max_seqs == 0 and position_ids.numel() > 0:
         raise ValueError("max_seqs must be at least 1, since every token has a sequence, got 0")
@@ -355,6 +359,7 @@ def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
             "PackedLayout.from_lengths"
         )
     mask = plain_tensor(mask, "mask")
+    check_untransformed(mask, "mask", _OUTSIDE)
     check_flag(true_is_pad, "true_is_pad")
     kind = "zero" if true_is_pad else "nonzero"
     if mask.dim() != 4:

@@ -10,7 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import as_float, as_window, check_flag, check_tensor, check_values
+from cuseq._arguments import (
+    as_float,
+    as_window,
+    check_flag,
+    check_tensor,
+    check_untransformed,
+    check_values,
+)
 from cuseq._backends import (
     Question,
     check_backend,
@@ -303,7 +310,7 @@ def _checked(
     if sinks is not None:
         if not is_compiling():
             _check_rows(q, k, v)
-        _check_sinks(q, sinks, packed)
+        _check_sinks(q, k, v, sinks, packed)
     return _Options(causal, window, spans, scale, softcap, backend)
 
 
@@ -368,7 +375,7 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(value, name)
 
 
-def _check_sinks(q: Tensor, sinks: Tensor, packed: PackedLayout) -> None:
+def _check_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packed: PackedLayout) -> None:
     check_tensor(sinks, "sinks")
     fits = sinks.shape == q.shape[1:2] and sinks.is_floating_point() and sinks.device == q.device
     if not fits and q.dim() == 3:  # the op itself refuses a q of other dimensions
@@ -378,6 +385,8 @@ def _check_sinks(q: Tensor, sinks: Tensor, packed: PackedLayout) -> None:
         )
     if packed.state.segments is not None:
         raise ValueError("packed must have no padding between its sequences for sinks")
+    for tensor, name in ((q, "q"), (k, "k"), (v, "v"), (sinks, "sinks")):
+        check_untransformed(tensor, name, "with sinks, pass the batch as one packed row")
 
 
 def _attention_with_sinks(
@@ -423,6 +432,13 @@ class _WithSinks(torch.autograd.Function):
         if create_graph:
             grads = _Once.apply(grad_out, *saved[:4], *grads)
         return *grads, *[None] * len(ctx.arguments)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "cuseq::varlen_attention has no forward-mode derivative: use reverse mode, or eager "
+            "PyTorch where you need jvp"
+        )
 
     @staticmethod
     def gradients(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -103,24 +101,6 @@ def _reduced(values: Tensor, packed: PackedLayout, kind: str) -> Tensor:
     return out.view(out.shape[0], *values.shape[1:])
 
 
-def _save_segments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    values, offsets, ctx.kind, padded, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(offsets, padded, output[1])
-    ctx.dtype, ctx.tokens = values.dtype, values.shape[0]
-
-
-def _spread(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    offsets, padded, which = ctx.saved_tensors
-    grads = _ops.segment_reduce_backward(
-        grad.contiguous(), which, ctx.dtype, ctx.tokens, offsets, ctx.kind, padded
-    )
-    return grads, None, None, None, None
-
-
-torch.library.register_autograd("cuseq::segment_reduce", _spread, setup_context=_save_segments)
-
-
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -197,27 +177,3 @@ def token_logprobs(
         hidden, weight, targets, bias, temperature, chunk_size, entropy, scale, softcap
     )
     return (logprobs, entropies) if entropy else logprobs
-
-
-def _save_head(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, targets, bias, *ctx.options = inputs
-    _, _, logsumexp, mean = output
-    ctx.mark_non_differentiable(logsumexp, mean)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, targets, bias, logsumexp, mean)
-
-
-def _head_gradients(
-    ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
-    hidden, weight, targets, bias, logsumexp, mean = ctx.saved_tensors
-    if grad_logprobs is None and grad_entropies is None:
-        return (None,) * (4 + len(ctx.options))
-    grad_hidden, grad_weight, grad_bias = _ops.token_logprobs_backward(
-        grad_logprobs, grad_entropies, logsumexp, mean, hidden, weight, targets, bias, *ctx.options
-    )
-    of_bias = None if bias is None else grad_bias
-    return grad_hidden, grad_weight, None, of_bias, *(None for _ in ctx.options)
-
-
-torch.library.register_autograd("cuseq::token_logprobs", _head_gradients, setup_context=_save_head)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from cuseq import _C
 from cuseq import _build_layout as build
-from cuseq._arguments import as_device, as_int, check_tensor, shown
+from cuseq._arguments import as_device, as_int, check_tensor, check_untransformed, shown
 from cuseq._layout_state import Recipe
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import with_index
@@ -305,6 +305,7 @@ class PackedTree:
                 f"values must lie on the tree's device, {self.device}, got {values.device}: move "
                 "the tree with tree.to(device)"
             )
+        check_untransformed(values, "values", "gather outside, or values[tree.rows_of(i)]")
         if self._uses is None:
             with outside_inference_mode():
                 rows, places, offsets = self._tree.uses(self._layout.total_tokens)
@@ -364,6 +365,13 @@ class _Gather(torch.autograd.Function):
         flat = grad.index_select(0, places).reshape(places.shape[0], -1)
         summed, _ = _ops.segment_reduce(flat, offsets, "sum")
         return summed.to(grad.dtype).view(-1, *grad.shape[1:]), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "PackedTree.gather has no forward-mode derivative: use reverse mode, or "
+            "values[tree.rows_of(i)] where you need jvp"
+        )
 
 
 def _restored(tree: _C.Tree, ids: bytes | None, layout: PackedLayout) -> PackedTree:
