@@ -1,6 +1,5 @@
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -22,7 +21,7 @@ using Outputs = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
 // The arguments after the tensors: temperature, chunk_size, entropy, scale, softcap.
-using Options = std::tuple<double, OptionalInt, bool, double, std::optional<double>>;
+using Options = std::tuple<double, OptionalInt, bool, double, OptionalDouble>;
 constexpr size_t kEntropy = 2;
 
 // Return the tensors that are there.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +47,21 @@ def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
                 f"{name} must stay {before[name]!r} until cuseq.disable, got {value!r}: disable it "
                 "first"
             )
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold a Ctrl-C back until the end of the block, which would otherwise be half done."""
+    before = signal.getsignal(signal.SIGINT)
+    # Other threads get no signals; a handler that is not Python's cannot be put back.
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)

@@ -11,6 +11,7 @@ import gc
 import inspect
 import io
 import math
+import signal
 import warnings
 
 import pytest
@@ -654,6 +655,58 @@ def test_register_and_enable_nest():
     integration.unregister()
     integration.unregister()
     assert not is_registered()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "set_attn_implementation",
+        "makes_mask",
+        "fuse",
+        "replace_rotation",
+        "separate",
+        "replace_attention",
+    ],
+)
+def test_an_interrupt_leaves_all_or_nothing(step, monkeypatch):
+    def state(model):
+        modules = [(list(vars(m)), len(m._forward_pre_hooks)) for m in model.modules()]
+        code = modeling_qwen3.apply_rotary_pos_emb
+        return modules, model.config._attn_implementation, code, is_registered()
+
+    model, other = make_model("qwen3"), make_model("qwen3")
+    before = state(model)
+    where = type(model) if step == "set_attn_implementation" else _enable
+    original, pressed = getattr(where, step), []
+
+    def press(*args, **kwargs):  # Ctrl-C, once
+        if not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return original(*args, **kwargs)
+
+    def fail(*args, **kwargs):  # an interrupt from elsewhere, once
+        if not pressed:
+            pressed.append(True)
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(where, step, fail)
+    with pytest.raises(KeyboardInterrupt):
+        cuseq.enable(model)
+    assert pressed and state(model) == before
+
+    pressed.clear()
+    monkeypatch.setattr(where, step, press)
+    with pytest.raises(KeyboardInterrupt):
+        cuseq.enable(model)
+    monkeypatch.undo()
+    expected = cuseq.enable(other)
+    assert cuseq.enable(model) == expected and len(_enable._states) >= 2
+    assert [set(vars(m)) for m in model.modules()] == [set(vars(m)) for m in other.modules()]
+    cuseq.disable(other)
+    cuseq.disable(model)
+    assert state(model) == before
 
 
 def test_a_model_that_is_refused_holds_nothing(monkeypatch):

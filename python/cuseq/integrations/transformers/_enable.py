@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from cuseq._arguments import check_flag
 from cuseq._backends import check_installed
 from cuseq._models import text_config
-from cuseq.integrations._enabled import Enabled, check_same_options
+from cuseq.integrations._enabled import Enabled, check_same_options, uninterrupted
 from cuseq.integrations.transformers._forwards import (
     is_replaced,
     replace_forward,
@@ -156,40 +157,52 @@ def enable_model(
     )
     implementations = {name: attention_of(config) for name, config in configs.items()}
 
-    hold_registration()
-    try:
+    with uninterrupted(), contextlib.ExitStack() as undo:  # an error part-way undoes everything
+        hold_registration()
+        undo.callback(release_registration)
         if configs:
+            undo.callback(base.set_attn_implementation, implementations)
             base.set_attn_implementation(dict.fromkeys(configs, NAME))
-    except BaseException:
-        release_registration()
-        raise
-    makes = not own and makes_mask(base)
-    for layer in layers + own:
-        setattr(layer, BACKEND, backend)
-        setattr(layer, MAKES_MASK, makes)
-    for layer, how in normed.items():
-        fuse(layer, how)
-    for layer in tempered:
-        replace_forward(layer, tempered_forward)
-    for function in rotated:
-        replace_rotation(function, rotations[function])
-    separate(base, plan)
-    mark = mark_separated(config) if recurrent and not leaking else None
-    # A model that is freed without `disable` releases what it holds of transformers.
-    functions = plan.functions + replace_functions(base)
-    release = weakref.finalize(base, _release, rotated, functions, mark)
-    release.atexit = False
-    hooks = [base.register_forward_pre_hook(check_input, with_kwargs=True)]
-    mixers = [base.get_submodule(name) for name in plan.mixers]
-    hooks += hook_models(models_around(base, layers + own + mixers))
-    for inner in models_around(base, layers) if makes else ():
-        tell = partial(tell_layout, names_of_call(inner))
-        hooks.append(inner.register_forward_pre_hook(tell, with_kwargs=True))
-    hooks += replace_attention(base, own)
-    fused = list(normed)
-    _states[base] = _State(
-        enabled, options, layers, own, implementations, fused, tempered, plan, hooks, release
-    )
+        makes = not own and makes_mask(base)
+        for layer in layers + own:
+            setattr(layer, BACKEND, backend)
+            undo.callback(delattr, layer, BACKEND)
+            setattr(layer, MAKES_MASK, makes)
+            undo.callback(delattr, layer, MAKES_MASK)
+        for layer, how in normed.items():
+            fuse(layer, how)
+            undo.callback(unfuse, layer)
+        for layer in tempered:
+            replace_forward(layer, tempered_forward)
+            undo.callback(restore_forward, layer)
+        for function in rotated:
+            replace_rotation(function, rotations[function])
+            undo.callback(restore_rotations, [function])
+        separate(base, plan)
+        undo.callback(restore_modules, base, plan)
+        undo.callback(restore_functions, plan.functions)
+        functions = plan.functions + replace_functions(base)
+        undo.callback(restore_functions, functions[len(plan.functions) :])
+        hooks = [base.register_forward_pre_hook(check_input, with_kwargs=True)]
+        undo.callback(hooks[0].remove)
+        mixers = [base.get_submodule(name) for name in plan.mixers]
+        for hook in hook_models(models_around(base, layers + own + mixers)):
+            hooks.append(hook)
+            undo.callback(hook.remove)
+        for inner in models_around(base, layers) if makes else ():
+            tell = partial(tell_layout, names_of_call(inner))
+            hooks.append(inner.register_forward_pre_hook(tell, with_kwargs=True))
+            undo.callback(hooks[-1].remove)
+        hooks += replace_attention(base, own)
+        mark = mark_separated(config) if recurrent and not leaking else None
+        # A model that is freed without `disable` releases what it holds of transformers.
+        release = weakref.finalize(base, _release, rotated, functions, mark)
+        release.atexit = False
+        fused = list(normed)
+        _states[base] = _State(
+            enabled, options, layers, own, implementations, fused, tempered, plan, hooks, release
+        )
+        undo.pop_all()
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
