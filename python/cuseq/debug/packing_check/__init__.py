@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cuseq._arguments import as_float, shown
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check._comparison import Comparison
-from cuseq.debug.packing_check._documents import read_documents
+from cuseq.debug.packing_check._documents import config_of, read_documents, tokens_of_inputs
 from cuseq.debug.packing_check._report import Check, PackingReport, Suspect
 from cuseq.debug.packing_check._runs import Runs
 
@@ -43,6 +43,13 @@ def check_packing(
     collator returned, so that a forgotten keyword (such as `use_cache=False`) is found. The single
     runs call `model(input_ids=[1, n], labels=[1, n])`, uncompiled, plus the example's other keys
     that hold one number per token and are also in the packed batch. The model runs in eval mode.
+
+    Examples may have images: further keys that the model's forward takes by name, as its processor
+    makes them for one text (`pixel_values`, `image_grid_thw`). Your collator or `forward` packs
+    them. The single run of such an example calls the model with all of its keys that the model
+    takes by name, without positions, so that the model makes its own (M-RoPE). Tokens that the
+    model's config names for images, videos and audio are not changed.
+
     Afterwards the function restores its modes, buffers and gradients, the attributes of its modules
     that are numbers, strings or tensors, and torch's random state. It does not restore state that
     the model keeps elsewhere.
@@ -97,8 +104,14 @@ def check_packing(
     if rtol is not None and not as_float(rtol, "rtol") > 0:
         raise ValueError(f"rtol must be above 0, got {rtol}")
     with _untouched(model):
-        documents = read_documents(examples)
+        documents = read_documents(examples, tokens_of_inputs(config_of(model)))
         runs = Runs(model, PackingCollator() if collator is None else collator, forward)
+        images = sorted(set().union(*(document.inputs(runs.names) for document in documents)))
+        if images and collator is forward is None:
+            raise ValueError(
+                f"collator or forward must be given for examples with {', '.join(images)}: "
+                "cuseq.PackingCollator packs keys with one value per token alone"
+            )
         return Comparison(runs, documents, rtol).report()
 
 

@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="name or folder of a causal language model")
+    parser.add_argument(
+        "model", metavar="MODEL", help="name or folder of a language model, with images or without"
+    )
     parser.add_argument("--attn", default="cuseq", help="attn_implementation, default cuseq")
     parser.add_argument("--dtype", default="float32", choices=_DTYPES)
     parser.add_argument("--device", default="cpu", help="default cpu")

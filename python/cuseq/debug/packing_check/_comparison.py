@@ -167,6 +167,9 @@ class Comparison:
         wrong = errors > self.rtol
         documents = row.document[wrong].unique().tolist()
         # Wrong positions change all tokens of a document, but never the first document.
+        has_images = any(document.inputs(self.runs.names) for document in self.documents)
+        if has_images and _suspects.lacks_planes(self.runs.model, row):
+            return _suspects.planes(documents)
         whole = all(bool(wrong[row.document == i].all()) for i in documents)
         if whole and documents[0] > 0:
             return _suspects.positions(row, documents[0])

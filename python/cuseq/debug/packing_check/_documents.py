@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuseq._arguments import check_tensor, shown
 from cuseq.data.collator import IGNORE_INDEX
@@ -22,12 +22,14 @@ class Document:
         labels: int64 `[n]`, on the host, unshifted.
         others: the example's other keys, for collators and `forward`.
         own_labels: whether the example came with labels.
+        kept: tokens that must stay what they are: a model counts those of an image.
     """
 
     ids: Tensor
     labels: Tensor
     others: dict[str, Any]
     own_labels: bool
+    kept: frozenset[int] = frozenset()
 
     @property
     def length(self) -> int:
@@ -46,20 +48,24 @@ class Document:
         return example
 
     def per_token(self, keys: Collection[str]) -> dict[str, Tensor]:
-        """Return the other keys in `keys` that hold one number per token.
+        """Return the other keys in `keys` that hold one number per token."""
+        return {key: value for key, value in self._numbers(keys) if value.shape == self.ids.shape}
 
-        Mask and positions are left out, because packing makes them.
-        """
-        made = {"attention_mask", "position_ids"}
-        values = {}
-        for key in self.others.keys() & set(keys) - made:
+    def inputs(self, keys: Collection[str]) -> dict[str, Tensor]:
+        """Return the other keys in `keys` that hold tensors of another shape: images."""
+        return {
+            key: value
+            for key, value in self._numbers(keys)
+            if value.dim() > 0 and value.shape != self.ids.shape
+        }
+
+    def _numbers(self, keys: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the other keys that hold numbers, but mask and positions, which packing makes."""
+        for key in self.others.keys() & set(keys) - {"attention_mask", "position_ids"}:
             try:
-                value = torch.as_tensor(self.others[key])
+                yield key, torch.as_tensor(self.others[key])
             except (TypeError, ValueError, RuntimeError):  # not numeric
                 continue
-            if value.shape[:1] == self.ids.shape:
-                values[key] = value
-        return values
 
     def with_token(self, index: int, token: int) -> Document:
         ids = self.ids.clone()
@@ -69,8 +75,13 @@ class Document:
 
 def read_documents(
     examples: Sequence[Mapping[str, Any] | Sequence[int] | Tensor],
+    kept: frozenset[int] = frozenset(),
 ) -> list[Document]:
     """Check the user's examples and read their tokens and labels.
+
+    Args:
+        examples: what the user gave.
+        kept: tokens that must stay what they are.
 
     Raises:
         ValueError, TypeError: an example is wrong; the message says which.
@@ -81,7 +92,7 @@ def read_documents(
         given = None
     if given is None:
         raise TypeError(f"examples must be a sequence of documents, got {shown(examples)}")
-    documents = [_document(example, i) for i, example in enumerate(given)]
+    documents = [replace(_document(example, i), kept=kept) for i, example in enumerate(given)]
     long = [document for document in documents if document.length >= 2]
     if len(long) < 2:
         raise ValueError(
@@ -90,10 +101,11 @@ def read_documents(
         )
     if not any(document.num_targets for document in documents):
         raise ValueError("examples must have labels to predict, got only -100 after first tokens")
-    if len(torch.cat([document.ids for document in documents]).unique()) < 2:
+    found = list(_known(documents))
+    if len(found) < 2:
         raise ValueError(
-            "examples must hold two different tokens, since one is changed into the other, got "
-            f"only {int(documents[0].ids[0])}"
+            "examples must hold two different tokens besides those of images, since one is changed "
+            f"into the other, got only {found}"
         )
     return documents
 
@@ -101,11 +113,13 @@ def read_documents(
 def boundaries(documents: Sequence[Document]) -> set[int]:
     """Return the tokens that all documents begin or end with; a model may use them as separators.
 
-    Returns an empty set if fewer than two other tokens would remain.
+    Returns none of these if fewer than two other tokens would remain. Tokens of images are always
+    among the result.
     """
     firsts, lasts = ({int(document.ids[end]) for document in documents} for end in (0, -1))
     alike = set().union(*(ends for ends in (firsts, lasts) if len(ends) == 1))
-    return alike if len(_known(documents).keys() - alike) >= 2 else set()
+    alike = alike if len(_known(documents).keys() - alike) >= 2 else set()
+    return alike | documents[0].kept
 
 
 def two_tokens(documents: Sequence[Document]) -> tuple[int, int]:
@@ -119,7 +133,27 @@ def two_tokens(documents: Sequence[Document]) -> tuple[int, int]:
 
 
 def _known(documents: Sequence[Document]) -> dict[int, None]:
-    return dict.fromkeys(torch.cat([document.ids for document in documents]).tolist())
+    """Return the tokens that occur and may be changed."""
+    ids = torch.cat([document.ids for document in documents]).tolist()
+    return dict.fromkeys(token for token in ids if token not in documents[0].kept)
+
+
+def config_of(model: nn.Module) -> Any:
+    """Return the config of a model, or of the one inside a wrapper; None if there is none."""
+    return next((m.config for m in model.modules() if hasattr(m, "config")), None)
+
+
+def tokens_of_inputs(config: Any) -> frozenset[int]:
+    """Return the tokens that a model's config has for images, videos and audio."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return frozenset(
+        value
+        for one in (config, text)
+        for name, value in (vars(one).items() if hasattr(one, "__dict__") else ())
+        if name.endswith(("_token_id", "_token_index"))
+        and type(value) is int
+        and name not in ("pad_token_id", "bos_token_id", "eos_token_id")
+    )
 
 
 def _document(example: Mapping[str, Any] | Sequence[int] | Tensor, i: int) -> Document:

@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from cuseq.debug.packing_check._documents import tokens_of_inputs
 from cuseq.integrations.transformers import register
 
 # Upper bounds for a tiny model. Head sizes are kept, because rotary sections, latent attention and
@@ -46,16 +53,43 @@ def load_model(
 
     Raises:
         OSError: the model was not found.
-        ValueError: it is not a causal language model, or does not support this attention.
+        ValueError: it is not a language model, with or without images, or does not support this
+            attention.
     """
     if attention == "cuseq":
         register()
     options: dict[str, Any] = dict(attn_implementation=attention, dtype=dtype)
+    config = AutoConfig.from_pretrained(name)
     if not tiny and not _is_config_alone(Path(name)):
-        return AutoModelForCausalLM.from_pretrained(name, **options).to(device)
-    config = tiny_config(AutoConfig.from_pretrained(name).get_text_config(decoder=True))
+        return _auto_class(config).from_pretrained(name, **options).to(device)
+    config = _tiny_model_config(config)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, **options).to(device)
+    return _auto_class(config).from_config(config, **options).to(device)
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    """Return the class of transformers that makes a model of this config: of text, or of images."""
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[0])
+
+
+def _tiny_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a tiny config of the text part or, if that is no model by itself, of the whole."""
+    text = config.get_text_config(decoder=True)
+    small = tiny_config(text)
+    if type(text) in AutoModelForCausalLM._model_mapping or text is config:
+        return small
+    for name in config.sub_configs:
+        part = getattr(config, name)
+        if part is text:
+            setattr(config, name, small)
+            continue
+        for key in ("depth", "num_hidden_layers"):
+            if hasattr(part, key):
+                setattr(part, key, min(getattr(part, key), _LAYERS))
+        if hasattr(part, "out_hidden_size"):  # the width of the text part
+            part.out_hidden_size = small.hidden_size
+    return config
 
 
 def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -110,12 +144,12 @@ def random_documents(config: PreTrainedConfig, tokens: int, documents: int) -> l
         ValueError: there are too few tokens or documents.
     """
     lengths = _lengths(tokens, documents)
-    config = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size - 1, (tokens,), generator=generator)
-    pad = config.pad_token_id
-    if pad is not None:
-        ids += ids >= pad  # skip the pad token, whose embedding may have no gradient
+    # The pad token's embedding may have no gradient, and a token of an image needs the image.
+    left_out = tokens_of_inputs(config) | {text.pad_token_id}
+    known = torch.tensor([token for token in range(text.vocab_size) if token not in left_out])
+    ids = known[torch.randint(0, len(known), (tokens,), generator=generator)]
     return [part.tolist() for part in ids.split(lengths)]
 
 

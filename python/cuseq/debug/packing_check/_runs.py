@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -102,6 +103,7 @@ class Runs:
         self.collator = collator
         self.forward = forward
         self.embedding_modules: list[nn.Module] = []
+        self.names = _names_of(model)
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
 
@@ -137,7 +139,8 @@ class Runs:
         """Run one document without packing.
 
         The run is not compiled: code compiled for the packed row's shape would be compiled again
-        for each length, or fail.
+        for each length, or fail. A document with images goes to the model itself, whatever the
+        packed run does, so that the model finds its positions.
 
         Args:
             document: the document.
@@ -146,12 +149,15 @@ class Runs:
         ids = document.ids.to(self.device)
         slots = torch.arange(len(ids), device=self.device)
         with _eager(), self._captured(slots, ids) as (embeddings, lookups):
-            if self.forward is not None:
+            images = document.inputs(self.names)
+            if self.forward is not None and not images:
                 output = self.forward(self.model, [document.example()])
             else:
                 labels = document.labels.clone()
                 labels[0] = IGNORE_INDEX
-                others = {k: v.to(self.device)[None] for k, v in document.per_token(keys).items()}
+                others = document.per_token(self.names if images else keys)
+                others = {name: value[None] for name, value in others.items()} | images
+                others = {name: value.to(self.device) for name, value in others.items()}
                 labels = labels.to(self.device)
                 output = self.model(input_ids=ids[None], labels=labels[None], **others)
         return Outcome(*_logits_and_loss(output, slots), slots, embeddings, lookups)
@@ -250,6 +256,15 @@ class Runs:
             return row.batch["input_ids"].numel()
         embeddings = self.packed(documents, row).embeddings
         return embeddings[0].shape[:-1].numel() if embeddings else len(row.slots)
+
+
+def _names_of(model: nn.Module) -> frozenset[str]:
+    """Return what a model, or the one inside a wrapper of peft or torch.compile, takes by name."""
+    for module in model.modules():
+        names = frozenset(inspect.signature(module.forward).parameters)
+        if "input_ids" in names:
+            return names
+    return frozenset()
 
 
 def _eager() -> AbstractContextManager[None]:

@@ -151,6 +151,23 @@ def positions(row: Row, first: int) -> Suspect:
     )
 
 
+def lacks_planes(model: nn.Module, row: Row) -> bool:
+    """Return whether a model of M-RoPE got one plane of positions."""
+    given = getattr(text_config(model), "rope_parameters", None) or {}
+    positions = (row.batch or {}).get("position_ids")
+    return "mrope_section" in given and isinstance(positions, Tensor) and positions.dim() < 3
+
+
+def planes(documents: Sequence[int]) -> Suspect:
+    return Suspect(
+        "positions",
+        f"documents {', '.join(map(str, documents[:8]))} differ from their runs alone, and the "
+        "batch has one plane of positions for a model with several (M-RoPE)",
+        "pass position_ids [planes, 1, total_tokens] of the planes that the model makes for each "
+        "example (get_rope_index)",
+    )
+
+
 def routing(share: float) -> Suspect:
     return Suspect(
         "routing",
@@ -197,7 +214,7 @@ def _attention_remedy(model: nn.Module, row: Row) -> str:
 def _wrong_position(row: Row) -> str | None:
     """Return what is wrong with the batch's position ids; None if nothing or if it has none."""
     given = (row.batch or {}).get("position_ids")
-    if not isinstance(given, Tensor) or given.numel() <= int(row.slots.max()):
+    if not isinstance(given, Tensor) or given.dim() > 2 or given.numel() <= int(row.slots.max()):
         return None
     given = given.flatten()[row.slots].split(row.document.bincount().tolist())
     for i, part in enumerate(given):
