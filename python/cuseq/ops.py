@@ -19,6 +19,7 @@ from cuseq import _C
 from cuseq._arguments import as_size, check_tensor
 from cuseq.conv import causal_conv1d_fn
 from cuseq.masks import block_mask, dense_mask, mask_ranges
+from cuseq.pad import shift_left
 from cuseq.reductions import segment_last, segment_max, segment_mean, segment_sum
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "segment_mean",
     "segment_sum",
     "seq_ids",
+    "shift_left",
 ]
 
 _ops = torch.ops.cuseq

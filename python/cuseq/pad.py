@@ -1,4 +1,4 @@
-"""Conversion between padded batches (BSHD) and packed rows (THD)."""
+"""Conversion between padded batches (BSHD) and packed rows (THD), and shifts inside sequences."""
 
 from __future__ import annotations
 
@@ -146,6 +146,69 @@ def unpack(
         tensors, tokens.view(-1), slots, list(tokens.shape), 1, _fills(fill, tensors)
     )
     return one_or_all(padded)
+
+
+def shift_left(values: Tensor, packed: PackedLayout, shift: int = 1, *, fill: Fill = 0) -> Tensor:
+    """Shift the tokens of each sequence to the left: token t gets the value of token t + shift of
+    its own sequence.
+
+    For multi-token prediction: labels, ids, positions and loss masks k tokens ahead. Unlike
+    `torch.roll`, nothing comes from another sequence, from padding or from the tail.
+
+    Args:
+        values: `[total_tokens, ...]` or `[1, total_tokens, ...]` of any dtype, contiguous in the
+            last dimension, on the layout's device.
+        packed: the layout of the row, with or without padding between its sequences. Shift before
+            `cp_partition`: a rank's part lacks its neighbours.
+        shift: number of tokens, at least 0.
+        fill: value of the last `shift` tokens of each sequence, of padding and of the tail; -100
+            for labels.
+
+    Returns:
+        A new tensor of the shape and dtype of `values`; differentiable.
+
+    Raises:
+        ValueError: `values` has another shape or device, or `packed` is a rank's part of a row or
+            the layout of a tree.
+        TypeError: an argument has the wrong type.
+
+    Never synchronises with host lengths.
+
+    Examples:
+        >>> packed = cuseq.PackedLayout.from_lengths([3, 2], segment_multiple=4)
+        >>> cuseq.ops.shift_left(torch.tensor([5, 6, 7, 0, 8, 9, 0, 0]), packed, fill=-100)
+        tensor([   6,    7, -100, -100,    9, -100, -100, -100])
+    """
+    check_tensor(values, "values")
+    check_layout(packed)
+    packed.check_whole()
+    shift = as_int(shift, "shift", least=0)
+    total = packed.total_tokens
+    batched = values.shape[:2] == (1, total)
+    if not batched and values.shape[:1] != (total,):
+        raise ValueError(
+            f"values must be [total_tokens = {total}, ...] or [1, {total}, ...] of the layout, got "
+            f"shape {list(values.shape)}"
+        )
+    if values.device != packed.device:
+        raise ValueError(f"values must lie on {packed.device}, got {values.device}")
+    rows = values.flatten(0, 1) if batched else values
+    if rows.dim() > 1 and rows.shape[-1] > 1 and rows.stride(-1) != 1:
+        raise ValueError(
+            f"values must be contiguous in its last dimension, got strides {list(values.stride())}"
+        )
+    shift = min(shift, total)
+    places, is_real = torch.arange(total, device=packed.device), ~packed.moe_padding_mask
+    sequences = packed.seq_ids
+    ahead = (places + shift).clamp(max=max(total - 1, 0))
+    comes = is_real & is_real[ahead] & (sequences == sequences[ahead]) & (places + shift < total)
+    behind = (places - shift).clamp(min=0)
+    goes = comes[behind] & (places >= shift)
+    sources, targets = (
+        torch.where(which, there, -1).int() for which, there in ((comes, ahead), (goes, behind))
+    )
+    (shifted,) = _ops.gather_rows([rows], sources, targets, [total], 1, _fills(fill, [rows]))
+    return shifted.view(values.shape) if batched else shifted
 
 
 def _fills(fill: Fill | Sequence[Fill], tensors: Sequence[Tensor]) -> list[Fill]:

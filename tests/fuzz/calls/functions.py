@@ -188,6 +188,18 @@ def _(draw):
     return {"packed": packed, "tensors": tensors, "fill": draw.choice((0, -100))}
 
 
+@function("cuseq.ops.shift_left", cuseq.ops.shift_left)
+def _(draw):
+    row = a_row(draw)
+    packed = a_layout(draw, row, draw.choice((1, 4)))
+    return {
+        "values": draw.floats(packed.total_tokens, draw.choice((1, 3))),
+        "packed": packed,
+        "shift": draw.choice((0, 1, 2)),
+        "fill": draw.choice((0, -100)),
+    }
+
+
 def _model(input_ids: torch.Tensor, **more: Any) -> torch.Tensor:
     return input_ids.unsqueeze(-1).float() + 1
 

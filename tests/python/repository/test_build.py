@@ -84,7 +84,7 @@ PAGES = {
     "docs/masks.md": 3,
     "docs/packing.md": 6,
     "docs/quickstart.md": 4,
-    "docs/thd.md": 7,
+    "docs/thd.md": 8,
     "docs/trainer.md": 2,
     "docs/trees.md": 4,
     "docs/trl.md": 2,
