@@ -16,7 +16,6 @@ from cuseq._arguments import (
     as_int64s,
     as_size,
     check_flag,
-    check_tensor,
     check_untransformed,
     plain_tensor,
     shown,
@@ -199,14 +198,14 @@ def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: i
         return state._replace(tree_positions=positions, tree_rows=rows, tree_meta=meta, tree=tree)
 
 
-def _tree_of_parts(
+def tree_of_parts(
     lengths: Sequence[int], parents: Sequence[int], samples: Sequence[int], context: Sequence[int]
 ) -> _C.Tree:
     return _C.tree_of_parts(lengths, parents, samples, context)
 
 
 # Not __setstate__: a pickle without the call of it would give a tree in memory that nobody wrote.
-copyreg.pickle(_C.Tree, lambda tree: (_tree_of_parts, tree.parts()))
+copyreg.pickle(_C.Tree, lambda tree: (tree_of_parts, tree.parts()))
 
 
 def of_bytes(

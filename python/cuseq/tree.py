@@ -380,6 +380,9 @@ def _restored(tree: _C.Tree, ids: bytes | None, layout: PackedLayout) -> PackedT
     )
 
 
+torch.serialization.add_safe_globals([_restored])  # it checks what it is given
+
+
 def _check_ids(ids: Tensor, total_tokens: int) -> None:
     check_tensor(ids, "input_ids")
     is_fit = ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.is_contiguous()

@@ -184,6 +184,9 @@ def _part_again(
     return local.with_total_tokens(total_tokens).to(target)
 
 
+torch.serialization.add_safe_globals([_part_again])  # it checks what it is given
+
+
 def _zigzag_state(packed: PackedLayout, cp_size: int, rank: int) -> LayoutState:
     """Return the state of a rank's segments, each with two of its `2 * cp_size` parts."""
     lengths, padded = packed.lengths_on_host(), packed.segments.lengths_on_host()

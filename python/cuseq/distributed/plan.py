@@ -416,6 +416,9 @@ def _planned_again(
     return _planned(made, padded, total_tokens, *_checked_options(*options))
 
 
+torch.serialization.add_safe_globals([_planned_again])  # it checks what it is given
+
+
 def packed_lengths(packed: PackedLayout) -> tuple[Tensor, Tensor | None]:
     """Return the lengths of a layout, and of its segments if they are padded; wait if they are on
     a GPU.

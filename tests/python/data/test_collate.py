@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import warnings
 
 import numpy as np
@@ -487,9 +486,7 @@ def test_torch_load_reads_a_saved_batch_with_weights_only(name, device):
     assert read["num_label_tokens"] == 7
 
 
-def test_torch_load_reads_a_tree_only_as_a_pickle():
-    """PyTorch before 2.15 makes objects of C++ without their state, whose memory is garbage."""
-    with pytest.raises(pickle.UnpicklingError, match="PackedTree|cuseq._C.Tree"):
-        torch.load(saved(small_tree()), weights_only=True)
-    read = torch.load(saved(small_tree()), weights_only=False)
+def test_torch_load_reads_a_saved_tree_with_weights_only():
+    read = torch.load(saved(small_tree()), weights_only=True)
     assert read.input_ids.tolist() == small_tree().input_ids.tolist()
+    assert as_plain(read.layout.state) == as_plain(small_tree().layout.state)
