@@ -11,6 +11,7 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
 - `flex`: transformers' flex attention, with the mask that transformers makes of the position ids,
   which breaks the graph of a compiled model;
 - `flex_block_mask`: flex attention over cuseq's `packed.block_mask()`;
+- `flex_flash`: the same with `kernel_options={"BACKEND": "FLASH"}`, which needs FlashAttention 4;
 - `auto`, `flash`, `fa4`, `enabled_flex`: `cuseq.enable(model, backend=...)`;
 - `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
 - `flex_graphed`: flex attention captured the same way, over `packed.block_mask()` of the graph.
@@ -70,12 +71,14 @@ import cuseq
 
 FLEX = Variant("flex", "flex_attention", "packed")
 STOCK = Variant("stock", "sdpa", "packed")
+FLEX_FLASH = replace(FLEX, name="flex_flash", lengths="host", block_mask=True)
 VARIANTS = {
     variant.name: variant
     for variant in (
         FLEX,
         STOCK,
         replace(FLEX, name="flex_block_mask", lengths="host", block_mask=True),
+        FLEX_FLASH,
         replace(ENABLED, name="auto"),
         replace(ENABLED, name="flash", backend="flash"),
         replace(ENABLED, name="fa4", backend="fa4"),
@@ -200,10 +203,18 @@ def prepared(
 ) -> list[MicroBatch]:
     """Return what a data loader would pass to the step, in pinned memory."""
     room = max_seqs if variant.name in GRAPHED else None
+    options = {"kernel_options": KernelOptions(BACKEND="FLASH")} if variant is FLEX_FLASH else {}
     return [
-        replace(batch, inputs={name: x.pin_memory() for name, x in batch.inputs.items()})
+        replace(batch, inputs={name: x.pin_memory() for name, x in batch.inputs.items()} | options)
         for batch in packed_batch(variant, docs, tokens, room)
     ]
+
+
+class KernelOptions(dict):
+    """Options of flex attention's kernels, which go to the device with a batch as they are."""
+
+    def to(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return dict(self)
 
 
 @contextmanager

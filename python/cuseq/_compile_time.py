@@ -6,9 +6,16 @@ code that is being compiled imports this module.
 
 from __future__ import annotations
 
-from torch.compiler import assume_constant_result
+from torch import nn
+from torch.compiler import assume_constant_result, disable
 
-from cuseq import _backends
+from cuseq import _backends, model_head
+
+
+@disable
+def read_head(model: nn.Module) -> model_head.Head:
+    """Return the head of a model; the compiler breaks its graph here."""
+    return model_head.read_head(model)
 
 
 @assume_constant_result

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from cuseq._models import text_config
 from cuseq.reductions import token_logprobs
@@ -52,7 +53,7 @@ def model_logprobs(
         As `token_logprobs`. The gradients go to `hidden` and to the parameters of the head.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not a module.
         ValueError: the head is not a plain linear layer (adapters, quantised weights), its
             parameters are shared out over ranks, or the forward computes the logits in another way;
             the message says which.
@@ -64,7 +65,10 @@ def model_logprobs(
         >>> hidden = model.model(input_ids).last_hidden_state[0]  # doctest: +SKIP
         >>> cuseq.model_logprobs(model, hidden[:-1], input_ids[0, 1:])  # doctest: +SKIP
     """
-    head = read_head(model)
+    read = read_head
+    if is_compiling():
+        from cuseq._compile_time import read_head as read  # outside of the graph
+    head = read(model)
     return token_logprobs(
         hidden,
         head.weight,
@@ -102,7 +106,6 @@ class _Read(NamedTuple):
 _read: WeakKeyDictionary[nn.Module, dict[bool, _Read]] = WeakKeyDictionary()
 
 
-@torch.compiler.disable
 def read_head(model: nn.Module) -> Head:
     """Return the head of a model, compared with the model's forward; else raise ValueError."""
     if not isinstance(model, nn.Module):
@@ -224,8 +227,8 @@ def _logits(
         if child is not head and any(True for _ in _tensors(child))
     ]
     names = [name for name, child in owner.named_children() if child is head]
-    own = {**owner._parameters, **owner._buffers}
-    loose = [name for name, tensor in own.items() if tensor is not None]
+    own = (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+    loose = [name for name, _ in own]
     if len(body) != 1 or len(names) != 1 or loose:
         parts = ", ".join((*body, *names, *loose))
         raise _refused(owner, f"it has other parts than one and a head ({parts})")

@@ -74,7 +74,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def _tiny_model_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a tiny config of the text part or, if that is no model by itself, of the whole."""
+    """Return a tiny config of the text part or, if that is not a model by itself, of the whole."""
     text = config.get_text_config(decoder=True)
     small = tiny_config(text)
     if type(text) in AutoModelForCausalLM._model_mapping or text is config:
