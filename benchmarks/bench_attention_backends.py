@@ -1,6 +1,7 @@
 """Measure every backend of attention and write the table that `backend="auto"` follows.
 
     python -m benchmarks attention_backends [--table FILE] [--quick] [--resume] [--modes MODE ...]
+    python -m benchmarks attention_backends --host
 
 The table is your own, where cuseq finds it: the file that CUSEQ_ATTENTION_TABLE names, or else
 cuseq/attention_table.csv in $XDG_CONFIG_HOME or ~/.config.
@@ -14,8 +15,8 @@ backward:
   number of sequences is the capacity of the offsets, which decides about the workspace.
 
 The host columns are the time that a call occupies the host; "of the package" is the part that
-FlashAttention 4's own Python functions take for the same call, which cuseq passes by. Memory is the
-peak above the inputs.
+FlashAttention 4's own Python functions take for the same call, which cuseq passes by; --host
+measures these two alone, in seconds, and writes no table. Memory is the peak above the inputs.
 
 The table keeps the rows of other GPUs, of other releases of torch and of modes that are not
 measured, and with --resume those of this GPU and torch too, which are measured again only if a
@@ -247,6 +248,11 @@ def package_host(case: Case) -> dict[str, float]:
     return found
 
 
+def host_rows(args: argparse.Namespace) -> list[Row]:
+    """Return the rows for which the host times of FlashAttention 4 are measured."""
+    return [row for row in rows(args.quick)[:5] if row.dtype == torch.bfloat16]
+
+
 def facts_of(row: Row, mode: str) -> dict[str, str]:
     """Return the columns of the table that say what was measured, and where."""
     major, minor = torch.cuda.get_device_capability()
@@ -339,8 +345,10 @@ def write_report(
         "tokens": "tokens", "sequences": "sequences", "mode": "mode", "backend": "backend",
         "us": "us", "host_us": "host us", "memory_mib": "MiB", "note": "failed",
     }  # fmt: skip
-    report.tables.append(Table("Backends", columns, shown))
+    if shown:
+        report.tables.append(Table("Backends", columns, shown))
     if any(len(host) > 1 for host in hosts):
+        report.notes.append(f"{packages()}.")
         columns = {
             "tokens": "tokens", "forward_us": "forward", "backward_us": "backward",
             "forward_of_the_package_us": "forward of the package",
@@ -359,6 +367,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--resume", action="store_true", help="measure what the table lacks")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES, metavar="MODE")
+    parser.add_argument("--host", action="store_true", help="host time of FlashAttention 4 alone")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type != "cuda":
@@ -374,6 +383,12 @@ def main() -> None:
     here = facts_of(rows(quick=True)[0], "eager")
     kept = [line for line in old if not is_here(line, here) or line["mode"] not in again]
     lines, shown, hosts = [], [], []
+    if args.host:
+        hosts = [
+            {"tokens": row.tokens} | package_host(Case(row, device)) for row in host_rows(args)
+        ]
+        write_report(args, shown, hosts)
+        return
     for row in rows(args.quick):
         wanted = (mode for mode in row.modes if mode in args.modes)
         modes = [mode for mode in wanted if lacks(kept, row, mode)]
@@ -407,7 +422,7 @@ def main() -> None:
                 f"{name} {us:,.0f}" for name, us in sorted(times.items(), key=lambda x: x[1])
             )
             print(f"{row.mask} {row.head_dim} {row.tokens:,} {mode}: {best}", flush=True)
-        if row in rows(args.quick)[:5] and row.dtype == torch.bfloat16:
+        if row in host_rows(args):
             hosts.append({"tokens": row.tokens} | package_host(case))
         write_report(args, shown, hosts)
         del case

@@ -407,7 +407,7 @@ def test_a_package_gets_head_sizes_that_it_computes_right(dim, heads, padded):
         kernels.remove()
 
 
-def test_a_package_gets_keys_of_another_row_where_its_release_is_known_to_take_them():
+def test_a_package_gets_keys_of_another_row_where_its_kernels_take_them():
     tree = PackedTree.from_groups([[1, 2, 3]], [[[4, 5], [6]]])
     tensors = inputs(6, dim=64, dtype=torch.bfloat16)
     pairs = []
@@ -428,7 +428,7 @@ def test_a_package_gets_keys_of_another_row_where_its_release_is_known_to_take_t
                 assert nodes == same and sum(nodes) == 6
                 assert (sum(queries), sum(keys)) == (3, 3)
             else:
-                with pytest.raises(ValueError, match="was not tried on keys of another row"):
+                with pytest.raises(ValueError, match="were not tried on keys of another row"):
                     varlen_attention(*tensors, tree.layout, backend="fa4")
         finally:
             del library

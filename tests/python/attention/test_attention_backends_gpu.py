@@ -290,8 +290,13 @@ def test_kernels_launched_directly_are_those_of_the_package(fa4, options, heads)
         out = varlen_attention(*tensors, packed, backend="fa4", **options)
         return out, *torch.autograd.grad(out.float().square().sum(), tensors)
 
-    run()
+    _fa4.recorded.clear()
+    _fa4._tries.clear()
+    for _ in range(2):  # the first compiles
+        run()
     direct = run()
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert [kind[0] for kind in _fa4.recorded] == ["_flash_attn_fwd", "_flash_attn_bwd"]
     with _fa4.through_the_package():
         expecteds = run()
     for found, expected in zip(direct, expecteds, strict=True):
