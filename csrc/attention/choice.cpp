@@ -107,10 +107,9 @@ std::string measured_reason(const Measured& row, const Backend& fastest,
   return reason.str();
 }
 
-// Return why the first candidate is chosen where nothing like the call was measured. The order is
-// that of how much is known about a kernel elsewhere: PyTorch tests its flash kernels from sm_80 to
-// sm_121 and its memory-efficient one from sm_50 on (sdp_utils.cpp of pytorch); the packages are
-// newer, and were tried here on sm_90 alone.
+// Return why the first candidate is chosen where nothing like the call was measured. PyTorch itself
+// takes its flash kernels from sm_80 to sm_121 and its memory-efficient one from sm_50 on
+// (sdp_utils.cpp of pytorch); the packages come after flash, since they were tried on sm_90 alone.
 std::string rule_reason(const Candidates& candidates, int64_t sm) {
   std::ostringstream reason;
   reason

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "cuseq/macros.h"
 
@@ -17,7 +18,7 @@ CUSEQ_API void set_failed(const std::string& name, const std::string& how);
 
 // Return the widest heads, in head_dim after padding, that a package takes on a GPU of a compute
 // capability such as 90.
-CUSEQ_API int64_t most_head_dim(const std::string& name, int64_t sm);
+CUSEQ_API int64_t most_head_dim(std::string_view name, int64_t sm);
 
 // Say whether a package computes calls whose keys lie in another row, some of them for no query and
 // some queries without keys, on CUDA or on the CPU.

@@ -59,7 +59,7 @@ bool has_needless_room(int64_t room, OptionalInt sequences, int64_t tokens) {
 
 void warn_of_needless_room(const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                            int64_t tokens) {
-  if (any.load(std::memory_order_acquire)) return;
+  if (any.load(std::memory_order_acquire)) return;  // who captures has chosen the room
   const OptionalInt sequences =
       host_meta.has_value() ? sequences_on_host(*host_meta) : std::nullopt;
   const int64_t room = cu_seqlens.size(0) - 1;

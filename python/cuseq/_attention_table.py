@@ -165,7 +165,7 @@ def _is_time(cell: str) -> bool:
         return False
 
 
-# What each cell must be.
+# The check of each column's cells, and its words.
 _RULES: dict[str, tuple[Callable[[str], bool], str]] = {
     "sm": (_is_whole(10), "a compute capability such as 90"),
     "half": (lambda cell: cell in ("0", "1"), "1 for fp16 and bf16, or 0"),

@@ -209,7 +209,7 @@ const RegisterBackend fa3({Fa3::name, /*preference=*/80, takes<Fa3>, forward<Fa3
 // On sm_100 and 103 flash-attn-4 takes q, k and v of up to 128 alike, of (192, 128), and from some
 // release on of (256, 256) (`_validate_head_dims`, 4.0.0b8 and b36): here all three are padded
 // alike.
-int64_t most_head_dim(const std::string& name, int64_t sm) {
+int64_t most_head_dim(std::string_view name, int64_t sm) {
   return name == Fa4::name && sm / 10 == 10 ? 128 : kMaxFlashHeadDim;
 }
 
