@@ -315,10 +315,11 @@ def restless(draw: Draw, value: list[Any]) -> Any:
     """Return what gives the same items but changes, or frees them, while it is read."""
     draw.restless = True
     lists = [i for i, item in enumerate(value) if isinstance(item, list) and item]
+    is_flat = all(type(one) is int for i in lists for one in value[i])
     if lists and draw.chance(0.3):
         at = draw.choice(lists)
         return [*value[:at], restless(draw, value[at]), *value[at + 1 :]]
-    if not lists or len(lists) < len(value) or draw.chance(0.3):
+    if not is_flat or len(lists) < len(value) or draw.chance(0.3):
         made: list[Any] = list(value)
         at = draw.randrange(len(made))
         made[at] = _Clearing(made, made[at])

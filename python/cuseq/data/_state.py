@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cuseq._arguments import as_int
+from cuseq._arguments import as_int, shown
+from cuseq.data._epoch import Stage
 
-MOST_RANKS = 2**16
+_MOST_RANKS = 2**16
+_MOST_STAGES = 64  # parts of an epoch with other numbers of ranks
 _MOST_ROWS = 2**20  # of one step, all of which may have to be made of a few samples
 
 
@@ -57,8 +59,8 @@ def options_in(pickled: Any, names: Iterable[str]) -> dict[str, Any]:
 def checked_ranks(world_size: Any, accumulation: Any = 1) -> tuple[int, int]:
     """Return the number of ranks, and the rows of each in one step, as ints."""
     world_size = as_int(world_size, "world_size", least=1)
-    if world_size > MOST_RANKS:
-        raise ValueError(f"world_size must be at most {MOST_RANKS}, got {world_size}")
+    if world_size > _MOST_RANKS:
+        raise ValueError(f"world_size must be at most {_MOST_RANKS}, got {world_size}")
     accumulation = as_int(accumulation, "accumulation", least=1)
     if world_size * accumulation > _MOST_ROWS:
         raise ValueError(
@@ -66,3 +68,57 @@ def checked_ranks(world_size: Any, accumulation: Any = 1) -> tuple[int, int]:
             f"{_MOST_ROWS} rows of all ranks, got {accumulation}"
         )
     return world_size, accumulation
+
+
+def checked_stages(before: Any) -> list[Stage]:
+    if not isinstance(before, Sequence):
+        raise TypeError(f"before must be a list, got {type(before).__name__}")
+    if len(before) > _MOST_STAGES:
+        raise ValueError(
+            f"before must hold at most {_MOST_STAGES} parts of the epoch, got {len(before)}"
+        )
+    return [checked_stage(stage) for stage in before]
+
+
+def checked_stage(stage: Any) -> Stage:
+    if not isinstance(stage, Sequence) or len(stage) != 3:
+        raise TypeError(f"before must hold world_size, accumulation and steps, got {stage!r}")
+    world_size, accumulation, steps = stage
+    return Stage(*checked_ranks(world_size, accumulation), as_int(steps, "step", least=0))
+
+
+def check_held(state: Mapping[str, Any], position: Mapping[str, Any], stateful: bool) -> None:
+    """Raise unless the samples that a stream's state holds over are of its position.
+
+    Args:
+        state: with `held`, a list of (number, window, sample), and `source`.
+        position: the counts of the state, as ints.
+        stateful: whether the iterable has a state; otherwise the state keeps nothing of it.
+    """
+    if not isinstance(state["held"], list):
+        raise TypeError(f"held must be a list, got {type(state['held']).__name__}")
+    seen: set[int] = set()
+    for entry in state["held"]:
+        seen.add(_checked_number(entry, position, seen))
+    kept = [("source", state["source"]), *(("held", entry[2]) for entry in state["held"])]
+    for name, value in kept:
+        if not stateful and value is not None:
+            raise ValueError(
+                f"{name} must keep nothing of an iterable without state_dict and "
+                f"load_state_dict, got {shown(value)}"
+            )
+
+
+def _checked_number(entry: Any, position: Mapping[str, Any], seen: set[int]) -> int:
+    """Return the number of a sample that a state holds over."""
+    if not isinstance(entry, list | tuple) or len(entry) != 3:
+        raise TypeError(f"held must hold [number, window, sample], got {shown(entry)}")
+    number = as_int(entry[0], "held", least=0)
+    since = as_int(entry[1], "held", least=0)
+    if number >= position["consumed"] or since > position["window_number"] or number in seen:
+        raise ValueError(
+            f"held must hold each sample once, of the consumed = {position['consumed']} ones and "
+            f"windows up to window_number = {position['window_number']}, got sample {number} of "
+            f"window {since}"
+        )
+    return number

@@ -17,7 +17,13 @@ from cuseq._arguments import as_int, check_flag, check_tensor, one_of, shown
 from cuseq.data._balance import coefficients_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
-from cuseq.data._state import checked_ranks, options_in, refuse_other
+from cuseq.data._state import (
+    checked_ranks,
+    checked_stage,
+    checked_stages,
+    options_in,
+    refuse_other,
+)
 
 if TYPE_CHECKING:
     import numpy
@@ -26,7 +32,6 @@ _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
 _CUTTING = {"strategy": "wrapped", "overlong": "split"}
 _STATE_VERSION = 2
-_MOST_STAGES = 64  # parts of an epoch with other numbers of ranks
 _OPTIONS = (
     "capacity", "rank", "world_size", "strategy", "balance", "accumulation", "overlong", "seed",
     "shuffle", "drop_last", "buffer",
@@ -400,9 +405,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._epochs = {before: epoch for before, epoch in self._epochs.items() if before == ()}
 
     def _position_of(self, state: Mapping[str, Any]) -> _Position:
-        stages = _checked_stages(state["before"])
+        stages = checked_stages(state["before"])
         last = [state[name] for name in ("world_size", "accumulation", "step")]
-        stages.append(_checked_stage(last))
+        stages.append(checked_stage(last))
         ranks = (self.world_size, self.accumulation)
         if stages[-1].world_size == self.world_size and stages[-1][:2] != ranks:
             raise ValueError(
@@ -486,21 +491,4 @@ def _checked_position(position: Any) -> _Position:
     if not isinstance(position, tuple) or len(position) != 2:
         raise TypeError(f"_next and _position must be (before, step), got {shown(position)}")
     before, step = position
-    return _Position(tuple(_checked_stages(before)), as_int(step, "step", least=0))
-
-
-def _checked_stages(before: Any) -> list[Stage]:
-    if not isinstance(before, Sequence):
-        raise TypeError(f"before must be a list, got {type(before).__name__}")
-    if len(before) > _MOST_STAGES:
-        raise ValueError(
-            f"before must hold at most {_MOST_STAGES} parts of the epoch, got {len(before)}"
-        )
-    return [_checked_stage(stage) for stage in before]
-
-
-def _checked_stage(stage: Any) -> Stage:
-    if not isinstance(stage, Sequence) or len(stage) != 3:
-        raise TypeError(f"before must hold world_size, accumulation and steps, got {stage!r}")
-    world_size, accumulation, steps = stage
-    return Stage(*checked_ranks(world_size, accumulation), as_int(steps, "step", least=0))
+    return _Position(tuple(checked_stages(before)), as_int(step, "step", least=0))

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cuseq import _C
 from cuseq._arguments import as_int, check_flag, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
-from cuseq.data._state import checked_ranks, options_in, refuse_other
+from cuseq.data._state import check_held, checked_ranks, options_in, refuse_other
 
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
@@ -426,19 +426,7 @@ class PackedStream(IterableDataset[list[Any]]):
                 f"{position['skipped']}"
             )
         position["world_size"], _ = checked_ranks(state["world_size"])
-        if not isinstance(state["held"], list):
-            raise TypeError(f"held must be a list, got {type(state['held']).__name__}")
-        seen: set[int] = set()
-        for entry in state["held"]:
-            seen.add(_checked_number(entry, position, seen))
-        if not self._is_stateful():
-            samples = [("held", entry[2]) for entry in state["held"]]
-            for name, value in [("source", state["source"]), *samples]:
-                if value is not None:
-                    raise ValueError(
-                        f"{name} must keep nothing of an iterable without state_dict and "
-                        f"load_state_dict, got {shown(value)}"
-                    )
+        check_held(state, position, self._is_stateful())
         position["held"] = copy.deepcopy(state["held"])
         position["source"] = copy.deepcopy(state["source"])
         return position
@@ -479,21 +467,6 @@ class PackedStream(IterableDataset[list[Any]]):
             "overlong": self.overlong,
             "drop_last": self.drop_last,
         }
-
-
-def _checked_number(entry: Any, position: Mapping[str, Any], seen: set[int]) -> int:
-    """Return the number of a sample that a state holds over."""
-    if not isinstance(entry, list | tuple) or len(entry) != 3:
-        raise TypeError(f"held must hold [number, window, sample], got {shown(entry)}")
-    number = as_int(entry[0], "held", least=0)
-    since = as_int(entry[1], "held", least=0)
-    if number >= position["consumed"] or since > position["window_number"] or number in seen:
-        raise ValueError(
-            f"held must hold each sample once, of the consumed = {position['consumed']} ones and "
-            f"windows up to window_number = {position['window_number']}, got sample {number} of "
-            f"window {since}"
-        )
-    return number
 
 
 def _tokens(sample: Any) -> int:

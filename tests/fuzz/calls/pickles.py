@@ -87,7 +87,6 @@ def _flipped(draw: Draw, value: Any) -> bytes:
 
 
 def _use_layout(packed: cuseq.PackedLayout) -> None:
-    assert isinstance(packed, cuseq.PackedLayout)
     total = packed.total_tokens
     if total > 4096 or packed.cu_seqlens_static.numel() > 1 << 16:
         return
@@ -261,12 +260,14 @@ for _name, (_make, _use, _names) in _PICKLED.items():
 
         return {"self": made}
 
-    def _call_flipped(arguments: Arguments, use: Any = _use) -> None:
+    def _call_flipped(arguments: Arguments, use: Any = _use, name: str = _name) -> None:
         edits = ValueError("pickle must not be edited")
         try:
             value = pickle.loads(arguments["self"])
         except Exception as error:
             raise edits from error
+        if type(value).__name__ != name:
+            raise edits
         try:
             use(value)
         except AssertionError:

@@ -50,14 +50,16 @@ def _(draw):
 @function("PackedTree.from_sequences", Tree.from_sequences, check=_check)
 def _(draw):
     sequences = [_ids(draw) for _ in range(draw.choice((0, 1, 5)))]
+    capacities = _capacities(draw)
     if draw.chance(0.3):  # long enough that freed memory is used again
         sequences = [torch.as_tensor(ids).tolist() * 50 for ids in sequences]
+        capacities = {}
     keys = [[draw.randrange(2) for _ in ids] for ids in sequences] if draw.chance(0.3) else None
     return {
         "sequences": sequences,
         "min_shared": draw.choice((1, 2)),
         "keys": keys,
-        **_capacities(draw),
+        **capacities,
     }
 
 
