@@ -356,7 +356,7 @@ def _understood(
     # Two tensors in one place cannot be told apart, but for the offsets of one row.
     if len(numbers) != len(tensors) - one_row or not recording.is_whole:
         return None
-    # An integer that may be a number of tokens or sequences is no constant.
+    # An integer that may be a number of tokens or sequences is not a constant.
     counts = {size for tensor in tensors for size in tensor.shape} | {tensors[-1].shape[0] - 1}
     integers = {window for window in mask[2:] if window is not None} - counts
     workspaces: list[_Workspace] = []

@@ -1,4 +1,4 @@
-"""Test the structure of the tree: no import cycles, no use of private names, no overlong files."""
+"""Test the structure of the tree: no import cycles, no use of private names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ import cuseq
 ROOT = Path(__file__).parents[3]
 PACKAGE = Path(cuseq.__file__).parent
 PUBLIC = [cuseq, cuseq.data, cuseq.ops, cuseq.cache, cuseq.distributed]
-LONGEST = 500
-HEAD = 15
 
 
 def modules() -> dict[str, ast.Module]:
@@ -192,7 +190,7 @@ def test_a_reach_is_found():
     ]
 
 
-# ------------------------------------------------------------------------------- long files
+# ------------------------------------------------------------------------------- files
 
 
 def library_files() -> list[Path]:
@@ -201,20 +199,6 @@ def library_files() -> list[Path]:
         for kind in ("cpp", "cu", "cuh", "h"):
             found += (ROOT / folder).rglob(f"*.{kind}")
     return sorted(found)
-
-
-def says_why(lines: list[str]) -> bool:
-    """Return whether the head of a long file gives the reason: "Longer than 500 lines: ..."."""
-    return any(f"onger than {LONGEST} lines" in line for line in lines[:HEAD])
-
-
-def test_files_are_short_or_say_why():
-    long = []
-    for path in library_files():
-        lines = path.read_text().splitlines()
-        if len(lines) > LONGEST and not says_why(lines):
-            long.append(f"{path.relative_to(ROOT)} has {len(lines)} lines")
-    assert not long, "\n".join([f"above {LONGEST} lines, and the head does not say why:", *long])
 
 
 def test_the_library_has_files_of_both_languages():

@@ -36,6 +36,7 @@ from cuseq.integrations.transformers._functions import (
 from cuseq.integrations.transformers._layers import code_of
 from cuseq.integrations.transformers._layouts import names_of_call
 from cuseq.integrations.transformers._private import forward_hooks
+from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.masks import LayoutMask
 from cuseq.layout import PackedLayout
 
@@ -61,9 +62,11 @@ def hook_models(models: list[PreTrainedModel]) -> list[RemovableHandle]:
             model.register_forward_pre_hook(_lend_layout, with_kwargs=True),
             model.register_forward_hook(_take_back_layout, always_call=True),
         ]
-        if text_config(model) is model.config:  # ids of others hold placeholders of images
-            fill = functools.partial(_fill_padding, names)
-            hooks.append(model.register_forward_pre_hook(fill, with_kwargs=True))
+    # The innermost alone: the ids of others may hold placeholders of images, and a hook on a model
+    # that is compiled is compiled apart from it.
+    if models and text_config(models[-1]) is models[-1].config:
+        fill = functools.partial(_fill_padding, names_of_call(models[-1]))
+        hooks.append(models[-1].register_forward_pre_hook(fill, with_kwargs=True))
     return hooks
 
 
@@ -130,7 +133,7 @@ def _fill_padding(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Put a real token in the place of each padding token, whatever the caller left there."""
     given = dict(zip(names, args, strict=False)) | kwargs
-    told = _without_none(given)
+    told = _without_none(lent_to(model) | given)
     name = "input_ids" if "input_ids" in told else "inputs_embeds"
     pad = _padding_of(told) if name in told else None
     if pad is None:
