@@ -399,7 +399,8 @@ def _attention_with_sinks(
     if is_compiling():
         # Dynamo of torch 2.11 merges arguments that are the same tensor and loses a gradient.
         q, k, v = (rows.view_as(rows) for rows in (q, k, v))
-    return _WithSinks.apply(q, k, v, sinks, *arguments)
+    function = _WithSinks if is_compiling() else _WithSinksInEager
+    return function.apply(q, k, v, sinks, *arguments)
 
 
 class _WithSinks(torch.autograd.Function):
@@ -434,13 +435,6 @@ class _WithSinks(torch.autograd.Function):
         return *grads, *[None] * len(ctx.arguments)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
-        raise NotImplementedError(
-            "cuseq::varlen_attention has no forward-mode derivative: use reverse mode, or eager "
-            "PyTorch where you need jvp"
-        )
-
-    @staticmethod
     def gradients(
         grad_out: Tensor, saved: tuple[Any, ...], arguments: tuple[Any, ...]
     ) -> tuple[Tensor, ...]:
@@ -469,4 +463,15 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(
             "cuseq::varlen_attention cannot be differentiated twice: its kernels have no second "
             "derivative; use eager attention where you need create_graph=True"
+        )
+
+
+class _WithSinksInEager(_WithSinks):
+    """The same with a `jvp`, which says that there is none; the compiler refuses such functions."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:
+        raise NotImplementedError(
+            "cuseq::varlen_attention has no forward-mode derivative: use reverse mode, or eager "
+            "PyTorch where you need jvp"
         )

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cuseq import _C
 from cuseq import _build_layout as build
@@ -310,7 +311,8 @@ class PackedTree:
             with outside_inference_mode():
                 rows, places, offsets = self._tree.uses(self._layout.total_tokens)
                 self._uses = self._here(rows), self._here(places), self._here(offsets)
-        return _Gather.apply(values, *self._uses)
+        function = _Gather if is_compiling() else _GatherInEager
+        return function.apply(values, *self._uses)
 
     # ----------------------------------------------------------------------------- copies
 
@@ -365,6 +367,10 @@ class _Gather(torch.autograd.Function):
         flat = grad.index_select(0, places).reshape(places.shape[0], -1)
         summed, _ = _ops.segment_reduce(flat, offsets, "sum")
         return summed.to(grad.dtype).view(-1, *grad.shape[1:]), None, None, None
+
+
+class _GatherInEager(_Gather):
+    """The same with a `jvp`, which says that there is none; the compiler refuses such functions."""
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> NoReturn:

@@ -139,9 +139,10 @@ bool takes(const Call& call, std::string* why) {
   }
   const auto& takes_two_rows = Package::reports.takes_two_rows[call.q.is_cuda()];
   if (!call.is_of_one_row() && !takes_two_rows.load(std::memory_order_acquire)) {
-    return refuse(why,
-                  "its kernels for this GPU were not tried on keys of another row, where some crash "
-                  "on sequences without keys");
+    return refuse(
+        why,
+        "its kernels for this GPU were not tried on keys of another row, where some crash "
+        "on sequences without keys");
   }
   if (!flash_takes(call, why)) return false;
   const int64_t head_dim = package_head_dim(call);
