@@ -136,8 +136,14 @@ def test_a_cell_without_its_python_says_so(tmp_path, monkeypatch):
         matrix.environment("pinned", tmp_path)
 
 
-def test_every_cell_has_its_day(monkeypatch, capsys):
+def test_every_cell_that_passed_has_its_day(monkeypatch, capsys, tmp_path):
+    records = tmp_path / "versions.json"
+    monkeypatch.setattr(matrix, "RECORDS", records)
     monkeypatch.setattr(matrix, "interpreter", lambda minors: sys.executable)
+    records.write_text(json.dumps([{"cell": "oldest", "failed": 1}]))
+    assert matrix.of_day(0) is None and matrix.main(["today"]) == 0
+    assert "LEFT OUT, no other cell has a recorded run" in capsys.readouterr().out
+    records.write_text(json.dumps([{"cell": cell, "failed": 0} for cell in CELLS]))
     days = [matrix.of_day(day) for day in range(len(CELLS) - 1)]
     assert sorted([*days, "pinned"]) == sorted(CELLS)
     missing = CELLS[days[0]]["python"]
