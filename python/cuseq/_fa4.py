@@ -357,7 +357,8 @@ def _understood(
     if len(numbers) != len(tensors) - one_row or not recording.is_whole:
         return None
     # An integer that may be a number of tokens or sequences is not a constant.
-    counts = {size for tensor in tensors for size in tensor.shape} | {tensors[-1].shape[0] - 1}
+    offsets = tensors[-1].shape[0]
+    counts = {tensors[0].shape[0], tensors[1].shape[0], offsets, offsets - 1}
     integers = {window for window in mask[2:] if window is not None} - counts
     workspaces: list[_Workspace] = []
     constants: list[Any] = []

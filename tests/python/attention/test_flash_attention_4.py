@@ -519,6 +519,13 @@ def test_a_call_that_could_be_read_in_two_ways_is_not_recorded(package, confusin
     check(Call([100, 60], **confusing), package, own_functions=0)
 
 
+@pytest.mark.parametrize("window", [17, 5], ids=["head_dim", "heads"])
+def test_a_window_may_be_as_long_as_a_head_is_wide(package, window):
+    """A kind fixes the sizes of heads, so a window that equals one is told by every call."""
+    check(Call([100, 60], window=window), package, own_functions=2)
+    check(Call([90, 81], window=window), package, own_functions=0)
+
+
 def test_a_workspace_that_fits_two_rules_is_not_recorded(package):
     """With these numbers of tokens the rows of queries and of keys are padded to 640."""
     assert padded(449, torch.empty(3), 64) == padded(300, torch.empty(3), 128)
