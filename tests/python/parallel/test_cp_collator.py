@@ -30,7 +30,7 @@ def one_rank(tmp_path):
 def rank_of(cp: ContextParallel, rank: int, size: int) -> ContextParallel:
     """Return what rank `rank` of `size` would have."""
     cp = pickle.loads(pickle.dumps(cp))
-    cp.rank, cp.size = rank, size
+    cp.rank, cp.size, cp.ranks = rank, size, tuple(range(size))
     return cp
 
 
