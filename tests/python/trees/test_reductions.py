@@ -177,7 +177,8 @@ def test_rows_of_logits_of_any_size(vocabulary, dtype, options, device):
     )
     wanted = of_logits @ weight.double(), of_logits.T @ hidden.double()
     for grad, one in zip(grads, wanted, strict=True):
-        scale = one.abs().max().item() + 1e-3
+        # Of one logit the gradient is 0, found as a difference of probabilities near 1.
+        scale = one.abs().max().item() + 0.5
         bound = (20 * eps + vocabulary * narrow) * scale
         torch.testing.assert_close(grad.double(), one, rtol=0, atol=bound)
 
