@@ -85,8 +85,7 @@ def varlen_attention(
         softcap: bound of the scores, above 0 (Gemma 2; Gemma Team 2024, arXiv:2408.00118). None
             means no bound.
         sinks: floating point `[heads]`, one score per head that is added to the softmax's
-            denominator and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453). The layout
-            must then have no padding between its sequences.
+            denominator and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453).
         backend: "auto"; "flash", PyTorch's flash kernels or what
             `torch.nn.attention.activate_flash_attention_impl` has put in their place; "fa4" and
             "fa3", FlashAttention 4 and 3, whose packages must be installed; "flex", flex attention,
@@ -310,7 +309,7 @@ def _checked(
     if sinks is not None:
         if not is_compiling():
             _check_rows(q, k, v)
-        _check_sinks(q, k, v, sinks, packed)
+        _check_sinks(q, k, v, sinks)
     return _Options(causal, window, spans, scale, softcap, backend)
 
 
@@ -375,7 +374,7 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(value, name)
 
 
-def _check_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packed: PackedLayout) -> None:
+def _check_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> None:
     check_tensor(sinks, "sinks")
     fits = sinks.shape == q.shape[1:2] and sinks.is_floating_point() and sinks.device == q.device
     if not fits and q.dim() == 3:  # the op itself refuses a q of other dimensions
@@ -383,8 +382,6 @@ def _check_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packed: PackedL
             f"sinks must be floating point [heads = {q.shape[1]}] on {q.device}, got "
             f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
         )
-    if packed.state.segments is not None:
-        raise ValueError("packed must have no padding between its sequences for sinks")
     for tensor, name in ((q, "q"), (k, "k"), (v, "v"), (sinks, "sinks")):
         check_untransformed(tensor, name, "with sinks, pass the batch as one packed row")
 

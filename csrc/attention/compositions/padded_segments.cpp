@@ -1,5 +1,4 @@
 #include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
 
 #include <vector>
 
@@ -61,19 +60,16 @@ Output forward(const Row& row) {
   const RealTokens tokens(row);
   const auto real = tokens.gathered({row.call.q, row.call.k, row.call.v});
   const auto [out, logsumexp] = attend(tokens.row_of(row, real[0], real[1], real[2]));
-  // Kept in the order of the real tokens: only the backward reads it.
-  Tensor all = at::zeros({logsumexp.size(0), tokens.total_tokens}, logsumexp.options());
-  all.narrow(1, 0, logsumexp.size(1)).copy_(logsumexp);
-  return {tokens.scattered({out})[0], all};
+  const auto all = tokens.scattered({out, logsumexp.t().contiguous()});
+  return {all[0], all[1].t().contiguous()};
 }
 
 Gradients backward(const Row& row, const Outer& outer) {
   const RealTokens tokens(row);
-  const auto real =
-      tokens.gathered({outer.grad_out.contiguous(), row.call.q, row.call.k, row.call.v, outer.out});
+  const auto real = tokens.gathered({outer.grad_out.contiguous(), row.call.q, row.call.k,
+                                     row.call.v, outer.out, outer.logsumexp.t().contiguous()});
   const auto [grad_q, grad_k, grad_v] = attend_backward(
-      tokens.row_of(row, real[1], real[2], real[3]),
-      {real[0], real[4], outer.logsumexp.narrow(1, 0, real[0].size(0)).contiguous()});
+      tokens.row_of(row, real[1], real[2], real[3]), {real[0], real[4], real[5].t().contiguous()});
   const auto all = tokens.scattered({grad_q, grad_k, grad_v});
   return {all[0], all[1], all[2]};
 }

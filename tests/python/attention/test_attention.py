@@ -295,14 +295,19 @@ def test_opcheck_with_padding(device):
         torch.library.opcheck(backward, (*rows, *arguments[3:]), padded)
 
 
-def test_logsumexp(device):
-    q, k, v = inputs(6, 2, 2, 8, device=device)
-    packed = PackedLayout.from_lengths([2, 3], 6, device=device)
-    logsumexp = op(q, k, v, packed.cu_seqlens_static, packed.host_meta)[1]
-    scores = torch.einsum("qhd,khd->hqk", q[2:5].double(), k[2:5].double()) * 8**-0.5
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_logsumexp(multiple, device):
+    """It is in the order of the row, and zero on padding and tail."""
+    q, k, v = inputs(12, 2, 2, 8, device=device)
+    packed = PackedLayout.from_lengths([2, 3], 12, segment_multiple=multiple, device=device)
+    padded = packed.cu_seqlens_padded_static if multiple > 1 else None
+    offsets, meta = packed.cu_seqlens_static, packed.host_meta
+    logsumexp = op(q, k, v, offsets, meta, cu_seqlens_padded=padded)[1]
+    own = slice(4, 7) if multiple > 1 else slice(2, 5)
+    scores = torch.einsum("qhd,khd->hqk", q[own].double(), k[own].double()) * 8**-0.5
     scores.masked_fill_(torch.ones(3, 3, device=device).triu(1).bool(), float("-inf"))
-    torch.testing.assert_close(logsumexp[:, 2:5], scores.logsumexp(-1).float())
-    assert not logsumexp[:, 5:].any()
+    torch.testing.assert_close(logsumexp[:, own], scores.logsumexp(-1).float())
+    assert not logsumexp[:, packed.moe_padding_mask].any()
 
 
 def test_bounds_without_host_meta(device):

@@ -169,14 +169,23 @@ def test_every_backend_at_the_size_of_a_model(name):
     check_with_any_tail(lengths, 5120, 16, 8, 128, options={"backend": name})
 
 
-def test_every_backend_with_sinks(name):
-    tensors, packed = packed_inputs([200, 0, 170], 400, 4, 2, 64)
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_every_backend_with_sinks(name, multiple):
+    lengths = [200, 0, 170]
+    tensors, _ = packed_inputs(lengths, 400, 4, 2, 64)
+    packed = PackedLayout.from_lengths(lengths, 400, segment_multiple=multiple, device="cuda")
+    pads = packed.moe_padding_mask
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[pads] = math.nan
     sinks = torch.randn(4, device="cuda", requires_grad=True)
 
     def run(backend: str) -> list[Tensor]:
         out = varlen_attention(*tensors, packed, sinks=sinks, backend=backend)
         weight = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out)
-        return [out, *torch.autograd.grad((out.float() * weight).sum(), (*tensors, sinks))]
+        grads = torch.autograd.grad((out.float() * weight).sum(), (*tensors, sinks))
+        assert not any(rows[pads].any() for rows in (out, *grads[:3]))
+        return [out, *grads]
 
     for found, expected in zip(run(name), run("segments"), strict=True):
         assert relative(found, expected, expected) < 2e-2
@@ -230,17 +239,25 @@ def test_every_backend_without_host_lengths(name):
             assert one.isfinite().all() and relative(one, other, other) < 1e-2
 
 
-def test_every_backend_in_a_captured_graph(name):
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_every_backend_in_a_captured_graph(name, with_sinks, multiple):
     if name == "segments":
         pytest.skip("it needs offsets on the host")
-    lengths = [200, 0, 170]
-    tensors, packed = packed_inputs(lengths, 400, 4, 2, 64)
-    packed = PackedLayout.from_lengths(lengths, 400, max_seqs=8, device="cuda")
+    tensors, _ = packed_inputs([400], 400, 4, 2, 64)
+    sinks = torch.randn(4, device="cuda", requires_grad=True) if with_sinks else None
+    leaves = [*tensors, sinks] if with_sinks else tensors
+
+    def layout(lengths):
+        options = {"segment_multiple": multiple, "max_seqs": 8, "device": "cuda"}
+        return PackedLayout.from_lengths(lengths, 400, **options)
+
+    packed = layout([200, 0, 170])
 
     def step():
-        out = varlen_attention(*tensors, packed, backend=name)
+        out = varlen_attention(*tensors, packed, sinks=sinks, backend=name)
         # A graph that lives on would tie the gradients of the leaves to the stream of its making.
-        return out.detach(), *torch.autograd.grad(out.sum(), tensors)
+        return out.detach(), *torch.autograd.grad(out.sum(), leaves)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -253,12 +270,12 @@ def test_every_backend_in_a_captured_graph(name):
     graph.replay()
     for one, other in zip(found, expected, strict=True):
         assert relative(one, other, other) < 1e-2
-    for lengths in ([400], [1, 0, 398], [50] * 8, [33, 31]):
-        other_row = PackedLayout.from_lengths(lengths, 400, max_seqs=8, device="cuda")
+    for lengths in ([400], [1, 0, 380], [48] * 8, [33, 31]):
+        other_row = layout(lengths)
         packed.copy_(other_row)
         graph.replay()
-        out = varlen_attention(*tensors, other_row, backend="segments")
-        expected = out, *torch.autograd.grad(out.sum(), tensors)
+        out = varlen_attention(*tensors, other_row, sinks=sinks, backend="segments")
+        expected = out, *torch.autograd.grad(out.sum(), leaves)
         for one, other in zip(found, expected, strict=True):
             assert relative(one, other, other) < 1e-2
 

@@ -10,69 +10,110 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import cuseq
 from cuseq import PackedLayout
 
-LENGTHS, TOTAL = [5, 0, 9, 1], 18
+LENGTHS = [5, 0, 9, 1]
+TOTALS = {1: 18, 4: 28}  # by the multiple of the segments, with a tail of 3 and of 4
+TOTAL = TOTALS[1]
 
 
-def inputs(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def layout(multiple: int, device: torch.device) -> PackedLayout:
+    return PackedLayout.from_lengths(
+        LENGTHS, TOTALS[multiple], segment_multiple=multiple, device=device
+    )
+
+
+def inputs(dtype: torch.dtype, device: torch.device, multiple: int = 1) -> list[Tensor]:
     """Return q, k, v and sinks; two query heads share a key head."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(TOTAL, 4, 8), (TOTAL, 2, 8), (TOTAL, 2, 8), (4,)]
+    total = TOTALS[multiple]
+    shapes = [(total, 4, 8), (total, 2, 8), (total, 2, 8), (4,)]
     drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
 
 
-def by_loop(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None) -> Tensor:
+def by_loop(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int | None, multiple: int
+) -> Tensor:
     rows, begin = [], 0
     for length in LENGTHS:
+        segment = -(-length // multiple) * multiple
         own = slice(begin, begin + length)
         queries, keys, values = (t[own].transpose(0, 1) for t in (q, k, v))
         keys, values = (t.repeat_interleave(2, 0) for t in (keys, values))
         scores = queries @ keys.mT * 8**-0.5
         distance = torch.arange(length).unsqueeze(1) - torch.arange(length)
-        hidden = (distance < 0) | (distance >= (window or TOTAL))
+        hidden = (distance < 0) | (distance >= (window or len(q)))
         scores = scores.masked_fill(hidden.to(q.device), -torch.inf)
         column = sinks.view(-1, 1, 1).expand(-1, length, 1)
         weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        rows.append((weights @ values).transpose(0, 1))
-        begin += length
-    return torch.cat([*rows, q.new_zeros(TOTAL - begin, 4, 8)])
+        rows += [(weights @ values).transpose(0, 1), q.new_zeros(segment - length, 4, 8)]
+        begin += segment
+    return torch.cat([*rows, q.new_zeros(len(q) - begin, 4, 8)])
 
 
-def exact(dtype: torch.dtype, device: torch.device, window: int | None, weight: Tensor):
+def exact(
+    dtype: torch.dtype, device: torch.device, window: int | None, weight: Tensor, multiple: int
+):
     """Compute output and gradients in float64 from inputs rounded to their own dtype.
 
     Also returns the magnitude of the terms of each sink's gradient, which may cancel.
     """
-    tensors = [t.detach().double().requires_grad_() for t in inputs(dtype, device)]
-    out = by_loop(*tensors, window)
+    tensors = [t.detach().double().requires_grad_() for t in inputs(dtype, device, multiple)]
+    out = by_loop(*tensors, window, multiple)
     grads = torch.autograd.grad((out * weight).sum(), tensors, retain_graph=True)
     (added,) = torch.autograd.grad((out * out.detach().sign() * weight.abs()).sum(), tensors[3])
     return [out, *grads], added.abs()
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("multiple", TOTALS)
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_forward_and_backward(dtype, window, device):
+def test_forward_and_backward(dtype, window, multiple, device):
     if dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip("products of bf16 are no test of a CPU")
-    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
-    weight = torch.randn(TOTAL, 4, 8, dtype=torch.float64, device=device)
-    tensors = inputs(dtype, device)
+    packed = layout(multiple, device)
+    weight = torch.randn(TOTALS[multiple], 4, 8, dtype=torch.float64, device=device)
+    tensors = inputs(dtype, device, multiple)
     q, k, v, sinks = tensors
     out = cuseq.varlen_attention(q, k, v, packed, window=window, sinks=sinks)
-    assert out.dtype == dtype and not out[sum(LENGTHS) :].any()
+    assert out.dtype == dtype
     grads = torch.autograd.grad((out * weight.to(dtype)).sum(), tensors)
-    expected, added = exact(dtype, device, window, weight.to(dtype).double())
+    assert not any(rows[packed.moe_padding_mask].any() for rows in (out, *grads[:3]))
+    expected, added = exact(dtype, device, window, weight.to(dtype).double(), multiple)
     sizes = [right.abs() + right.abs().max() for right in expected[:-1]]
     for found, right, size in zip((out, *grads), expected, [*sizes, added], strict=True):
         assert found.dtype == dtype
         assert ((found.double() - right).abs() <= 8 * torch.finfo(dtype).eps * size).all()
 
 
-def test_a_sink_far_below_changes_nothing(device):
-    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
-    q, k, v, sinks = inputs(torch.float64, device)
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 0.5}, {"causal": False}, {"window": 2}], ids=str
+)
+def test_padding_changes_nothing(options, device):
+    """A row with padded segments gives what the same sequences without padding give."""
+    padded, packed = layout(4, device), layout(1, device)
+    tensors = inputs(torch.float64, device, 4)
+    real = ~padded.moe_padding_mask
+    weight = torch.randn(TOTALS[4], 4, 8, dtype=torch.float64, device=device)
+
+    def run(rows, layout, weight):
+        leaves = [t.detach().requires_grad_() for t in (*rows, tensors[3])]
+        out = cuseq.varlen_attention(*leaves[:3], layout, sinks=leaves[3], **options)
+        return out, *torch.autograd.grad(out, leaves, weight)
+
+    def alone(rows):
+        return torch.cat([rows[real], rows.new_zeros(TOTAL - sum(LENGTHS), *rows.shape[1:])])
+
+    found = run(tensors[:3], padded, weight)
+    expected = run([alone(t) for t in tensors[:3]], packed, alone(weight))
+    torch.testing.assert_close([alone(t) for t in found[:4]], list(expected[:4]))
+    torch.testing.assert_close(found[4], expected[4])
+
+
+@pytest.mark.parametrize("multiple", TOTALS)
+def test_a_sink_far_below_changes_nothing(multiple, device):
+    packed = layout(multiple, device)
+    q, k, v, sinks = inputs(torch.float64, device, multiple)
     without = cuseq.varlen_attention(q, k, v, packed)
     far = torch.full_like(sinks, -1e4)
     torch.testing.assert_close(cuseq.varlen_attention(q, k, v, packed, sinks=far), without)
@@ -80,7 +121,9 @@ def test_a_sink_far_below_changes_nothing(device):
     assert near.abs().max() < 1e-12
 
 
-def test_compiled_in_one_graph(device):
+@pytest.mark.parametrize("multiple", TOTALS)
+def test_compiled_in_one_graph(multiple, device):
+    total = TOTALS[multiple]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(
         lambda q, k, v, packed, sinks: cuseq.varlen_attention(q, k, v, packed, sinks=sinks),
@@ -88,10 +131,10 @@ def test_compiled_in_one_graph(device):
         fullgraph=True,
         dynamic=False,
     )
-    tensors = inputs(torch.float64, device)
+    tensors = inputs(torch.float64, device, multiple)
     q, k, v, sinks = tensors
-    for lengths in (LENGTHS, [18], [1] * 18):
-        packed = PackedLayout.from_lengths(lengths, TOTAL, device=device)
+    for lengths in (LENGTHS, [total - 1], [1] * (total // multiple)):
+        packed = PackedLayout.from_lengths(lengths, total, segment_multiple=multiple, device=device)
         found = compiled(q, k, v, packed, sinks)
         expected = cuseq.varlen_attention(q, k, v, packed, sinks=sinks)
         torch.testing.assert_close(found, expected)
@@ -124,15 +167,22 @@ def test_compiled_with_a_tensor_that_is_given_twice(same, device):
     )
 
 
+@pytest.mark.parametrize("multiple", TOTALS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_comes_back_to_the_tail_does_not_count(value, device):
-    packed = PackedLayout.from_lengths(LENGTHS, TOTAL, device=device)
-    tensors = inputs(torch.float64, device)
-    out = cuseq.varlen_attention(*tensors[:3], packed, sinks=tensors[3])
-    grad = torch.randn_like(out)
-    expected = torch.autograd.grad(out, tensors, grad, retain_graph=True)
-    grad[sum(LENGTHS) :] = value
-    torch.testing.assert_close(torch.autograd.grad(out, tensors, grad), expected)
+def test_what_padding_and_tail_hold_does_not_count(value, multiple, device):
+    packed = layout(multiple, device)
+    tensors = inputs(torch.float64, device, multiple)
+    grad = torch.randn(TOTALS[multiple], 4, 8, dtype=torch.float64, device=device)
+
+    def run():
+        out = cuseq.varlen_attention(*tensors[:3], packed, sinks=tensors[3])
+        return out.detach(), *torch.autograd.grad(out, tensors, grad)
+
+    expected = run()
+    with torch.no_grad():
+        for rows in (*tensors[:3], grad):
+            rows[packed.moe_padding_mask] = value
+    torch.testing.assert_close(run(), expected)
 
 
 def test_autocast_leaves_float64_alone(device):

@@ -101,7 +101,7 @@ def drawn(seed: int, cp_size: int, policy: str) -> Case:
     extra = draw.choice(("none", "none", "softcap", "sinks", "both sides", "spans"))
     if extra == "softcap":
         case = case._replace(softcap=2.0)
-    elif extra == "sinks" and multiple == 1:
+    elif extra == "sinks":
         case = case._replace(sinks=True)
     elif extra == "both sides" and policy == "ulysses":
         case = case._replace(causal=False)
