@@ -102,8 +102,11 @@ std::optional<RankShare> share_of(const Tensor& q, const AttentionOptions& optio
   share.check_options(options.causal, options.window, options.spans.has_value());
   if (options.spans.has_value() && values_can_be_read(options.cu_seqlens)) {
     const int64_t row = share.at(RankMetaSlot::kCpSize) * share.at(RankMetaSlot::kRowTokens);
-    check_spans_and_rows(share.whole_queries().offsets.cpu(), /*segments=*/std::nullopt, row,
-                         options.spans->cpu(), /*row_length=*/std::nullopt);
+    const auto segments = options.cu_seqlens_padded.has_value()
+                              ? OptionalTensor(share.segment_starts().cpu())
+                              : std::nullopt;
+    check_spans_and_rows(share.whole_queries().offsets.cpu(), segments, row, options.spans->cpu(),
+                         /*row_length=*/std::nullopt);
   }
   return share;
 }

@@ -37,6 +37,11 @@ class RankShare {
   Sequences all_queries() const;    // cut pieces, then the documents after them
   Sequences whole_queries() const;  // documents after the cut pieces; with Ulysses, all
 
+  // With Ulysses: where the documents' segments start in the whole row, int32 [documents + 1].
+  Tensor segment_starts() const {
+    return section(at(RankMetaSlot::kPieceCapacity) + 1, at(RankMetaSlot::kNumPieces) + 1);
+  }
+
   // Rows of key_sources that belong to cut_keys.
   int64_t num_cut_keys() const {
     return at(RankMetaSlot::kNumKeyRows) - (merges() ? at(RankMetaSlot::kNumCutTokens) : 0);

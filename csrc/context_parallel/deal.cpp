@@ -5,6 +5,28 @@
 #include "cuseq/seqlens.h"
 
 namespace cuseq::cp {
+namespace {
+
+// Cut the first `tokens[i]` tokens of each segment i, one segment after the other, every
+// total_tokens / cp_size tokens.
+Deal cut_evenly(const Row& row, const std::vector<int64_t>& tokens, int64_t cp_size) {
+  const int64_t own = row.total_tokens / cp_size;
+  Deal deal(cp_size);
+  int64_t placed = 0;
+  for (int64_t segment = 0; segment < row.size(); ++segment) {
+    for (int64_t begin = 0; begin < tokens[segment];) {
+      const int64_t rank = placed / own;
+      const int64_t end = std::min(tokens[segment], begin + (rank + 1) * own - placed);
+      append(deal[rank], {static_cast<int32_t>(segment), static_cast<int32_t>(begin),
+                          static_cast<int32_t>(end)});
+      placed += end - begin;
+      begin = end;
+    }
+  }
+  return deal;
+}
+
+}  // namespace
 
 void append(Pieces& pieces, const Piece& piece) {
   if (piece.begin == piece.end) return;
@@ -30,23 +52,15 @@ Deal deal_zigzag(const Row& row, int64_t cp_size) {
   return deal;
 }
 
-Deal deal_contiguous(const Row& row, int64_t cp_size, bool in_order) {
-  const int64_t own = row.total_tokens / cp_size;
-  Deal deal(cp_size);
-  int64_t placed = 0;
-  for (int64_t segment = 0; segment < row.size(); ++segment) {
-    for (int64_t begin = 0; begin < row.lengths[segment];) {
-      const int64_t rank = placed / own;
-      const int64_t end = std::min(row.lengths[segment], begin + (rank + 1) * own - placed);
-      append(deal[rank], {static_cast<int32_t>(segment), static_cast<int32_t>(begin),
-                          static_cast<int32_t>(end)});
-      placed += end - begin;
-      begin = end;
-    }
-  }
-  if (!in_order) put_cut_first(row, deal);
-  fill_with_padding(row, own, deal);
+Deal deal_contiguous(const Row& row, int64_t cp_size) {
+  Deal deal = cut_evenly(row, row.lengths, cp_size);
+  put_cut_first(row, deal);
+  fill_with_padding(row, row.total_tokens / cp_size, deal);
   return deal;
+}
+
+Deal deal_in_order(const Row& row, int64_t cp_size) {
+  return cut_evenly(row, row.segments, cp_size);
 }
 
 void fill_with_padding(const Row& row, int64_t tokens_per_rank, Deal& deal) {

@@ -57,8 +57,11 @@ void append(Pieces& pieces, const Piece& piece);
 CUSEQ_API Deal deal_zigzag(const Row& row, int64_t cp_size);
 
 // Cut the documents, one after the other, every total_tokens / cp_size tokens. Padding and tail
-// follow the last document. A rank holds the pieces of cut documents first, unless `in_order`.
-CUSEQ_API Deal deal_contiguous(const Row& row, int64_t cp_size, bool in_order);
+// follow the last document. A rank holds the pieces of cut documents first.
+CUSEQ_API Deal deal_contiguous(const Row& row, int64_t cp_size);
+
+// Cut the row as it is, padding included, every total_tokens / cp_size tokens.
+CUSEQ_API Deal deal_in_order(const Row& row, int64_t cp_size);
 
 // Distribute padding and tail over the free places of the ranks, in the order of the row.
 void fill_with_padding(const Row& row, int64_t tokens_per_rank, Deal& deal);

@@ -91,7 +91,7 @@ Candidate deal_automatically(const Row& row, const std::vector<Work>& work, cons
     if (choice.is_enough()) break;
   }
   if (!choice.is_enough()) {
-    choice.offer(deal_contiguous(row, options.cp_size, /*in_order=*/false));
+    choice.offer(deal_contiguous(row, options.cp_size));
   }
   Candidate best = choice.take();
   for (Pieces& pieces : best.deal) {
@@ -115,9 +115,9 @@ Candidate deal_by(const Row& row, const Options& options, const CostModel& model
     case Policy::kZigzag:
       return with_costs(deal_zigzag(row, options.cp_size));
     case Policy::kContiguous:
-      return with_costs(deal_contiguous(row, options.cp_size, /*in_order=*/false));
+      return with_costs(deal_contiguous(row, options.cp_size));
     case Policy::kUlysses:
-      return {deal_contiguous(row, options.cp_size, /*in_order=*/true),
+      return {deal_in_order(row, options.cp_size),
               ulysses_costs(row, work, options.cp_size, options.heads, options.key_heads, model)};
     default:
       return deal_automatically(row, work, options, model);

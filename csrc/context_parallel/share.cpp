@@ -113,14 +113,18 @@ class Writer {
 
   Share documents() && {
     Runs runs;
-    int64_t start = 0;
-    for (int64_t i = 0; i < plan_.row.size(); ++i) {
+    std::vector<int32_t> starts{0};
+    for (int64_t i = 0; i + 1 < plan_.row.size(); ++i) {  // the last segment is the tail
+      const auto segment = static_cast<int32_t>(plan_.row.segments[i]);
+      if (segment == 0) continue;
       const auto length = static_cast<int32_t>(plan_.row.lengths[i]);
-      if (length > 0) runs.push_back({static_cast<int32_t>(i), 0, length, 0, start, false});
-      start += length;
+      runs.push_back({static_cast<int32_t>(i), 0, length, 0, starts.back(), false});
+      starts.push_back(starts.back() + segment);
     }
     write_pieces(runs, 0);
     write_keys({}, {});
+    starts.resize(capacities_.pieces + 1, starts.back());
+    std::ranges::copy(starts, share_.rows.begin() + capacities_.pieces + 1);
     write_terms();
     return std::move(share_);
   }

@@ -214,9 +214,37 @@ TEST(ContextParallelPlan, UlyssesKeepsTheOrderOfTheRow) {
   for (int32_t i = 0; i < 12; ++i) expected[i] = i;
   EXPECT_EQ(plan.tokens(), expected);
   const Share share = share_of(plan, 1, 4);
-  EXPECT_EQ(share.rows, (std::vector<int32_t>{0, 3, 9, 9, 9, 0, 0, 0, 0, 0, 0}));
+  EXPECT_EQ(share.rows, (std::vector<int32_t>{0, 3, 9, 9, 9, 0, 3, 9, 9, 9, 0}));
   EXPECT_EQ(share.at(RankMetaSlot::kUlysses), 1);
   EXPECT_EQ(share.at(RankMetaSlot::kLongestWhole), 6);
+}
+
+TEST(ContextParallelPlan, UlyssesKeepsTheOrderOfAnyRow) {
+  std::mt19937 random(11);
+  for (int round = 0; round < 500; ++round) {
+    const int64_t ranks = 1 + random() % 8;
+    const int64_t multiple = 1 + random() % 9;
+    Values lengths, starts{0}, offsets{0};
+    for (uint32_t n = random() % 7; n > 0; --n) {
+      lengths.push_back(random() % 40);
+      if (lengths.back() == 0) continue;
+      starts.push_back(starts.back() + (lengths.back() + multiple - 1) / multiple * multiple);
+      offsets.push_back(offsets.back() + lengths.back());
+    }
+    const int64_t total = (starts.back() + random() % 20 + ranks - 1) / ranks * ranks;
+    const Plan plan =
+        make_plan(row_of(lengths, total, multiple), options_of(ranks, Policy::kUlysses));
+    check_deal(plan);
+    ASSERT_TRUE(std::ranges::is_sorted(plan.tokens()));
+    const Share share = share_of(plan, ranks - 1, 7);
+    const auto section = [&](int64_t begin) {
+      return Values(share.rows.begin() + begin, share.rows.begin() + begin + 8);
+    };
+    offsets.resize(8, offsets.back());
+    starts.resize(8, starts.back());
+    ASSERT_EQ(section(0), offsets);
+    ASSERT_EQ(section(8), starts);
+  }
 }
 
 TEST(ContextParallelPlan, TheHashIsOfWhatRanksMustAgreeOn) {

@@ -18,8 +18,12 @@ struct RealTokens {
 
   explicit RealTokens(const Row& row) : total_tokens(row.call.q.size(0)) {
     const Sequences& sequences = row.call.queries;
-    const auto rows =
-        cached_segment_rows(sequences.cu_seqlens, *row.cu_seqlens_padded, total_tokens);
+    const Tensor& padded = *row.cu_seqlens_padded;
+    // Sections of a rank's rows are new tensors in each call, so they are no keys of the cache.
+    const bool are_sections = sequences.cu_seqlens.sizes() != padded.sizes();
+    const auto rows = are_sections
+                          ? segment_rows(sequences.offsets, padded, total_tokens)
+                          : cached_segment_rows(sequences.cu_seqlens, padded, total_tokens);
     const int64_t real = sequences.num_real_tokens.value_or(total_tokens);
     places = std::get<0>(rows).narrow(0, 0, real);
     ranks = std::get<1>(rows);
@@ -54,7 +58,10 @@ struct RealTokens {
   }
 };
 
-bool fits(const Row& row) { return row.cu_seqlens_padded.has_value(); }
+// Ulysses gathers the whole row first.
+bool fits(const Row& row) {
+  return row.cu_seqlens_padded.has_value() && !(row.share.has_value() && row.share->is_ulysses());
+}
 
 Output forward(const Row& row) {
   const RealTokens tokens(row);

@@ -117,14 +117,17 @@ class Part {
     return own_tokens(sums.to(received.scalar_type()));
   }
 
-  Call call_of(const std::vector<Tensor>& received) const {
-    Call call = row_.call;
-    call.q = whole_row(received[0]);
-    call.k = whole_row(received[1]);
-    call.v = whole_row(received[2]);
-    call.queries = share_.whole_queries();
-    call.keys = call.queries;
-    return call;
+  // Return the whole row with this rank's heads.
+  Row row_of(const std::vector<Tensor>& received) const {
+    Row row;
+    row.call = row_.call;
+    row.call.q = whole_row(received[0]);
+    row.call.k = whole_row(received[1]);
+    row.call.v = whole_row(received[2]);
+    row.call.queries = share_.whole_queries();
+    row.call.keys = row.call.queries;
+    if (row_.cu_seqlens_padded.has_value()) row.cu_seqlens_padded = share_.segment_starts();
+    return row;
   }
 
  private:
@@ -154,7 +157,7 @@ Output forward(const Row& row) {
   const auto inputs =
       Message({part.by_rank(own.q), part.keys_by_rank(own.k), part.keys_by_rank(own.v)})
           .exchanged(part.group());
-  const auto [out, logsumexp] = attend(part.call_of(inputs));
+  const auto [out, logsumexp] = attend(part.row_of(inputs));
   const auto outputs = Message({part.tokens_by_rank(out), part.tokens_by_rank(logsumexp.t())})
                            .exchanged(part.group());
   return {part.own_tokens(outputs[0]), part.own_tokens(outputs[1]).t().contiguous()};
@@ -168,8 +171,8 @@ Gradients backward(const Row& row, const Outer& outer) {
                                part.by_rank(outer.out), part.logsumexp_by_rank(outer.logsumexp)})
                           .exchanged(part.group());
   const auto [grad_q, grad_k, grad_v] =
-      attend_backward(part.call_of(inputs), {Part::whole_row(inputs[3]), Part::whole_row(inputs[4]),
-                                             Part::whole_row(inputs[5]).t().contiguous()});
+      attend_backward(part.row_of(inputs), {Part::whole_row(inputs[3]), Part::whole_row(inputs[4]),
+                                            Part::whole_row(inputs[5]).t().contiguous()});
   const auto grads = Message({part.tokens_by_rank(grad_q), part.tokens_by_rank(grad_k),
                               part.tokens_by_rank(grad_v)})
                          .exchanged(part.group());

@@ -44,7 +44,8 @@ def cp_partition(
     Returns:
         The rank's layout, whose `position_ids` are positions in the whole sequences and whose
         sequences are the rank's pieces (with "zigzag" both pieces of a sequence together); then the
-        rank's part `[total_tokens / cp_size, ...]` of each tensor, differentiable.
+        rank's part `[total_tokens / cp_size, ...]` of each tensor, differentiable. With "zigzag"
+        and "ulysses" padding stays behind its sequence, otherwise it is behind all of the rank's.
 
     Raises:
         ValueError: the plan was made for other sequences, `rank` is not below `plan.cp_size`, or
@@ -139,12 +140,15 @@ def _local_layout(
     group: str | None,
 ) -> PackedLayout:
     lengths, rows, meta = plan.share(packed, rank)
+    own = packed.total_tokens // plan.cp_size
+    # A rank has at most two pieces of a document, and no empty ones.
+    max_seqs = min(own, 2 * (packed.cu_seqlens_static.shape[0] - 1))
     if plan.policy == "zigzag":
         state = _zigzag_state(packed, plan.cp_size, rank)
+    elif plan.policy == "ulysses" and packed.pads_between_sequences:
+        padded = _padded_lengths(packed, rank * own, (rank + 1) * own)
+        state = build.of_lengths_and_segments(*padded, own, max_seqs)
     else:
-        own = packed.total_tokens // plan.cp_size
-        # A rank has at most two pieces of a document, and no empty ones.
-        max_seqs = min(own, 2 * (packed.cu_seqlens_static.shape[0] - 1))
         state = build.of_sequences(lengths, own, max_seqs, from_cu_seqlens=False)
     local = PackedLayout(state).to(packed.device)
     rows, _ = copy_pair(rows, lengths, packed.device)  # two tensors to a copy
@@ -185,6 +189,19 @@ def _part_again(
 
 
 torch.serialization.add_safe_globals([_part_again])  # it checks what it is given
+
+
+def _padded_lengths(packed: PackedLayout, first: int, end: int) -> tuple[Tensor, Tensor]:
+    """Return the lengths of the sequences in the tokens [first, end), and of their segments.
+
+    A sequence whose padding alone lies there has length zero.
+    """
+    lengths, padded = packed.lengths_on_host(), packed.segments.lengths_on_host()
+    ends = padded.cumsum(0)
+    begins = ends - padded
+    held = ends.clamp(first, end) - begins.clamp(first, end)
+    real = (begins + lengths).clamp(first, end) - begins.clamp(first, end)
+    return real[held > 0], held[held > 0]
 
 
 def _zigzag_state(packed: PackedLayout, cp_size: int, rank: int) -> LayoutState:

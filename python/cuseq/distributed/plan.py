@@ -152,7 +152,7 @@ class ContextParallelPlan:
         own = self._total_tokens // self._cp_size
         lines = []
         for rank in range(self._cp_size):
-            row = "".join(self._letter(piece) * (piece[2] - piece[1]) for piece in self._of(rank))
+            row = "".join(self._drawn(piece) for piece in self._of(rank))
             places = [(2 * i + 1) * own // (2 * width) for i in range(width)] if own > 0 else []
             drawn = "".join(row[place] for place in places)
             lines.append(f"rank {rank:<{len(str(self._cp_size - 1))}} |{drawn}|")
@@ -161,13 +161,13 @@ class ContextParallelPlan:
     def _of(self, rank: int) -> list[list[int]]:
         return self._plan.pieces(rank).tolist()
 
-    def _letter(self, piece: list[int]) -> str:
+    def _drawn(self, piece: list[int]) -> str:
         document, begin, end = piece
         length = int(self._lengths[document]) if document < len(self._lengths) else 0
-        if begin >= length:
-            return "."
+        real = max(0, min(end, length) - begin)
         letter = chr(ord("a") + document % 26)
-        return letter if (begin, end) == (0, length) else letter.upper()
+        letter = letter if (begin, real) == (0, length) else letter.upper()
+        return letter * real + "." * (end - begin - real)
 
     def checked_rank(self, rank: int) -> int:
         """Return the rank as an int; raise ValueError if the plan has no such rank."""
@@ -284,9 +284,10 @@ def cp_plan(
             document are dealt so that attention balances. Of many such plans, and the contiguous
             one, it takes the one with the least predicted time among those whose busiest rank has
             at most 1.05 times the mean of the query-key pairs, or among all if there are none.
-        "contiguous": cuts the row every `total_tokens / cp_size` tokens.
-        "ulysses": the same cut in the order of the row; attention exchanges heads instead of keys
-            (Jacobs et al. 2023, arXiv:2309.14509). "auto" does not choose it.
+        "contiguous": cuts the documents, one after the other, every `total_tokens / cp_size`
+            tokens.
+        "ulysses": cuts the row as it is, padding included; attention exchanges heads instead of
+            keys (Jacobs et al. 2023, arXiv:2309.14509). "auto" does not choose it.
         "zigzag": cuts each segment into `2 * cp_size` equal parts and gives rank r the parts r and
             `2 * cp_size - 1 - r`, as Megatron-Core and TransformerEngine do. On each rank a
             segment's real tokens come before its padding.

@@ -23,12 +23,13 @@ from tests.fuzz import driver  # noqa: E402
 
 Layout = cuseq.PackedLayout
 WHOLE = Layout.from_lengths([6, 2, 0, 4], 12)
+PADDED = Layout.from_lengths([5, 2, 0, 3], 16, segment_multiple=4)
 GROUPS = ([[5, 6, 7], [1]], [[[8, 9], [], [4]], [[2, 3]]])
 
 
-def part(policy: str, rank: int = 1) -> Layout:
-    plan = cuseq.distributed.cp_plan(WHOLE, 2, policy=policy, heads=(4, 2))
-    return cuseq.distributed.cp_partition(WHOLE, plan, rank, group="a group")[0]
+def part(policy: str, rank: int = 1, whole: Layout = WHOLE) -> Layout:
+    plan = cuseq.distributed.cp_plan(whole, 2, policy=policy, heads=(4, 2))
+    return cuseq.distributed.cp_partition(whole, plan, rank, group="a group")[0]
 
 
 LAYOUTS = {
@@ -44,6 +45,7 @@ LAYOUTS = {
     "tree": cuseq.PackedTree.from_groups(*GROUPS, total_tokens=12).layout,
     "longer tree": cuseq.PackedTree.from_groups(*GROUPS).layout.with_total_tokens(11),
     **{policy: part(policy) for policy in ("auto", "contiguous", "ulysses")},
+    "padded part": part("ulysses", whole=PADDED),
     "longer part": part("auto").with_total_tokens(9),
 }
 

@@ -105,13 +105,13 @@ def drawn(seed: int, cp_size: int, policy: str) -> Case:
         case = case._replace(sinks=True)
     elif extra == "both sides" and policy == "ulysses":
         case = case._replace(causal=False)
-    elif extra == "spans" and policy == "ulysses" and multiple == 1:
+    elif extra == "spans" and policy == "ulysses":
         begin = 0
         spans = []
         for length in lengths:
             if length >= 4:
                 spans.append((begin + 1, begin + length - 1))
-            begin += length
+            begin += -(-length // multiple) * multiple
         case = case._replace(spans=spans or None)
     return case
 

@@ -34,6 +34,14 @@ EDGES = [
     Case([500], policy="contiguous"),
     Case([9, 300, 2], total=600, policy="contiguous"),  # ranks with tail alone
     Case([13], total=24, policy="ulysses", heads=(24, 1)),
+    # Padding between the documents: 61 + 11, 93 + 3, 5 + 7, 1 + 11, and a tail.
+    Case([61, 0, 93, 5, 1], total=240, policy="ulysses", multiple=12, heads=(24, 24)),
+    Case([61, 0, 93, 5, 1], 240, "ulysses", 12, (24, 1), sinks=True, tail=3),
+    Case([61, 0, 93, 5, 1], 240, "ulysses", 12, (24, 24), causal=False, window=7),
+    Case([61, 0, 93, 5, 1], 240, "ulysses", 12, (24, 24), spans=[(3, 61), (72, 165)]),
+    Case([1, 1, 1], total=144, policy="ulysses", multiple=48, heads=(24, 24)),  # ranks of padding
+    Case([61, 0, 93, 5, 1], total=240, multiple=12, sinks=True),
+    Case([120] * 3, total=480, policy="zigzag", multiple=48, sinks=True),
     Case([200, 3, 3], max_far_rows=190),
     Case([300, 5], planned_window=7, window=7),
     Case([120] * 3, total=480, policy="zigzag", multiple=48),
@@ -310,8 +318,13 @@ def check_a_rank_without_a_loss(groups: dict[int, Group]) -> None:
     assert_close(own.grad, whole.grad[plan.tokens_of(rank)])
 
 
-def check_one_graph(groups: dict[int, Group], packs: int, backend: str = "aot_eager") -> None:
-    """Attention and its backward, compiled once, for every row and every plan."""
+def check_one_graph(
+    groups: dict[int, Group], packs: int, backend: str = "aot_eager", multiple: int = 1
+) -> None:
+    """Attention and its backward, compiled once, for every row and every plan.
+
+    With a multiple, rows have padding between their documents and are dealt in their order.
+    """
     group = groups[2]
     rank = dist.get_rank(group)
     counter = CompileCounterWithBackend(backend)
@@ -323,11 +336,12 @@ def check_one_graph(groups: dict[int, Group], packs: int, backend: str = "aot_ea
     compiled = torch.compile(attend, backend=counter, fullgraph=True)
     for number in range(packs):
         total = 96
-        cuts = sorted(torch.randint(0, total, (number % 7,), generator=seeded(number)).tolist())
+        most = total - 6 * (multiple - 1)  # leaves room for the padding
+        cuts = sorted(torch.randint(0, most, (number % 7,), generator=seeded(number)).tolist())
         lengths = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
-        packed = PackedLayout.from_lengths(lengths, total, max_seqs=8)
-        policy = ("auto", "contiguous")[number % 2]
-        merge = (False, True)[number // 2 % 2]
+        packed = PackedLayout.from_lengths(lengths, total, segment_multiple=multiple, max_seqs=8)
+        policy = ("auto", "contiguous")[number % 2] if multiple == 1 else "ulysses"
+        merge = (False, True)[number // 2 % 2] if multiple == 1 else None
         plan = cp_plan(packed, 2, policy=policy, heads=(4, 2), merge=merge)
         rows = torch.randn(total, 4, 8, dtype=torch.float64, generator=seeded(number))
         local, q, k = cp_partition(packed, plan, rank, rows, rows[:, :2].contiguous(), group=group)
@@ -422,6 +436,7 @@ CHECKS: dict[str, Callable[[dict[int, Group]], None]] = {
     "autocast": check_autocast,
     "a rank without a loss": check_a_rank_without_a_loss,
     "one graph": lambda groups: check_one_graph(groups, 30),
+    "one graph, padded": lambda groups: check_one_graph(groups, 30, multiple=4),
     "flops": check_flops,
     "refusals": check_refusals,
 }

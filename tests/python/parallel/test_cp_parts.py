@@ -36,7 +36,9 @@ def check_parts(packed: PackedLayout, cp_size: int, policy: str) -> None:
         assert torch.equal(local.moe_padding_mask, packed.moe_padding_mask[tokens])
         assert local.total_tokens == total // cp_size
         assert local.num_real_tokens == int((~packed.moe_padding_mask[tokens]).sum())
-        assert not local.pads_between_sequences
+        assert local.pads_between_sequences == (
+            packed.pads_between_sequences and policy == "ulysses"
+        )
         # Tokens of one local sequence follow each other in one sequence of the row.
         same = local.seq_ids[1:] == local.seq_ids[:-1]
         real = ~local.moe_padding_mask[1:]
@@ -73,9 +75,24 @@ def test_parts_of_padded_rows(lengths, cp_size, multiple, policy):
     check_parts(packed, cp_size, policy)
 
 
+def test_the_parts_of_a_padded_row_in_its_order():
+    packed = PackedLayout.from_lengths([3, 5], segment_multiple=4, total_multiple=16)
+    plan = cp_plan(packed, 4, policy="ulysses", heads=(4, 4))
+    parts = [cp_partition(packed, plan, rank)[0] for rank in range(4)]
+    assert [plan.tokens_of(rank).tolist() for rank in (0, 3)] == [[0, 1, 2, 3], [12, 13, 14, 15]]
+    assert [part.lengths.tolist() for part in parts] == [[3], [4], [1], []]
+    assert [part.cu_seqlens_padded.tolist() for part in parts] == [[0, 4], [0, 4], [0, 4], [0]]
+    assert [part.position_ids.tolist() for part in parts] == [
+        [0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3],
+    ]  # fmt: skip
+    wider = cp_plan(packed, 2, policy="ulysses", heads=(4, 4))
+    assert wider.plot(8) == "rank 0 |aaa.BBBB|\nrank 1 |B.......|"
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rope_of_a_part_is_that_of_the_whole(policy, device):
-    packed = PackedLayout.from_lengths([7, 30, 2], 40, device=device)
+def test_rope_of_a_part_is_that_of_the_whole(policy, multiple, device):
+    packed = PackedLayout.from_lengths([7, 26, 2], 40, segment_multiple=multiple, device=device)
     cos, sin = cuseq.rope_table(64, 8, dtype=torch.float64, device=device)
     q = torch.randn(40, 2, 8, dtype=torch.float64, device=device)
     whole, _ = cuseq.apply_rope(q, None, cos, sin, packed=packed)
@@ -96,10 +113,11 @@ def all_of(state) -> dict[str, object]:
     }
 
 
-def test_a_part_is_copied_pickled_and_moved_with_its_share(device):
-    packed = PackedLayout.from_lengths([40, 7, 30, 2], 80)
-    plan = cp_plan(packed, 4, policy="contiguous")
-    (local,) = cp_partition(packed, plan, 1, group="7")
+@pytest.mark.parametrize(("policy", "multiple"), [("contiguous", 1), ("ulysses", 4)])
+def test_a_part_is_copied_pickled_and_moved_with_its_share(policy, multiple, device):
+    packed = PackedLayout.from_lengths([40, 7, 27, 2], 80, segment_multiple=multiple)
+    plan = cp_plan(packed, 4, policy=policy)
+    (local,) = cp_partition(packed, plan, 2, group="7")
     expected = all_of(local.state)
     assert expected["group"] == "7"
     assert local.state.rank_meta.device.type == "cpu"
@@ -117,6 +135,7 @@ def test_a_part_is_copied_pickled_and_moved_with_its_share(device):
         found = all_of(other.state)
         found["positions"] = found["positions"][:20]
         assert found == expected
+        assert torch.equal(other.cu_seqlens_padded.cpu(), local.cu_seqlens_padded)
     assert local.with_total_tokens(24).position_ids.tolist()[20:] == [0, 1, 2, 3]
 
 
@@ -155,16 +174,19 @@ def test_a_plan_is_not_copied_in_a_capture(cuda):
             cp_join(packed, plan, rows)
 
 
-def test_buffers_have_one_size_for_all_packs():
+@pytest.mark.parametrize(("policy", "multiple"), [("auto", 1), ("ulysses", 3)])
+def test_buffers_have_one_size_for_all_packs(policy, multiple):
     shapes = set()
-    for lengths in ([60], [1] * 60, [13, 2, 40], [0, 5]):
-        packed = PackedLayout.from_lengths(lengths, 60, max_seqs=60)
+    for lengths in ([60], [1] * (60 // multiple), [13, 2, 40], [0, 5]):
+        packed = PackedLayout.from_lengths(lengths, 60, segment_multiple=multiple, max_seqs=60)
+        plan = cp_plan(packed, 3, policy=policy, heads=(3, 3))
         for rank in range(3):
-            (local,) = cp_partition(packed, cp_plan(packed, 3), rank)
+            (local,) = cp_partition(packed, plan, rank)
             state = local.state
-            shapes.add(
-                (state.rank_rows.shape, state.rank_meta.shape, local.cu_seqlens_static.shape)
-            )
+            sizes = [t.shape for t in (state.rank_rows, state.rank_meta, local.cu_seqlens_static)]
+            if multiple > 1:
+                sizes.append(local.segments.cu_seqlens_static.shape)
+            shapes.add(tuple(sizes))
     assert len(shapes) == 1
     packed = PackedLayout.from_lengths([30, 30], max_seqs=4)
     sizes = [

@@ -157,6 +157,26 @@ def test_ulysses_keeps_the_order_of_the_row():
         cp_plan([16], 4, policy="ulysses", heads=(12, 6))
 
 
+@given(ANY_LENGTHS, st.integers(1, 6), st.integers(0, 9), st.sampled_from([1, 1, 2, 4, 7, 12]))
+def test_ulysses_keeps_the_order_of_any_row(lengths, cp_size, tail, multiple):
+    used = sum(-(-length // multiple) * multiple for length in lengths)
+    step = math.lcm(cp_size, multiple)
+    packed = PackedLayout.from_lengths(
+        lengths, -(-(used + tail) // step) * step, segment_multiple=multiple
+    )
+    plan = cp_plan(packed, cp_size, policy="ulysses", heads=(60, 60))
+    tokens = torch.cat([plan.tokens_of(rank) for rank in range(cp_size)])
+    assert tokens.tolist() == list(range(packed.total_tokens))
+    ends = packed.cu_seqlens_padded[:-1] + packed.lengths
+    own = max(1, plan.total_tokens // cp_size)
+    whole = sum(
+        begin < end and begin // own == (end - 1) // own
+        for begin, end in zip(packed.cu_seqlens_padded.tolist(), ends.tolist(), strict=False)
+    )
+    assert (plan.whole, plan.cut) == (whole, sum(length > 0 for length in lengths) - whole)
+    assert pickle.loads(pickle.dumps(plan)).hash == plan.hash
+
+
 def test_what_cannot_be_planned_is_named():
     for arguments, options, message in (
         (([9], 2), {}, "total_tokens must be a multiple of cp_size = 2, .*got 9"),
@@ -276,6 +296,8 @@ def test_a_plan_is_drawn():
     plan = cp_plan([8, 2, 2, 3], 2, total_tokens=16, policy="contiguous")
     assert plan.plot(8) == "rank 0 |aaaaaaaa|\nrank 1 |bbccddd.|"
     assert cp_plan([], 2, total_tokens=0).plot() == "rank 0 ||\nrank 1 ||"
+    padded = PackedLayout.from_lengths([3, 5], segment_multiple=4)
+    assert cp_plan(padded, 2, policy="zigzag").plot(6) == "rank 0 |A.BB..|\nrank 1 |AABBB.|"
     cut = cp_plan([6, 2], 2, policy="contiguous").plot(4)
     assert cut == "rank 0 |AAAA|\nrank 1 |AAbb|"
     with pytest.raises(ValueError, match="width must be at least 1, got 0"):
