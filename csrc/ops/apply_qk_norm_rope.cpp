@@ -297,6 +297,7 @@ Outputs backward_autograd(const RopeOptions& options, TensorList grads, TensorLi
   for (const TensorList list : {grads, tensors, weights, rstds}) {
     refuse_forward_mode(list, "cuseq::apply_qk_norm_rope_backward");
   }
+  refuse_table_gradients(options);
   if (!any_requires_grad(grads) && !any_requires_grad(tensors) && !any_requires_grad(weights)) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     return call_rope(backward_op(), options, grads, tensors, weights, rstds, weight_offset,

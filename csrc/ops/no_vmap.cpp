@@ -11,6 +11,12 @@ void refuse_vmap(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit:
                               "its own, as qkv_format \"bshd\" or \"bhsd\", or as one packed row");
 }
 
+void refuse_vmap_of_masks(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, op.operator_name().name,
+      " has no batching rule for vmap: make the masks of the rows one by one, outside");
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(cuseq, FuncTorchBatched, m) {
@@ -19,6 +25,7 @@ TORCH_LIBRARY_IMPL(cuseq, FuncTorchBatched, m) {
         "apply_qk_norm_rope_backward", "causal_conv1d", "causal_conv1d_backward", "gather_rows"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   }
+  m.impl("block_mask", torch::CppFunction::makeFromBoxedFunction<&refuse_vmap_of_masks>());
 }
 
 }  // namespace cuseq

@@ -45,7 +45,8 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
         check_untransformed(values, name, _OUTSIDE)
     else:
         try:
-            values = as_int64s(tuple(values))  # a tuple, since array() reads bytes as memory
+            with outside_inference_mode():
+                values = as_int64s(tuple(values))  # a tuple, since array() reads bytes as memory
         except TypeError as error:
             raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
         except (OverflowError, RuntimeError, ValueError) as error:
@@ -79,8 +80,9 @@ def of_sequences(
     if type(total_tokens) is int and total_tokens >= 2**31:
         raise ValueError(f"total_tokens must be at most 2^31 - 1, got {total_tokens}")
     if total_tokens is None:
-        source = source if source.device.type == "cpu" else to_host(source)
-        total_tokens = _C.tokens_of(source, from_cu_seqlens)
+        with outside_inference_mode():
+            source = source if source.device.type == "cpu" else to_host(source)
+            total_tokens = _C.tokens_of(source, from_cu_seqlens)
     n_seqs = source.shape[0] - 1 if from_cu_seqlens else source.shape[0]
     if max_seqs is None:
         # Sequences found from positions are never empty, so there are at most total_tokens of them.
@@ -105,24 +107,26 @@ def of_segments(
         raise ValueError(f"segment_multiple must be at most 2^31 - 1, got {segment_multiple}")
     total_multiple = common_multiple(total_multiple, "total_multiple")
     total_multiple = as_int(lcm(segment_multiple, total_multiple), "total_multiple")
+    total_tokens = as_size(total_tokens, "total_tokens")
     if total_tokens is None:
-        lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
-        _C.tokens_of(lengths, False)  # raises if a length is invalid, before they are summed
-        parts = int(((lengths.long() + segment_multiple - 1) // segment_multiple).sum())
+        with outside_inference_mode():
+            lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
+            _C.tokens_of(lengths, False)  # raises if a length is invalid, before they are summed
+            parts = int(((lengths.long() + segment_multiple - 1) // segment_multiple).sum())
         total_tokens = -(-parts * segment_multiple // total_multiple) * total_multiple
         if total_tokens >= 2**31:
             raise ValueError(
                 f"total_tokens must be at most 2^31 - 1, but segment_multiple = {segment_multiple} "
                 f"and total_multiple = {total_multiple} give {total_tokens}"
             )
-    elif as_int(total_tokens, "total_tokens") % total_multiple != 0:
+    elif total_tokens % total_multiple != 0:
         raise ValueError(
             f"total_tokens must be a multiple of {total_multiple}, the least common multiple of "
             f"segment_multiple and total_multiple, got {total_tokens}"
         )
+    max_seqs = as_size(max_seqs, "max_seqs")
     if max_seqs is None:
         max_seqs = max(total_tokens, lengths.shape[0])
-    max_seqs = as_size(max_seqs, "max_seqs")
     if segment_multiple == 1:
         return of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
     n_seqs = lengths.shape[0]
@@ -141,7 +145,8 @@ def of_mask(
     max_seqs: int | None,
 ) -> LayoutState:
     """Return the state for the mask `[batch, seqlen]` and the kind from `real_tokens`."""
-    lengths = _ops.lengths_from_padding_mask(real, kind)
+    with outside_inference_mode():
+        lengths = _ops.lengths_from_padding_mask(real, kind)
     return of_segments(lengths, total_tokens, segment_multiple, total_multiple, max_seqs)
 
 
@@ -154,7 +159,8 @@ def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) 
         raise ValueError("max_seqs must be at least 1, since every token has a sequence, got 0")
     if type(max_seqs) is int and max_seqs > 2**31 - 3:  # the offsets are one more
         raise ValueError(f"max_seqs must be at most 2^31 - 3, got {max_seqs}")
-    offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
+    with outside_inference_mode():
+        offsets, num_seqs = _ops.cu_seqlens_from_position_ids(position_ids, max_seqs, plane)
     tokens = position_ids[0] if position_ids.dim() == 3 else position_ids
     return of_sequences(offsets, tokens.numel(), max_seqs, from_cu_seqlens=True, num_seqs=num_seqs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from cuseq._arguments import as_device, as_float, as_int, check_dtype, check_tensor
 from cuseq.cache import keeps, new_key, remember
@@ -81,7 +82,7 @@ def rope_table(
     check_dtype(dtype, "dtype")
     if dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype must be float32, float64, bfloat16 or float16, got {dtype}")
-    if inv_freq is not None and inv_freq.requires_grad and torch.is_grad_enabled():
+    if inv_freq is not None and _is_differentiated(inv_freq):
         raise ValueError("inv_freq must not require grad, since tables have no gradient: detach it")
     if device is None and inv_freq is not None:
         device = inv_freq.device
@@ -107,6 +108,13 @@ def rope_table(
         outlives_scopes=True,
     )
     return cos[:length], sin[:length]
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    """Return whether a derivative in reverse or in forward mode is wanted."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return True
+    return not torch.compiler.is_compiling() and unpack_dual(tensor).tangent is not None
 
 
 def _make(

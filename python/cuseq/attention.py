@@ -126,7 +126,7 @@ def varlen_attention(
             return _attend_along_paths(q, k, v, packed, sinks, options)
     if _runs_flex(q, v, packed, options):
         if not is_compiling():  # the checks of the op, which does not run
-            _C.attention_choice(q, k, v, *options._replace(backend="auto").of_op(q, packed))
+            _choice(q, k, v, packed, options._replace(backend="auto"))
         return attend_by_flex(q, k, v, packed, sinks=sinks, **options.of_flex())
     arguments = options.of_op(q, packed)
     if is_compiling():
@@ -192,7 +192,7 @@ def attention_backend(
     if _runs_flex(q, v, packed, options):
         name, reason = "flex", why_flex(q, v, packed, options.question())
     else:
-        name, reason = _C.attention_choice(q, k, v, *options.of_op(q, packed))
+        name, reason = _choice(q, k, v, packed, options)
     rows = ignored_rows() if q.is_cuda and backend == "auto" else ""
     return AttentionBackend(name, f"{reason}; {rows}" if rows else reason)
 
@@ -352,8 +352,16 @@ def _check_along_paths(
 ) -> None:
     """Check what the op would check, which does not run."""
     _check_rows(q, k, v)
-    whole = options._replace(backend="auto", window=None)
-    _C.attention_choice(q, k, v, *whole.of_op(q, packed))
+    _choice(q, k, v, packed, options._replace(backend="auto", window=None))
+
+
+def _choice(
+    q: Tensor, k: Tensor, v: Tensor, packed: PackedLayout, options: _Options
+) -> tuple[str, str]:
+    """Return the backend that the op would run and why, after the op's checks."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_untransformed(tensor, name, "pass the batch as one packed row")
+    return _C.attention_choice(q, k, v, *options.of_op(q, packed))
 
 
 def _path_backend(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> str:

@@ -381,9 +381,10 @@ class PackedLayout(LayoutMasks):
         if other.device != self.device and (self.device.type, other.device.type) != ("cuda", "cpu"):
             hosts = " or on the host" if self.device.type == "cuda" else ""
             raise ValueError(f"other must be on {self.device}{hosts}, got one on {other.device}")
+        self.state.check_like(other.state)
         if self.state.slots is not None:
             other.batch_rows()
-        self.state.check_like(other.state)
+            self.state.check_like(other.state)
         for layout in (self, other):
             layout._wait_for_all()
         whole = None if self._chunks_of_layout is None else self._chunks_of_layout()

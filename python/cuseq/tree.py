@@ -105,7 +105,9 @@ class PackedTree:
 
         Never waits for a GPU.
         """
-        made = _C.tree_of_groups(prompts, completions, _size(total_tokens, "total_tokens"))
+        total = _size(total_tokens, "total_tokens")
+        with outside_inference_mode():
+            made = _C.tree_of_groups(prompts, completions, total)
         return cls._made(*made, max_seqs, 1 if max_depth is None else max_depth, device)
 
     @classmethod
@@ -143,7 +145,8 @@ class PackedTree:
         """
         min_shared = as_int(min_shared, "min_shared", least=1)
         total = _size(total_tokens, "total_tokens")
-        tree, ids = _C.tree_of_sequences(sequences, keys, min_shared, total)
+        with outside_inference_mode():
+            tree, ids = _C.tree_of_sequences(sequences, keys, min_shared, total)
         return cls._made(tree, ids, max_seqs, max_depth, device)
 
     @classmethod
@@ -364,9 +367,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         places, offsets = ctx.saved_tensors
-        flat = grad.index_select(0, places).reshape(places.shape[0], -1)
+        width = grad.shape[1:].numel()  # not -1, which is ambiguous without elements
+        flat = grad.index_select(0, places).reshape(places.shape[0], width)
         summed, _ = _ops.segment_reduce(flat, offsets, "sum")
-        return summed.to(grad.dtype).view(-1, *grad.shape[1:]), None, None, None
+        return summed.to(grad.dtype).view(summed.shape[0], *grad.shape[1:]), None, None, None
 
 
 class _GatherInEager(_Gather):

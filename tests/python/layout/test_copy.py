@@ -197,6 +197,18 @@ def test_a_batch_filled_into_a_row_is_not_shared():
     assert cuseq.pack(first, ids).tolist() == expected[0]
 
 
+@pytest.mark.parametrize("other", ["tree", "part"])
+def test_a_batch_is_not_filled_with_another_kind(other):
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    packed = PackedLayout.from_padding_mask(mask, total_tokens=8)
+    kinds = {
+        "tree": cuseq.PackedTree.from_groups([[1]], [[[2], [3]]], total_tokens=8).layout,
+        "part": part([5, 3]),
+    }
+    with pytest.raises(ValueError, match="other must have the same"):
+        packed.copy_(kinds[other])
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_layout_is_filled_with_its_own_chunks(depth):
     packed = PackedLayout.from_lengths([3, 0, 2], 6, max_seqs=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
@@ -189,3 +190,33 @@ def test_numbers_of_numpy_are_numbers():
     exact = cuseq.varlen_attention(Q, Q, Q, PACKED, window=2, scale=0.5)
     numbers = {"window": window, "scale": numpy.float32(0.5), "causal": numpy.True_}
     assert torch.equal(cuseq.varlen_attention(Q, Q, Q, PACKED, **numbers), exact)
+
+
+class Index:
+    """What is an int by `__index__` alone."""
+
+    def __init__(self, value: int):
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+@pytest.mark.parametrize("kind", [Index, numpy.int64, torch.tensor])
+def test_sizes_of_layouts_are_ints_of_any_kind(kind):
+    Layout = cuseq.PackedLayout
+    mask = torch.tensor([[1, 1], [1, 0]])
+    sizes = {"total_tokens": kind(8), "max_seqs": kind(3)}
+    multiples = {"segment_multiple": kind(2), "total_multiple": kind(4)}
+    for packed in (
+        Layout.from_lengths([2, 1], **sizes),
+        Layout.from_lengths([2, 1], **sizes, **multiples),
+        Layout.from_cu_seqlens([0, 2, 3], **sizes),
+        Layout.from_padding_mask(mask, **sizes, **multiples),
+        Layout.from_lengths([2, 1], max_seqs=kind(3)).with_total_tokens(kind(8)),
+    ):
+        assert packed.lengths.tolist() == [2, 1]
+        assert (packed.total_tokens, packed.cu_seqlens_static.shape[0]) == (8, 4)
+    assert cuseq.run_packed(
+        lambda input_ids, position_ids, packed: input_ids, mask, mask, total_tokens=kind(8)
+    ).tolist() == [[1, 1], [1, 0]]

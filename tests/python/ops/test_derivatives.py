@@ -204,3 +204,122 @@ def test_a_layout_of_a_batch_in_vmap_is_refused(make, name):
         torch.vmap(lambda x: make(x).position_ids)(torch.tensor([[0, 1], [0, 2]]))
     inside = torch.vmap(lambda x: x + cuseq.PackedLayout.from_lengths([2, 3]).position_ids)
     assert inside(torch.zeros(2, 5)).tolist() == [[0, 1, 0, 1, 2]] * 2
+
+
+# --------------------------------------------------------------------------- inside transforms
+
+FACTS = ("position_ids", "seq_ids", "seq_idx", "lengths", "cu_seqlens", "cu_seqlens_recurrent")
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "vmap"])
+def test_what_is_made_inside_a_transform_stays_usable(transform):
+    x = torch.ones(2, dtype=torch.float64)
+
+    def inside(read):
+        """Return what `read` gave inside the transform."""
+        found = []
+
+        def function(x):
+            found.append(read())
+            return x.sum()
+
+        if transform == "jvp":
+            torch.func.jvp(function, (x,), (x,))
+        else:
+            getattr(torch.func, transform)(function)(x)
+        return found[0]
+
+    def facts_of(packed):
+        return {name: getattr(packed, name).tolist() for name in FACTS}
+
+    expected = facts_of(cuseq.PackedLayout.from_lengths([2, 0, 3], 6))
+    packed = cuseq.PackedLayout.from_lengths([2, 0, 3], 6)  # its facts are first read inside
+    inside(lambda: (facts_of(packed), packed.chunked(2), packed.batch_rows(), packed.dense_mask()))
+    for one in (packed, packed.chunked(9), *map(inside, MADE_INSIDE)):
+        tensors = [getattr(one, name) for name in FACTS]
+        assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+        assert (
+            cuseq.varlen_attention(*[torch.ones(one.total_tokens, 1, 8)] * 3, one).isfinite().all()
+        )
+    assert facts_of(packed) == expected
+
+
+MADE_INSIDE = (
+    lambda: cuseq.PackedLayout.from_lengths([2, 3]),
+    lambda: cuseq.PackedLayout.from_lengths([2, 3], segment_multiple=4),
+    lambda: cuseq.PackedLayout.from_lengths([]),
+    lambda: cuseq.PackedLayout.from_cu_seqlens([0, 2]).with_total_tokens(3),
+)
+
+
+def test_trees_inside_a_transform():
+    def function(x):
+        tree = cuseq.PackedTree.from_sequences([[1, 2], [1, 3]])
+        groups = cuseq.PackedTree.from_groups([[1]], [[[2], [3]]])
+        assert tree.layout.position_ids.tolist() == groups.layout.position_ids.tolist() == [0, 1, 1]
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+
+
+def test_a_choice_for_a_batch_in_vmap_is_refused():
+    packed = cuseq.PackedTree.from_groups([[1, 2]], [[[3], [4]]]).layout
+    rows = torch.ones(2, 4, 2, 8)
+    for function in (
+        lambda x: cuseq.varlen_attention(x, x, x, packed, window=2),
+        lambda x: (cuseq.attention_backend(x, x, x, PACKED), x)[1],
+    ):
+        with pytest.raises(NotImplementedError, match="q must not be a tensor of torch.vmap"):
+            torch.vmap(function)(rows)
+
+
+def test_masks_of_blocks_have_no_batching_rule():
+    ranges = torch.ops.cuseq.mask_ranges(torch.tensor([2, 3]), 5)
+    with pytest.raises(NotImplementedError, match="cuseq::block_mask has no batching rule"):
+        torch.vmap(lambda one: tuple(torch.ops.cuseq.block_mask(one)))(torch.stack([ranges] * 2))
+
+
+WITH_TABLES = [
+    name for name in WITH_AUTOGRAD if "cos" in str(getattr(torch.ops.cuseq, name).default._schema)
+]
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+@pytest.mark.parametrize("table", ["cos", "sin"])
+@pytest.mark.parametrize("name", WITH_TABLES)
+def test_tables_of_rotations_have_no_derivative(name, table, mode):
+    call = some_call(name, 0)
+    schema = [one.name for one in call.op._schema.arguments]
+    given = [one.detach() if torch.is_tensor(one) else one for one in call.arguments]
+    at = schema.index(table)
+    refused = pytest.raises(NotImplementedError, match="cos and sin must not require grad")
+    if mode == "reverse":
+        given[at] = given[at].clone().requires_grad_()
+        with refused:
+            call.op(*given)
+    else:
+        with forward_ad.dual_level(), refused:
+            given[at] = forward_ad.make_dual(given[at].clone(), torch.ones_like(given[at]))
+            call.op(*given)
+
+
+def test_tables_have_no_derivative_in_any_mode():
+    def table(inv_freq):
+        return cuseq.rope_table(3, 4, inv_freq=inv_freq)[0]
+
+    inv_freq, tangent = torch.tensor([1.0, 0.1]), torch.ones(2)
+    refused = pytest.raises(ValueError, match="inv_freq must not require grad")
+    with refused:
+        table(inv_freq.clone().requires_grad_())
+    with refused:
+        torch.func.jvp(table, (inv_freq,), (tangent,))
+    with refused, forward_ad.dual_level():
+        table(forward_ad.make_dual(inv_freq, tangent))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (0,)])
+def test_gradients_of_a_tree_without_samples(shape):
+    tree = cuseq.PackedTree.from_sequences([], total_tokens=2)
+    values = torch.ones(2, *shape, requires_grad=True)
+    tree.gather(values).sum().backward()
+    assert torch.equal(values.grad, torch.zeros(2, *shape))
