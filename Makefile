@@ -6,6 +6,8 @@
 #                environment of its own, and write what ran into docs/versions.md
 # make versions  write the table of docs/versions.md again
 # make tsan      build with ThreadSanitizer, then run the C++ tests of the cache
+# make asan      build with AddressSanitizer, then run the C++ tests and ten minutes of the fuzzer;
+#                make asan SECONDS=3600 runs it for an hour. make test-all ends with it
 # make bench     build, then run the benchmarks (the published figures come from a GPU)
 # make format    format the sources with clang-format and ruff; make lint checks them and the types
 # make docs      build the documentation site into build/site
@@ -22,7 +24,7 @@ TRANSFORMERS ?= $(shell $(PYTHON) scripts/matrix.py pin pinned transformers)
 
 PY := $(VENV)/bin/python
 
-.PHONY: train test test-all matrix versions tsan bench format lint linters docs build environment clean
+.PHONY: train test test-all matrix versions tsan asan bench format lint linters docs build environment clean
 
 train: build
 	$(PY) $(if $(NPROC),-m torch.distributed.run --standalone --nproc-per-node $(NPROC)) examples/train.py $(ARGS)
@@ -30,6 +32,7 @@ train: build
 test: TIER := -m "not full"
 test test-all: build
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_tests.sh $(TIER) $(ARGS)
+	$(if $(filter test-all,$@),$(MAKE) asan)
 
 matrix:
 	$(PYTHON) scripts/matrix.py run $(CELL) $(if $(SET),--set $(SET)) $(if $(ARGS),-- $(ARGS))
@@ -39,6 +42,10 @@ versions:
 
 tsan: environment
 	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_thread_sanitizer.sh
+
+SECONDS := 600
+asan: environment
+	PATH="$(abspath $(VENV))/bin:$$PATH" PYTHON="$(abspath $(PY))" bash scripts/run_address_sanitizer.sh $(SECONDS)
 
 bench: build
 	for name in metadata cache attention rope masks conv thd tree packing cp_plan training_step; do \

@@ -27,6 +27,7 @@ STARTS_WITHIN = 300.0  # seconds, for the child's imports
 MARK = "fuzz: "  # of the child's own lines: what is called may print too
 NOT_STARTED = struct.pack("q", -1)
 ROOM = 3 << 30  # bytes that the child may ask for beyond what it has after its imports
+OUT_OF_MEMORY = "out of memory"
 COUNT_EVERY = 1000  # calls
 SYNCHRONIZE_EVERY = 50  # calls, on a GPU
 # Functions that use no device.
@@ -89,9 +90,12 @@ def run_calls(options: Options, progress: mmap.mmap) -> None:
     from tests.fuzz.values import Draw
 
     torch.set_num_threads(1)
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
     if options.planted:
         planted.plant()
-    if options.device == "cpu":
+    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+        pass  # it reserves addresses for all of memory, and limits allocations by itself
+    elif options.device == "cpu":
         _limit_memory()
     else:
         torch.cuda.set_per_process_memory_fraction(0.2)
@@ -136,21 +140,30 @@ def _say(line: dict[str, Any]) -> None:
 
 def _one_call(target: Any, draw: Any) -> tuple[str, str | None, str | None]:
     """Return the outcome of a call, and what is wrong with it."""
-    from tests.fuzz import judge
+    from tests.fuzz import judge, values, ways
 
+    make = target.maker(draw)
     try:
         arguments = target.make(draw)
     except Exception as error:
         return "not made", f"making right arguments: {type(error).__name__}: {error}", None
     bends = draw.choices((0, 1, 2, 4), (30, 48, 17, 5))[0]
-    for _ in range(bends if arguments else 0):
-        name = draw.choice(list(arguments))
-        arguments[name] = _bent(target, draw, name, arguments[name])
+    bendable = [name for name in arguments if name != "self"]
+    bends = bends if bendable else 0
     right = bends == 0 and not target.wrong
+    if right and draw.chance(0.4):
+        what = ways.try_one(draw, target, make)
+        outcome = "right in another way" if what is None else "wrong"
+        return outcome, what, what and describe(arguments)
+    for _ in range(bends):
+        name = draw.choice(bendable)
+        arguments[name] = _bent(target, draw, arguments[name])
+    if bends and draw.chance(0.03):
+        values.clear_while_read(draw, arguments)
     try:
         result = target.call(arguments)
     except Exception as error:
-        what = judge.complaint(error, target.names)
+        what = judge.complaint(error, target.names, changed=draw.restless)
         if right:
             what = f"right arguments are refused: {type(error).__name__}: {error}"
         return f"refused {type(error).__name__}", what, what and describe(arguments)
@@ -167,11 +180,9 @@ def _one_call(target: Any, draw: Any) -> tuple[str, str | None, str | None]:
     return "right" if right else "checked", None, None
 
 
-def _bent(target: Any, draw: Any, name: str, value: Any) -> Any:
+def _bent(target: Any, draw: Any, value: Any) -> Any:
     from tests.fuzz import values
 
-    if name == "self":
-        return value
     try:
         return (values.same_kind if target.typed else values.any_kind)(draw, value)
     except Exception:  # no such tensor can be made
@@ -217,23 +228,26 @@ def fuzz(options: Options, verbose: bool = True) -> Report:
         report.calls += at - first + (fate is not None)
         if fate is None:
             break
+        first = at + 1
+        if fate == OUT_OF_MEMORY:
+            continue
         finding = {"number": at, "target": "(a call)", "what": fate, "arguments": None}
         if report.add(finding) and verbose:
             _print(finding, options)
-        first = at + 1
     report.seconds = time.monotonic() - begun
     return report
 
 
 def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | None]:
     """Run a child; return the number of the call that it reached, and how it died if it did."""
-    with tempfile.NamedTemporaryFile() as file:
+    with tempfile.NamedTemporaryFile() as file, tempfile.TemporaryFile("w+b") as errors:
         file.write(NOT_STARTED)
         file.flush()
         progress = mmap.mmap(file.fileno(), 8)
         child = subprocess.Popen(
             [*options.command(), "--child", file.name],
             stdout=subprocess.PIPE,
+            stderr=errors,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
         )
@@ -252,11 +266,24 @@ def _child(options: Options, report: Report, verbose: bool) -> tuple[int, str | 
                 _print(last, options)
         code = child.wait()
         at = struct.unpack("q", progress[:8])[0]
+        errors.seek(0)
+        said = errors.read().decode(errors="replace")
+    if verbose:
+        sys.stderr.write(said)
     if "done" in last:
         return options.first + last["done"], None
     if at < 0 or (fate is None and code > 0):
         raise RuntimeError(f"the fuzzer itself failed at call {at}: see the traceback above")
-    return at, fate or f"crash: the process ended with {signal.Signals(-code).name}"
+    return at, fate or _crash(signal.Signals(-code).name, said)
+
+
+def _crash(name: str, said: str) -> str:
+    """Return what is wrong with a call that ended the process, by what it wrote to stderr."""
+    # A `new` of too much memory cannot raise under AddressSanitizer.
+    if re.search("AddressSanitizer: (allocation-size-too-big|out-of-memory)", said):
+        return OUT_OF_MEMORY
+    report = re.search("AddressSanitizer: .*", said)
+    return f"crash: the process ended with {name} {report[0] if report else ''}".strip()
 
 
 def _lines(child: subprocess.Popen[bytes], progress: mmap.mmap) -> Iterator[bytes | None]:

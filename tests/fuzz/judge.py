@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+import cuseq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import reference
@@ -40,18 +43,82 @@ ELSEWHERE = re.compile(
 )
 
 
-def complaint(error: BaseException, names: frozenset[str]) -> str | None:
-    """Return what is wrong with an error, or None if it is fit for a user."""
+def is_elsewhere(error: BaseException) -> bool:
+    """Return whether an error comes from limits and rules that no argument breaks."""
     text = f"{type(error).__name__}: {error}"
-    if ELSEWHERE.search(text) or isinstance(error, MemoryError | ImportError):
+    return bool(ELSEWHERE.search(text)) or isinstance(error, MemoryError | ImportError)
+
+
+def complaint(error: BaseException, names: frozenset[str], changed: bool = False) -> str | None:
+    """Return what is wrong with an error, or None if it is fit for a user.
+
+    Args:
+        names: what the error may name, one of them.
+        changed: whether arguments changed after they were checked, so that it need not.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if is_elsewhere(error):
         return None
     if RAW.search(text):
         return f"raw error: {text}"
     if not isinstance(error, ValueError | TypeError | NotImplementedError):
         return f"error of another type: {text}"
-    if not any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", str(error)) for name in names):
+    found = any(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", str(error)) for name in names)
+    if not found and not changed:
         return f"error without an argument's name: {text}"
     return None
+
+
+# --------------------------------------------------------------------------- the same answers
+
+
+def facts(value: Any) -> Any:
+    """Return tensors, layouts and numbers of a result as plain values."""
+    if isinstance(value, cuseq.PackedLayout):
+        rows = () if value.rank_positions is not None or value.is_tree else value.batch_rows()
+        tensors = value.position_ids, value.seq_ids, value.moe_padding_mask, value.lengths, *rows
+        assert all(type(t) is Tensor for t in (*tensors, *value.state.static_tensors()))
+        return repr(value), [facts(t) for t in tensors]
+    if isinstance(value, cuseq.PackedTree):
+        targets = [] if value.input_ids is None else list(value.targets)
+        return facts([value.input_ids, value.layout, value.samples, targets])
+    if isinstance(value, Tensor):
+        return value.detach().as_subclass(Tensor).clone()
+    if isinstance(value, list | tuple):
+        return [facts(one) for one in value]
+    if isinstance(value, dict):
+        return {name: facts(one) for name, one in value.items()}
+    return repr(value) if isinstance(value, int | float | str | bool | None) else type(value)
+
+
+def same(found: Any, expected: Any, least: torch.dtype | None = None) -> bool:
+    """Return whether `facts` of two results are equal.
+
+    Args:
+        least: the coarsest dtype that either was computed in, so that floating-point numbers may
+            differ by a few of its roundings, and in dtype if it is bf16. None: by nothing.
+    """
+    flat, shape = tree_flatten(found)
+    other, other_shape = tree_flatten(expected)
+    return shape == other_shape and all(
+        _same_tensor(one, two, least)
+        if isinstance(one, Tensor) and isinstance(two, Tensor)
+        else not isinstance(one, Tensor) and not isinstance(two, Tensor) and one == two
+        for one, two in zip(flat, other, strict=True)
+    )
+
+
+def _same_tensor(one: Tensor, two: Tensor, least: torch.dtype | None) -> bool:
+    may_differ = least == torch.bfloat16 and one.is_floating_point() and two.is_floating_point()
+    if one.shape != two.shape or (one.dtype != two.dtype and not may_differ):
+        return False
+    if one.is_meta or two.is_meta:
+        return one.is_meta and two.is_meta
+    if least is None or not one.is_floating_point() or one.numel() == 0:
+        return torch.equal(one.nan_to_num(7), two.nan_to_num(7))
+    rounding = max(torch.finfo(dtype).eps for dtype in (one.dtype, two.dtype, least))
+    one, two = one.double().nan_to_num(7), two.double().nan_to_num(7)
+    return bool((one - two).abs().max() <= 64 * rounding * max(1.0, two.abs().max().item()))
 
 
 # --------------------------------------------------------------------------- right answers

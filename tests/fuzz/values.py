@@ -37,6 +37,13 @@ class Draw(Random):
         self.seed(seed << 40 | number)
         self.restless = False  # whether an argument changes while it is read
 
+    def fork(self) -> Draw:
+        """Return another one that draws the same from now on."""
+        forked = Draw.__new__(Draw)
+        forked.__dict__.update(self.__dict__)
+        forked.setstate(self.getstate())
+        return forked
+
     def chance(self, share: float) -> bool:
         return self.random() < share
 
@@ -300,15 +307,38 @@ def _other_layout(draw: Draw, packed: cuseq.PackedLayout) -> Any:
     return packed.lengths.tolist()
 
 
-class _Clearing:
-    """An int that empties a list when it is read."""
+class Clearing:
+    """An int that empties lists, mappings and tensors when it is read."""
 
     def __init__(self, of: list[Any], value: Any):
         self.of, self.value = of, value
 
     def __index__(self) -> Any:
-        self.of.clear()
+        for one in self.of:
+            if isinstance(one, Tensor):
+                one.data = torch.empty(0, dtype=one.dtype)
+            else:
+                one.clear()
         return self.value
+
+
+def clear_while_read(draw: Draw, arguments: dict[str, Any]) -> None:
+    """Replace an int by one that empties the other arguments when it is read."""
+    ints = [name for name, value in arguments.items() if type(value) is int]
+    if ints:
+        draw.restless = True
+        name = draw.choice(ints)
+        arguments[name] = Clearing(_clearable(list(arguments.values())), arguments[name])
+
+
+def _clearable(value: Any) -> list[Any]:
+    """Return the lists, mappings and tensors of a value, inner ones too."""
+    if isinstance(value, Tensor):
+        return [value] if type(value) is Tensor and not value.is_inference() else []
+    if not isinstance(value, list | dict):
+        return []
+    inner = value.values() if isinstance(value, dict) else value
+    return [value, *(one for item in inner for one in _clearable(item))]
 
 
 def restless(draw: Draw, value: list[Any]) -> Any:
@@ -322,7 +352,7 @@ def restless(draw: Draw, value: list[Any]) -> Any:
     if not is_flat or len(lists) < len(value) or draw.chance(0.3):
         made: list[Any] = list(value)
         at = draw.randrange(len(made))
-        made[at] = _Clearing(made, made[at])
+        made[at] = Clearing([made], made[at])
         return made
     return draw.choice((_refilled, _shrunk, _shrunk_in_numpy))(value)
 

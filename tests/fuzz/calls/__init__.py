@@ -3,6 +3,15 @@
 from tests.fuzz.calls.target import TARGETS, Target
 
 # isort: split
-from tests.fuzz.calls import data, functions, layouts, pickles, schemas, trees  # fill TARGETS
+from tests.fuzz.calls import (
+    data,
+    functions,
+    layouts,
+    lives,
+    pickles,
+    schemas,
+    trees,
+)  # fill TARGETS
 
-__all__ = ["TARGETS", "Target", "data", "functions", "layouts", "pickles", "schemas", "trees"]
+__all__ = ["TARGETS", "Target", "data", "functions", "layouts", "lives", "pickles", "schemas"]
+__all__ += ["trees"]

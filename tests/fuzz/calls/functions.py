@@ -336,7 +336,7 @@ def _(draw):
 
 def _scope(arguments: dict[str, Any]) -> None:
     with cuseq.cache.forward_scope():
-        cuseq.ops.cached_cu_seqlens(torch.tensor([2, 3]))
+        cuseq.ops.cached_cu_seqlens(torch.tensor([2, 3], device="cpu"))
 
 
 @function("cuseq.cache.forward_scope", cuseq.cache.forward_scope, call=_scope, weight=1)

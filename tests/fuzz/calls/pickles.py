@@ -88,7 +88,8 @@ def _flipped(draw: Draw, value: Any) -> bytes:
 
 def _use_layout(packed: cuseq.PackedLayout) -> None:
     total = packed.total_tokens
-    if total > 4096 or packed.cu_seqlens_static.numel() > 1 << 16:
+    too_large = total > 4096 or packed.cu_seqlens_static.numel() > 1 << 16
+    if too_large or packed.device.type == "meta":
         return
     if packed.rank_positions is None and not packed.is_tree:
         judge.layout({}, packed)

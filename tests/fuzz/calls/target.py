@@ -34,6 +34,11 @@ class Target:
     weight: int
     wrong: bool = False  # no arguments are right
 
+    def maker(self, draw: Draw) -> Callable[[], Arguments]:
+        """Return a function that makes the arguments of now, the same ones each time."""
+        begin = draw.fork()
+        return lambda: self.make(begin.fork())
+
 
 TARGETS: dict[str, Target] = {}
 

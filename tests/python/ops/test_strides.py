@@ -21,47 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 # isort: split
 from tests.fuzz.calls import TARGETS  # noqa: E402
 from tests.fuzz.values import Draw  # noqa: E402
+from tests.fuzz.ways import JUNK, VIEWS  # noqa: E402
 
 OPS = [name for name in TARGETS if name.startswith("torch.ops.cuseq.")]
-JUNK = 1_234_567  # in the gaps; no right number, and no error may print it
-
-
-def junk(*shape: int, like: Tensor) -> Tensor:
-    number = JUNK if like.dtype.itemsize >= 4 else 1
-    return torch.full(shape, number, dtype=like.dtype)
-
-
-def sliced(value: Tensor) -> Tensor:
-    wide = junk(*value.shape[:-1], 2 * value.shape[-1], like=value)
-    wide[..., ::2] = value
-    return wide[..., ::2]
-
-
-def offset(value: Tensor) -> Tensor:
-    flat = junk(value.numel() + 6, like=value)
-    flat[3:-3] = value.flatten()
-    return flat[3:-3].view(value.shape)
-
-
-def transposed(value: Tensor) -> Tensor:
-    if value.dim() > 1:
-        return value.transpose(0, -1).contiguous().transpose(0, -1)
-    columns = junk(len(value), 3, like=value)
-    columns[:, 1] = value
-    return columns[:, 1]
-
-
-def expanded(value: Tensor) -> Tensor:
-    """Return a view with stride 0 in the dimensions along which all numbers are equal."""
-    view = value
-    for dim in range(value.dim()):
-        first = view.narrow(dim, 0, 1)
-        if torch.equal(first.expand_as(view), view):
-            view = first.expand(value.shape)
-    return view
-
-
-VIEWS = (sliced, offset, transposed, expanded)
 
 
 def outcome(target, arguments: dict):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 import cuseq
 
@@ -20,51 +20,14 @@ sys.path.insert(0, str(ROOT))
 
 # isort: split
 from tests.fuzz.calls import TARGETS  # noqa: E402
+from tests.fuzz.judge import facts, same  # noqa: E402
 from tests.fuzz.values import Draw  # noqa: E402
-
-
-class Passed(Tensor):
-    """Results of torch functions have this type too (MetaTensor)."""
-
-
-class Disabled(Tensor):
-    """Results of torch functions are plain (tv_tensors)."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-
-KINDS = [Passed, Disabled, nn.Parameter]
+from tests.fuzz.ways import SUBCLASSES, Disabled, Passed, as_subclass  # noqa: E402
 
 
 def as_kind(kind, value):
     """Return a value with its tensors as a subclass, and plain ones elsewhere."""
-
-    def change(one):
-        if type(one) is not Tensor:
-            return one
-        if kind is nn.Parameter:
-            return nn.Parameter(one, requires_grad=one.requires_grad)
-        return one.as_subclass(kind)
-
-    return tree_map(change, value)
-
-
-def facts(value):
-    """Return tensors, layouts and numbers of a result as plain values."""
-    if isinstance(value, cuseq.PackedLayout):
-        rows = () if value.rank_positions is not None or value.is_tree else value.batch_rows()
-        tensors = value.position_ids, value.seq_ids, value.moe_padding_mask, value.lengths, *rows
-        assert all(type(t) is Tensor for t in (*tensors, *value.state.static_tensors()))
-        return repr(value), [facts(t) for t in tensors]
-    if isinstance(value, cuseq.PackedTree):
-        return facts([value.input_ids, value.layout, value.samples, list(value.targets)])
-    if isinstance(value, Tensor):
-        return value.detach().as_subclass(Tensor).clone()
-    if isinstance(value, (list, tuple)):
-        return [facts(one) for one in value]
-    if isinstance(value, dict):
-        return {name: facts(one) for name, one in value.items()}
-    return repr(value) if isinstance(value, (int, float, str, bool, type(None))) else type(value)
+    return tree_map(lambda one: as_subclass(kind, one) if isinstance(one, Tensor) else one, value)
 
 
 def outcome(target, arguments):
@@ -74,23 +37,7 @@ def outcome(target, arguments):
         return f"{type(error).__name__}: {error}"
 
 
-def same(found, expected):
-    flat, shape = tree_flatten(found)
-    other, other_shape = tree_flatten(expected)
-    if shape != other_shape:
-        return False
-    for one, two in zip(flat, other, strict=True):
-        if isinstance(one, Tensor) and isinstance(two, Tensor):
-            if one.dtype != two.dtype or one.shape != two.shape:
-                return False
-            if not torch.equal(one.nan_to_num(7), two.nan_to_num(7)):
-                return False
-        elif isinstance(one, Tensor) or isinstance(two, Tensor) or one != two:
-            return False
-    return True
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", SUBCLASSES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", sorted(n for n, target in TARGETS.items() if not target.wrong))
 def test_every_function_takes_subclasses(name, kind):
     target, draw = TARGETS[name], Draw("cpu")

@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 # isort: split
-from tests.fuzz import driver  # noqa: E402
+from tests.fuzz import driver, planted, ways  # noqa: E402
 from tests.fuzz.calls import TARGETS  # noqa: E402
+from tests.fuzz.values import Draw  # noqa: E402
 
 HANGS_AT = 36  # the first call of seed 0 that does
 ALL_OPS = torch._C._dispatch_get_all_op_names()
@@ -36,7 +37,7 @@ def test_a_bounded_run_finds_nothing(device):
 
 
 def test_faults_that_were_put_in_are_found():
-    options = driver.Options(calls=60, only="planted", planted=True, seed=3)
+    options = driver.Options(calls=60, only="planted$", planted=True, seed=3)
     report = driver.fuzz(options, verbose=False)
     found = report_of(report.findings)
     for kind in (
@@ -56,10 +57,28 @@ def test_faults_that_were_put_in_are_found():
     assert wrong["what"] in run.stdout
 
 
+def test_faults_that_only_another_way_shows_are_found():
+    planted.plant()
+    draw, found = Draw("cpu"), set()
+    for number in range(400):
+        draw.begin(0, number)
+        make = TARGETS["careless"].maker(draw)
+        found.add(ways.try_one(draw, TARGETS["careless"], make) or "")
+    for what, way in (
+        ("another result", "views"),
+        ("gradient: ", ""),
+        ("refused with", "inference mode"),
+        ("another result", "default dtype"),
+        ("another result", "threads"),
+        ("refused with", "subclasses"),
+    ):
+        assert any(what in one and way in one for one in found), (what, way)
+
+
 def test_a_hang_is_found(monkeypatch):
     monkeypatch.setenv("CUSEQ_FUZZ_HANGS", "1")
     monkeypatch.setattr(driver, "HANGS_AFTER", 5.0)
-    options = driver.Options(first=HANGS_AT, calls=1, only="planted", planted=True)
+    options = driver.Options(first=HANGS_AT, calls=1, only="planted$", planted=True)
     assert "hang: no answer in # s" in report_of(driver.fuzz(options, verbose=False).findings)
 
 
