@@ -362,6 +362,32 @@ def _close(out: Tensor, expected: Tensor, what: str) -> None:
     assert most <= limit, f"{what} is off by {most}, more than {limit}"
 
 
+def token_logprobs(arguments: dict[str, Any], result: Any) -> None:
+    names = ("hidden", "weight", "targets", "bias")
+    hidden, weight, targets, bias = (arguments[name] for name in names)
+    options = [arguments[name] for name in ("scale", "softcap", "temperature")]
+    if not _plain(hidden, weight, targets, bias) or targets.dim() != 1 or targets.is_cuda:
+        return
+    if any(value is not None and not 1e-3 < abs(float(value)) < 1e3 for value in options):
+        return
+    wanted = targets.tolist()
+    vocabulary = range(weight.shape[0])
+    wrong = [target for target in wanted if target != -100 and target not in vocabulary]
+    assert not wrong, f"token_logprobs took targets {wrong} of {len(vocabulary)} tokens"
+    scale, softcap, temperature = options
+    logits = scale * (hidden.detach().double() @ weight.detach().double().t())
+    if bias is not None:
+        logits = logits + scale * bias.detach().double()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logprobs = (logits / temperature).log_softmax(-1)
+    expected = [0.0 if t == -100 else float(logprobs[i, t]) for i, t in enumerate(wanted)]
+    found = result if isinstance(result, Tensor) else result[0]
+    coarse = torch.tensor(expected, dtype=torch.float64)
+    if hidden.dtype in (torch.float32, torch.float64):
+        _close(found, coarse, "token_logprobs")
+
+
 def rope(arguments: dict[str, Any], result: Any) -> None:
     q, cos, sin, packed = (arguments[name] for name in ("q", "cos", "sin", "packed"))
     plain = (arguments["table"], arguments["qkv_format"]) == ("position", "thd")

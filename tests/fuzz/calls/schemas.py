@@ -441,7 +441,7 @@ def _head(draw: Draw) -> dict[str, Any]:
     }
 
 
-schema("token_logprobs")(_head)
+schema("token_logprobs", check=judge.token_logprobs)(_head)
 
 
 @schema("token_logprobs_backward")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import cuseq
+from tests.fuzz import judge
 from tests.fuzz.calls.target import TARGETS, function
 from tests.fuzz.values import Draw, a_layout, a_row, a_tree, tree_nodes
 
@@ -97,7 +98,7 @@ def _reduction(draw: Draw) -> dict[str, Any]:
 for _name in ("segment_sum", "segment_mean", "segment_max", "segment_last"):
     function(f"cuseq.ops.{_name}", getattr(cuseq.ops, _name))(_reduction)
 
-function("cuseq.token_logprobs", cuseq.token_logprobs)(
+function("cuseq.token_logprobs", cuseq.token_logprobs, check=judge.token_logprobs)(
     TARGETS["torch.ops.cuseq.token_logprobs"].make
 )
 
