@@ -173,10 +173,8 @@ Tensor cp_pieces(const cp::Plan& plan, int64_t rank) {
 
 std::tuple<Tensor, Tensor, Tensor> cp_share(const cp::Plan& plan, int64_t rank, int64_t max_seqs) {
   check_rank(plan, rank);
-  TORCH_CHECK_VALUE(plan.row.size() - 1 <= max_seqs,
-                    "max_seqs must be at least the number of "
-                    "documents, ",
-                    plan.row.size() - 1, ", got ", max_seqs);
+  TORCH_CHECK_VALUE(plan.row.size() - 1 <= max_seqs, "packed must have room for the plan's ",
+                    plan.row.size() - 1, " documents, got a layout of max_seqs = ", max_seqs);
   cp::Share share = cp::share_of(plan, rank, max_seqs);
   return {tensor_of(plan.piece_lengths(rank)), tensor_of(std::move(share.rows)),
           tensor_of(std::move(share.meta))};

@@ -339,3 +339,11 @@ def test_a_plan_of_other_padding_is_refused():
     plan = cp_plan(PackedLayout.from_lengths([8, 8], segment_multiple=8), 2)
     with pytest.raises(ValueError, match=r"segments \[7, 8\], got one for \[8, 8\]"):
         cp_partition(packed, plan, 0)
+
+
+def test_a_layout_without_room_for_the_documents_of_a_plan_is_named():
+    """Empty documents leave no trace in a layout's tokens."""
+    packed = PackedLayout.from_lengths([], 8, max_seqs=0)
+    plan = cp_plan([0, 0], 1, total_tokens=8)
+    with pytest.raises(ValueError, match=r"packed must have room for the plan's 2 documents, got"):
+        cp_partition(packed, plan, 0)
