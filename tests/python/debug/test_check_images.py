@@ -131,7 +131,10 @@ def test_the_command_line_loads_models_of_images(family, tmp_path, capsys):
     """The text part runs; their documents hold no tokens of images."""
     if family not in transformers.CONFIG_MAPPING:
         pytest.skip("not in this transformers")
-    transformers.CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    config = transformers.CONFIG_MAPPING[family]()
+    if family.startswith("qwen2") and "mrope_section" not in config.text_config.rope_parameters:
+        pytest.skip("its default config says nothing of the planes that its code reads")
+    config.save_pretrained(tmp_path)
     code = main([str(tmp_path), "--tiny", "--no-cache", "--tokens", "64"])
     assert code == 0, capsys.readouterr()
 

@@ -657,6 +657,14 @@ def test_register_and_enable_nest():
     assert not is_registered()
 
 
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT raise KeyboardInterrupt, also in a pytest that a shell put into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     "step",
     [
@@ -668,7 +676,7 @@ def test_register_and_enable_nest():
         "replace_attention",
     ],
 )
-def test_an_interrupt_leaves_all_or_nothing(step, monkeypatch):
+def test_an_interrupt_leaves_all_or_nothing(step, ctrl_c, monkeypatch):
     def state(model):
         modules = [(list(vars(m)), len(m._forward_pre_hooks)) for m in model.modules()]
         code = modeling_qwen3.apply_rotary_pos_emb

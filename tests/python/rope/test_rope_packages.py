@@ -129,6 +129,10 @@ MODELS = {
         mrope_interleaved=True,
     ),
 }
+# Before transformers 5.17, Qwen2-VL's function took the planes of positions apart itself.
+MODELS = {
+    name: model for name, model in MODELS.items() if hasattr(model.code, "apply_rotary_pos_emb")
+}
 MULTIMODAL = [name for name, model in MODELS.items() if model.mrope_section]
 TEXT = [name for name in MODELS if name not in MULTIMODAL]
 
