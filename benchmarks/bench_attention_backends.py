@@ -47,7 +47,7 @@ from workload import lognormal_lengths
 
 import cuseq
 from cuseq import _attention_table, _backends, _fa4, _flex
-from cuseq._static_batch import room_for
+from cuseq.layout import checked_spans, room_for
 
 Tensor = torch.Tensor
 LAYERS = 8
@@ -162,7 +162,7 @@ class Case:
         """Return a function of q and the pairs that runs LAYERS attentions."""
         packed, options = self.packed, self.row.options()
         if "spans" in options:
-            options["spans"] = packed.checked_spans(options["spans"])
+            options["spans"] = checked_spans(packed, options["spans"])
 
         def run(q: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
             for k, v in pairs:

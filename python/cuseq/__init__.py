@@ -15,7 +15,7 @@ from cuseq.conv import causal_conv1d
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check import check_packing
 from cuseq.debug.profile import profile_step
-from cuseq.graphed_step import GraphedStep
+from cuseq.graphs import GraphedStep
 from cuseq.layout import PackedLayout
 from cuseq.model_head import model_logprobs
 from cuseq.pad import pack, run_packed, unpack

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from cuseq import _C, _fa3, _fa4, _packages
 from cuseq._attention_table import BACKENDS, COMMAND, Facts, Times, read_own_table, read_table
 from cuseq._modes import is_capturing
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, StaticLayout
 
 PACKAGES = {"fa4": _fa4.register, "fa3": _fa3.register}
 
@@ -143,13 +143,13 @@ def takes_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> b
     mask = _mask_run_one_by_one(asked)
     if packed.is_tree and mask is None:
         return False  # a tree's calls run on the other backends
-    if packed.is_static and mask is None:
+    if packed.is_replayed and mask is None:
         return _replays_take_flex(q, v, packed, asked)
     if is_compiling():
         return mask is not None or _compiled_code_takes_flex(q, v, asked)
     if q.shape[0] < LEAST_TOKENS_FOR_FLEX:
         return False
-    if packed.is_static or is_capturing(q.device):
+    if packed.is_replayed or is_capturing(q.device):
         return mask is not None  # the capture cannot copy the offsets that segments need
     facts = _eager_facts(q, v, packed, asked)
     if facts[2] in ("causal", "full", "window") and not is_wide(q, v):
@@ -190,7 +190,7 @@ def why_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Question) -> str
     if asked.backend == "flex":
         return "it was asked for"
     one_by_one = "one kernel for all sequences, where the other backends run them one by one"
-    if packed.is_static or is_capturing(q.device):
+    if packed.is_replayed or is_capturing(q.device):
         if _mask_run_one_by_one(asked) is not None:
             return one_by_one
         return "the best in a CUDA graph, where the others pay for sequences that may come"
@@ -231,7 +231,8 @@ def _replays_take_flex(q: Tensor, v: Tensor, packed: PackedLayout, asked: Questi
         return False
     tokens = _constant(q.shape[0], _POWERS)
     room = _constant(packed.cu_seqlens_static.shape[0] - 1, _POWERS)
-    facts = (*_constants_of(q, v, asked), tokens, room, packed.expected_sequences)
+    expected = packed.expected_sequences if isinstance(packed, StaticLayout) else 0
+    facts = (*_constants_of(q, v, asked), tokens, room, expected)
     if not is_compiling():
         return flex_replays_fastest(*facts)
     from cuseq._compile_time import flex_replays_fastest as asked_once

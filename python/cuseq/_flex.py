@@ -20,8 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cuseq._backends import is_wide, shared_memory
-from cuseq._spans import Spans
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, Spans
 
 _SIZES = 4
 # The tiles that torch 2.11 gives wide heads on an H200 do not fit in shared memory. These were the
@@ -140,7 +139,7 @@ def _capped(cap: Tensor) -> Callable[..., Tensor]:
 
 def _is_pad(packed: PackedLayout, total_tokens: int) -> Tensor:
     padded = packed.cu_seqlens_padded_static
-    offsets = packed.state.cu_seqlens_static
+    offsets = packed.cu_seqlens_static
     return torch.ops.cuseq.token_metadata(offsets, total_tokens, padded)[2]
 
 

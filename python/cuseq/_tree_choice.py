@@ -7,7 +7,7 @@ flex attention on a GPU, dense scores on a CPU.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -79,9 +79,14 @@ def modelled_times(
     )
 
 
+def _meta_of(packed: PackedLayout) -> Tensor:
+    assert packed.tree is not None
+    return packed.tree.meta
+
+
 def times_of(q: Tensor, v: Tensor, packed: PackedLayout) -> Times:
     """Return the modelled times of attention over a tree; reads numbers on the host only."""
-    meta = cast("Tensor", packed.state.tree_meta)
+    meta = _meta_of(packed)
     dim = max(q.shape[2], v.shape[2])
     rates = GPU if q.is_cuda else CPU
     depth, mean_depth = int(meta[_DEPTH]), int(meta[_MEAN_DEPTH])
@@ -97,7 +102,7 @@ def one_kernel_pays(q: Tensor, v: Tensor, packed: PackedLayout, backend: str) ->
     """
     if backend != "auto" or is_compiling() or isinstance(q, FakeTensor):
         return False
-    if q.dim() != 3 or v.dim() != 3 or int(cast("Tensor", packed.state.tree_meta)[_DEPTH]) < 2:
+    if q.dim() != 3 or v.dim() != 3 or int(_meta_of(packed)[_DEPTH]) < 2:
         return False
     if q.is_cuda:
         compiles_in_vain = q.shape[0] < LEAST_TOKENS_FOR_FLEX or is_capturing(q.device)
@@ -110,7 +115,7 @@ def one_kernel_pays(q: Tensor, v: Tensor, packed: PackedLayout, backend: str) ->
 def why_one_kernel(q: Tensor, v: Tensor, packed: PackedLayout) -> str:
     """Return why `one_kernel_pays` said yes."""
     times = times_of(q, v, packed)
-    depth = int(cast("Tensor", packed.state.tree_meta)[_DEPTH])
+    depth = int(_meta_of(packed)[_DEPTH])
     fitted = " on an H200" if q.is_cuda else ""
     return (
         f"one kernel is modelled to take {times.one_kernel:.0f} us{fitted}, the calls of {depth} "

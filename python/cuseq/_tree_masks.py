@@ -6,7 +6,7 @@ its node, and the node's descendants. So a mask is one number per key, where the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,14 +19,19 @@ from cuseq.cache import remember
 from cuseq.masks import block_mask_of
 
 if TYPE_CHECKING:
-    from cuseq._layout_facts import LayoutFacts
+    from cuseq.layout import PackedLayout, Tree
 
 _ops = torch.ops.cuseq
 
 _LONGEST_PATH: int = _C.TreeMeta.LONGEST_PATH
 
 
-def hides_nothing(packed: LayoutFacts, window: int) -> bool:
+def _tree_of(packed: PackedLayout) -> Tree:
+    assert packed.tree is not None
+    return packed.tree
+
+
+def hides_nothing(packed: PackedLayout, window: int) -> bool:
     """Return whether every path of a tree is within a window. Never waits.
 
     A CUDA graph replays other trees, of which only the row's length is known. Compiled code serves
@@ -34,9 +39,9 @@ def hides_nothing(packed: LayoutFacts, window: int) -> bool:
     """
     if is_compiling():
         return False
-    if packed.is_static or is_capturing(packed.device):
+    if packed.is_replayed or is_capturing(packed.device):
         return window >= packed.total_tokens
-    return window >= int(cast("Tensor", packed.state.tree_meta)[_LONGEST_PATH])
+    return window >= int(_tree_of(packed).meta[_LONGEST_PATH])
 
 
 def pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
@@ -46,41 +51,42 @@ def pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
     return int((lengths.long() * below).sum())
 
 
-def ranges_of_keys(packed: LayoutFacts) -> Tensor:
+def ranges_of_keys(packed: PackedLayout) -> Tensor:
     """Return the queries that see each key, int32 `[2, total_tokens]`: from `first` up to `end`.
 
     A token of the tail is seen by itself alone.
     """
     if is_compiling():
         return _ranges_of_keys(packed)
-    return remember(packed.state.lengths, "tree_ranges", lambda: _ranges_of_keys(packed))
+    return remember(packed.row.lengths, "tree_ranges", lambda: _ranges_of_keys(packed))
 
 
-def _ranges_of_keys(packed: LayoutFacts) -> Tensor:
-    state = packed.state
-    rows, offsets = cast("Tensor", state.tree_rows), state.cu_seqlens_static
-    _, nodes, is_tail = _ops.token_metadata(offsets, state.total_tokens, None)
-    tokens = torch.arange(state.total_tokens, dtype=torch.int32, device=rows.device)
+def _ranges_of_keys(packed: PackedLayout) -> Tensor:
+    rows, offsets = _tree_of(packed).rows, packed.cu_seqlens_static
+    _, nodes, is_tail = _ops.token_metadata(offsets, packed.total_tokens, None)
+    tokens = torch.arange(packed.total_tokens, dtype=torch.int32, device=rows.device)
     ends = rows.index_select(0, nodes.clamp(max=offsets.shape[0] - 2))
     return torch.stack([tokens, torch.where(is_tail, tokens + 1, ends)])
 
 
-def visible(packed: LayoutFacts, window: int | None) -> Tensor:
+def visible(packed: PackedLayout, window: int | None) -> Tensor:
     """Return which keys each token sees, bool `[total_tokens, total_tokens]`."""
     first, end = ranges_of_keys(packed)
     query = first.unsqueeze(1)
     seen = (first <= query) & (query < end)
     if window is not None:
-        positions = cast("Tensor", packed.own_positions)
+        positions = _tree_of(packed).positions
         seen &= positions.unsqueeze(1) - positions < window
     return seen
 
 
-def dense_mask(packed: LayoutFacts, dtype: torch.dtype, window: int | None, finite: bool) -> Tensor:
+def dense_mask(
+    packed: PackedLayout, dtype: torch.dtype, window: int | None, finite: bool
+) -> Tensor:
     """Return `PackedLayout.dense_mask` of a tree."""
 
     def make() -> Tensor:
-        offsets, tokens = packed.state.cu_seqlens_static, packed.state.total_tokens
+        offsets, tokens = packed.cu_seqlens_static, packed.total_tokens
         # The op checks the size and aligns the lines; the values are written here.
         mask = _ops.dense_mask(offsets, tokens, True, True, None, None, None, None, dtype, finite)
         seen = visible(packed, window)
@@ -91,10 +97,10 @@ def dense_mask(packed: LayoutFacts, dtype: torch.dtype, window: int | None, fini
 
     if is_compiling():
         return make()
-    return remember(packed.state.lengths, "tree_mask", make, dtype, window, finite)
+    return remember(packed.row.lengths, "tree_mask", make, dtype, window, finite)
 
 
-def block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int]) -> BlockMask:
+def block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int]) -> BlockMask:
     """Return `PackedLayout.block_mask` of a tree.
 
     Args:
@@ -103,7 +109,7 @@ def block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int]) 
     if is_compiling():
         return _block_mask(packed, window, sizes)
     return remember(
-        packed.state.lengths,
+        packed.row.lengths,
         "tree_block_mask",
         lambda: _block_mask(packed, window, sizes),
         window,
@@ -112,9 +118,9 @@ def block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int]) 
     )
 
 
-def _block_mask(packed: LayoutFacts, window: int | None, sizes: tuple[int, int]) -> BlockMask:
+def _block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int]) -> BlockMask:
     ranges = ranges_of_keys(packed)
-    end, positions = ranges[1], cast("Tensor", packed.own_positions)
+    end, positions = ranges[1], _tree_of(packed).positions
     query_block, key_block = sizes
     # The op takes the keys of each query. Given the queries of each key, it returns the mask with
     # both sides exchanged.
@@ -159,7 +165,7 @@ def attend_densely(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packed: LayoutFacts,
+    packed: PackedLayout,
     window: int | None,
     scale: float | None,
     softcap: float | None,
@@ -170,7 +176,7 @@ def attend_densely(
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:  # as the op casts
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    is_tail = _ops.token_metadata(packed.state.cu_seqlens_static, packed.total_tokens, None)[2]
+    is_tail = _ops.token_metadata(packed.cu_seqlens_static, packed.total_tokens, None)[2]
     tail = is_tail[:, None, None]
     # The tail may hold NaN. Clear it: a weight of zero times NaN is NaN in every row.
     q, k, v = (rows.masked_fill(tail, 0) for rows in (q, k, v))

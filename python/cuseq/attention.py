@@ -29,12 +29,17 @@ from cuseq._backends import (
     why_flex,
 )
 from cuseq._flex import attend_by_flex
-from cuseq._layout_state import LayoutState
-from cuseq._spans import Spans
 from cuseq._tree_choice import one_kernel_pays, why_one_kernel
 from cuseq._tree_masks import attend_densely, hides_nothing
 from cuseq.distributed._groups import name_or_default
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import (
+    PackedLayout,
+    Row,
+    Spans,
+    check_layout,
+    checked_spans,
+    remember_offsets_on_host,
+)
 
 _ops = torch.ops.cuseq
 
@@ -241,18 +246,16 @@ class _Options(NamedTuple):
     def of_op(self, q: Tensor, packed: PackedLayout) -> tuple[Any, ...]:
         """Return the arguments of the op after q, k and v."""
         causal, window, spans, scale, softcap, backend = self
-        state = packed.state
-        segments = state.segments
-        padded = None if segments is None else segments.cu_seqlens_static
-        if state.rank_meta is not None:
+        row, part, tree = packed.row, packed.part, packed.tree
+        padded = None if row.segments is None else row.segments.cu_seqlens_static
+        if part is not None:
             if spans is not None and not isinstance(spans, Tensor):
                 raise TypeError(
                     "spans must be an int32 tensor [n_spans, 2] for a rank's part of a row, got "
                     f"{type(spans).__name__}"
                 )
-            group = name_or_default(state.rank_group)
-            arguments = self._arguments(state, spans, padded)
-            return *arguments, state.rank_rows, state.rank_meta, group, None, None
+            group = name_or_default(part.group)
+            return *self._arguments(row, spans, padded), part.rows, part.meta, group, None, None
         one_by_one = (
             spans is not None
             or softcap is not None
@@ -261,17 +264,15 @@ class _Options(NamedTuple):
             or backend == "segments"
         )
         if one_by_one and not is_compiling():
-            packed.remember_offsets_on_host()
-        spans = packed.checked_spans(spans) if spans is not None else None
-        arguments = self._arguments(state, spans, padded)
-        return *arguments, None, None, "", state.tree_rows, state.tree_meta
+            remember_offsets_on_host(packed)
+        spans = checked_spans(packed, spans) if spans is not None else None
+        nodes = (None, None) if tree is None else (tree.rows, tree.meta)
+        return *self._arguments(row, spans, padded), None, None, "", *nodes
 
-    def _arguments(
-        self, state: LayoutState, spans: Tensor | None, padded: Tensor | None
-    ) -> tuple[Any, ...]:
+    def _arguments(self, row: Row, spans: Tensor | None, padded: Tensor | None) -> tuple[Any, ...]:
         causal, window, _, scale, softcap, backend = self
-        meta = state.host_meta
-        offsets = state.cu_seqlens_static
+        meta = row.host_meta
+        offsets = row.cu_seqlens_static
         return offsets, meta, causal, window, scale, None, spans, padded, softcap, backend
 
 
@@ -315,7 +316,7 @@ def _checked(
 
 def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) -> bool:
     """Return whether flex attention runs the call; load the other backends first."""
-    if packed.state.rank_meta is not None:
+    if packed.part is not None:
         if options.backend == "flex":
             raise ValueError(
                 'backend="flex" cannot take this call: packed is a rank\'s part of a row, whose '
@@ -331,7 +332,7 @@ def _runs_flex(q: Tensor, v: Tensor, packed: PackedLayout, options: _Options) ->
         _, window, spans, _, softcap, backend = options
         plain = softcap is None and spans is None and (options.causal or window is None)
         plain = plain and not is_wide(q, v)
-        if (plain and backend != "flex" and not packed.is_static) or isinstance(q, FakeTensor):
+        if (plain and backend != "flex" and not packed.is_replayed) or isinstance(q, FakeTensor):
             return False
     return takes_flex(q, v, packed, options.question())
 

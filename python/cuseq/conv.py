@@ -82,8 +82,7 @@ def causal_conv1d(
     check_flag(return_final_state, "return_final_state")
     offsets = padded = None
     if packed is not None:
-        check_layout(packed)
-        packed.check_no_tree()
+        check_layout(packed, trees=False)
         padded = packed.cu_seqlens_padded_static
         offsets = packed.cu_seqlens_static
         if initial_state is not None or return_final_state:

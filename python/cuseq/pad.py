@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cuseq._arguments import as_int, check_flag, check_tensor, shown
-from cuseq._build_layout import common_multiple
 from cuseq._models import text_config
 from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout.build import common_multiple
 from cuseq.tree import PackedTree
 
 _ops = torch.ops.cuseq
@@ -180,8 +180,7 @@ def shift_left(values: Tensor, packed: PackedLayout, shift: int = 1, *, fill: Fi
         tensor([   6,    7, -100, -100,    9, -100, -100, -100])
     """
     check_tensor(values, "values")
-    check_layout(packed)
-    packed.check_whole()
+    check_layout(packed, parts=False, trees=False)
     shift = as_int(shift, "shift", least=0)
     total = packed.total_tokens
     batched = values.shape[:2] == (1, total)

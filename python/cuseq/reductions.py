@@ -83,8 +83,7 @@ def segment_last(values: Tensor, packed: PackedLayout) -> Tensor:
 
 def _reduced(values: Tensor, packed: PackedLayout, kind: str) -> Tensor:
     check_tensor(values, "values")
-    check_layout(packed)
-    packed.check_no_part()  # whose sequences are pieces, not documents
+    check_layout(packed, parts=False)  # whose sequences are pieces, not documents
     if values.dim() == 0 or values.shape[0] != packed.total_tokens:
         raise ValueError(
             f"values must have the layout's total_tokens = {packed.total_tokens} rows, got shape "

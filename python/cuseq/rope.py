@@ -236,10 +236,9 @@ def _positions_of(
     if packed is None:
         return None, None, position_ids
     check_layout(packed)
-    state = packed.state
-    positions = packed.own_positions
-    if positions is None:
-        segments = state if state.segments is None else state.segments
+    record = packed.tree if packed.part is None else packed.part
+    if record is None:
+        segments = packed.segments.row
         return segments.cu_seqlens_static, segments.host_meta, position_ids
     check_tensor(q, "q")
     if cp_size != 1 or position_ids is not None:
@@ -248,14 +247,14 @@ def _positions_of(
             f"has its own positions, or a tree, got cp_size = {cp_size}"
         )
     if qkv_format == "thd" or q.dim() != 4:  # the op itself refuses a q of other dimensions
-        return None, None, positions
+        return None, None, record.positions
     batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]
     if batch * seqlen != packed.total_tokens:
         raise ValueError(
             f"packed must have as many tokens as q, batch * seqlen = {batch * seqlen}, got a "
             f"layout of total_tokens = {packed.total_tokens}"
         )
-    return None, None, positions.view(batch, seqlen)
+    return None, None, record.positions.view(batch, seqlen)
 
 
 def _check_norm_types(

@@ -10,12 +10,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq import _build_layout as build
 from cuseq._arguments import as_device, as_int, check_tensor, check_untransformed, shown
-from cuseq._layout_state import Recipe
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import with_index
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, Recipe, build, check_layout
 
 _ops = torch.ops.cuseq
 
@@ -57,7 +55,7 @@ class PackedTree:
                 f"{shown(tree)}"
             )
         check_layout(layout, "layout")
-        if layout.state.tree is not tree:
+        if layout.tree is None or layout.tree.nodes is not tree:
             raise ValueError(f"layout must be that of the tree, got {layout}")
         if input_ids is not None:
             _check_ids(input_ids, layout.total_tokens)

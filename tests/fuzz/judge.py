@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import cuseq
+from cuseq.layout.records import static_tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import reference
@@ -75,9 +76,9 @@ def complaint(error: BaseException, names: frozenset[str], changed: bool = False
 def facts(value: Any) -> Any:
     """Return tensors, layouts and numbers of a result as plain values."""
     if isinstance(value, cuseq.PackedLayout):
-        rows = () if value.rank_positions is not None or value.is_tree else value.batch_rows()
+        rows = () if value.part is not None or value.is_tree else value.batch_rows()
         tensors = value.position_ids, value.seq_ids, value.moe_padding_mask, value.lengths, *rows
-        assert all(type(t) is Tensor for t in (*tensors, *value.state.static_tensors()))
+        assert all(type(t) is Tensor for t in (*tensors, *static_tensors(value._records)))
         return repr(value), [facts(t) for t in tensors]
     if isinstance(value, cuseq.PackedTree):
         targets = [] if value.input_ids is None else list(value.targets)
@@ -333,7 +334,7 @@ def attention(arguments: dict[str, Any], out: Tensor) -> None:
 def _tree_attention(arguments: dict[str, Any], out: Tensor) -> None:
     """Compare with dense attention over each token's ancestors."""
     q, k, v, packed = (arguments[name] for name in ("q", "k", "v", "packed"))
-    rows, softcap, scale = packed.state.tree_rows, arguments["softcap"], arguments["scale"]
+    rows, softcap, scale = packed.tree.rows, arguments["softcap"], arguments["scale"]
     nodes = packed.seq_ids.tolist()
     positions = packed.position_ids.tolist()
     ends = [rows[node].item() if node < packed.num_sequences else 0 for node in nodes]
@@ -394,7 +395,7 @@ def rope(arguments: dict[str, Any], result: Any) -> None:
     others = ("position_ids", "mrope_section", "rotary_dim")
     if not plain or any(arguments[name] is not None for name in others) or packed is None:
         return
-    whole = packed.rank_positions is None and arguments["cp_size"] == 1
+    whole = packed.part is None and arguments["cp_size"] == 1
     if not whole or arguments["inplace"] or result[0].is_meta or not _plain(q, cos, sin):
         return
     if packed.total_tokens > MOST_TOKENS or 2 * cos.shape[1] > q.shape[2]:

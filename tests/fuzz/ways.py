@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import cuseq
+from cuseq.layout import StaticLayout
 from tests.fuzz import judge
 from tests.fuzz.calls.target import Arguments, Target
 from tests.fuzz.values import Draw
@@ -117,7 +118,7 @@ def _with_gradient(draw: Draw, value: Any) -> Any:
 def _other_copy(draw: Draw, value: Any) -> Any:
     """Return an object of ours after it was pickled, or a layout that was filled with its row."""
     if isinstance(value, cuseq.PackedLayout) and draw.chance(0.5):
-        static = value.static_copy(value.device)
+        static = StaticLayout.like(value, value.device)
         judge.facts(static)
         return static.copy_(value)
     ours = type(value).__module__.startswith("cuseq") and not isinstance(value, type)

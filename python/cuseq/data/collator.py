@@ -68,8 +68,7 @@ def mask_boundary_labels(
     ignore_index = as_int(ignore_index, "ignore_index")
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
-        check_layout(packed)
-        packed.check_no_tree()
+        check_layout(packed, trees=False)
         if packed.total_tokens != labels.numel():
             raise ValueError(
                 f"labels must have the layout's total_tokens = {packed.total_tokens} elements, "

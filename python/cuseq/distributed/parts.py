@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cuseq import _build_layout as build
 from cuseq._arguments import as_device, check_tensor
-from cuseq._layout_state import LayoutState, Recipe
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import copy_pair
 from cuseq.distributed._groups import name_of
 from cuseq.distributed.plan import ContextParallelPlan, packed_lengths
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, Part, Recipe, Records, Row, build, check_layout
+from cuseq.layout.records import moved
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -142,21 +141,21 @@ def _local_layout(
     lengths, rows, meta = plan.share(packed, rank)
     own = packed.total_tokens // plan.cp_size
     # A rank has at most two pieces of a document, and no empty ones.
-    max_seqs = min(own, 2 * (packed.cu_seqlens_static.shape[0] - 1))
+    max_seqs = min(own, 2 * (packed.row.max_seqs))
     if plan.policy == "zigzag":
-        state = _zigzag_state(packed, plan.cp_size, rank)
+        row = _zigzag_row(packed, plan.cp_size, rank)
     elif plan.policy == "ulysses" and packed.pads_between_sequences:
         padded = _padded_lengths(packed, rank * own, (rank + 1) * own)
-        state = build.of_lengths_and_segments(*padded, own, max_seqs)
+        row = build.of_lengths_and_segments(*padded, own, max_seqs)
     else:
-        state = build.of_sequences(lengths, own, max_seqs, from_cu_seqlens=False)
-    local = PackedLayout(state).to(packed.device)
+        row = build.of_sequences(lengths, own, max_seqs, from_cu_seqlens=False)
+    local = moved(Records(row), packed.device)
     rows, _ = copy_pair(rows, lengths, packed.device)  # two tensors to a copy
-    part = _Part(plan, rank, *packed_lengths(packed), packed.cu_seqlens_static.shape[0] - 1)
-    return local.as_part_of_row(positions, rows, meta, group, part)
+    source = _Source(plan, rank, *packed_lengths(packed), packed.row.max_seqs)
+    return PackedLayout(local._replace(part=Part(positions, rows, meta, group, source)))
 
 
-class _Part(NamedTuple):
+class _Source(NamedTuple):
     """The arguments of `cp_partition`, of which the layout of a rank's part follows."""
 
     plan: ContextParallelPlan
@@ -183,8 +182,8 @@ def _part_again(
 ) -> PackedLayout:
     target = as_device(device, "device")
     _check_plan(plan)
-    state = build.of_bytes(lengths, segment_lengths, plan.total_tokens, max_seqs)
-    local = cp_partition(PackedLayout(state), plan, rank, group=group)[0]
+    row = build.of_bytes(lengths, segment_lengths, plan.total_tokens, max_seqs)
+    local = cp_partition(PackedLayout(Records(row)), plan, rank, group=group)[0]
     return local.with_total_tokens(total_tokens).to(target)
 
 
@@ -204,8 +203,8 @@ def _padded_lengths(packed: PackedLayout, first: int, end: int) -> tuple[Tensor,
     return real[held > 0], held[held > 0]
 
 
-def _zigzag_state(packed: PackedLayout, cp_size: int, rank: int) -> LayoutState:
-    """Return the state of a rank's segments, each with two of its `2 * cp_size` parts."""
+def _zigzag_row(packed: PackedLayout, cp_size: int, rank: int) -> Row:
+    """Return the row of a rank's segments, each with two of its `2 * cp_size` parts."""
     lengths, padded = packed.lengths_on_host(), packed.segments.lengths_on_host()
     part = padded // (2 * cp_size)
     zero = torch.zeros_like(part)
@@ -215,5 +214,5 @@ def _zigzag_state(packed: PackedLayout, cp_size: int, rank: int) -> LayoutState:
         first + second,
         padded // cp_size if packed.pads_between_sequences else None,
         packed.total_tokens // cp_size,
-        packed.cu_seqlens_static.shape[0] - 1,
+        packed.row.max_seqs,
     )

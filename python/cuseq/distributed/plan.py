@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq import _build_layout as build
 from cuseq._arguments import as_int, as_window, one_of, shown
 from cuseq._modes import is_capturing, may_keep, outside_inference_mode
 from cuseq._transfer import copy_pair, to_host
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, build, check_layout
 
 POLICIES = ("auto", "contiguous", "ulysses", "zigzag")
 HEADS, HEAD_DIM = (16, 8), 128  # of Qwen3-0.6B
@@ -188,8 +187,7 @@ class ContextParallelPlan:
         Raises:
             ValueError: the layout has other sequences than the plan's.
         """
-        check_layout(packed)
-        packed.check_whole()
+        check_layout(packed, parts=False, trees=False)
         self._check_sequences(packed)
         return self._deal_on(packed.device)
 
@@ -334,8 +332,7 @@ def cp_plan(
     options = _checked_options(cp_size, policy, heads, head_dim, window, max_far_rows, merge)
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
-        check_layout(packed)
-        packed.check_whole()
+        check_layout(packed, parts=False, trees=False)
         if total_tokens is not None and as_int(total_tokens, "total_tokens") != packed.total_tokens:
             raise ValueError(
                 f"total_tokens must be the layout's {packed.total_tokens} or None, got "

@@ -11,10 +11,10 @@ from torch import Tensor
 from cuseq.integrations._foreign import load, private
 
 if TYPE_CHECKING:
-    from cuseq._layout_facts import LayoutFacts
+    from cuseq.layout import PackedLayout
 
 
-def causal_bias(packed: LayoutFacts, window: int | None) -> tuple[Any, list[Tensor]]:
+def causal_bias(packed: PackedLayout, window: int | None) -> tuple[Any, list[Tensor]]:
     """Return a new `BlockDiagonalCausalMask` and the list of tensors made for it, for the cache.
 
     xformers' own constructors copy a list of lengths to the device and wait for that copy. This

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import cuseq
+from cuseq.layout import StaticLayout
 from tests.fuzz.calls.target import TARGETS, Arguments, Target
 from tests.fuzz.judge import facts, same
 from tests.fuzz.values import Draw
@@ -108,7 +109,7 @@ def _gradient(packed: Layout) -> Tensor:
 
 
 def _read(packed: Layout, name: str) -> Any:
-    if name in ("attention", "gradient") and packed.rank_positions is not None:
+    if name in ("attention", "gradient") and packed.part is not None:
         return None  # needs the other ranks
     try:
         return facts(READERS[name](packed))
@@ -238,7 +239,7 @@ class _Life:
 
 COPIES: dict[str, Callable[[Layout], Layout]] = {
     "pickle": lambda packed: pickle.loads(pickle.dumps(packed)),
-    "static copy": lambda packed: packed.static_copy(packed.device),
+    "static copy": lambda packed: StaticLayout.like(packed, packed.device),
     "longer": lambda packed: packed.with_total_tokens(packed.total_tokens + 1),
 }
 

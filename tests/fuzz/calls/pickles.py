@@ -91,14 +91,14 @@ def _use_layout(packed: cuseq.PackedLayout) -> None:
     too_large = total > 4096 or packed.cu_seqlens_static.numel() > 1 << 16
     if too_large or packed.device.type == "meta":
         return
-    if packed.rank_positions is None and not packed.is_tree:
+    if packed.part is None and not packed.is_tree:
         judge.layout({}, packed)
         slots, tokens = packed.batch_rows()
         assert int((tokens >= 0).sum()) == packed.num_real_tokens
         assert slots.shape == (total,)
     for per_token in (packed.position_ids, packed.seq_ids, packed.moe_padding_mask):
         assert per_token.shape == (total,)
-    if packed.rank_positions is None or packed.state.rank_group is None:
+    if packed.part is None or packed.part.group is None:
         q = torch.zeros(total, 2, 8)
         cuseq.attention_backend(q, q, q, packed)
 

@@ -244,8 +244,8 @@ def _attention(draw: Draw) -> dict[str, Any]:
             if is_tree
             else _share(draw, row)
         ),
-        "tree_rows": packed.state.tree_rows,
-        "tree_meta": packed.state.tree_meta,
+        "tree_rows": packed.tree.rows,
+        "tree_meta": packed.tree.meta,
     }
 
 
@@ -255,8 +255,8 @@ def _share(draw: Draw, row: Row) -> dict[str, Any]:
     if draw.chance(0.3):
         packed = cuseq.PackedLayout.from_lengths(row.lengths, row.total)
         plan = cp_plan(packed, 1, policy="ulysses", heads=(1, 1))
-        local = cp_partition(packed, plan, 0)[0].to(draw.device).state
-        rows, meta = local.rank_rows, local.rank_meta
+        local = cp_partition(packed, plan, 0)[0].to(draw.device)
+        rows, meta = local.part.rows, local.part.meta
     return {"rank_rows": rows, "rank_meta": meta, "rank_group": ""}
 
 

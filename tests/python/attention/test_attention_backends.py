@@ -29,6 +29,7 @@ from cuseq import (
     attention_backend,
     varlen_attention,
 )
+from cuseq.layout import StaticLayout
 
 NAMES = ("flash", "fa4", "fa3", "flex", "efficient", "segments")
 op = torch.ops.cuseq.varlen_attention
@@ -86,7 +87,7 @@ def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, mon
         masks = ({}, {"window": 99}, {"causal": False}, {"window": 3, "causal": False})
         for asked in (question._replace(**options) for options in masks):
             torch._dynamo.reset()  # its limit of compilations is for one function in all
-            assert takes_flex(q, packed.static_copy(q.device), asked).eq(expected).all()
+            assert takes_flex(q, StaticLayout.like(packed, q.device), asked).eq(expected).all()
             assert takes_flex(q, packed, asked).eq(-1).all()
 
 

@@ -27,6 +27,7 @@ from cuseq import (
     attention_backend,
     varlen_attention,
 )
+from cuseq.layout import StaticLayout
 
 NAMES = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
 HALF = 6e-3  # error of bf16, relative
@@ -563,7 +564,7 @@ def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
         step = GraphedStep(
             lambda batch: run(batch["packed"]).square().sum(), optimizer, {"packed": layouts[0]}
         )
-        static = layouts[0].to("cuda").static_copy(torch.device("cuda"))
+        static = StaticLayout.like(layouts[0].to("cuda"), torch.device("cuda"))
         assert attention_backend(*parameters, static, **options).name == "flex"
         for layout in layouts:
             with monkeypatch.context() as patched:

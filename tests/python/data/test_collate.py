@@ -487,7 +487,7 @@ def test_torch_load_reads_a_saved_batch_with_weights_only(name, device):
     read = torch.load(saved([batch]), weights_only=True)[0]
     assert read["packed"].device == packed.device
     again = pickle.loads(pickle.dumps(packed))
-    assert as_plain(read["packed"].state) == as_plain(again.state)
+    assert as_plain(read["packed"]._records) == as_plain(again._records)
     assert torch.equal(read["packed"].cu_seqlens, packed.cu_seqlens)
     assert torch.equal(read["input_ids"], batch["input_ids"])
     assert read["num_label_tokens"] == 7
@@ -496,4 +496,4 @@ def test_torch_load_reads_a_saved_batch_with_weights_only(name, device):
 def test_torch_load_reads_a_saved_tree_with_weights_only():
     read = torch.load(saved(small_tree()), weights_only=True)
     assert read.input_ids.tolist() == small_tree().input_ids.tolist()
-    assert as_plain(read.layout.state) == as_plain(small_tree().layout.state)
+    assert as_plain(read.layout._records) == as_plain(small_tree().layout._records)

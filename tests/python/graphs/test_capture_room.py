@@ -157,7 +157,7 @@ def test_a_promise_is_made_for_every_layout_of_a_graphed_step(monkeypatch):
         "none": PackedLayout.from_lengths([], 64, max_seqs=0),
         "tree": tree.layout,
     }
-    batch = cuseq._static_batch.StaticBatch(example, torch.device("cpu"), "example")
+    batch = cuseq.graphs.batch.StaticBatch(example, torch.device("cpu"), "example")
     with batch.promised(8):
         assert promised == [4, 8, 16]
     assert promised[3:] == [None] * 3

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
 import cuseq
-from cuseq import _C, GraphedStep, PackedLayout, graphed_step
+from cuseq import _C, GraphedStep, PackedLayout
+from cuseq.graphs import step as graphed_step
 
 TOKENS, MAX_SEQS, VOCABULARY = 64, 8, 32
 ROWS = ([20, 30], [1, 9, 54], [64], [5] * 8, [0, 63, 0], [33, 31])
@@ -229,7 +230,7 @@ def test_only_steps_that_can_be_captured_hide_lengths_from_the_host(device):
     def loss_fn(batch):
         packed = batch["packed"]
         chunks = packed.chunked(3)
-        marks.append([one.is_static for one in (packed, packed.segments, chunks)])
+        marks.append([one.is_replayed for one in (packed, packed.segments, chunks)])
         loss = (packed.position_ids * parameter).sum()
         return loss if batch["captures"] or loss.item() > -1 else -loss
 

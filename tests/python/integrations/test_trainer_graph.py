@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import cuseq
-from cuseq import graphed_step
+from cuseq.graphs import step as graphed_step
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")

@@ -407,7 +407,7 @@ def test_the_sft_rows_need_documents(cp, tmp_path):
     assert "collator:DataCollatorForLanguageModeling" in enabled.replaced
     assert trainer.train_dataset.plan.num_rows < len(rows)
     batch = trainer.data_collator([trainer.train_dataset[0]])
-    assert batch["packed"].state.rank_group == cp.group_name
+    assert batch["packed"].part.group == cp.group_name
     cuseq.disable(trainer)
     assert (trainer.train_dataset, trainer.data_collator) == (rows, collator)
     with pytest.raises(ValueError, match="packing=True or padding_free=True"):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuseq
-from cuseq._build_layout import offsets_of_chunks
+from cuseq.layout.build import offsets_of_chunks
 
 
 def chunks(length: int, size: int) -> list[int]:

@@ -13,6 +13,8 @@ from test_no_sync import syncs_are_errors
 
 import cuseq
 from cuseq import PackedLayout
+from cuseq.layout import StaticLayout
+from cuseq.layout.records import tensors_of
 
 MAX_SEQS = 6
 STATIC = ("position_ids", "seq_ids", "moe_padding_mask", "seq_idx", "cu_seqlens_static")
@@ -80,9 +82,9 @@ def test_other_kinds_on_a_gpu_are_filled_from_the_host(cuda, pinned):
     for mine, row in ((local.to(cuda), other), (tree.to(cuda), deep)):
         mine.copy_(row.pin_memory() if pinned else row)
         assert torch.equal(mine.position_ids.cpu(), row.position_ids)
-        fresh = row._on(cuda).state
-        for name, tensor in mine.state._on_device().items():
-            assert torch.equal(tensor, getattr(fresh, name)), name
+        fresh = tensors_of(row._on(cuda)._records)
+        for path, tensor in tensors_of(mine._records).items():
+            assert torch.equal(tensor, fresh[path]), path
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -91,7 +93,7 @@ def test_a_padded_batch_on_a_gpu_is_filled_from_the_host(cuda, pinned):
     first, second = (
         PackedLayout.from_padding_mask(mask, total_tokens=6, max_seqs=2) for mask in masks
     )
-    static, ids = first.static_copy(cuda), torch.arange(6).view(2, 3)
+    static, ids = StaticLayout.like(first, cuda), torch.arange(6).view(2, 3)
     of_row = PackedLayout.from_lengths([1, 2], 6, max_seqs=2, device=cuda)
     for packed in (static, of_row):
         packed.copy_(second.pin_memory() if pinned else second)
@@ -107,10 +109,10 @@ def test_layouts_of_padded_batches(device):
         PackedLayout.from_padding_mask(mask, total_tokens=6, max_seqs=2) for mask in masks
     )
     ids = torch.arange(6, device=device).view(2, 3)
-    slots = first.state.slots
+    slots = first.batch.slots
     first.copy_(second)
     assert torch.equal(cuseq.pack(first, ids), cuseq.pack(second, ids))
-    assert first.state.slots is slots
+    assert first.batch.slots is slots
 
 
 ROWS = (
@@ -168,11 +170,12 @@ def test_fills_in_any_order(data):
             first.check()
         elif first is not second:
             lengths, mask = second.row
-            batch, of_other = first.layout.state.tokens, second.layout.state.tokens
+            batch, of_other = first.layout.batch, second.layout.batch
             if batch is not None:
-                longest = max(lengths, default=0)
-                shape = (len(lengths), longest) if of_other is None else tuple(of_other.shape)
-                if shape != tuple(batch.shape):
+                shape = len(lengths), max(lengths, default=0)
+                if of_other is not None:
+                    shape = tuple(of_other.tokens.shape)
+                if shape != tuple(batch.tokens.shape):
                     with pytest.raises(ValueError, match="same padded batch"):
                         first.layout.copy_(second.layout)
                     continue
@@ -234,7 +237,7 @@ def test_a_layout_keeps_few_lists_of_spans():
     for number in range(200):
         packed.dense_mask(spans=[(number // 2, number // 2 + 1 + number % 2)])
         packed.chunk_indices(number + 1)
-    assert len(packed._spans) <= 16 and len(packed._chunks) <= 16
+    assert len(packed._derived.spans) <= 16 and len(packed._derived.chunks) <= 16
     assert torch.equal(packed.dense_mask(spans=[(3, 9)]), expected)
 
 
@@ -251,7 +254,7 @@ def test_masks_and_copies_of_the_old_row_are_dropped(fresh_cache):
 
 
 def test_a_graph_that_replays_other_lengths_takes_none_of_now(cuda):
-    packed = PackedLayout.from_lengths([2, 3], 8, max_seqs=3).static_copy(cuda)
+    packed = StaticLayout.like(PackedLayout.from_lengths([2, 3], 8, max_seqs=3), cuda)
     names = ("lengths", "cu_seqlens", "num_sequences", "max_seqlen", "num_real_tokens")
     for name in names:
         getattr(packed, name)
@@ -305,12 +308,12 @@ def part(lengths: list[int], rank: int = 0, group: str | None = None) -> PackedL
 
 def test_parts_of_rows():
     local, other = part([5, 3]), part([2, 6])
-    positions, rows = local.position_ids, local.state.rank_rows
+    positions, rows = local.position_ids, local.part.rows
     local.copy_(other)
     assert local.position_ids is positions
     assert positions.tolist() == [0, 1, 0, 1]
-    assert torch.equal(rows, other.state.rank_rows)
-    assert torch.equal(local.state.rank_meta, other.state.rank_meta)
+    assert torch.equal(rows, other.part.rows)
+    assert torch.equal(local.part.meta, other.part.meta)
 
 
 def packed_of(*lengths: int, **options) -> PackedLayout:

@@ -557,6 +557,7 @@ def test_pickling_goes_by_memory_and_not_through_lists(monkeypatch):
 EDITED = """
 import pickle, torch, cuseq
 from cuseq import PackedLayout
+from cuseq.layout import StaticLayout
 
 device = torch.device("{device}")
 labels = torch.arange(8, device=device)
@@ -575,7 +576,7 @@ USES = dict(
     chunked=lambda p: p.chunked(2),
     pickle=pickle.dumps,
     with_total_tokens=lambda p: p.with_total_tokens(12),
-    static_copy=lambda p: p.static_copy(device),
+    static_copy=lambda p: StaticLayout.like(p, device),
     to=lambda p: p.to("meta"),
 )
 if device.type == "cpu" and torch.cuda.is_available():
@@ -614,7 +615,7 @@ packed = PackedLayout.from_lengths([2, 3], 8)
 moved = packed.to("meta") if device.type == "cpu" else packed.to(device)
 for made in (packed, moved, packed.with_total_tokens(16), packed.pin_memory() if
              torch.cuda.is_available() else packed):
-    made.check_unedited()
+    made._check_unedited()
 print("every edit was seen")
 """
 

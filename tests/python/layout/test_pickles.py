@@ -12,8 +12,9 @@ import torch
 
 import cuseq
 from cuseq import _C
-from cuseq import _build_layout as build
-from cuseq.layout import _row_again, _tree_again
+from cuseq.layout import build
+from cuseq.layout.packed import _row_again, _tree_again
+from cuseq.layout.records import tensors_of
 from cuseq.tree import _restored
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
@@ -56,13 +57,28 @@ def test_the_same_layout_comes_back(name):
     again = pickle.loads(pickle.dumps(layout))
     for fact in ("lengths", "cu_seqlens", "cu_seqlens_static", "host_meta", "position_ids"):
         assert torch.equal(getattr(again, fact), getattr(layout, fact)), fact
-    for field in ("slots", "tokens", "rank_rows", "rank_meta", "tree_rows", "tree_meta"):
-        old, new = (getattr(one.state, field) for one in (layout, again))
-        assert old is None if new is None else torch.equal(old, new), field
+    for path, tensor in (before := tensors_of(layout._records)).items():
+        if path[-1] != "lengths":  # of which there may be more than sequences
+            assert torch.equal(tensors_of(again._records)[path], tensor), path
+    assert before.keys() == tensors_of(again._records).keys()
     assert torch.equal(again.segments.cu_seqlens, layout.segments.cu_seqlens)
     assert again.pads_between_sequences == layout.pads_between_sequences
-    assert again.state.rank_group == layout.state.rank_group
+    assert again._records.kind == layout._records.kind
+    assert getattr(again.part, "group", None) == getattr(layout.part, "group", None)
     assert len(pickle.dumps(layout)) < 1000  # of what the layout follows from
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_an_older_pickle_is_refused_by_name(protocol):
+    """It held the tensors of a layout, and called another function with them."""
+
+    old = {
+        0: b"ccuseq.layout\n_restored\n.",
+        2: b"\x80\x02ccuseq.layout\n_restored\n.",
+        4: b"\x80\x04\x8c\x0ccuseq.layout\x8c\x09_restored\x93.",
+    }[protocol]
+    with pytest.raises(pickle.UnpicklingError, match="an earlier cuseq pickled cannot be read"):
+        pickle.loads(old)
 
 
 def numbers(*values: int) -> bytes:

@@ -109,7 +109,7 @@ def check_what_moves(groups: dict[int, Group]) -> None:
         outputs = []
         forward = moved_bytes(lambda: outputs.append(cuseq.varlen_attention(q, k, k, local)))
         backward = moved_bytes(lambda: outputs[0].sum().backward())
-        return [forward, backward], local.state.rank_meta.tolist()
+        return [forward, backward], local.part.meta.tolist()
 
     assert bytes_of([20, 12, 20, 12], 64)[0] == [None, None]
     row = 2 * 2 * 8 * 8  # keys and values of a token
@@ -477,9 +477,8 @@ def test_a_plan_of_two_ranks_needs_a_group():
 @pytest.mark.parametrize("op", ["varlen_attention", "varlen_attention_backward"])
 def test_opcheck_of_a_part(op):
     local, own, _ = one_rank()
-    state = local.state
-    options = (state.cu_seqlens_static, state.host_meta, True, None, None, None, None, None, None)
-    share = ("auto", state.rank_rows, state.rank_meta, "")
+    options = (local.cu_seqlens_static, local.host_meta, True, None, None, None, None, None, None)
+    share = ("auto", local.part.rows, local.part.meta, "")
     leaf = own.detach().requires_grad_(op == "varlen_attention")
     rows = (leaf, leaf, leaf)
     if op == "varlen_attention_backward":
@@ -494,14 +493,13 @@ def test_opcheck_of_a_part(op):
 def test_one_rank_cannot_receive_rows():
     """There is no group to receive them from."""
     local, own, _ = one_rank()
-    state = local.state
-    options = (state.cu_seqlens_static, state.host_meta, True, None, None, None, None, None, None)
+    options = (local.cu_seqlens_static, local.host_meta, True, None, None, None, None, None, None)
     for any_far in (1, 2**31 - 1, -1):
-        meta = state.rank_meta.clone()
+        meta = local.part.meta.clone()
         meta[META.ANY_FAR] = any_far
         with pytest.raises(ValueError, match=f"got {any_far} for whether any of 1 ranks receives"):
             torch.ops.cuseq.varlen_attention(
-                own, own, own, *options, "auto", state.rank_rows, meta, ""
+                own, own, own, *options, "auto", local.part.rows, meta, ""
             )
 
 

@@ -66,7 +66,7 @@ def test_a_batch_is_the_part_of_the_whole_batch(one_rank, size, policy):
         assert type(batch["num_label_tokens"]) is int
         kept += int((batch["shift_labels"] != -100).sum())
         assert batch["packed"].total_tokens == TOTAL // size
-        assert batch["packed"].state.rank_group == cp.group_name
+        assert batch["packed"].part.group == cp.group_name
     assert kept == int((shifted != -100).sum())
     assert set(batch) == {*whole, "shift_labels", "num_label_tokens", "row_checksum"}
 
@@ -117,10 +117,10 @@ def test_workers_deal_rows_without_a_process_group(one_rank, start):
             if isinstance(value, torch.Tensor):
                 assert torch.equal(found[key], value), key
         assert found["num_label_tokens"] == expected["num_label_tokens"]
-        local, same = found["packed"].state, expected["packed"].state
-        assert torch.equal(local.rank_rows, same.rank_rows)
-        assert torch.equal(local.rank_meta, same.rank_meta)
-        assert local.rank_group == same.rank_group
+        local, same = found["packed"].part, expected["packed"].part
+        assert torch.equal(local.rows, same.rows)
+        assert torch.equal(local.meta, same.meta)
+        assert local.group == same.group
 
 
 def test_a_place_is_made_of_a_mesh_or_a_group(one_rank):

@@ -103,13 +103,13 @@ def test_rope_of_a_part_is_that_of_the_whole(policy, multiple, device):
         assert torch.equal(turned, expected)
 
 
-def all_of(state) -> dict[str, object]:
-    """Return the share of a local layout's state as lists."""
+def all_of(part) -> dict[str, object]:
+    """Return the share of a rank as lists."""
     return {
-        "rows": state.rank_rows.tolist(),
-        "meta": state.rank_meta.tolist(),
-        "positions": state.rank_positions.tolist(),
-        "group": state.rank_group,
+        "rows": part.rows.tolist(),
+        "meta": part.meta.tolist(),
+        "positions": part.positions.tolist(),
+        "group": part.group,
     }
 
 
@@ -118,12 +118,12 @@ def test_a_part_is_copied_pickled_and_moved_with_its_share(policy, multiple, dev
     packed = PackedLayout.from_lengths([40, 7, 27, 2], 80, segment_multiple=multiple)
     plan = cp_plan(packed, 4, policy=policy)
     (local,) = cp_partition(packed, plan, 2, group="7")
-    expected = all_of(local.state)
+    expected = all_of(local.part)
     assert expected["group"] == "7"
-    assert local.state.rank_meta.device.type == "cpu"
+    assert local.part.meta.device.type == "cpu"
     moved = local.to(device)
-    assert moved.state.rank_rows.device == device
-    assert moved.state.rank_meta.device.type == "cpu"
+    assert moved.part.rows.device == device
+    assert moved.part.meta.device.type == "cpu"
     for other in (
         pickle.loads(pickle.dumps(local)),
         pickle.loads(pickle.dumps(moved)),
@@ -132,7 +132,7 @@ def test_a_part_is_copied_pickled_and_moved_with_its_share(policy, multiple, dev
         moved.to("cpu"),
         local.with_total_tokens(24),
     ):
-        found = all_of(other.state)
+        found = all_of(other.part)
         found["positions"] = found["positions"][:20]
         assert found == expected
         assert torch.equal(other.cu_seqlens_padded.cpu(), local.cu_seqlens_padded)
@@ -143,8 +143,8 @@ def test_a_part_is_pinned_with_its_share(cuda):
     packed = PackedLayout.from_lengths([40, 7, 30, 3])
     (local,) = cp_partition(packed, cp_plan(packed, 4), 1)
     pinned = local.pin_memory()
-    assert pinned.state.rank_rows.is_pinned() and pinned.state.rank_positions.is_pinned()
-    assert all_of(pinned.state) == all_of(local.state)
+    assert pinned.part.rows.is_pinned() and pinned.part.positions.is_pinned()
+    assert all_of(pinned.part) == all_of(local.part)
 
 
 def test_a_row_on_a_gpu_is_dealt_without_a_wait(cuda):
@@ -161,7 +161,7 @@ def test_a_row_on_a_gpu_is_dealt_without_a_wait(cuda):
     assert torch.equal(own, rows[plan.tokens_of(1).to(cuda)])
     assert joined.shape == rows.shape
     on_host = cp_partition(PackedLayout.from_lengths(lengths), plan, 1)[0]
-    assert all_of(local.state) == all_of(on_host.state)
+    assert all_of(local.part) == all_of(on_host.part)
 
 
 def test_a_plan_is_not_copied_in_a_capture(cuda):
@@ -182,15 +182,15 @@ def test_buffers_have_one_size_for_all_packs(policy, multiple):
         plan = cp_plan(packed, 3, policy=policy, heads=(3, 3))
         for rank in range(3):
             (local,) = cp_partition(packed, plan, rank)
-            state = local.state
-            sizes = [t.shape for t in (state.rank_rows, state.rank_meta, local.cu_seqlens_static)]
+            part = local.part
+            sizes = [t.shape for t in (part.rows, part.meta, local.cu_seqlens_static)]
             if multiple > 1:
                 sizes.append(local.segments.cu_seqlens_static.shape)
             shapes.add(tuple(sizes))
     assert len(shapes) == 1
     packed = PackedLayout.from_lengths([30, 30], max_seqs=4)
     sizes = [
-        cp_partition(packed, cp_plan(packed, 3, max_far_rows=limit), 0)[0].state.rank_rows.numel()
+        cp_partition(packed, cp_plan(packed, 3, max_far_rows=limit), 0)[0].part.rows.numel()
         for limit in (None, 25)
     ]
     assert sizes[1] < sizes[0]
@@ -217,7 +217,7 @@ def test_one_graph_serves_the_parts_of_all_rows():
 
 def sections(local: PackedLayout) -> dict[str, list[int]]:
     """Return the sections of a share, without what fills them up."""
-    meta, rows = local.state.rank_meta.tolist(), local.state.rank_rows.tolist()
+    meta, rows = local.part.meta.tolist(), local.part.rows.tolist()
     pieces, keys = meta[META.PIECE_CAPACITY], meta[META.KEY_CAPACITY]
     sent, sources = meta[META.SEND_CAPACITY], meta[META.SOURCE_CAPACITY]
     sizes = [pieces + 1, pieces + 1, keys, sent, sources + 1, keys + sent]
@@ -260,7 +260,7 @@ def test_the_worked_example_of_a_share():
         "term_offsets": [0, 1, 2, 3, 4, 5, 6],
         "terms": [3, 4, 5, 0, 1, 2],
     }
-    meta = second.state.rank_meta.tolist()
+    meta = second.part.meta.tolist()
     assert meta[META.SIZE :] == [0, 0, 3, 0]
     numbers = {
         META.CP_SIZE: 2,
@@ -299,13 +299,13 @@ def test_shares_hold_what_attention_needs(policy, cp_size, multiple):
     real = [[rows[~local.moe_padding_mask] for rows in own] for local, *own in parts]
     messages = [[None] * cp_size for _ in range(cp_size)]
     for rank, (local, *_) in enumerate(parts):
-        meta, sent = local.state.rank_meta.tolist(), sections(local)["sent"]
+        meta, sent = local.part.meta.tolist(), sections(local)["sent"]
         for peer, count in enumerate(meta[META.SIZE : META.SIZE + cp_size]):
             rows, sent = torch.tensor(sent[:count], dtype=torch.long), sent[count:]
             messages[peer][rank] = [own[rows] for own in real[rank][1:]]
     outputs = []
     for rank, (local, *_) in enumerate(parts):
-        share, meta = sections(local), local.state.rank_meta.tolist()
+        share, meta = sections(local), local.part.meta.tolist()
         queries = real[rank][0]
         cut = [rows[: meta[META.NUM_CUT_TOKENS]] for rows in real[rank][1:]]
         sources = [

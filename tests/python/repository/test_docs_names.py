@@ -15,31 +15,6 @@ import cuseq
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
-# Members that other modules of the package call, and that users need not know.
-INTERNAL = {
-    "cuseq.PackedLayout": {
-        *(
-            "as_part_of_row",
-            "static_copy",
-            "mark_static",
-            "is_static",
-            "expected_sequences",
-            "made_for_tokens",
-            "refill",
-        ),
-        *("batch_rows", "take_mask", "lengths_on_host", "cu_seqlens_recurrent_on_host"),
-        *(
-            "check_no_part",
-            "check_no_tree",
-            "check_unedited",
-            "check_whole",
-            "checked_spans",
-            "note_versions",
-        ),
-        *("own_positions", "rank_positions", "remember_offsets_on_host"),
-    },
-}
-
 
 def resolved(name: str) -> Any:
     """Return the object of a dotted name; raise AttributeError or ImportError if there is none."""
@@ -78,8 +53,7 @@ LISTED = {
 def test_a_page_lists_the_public_members_of_a_class(name):
     public = {member for member in dir(resolved(name)) if not member.startswith("_")}
     listed = [member for member in LISTED[name] if not member.startswith("__")]
-    assert sorted(listed) == sorted(public - INTERNAL.get(name, set()))
-    assert INTERNAL.get(name, set()) <= public
+    assert sorted(listed) == sorted(public)
 
 
 def test_the_classes_of_the_first_page_are_compared():

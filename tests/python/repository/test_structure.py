@@ -132,22 +132,29 @@ def private_attributes(tree: ast.Module) -> set[str]:
     return {name for name in names if is_private(name)}
 
 
+def room(name: str) -> str:
+    """Return the package that a module belongs to; each module of cuseq itself is a room."""
+    depth = 3 if name.startswith("cuseq.integrations.") else 2
+    return ".".join(name.split(".")[:depth])
+
+
 def reaches(known: dict[str, ast.Module]) -> list[str]:
-    """Return uses of another module's private names, as "module: what"."""
+    """Return uses of the private names of another room's modules, as "module: what"."""
     owners: dict[str, set[str]] = {}
     for name, tree in known.items():
         for attribute in private_attributes(tree):
-            owners.setdefault(attribute, set()).add(name)
+            owners.setdefault(attribute, set()).add(room(name))
     found = []
     for name, tree in known.items():
         aliases = {}  # names here that stand for modules of the package
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cuseq"):
+                is_outside = room(node.module) != room(name)
                 for alias in node.names:
                     target = f"{node.module}.{alias.name}"
                     if target in known:
                         aliases[alias.asname or alias.name] = target
-                    elif is_private(alias.name) and target != "cuseq._C":
+                    elif is_private(alias.name) and target != "cuseq._C" and is_outside:
                         found.append(f"{name}: from {node.module} import {alias.name}")
             elif isinstance(node, ast.Import):
                 for alias in node.names:
@@ -158,8 +165,10 @@ def reaches(known: dict[str, ast.Module]) -> list[str]:
                 continue
             left = node.value.id if isinstance(node.value, ast.Name) else None
             target = f"{aliases[left]}.{node.attr}" if left in aliases else None
-            of_module = target is not None and target not in known and aliases[left] != name
-            of_class = name not in owners.get(node.attr, {name})
+            of_module = (
+                target is not None and target not in known and room(aliases[left]) != room(name)
+            )
+            of_class = room(name) not in owners.get(node.attr, {room(name)})
             if of_module or of_class:
                 found.append(f"{name}: {ast.unparse(node)}")
     return found
@@ -181,12 +190,16 @@ def test_a_reach_is_found():
         "cuseq.c": "from cuseq import a\na._x\nother._y",
         "cuseq.d": "from cuseq import _e, _C\n_e.f(_C._g, torch._h)",
         "cuseq._e": "def f(*args): ...",
+        "cuseq.f.one": "class F:\n    def _k(self): ...",
+        "cuseq.f.two": "def g(f):\n    return f._k()",
+        "cuseq.h": "def g(f):\n    return f._k()",
         "cuseq": "",
     }
     assert reaches({name: ast.parse(source) for name, source in sources.items()}) == [
         "cuseq.b: from cuseq.a import _x",
         "cuseq.c: a._x",
         "cuseq.c: other._y",
+        "cuseq.h: f._k",
     ]
 
 

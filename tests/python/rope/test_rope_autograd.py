@@ -985,7 +985,7 @@ def test_a_captured_graph_reads_its_offsets(inplace, cuda):
     call = case.build(cuda)
     offsets = torch.zeros(9, dtype=torch.int32, device=cuda)
     static = PackedLayout.from_lengths([9, 14], 64, max_seqs=8, device=cuda)
-    static.state = static.state._replace(cu_seqlens_static=offsets)
+    static.row = static.row._replace(cu_seqlens_static=offsets)
     grads = incoming(call.tensors)
 
     def step(packed):

@@ -312,7 +312,7 @@ def test_a_layout_is_filled_again_in_place():
     positions = layout.position_ids
     layout.copy_(other)
     assert positions.tolist() == other.position_ids.tolist()
-    assert torch.equal(layout.state.tree_rows, other.state.tree_rows)
+    assert torch.equal(layout.tree.rows, other.tree.rows)
     with pytest.raises(ValueError, match="same kind: a tree, got a row"):
         layout.copy_(cuseq.PackedLayout.from_lengths([8], max_seqs=8))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import cuseq
+from cuseq.layout import StaticLayout
 
 SHORT = "its window counts tokens of a path of the tree"
 HARD = {
@@ -203,7 +204,7 @@ def test_trees_know_how_many_keys_and_ancestors_a_token_has():
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         steps = sum(depth * length for depth, length in zip(depths, lengths, strict=True))
-        meta = tree.layout.state.tree_meta
+        meta = tree.layout.tree.meta
         for slot, total in (("MEAN_KEYS", int(seen.sum())), ("MEAN_DEPTH", steps)):
             found = int(meta[getattr(_C.TreeMeta, slot)])
             assert found == (-(-total // tokens) if tokens else 0), (name, slot)
@@ -222,7 +223,7 @@ def test_a_graph_keeps_windows_that_hide_nothing_in_its_first_tree():
         for lengths, parents in (([3, 2, 2], [-1, 0, 0]), ([25, 10], [-1, 0]))
     )
     q, k, v = (rows.detach() for rows in inputs(40))
-    static = short.layout.static_copy(q.device)
+    static = StaticLayout.like(short.layout, q.device)
     assert cuseq.attention_backend(q, k, v, short.layout, window=8).reason != SHORT
     assert cuseq.attention_backend(q, k, v, static, window=8).reason == SHORT
     assert cuseq.attention_backend(q, k, v, static, window=40).reason != SHORT
@@ -437,10 +438,10 @@ def test_options_that_trees_do_not_have(options, message):
 def test_the_op_refuses_what_is_no_tree():
     tree = tree_of("several prompts")
     q, k, v = (t.detach() for t in inputs(tree.layout.total_tokens))
-    state = tree.layout.state
+    layout = tree.layout
 
-    def call(rows=state.tree_rows, meta=state.tree_meta, window=None):
-        arguments = (state.cu_seqlens_static, state.host_meta, True, window)
+    def call(rows=layout.tree.rows, meta=layout.tree.meta, window=None):
+        arguments = (layout.cu_seqlens_static, layout.host_meta, True, window)
         return torch.ops.cuseq.varlen_attention(q, k, v, *arguments, tree_rows=rows, tree_meta=meta)
 
     call()
@@ -449,11 +450,11 @@ def test_the_op_refuses_what_is_no_tree():
     with pytest.raises(ValueError, match="must be given together"):
         call(meta=None)
     with pytest.raises(ValueError, match="tree_meta must be of the layout of tree_rows"):
-        call(rows=state.tree_rows[:-1])
+        call(rows=layout.tree.rows[:-1])
     with pytest.raises(ValueError, match="tree_rows must hold offsets that ascend"):
-        call(rows=torch.zeros_like(state.tree_rows))
+        call(rows=torch.zeros_like(layout.tree.rows))
     for slot in range(7, 13):
-        meta = state.tree_meta.clone()
+        meta = layout.tree.meta.clone()
         meta[slot] = 1 << 20
         with pytest.raises(ValueError, match="tree_"):
             call(meta=meta)

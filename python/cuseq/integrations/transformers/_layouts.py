@@ -143,7 +143,7 @@ def check_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     packed = kwargs.get("packed")
     if torch.compiler.is_compiling() or not isinstance(packed, PackedLayout):
         return
-    if packed.rank_positions is not None:
+    if packed.part is not None:
         for rope_type in rotations_by_length(text_config(model)):
             raise ValueError(
                 "packed must describe a whole row for a model whose rotation follows the longest "
@@ -170,4 +170,4 @@ def _several_sequences(position_ids: Tensor, batch: int) -> PackedLayout | None:
 def _tensors_of(layout: PackedLayout | None) -> tuple[Tensor, ...]:
     if layout is None:
         return ()
-    return layout.state.lengths, layout.state.cu_seqlens_static, layout.state.host_meta
+    return layout.row.lengths, layout.row.cu_seqlens_static, layout.row.host_meta

@@ -81,7 +81,7 @@ def check_agreement(
     omit sequences of length zero. Tensors on a GPU, layouts whose lengths came from a GPU, a rank's
     part of a row and trees are not compared.
     """
-    if packed.own_positions is not None or packed.known_lengths is None:
+    if packed.part is not None or packed.is_tree or packed.known_lengths is None:
         return
     longest = longest_on_host(max_q, max_k)
     if longest is not None and longest < packed.max_seqlen:

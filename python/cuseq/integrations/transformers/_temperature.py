@@ -100,10 +100,10 @@ def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any
         offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
     if torch.compiler.is_compiling():
         padded = None
-        if packed is not None and packed.own_positions is not None:
-            return packed.own_positions
+        if packed is not None and (packed.part or packed.tree) is not None:
+            return packed.position_ids
         if packed is not None:
-            offsets, padded = packed.state.cu_seqlens_static, packed.cu_seqlens_padded_static
+            offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
         if offsets is None:
             return None
         offsets = offsets.to(torch.int32)

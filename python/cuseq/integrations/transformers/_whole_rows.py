@@ -108,7 +108,7 @@ def _padding_of(told: dict[str, Any]) -> Tensor | None:
     if packed is not None:
         if compiling:  # an int of the layout would be a constant of the compiled code
             return _tokens_of(packed.to(rows.device))[1]
-        if not packed.is_static and packed.num_real_tokens == packed.total_tokens:
+        if not packed.is_replayed and packed.num_real_tokens == packed.total_tokens:
             return None
         return packed.to(rows.device).moe_padding_mask
     offsets, total_tokens = told.get("cu_seq_lens_q"), rows.shape[0] * rows.shape[1]
@@ -183,7 +183,7 @@ def _tag_logits(
         return None
     told = _without_none(dict(zip(names, args, strict=False)) | kwargs)
     padding, packed = _padding_of(told), _layout_of(told)
-    is_part = packed is not None and packed.rank_positions is not None
+    is_part = packed is not None and packed.part is not None
     if padding is None and not is_part:
         return None
     tagged = RouterLogits(logits)
@@ -219,7 +219,7 @@ def _balance_of_documents(original: _Function) -> _Function:
             _check_parts(original)
             bound.apply_defaults()
             num_experts, top_k = bound.arguments["num_experts"], bound.arguments["top_k"]
-            count = functools.partial(_sum_over_ranks, group=logits.part.state.rank_group)
+            count = functools.partial(_sum_over_ranks, group=logits.part.part.group)
             return _balance_of_part(logits, num_experts, top_k, count)
         bound.arguments["attention_mask"] = (~logits.padding).long()[None]
         return original(*bound.args, **bound.kwargs)
@@ -307,8 +307,8 @@ def _noise_of_documents(original: _Function) -> _Function:
         packed = getattr(module, _LAYOUT, None)
         if packed is None or not module.training:
             return original(module, args, output)
-        if packed.own_positions is not None:
-            what = "a tree" if packed.is_tree else "a rank's part of a row"
+        if packed.part is not None or packed.tree is not None:
+            what = "a tree" if packed.part is None else "a rank's part of a row"
             raise ValueError(
                 "packed must describe whole documents for NEFTune, whose noise depends on their "
                 f"lengths, got the layout of {what}: set neftune_noise_alpha=None"

@@ -39,7 +39,6 @@ from transformers.utils.import_utils import is_tracing
 import cuseq
 from cuseq._arguments import as_size
 from cuseq._backends import load_backends
-from cuseq._build_layout import offsets_of_chunks
 from cuseq.integrations.transformers._layers import dropout_option
 from cuseq.integrations.transformers._layouts import (
     check_total,
@@ -63,6 +62,7 @@ from cuseq.integrations.transformers.names import (
     UNSUPPORTED,
 )
 from cuseq.layout import check_layout
+from cuseq.layout.build import offsets_of_chunks
 
 
 def cuseq_attention(
@@ -255,8 +255,8 @@ def _chunks_in_compiled_code(
     """
     padded = None
     if packed is not None:
-        packed.check_whole()
-        offsets, padded = packed.state.cu_seqlens_static, packed.cu_seqlens_padded_static
+        check_layout(packed, parts=False, trees=False)
+        offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
     room = offsets.shape[0] - 1 + rows[0].shape[0] // chunk
     chunks, padded = offsets_of_chunks(offsets.to(torch.int32), padded, chunk, room)
     if rows[0].is_cuda:

@@ -148,7 +148,7 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
         check_total(packed, _tokens(told))
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         check_agreement(packed, *map(told.get, names), told)
-    is_part = packed.rank_positions is not None
+    is_part = packed.part is not None
     if is_part or packed.is_tree:
         what = "the part of a row that cp_partition gave to one rank" if is_part else "a tree"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Functions that make layout states from lengths, offsets, padding masks and positions."""
+"""Functions that make the records of a layout from lengths, offsets, masks and positions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cuseq._arguments import (
     plain_tensor,
     shown,
 )
-from cuseq._layout_state import NUM_SEQS, LayoutState
 from cuseq._modes import outside_inference_mode
 from cuseq._transfer import to_host
+from cuseq.layout.records import NUM_SEQS, Records, Row, Tree
 
 _ops = torch.ops.cuseq
 
@@ -63,10 +63,10 @@ def of_sequences(
     *,
     from_cu_seqlens: bool,
     num_seqs: Tensor | None = None,
-) -> LayoutState:
-    """Return the state for lengths or offsets, without padding between sequences.
+) -> Row:
+    """Return the row for lengths or offsets, without padding between sequences.
 
-    The state is on the device of `source`. If `total_tokens` is None, it is on the host: the sum of
+    The row is on the device of `source`. If `total_tokens` is None, it is on the host: the sum of
     the lengths is needed at once, and once the values are on the host nothing has to wait again.
 
     Args:
@@ -100,8 +100,8 @@ def of_segments(
     segment_multiple: Multiple,
     total_multiple: Multiple,
     max_seqs: int | None,
-) -> LayoutState:
-    """Return the state for lengths whose segments are padded to multiples."""
+) -> Row:
+    """Return the row for lengths whose segments are padded to multiples."""
     segment_multiple = common_multiple(segment_multiple, "segment_multiple")
     if segment_multiple >= 2**31:  # the sums below are int64
         raise ValueError(f"segment_multiple must be at most 2^31 - 1, got {segment_multiple}")
@@ -143,15 +143,15 @@ def of_mask(
     segment_multiple: Multiple,
     total_multiple: Multiple,
     max_seqs: int | None,
-) -> LayoutState:
-    """Return the state for the mask `[batch, seqlen]` and the kind from `real_tokens`."""
+) -> Row:
+    """Return the row for the mask `[batch, seqlen]` and the kind from `real_tokens`."""
     with outside_inference_mode():
         lengths = _ops.lengths_from_padding_mask(real, kind)
     return of_segments(lengths, total_tokens, segment_multiple, total_multiple, max_seqs)
 
 
-def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) -> LayoutState:
-    """Return the state for positions that restart with each sequence."""
+def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) -> Row:
+    """Return the row for positions that restart with each sequence."""
     position_ids = plain_tensor(position_ids, "position_ids")
     check_untransformed(position_ids, "position_ids", _OUTSIDE)
     max_seqs, plane = as_size(max_seqs, "max_seqs"), as_size(plane, "plane")
@@ -167,20 +167,20 @@ def of_positions(position_ids: Tensor, plane: int | None, max_seqs: int | None) 
 
 def of_lengths_and_segments(
     lengths: Tensor, segment_lengths: Tensor | None, total_tokens: int, max_seqs: int
-) -> LayoutState:
-    """Return the state for sequences in segments of the given lengths.
+) -> Row:
+    """Return the row for sequences in segments of the given lengths.
 
     `segment_lengths=None` means that segments are as long as their sequences.
     """
-    state = of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
+    row = of_sequences(lengths, total_tokens, max_seqs, from_cu_seqlens=False)
     if segment_lengths is None:
-        return state
+        return row
     segments = of_sequences(segment_lengths, total_tokens, max_seqs, from_cu_seqlens=False)
-    return state._replace(segments=segments)
+    return row._replace(segments=segments)
 
 
-def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: int) -> LayoutState:
-    """Return the state, on the host, of a row that holds the nodes of a tree.
+def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: int) -> Records:
+    """Return the records, on the host, of a row that holds the nodes of a tree.
 
     Raises:
         ValueError: the tree does not fit into `total_tokens`, `max_seqs` or `max_depth`.
@@ -197,11 +197,9 @@ def of_tree(tree: _C.Tree, total_tokens: int, max_seqs: int | None, max_depth: i
             f"max_depth must be at least the depth of the tree, {tree.depth}, got {max_depth}"
         )
     with outside_inference_mode():
-        state = of_sequences(tree.lengths(), total_tokens, max_seqs, from_cu_seqlens=False)
-        capacity = state.cu_seqlens_static.shape[0] - 1
-        rows, meta = tree.calls(capacity, max_depth, total_tokens)
-        positions = tree.positions(total_tokens)
-        return state._replace(tree_positions=positions, tree_rows=rows, tree_meta=meta, tree=tree)
+        row = of_sequences(tree.lengths(), total_tokens, max_seqs, from_cu_seqlens=False)
+        rows, meta = tree.calls(row.max_seqs, max_depth, total_tokens)
+        return Records(row, tree=Tree(tree.positions(total_tokens), rows, meta, tree))
 
 
 def tree_of_parts(
@@ -216,8 +214,8 @@ copyreg.pickle(_C.Tree, lambda tree: (tree_of_parts, tree.parts()))
 
 def of_bytes(
     lengths: bytes, segment_lengths: bytes | None, total_tokens: int, max_seqs: int
-) -> LayoutState:
-    """Return the state of what `as_bytes` made of lengths, after the checks of `from_lengths`.
+) -> Row:
+    """Return the row of what `as_bytes` made of lengths, after the checks of `from_lengths`.
 
     Raises:
         ValueError, TypeError: an argument is not what a layout has.
@@ -279,8 +277,8 @@ def of_chunks(
     total_tokens: int,
     chunk_size: int,
     max_seqs: int,
-) -> LayoutState:
-    """Return the state whose sequences are the chunks of sequences with lengths on the host.
+) -> Row:
+    """Return the row whose sequences are the chunks of sequences with lengths on the host.
 
     It has room for the chunks of any other row of this size with at most `max_seqs` sequences.
     """
@@ -336,24 +334,24 @@ def offsets_of_chunks(
     return of_chunks(offsets), None if padded is None else of_chunks(padded)
 
 
-def _started(made: Sequence[Tensor], total_tokens: int, num_sequences: int | None) -> LayoutState:
-    """Start the copy of a kernel's outputs to the host; return their state."""
+def _started(made: Sequence[Tensor], total_tokens: int, num_sequences: int | None) -> Row:
+    """Start the copy of a kernel's outputs to the host; return their row."""
     lengths, offsets, meta = made
     host_meta, host_lengths = _C.start_host_copy([meta, lengths])
-    state = LayoutState(lengths, offsets, host_meta, total_tokens, num_sequences)
+    row = Row(lengths, offsets, host_meta, total_tokens, num_sequences)
     if lengths.device.type == "cpu":
-        return state
-    return state._replace(host_lengths=host_lengths, from_device=True)
+        return row
+    return row._replace(host_lengths=host_lengths, from_device=True)
 
 
-def _checked(state: LayoutState) -> LayoutState:
-    """Raise ValueError if lengths on the host are invalid; return the state.
+def _checked(row: Row) -> Row:
+    """Raise ValueError if lengths on the host are invalid; return the row.
 
     Lengths on a GPU are checked when a host value is first read.
     """
-    if state.lengths.device.type == "cpu":
-        _C.read_host_meta(state.host_meta, NUM_SEQS)
-    return state
+    if row.lengths.device.type == "cpu":
+        _C.read_host_meta(row.host_meta, NUM_SEQS)
+    return row
 
 
 def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:

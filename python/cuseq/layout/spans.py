@@ -4,20 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from cuseq import _C
+from cuseq._arguments import check_tensor
 from cuseq._modes import is_capturing, outside_inference_mode
 from cuseq._transfer import copy_pair
+from cuseq.layout.derived import keep
+
+if TYPE_CHECKING:
+    from cuseq.layout.packed import PackedLayout
 
 Spans = Sequence[tuple[int, int]] | Tensor
 Pairs = tuple[tuple[int, int], ...]
 
 
-def sorted_pairs(spans: Sequence[tuple[int, int]]) -> Pairs:
+def checked_spans(
+    packed: PackedLayout, spans: Spans | None, row_length: int | None = None
+) -> Tensor | None:
+    """Check the spans against the host's lengths; return them sorted, on the layout's device.
+
+    Args:
+        spans: (start, end) pairs in tokens of the row, or int32 `[n_spans, 2]`.
+        row_length: tokens of the rows that the packed row is cut into; checked too.
+    """
+    if is_compiling():
+        if spans is None or isinstance(spans, Tensor):
+            return spans
+        # Python ints would become constants of the graph, which then serves only one pack.
+        raise TypeError(
+            "spans must be an int32 tensor [n_spans, 2] inside compiled code, got "
+            f"{type(spans).__name__}"
+        )
+    given = spans if isinstance(spans, Tensor) else None
+    if given is not None:
+        check_tensor(given, "spans")
+    pairs = () if spans is None or isinstance(spans, Tensor) else _sorted_pairs(spans)
+    if not pairs and row_length is None:
+        return given
+    device = packed.device
+    on_gpu = device.type == "cuda"
+    # A tensor copied on one stream may not be ready yet on another stream.
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    key = (pairs, row_length, stream)
+    known = packed._derived.spans
+    kept = known.get(key)
+    if kept is None:
+        padded = packed.segments.known_lengths if packed.pads_between_sequences else None
+        on_host = _checked_pairs(
+            pairs, row_length, packed.known_lengths, padded, packed.total_tokens
+        )
+        kept = keep(known, key, (_on(device, on_host), on_host))
+    if given is not None:
+        return given
+    checked, on_host = kept
+    if on_gpu and checked is not None and on_host is not None and not is_capturing(device):
+        _C.remember_on_host(checked, on_host)
+    return checked
+
+
+def _sorted_pairs(spans: Sequence[tuple[int, int]]) -> Pairs:
     """Return the spans as pairs of Python ints in ascending order."""
     try:
         return tuple(sorted((index(start), index(end)) for start, end in spans))
@@ -27,7 +77,7 @@ def sorted_pairs(spans: Sequence[tuple[int, int]]) -> Pairs:
         ) from error
 
 
-def check_pairs(
+def _checked_pairs(
     pairs: Pairs,
     row_length: int | None,
     lengths: Tensor | None,
@@ -65,7 +115,7 @@ def check_pairs(
         return spans
 
 
-def spans_on(device: torch.device, spans: Tensor | None) -> Tensor | None:
+def _on(device: torch.device, spans: Tensor | None) -> Tensor | None:
     """Copy spans from the host to the layout's device, without synchronisation."""
     if spans is None or device.type == "cpu":
         return spans

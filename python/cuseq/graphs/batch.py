@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cuseq import _C
 from cuseq._arguments import check_tensor
 from cuseq.data._lengths import is_array
-from cuseq.layout import PackedLayout
-
-_LEAST_ROOM = 8  # sequences; fewer gain nothing
+from cuseq.layout import PackedLayout, StaticLayout
 
 
 def _in_order(value: Any) -> Any:
@@ -43,16 +40,8 @@ def _shown(places: list[str]) -> str:
     return ", ".join(filter(None, places)) or f"{len(places)} values without names"
 
 
-def room_for(sequences: int) -> int:
-    """Return how many sequences a graph attends over if its rows have so many.
-
-    The next power of two, so that few rows have more and need a new graph.
-    """
-    return max(_LEAST_ROOM, 1 << (sequences - 1).bit_length())
-
-
 def _check_capacity(packed: PackedLayout, name: str) -> None:
-    max_seqs = packed.cu_seqlens_static.shape[0] - 1
+    max_seqs = packed.row.max_seqs
     if max_seqs >= packed.total_tokens:
         raise ValueError(
             f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, its default, "
@@ -82,7 +71,7 @@ class StaticBatch:
             leaf_name = name + place
             if isinstance(leaf, PackedLayout):
                 _check_capacity(leaf, leaf_name)
-                leaf = leaf.static_copy(device)
+                leaf = StaticLayout.like(leaf, device)
             elif isinstance(leaf, Tensor):
                 check_tensor(leaf, leaf_name)
                 leaf = torch.empty_like(leaf, device=device).copy_(leaf)
@@ -97,7 +86,7 @@ class StaticBatch:
     def mark_plain(self) -> None:
         """Say that no graph will read the batch, so that its layouts give lengths to the host."""
         for packed in self._layouts():
-            packed.mark_static(False)
+            packed.stop_replays()
 
     def most_sequences(self) -> int:
         """Return the number of sequences of the layout with the most; 0 without a layout."""
@@ -110,28 +99,16 @@ class StaticBatch:
 
     @contextmanager
     def promised(self, at_most: int) -> Iterator[None]:
-        """Let a capture count on it that replays have at most so many sequences in a layout.
-
-        A promise of all that a layout has room for says that this is meant: no capture warns of it.
-        """
-        promises = {}
-        for packed in self._layouts():
-            offsets = packed.cu_seqlens_static
-            room = offsets.shape[0] - 1
-            if room > 0:
-                promises[offsets] = room if packed.is_tree else min(at_most, room)
-        try:
-            for offsets, promise in promises.items():
-                _C.promise_sequences(offsets, promise)
+        """Let a capture count on it that replays have at most so many sequences in a layout."""
+        with ExitStack() as promises:
+            for packed in self._layouts():
+                promises.enter_context(packed.promised(at_most))
             yield
-        finally:
-            for offsets in promises:
-                _C.promise_sequences(offsets, None)
 
-    def _layouts(self) -> list[PackedLayout]:
-        return [leaf for leaf in self._leaves if isinstance(leaf, PackedLayout)]
+    def _layouts(self) -> list[StaticLayout]:
+        return [leaf for leaf in self._leaves if isinstance(leaf, StaticLayout)]
 
-    def _rows(self) -> list[PackedLayout]:
+    def _rows(self) -> list[StaticLayout]:
         """Return the layouts whose attention runs sequence by sequence."""
         return [packed for packed in self._layouts() if not packed.is_tree]
 
@@ -150,11 +127,11 @@ class StaticBatch:
             )
         for static, place, leaf in zip(self._leaves, self._places, leaves, strict=True):
             leaf_name = name + place
-            if type(leaf) is not type(static) and not isinstance(static, Tensor | PackedLayout):
+            if type(leaf) is not type(static) and not isinstance(static, Tensor | StaticLayout):
                 raise ValueError(
                     f"{leaf_name} must be {static!r} as in example_batch, got {leaf!r}"
                 )
-            if isinstance(static, PackedLayout):
+            if isinstance(static, StaticLayout):
                 _check_layout(static, leaf, leaf_name)
             elif isinstance(static, Tensor):
                 _check_tensor(static, leaf, leaf_name)
@@ -168,8 +145,8 @@ class StaticBatch:
     def fill(self, leaves: list[Any]) -> None:
         """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""
         for static, leaf in zip(self._leaves, leaves, strict=True):
-            if isinstance(static, PackedLayout):
-                static.copy_(leaf if leaf.device.type == "cpu" else leaf.to(static.device))
+            if isinstance(static, StaticLayout):
+                static.load(leaf)
             elif isinstance(static, Tensor):
                 to_gpu = static.is_cuda and leaf.device.type == "cpu"
                 # Only a copy from pinned memory is asynchronous.
@@ -177,11 +154,11 @@ class StaticBatch:
                 static.copy_(source, non_blocking=True)
 
 
-def _check_layout(static: PackedLayout, packed: Any, name: str) -> None:
+def _check_layout(static: StaticLayout, packed: Any, name: str) -> None:
     if not isinstance(packed, PackedLayout):
         raise ValueError(f"{name} must be a PackedLayout as in example_batch, got {packed!r}")
     try:
-        static.state.check_like(packed.state)
+        static.check_form(packed)
     except ValueError as error:
         raise ValueError(f"{name} must be like example_batch's layout: {error}") from None
 

@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
 from cuseq._arguments import as_float, as_int, shown
-from cuseq._static_batch import StaticBatch, room_for
+from cuseq.graphs.batch import StaticBatch
+from cuseq.layout import room_for
 
 
 class GraphedStep:

@@ -1,0 +1,35 @@
+"""Where the sequences of a packed row lie: `PackedLayout` and the records that it holds."""
+
+from __future__ import annotations
+
+import pickle
+from typing import NoReturn
+
+from cuseq.layout.packed import PackedLayout, check_layout, remember_offsets_on_host
+from cuseq.layout.records import Part, Recipe, Records, Row, Tree
+from cuseq.layout.spans import Spans, checked_spans
+from cuseq.layout.static import StaticLayout, room_for
+
+__all__ = [
+    "PackedLayout",
+    "Part",
+    "Recipe",
+    "Records",
+    "Row",
+    "Spans",
+    "StaticLayout",
+    "Tree",
+    "check_layout",
+    "checked_spans",
+    "remember_offsets_on_host",
+    "room_for",
+]
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "_restored":  # what older pickles call
+        raise pickle.UnpicklingError(
+            "a PackedLayout that an earlier cuseq pickled cannot be read: make it again from its "
+            "lengths, by PackedLayout.from_lengths"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

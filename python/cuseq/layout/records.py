@@ -1,0 +1,277 @@
+"""The records that a layout holds: its row, and where there is one its batch, part or tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+from cuseq._transfer import copy_pair
+
+# Slots of host_meta.
+NUM_SEQS: int = _C.HostMeta.NUM_SEQS
+MAX_SEQLEN: int = _C.HostMeta.MAX_SEQLEN
+TOTAL_TOKENS: int = _C.HostMeta.TOTAL_TOKENS
+NUM_REAL_TOKENS: int = _C.HostMeta.NUM_REAL_TOKENS
+
+Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
+
+# Named tuples and no dataclasses: Dynamo reads all fields of a dataclass and would guard on its
+# ints.
+
+
+class Row(NamedTuple):
+    """Where the sequences of a row lie. A layout derives everything else from these on demand."""
+
+    lengths: Tensor  # int32, n_seqs elements or more
+    cu_seqlens_static: Tensor  # int32 [max_seqs + 1]
+    host_meta: Tensor  # int32 [6] on the CPU
+    total_tokens: int
+    num_sequences: int | None  # None if only host_meta holds it
+    # Host copy of the lengths of a layout on a GPU. Valid after wait().
+    host_lengths: Tensor | None = None
+    # Whether the lengths came from the GPU, so that the host has to wait for its copy of them.
+    from_device: bool = False
+    # The row of the segments, if they are longer than their sequences.
+    segments: Row | None = None
+
+    @property
+    def max_seqs(self) -> int:
+        """Capacity for sequences."""
+        return self.cu_seqlens_static.shape[0] - 1
+
+
+class Batch(NamedTuple):
+    """Where the tokens of a row lie in the padded batch that it was made of."""
+
+    slots: Tensor  # int32 [total_tokens], the slot of each token
+    tokens: Tensor  # int32 [batch, seqlen], the token of each slot
+
+
+class PartSource(Protocol):
+    """What a rank's part of a row was made of."""
+
+    def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
+        """Return a function that makes the part again, and its arguments, which can be pickled.
+
+        Args:
+            total_tokens: tokens of the part, which may have got longer.
+            group: name of the process group.
+            device: device of the layout.
+        """
+
+
+class Part(NamedTuple):
+    """What makes a row one rank's part of a longer one (csrc/context_parallel/share.h)."""
+
+    positions: Tensor  # int32 [total_tokens], positions in the whole sequences
+    rows: Tensor  # int32, the rank's share of the plan
+    meta: Tensor  # int32 on the CPU, the numbers of the share
+    group: str | None  # name of the ranks' process group; None: the default group
+    source: PartSource
+
+
+class Tree(NamedTuple):
+    """What makes the sequences of a row the nodes of a tree (csrc/trees/tree_meta.h)."""
+
+    positions: Tensor  # int32 [total_tokens], number of tokens before each on its path
+    rows: Tensor  # int32, what attention reads of the tree
+    meta: Tensor  # int32 on the CPU, its numbers
+    nodes: _C.Tree
+
+    @property
+    def max_depth(self) -> int:
+        """Capacity for the ancestors of a node."""
+        return int(self.meta[_C.TreeMeta.MAX_DEPTH])
+
+
+class Records(NamedTuple):
+    """All that a layout holds. At most one of the optional records is there."""
+
+    row: Row
+    batch: Batch | None = None
+    part: Part | None = None
+    tree: Tree | None = None
+
+    @property
+    def kind(self) -> str:
+        """What the row is, for messages."""
+        if self.part is not None:
+            return "a rank's part of a row"
+        return "a row" if self.tree is None else "a tree"
+
+
+# ------------------------------------------------------------------------------- tensors
+
+Path = tuple[str, ...]  # of a field: ("row", "segments", "lengths")
+AnyRecord = TypeVar("AnyRecord", Records, Row, Batch, Part, Tree)
+
+_ON_HOST = ("host_meta", "host_lengths", "meta")
+# Their size depends on the number of sequences; the others have one size for all rows of a kind.
+_OF_LENGTHS = ("lengths", "host_lengths")
+
+
+def tensors_of(record: NamedTuple, above: Path = ()) -> dict[Path, Tensor]:
+    """Return the tensors of a record and of the records in it, by path."""
+    found: dict[Path, Tensor] = {}
+    for name, value in zip(record._fields, record, strict=True):
+        if isinstance(value, Tensor):
+            found[(*above, name)] = value
+        elif isinstance(value, Row | Batch | Part | Tree):
+            found |= tensors_of(value, (*above, name))
+    return found
+
+
+def _on_device(tensors: dict[Path, Tensor]) -> dict[Path, Tensor]:
+    return {path: tensor for path, tensor in tensors.items() if path[-1] not in _ON_HOST}
+
+
+def _with(record: AnyRecord, changed: dict[Path, Any]) -> AnyRecord:
+    """Return the record with other values of some fields, its own or those of records in it."""
+    inside: dict[str, dict[Path, Any]] = {}
+    own = {}
+    for (name, *rest), value in changed.items():
+        if rest:
+            inside.setdefault(name, {})[tuple(rest)] = value
+        else:
+            own[name] = value
+    own |= {name: _with(getattr(record, name), fields) for name, fields in inside.items()}
+    return record._replace(**own)
+
+
+def _rows(records: Records) -> Iterable[tuple[Path, Row]]:
+    """Return the row and, if it has one, the row of its segments, with their paths."""
+    yield ("row",), records.row
+    if records.row.segments is not None:
+        yield ("row", "segments"), records.row.segments
+
+
+def moved(records: Records, device: torch.device) -> Records:
+    """Return the records on another device; what is on the host stays there."""
+    changed: dict[Path, Any] = dict(_copied(_on_device(tensors_of(records)), device))
+    for path, row in _rows(records):
+        on_host = row.lengths.device.type == "cpu"
+        changed[(*path, "from_device")] = row.from_device and not on_host
+        if device.type == "cpu":
+            changed[(*path, "host_lengths")] = None
+        elif on_host:
+            changed[(*path, "host_lengths")] = row.lengths
+    return _with(records, changed)
+
+
+def pinned(records: Records) -> Records:
+    """Return the records, which must be on the host, in pinned memory."""
+    tensors = _on_device(tensors_of(records))
+    return _with(records, {path: tensor.pin_memory() for path, tensor in tensors.items()})
+
+
+def cloned(records: Records) -> Records:
+    """Return the records with tensors of their own."""
+    return _with(records, {path: tensor.clone() for path, tensor in tensors_of(records).items()})
+
+
+def lengthened(records: Records, total_tokens: int) -> Records:
+    """Return the records of a longer row, no tree; the added tokens are tail."""
+    more = total_tokens - records.row.total_tokens
+    changed: dict[Path, Any] = {}
+    for path, row in _rows(records):
+        meta = row.host_meta.clone()
+        meta[TOTAL_TOKENS] = total_tokens
+        # A new tensor object of the lengths, because the cache keys xformers' bias by them, and
+        # that bias covers the tail. copy_ of one layout must not edit the other's offsets.
+        changed |= {
+            (*path, "total_tokens"): total_tokens,
+            (*path, "host_meta"): meta,
+            (*path, "lengths"): row.lengths.view_as(row.lengths),
+            (*path, "cu_seqlens_static"): row.cu_seqlens_static.clone(),
+        }
+    if records.batch is not None:
+        slots = torch.nn.functional.pad(records.batch.slots, (0, more), value=-1)
+        changed |= {("batch", "slots"): slots, ("batch", "tokens"): records.batch.tokens.clone()}
+    if records.part is not None:
+        tail = torch.arange(more, dtype=torch.int32, device=records.row.lengths.device)
+        positions = torch.cat([records.part.positions, tail])
+        changed |= {("part", "positions"): positions, ("part", "rows"): records.part.rows.clone()}
+    return _with(records, changed)
+
+
+def static_tensors(records: Records) -> list[Tensor]:
+    """Return the tensors whose sizes do not depend on the lengths, without the segments'."""
+    own = records._replace(row=records.row._replace(segments=None))
+    return [tensor for path, tensor in tensors_of(own).items() if path[-1] not in _OF_LENGTHS]
+
+
+def check_like(mine: Records, other: Records) -> None:
+    """Raise ValueError unless `filled(mine, other)` is possible."""
+    facts = _form(other)
+    for what, value in _form(mine).items():
+        theirs = facts[what]
+        may_lack = what == "padded batch" and None in (value, theirs)
+        if value != theirs and not may_lack:
+            raise ValueError(f"other must have the same {what}: {value}, got {theirs}")
+    if mine.row.segments is not None and other.row.segments is not None:
+        check_like(Records(mine.row.segments), Records(other.row.segments))
+
+
+def _form(records: Records) -> dict[str, Any]:
+    """Return what all rows of a kind have alike, by what it is called in errors."""
+    row, batch, part, tree = records
+    form: dict[str, Any] = {
+        "total_tokens": row.total_tokens,
+        "max_seqs": row.max_seqs,
+        "kind": records.kind,
+        "padding between sequences": row.segments is not None,
+        "padded batch": None if batch is None else tuple(batch.tokens.shape),
+        "process group": None if part is None else part.group,
+    }
+    for name, record in (("part", part), ("tree", tree)):
+        for field in ("positions", "rows", "meta"):
+            tensor = getattr(record, field, None)
+            form[f"shape of {name}.{field}"] = None if tensor is None else tuple(tensor.shape)
+    return form
+
+
+def filled(mine: Records, other: Records) -> Records:
+    """Copy others' static tensors on the device into these, and return records of these and of the
+    rest of `other`, on this device but for the row of the segments.
+
+    Tensors on the host are replaced: copies of a layout on other devices share them, and no graph
+    reads them.
+
+    Args:
+        other: on the device of `mine` or, for records on a GPU, on the host.
+    """
+    device = mine.row.cu_seqlens_static.device
+    segments, other = other.row.segments, other._replace(row=other.row._replace(segments=None))
+    tensors = _on_device(tensors_of(other))
+    is_here = other.row.lengths.device == device
+    if not is_here and not all(map(Tensor.is_pinned, tensors.values())):
+        other = moved(other, device)
+        tensors, is_here = _on_device(tensors_of(other)), True
+    targets = tensors_of(mine)
+    changed: dict[Path, Any] = {("row", "segments"): segments}
+    for path, tensor in tensors.items():
+        if path[-1] not in _OF_LENGTHS and path in targets:
+            changed[path] = targets[path].copy_(tensor, non_blocking=True)
+        elif not is_here:
+            changed[path] = tensor.to(device, non_blocking=True)
+        elif path[-1] not in _OF_LENGTHS:
+            # The next fill writes into it, so it must not be the other layout's too.
+            changed[path] = tensor.clone()
+    if not is_here:
+        changed |= {("row", "host_lengths"): other.row.lengths, ("row", "from_device"): False}
+    return _with(other, changed)
+
+
+def _copied(tensors: dict[Path, Tensor], device: torch.device) -> dict[Path, Tensor]:
+    """Return copies on a device, made two at a time."""
+    paths, values = list(tensors), list(tensors.values())
+    if len(values) % 2 == 1:
+        values.append(torch.empty(0, dtype=torch.int32, device="cpu"))
+    copies: list[Tensor] = []
+    for first, second in zip(values[::2], values[1::2], strict=True):
+        copies += copy_pair(first, second, device)
+    return cast("dict[Path, Tensor]", dict(zip(paths, copies, strict=False)))

@@ -1,0 +1,98 @@
+"""`StaticLayout`: a layout whose tensors stay where they are, for a CUDA graph to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cuseq import _C
+from cuseq._modes import is_capturing, outside_inference_mode
+from cuseq.layout import records
+from cuseq.layout.packed import PackedLayout
+from cuseq.layout.records import Records
+
+_LEAST_ROOM = 8  # sequences; fewer gain nothing
+
+
+def room_for(sequences: int) -> int:
+    """Return how many sequences a graph attends over if its rows have so many.
+
+    The next power of two, so that few rows have more and need a new graph.
+    """
+    return max(_LEAST_ROOM, 1 << (sequences - 1).bit_length())
+
+
+class StaticLayout(PackedLayout):
+    """A layout that `load` fills again between the replays of a CUDA graph.
+
+    While a graph is captured it gives no lengths to the host, which would be constants of the
+    graph.
+    """
+
+    def __init__(self, held: Records):
+        super().__init__(held)
+        self.is_replayed = True
+        self.expected_sequences = 0  # of the rows to come; 0 if unknown
+
+    @classmethod
+    def like(cls, packed: PackedLayout, device: torch.device) -> StaticLayout:
+        """Return a layout of the same row on `device` with tensors of its own.
+
+        Its `position_ids`, `seq_ids` and `moe_padding_mask` are made.
+        """
+        packed._check_unedited()
+        packed._wait_for_all()
+        with outside_inference_mode():
+            made = cls(records.cloned(records.moved(packed._records, device)))
+        made.position_ids  # noqa: B018  computes them
+        return made
+
+    def load(self, packed: PackedLayout) -> None:
+        """Describe another row of the same form, by asynchronous copies on a GPU.
+
+        Raises:
+            ValueError: `packed` has another form; nothing has been written.
+        """
+        self.copy_(packed if packed.device.type == "cpu" else packed.to(self.device))
+
+    def check_form(self, packed: PackedLayout) -> None:
+        """Raise ValueError unless `load(packed)` is possible."""
+        records.check_like(self._records, packed._records)
+
+    def stop_replays(self) -> None:
+        """Say that no graph will read the layout, so that it gives lengths to the host."""
+        for layout in (self, self.segments, *self._chunked.values()):
+            assert isinstance(layout, StaticLayout)
+            layout.is_replayed = False
+
+    @contextmanager
+    def promised(self, at_most: int) -> Iterator[None]:
+        """Let a capture count on it that replays have at most so many sequences.
+
+        A promise of all that the layout has room for says that this is meant: no capture warns of
+        it. The nodes of a tree are not promised.
+        """
+        room = self.row.max_seqs
+        if room == 0:
+            yield
+            return
+        _C.promise_sequences(
+            self.cu_seqlens_static, room if self.tree is not None else min(at_most, room)
+        )
+        try:
+            yield
+        finally:
+            _C.promise_sequences(self.cu_seqlens_static, None)
+
+    def _chunks_from(self, on_host: PackedLayout) -> PackedLayout:
+        return StaticLayout.like(on_host, self.device)
+
+    def _check_replays(self) -> None:
+        if self.is_replayed and is_capturing(self.device):
+            raise RuntimeError(
+                "lengths on the host, and tensors of their number, would be constants of the CUDA "
+                "graph, which replays other lengths: use packed itself, packed.cu_seqlens_static "
+                "or packed.position_ids"
+            )
