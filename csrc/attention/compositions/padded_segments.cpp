@@ -19,7 +19,7 @@ struct RealTokens {
   explicit RealTokens(const Row& row) : total_tokens(row.call.q.size(0)) {
     const Sequences& sequences = row.call.queries;
     const Tensor& padded = *row.cu_seqlens_padded;
-    // Sections of a rank's rows are new tensors in each call, so they are no keys of the cache.
+    // Sections of a rank's rows are new tensors in each call, which the cache has never seen.
     const bool are_sections = sequences.cu_seqlens.sizes() != padded.sizes();
     const auto rows = are_sections
                           ? segment_rows(sequences.offsets, padded, total_tokens)

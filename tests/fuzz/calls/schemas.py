@@ -244,8 +244,8 @@ def _attention(draw: Draw) -> dict[str, Any]:
             if is_tree
             else _share(draw, row)
         ),
-        "tree_rows": packed.tree.rows,
-        "tree_meta": packed.tree.meta,
+        "tree_rows": getattr(packed.tree, "rows", None),
+        "tree_meta": getattr(packed.tree, "meta", None),
     }
 
 

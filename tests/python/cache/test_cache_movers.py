@@ -77,9 +77,9 @@ def one_layout(
     on = []
     initialise = cuseq.PackedLayout.__init__
 
-    def spy(self, state):
-        on.append(state.lengths.device)
-        initialise(self, state)
+    def spy(self, held):
+        on.append(held.row.lengths.device)
+        initialise(self, held)
 
     attended.clear()
     before = cuseq.cache.stats()["misses"]
