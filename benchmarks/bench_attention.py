@@ -29,7 +29,9 @@ from torch.nn.attention.varlen import varlen_attn
 from workload import has_flash_attention_4, lognormal_lengths
 
 import cuseq
-from cuseq import _C, _backends, _packages
+from cuseq import _C
+from cuseq.attention import packages
+from cuseq.attention.table import read_table
 
 Tensor = torch.Tensor
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -205,9 +207,9 @@ def empty_calls(heads: tuple[int, int, int]) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     query_heads, key_heads, dim = heads
     # The measurements of a GPU stand for a CPU, so that the choice compares the call with them.
-    rows = [((0, *facts[1:]), {"fa4": 1.0}) for facts, _ in _backends.read_table()]
+    rows = [((0, *facts[1:]), {"fa4": 1.0}) for facts, _ in read_table()]
     _C.set_measured_attention(rows)
-    library = _packages.register_kernels("fa4", "empty", _nothing, _nothing, device="CPU")
+    library = packages.register_kernels("fa4", "empty", _nothing, _nothing, device="CPU")
     shapes = [(64, n, dim) for n in (query_heads, key_heads, key_heads)]
     q, k, v = (torch.zeros(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
     layout = cuseq.PackedLayout.from_lengths([40, 24])

@@ -46,7 +46,8 @@ from report import Report, Table, arguments, environment
 from workload import lognormal_lengths
 
 import cuseq
-from cuseq import _attention_table, _backends, _fa4, _flex
+from cuseq.attention import choice, fa4, flex, table
+from cuseq.attention import packages as _packages
 from cuseq.layout import checked_spans, room_for
 
 Tensor = torch.Tensor
@@ -142,7 +143,7 @@ class Case:
     def __init__(self, row: Row, device: torch.device):
         # A process compiles flex for a few row lengths alone; a later row would get the kernel for
         # any length, which takes up to 1.8 times as long.
-        _flex._sizes.clear()
+        flex._sizes.clear()
         self.row, self.device = row, device
         generator = torch.Generator(device=device).manual_seed(row.tokens + row.mean)
 
@@ -222,7 +223,7 @@ def measure(case: Case, mode: str, backend: str) -> dict[str, float]:
 
 def package_host(case: Case) -> dict[str, float]:
     """Return the host time of FlashAttention 4 launched by cuseq and by its own functions."""
-    if "fa4" not in _backends.registered:
+    if not _packages.found.get("fa4"):
         return {}
     (k, v), *_ = case.pairs
     q, k, v = (tensor.detach() for tensor in (case.q, k, v))
@@ -233,15 +234,15 @@ def package_host(case: Case) -> dict[str, float]:
     rest = (offsets, offsets, longest, longest, q.shape[2] ** -0.5, True, None, None)
 
     def forward() -> None:
-        _fa4.forward(q, k, v, out, logsumexp, *rest)
+        fa4.forward(q, k, v, out, logsumexp, *rest)
 
     def backward() -> None:
-        _fa4.backward(case.grad, q, k, v, out, logsumexp, *grads, *rest)
+        fa4.backward(case.grad, q, k, v, out, logsumexp, *grads, *rest)
 
     found = {}
     for name, call in (("forward", forward), ("backward", backward)):
         found[f"{name}_us"] = timer.host_time(call, device=case.device, calls=5).median
-        with _fa4.through_the_package():
+        with fa4.through_the_package():
             found[f"{name}_of_the_package_us"] = timer.host_time(
                 call, device=case.device, calls=5
             ).median
@@ -260,7 +261,7 @@ def facts_of(row: Row, mode: str) -> dict[str, str]:
         10 * major + minor, HALF[row.dtype], row.head_dim, row.mask, row.window, mode, row.tokens,
         row.capacity if mode == "captured" else len(row.lengths),
     )  # fmt: skip
-    return dict(zip(_attention_table.FACTS, map(str, values), strict=True)) | {
+    return dict(zip(table.FACTS, map(str, values), strict=True)) | {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
@@ -270,23 +271,19 @@ def is_here(line: dict[str, str], facts: dict[str, str]) -> bool:
     """Return whether a line was measured on the GPU and with the release of torch of `facts`."""
     if not line.get("gpu"):  # the package's table is for all GPUs of an architecture
         return line["sm"] == facts["sm"]
-    release = _attention_table.release
+    release = table.release
     return line["gpu"] == facts["gpu"] and release(line["torch"]) == release(facts["torch"])
 
 
 def is_of(line: dict[str, str], facts: dict[str, str]) -> bool:
     """Return whether a line was measured about the same."""
-    same = all(line[name] == facts[name] for name in _attention_table.FACTS)
+    same = all(line[name] == facts[name] for name in table.FACTS)
     return same and is_here(line, facts)
 
 
 def lacks(lines: list[dict[str, str]], row: Row, mode: str) -> bool:
     """Return whether lines of the table lack a time of a backend that is installed."""
-    installed = [
-        name
-        for name in row.backends_of(mode)
-        if name not in _backends.PACKAGES or name in _backends.registered
-    ]
+    installed = [name for name in row.backends_of(mode) if _packages.found.get(name, True)]
     facts = facts_of(row, mode)
     return not any(
         is_of(line, facts) and all(line.get(name) for name in installed) for line in lines
@@ -306,8 +303,8 @@ def check_numbers(case: Case, backend: str) -> None:
 
 def packages() -> str:
     """Return the packages of attention that are installed, with their versions."""
-    found = ["FlashAttention 3"] if "fa3" in _backends.registered else []
-    if "fa4" in _backends.registered:
+    found = ["FlashAttention 3"] if _packages.found.get("fa3") else []
+    if _packages.found.get("fa4"):
         found.append(f"flash-attn-4 {metadata.version('flash-attn-4')}")
     return " and ".join(found) or "no package of attention"
 
@@ -316,7 +313,7 @@ def write_table(
     path: Path, kept: list[dict[str, str]], lines: list[dict[str, str]], found: dict[str, Any]
 ) -> None:
     """Write the lines that are kept and the new ones."""
-    names = [*_attention_table.FACTS, *_attention_table.TIMES, *_attention_table.PLACE]
+    names = [*table.FACTS, *table.TIMES, *table.PLACE]
     body = io.StringIO()
     body.write(
         "# Microseconds of one forward and backward of attention by backend; the choice of\n"
@@ -324,9 +321,9 @@ def write_table(
         f"# The newest rows: {found['gpu']}, torch {found['torch']}, {packages()}, "
         f"commit {found['commit']}, {found['time']}\n"
     )
-    table = csv.DictWriter(body, names, restval="", lineterminator="\n")
-    table.writeheader()
-    table.writerows(kept + lines)
+    writer = csv.DictWriter(body, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(kept + lines)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")  # other processes may read the table meanwhile
     unfinished.write_text(body.getvalue(), encoding="utf-8")
@@ -360,7 +357,7 @@ def write_report(
 
 def main() -> None:
     parser = arguments(__doc__)
-    own = _attention_table.own_path()
+    own = table.own_path()
     parser.add_argument(
         "--table", type=Path, default=own, required=own is None, help=f"default {own}"
     )
@@ -372,11 +369,11 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type != "cuda":
         parser.error("backends are chosen on a GPU: there is nothing to measure on a CPU")
-    os.environ[_attention_table.VARIABLE] = ""  # calls here name their backends
-    _backends.load_backends()
+    os.environ[table.VARIABLE] = ""  # calls here name their backends
+    choice.load_backends()
     text = args.table.read_text(encoding="utf-8") if args.table.exists() else ""
     try:
-        old = [line for _, line in _attention_table.table_lines(text)]
+        old = [line for _, line in table.table_lines(text)]
     except ValueError as error:
         parser.error(f"{args.table}, {error}: correct or delete it")
     again = () if args.resume else args.modes

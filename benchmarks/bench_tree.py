@@ -26,7 +26,7 @@ import torch
 from report import Report, Table, arguments, environment
 
 import cuseq
-from cuseq._tree_choice import times_of
+from cuseq.attention.tree import times_of
 
 Tensor = torch.Tensor
 Heads = tuple[int, int, int]  # of queries, of keys, and their dimension

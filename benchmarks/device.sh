@@ -247,7 +247,7 @@ stage_bench() {
     [[ $name == masks ]] && limit=200
     [[ $name == tree || $name == conv ]] && limit=200
     [[ $name =~ ^(unsloth|training_turns|attention_backends|cp_attention|train_ranks)$ ]] && limit=560
-    [[ $name != attention_backends ]] || options+=(--table python/cuseq/_attention_table.csv)
+    [[ $name != attention_backends ]] || options+=(--table python/cuseq/attention/table.csv)
     if [[ $name == training_step ]]; then
       limit=560
       [[ ${#tokens[@]} -eq 0 ]] || options+=(--tokens "${tokens[@]}")

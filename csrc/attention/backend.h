@@ -2,6 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,10 @@ struct Backend {
   // Return whether the backend takes the call. If not and `why` is given, write to it why not and
   // what to do instead. Every eager call asks without `why`: then nothing may be allocated.
   bool (*takes)(const Call& call, std::string* why);
-  Output (*forward)(const Call& call);
-  Gradients (*backward)(const Call& call, const Outer& outer);
+  // Return nothing if the backend refuses the call only when it runs, as a package does whose
+  // kernel cannot be compiled. It may not refuse a call that names it.
+  std::optional<Output> (*forward)(const Call& call);
+  std::optional<Gradients> (*backward)(const Call& call, const Outer& outer);
   // Warn once per process about the cost of falling back to this backend; may be null.
   void (*warn)(const Call& call) = nullptr;
 };

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "attention/backend.h"
@@ -20,29 +21,22 @@ std::vector<Backend>& registered_backends() {
   return *all;
 }
 
-const Backend& chosen_backend(const Call& call) {
-  const Backend& backend = backend_of(call);
-  if (backend.warn != nullptr && call.backend == "auto") backend.warn(call);
-  return backend;
-}
-
 // Return the name under which a profile shows the backend.
 std::string profiled_name(const Backend& backend) {
   return std::string("cuseq attention: ") + backend.name;
 }
 
-// Run a call with the backend that is chosen for it. If "auto" chose a package that failed and said
-// so, which makes it refuse the call from then on, run the next backend.
+// Run a call with the best of its candidates, or with the next one where that refuses to run it.
 template <typename Run>
 auto run_with_backend(const Call& call, const Run& run) {
-  const Backend& backend = chosen_backend(call);
-  try {
+  const Choice choice = choose(call);
+  for (const Candidate& candidate : choice.candidates) {
+    const Backend& backend = *candidate.backend;
+    if (backend.warn != nullptr && call.backend == "auto") backend.warn(call);
     RECORD_USER_SCOPE(profiled_name(backend));
-    return run(backend);
-  } catch (...) {
-    if (backend.takes(call, nullptr)) throw;
+    if (auto result = run(backend)) return *std::move(result);
   }
-  return run_with_backend(call, run);
+  TORCH_INTERNAL_ASSERT(false, "every attention backend refused to run the call");
 }
 
 bool is_empty(const Call& call) {

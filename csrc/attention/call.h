@@ -45,6 +45,18 @@ struct Call {
   bool is_of_one_row() const { return queries.offsets.is_same(keys.offsets); }
   // Return whether there may be queries without keys.
   bool may_lack_keys() const { return !is_of_one_row() && !all_have_keys; }
+  // Return the kind of the mask, as the measurements name it.
+  const char* mask() const {
+    if (softcap.has_value()) return "softcap";
+    if (spans.has_value()) return "spans";
+    if (window.has_value()) return causal ? "window" : "two_sided";
+    return causal ? "causal" : "full";
+  }
+  // Return what most kernels have not and the call asks for, or null.
+  const char* extra() const {
+    if (spans.has_value()) return "spans";
+    return softcap.has_value() ? "soft cap with a backward" : nullptr;
+  }
 };
 
 // out is contiguous [tokens, heads, value_dim]; logsumexp is [heads, tokens] in fp32 (fp64 for fp64

@@ -33,8 +33,7 @@ bool flash_takes(const Call& call, std::string* why) {
     return refuse(why, "it takes head_dim up to ", kMaxFlashHeadDim, ", got ",
                   std::max(call.q.size(2), call.v.size(2)));
   }
-  if (call.spans.has_value()) return refuse(why, "it has no spans");
-  if (call.softcap.has_value()) return refuse(why, "it has no soft cap with a backward");
+  if (const char* extra = call.extra()) return refuse(why, "it has no ", extra);
   return true;
 }
 

@@ -64,13 +64,6 @@ bool comparable(const Facts& one, const Facts& other) {
          one.mode == other.mode && is_wide(one) == is_wide(other);
 }
 
-std::string mask_of(const Call& call) {
-  if (call.softcap.has_value()) return "softcap";
-  if (call.spans.has_value()) return "spans";
-  if (!call.window.has_value()) return call.causal ? "causal" : "full";
-  return call.causal ? "window" : "two_sided";
-}
-
 }  // namespace
 
 int64_t capability_of([[maybe_unused]] const Tensor& tensor) {
@@ -88,7 +81,7 @@ Facts facts_of(const Call& call) {
   facts.sm = capability_of(call.q);
   facts.half = call.q.scalar_type() == at::kHalf || call.q.scalar_type() == at::kBFloat16;
   facts.head_dim = std::max(call.q.size(2), call.v.size(2));
-  facts.mask = mask_of(call);
+  facts.mask = call.mask();
   facts.window = call.window.value_or(0);
   facts.mode = is_capturing(call.q) ? "captured" : "eager";
   facts.tokens = call.queries.num_real_tokens.value_or(call.q.size(0));
@@ -121,6 +114,17 @@ const Measured* closest_measured(const Facts& facts, std::string_view backend) {
     }
   }
   return closest;
+}
+
+const Measured* measured_like(const Facts& facts, std::string_view backend) {
+  const Measured* row = closest_measured(facts, backend);
+  const bool is_like_causal =
+      facts.mask == "full" || facts.mask == "window" || facts.mask == "two_sided";
+  if (row != nullptr || !is_like_causal) return row;
+  Facts causal = facts;
+  causal.mask = "causal";
+  causal.window = 0;
+  return closest_measured(causal, backend);
 }
 
 }  // namespace cuseq::attention

@@ -19,7 +19,7 @@ struct Facts {
   int64_t sm = 0;         // compute capability, such as 90; 0 on the CPU
   bool half = false;      // fp16 or bf16
   int64_t head_dim = 0;   // the larger one of q and v
-  std::string mask;       // "causal", "full", "window", "two_sided", "spans" or "softcap"
+  std::string mask;       // see Call::mask
   int64_t window = 0;     // keys that a query sees; 0 without a window
   std::string mode;       // "eager", "compiled" or "captured"
   int64_t tokens = 0;     // of the row
@@ -43,5 +43,10 @@ CUSEQ_API void set_measured(std::vector<Measured> rows);
 // Return the row that is closest to the facts, of those that measured the backend if one is named.
 // Null if nothing comparable was measured.
 CUSEQ_API const Measured* closest_measured(const Facts& facts, std::string_view backend = {});
+
+// Return the row that decides about a call, of those that measured the backend if one is named: the
+// closest one, or where none has its mask, the closest with a plain causal mask, which is closer
+// than no measurement. Spans and soft caps are not like it: most backends do not take them.
+CUSEQ_API const Measured* measured_like(const Facts& facts, std::string_view backend = {});
 
 }  // namespace cuseq::attention

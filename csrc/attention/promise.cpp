@@ -48,7 +48,7 @@ int64_t promised_sequences(const Tensor& cu_seqlens) {
 // Kernels work in tiles of up to 128 tokens, and a graph launches at least one for each sequence
 // that there is room for. Room is noticed where these outnumber the tiles of the row's own tokens:
 // one layer of 2,048 tokens in 7 sequences took 240 us with room for 8, 358 for 64, 493 for 128 and
-// 2,495 for 1,024 (H200, python/cuseq/_attention_table.csv). Four times the sequences of one row is
+// 2,495 for 1,024 (H200, python/cuseq/attention/table.csv). Four times the sequences of one row is
 // left to rows that have more of them.
 bool has_needless_room(int64_t room, OptionalInt sequences, int64_t tokens) {
   constexpr int64_t kTile = 128;

@@ -3,7 +3,6 @@
 from cuseq import _load as _load  # load the compiled libraries before modules that need their ops
 
 # isort: split
-from cuseq import _attention_flops as _attention_flops
 from cuseq import _fakes as _fakes
 from cuseq import cache, data, distributed, ops
 from cuseq._enable import disable, enable

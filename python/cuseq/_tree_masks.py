@@ -44,13 +44,6 @@ def hides_nothing(packed: PackedLayout, window: int) -> bool:
     return window >= int(_tree_of(packed).meta[_LONGEST_PATH])
 
 
-def pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
-    """Return the number of pairs of a token and a token of a node above its own; synchronises."""
-    lengths = cu_seqlens.diff()
-    below = (tree_rows[: lengths.shape[0]] - cu_seqlens[1:]).clamp(min=0)
-    return int((lengths.long() * below).sum())
-
-
 def ranges_of_keys(packed: PackedLayout) -> Tensor:
     """Return the queries that see each key, int32 `[2, total_tokens]`: from `first` up to `end`.
 
@@ -159,52 +152,3 @@ def _one_list(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _tensors_of(mask: BlockMask) -> list[Tensor]:
     return [value for value in mask.as_tuple() if isinstance(value, Tensor)]
-
-
-def attend_densely(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packed: PackedLayout,
-    window: int | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention over a tree with the scores of all pairs in memory."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:  # as the op casts
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    is_tail = _ops.token_metadata(packed.cu_seqlens_static, packed.total_tokens, None)[2]
-    tail = is_tail[:, None, None]
-    # The tail may hold NaN. Clear it: a weight of zero times NaN is NaN in every row.
-    q, k, v = (rows.masked_fill(tail, 0) for rows in (q, k, v))
-    with torch.autocast(device, enabled=False):
-        out = _dense_attention(q, k, v, visible(packed, window), scale, softcap, sinks)
-    return out.masked_fill(tail, 0).to(q.dtype).contiguous()
-
-
-def _dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention in fp32 (fp64 for fp64) with a mask, bool `[tokens, tokens]`."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    group = q.shape[1] // k.shape[1]
-    queries = q.to(wide).transpose(0, 1)
-    keys, values = (x.to(wide).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = queries @ keys.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
-        scores = torch.cat([scores, column], 2)
-    weights = scores.softmax(-1)[..., : k.shape[0]]
-    return (weights @ values).transpose(0, 1)

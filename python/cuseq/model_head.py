@@ -65,10 +65,12 @@ def model_logprobs(
         >>> hidden = model.model(input_ids).last_hidden_state[0]  # doctest: +SKIP
         >>> cuseq.model_logprobs(model, hidden[:-1], input_ids[0, 1:])  # doctest: +SKIP
     """
-    read = read_head
     if is_compiling():
-        from cuseq._compile_time import read_head as read  # outside of the graph
-    head = read(model)
+        from cuseq._compile_time import in_eager_code
+
+        head = in_eager_code(read_head, model)
+    else:
+        head = read_head(model)
     return token_logprobs(
         hidden,
         head.weight,

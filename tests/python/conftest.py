@@ -32,7 +32,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import cuseq
-from cuseq import _backends
+from cuseq.attention import choice, packages
 
 # Inductor's keys leave out the schemas of custom ops: code of an older build would be run again.
 _SCHEMAS = sorted(str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("cuseq::"))
@@ -144,8 +144,8 @@ def cuda() -> torch.device:
 @pytest.fixture
 def fa4(cuda) -> None:
     """Skip where FlashAttention 4 is not installed."""
-    _backends.load_backends()
-    if "fa4" not in _backends.registered:
+    choice.load_backends()
+    if not packages.found.get("fa4"):
         pytest.skip("FlashAttention 4 is not installed")
 
 

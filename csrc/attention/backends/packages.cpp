@@ -14,16 +14,18 @@
 #include "attention/rows.h"
 #include "ops/dispatch.h"
 
-// FlashAttention 4 and 3. Their packages launch the kernels from Python: cuseq._fa4 and cuseq._fa3
-// register them for the ops cuseq::fa4_forward, fa4_backward, fa3_forward and fa3_backward, which
-// this file calls. Unlike torch's activate_flash_attention_impl, this changes no other attention of
-// the process.
+// FlashAttention 4 and 3. Their packages launch the kernels from Python: cuseq.attention.fa4 and
+// cuseq.attention.fa3 register them for the ops cuseq::fa4_forward, fa4_backward, fa3_forward and
+// fa3_backward, which this file calls. Unlike torch's activate_flash_attention_impl, this changes
+// no other attention of the process.
 namespace cuseq::attention {
 namespace {
 
+// The ops return why they refuse the call, or nothing. They may refuse where they are told so, else
+// they raise the package's own error.
 template <typename... Tensors>
-using Signature = void(Tensors..., const Tensor&, const Tensor&, int64_t, int64_t, double, bool,
-                       OptionalInt, OptionalInt);
+using Signature = std::string(Tensors..., const Tensor&, const Tensor&, int64_t, int64_t, double,
+                              bool, OptionalInt, OptionalInt, bool);
 using ForwardSignature =
     Signature<const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&>;
 using BackwardSignature =
@@ -39,8 +41,8 @@ struct Ops {
         backward(find_op<BackwardSignature>(("cuseq::" + name + "_backward").c_str())) {}
 };
 
-// The reports from Python about a package. Every call reads them without a lock, so a replaced text
-// is never freed; only tests replace more than one.
+// What is known of a package. Every call reads it without a lock, so a replaced text is never
+// freed; only tests replace more than one.
 struct Reports {
   std::atomic<const std::string*> missing{nullptr};
   std::atomic<const std::string*> failed{nullptr};
@@ -129,7 +131,7 @@ bool takes(const Call& call, std::string* why) {
     if (why != nullptr) *why = why_missing(Package::name);
     return false;
   }
-  // A call that names the backend raises the package's own error again.
+  // A call that names the backend raises the package's own error.
   const std::string* failed = Reports::get(Package::reports.failed);
   if (failed != nullptr && call.backend == "auto") return refuse(why, *failed);
   if (at::globalContext().deterministicAlgorithms()) {
@@ -155,8 +157,15 @@ bool takes(const Call& call, std::string* why) {
   return true;
 }
 
+// Return whether a kernel refused its call; the package is passed by from then on.
 template <typename Package>
-Output forward(const Call& call) {
+bool is_refused(const std::string& refusal) {
+  if (!refusal.empty()) Reports::set(Package::reports.failed, refusal);
+  return !refusal.empty();
+}
+
+template <typename Package>
+std::optional<Output> forward(const Call& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t head_dim = package_head_dim(call);
   const FlashWindow window(call);
@@ -164,9 +173,11 @@ Output forward(const Call& call) {
   const Tensor &q = rows[0], &k = rows[1], &v = rows[2];
   Tensor out = at::empty({call.q.size(0), call.q.size(1), head_dim}, q.options());
   Tensor logsumexp = at::empty({call.q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
-  ops<Package>().forward.call(q, k, v, out.narrow(0, 0, q.size(0)), logsumexp, call.queries.offsets,
-                              call.keys.offsets, call.queries.longest, call.keys.longest,
-                              call.scale, call.causal, window.left, window.right);
+  const std::string refusal = ops<Package>().forward.call(
+      q, k, v, out.narrow(0, 0, q.size(0)), logsumexp, call.queries.offsets, call.keys.offsets,
+      call.queries.longest, call.keys.longest, call.scale, call.causal, window.left, window.right,
+      call.backend == "auto");
+  if (is_refused<Package>(refusal)) return std::nullopt;
   out = unpad_last_dim(out, call.v.size(2));
   if (q.size(0) < out.size(0)) {
     Tensor whole = at::empty({call.q.size(1), call.q.size(0)}, logsumexp.options());
@@ -174,11 +185,11 @@ Output forward(const Call& call) {
     logsumexp = whole;
   }
   zero_tail({out, logsumexp.t()}, call.queries);
-  return {out, logsumexp};
+  return Output{out, logsumexp};
 }
 
 template <typename Package>
-Gradients backward(const Call& call, const Outer& outer) {
+std::optional<Gradients> backward(const Call& call, const Outer& outer) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t head_dim = package_head_dim(call);
   const FlashWindow window(call);
@@ -191,11 +202,13 @@ Gradients backward(const Call& call, const Outer& outer) {
   Tensor grad_q = empty_like(call.q);
   Tensor grad_k = empty_like(call.k);
   Tensor grad_v = empty_like(call.v);
-  ops<Package>().backward.call(
+  const std::string refusal = ops<Package>().backward.call(
       grad_out, q, k, v, out, outer.logsumexp.narrow(1, 0, q.size(0)).contiguous(),
       grad_q.narrow(0, 0, q.size(0)), grad_k.narrow(0, 0, k.size(0)),
       grad_v.narrow(0, 0, k.size(0)), call.queries.offsets, call.keys.offsets, call.queries.longest,
-      call.keys.longest, call.scale, call.causal, window.left, window.right);
+      call.keys.longest, call.scale, call.causal, window.left, window.right,
+      call.backend == "auto");
+  if (is_refused<Package>(refusal)) return std::nullopt;
   return with_zero_tails(
       call, {unpad_last_dim(grad_q, call.q.size(2)), unpad_last_dim(grad_k, call.k.size(2)),
              unpad_last_dim(grad_v, call.v.size(2))});
@@ -224,12 +237,16 @@ std::string why_missing(const std::string& name) {
                         : "its kernels are launched from Python, through cuseq.varlen_attention";
 }
 
-void set_failed(const std::string& name, const std::string& how) {
-  Reports::set(reports_of(name).failed, how);
+std::string why_failed(const std::string& name) {
+  if (name != Fa4::name && name != Fa3::name) return "";
+  const std::string* how = Reports::get(reports_of(name).failed);
+  return how != nullptr ? *how : "";
 }
 
-void set_takes_two_rows(const std::string& name, bool on_cuda, bool takes) {
-  reports_of(name).takes_two_rows[on_cuda].store(takes, std::memory_order_release);
+void set_registered(const std::string& name, bool on_cuda, bool takes_two_rows) {
+  Reports& reports = reports_of(name);
+  Reports::set(reports.failed, "");
+  reports.takes_two_rows[on_cuda].store(takes_two_rows, std::memory_order_release);
 }
 
 }  // namespace cuseq::attention

@@ -373,7 +373,7 @@ bool takes(const Call& call, std::string* why) {
 }
 
 void warn(const Call& call) {
-  if (call.q.is_cpu() || call.spans.has_value() || call.softcap.has_value()) return;
+  if (call.q.is_cpu() || call.extra() != nullptr) return;
   const bool two_sided_window = call.window.has_value() && !call.causal;
   TORCH_WARN_ONCE("cuseq.varlen_attention: no varlen kernel takes ",
                   dtype_name(call.q.scalar_type()),
@@ -382,7 +382,7 @@ void warn(const Call& call) {
                   "are copied to the host once, a synchronisation");
 }
 
-Output forward(const Call& call) {
+std::optional<Output> forward(const Call& call) {
   const int64_t heads = call.q.size(1);
   const int64_t value_dim = call.v.size(2);
   const int64_t head_dim = common_head_dim(call.q, call.v);
@@ -405,10 +405,10 @@ Output forward(const Call& call) {
     to_bhsd(out, tile.query_begin, tile.query_end, batch).copy_(tile_out.narrow(3, 0, value_dim));
     logsumexp.narrow(1, tile.query_begin, tile.queries()).copy_(tile_lse.flatten(0, 1));
   });
-  return {out, logsumexp};
+  return Output{out, logsumexp};
 }
 
-Gradients backward(const Call& call, const Outer& outer) {
+std::optional<Gradients> backward(const Call& call, const Outer& outer) {
   const int64_t heads = call.q.size(1);
   const int64_t key_heads = call.k.size(1);
   const int64_t head_dim = common_head_dim(call.q, call.v);
@@ -440,7 +440,7 @@ Gradients backward(const Call& call, const Outer& outer) {
     grad_v.narrow(0, tile.key_begin, tile.keys())
         .add_(reduce_heads(tile_v, key_heads).narrow(2, 0, call.v.size(2)));
   });
-  return {grad_q, grad_k, grad_v};
+  return Gradients{grad_q, grad_k, grad_v};
 }
 
 const RegisterBackend registered({"segments", /*preference=*/0, takes, forward, backward, warn});

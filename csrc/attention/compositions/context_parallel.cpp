@@ -89,7 +89,7 @@ class Part {
     far_ = share_.keeps_far() ? row_.far_rows->narrow(0, 0, num_far_) : side_by_side(num_far_);
     if (!has_exchange() || (is_backward && share_.keeps_far())) return;
     // A rank without cut pieces must refuse a backend as others do, before anything moves.
-    backend_of(cut_call(far_));
+    choose(cut_call(far_));
     arrival_ =
         group_->exchange(far_, gathered(share_.sent_sources()), share_.received(), share_.sent());
   }

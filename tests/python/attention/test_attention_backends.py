@@ -22,13 +22,14 @@ from cuseq import (
     _C,
     PackedLayout,
     PackedTree,
-    _attention_table,
-    _backends,
-    _flex,
-    _packages,
     attention_backend,
     varlen_attention,
 )
+from cuseq.attention import choice as _choice
+from cuseq.attention import flex as _flex
+from cuseq.attention import packages as _packages
+from cuseq.attention import table as _attention_table
+from cuseq.attention.call import Call, is_wide
 from cuseq.layout import StaticLayout
 
 NAMES = ("flash", "fa4", "fa3", "flex", "efficient", "segments")
@@ -38,6 +39,12 @@ op = torch.ops.cuseq.varlen_attention
 # --------------------------------------------------------------------------------- on every device
 
 
+def call_of(q: Tensor, packed: PackedLayout, **options: Any) -> Call:
+    """Return a call with one tensor as queries, keys and values."""
+    call = Call(q, q, q, packed, True, None, None, None, None, None, "auto")
+    return call._replace(**options)
+
+
 def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
     asked = []
 
@@ -45,15 +52,15 @@ def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
         asked.append((head_dim, mask, window))
         return 8
 
-    monkeypatch.setattr(_backends, "load", lambda: asked.append("load"))
-    monkeypatch.setattr(_backends, "tokens_from_which_flex_is_chosen", least)
+    monkeypatch.setattr(_choice, "load", lambda: asked.append("load"))
+    monkeypatch.setattr(_flex, "least_tokens_in_compiled_code", least)
+    packed = PackedLayout.from_lengths([2])
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def takes_flex(x: Tensor) -> Tensor:
-        _backends.load_backends()
-        asked_of = _backends.Question(True, None, None, None, "auto")
-        rows = x.view(-1, 1, 64)
-        return x + 1 if _backends._compiled_code_takes_flex(rows, rows, asked_of) else x - 1
+        _choice.load_backends()
+        call = call_of(x.view(-1, 1, 64), packed)
+        return x + 1 if _flex._wins_in_compiled_code(call) else x - 1
 
     assert takes_flex(torch.zeros(9, 64)).eq(1).all()
     assert takes_flex(torch.zeros(3, 64)).eq(-1).all()
@@ -67,7 +74,7 @@ def test_compiled_code_holds_what_it_asked_when_it_was_compiled(monkeypatch):
 def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, monkeypatch, measured):
     """Its capacity counts, not its lengths; other layouts ask about eager or compiled code."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(_backends, "_flex_obstacle", lambda q, v: None)
+    monkeypatch.setattr(_flex, "obstacle", lambda q, v: None)
     facts = (90, True, 128, "causal", 0, "captured")
     measured(
         ((*facts, 1024, 64), {"flash": 1.0, "flex": 2.0}),
@@ -75,20 +82,19 @@ def test_a_layout_that_a_graph_refills_asks_what_captures_measured(compiled, mon
         ((*facts, 1000, 700), {"flash": 1.0}),  # says nothing about flex
     )
 
-    def takes_flex(q: Tensor, packed: PackedLayout, asked: _backends.Question) -> Tensor:
-        return q + 1 if _backends.takes_flex(q, q, packed, asked) else q - 1
+    def takes_flex(q: Tensor, packed: PackedLayout, options: dict[str, Any]) -> Tensor:
+        return q + 1 if _flex.pays(call_of(q, packed, **options)) else q - 1
 
     if compiled:
         takes_flex = torch.compile(takes_flex, fullgraph=True, backend="aot_eager")
-    question = _backends.Question(True, None, None, None, "auto")
     for tokens, room, expected in ((1024, 60, -1), (1024, 500, 1), (1000, 700, 1), (400, 300, -1)):
         packed = PackedLayout.from_lengths([5, 7], tokens, max_seqs=room)
         q = torch.zeros(tokens, 1, 128, dtype=torch.bfloat16)
         masks = ({}, {"window": 99}, {"causal": False}, {"window": 3, "causal": False})
-        for asked in (question._replace(**options) for options in masks):
+        for options in masks:
             torch._dynamo.reset()  # its limit of compilations is for one function in all
-            assert takes_flex(q, StaticLayout.like(packed, q.device), asked).eq(expected).all()
-            assert takes_flex(q, packed, asked).eq(-1).all()
+            assert takes_flex(q, StaticLayout.like(packed, q.device), options).eq(expected).all()
+            assert takes_flex(q, packed, options).eq(-1).all()
 
 
 def test_a_graph_is_for_the_sequences_expected_and_for_those_there_is_room_for(
@@ -105,7 +111,7 @@ def test_a_graph_is_for_the_sequences_expected_and_for_those_there_is_room_for(
 
     def flex(expected: int) -> list[bool]:
         question = (128, "causal", 0, 1024)
-        return [_backends.flex_replays_fastest(*question, n, expected) for n in (8, 128, 1024)]
+        return [_flex.wins_replays(*question, n, expected) for n in (8, 128, 1024)]
 
     assert flex(expected=0) == [False, True, True]
     assert flex(expected=8) == [False, False, True]
@@ -115,13 +121,12 @@ def test_a_graph_is_for_the_sequences_expected_and_for_those_there_is_room_for(
 def test_wide_heads_take_flex_where_it_was_measured_faster(monkeypatch, measured):
     """Heads of 512 have no flash kernel; what narrower ones measured says nothing of them."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(_backends, "_flex_obstacle", lambda q, v: None)
+    monkeypatch.setattr(_flex, "obstacle", lambda q, v: None)
     packed = PackedLayout.from_lengths([500, 524])
 
     def takes_flex(dim: int, **options: Any) -> bool:
         q = torch.zeros(1024, 1, dim, dtype=torch.bfloat16)
-        asked = _backends.Question(True, None, None, None, "auto")._replace(**options)
-        return _backends.takes_flex(q, q, packed, asked)
+        return _flex.pays(call_of(q, packed, **options))
 
     narrow = (90, True, 256, "causal", 0, "eager", 1024, 2)
     measured((narrow, {"efficient": 9.0, "flex": 2.0}))
@@ -142,19 +147,19 @@ def test_wide_heads_that_flex_refuses(monkeypatch):
         half = torch.empty(8, 1, 512, device="cuda", dtype=torch.bfloat16)
         full = torch.empty(8, 1, 512, device="cuda")
         wider = torch.empty(8, 1, 520, device="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr(_backends, "shared_memory", lambda device: 227 * 1024)
-    assert _backends._flex_obstacle(half, half) is None
-    assert "from 16 to 512, got 520 and 512" in _backends._flex_obstacle(wider, half)
-    assert "in fp16 and bf16 alone, got torch.float32" in _backends._flex_obstacle(full, full)
+    monkeypatch.setattr(_flex, "shared_memory", lambda device: 227 * 1024)
+    assert _flex.obstacle(half, half) is None
+    assert "from 16 to 512, got 520 and 512" in _flex.obstacle(wider, half)
+    assert "in fp16 and bf16 alone, got torch.float32" in _flex.obstacle(full, full)
     with monkeypatch.context() as under_autocast:
-        under_autocast.setattr(_backends, "computes_in_half", lambda q: True)
-        assert _backends._flex_obstacle(full, full) is None
-    assert _backends.is_wide(half, half[..., :64]) and not _backends.is_wide(half[0], half[0])
-    assert _backends.fits_flex(half[..., :256], half[..., :256])
-    assert not _backends.fits_flex(half, half)  # trees
-    monkeypatch.setattr(_backends, "shared_memory", lambda device: 99 * 1024)
-    assert "229,376 bytes of shared memory" in _backends._flex_obstacle(half, half)
-    assert _backends._flex_obstacle(half[..., :256], half[..., :256]) is None
+        under_autocast.setattr(_flex, "computes_in_half", lambda q: True)
+        assert _flex.obstacle(full, full) is None
+    assert is_wide(half, half[..., :64]) and not is_wide(half[0], half[0])
+    assert _flex.fits(half[..., :256], half[..., :256])
+    assert not _flex.fits(half, half)  # trees
+    monkeypatch.setattr(_flex, "shared_memory", lambda device: 99 * 1024)
+    assert "229,376 bytes of shared memory" in _flex.obstacle(half, half)
+    assert _flex.obstacle(half[..., :256], half[..., :256]) is None
 
 
 # Bytes of shared memory of a block: CUDA C++ Programming Guide, "Compute Capabilities".
@@ -170,9 +175,8 @@ def unmeasured_gpu(request, monkeypatch, measured) -> int:
     sm = request.param
     measured()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(sm, 10))
-    monkeypatch.setattr(_backends, "is_capturing", lambda device: False)
-    for module in (_backends, _flex):
-        monkeypatch.setattr(module, "shared_memory", lambda device: SHARED_MEMORY[sm] * 1024)
+    monkeypatch.setattr(_flex, "is_capturing", lambda device: False)
+    monkeypatch.setattr(_flex, "shared_memory", lambda device: SHARED_MEMORY[sm] * 1024)
     return sm
 
 
@@ -181,11 +185,12 @@ def unmeasured_gpu(request, monkeypatch, measured) -> int:
 @pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
 def test_flex_by_rule(dim, dtype, packages, unmeasured_gpu, monkeypatch):
     """Without measurements only for masks that others run one by one, where its tiles fit."""
-    monkeypatch.setattr(_backends, "registered", set(packages))
+    there = {name: name in packages for name in _choice.PACKAGES}
+    monkeypatch.setattr(_packages, "found", there)
     packed = PackedLayout.from_lengths([500, 524])
     with FakeTensorMode():
         q = torch.empty(1024, 2, dim, device="cuda", dtype=dtype)
-    plain = _backends.Question(True, None, None, None, "auto")
+    plain = call_of(q, packed)
     roomy = SHARED_MEMORY[unmeasured_gpu] >= 224
     for options, expected in (
         ({}, False),
@@ -196,19 +201,18 @@ def test_flex_by_rule(dim, dtype, packages, unmeasured_gpu, monkeypatch):
     ):
         asked = plain._replace(**options)
         expected = expected and dtype != torch.float32 and unmeasured_gpu >= 80
-        assert _backends.takes_flex(q, q, packed, asked) == expected, options
+        assert _flex.pays(asked) == expected, options
         if expected:
-            why = _backends.why_flex(q, q, packed, asked)
+            why = _flex.why(asked)
             assert why.startswith("a rule, not a measurement: one kernel for all sequences")
             assert why.endswith(
                 f"measured on sm_{unmeasured_gpu} (to measure it, in a clone of cuseq: python -m "
                 "benchmarks attention_backends)"
             )
-    few = q[:511]
-    assert not _backends.takes_flex(few, few, packed, plain._replace(softcap=5.0))
+    assert not _flex.pays(call_of(q[:511], packed, softcap=5.0))
     for mask in ("causal", "full", "window", "two_sided"):
-        assert _backends.tokens_from_which_flex_is_chosen(dim, mask, 0) is None
-        assert not _backends.flex_replays_fastest(dim, mask, 0, 2048, 64, 8)
+        assert _flex.least_tokens_in_compiled_code(dim, mask, 0) is None
+        assert not _flex.wins_replays(dim, mask, 0, 2048, 64, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -217,7 +221,7 @@ def test_flex_has_tiles_that_fit(dims, dtype, unmeasured_gpu):
     """In the 99 KiB of some GPUs torch's tiles do not, for rows of more than 256 bytes."""
     with FakeTensorMode():
         q, v = (torch.empty(1024, 2, dim, device="cuda", dtype=dtype) for dim in dims)
-    obstacle = _backends._flex_obstacle(q, v)
+    obstacle = _flex.obstacle(q, v)
     if unmeasured_gpu < 80:
         assert "it runs on GPUs from sm_80 on" in obstacle
         return
@@ -237,13 +241,12 @@ def test_flex_has_tiles_that_fit(dims, dtype, unmeasured_gpu):
 def test_a_tree_takes_its_calls_in_compiled_code(monkeypatch, measured):
     """The table compares backends over rows of documents, and flex needs a mask in every layer."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(_backends, "_flex_obstacle", lambda q, v: None)
+    monkeypatch.setattr(_flex, "obstacle", lambda q, v: None)
     measured(((90, True, 128, "causal", 0, "compiled", 512, 2), {"flash": 9.0, "flex": 2.0}))
-    question = _backends.Question(True, None, None, None, "auto")
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def takes_flex(q: Tensor, packed: PackedLayout) -> Tensor:
-        return q + 1 if _backends.takes_flex(q, q, packed, question) else q - 1
+        return q + 1 if _flex.pays(call_of(q, packed)) else q - 1
 
     q = torch.zeros(512, 1, 128, dtype=torch.bfloat16)
     tree = PackedTree.from_groups([[1] * 9], [[[2] * 5] * 3], total_tokens=512)
@@ -255,12 +258,12 @@ def chosen(facts: tuple, usable: set[str]) -> str:
     """Return what auto runs in compiled code or in a GraphedStep at a row of the table."""
     sm, half, head_dim, mask, window, mode, tokens, sequences = facts
     if mode == "compiled":
-        least = _backends.tokens_from_which_flex_is_chosen(head_dim, mask, window)
+        least = _flex.least_tokens_in_compiled_code(head_dim, mask, window)
         takes_flex = least is not None and tokens >= least
     else:
         sizes = (1 << (size - 1).bit_length() for size in (tokens, sequences))
-        takes_flex = _backends.flex_replays_fastest(head_dim, mask, window, *sizes, expected=0)
-    if takes_flex and tokens >= _backends.LEAST_TOKENS_FOR_FLEX:
+        takes_flex = _flex.wins_replays(head_dim, mask, window, *sizes, expected=0)
+    if takes_flex and tokens >= _flex.LEAST_TOKENS:
         return "flex"
     # The op chooses when it runs: in compiled code as in eager code.
     asked = (sm, half, head_dim, mask, window, mode if mode == "captured" else "eager")
@@ -272,10 +275,11 @@ def chosen(facts: tuple, usable: set[str]) -> str:
 @pytest.mark.parametrize("packages", [(), ("fa4",)], ids=["PyTorch alone", "fa4"])
 def test_auto_is_level_with_the_best_of_the_table_without_a_gpu(packages, monkeypatch, measured):
     """Replay the measurements of compiled code and of captures: within 5 % of the best."""
-    table = _backends.read_table()
+    table = _attention_table.read_table()
     measured(*table)
-    monkeypatch.setattr(_backends, "registered", set(packages))
-    usable = {name for name in NAMES if name not in _backends.PACKAGES or name in packages}
+    there = {name: name in packages for name in _choice.PACKAGES}
+    monkeypatch.setattr(_packages, "found", there)
+    usable = {name for name in NAMES if name not in _choice.PACKAGES or name in packages}
     replayed = 0
     for facts, times in table:
         monkeypatch.setattr(
@@ -299,7 +303,7 @@ def measured():
         _C.set_measured_attention(list(rows))
 
     yield replace
-    _C.set_measured_attention(_backends.read_table() if torch.cuda.is_available() else [])
+    _C.set_measured_attention(_attention_table.read_table() if torch.cuda.is_available() else [])
 
 
 class Package:
@@ -584,7 +588,7 @@ def test_what_is_no_failure_of_the_package_is_raised(failing, error):
     failing(error)
     with pytest.raises(type(error)):
         varlen_attention(*tensors, packed).sum().backward()
-    assert attention_backend(*tensors, packed).name == "fa4" and not _packages.failed
+    assert attention_backend(*tensors, packed).name == "fa4" and not _C.failed_attention("fa4")
 
 
 @pytest.mark.filterwarnings("error:stand-in")
@@ -775,7 +779,7 @@ def test_flex_rows_with_sinks_and_spans():
 
 def test_every_row_of_the_table_is_its_own_closest(measured):
     """So auto takes the fastest backend at every row, of those that are installed."""
-    rows = _backends.read_table()
+    rows = _attention_table.read_table()
     measured(*rows)
     assert len({facts for facts, _ in rows}) == len(rows)
     for facts, times in rows:
@@ -812,7 +816,7 @@ def test_captures_are_compared_by_the_sequences_that_they_have_room_for(measured
 
 
 def test_the_table_is_in_the_package():
-    text = resources.files("cuseq").joinpath(_attention_table.PACKAGED).read_text()
+    text = resources.files("cuseq.attention").joinpath(_attention_table.PACKAGED).read_text()
     facts = _attention_table.FACTS
     for _, line in _attention_table.table_lines(text):
         assert tuple(line)[: len(facts)] == facts

@@ -21,12 +21,14 @@ from cuseq import (
     _C,
     GraphedStep,
     PackedLayout,
-    _backends,
-    _fa4,
-    _flex,
     attention_backend,
     varlen_attention,
 )
+from cuseq.attention import choice as _choice
+from cuseq.attention import fa4 as _fa4
+from cuseq.attention import flex as _flex
+from cuseq.attention import op as _op
+from cuseq.attention.table import read_table
 from cuseq.layout import StaticLayout
 
 NAMES = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
@@ -36,8 +38,8 @@ HALF = 6e-3  # error of bf16, relative
 @pytest.fixture(params=NAMES)
 def name(request, cuda) -> str:
     """Return each backend that is installed."""
-    _backends.load_backends()
-    if request.param in _backends.PACKAGES:
+    _choice.load_backends()
+    if request.param in _choice.PACKAGES:
         packed = PackedLayout.from_lengths([64], device=cuda)
         tensors = inputs(64, dim=64, device=cuda, dtype=torch.bfloat16)
         try:
@@ -474,7 +476,7 @@ def test_auto_takes_flex_for_soft_caps(cuda):
 
 def skip_without_wide_flex() -> None:
     wide = torch.empty(8, 1, 512, device="cuda", dtype=torch.bfloat16)
-    if obstacle := _backends._flex_obstacle(wide, wide):
+    if obstacle := _flex.obstacle(wide, wide):
         pytest.skip(obstacle)
 
 
@@ -482,13 +484,13 @@ def skip_without_wide_flex() -> None:
 def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compiled, monkeypatch):
     """Gemma 4's layers of head_dim 512: no flash kernel takes them."""
     skip_without_wide_flex()
-    _backends.load_backends()
+    _choice.load_backends()
     major, minor = torch.cuda.get_device_capability()
     mode = "compiled" if compiled else "eager"
     facts = (10 * major + minor, True, 512, "causal", 0, mode, 1024, 3)
     lengths, tokens = [300, 0, 229, 477], 1024
     tensors, packed = packed_inputs(lengths, tokens, 4, 2, 512)
-    monkeypatch.setattr("cuseq.attention._attend", refuse_other_backends)
+    monkeypatch.setattr(_op, "_attend", refuse_other_backends)
     torch._dynamo.reset()
     try:
         _C.set_measured_attention([(facts, {"efficient": 9.0, "flex": 2.0})])
@@ -500,7 +502,7 @@ def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compi
         out = layer(*tensors, packed)
         grads = torch.autograd.grad(out.float().square().sum(), tensors)
     finally:
-        _C.set_measured_attention(_backends.read_table())
+        _C.set_measured_attention(read_table())
     exact = [t.detach()[: sum(lengths)].double().cpu().requires_grad_() for t in tensors]
     expected = reference_attention(*exact, lengths)
     wanted = torch.autograd.grad(expected.square().sum(), exact)
@@ -546,7 +548,7 @@ def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
     options, compiled, cuda, monkeypatch
 ):
     major, minor = torch.cuda.get_device_capability()
-    _backends.load_backends()
+    _choice.load_backends()
     facts = (10 * major + minor, True, 64, "causal", 0, "captured", 1024, 128)
     _C.set_measured_attention([(facts, {"flash": 2.0, "fa4": 2.0, "flex": 1.0})])
     try:
@@ -568,7 +570,7 @@ def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
         assert attention_backend(*parameters, static, **options).name == "flex"
         for layout in layouts:
             with monkeypatch.context() as patched:
-                patched.setattr("cuseq.attention._attend", refuse_other_backends)
+                patched.setattr(_op, "_attend", refuse_other_backends)
                 loss = step({"packed": layout})
             found = [parameter.grad.clone() for parameter in parameters]
             plain = [parameter.detach().clone().requires_grad_() for parameter in parameters]
@@ -581,14 +583,14 @@ def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
                 assert relative(one, other.grad, other.grad) < 2e-2
         assert step.captured, step.reason
     finally:
-        _C.set_measured_attention(_backends.read_table())
+        _C.set_measured_attention(read_table())
 
 
 def test_auto_is_level_with_the_best_of_the_table(cuda):
     """Replay the measurements: auto is within 5 % of the best backend at every row."""
-    _backends.load_backends()
+    _choice.load_backends()
     major, minor = torch.cuda.get_device_capability()
-    rows = [row for row in _backends.read_table() if row[0][0] == 10 * major + minor]
+    rows = [row for row in read_table() if row[0][0] == 10 * major + minor]
     if not rows:
         pytest.skip("nothing was measured on such a GPU")
     for facts, times in rows:
@@ -621,7 +623,7 @@ def test_deterministic_mode_runs_the_same_numbers_twice(cuda):
     tensors, packed = packed_inputs([300, 200], 512, 4, 2, 64)
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention_backend(*tensors, packed).name not in _backends.PACKAGES
+        assert attention_backend(*tensors, packed).name not in _choice.PACKAGES
 
         def run():
             return torch.autograd.grad(varlen_attention(*tensors, packed).sum(), tensors)
@@ -635,7 +637,7 @@ def test_a_closest_row_of_this_gpu_exists(cuda):
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         pytest.skip("only H100 and H200 were measured")
-    _backends.load_backends()
+    _choice.load_backends()
     facts = (90, True, 128, "causal", 0, "eager", 8192, 16)
     assert _C.closest_measured_attention(facts)
 

@@ -10,8 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from cuseq import _attention_table, _backends
-from cuseq._attention_table import own_path, read_own_table, read_table
+from cuseq.attention import choice as _choice
+from cuseq.attention import packages as _packages
+from cuseq.attention import table as _attention_table
+from cuseq.attention.table import own_path, read_own_table, read_table
 
 GPU = "NVIDIA L40S"
 HEAD = "sm,half,head_dim,mask,window,mode,tokens,sequences,flash,flex,gpu,torch"
@@ -46,14 +48,14 @@ def write(machine, tmp_path, monkeypatch):
 @pytest.fixture
 def loaded(monkeypatch):
     """Return a function that loads the measurements as a first call does, and returns the rows."""
-    monkeypatch.setattr(_backends, "_loaded", False)
-    monkeypatch.setattr(_backends, "_ignored", "")
-    monkeypatch.setattr(_backends, "PACKAGES", {})
+    monkeypatch.setattr(_choice, "_loaded", False)
+    monkeypatch.setattr(_choice, "_ignored", "")
+    monkeypatch.setattr(_choice, "PACKAGES", {})
     rows: dict = {}
-    monkeypatch.setattr(_backends._C, "set_measured_attention", lambda found: rows.update(found))
+    monkeypatch.setattr(_choice._C, "set_measured_attention", lambda found: rows.update(found))
 
     def load() -> dict:
-        _backends.load()
+        _choice.load()
         return rows
 
     return load
@@ -85,7 +87,7 @@ def test_rows_of_this_machine_count(write, loaded):
     with warnings.catch_warnings(action="error"):
         found = loaded()
     assert found[FACTS] == {"flash": 120.5} and len(found) == 1 + len(read_table())
-    assert _backends.ignored_rows() == ""
+    assert _choice._ignored == ""
 
 
 def test_a_row_takes_the_place_of_the_packages(write, loaded):
@@ -107,7 +109,7 @@ def test_rows_of_other_machines_are_ignored_and_named(write, loaded):
         ROW,
     )
     assert set(loaded()) - dict(read_table()).keys() == {FACTS}
-    assert _backends.ignored_rows() == (
+    assert _choice._ignored == (
         f"ignored rows of {path}: 2 of NVIDIA A100, 1 of torch 2.15; this is NVIDIA L40S with "
         "torch 2.11"
     )
@@ -216,7 +218,7 @@ def test_the_benchmark_measures_again_what_is_of_this_machine(benchmark_module, 
     bench = benchmark_module
     row = bench.Row(2048, 350)
     facts = bench.facts_of(row, "eager")
-    monkeypatch.setattr(_backends, "registered", set())
+    monkeypatch.setattr(_packages, "found", dict.fromkeys(_choice.PACKAGES, False))
     assert bench.is_here(facts, facts) and bench.is_here(facts | {"torch": "2.11.0"}, facts)
     packages = {name: cell for name, cell in facts.items() if name not in _attention_table.PLACE}
     assert bench.is_here(packages, facts) and not bench.is_here(packages | {"sm": "90"}, facts)

@@ -17,7 +17,7 @@ import torch
 from test_attention import relative
 from torch import Tensor
 
-from cuseq import _fa4
+from cuseq.attention import fa4 as _fa4
 
 # What each kernel is passed: a value by its name, None, the number 1.0, or a tuple of None.
 ORDERS = {

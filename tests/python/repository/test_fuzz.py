@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cuseq
-from cuseq._backends import PACKAGES
+from cuseq.attention.choice import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))

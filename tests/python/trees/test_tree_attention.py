@@ -184,7 +184,7 @@ def test_groups_and_long_nodes_run_as_calls():
 def test_the_model_weighs_calls_against_pairs(
     device_type, depth, mean_depth, mean_keys, tokens, one_kernel
 ):
-    from cuseq import _tree_choice as choice
+    from cuseq.attention import tree as choice
 
     rates = choice.GPU if device_type == "cuda" else choice.CPU
     times = choice.modelled_times(depth, mean_depth, mean_keys, tokens, 16, 128, rates)

@@ -29,8 +29,7 @@ bool takes(const Call& call, std::string* why) {
   if (call.q.scalar_type() == at::kDouble) {
     return refuse(why, "it takes fp16, bf16 and fp32, got fp64");
   }
-  if (call.spans.has_value()) return refuse(why, "it has no spans");
-  if (call.softcap.has_value()) return refuse(why, "it has no soft cap");
+  if (const char* extra = call.extra()) return refuse(why, "it has no ", extra);
   if (call.window.has_value() && !call.causal) return refuse(why, "it has no two-sided window");
   // kernel_backward.h of torch 2.11 shifts the causal diagonal by num_keys - num_queries, but not
   // the window's lower bound: gradients would flow to keys that the forward hides.
@@ -137,7 +136,7 @@ Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t tota
   return padded.transpose(1, 2).index({rows, columns}).t().contiguous();
 }
 
-Output forward(const Call& call) {
+std::optional<Output> forward(const Call& call) {
   const Tensor q = efficient_rows(call.q);
   const Tensor k = efficient_rows(call.k);
   const Tensor v = efficient_rows(call.v);
@@ -162,7 +161,7 @@ Output forward(const Call& call) {
     logsumexp.masked_fill_(alone.unsqueeze(0), -std::numeric_limits<double>::infinity());
   }
   zero_tail({out, logsumexp.t()}, call.queries);
-  return {out, logsumexp};
+  return Output{out, logsumexp};
 }
 
 Tensor pad_logsumexp(const Tensor& logsumexp, const Sequences& sequences) {
@@ -178,7 +177,7 @@ Tensor pad_logsumexp(const Tensor& logsumexp, const Sequences& sequences) {
       .contiguous();
 }
 
-Gradients backward(const Call& call, const Outer& outer) {
+std::optional<Gradients> backward(const Call& call, const Outer& outer) {
   const Tensor q = efficient_rows(call.q);
   const Tensor k = efficient_rows(call.k);
   const Tensor v = efficient_rows(call.v);

@@ -30,7 +30,7 @@ int64_t longest_of(const Sequences& sequences) { return std::max<int64_t>(sequen
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-Output forward(const Call& call) {
+std::optional<Output> forward(const Call& call) {
   const int64_t head_dim = flash_head_dim(call);
   const FlashWindow window(call);
   auto result = at::_flash_attention_forward(
@@ -43,7 +43,7 @@ Output forward(const Call& call) {
   // flash-attention's logsumexp of a query without keys is inf.
   if (call.may_lack_keys()) logsumexp.masked_fill_(logsumexp.eq(kInfinity), -kInfinity);
   zero_tail({out, logsumexp.t()}, call.queries);
-  return {out, logsumexp};
+  return Output{out, logsumexp};
 }
 
 // Run the backward kernel once. The rows must be prepared by flash_rows.
@@ -103,7 +103,7 @@ Gradients backward_by_heads(const Call& call, const Outer& outer, int64_t heads_
   return {grad_q, grad_k, grad_v};
 }
 
-Gradients backward(const Call& call, const Outer& outer) {
+std::optional<Gradients> backward(const Call& call, const Outer& outer) {
   const int64_t head_dim = flash_head_dim(call);
   Call padded = call;
   padded.q = flash_rows(call.q, head_dim);

@@ -38,7 +38,7 @@ from transformers.utils.import_utils import is_tracing
 
 import cuseq
 from cuseq._arguments import as_size
-from cuseq._backends import load_backends
+from cuseq.attention import load_backends
 from cuseq.integrations.transformers._layers import dropout_option
 from cuseq.integrations.transformers._layouts import (
     check_total,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._packages import register_kernels
+from cuseq.attention.packages import register_kernels
 
 _library: torch.library.Library | None = None
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cuseq._packages import register_kernels
+from cuseq.attention.packages import register_kernels
 
 _CAPABILITIES = (9, 10)
 # The arguments of the package's functions that are passed, by name: the tensors, then the mask. The

@@ -14,23 +14,37 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-BACKENDS = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
-FACTS = ("sm", "half", "head_dim", "mask", "window", "mode", "tokens", "sequences")
+from cuseq.attention.call import BACKENDS, MASKS
+
 PLACE = ("gpu", "torch")  # where a row of the user's own table was measured
 TIMES = BACKENDS[1:]
-PACKAGED = "_attention_table.csv"
+PACKAGED = "table.csv"
 VARIABLE = "CUSEQ_ATTENTION_TABLE"
 COMMAND = "python -m benchmarks attention_backends"
 
-_MASKS = ("causal", "full", "window", "two_sided", "spans", "softcap")
 _MODES = ("eager", "compiled", "captured")
 
-Facts = tuple[Any, ...]
 Times = dict[str, float]
+
+
+class Facts(NamedTuple):
+    """The facts of a call that decide how fast a backend is: `Facts` of measured.h."""
+
+    sm: int  # compute capability, such as 90
+    half: bool  # fp16 or bf16
+    head_dim: int  # the larger one of q and v
+    mask: str  # one of `MASKS`
+    window: int  # keys that a query sees; 0 without a window
+    mode: str  # "eager", "compiled" or "captured"
+    tokens: int  # of the row
+    sequences: int  # those that the offsets have room for if captured
+
+
+FACTS = Facts._fields
 
 
 class OwnTable(NamedTuple):
@@ -42,7 +56,7 @@ class OwnTable(NamedTuple):
 
 def read_table() -> list[tuple[Facts, Times]]:
     """Return the measurements of the package: facts, and the microseconds of each backend."""
-    text = resources.files("cuseq").joinpath(PACKAGED).read_text()
+    text = resources.files("cuseq.attention").joinpath(PACKAGED).read_text()
     return [(_facts(line), _times(line)) for _, line in table_lines(text)]
 
 
@@ -68,9 +82,9 @@ def table_lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _facts(line: dict[str, str]) -> Facts:
-    sm, half, head_dim, mask, window, mode, tokens, sequences = (line[name] for name in FACTS)
-    return (
-        int(sm), half == "1", int(head_dim), mask, int(window), mode, int(tokens), int(sequences),
+    return Facts(
+        int(line["sm"]), line["half"] == "1", int(line["head_dim"]), line["mask"],
+        int(line["window"]), line["mode"], int(line["tokens"]), int(line["sequences"]),
     )  # fmt: skip
 
 
@@ -115,7 +129,7 @@ def read_own_table() -> OwnTable:
         found = {}
         for number, line in lines:
             _check(line, number)
-            key = (line["gpu"], release(line["torch"]), *_facts(line))
+            key = (line["gpu"], release(line["torch"]), _facts(line))
             if key in found:
                 raise ValueError(f"line {number}: facts must be measured once, got them twice")
             found[key] = _times(line)
@@ -136,17 +150,17 @@ def gpu_names() -> set[str]:
     return {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
 
 
-def _about_this_machine(path: Path, found: dict[Facts, Times]) -> OwnTable:
+def _about_this_machine(path: Path, found: dict[tuple[str, str, Facts], Times]) -> OwnTable:
     rows: dict[Facts, Times] = {}
     others: Counter[str] = Counter()
     gpus, here = gpu_names(), release(torch.__version__)
-    for (gpu, measured_by, *facts), times in found.items():
+    for (gpu, measured_by, facts), times in found.items():
         if gpu not in gpus:
             others[gpu] += 1
         elif measured_by != here:
             others[f"torch {measured_by}"] += 1
         else:
-            rows[tuple(facts)] = times
+            rows[facts] = times
     if not others:
         return OwnTable(rows, "")
     kinds = ", ".join(f"{count} of {kind}" for kind, count in others.items())
@@ -170,7 +184,7 @@ _RULES: dict[str, tuple[Callable[[str], bool], str]] = {
     "sm": (_is_whole(10), "a compute capability such as 90"),
     "half": (lambda cell: cell in ("0", "1"), "1 for fp16 and bf16, or 0"),
     "head_dim": (_is_whole(1), "a number from 1 to 999999999"),
-    "mask": (lambda cell: cell in _MASKS, f"one of {', '.join(_MASKS)}"),
+    "mask": (lambda cell: cell in MASKS, f"one of {', '.join(MASKS)}"),
     "window": (_is_whole(0), "a number of keys from 0 to 999999999"),
     "mode": (lambda cell: cell in _MODES, f"one of {', '.join(_MODES)}"),
     "tokens": (_is_whole(1), "a number from 1 to 999999999"),

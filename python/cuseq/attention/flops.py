@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq import _C
-from cuseq._tree_masks import pairs_with_ancestors
 
 _ops = torch.ops.cuseq
 
@@ -39,7 +38,7 @@ def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], pro
     else:
         pairs = sum(length * length for length in offsets.diff().tolist())
         if arguments.get("tree_rows") is not None:
-            pairs += pairs_with_ancestors(offsets, arguments["tree_rows"])
+            pairs += _pairs_with_ancestors(offsets, arguments["tree_rows"])
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     return products * heads * pairs * (head_dim + value_dim)
 
@@ -58,6 +57,13 @@ def _pairs_of_part(rank_rows: Tensor, rank_meta: Tensor) -> int:
     keys += queries[cut:]
     pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
     return pairs // meta[slots.CP_SIZE] if meta[slots.ULYSSES] else pairs
+
+
+def _pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
+    """Return the number of pairs of a token and a token of a node above its own; synchronises."""
+    lengths = cu_seqlens.diff()
+    below = (tree_rows[: lengths.shape[0]] - cu_seqlens[1:]).clamp(min=0)
+    return int((lengths.long() * below).sum())
 
 
 @register_flop_formula(_ops.varlen_attention, get_raw=True)

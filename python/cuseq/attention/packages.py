@@ -1,14 +1,14 @@
-"""Registration of attention kernels that packages launch from Python, and of their failures.
+"""Registration of attention kernels that packages launch from Python.
 
-`cuseq._fa4` and `cuseq._fa3` register here. A package may compile a kernel when a call first needs
-it, and fail then. The first failure warns and makes `backend="auto"` pass the package by: C++ runs
-the call again with the next backend (`csrc/attention/call.cpp`).
+`fa4.py` and `fa3.py` register here. A package may compile a kernel when a call first needs it, and
+fail then. A call with `backend="auto"` is refused in that case, with a warning that says how it
+failed: C++ gives the call to the next backend, and passes the package by from then on
+(`csrc/attention/call.cpp`).
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable
 
@@ -16,8 +16,12 @@ import torch
 
 from cuseq import _C
 
-failed: set[str] = set()  # the packages that "auto" passes by
-_lock = threading.Lock()
+found: dict[str, bool] = {}  # whether a package can be used here, once they are loaded
+
+
+def is_usable(backend: str) -> bool:
+    """Return whether "auto" may take a backend; PyTorch's own are always there."""
+    return found.get(backend, True) and not _C.failed_attention(backend)
 
 
 def register_kernels(
@@ -42,42 +46,34 @@ def register_kernels(
     Returns:
         The library; the kernels are registered while it lives.
     """
-    failed.discard(backend)
-    _C.set_failed_attention(backend, "")
-    _C.set_attention_takes_two_rows(backend, device == "CUDA", takes_two_rows)
+    _C.set_registered_attention(backend, device == "CUDA", takes_two_rows)
     library = torch.library.Library("cuseq", "IMPL")
     for name, kernel in (("forward", forward), ("backward", backward)):
-        library.impl(f"{backend}_{name}", _reporting(backend, package, kernel), device)
+        library.impl(f"{backend}_{name}", _refusing(backend, package, kernel), device)
     return library
 
 
-def _reporting(backend: str, package: str, kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return the kernel; an error of the package is reported before it is raised."""
+def _refusing(backend: str, package: str, kernel: Callable[..., None]) -> Callable[..., str]:
+    """Return the kernel of an op: it returns how the package failed, or an empty string."""
 
     @functools.wraps(kernel)
-    def launch(*args: object) -> None:
+    def launch(*args: object, may_refuse: bool = False) -> str:
         try:
             kernel(*args)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # not the package's: the next backend would raise it too
         except Exception as error:
-            _report(backend, package, error)
-            raise
-
-    return launch
-
-
-def _report(backend: str, package: str, error: Exception) -> None:
-    lines = str(error).strip().splitlines()
-    how = f"{package} failed ({type(error).__name__}{': ' + lines[0] if lines else ''})"
-    with _lock:
-        if backend in failed:
-            return
-        # Before the rest: where warnings are errors, the call raises this one.
+            if not may_refuse:
+                raise
+            lines = str(error).strip().splitlines()
+            how = f"{package} failed ({type(error).__name__}{': ' + lines[0] if lines else ''})"
+        else:
+            return ""
         warnings.warn(
             f'{how}: backend="auto" does not choose it again in this process; '
             f'backend="{backend}" raises the whole error',
-            stacklevel=4,
+            stacklevel=3,
         )
-        failed.add(backend)
-        _C.set_failed_attention(backend, how)
+        return how
+
+    return launch
