@@ -3,7 +3,7 @@
 // All schemas, and nothing else. The op NAME has its kernels and their arguments in
 // csrc/ops/NAME.h, checks and registration in csrc/ops/NAME.cpp, and implementations in
 // csrc/cpu/NAME.cpp and csrc/cuda/NAME.cu, or in the files of a kernel that it shares. Its fake is
-// in python/cuseq/_fakes.py. CONTRIBUTING.md explains how to add one.
+// in python/cuseq/_base/fakes.py. CONTRIBUTING.md explains how to add one.
 TORCH_LIBRARY(cuseq, m) {
   const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
 

@@ -115,6 +115,7 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
                     tensors.size(), " and ", rstds.size());
   Tensors grad_tensors;
   Tensors grad_weights;
+  Tensors dense_rstds;
   for (int i = 0; i < args.rope.n_tensors; ++i) {
     RopeTensor& tensor = args.rope.tensors[i];
     HeadNorm& norm = args.norms[i];
@@ -124,8 +125,7 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
     TORCH_CHECK_TYPE(tensors[i].scalar_type() == grads[i].scalar_type(),
                      "grads must have the tensors' dtype, ", dtype_name(tensors[i].scalar_type()),
                      ", got ", dtype_name(grads[i].scalar_type()));
-    TORCH_CHECK_VALUE(rstds[i].is_contiguous() &&
-                          rstds[i].scalar_type() == arithmetic_of(grads[i]) &&
+    TORCH_CHECK_VALUE(rstds[i].scalar_type() == arithmetic_of(grads[i]) &&
                           rstds[i].numel() == args.rope.batch * args.rope.tokens * tensor.heads,
                       "rstd must be what the forward returned, got ", rstds[i].sizes(), " of ",
                       dtype_name(rstds[i].scalar_type()));
@@ -137,7 +137,8 @@ Outputs backward_kernel(const RopeOptions& options, TensorList grads, TensorList
                       "tensors must be contiguous in their last dimension, got strides ",
                       tensors[i].strides());
     norm.input = tensors[i].const_data_ptr();
-    norm.rstd = const_cast<void*>(rstds[i].const_data_ptr());  // only the forward writes rstd
+    dense_rstds.push_back(rstds[i].contiguous());
+    norm.rstd = const_cast<void*>(dense_rstds[i].const_data_ptr());  // only the forward writes it
     read_strides(tensors[i], options.qkv_format, norm.input_strides);
     grad_tensors.push_back(empty_output(tensors[i]));
     write_to(grad_tensors[i], options, tensor);

@@ -11,7 +11,7 @@ namespace cuseq::python {
 
 namespace {
 
-// The same rules and words as check_tensor in python/cuseq/_arguments.py.
+// The same rules and words as check_tensor in python/cuseq/_base/arguments.py.
 [[noreturn]] void refuse_tensor(const at::Tensor& tensor, const char* name) {
   if (tensor.layout() == c10::kStrided && tensor.is_meta()) {
     throw py::value_error(std::string(name) + " must have values, got a tensor on meta");

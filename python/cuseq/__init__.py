@@ -1,13 +1,11 @@
 """cuseq: tools for packed rows that compute each property of a row once, without a stall."""
 
-from cuseq import _load as _load  # load the compiled libraries before modules that need their ops
+from cuseq._base import load as _load  # noqa: F401  first: other modules need its libraries' ops
 
 # isort: split
-from cuseq import _fakes as _fakes
 from cuseq import cache, data, distributed, ops
-from cuseq._enable import disable, enable
-from cuseq._load import build_info
-from cuseq._rope_table import rope_table
+from cuseq._base import fakes as _fakes  # noqa: F401
+from cuseq._base.load import build_info
 from cuseq._version import __version__ as __version__
 from cuseq.attention import attention_backend, varlen_attention
 from cuseq.conv import causal_conv1d
@@ -15,12 +13,12 @@ from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check import check_packing
 from cuseq.debug.profile import profile_step
 from cuseq.graphs import GraphedStep
+from cuseq.integrations.enable import disable, enable
 from cuseq.layout import PackedLayout
-from cuseq.model_head import model_logprobs
-from cuseq.pad import pack, run_packed, unpack
-from cuseq.reductions import token_logprobs
-from cuseq.rope import apply_qk_norm_rope, apply_rope
-from cuseq.tree import PackedTree
+from cuseq.packing import pack, run_packed, unpack
+from cuseq.reductions import model_logprobs, token_logprobs
+from cuseq.rope import apply_qk_norm_rope, apply_rope, rope_table
+from cuseq.trees import PackedTree
 
 __all__ = [
     "GraphedStep",

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_variadic
 
 from cuseq import _C
-from cuseq._arguments import check_flag, check_tensor, shown
+from cuseq._base.arguments import check_flag, check_tensor, shown
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq

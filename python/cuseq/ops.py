@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import as_size, check_tensor
+from cuseq._base.arguments import as_size, check_tensor
 from cuseq.conv import causal_conv1d_fn
 from cuseq.masks import block_mask, dense_mask, mask_ranges
-from cuseq.pad import shift_left
+from cuseq.packing import shift_left
 from cuseq.reductions import segment_last, segment_max, segment_mean, segment_sum
 
 __all__ = [

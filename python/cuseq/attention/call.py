@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import (
+from cuseq._base.arguments import (
     as_float,
     as_window,
     check_flag,
     check_tensor,
     check_untransformed,
 )
-from cuseq._tree_masks import hides_nothing
 from cuseq.layout import PackedLayout, Spans, check_layout
+from cuseq.masks.trees import hides_nothing
 
 BACKENDS = tuple(_C.attention_backend_names())
 MASKS = ("causal", "full", "window", "two_sided", "spans", "softcap")

@@ -23,7 +23,7 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cuseq import _C
-from cuseq._modes import is_capturing
+from cuseq._base.modes import is_capturing
 from cuseq.attention import packages
 from cuseq.attention.call import WIDEST_FLASH, Call, is_wide
 from cuseq.attention.table import COMMAND, Facts
@@ -138,7 +138,7 @@ def _once(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of constants; code that is compiled calls it then, and holds the result."""
     if not is_compiling():
         return function(*arguments)
-    from cuseq._compile_time import constant  # imports torch._dynamo, which is there by now
+    from cuseq._base.compile_time import constant  # imports torch._dynamo, which is there by now
 
     return constant(function, *arguments)
 

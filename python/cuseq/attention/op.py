@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import check_untransformed
+from cuseq._base.arguments import check_untransformed
 from cuseq.attention.call import Call, check_rows
 from cuseq.distributed._groups import name_or_default
 from cuseq.layout import checked_spans, remember_offsets_on_host

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._modes import is_capturing
-from cuseq._tree_masks import visible
+from cuseq._base.modes import is_capturing
 from cuseq.attention import flex
 from cuseq.attention.call import Call
 from cuseq.layout import PackedLayout
+from cuseq.masks.trees import visible
 
 _DEPTH: int = _C.TreeMeta.DEPTH
 _MEAN_KEYS: int = _C.TreeMeta.MEAN_KEYS

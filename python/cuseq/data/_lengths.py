@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int64s, check_tensor
+from cuseq._base.arguments import as_int64s, check_tensor
 
 if TYPE_CHECKING:
     import numpy

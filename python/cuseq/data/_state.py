@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from cuseq._arguments import as_int, shown
+from cuseq._base.arguments import as_int, shown
 from cuseq.data._epoch import Stage
 
 _MOST_RANKS = 2**16

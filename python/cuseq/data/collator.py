@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor, shown
-from cuseq._labels import IGNORE_INDEX
+from cuseq._base.arguments import as_int, check_tensor, shown
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
 from cuseq.distributed import ContextParallel, cp_partition

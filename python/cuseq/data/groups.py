@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_flag, check_tensor, shown
+from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
 from cuseq.data._balance import coefficients_of, deal, take_apart
 from cuseq.data._lengths import host_lengths
 from cuseq.data._state import checked_ranks, options_in
 from cuseq.data.plan import bin_pack
-from cuseq.tree import PackedTree, Tokens
+from cuseq.trees import PackedTree, Tokens
 
 if TYPE_CHECKING:
     import numpy

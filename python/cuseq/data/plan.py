@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, check_tensor, one_of
+from cuseq._base.arguments import as_int, check_tensor, one_of
 from cuseq.data._lengths import host_lengths
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from cuseq._arguments import as_int, check_flag, check_tensor, one_of, shown
+from cuseq._base.arguments import as_int, check_flag, check_tensor, one_of, shown
 from cuseq.data._balance import coefficients_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths

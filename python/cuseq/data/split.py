@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor, shown
+from cuseq._base.arguments import as_int, check_tensor, shown
 from cuseq.data.collator import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cuseq import _C
-from cuseq._arguments import as_int, check_flag, one_of, shown
+from cuseq._base.arguments import as_int, check_flag, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
 from cuseq.data._state import check_held, checked_ranks, options_in, refuse_other
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from cuseq._arguments import shown
+from cuseq._base.arguments import shown
 
 
 def check_group(group: Any) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cuseq._arguments import as_int, check_tensor, one_of, shown
-from cuseq._labels import IGNORE_INDEX
+from cuseq._base.arguments import as_int, check_tensor, one_of, shown
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.distributed._groups import check_group, device_without_wait
 from cuseq.distributed.plan import (
     HEAD_DIM,

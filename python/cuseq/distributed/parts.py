@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from cuseq._arguments import as_device, check_tensor
-from cuseq._modes import outside_inference_mode
-from cuseq._transfer import copy_pair
+from cuseq._base.arguments import as_device, check_tensor
+from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import copy_pair
 from cuseq.distributed._groups import name_of
 from cuseq.distributed.plan import ContextParallelPlan, packed_lengths
 from cuseq.layout import PackedLayout, Part, Recipe, Records, Row, build, check_layout

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, as_window, one_of, shown
-from cuseq._modes import is_capturing, may_keep, outside_inference_mode
-from cuseq._transfer import copy_pair, to_host
+from cuseq._base.arguments import as_int, as_window, one_of, shown
+from cuseq._base.modes import is_capturing, may_keep, outside_inference_mode
+from cuseq._base.transfer import copy_pair, to_host
 from cuseq.layout import PackedLayout, build, check_layout
 
 POLICIES = ("auto", "contiguous", "ulysses", "zigzag")

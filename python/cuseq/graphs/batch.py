@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cuseq._arguments import check_tensor
+from cuseq._base.arguments import check_tensor
 from cuseq.data._lengths import is_array
 from cuseq.layout import PackedLayout, StaticLayout
 

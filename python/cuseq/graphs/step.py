@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
-from cuseq._arguments import as_float, as_int, shown
+from cuseq._base.arguments import as_float, as_int, shown
 from cuseq.graphs.batch import StaticBatch
 from cuseq.layout import room_for
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import (
+from cuseq._base.arguments import (
     as_int,
     as_int64s,
     as_size,
@@ -20,8 +20,8 @@ from cuseq._arguments import (
     plain_tensor,
     shown,
 )
-from cuseq._modes import outside_inference_mode
-from cuseq._transfer import to_host
+from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import to_host
 from cuseq.layout.records import NUM_SEQS, Records, Row, Tree
 
 _ops = torch.ops.cuseq

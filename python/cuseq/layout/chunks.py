@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._arguments import as_int, check_dtype
-from cuseq._modes import is_capturing, may_keep, outside_inference_mode
-from cuseq._transfer import copy_pair
+from cuseq._base.arguments import as_int, check_dtype
+from cuseq._base.modes import is_capturing, may_keep, outside_inference_mode
+from cuseq._base.transfer import copy_pair
 from cuseq.layout.derived import keep
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, masks
-from cuseq import _tree_masks as trees
-from cuseq._arguments import as_window, check_dtype, check_flag
+from cuseq._base.arguments import as_window, check_dtype, check_flag
 from cuseq.cache import remember
 from cuseq.layout.spans import Spans, checked_spans
+from cuseq.masks import trees as trees
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, cache
-from cuseq._arguments import as_device, as_int, shown
-from cuseq._modes import CHECKING, is_capturing, may_keep, outside_inference_mode
-from cuseq._transfer import with_index
+from cuseq._base.arguments import as_device, as_int, shown
+from cuseq._base.modes import CHECKING, is_capturing, may_keep, outside_inference_mode
+from cuseq._base.transfer import with_index
 from cuseq.layout import build, chunks, masks, records
 from cuseq.layout.derived import Derived
 from cuseq.layout.records import (

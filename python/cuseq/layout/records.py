@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._transfer import copy_pair
+from cuseq._base.transfer import copy_pair
 
 # Slots of host_meta.
 NUM_SEQS: int = _C.HostMeta.NUM_SEQS

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import check_tensor
-from cuseq._modes import is_capturing, outside_inference_mode
-from cuseq._transfer import copy_pair
+from cuseq._base.arguments import check_tensor
+from cuseq._base.modes import is_capturing, outside_inference_mode
+from cuseq._base.transfer import copy_pair
 from cuseq.layout.derived import keep
 
 if TYPE_CHECKING:

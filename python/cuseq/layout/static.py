@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from cuseq import _C
-from cuseq._modes import is_capturing, outside_inference_mode
+from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.layout import records
 from cuseq.layout.packed import PackedLayout
 from cuseq.layout.records import Records

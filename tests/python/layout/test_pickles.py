@@ -15,7 +15,7 @@ from cuseq import _C
 from cuseq.layout import build
 from cuseq.layout.packed import _row_again, _tree_again
 from cuseq.layout.records import tensors_of
-from cuseq.tree import _restored
+from cuseq.trees import _restored
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 

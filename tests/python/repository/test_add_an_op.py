@@ -55,7 +55,7 @@ def renamed(text: str) -> str:
 # The example's parts in files that hold many ops.
 PARTS = {
     "csrc/ops.cpp": r'^  m\.def\(\n      "{}\(.*?pure\);\n',
-    "python/cuseq/_fakes.py": r'^@register_fake\("cuseq::{}"\)\n.*?\n\n\n',
+    "python/cuseq/_base/fakes.py": r'^@register_fake\("cuseq::{}"\)\n.*?\n\n\n',
     "tests/python/reference.py": r"^def {}\(.*?\n\n\n",
     "tests/python/ops/test_compile.py": r'^    "{}": lambda d: \[\n.*?^    \],\n',
     "tests/fuzz/calls/schemas.py": r'^@schema\("{}"\)\n.*?\n\n\n',

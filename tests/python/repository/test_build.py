@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cuseq
-from cuseq import _load
+from cuseq._base import load as _load
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMAS = (ROOT / "csrc" / "ops.cpp").read_text()

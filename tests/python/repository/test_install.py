@@ -16,7 +16,8 @@ import setuptools
 from test_add_an_op import ROOT, build_environment, copy_of_the_tree
 
 import cuseq
-from cuseq import _build_config, _load
+from cuseq import _build_config
+from cuseq._base import load as _load
 
 PROJECT = (ROOT / "pyproject.toml").read_text()
 TOOLS = re.findall(r'"([^"]+)"', re.search(r"^requires = (.*)$", PROJECT, re.MULTILINE)[1])
@@ -280,7 +281,7 @@ def remedy(monkeypatch, folder: Path, *, installer: str, record: dict, cuda: str
     """Return the command for a cuseq in the folder, which an installer has recorded."""
     files = {"INSTALLER": installer + "\n", "direct_url.json": json.dumps(record)}
     monkeypatch.setattr(_load, "_metadata", lambda name: files[name])
-    monkeypatch.setattr(_load, "__file__", str(folder / "python" / "cuseq" / "_load.py"))
+    monkeypatch.setattr(_load, "__file__", str(folder / "python" / "cuseq" / "_base" / "load.py"))
     monkeypatch.setattr(_build_config, "CUSEQ_CUDA", cuda, raising=False)
     with pytest.raises(ImportError) as error:
         _load._check_torch("2.11.0", "2.15.0")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import cuseq
-from cuseq.model_head import read_head
+from cuseq.reductions.model_head import read_head
 
 transformers = pytest.importorskip("transformers")
 models = pytest.importorskip("cuseq.debug.families.models")

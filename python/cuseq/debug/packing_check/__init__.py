@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq._arguments import as_float, shown
+from cuseq._base.arguments import as_float, shown
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check._comparison import Comparison
 from cuseq.debug.packing_check._documents import config_of, read_documents, tokens_of_inputs

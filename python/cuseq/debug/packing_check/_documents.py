@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq._arguments import check_tensor, shown
+from cuseq._base.arguments import check_tensor, shown
 from cuseq.data.collator import IGNORE_INDEX
 
 

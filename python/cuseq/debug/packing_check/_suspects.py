@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq._models import text_config
+from cuseq._base.models import text_config
 from cuseq.data.collator import IGNORE_INDEX
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._leaks import Leak

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor, shown
+from cuseq._base.arguments import as_int, check_tensor, shown
 from cuseq.debug.profile.lines import LineLog
 from cuseq.debug.profile.report import Timeline
 from cuseq.debug.profile.result import Copy, HostRead, StepProfile, Tokens, Wait, Work

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from cuseq._arguments import check_flag
-from cuseq._models import text_config
+from cuseq._base.arguments import check_flag
+from cuseq._base.models import text_config
 from cuseq.attention import check_installed
 from cuseq.integrations._enabled import Enabled, check_same_options, uninterrupted
 from cuseq.integrations.transformers._forwards import (

@@ -18,8 +18,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cuseq._arguments import check_flag
-from cuseq._models import rotations_by_length, text_config
+from cuseq._base.arguments import check_flag
+from cuseq._base.models import rotations_by_length, text_config
 from cuseq.graphed_step import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq._models import rotations_by_length, text_config
-from cuseq._modes import outside_inference_mode
+from cuseq._base.models import rotations_by_length, text_config
+from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.names import cache_names

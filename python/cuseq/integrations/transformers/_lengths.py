@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int
+from cuseq._base.arguments import as_int
 from cuseq.layout import PackedLayout
 
 _LENGTHS = "packed_seq_lengths"  # unsloth's name

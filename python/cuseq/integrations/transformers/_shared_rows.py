@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from cuseq import _modes
-from cuseq._arguments import shown
-from cuseq._models import rotations_by_length, text_config
+from cuseq._base import modes as _modes
+from cuseq._base.arguments import shown
+from cuseq._base.models import rotations_by_length, text_config
 from cuseq.distributed import ContextParallel
 from cuseq.integrations.transformers import _private as private
 from cuseq.integrations.transformers._layers import find_pretrained

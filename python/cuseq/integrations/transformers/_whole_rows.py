@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations import neftune
 
-from cuseq._models import text_config
+from cuseq._base.models import text_config
 from cuseq.distributed._groups import name_or_default
 from cuseq.integrations.transformers._functions import (
     original_function,

@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.import_utils import is_tracing
 
 import cuseq
-from cuseq._arguments import as_size
+from cuseq._base.arguments import as_size
 from cuseq.attention import load_backends
 from cuseq.integrations.transformers._layers import dropout_option
 from cuseq.integrations.transformers._layouts import (

@@ -16,8 +16,8 @@ import torch
 import transformers
 from transformers import masking_utils
 
-from cuseq._arguments import as_size
-from cuseq._modes import outside_inference_mode
+from cuseq._base.arguments import as_size
+from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers._recurrent import recurrent_layers
 from cuseq.integrations.transformers.names import NAME

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
+from cuseq._base.arguments import as_int, check_tensor
 from cuseq.integrations.unsloth._layouts import as_integers, layout_of_lengths
 
 

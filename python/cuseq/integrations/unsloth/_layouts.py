@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_tensor
-from cuseq._transfer import to_host
+from cuseq._base.arguments import as_int, check_tensor
+from cuseq._base.transfer import to_host
 from cuseq.cache import remember
 from cuseq.layout import PackedLayout
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import check_flag
+from cuseq._base.arguments import check_flag
 from cuseq.integrations.unsloth._layouts import as_window, lengths_of, row_of
 
 

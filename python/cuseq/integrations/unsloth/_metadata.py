@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._arguments import check_tensor
+from cuseq._base.arguments import check_tensor
 from cuseq.integrations.unsloth._layouts import (
     PackedInfo,
     as_integers,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq._arguments import check_tensor
+from cuseq._base.arguments import check_tensor
 from cuseq.rope import apply_qk_norm_rope, apply_rope
 
 

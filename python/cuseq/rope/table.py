@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from cuseq._arguments import as_device, as_float, as_int, check_dtype, check_tensor
+from cuseq._base.arguments import as_device, as_float, as_int, check_dtype, check_tensor
 from cuseq.cache import keeps, new_key, remember
 
 _FIRST_ROWS = 1024

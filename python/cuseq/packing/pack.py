@@ -9,12 +9,12 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from cuseq._arguments import as_int, check_flag, check_tensor, shown
-from cuseq._models import text_config
+from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
+from cuseq._base.models import text_config
 from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout
 from cuseq.layout.build import common_multiple
-from cuseq.tree import PackedTree
+from cuseq.trees import PackedTree
 
 _ops = torch.ops.cuseq
 

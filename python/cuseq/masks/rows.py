@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 
-from cuseq._arguments import as_int, as_size, check_dtype, check_flag, check_tensor
+from cuseq._base.arguments import as_int, as_size, check_dtype, check_flag, check_tensor
 
 _ops = torch.ops.cuseq
 

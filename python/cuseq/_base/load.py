@@ -24,7 +24,7 @@ def _metadata(file: str) -> str:
 
 def _source() -> str:
     """Return what pip or uv takes to install the same source again, quoted for a shell."""
-    tree = Path(__file__).resolve().parents[2]
+    tree = Path(__file__).resolve().parents[3]
     if (tree / "setup.py").is_file():
         return f"-e {shlex.quote(str(tree))}"
     record = json.loads(_metadata("direct_url.json") or "{}")

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._arguments import as_device, as_int, check_tensor, check_untransformed, shown
-from cuseq._modes import outside_inference_mode
-from cuseq._transfer import with_index
+from cuseq._base.arguments import as_device, as_int, check_tensor, check_untransformed, shown
+from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import with_index
 from cuseq.layout import PackedLayout, Recipe, build, check_layout
 
 _ops = torch.ops.cuseq

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from cuseq._models import text_config
-from cuseq.reductions import token_logprobs
+from cuseq._base.models import text_config
+from cuseq.reductions.segments import token_logprobs
 
 # The names under which configs and models hold a factor of the logits, or one over it, and a bound.
 _SCALES = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_mup_width_multiplier")
@@ -66,7 +66,7 @@ def model_logprobs(
         >>> cuseq.model_logprobs(model, hidden[:-1], input_ids[0, 1:])  # doctest: +SKIP
     """
     if is_compiling():
-        from cuseq._compile_time import in_eager_code
+        from cuseq._base.compile_time import in_eager_code
 
         head = in_eager_code(read_head, model)
     else:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_variadic
 
 from cuseq import _C
-from cuseq._arguments import (
+from cuseq._base.arguments import (
     as_float,
     as_int,
     as_size,

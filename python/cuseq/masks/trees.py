@@ -14,9 +14,9 @@ from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 
 from cuseq import _C
-from cuseq._modes import is_capturing
+from cuseq._base.modes import is_capturing
 from cuseq.cache import remember
-from cuseq.masks import block_mask_of
+from cuseq.masks.rows import block_mask_of
 
 if TYPE_CHECKING:
     from cuseq.layout import PackedLayout, Tree

@@ -186,12 +186,18 @@ def _(ranges, row_length=None, query_block=128, key_block=128):
     return [_int32(ranges, *shape) for shape in shapes]
 
 
+@functools.cache
+def _names_of(op: str) -> list[str]:
+    """Return the names of an op's arguments in their order."""
+    return [one.name for one in getattr(torch.ops.cuseq, op).default._schema.arguments]
+
+
 @register_fake("cuseq::varlen_attention")
-def _(q, k, v, cu_seqlens, host_meta=None, *options, rank_rows=None, **named_options):
+def _(*arguments, **named):
+    given = dict(zip(_names_of("varlen_attention"), arguments, strict=False)) | named
+    q, k, v, rank_rows = given["q"], given["k"], given["v"], given.get("rank_rows")
     tokens, heads, _ = q.shape
     wide = q.dtype == torch.float64
-    position = 8  # the index of rank_rows in options
-    rank_rows = options[position] if len(options) > position else rank_rows
     far_rows = None
     if rank_rows is not None:
         kept = k.shape[0] // _C.RankMeta.TOKENS_PER_KEPT_ROW

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from cuseq._arguments import as_float, as_int, check_flag, check_tensor
+from cuseq._base.arguments import as_float, as_int, check_flag, check_tensor
 from cuseq.layout import PackedLayout, check_layout
 
 _ops = torch.ops.cuseq
