@@ -93,14 +93,14 @@ TORCH_LIBRARY(cuseq, m) {
 
   // csrc/attention/backends/packages.cpp calls these inside of varlen_attention. Python registers
   // their kernels, which packages launch: python/cuseq/attention/fa3.py and fa4.py. They return why
-  // they refuse a call, if they may, or an empty string.
+  // they refuse a call, or an empty string; one that must run raises instead.
   const std::string outputs = "Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) logsumexp";
   const std::string gradients =
       "Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor logsumexp, Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v";
   const std::string sequences =
       ", Tensor cu_seqlens_q, Tensor cu_seqlens_k, int longest_q, int longest_k, float scale, "
-      "bool causal, int? window_left, int? window_right, *, bool may_refuse=False) -> str";
+      "bool causal, int? window_left, int? window_right, bool must_run) -> str";
   m.def(("fa4_forward(" + outputs + sequences).c_str());
   m.def(("fa4_backward(" + gradients + sequences).c_str());
   m.def(("fa3_forward(" + outputs + sequences).c_str());

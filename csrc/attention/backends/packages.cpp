@@ -21,8 +21,8 @@
 namespace cuseq::attention {
 namespace {
 
-// The ops return why they refuse the call, or nothing. They may refuse where they are told so, else
-// they raise the package's own error.
+// The ops return why they refuse the call, or nothing. The last argument says that the call must
+// run: then they raise the package's own error.
 template <typename... Tensors>
 using Signature = std::string(Tensors..., const Tensor&, const Tensor&, int64_t, int64_t, double,
                               bool, OptionalInt, OptionalInt, bool);
@@ -176,7 +176,7 @@ std::optional<Output> forward(const Call& call) {
   const std::string refusal = ops<Package>().forward.call(
       q, k, v, out.narrow(0, 0, q.size(0)), logsumexp, call.queries.offsets, call.keys.offsets,
       call.queries.longest, call.keys.longest, call.scale, call.causal, window.left, window.right,
-      call.backend == "auto");
+      call.backend != "auto");
   if (is_refused<Package>(refusal)) return std::nullopt;
   out = unpad_last_dim(out, call.v.size(2));
   if (q.size(0) < out.size(0)) {
@@ -207,7 +207,7 @@ std::optional<Gradients> backward(const Call& call, const Outer& outer) {
       grad_q.narrow(0, 0, q.size(0)), grad_k.narrow(0, 0, k.size(0)),
       grad_v.narrow(0, 0, k.size(0)), call.queries.offsets, call.keys.offsets, call.queries.longest,
       call.keys.longest, call.scale, call.causal, window.left, window.right,
-      call.backend == "auto");
+      call.backend != "auto");
   if (is_refused<Package>(refusal)) return std::nullopt;
   return with_zero_tails(
       call, {unpad_last_dim(grad_q, call.q.size(2)), unpad_last_dim(grad_k, call.k.size(2)),

@@ -57,13 +57,13 @@ def _refusing(backend: str, package: str, kernel: Callable[..., None]) -> Callab
     """Return the kernel of an op: it returns how the package failed, or an empty string."""
 
     @functools.wraps(kernel)
-    def launch(*args: object, may_refuse: bool = False) -> str:
+    def launch(*args: object) -> str:
         try:
-            kernel(*args)
+            kernel(*args[:-1])
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # not the package's: the next backend would raise it too
         except Exception as error:
-            if not may_refuse:
+            if args[-1]:  # must_run
                 raise
             lines = str(error).strip().splitlines()
             how = f"{package} failed ({type(error).__name__}{': ' + lines[0] if lines else ''})"

@@ -387,7 +387,7 @@ def test_pairs_of_two_rows_over_flash_attention_4(fa4, name, dim, heads, mask):
     def run():
         out = torch.full_like(q, math.nan)
         logsumexp = torch.full((heads[0], ends[0]), math.nan, device="cuda")
-        torch.ops.cuseq.fa4_forward(q, k, v, out, logsumexp, *rest)
+        torch.ops.cuseq.fa4_forward(q, k, v, out, logsumexp, *rest, True)
         assert torch.equal(logsumexp[:, own] == -math.inf, (~has_keys[own]).expand(heads[0], -1))
         torch.testing.assert_close(
             logsumexp[:, has_keys].double(), alone[:, has_keys], atol=2e-3, rtol=1e-3
@@ -397,7 +397,7 @@ def test_pairs_of_two_rows_over_flash_attention_4(fa4, name, dim, heads, mask):
         grads = [torch.full_like(t, math.nan) for t in (q, k, v)]
         joined = expected.detach().bfloat16()
         torch.ops.cuseq.fa4_backward(
-            grad, q, k, v, joined, merged.detach().float().contiguous(), *grads, *rest
+            grad, q, k, v, joined, merged.detach().float().contiguous(), *grads, *rest, True
         )
         for found, one, kept in zip(grads, wanted, (own, own_keys, own_keys), strict=True):
             if kept.any():
