@@ -109,6 +109,18 @@ def test_a_circle_is_found():
     assert circle(graph) == []
 
 
+def test_imports_name_modules_that_there_are():
+    """Also those in functions, which run when somebody needs them."""
+    wanted = set()
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cuseq"):
+                wanted.add((name, node.module))
+            elif isinstance(node, ast.Import):
+                wanted |= {(name, a.name) for a in node.names if a.name.startswith("cuseq.")}
+    assert [one for one in sorted(wanted) if one[1] not in {*MODULES, "cuseq._C"}] == []
+
+
 # ------------------------------------------------------------------------------- private names
 
 

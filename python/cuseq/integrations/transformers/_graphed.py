@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from cuseq._base.arguments import check_flag
 from cuseq._base.models import rotations_by_length, text_config
-from cuseq.graphed_step import GraphedStep
+from cuseq.graphs import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,
     gradient_norm_names,
