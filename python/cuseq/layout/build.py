@@ -338,7 +338,7 @@ def _started(made: Sequence[Tensor], total_tokens: int, num_sequences: int | Non
     """Start the copy of a kernel's outputs to the host; return their row."""
     lengths, offsets, meta = made
     host_meta, host_lengths = _C.start_host_copy([meta, lengths])
-    row = Row(lengths, offsets, host_meta, total_tokens, num_sequences)
+    row = Row(offsets, lengths, host_meta, total_tokens, num_sequences)
     if lengths.device.type == "cpu":
         return row
     return row._replace(host_lengths=host_lengths, from_device=True)

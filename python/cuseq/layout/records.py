@@ -26,8 +26,10 @@ Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
 class Row(NamedTuple):
     """Where the sequences of a row lie. A layout derives everything else from these on demand."""
 
-    lengths: Tensor  # int32, n_seqs elements or more
+    # `moved` copies tensors in pairs, and the second lies behind the first in memory. Compiled code
+    # guards on where this one begins, so it comes before the lengths.
     cu_seqlens_static: Tensor  # int32 [max_seqs + 1]
+    lengths: Tensor  # int32, n_seqs elements or more
     host_meta: Tensor  # int32 [6] on the CPU
     total_tokens: int
     num_sequences: int | None  # None if only host_meta holds it

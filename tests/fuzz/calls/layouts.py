@@ -125,7 +125,7 @@ def _(draw):
 # Only the class methods make one: every argument is wrong.
 @function("cuseq.PackedLayout", Layout, also=("from_lengths",), weight=1, wrong=True)
 def _(draw):
-    return {"state": [2, 3]}
+    return {"held": [2, 3]}
 
 
 # --------------------------------------------------------------------------- their methods

@@ -27,7 +27,6 @@ from cuseq import (
 from cuseq.attention import choice as _choice
 from cuseq.attention import fa4 as _fa4
 from cuseq.attention import flex as _flex
-from cuseq.attention import op as _op
 from cuseq.attention.table import read_table
 from cuseq.layout import StaticLayout
 
@@ -490,7 +489,7 @@ def test_auto_takes_flex_for_wide_heads_where_it_was_measured_faster(cuda, compi
     facts = (10 * major + minor, True, 512, "causal", 0, mode, 1024, 3)
     lengths, tokens = [300, 0, 229, 477], 1024
     tensors, packed = packed_inputs(lengths, tokens, 4, 2, 512)
-    monkeypatch.setattr(_op, "_attend", refuse_other_backends)
+    monkeypatch.setattr(_choice, "_BY_THE_OP", NO_OTHER_BACKEND)
     torch._dynamo.reset()
     try:
         _C.set_measured_attention([(facts, {"efficient": 9.0, "flex": 2.0})])
@@ -542,6 +541,9 @@ def refuse_other_backends(*args: Any) -> Tensor:
     raise AssertionError("the op of the other backends was called instead of flex attention")
 
 
+NO_OTHER_BACKEND = _choice.Route("", "", refuse_other_backends)
+
+
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False}], ids=str)
 def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
@@ -570,7 +572,7 @@ def test_a_graphed_step_takes_flex_where_captures_measured_it_faster(
         assert attention_backend(*parameters, static, **options).name == "flex"
         for layout in layouts:
             with monkeypatch.context() as patched:
-                patched.setattr(_op, "_attend", refuse_other_backends)
+                patched.setattr(_choice, "_BY_THE_OP", NO_OTHER_BACKEND)
                 loss = step({"packed": layout})
             found = [parameter.grad.clone() for parameter in parameters]
             plain = [parameter.detach().clone().requires_grad_() for parameter in parameters]
