@@ -87,8 +87,10 @@ def checked_stage(stage: Any) -> Stage:
     return Stage(*checked_ranks(world_size, accumulation), as_int(steps, "step", least=0))
 
 
-def check_held(state: Mapping[str, Any], position: Mapping[str, Any], stateful: bool) -> None:
-    """Raise unless the samples that a stream's state holds over are of its position.
+def checked_held(
+    state: Mapping[str, Any], position: Mapping[str, Any], stateful: bool
+) -> list[list[Any]]:
+    """Return the samples that a stream's state holds over; raise unless they are of its position.
 
     Args:
         state: with `held`, a list of (number, window, sample), and `source`.
@@ -97,21 +99,27 @@ def check_held(state: Mapping[str, Any], position: Mapping[str, Any], stateful: 
     """
     if not isinstance(state["held"], list):
         raise TypeError(f"held must be a list, got {type(state['held']).__name__}")
-    seen: set[int] = set()
-    for entry in state["held"]:
-        seen.add(_checked_number(entry, position, seen))
-    kept = [("source", state["source"]), *(("held", entry[2]) for entry in state["held"])]
+    # Copies: reading a number may run code that changes the lists.
+    entries = [list(one) if isinstance(one, list | tuple) else one for one in state["held"]]
+    held: dict[int, list[Any]] = {}
+    for entry in entries:
+        number, since = _checked_numbers(entry, position, held)
+        held[number] = [number, since, entry[2]]
+    kept = [("source", state["source"]), *(("held", sample) for _, _, sample in held.values())]
     for name, value in kept:
         if not stateful and value is not None:
             raise ValueError(
                 f"{name} must keep nothing of an iterable without state_dict and "
                 f"load_state_dict, got {shown(value)}"
             )
+    return list(held.values())
 
 
-def _checked_number(entry: Any, position: Mapping[str, Any], seen: set[int]) -> int:
-    """Return the number of a sample that a state holds over."""
-    if not isinstance(entry, list | tuple) or len(entry) != 3:
+def _checked_numbers(
+    entry: Any, position: Mapping[str, Any], seen: Mapping[int, Any]
+) -> tuple[int, int]:
+    """Return the number of a sample that a state holds over, and that of its window."""
+    if not isinstance(entry, list) or len(entry) != 3:
         raise TypeError(f"held must hold [number, window, sample], got {shown(entry)}")
     number = as_int(entry[0], "held", least=0)
     since = as_int(entry[1], "held", least=0)
@@ -121,4 +129,4 @@ def _checked_number(entry: Any, position: Mapping[str, Any], seen: set[int]) -> 
             f"windows up to window_number = {position['window_number']}, got sample {number} of "
             f"window {since}"
         )
-    return number
+    return number, since

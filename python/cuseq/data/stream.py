@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from cuseq import _C
 from cuseq._base.arguments import as_int, check_flag, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
-from cuseq.data._state import check_held, checked_ranks, options_in, refuse_other
+from cuseq.data._state import checked_held, checked_ranks, options_in, refuse_other
 
 _STRATEGIES = ("bfd", "ffd", "sequential")
 _OVERLONG = ("raise", "skip")
@@ -426,8 +426,8 @@ class PackedStream(IterableDataset[list[Any]]):
                 f"{position['skipped']}"
             )
         position["world_size"], _ = checked_ranks(state["world_size"])
-        check_held(state, position, self._is_stateful())
-        position["held"] = copy.deepcopy(state["held"])
+        held = checked_held(state, position, self._is_stateful())
+        position["held"] = copy.deepcopy(held)
         position["source"] = copy.deepcopy(state["source"])
         return position
 

@@ -1,5 +1,5 @@
 """Between padded batches and packed rows: `pack`, `unpack`, `run_packed`, `shift_left`."""
 
-from cuseq.packing.pack import pack, run_packed, shift_left, unpack
+from cuseq.packing.rows import pack, run_packed, shift_left, unpack
 
 __all__ = ["pack", "run_packed", "shift_left", "unpack"]

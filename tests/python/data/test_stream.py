@@ -874,3 +874,27 @@ def test_workers_do_not_repeat_the_stream():
         assert "num_workers" in str(error)
     else:
         assert sorted(seen) == list(range(200))
+
+
+def test_a_state_that_changes_while_it_is_read():
+    """An int of another type may run code that empties the list which holds it."""
+
+    class Emptying:
+        def __init__(self, number: int):
+            self.number = number
+
+        def __index__(self) -> int:
+            entry.clear()
+            return self.number
+
+    stream = cuseq.data.PackedStream(range(9), capacity=10, length=lambda sample: 6, window=3)
+    iterator = iter(stream)
+    next(iterator)
+    next(iterator)
+    state = stream.state_dict()
+    entry = [Emptying(0), 0, None]
+    with pytest.raises((ValueError, TypeError), match="held"):
+        stream.load_state_dict(state | {"consumed": 1, "skipped": 0, "held": [entry, entry]})
+    entry = [Emptying(0), 0, None]
+    stream.load_state_dict(state | {"consumed": 1, "skipped": 0, "held": [entry]})
+    assert stream.state_dict()["held"] == [[0, 0, None]]
