@@ -27,6 +27,7 @@ from cuseq.layout.records import NUM_SEQS, Records, Row, Tree
 _ops = torch.ops.cuseq
 
 _MOST_DEPTH = 2**16  # of a tree
+_MOST_MULTIPLE = 2**20  # of segments, as in csrc/ops/cu_seqlens.cpp: sums of segments are int64
 _OUTSIDE = "make the layout outside and pass it in"
 
 Multiple = int | Sequence[int]
@@ -103,8 +104,8 @@ def of_segments(
 ) -> Row:
     """Return the row for lengths whose segments are padded to multiples."""
     segment_multiple = common_multiple(segment_multiple, "segment_multiple")
-    if segment_multiple >= 2**31:  # the sums below are int64
-        raise ValueError(f"segment_multiple must be at most 2^31 - 1, got {segment_multiple}")
+    if segment_multiple > _MOST_MULTIPLE:
+        raise ValueError(f"segment_multiple must lie in [1, 2^20], got {segment_multiple}")
     total_multiple = common_multiple(total_multiple, "total_multiple")
     total_multiple = as_int(lcm(segment_multiple, total_multiple), "total_multiple")
     total_tokens = as_size(total_tokens, "total_tokens")

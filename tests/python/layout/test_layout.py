@@ -171,6 +171,11 @@ def test_limits():
         (lambda: PackedLayout.from_lengths([2], max_seqs=1.5), TypeError, "max_seqs must .*1.5"),
         (lambda: PackedLayout.from_lengths(torch.ones(2, device="meta")), ValueError, "on meta"),
         (
+            lambda: PackedLayout.from_lengths([2], segment_multiple=2**20 + 1),
+            ValueError,
+            r"segment_multiple must lie in \[1, 2\^20\], got 1048577",
+        ),
+        (
             lambda: PackedLayout.from_lengths([2], segment_multiple=2.0),
             TypeError,
             "segment_multiple must be an int, got 2.0",
