@@ -314,7 +314,7 @@ class PackedLayout:
     # ----------------------------------------------------------------------------- facts
 
     def _note_versions(self, **tensors: Tensor | None) -> None:
-        """With `CUSEQ_CHECK=1`, remember the versions of tensors for `check_unedited`."""
+        """With `CUSEQ_CHECK=1`, remember the versions of tensors for `_check_unedited`."""
         if CHECKING and not is_compiling():
             self._derived.versions += [
                 (name, tensor, tensor._version)
