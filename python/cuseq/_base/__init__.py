@@ -1,1 +1,1 @@
-"""What every room stands on: checks of arguments, torch's modes, copies, fakes, the import."""
+"""Checks of arguments, torch's modes, copies, fakes and the import, which all rooms use."""

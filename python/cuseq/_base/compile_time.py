@@ -1,4 +1,4 @@
-"""What compiled code asks while it is compiled, and what it leaves to eager code.
+"""Calls that compiled code makes while it is compiled, and calls that it leaves to eager code.
 
 Marking a function for either imports torch._dynamo, which takes longer than the rest of cuseq. Only
 code that is being compiled imports this module.

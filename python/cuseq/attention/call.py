@@ -25,7 +25,7 @@ WIDEST_FLASH = 256  # head_dim
 
 
 class Call(NamedTuple):
-    """What a call of `varlen_attention` asks for. Backends read it; none gets anything else."""
+    """The tensors, layout and options of a call, the only argument of every Python backend."""
 
     q: Tensor
     k: Tensor

@@ -1,4 +1,4 @@
-"""What a layout has computed from its records, to be dropped when these change."""
+"""Facts that a layout has computed from its records. It drops them when these change."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _ops = torch.ops.cuseq
 
 
 class _Facts(NamedTuple):
-    """What all masks of a row are made of."""
+    """The tensors and checked arguments that all masks of a row take."""
 
     offsets: Tensor
     total_tokens: int

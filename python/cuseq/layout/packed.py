@@ -93,9 +93,10 @@ class PackedLayout:
         self.row, self.batch, self.part, self.tree = held
         self._num_sequences = self.row.num_sequences
         self._derived = Derived()
-        for path, tensor in records.tensors_of(held).items():
-            if "segments" not in path:
-                self._note_versions(**{_NAMES.get(path, path[-1]): tensor})
+        if CHECKING:
+            for path, tensor in records.tensors_of(held).items():
+                if "segments" not in path:
+                    self._note_versions(**{_NAMES.get(path, path[-1]): tensor})
 
     @property
     def _records(self) -> Records:
