@@ -30,7 +30,7 @@ def coefficients_of(cost: Any) -> tuple[float, float, float] | None:
         if isinstance(cost, str):
             return None
         quadratic, linear, constant = (float(value) for value in cost)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: no values
         return None
     coefficients = (quadratic, linear, constant)
     return coefficients if all(0 <= value < float("inf") for value in coefficients) else None

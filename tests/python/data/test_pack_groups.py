@@ -191,6 +191,13 @@ def test_lengths_of_any_kind_give_the_same_plan():
         (([1], [[1]], 10), {"world_size": 2**40}, ValueError, "world_size must be at most 65536"),
         (([1], [[1]], 10), {"cost": (1, 2)}, ValueError, "cost must be three coefficients"),
         (([1], [[1]], 10), {"cost": (1, -2, 0)}, ValueError, "cost must be three coefficients"),
+        (([1], [[1]], 10), {"cost": (10**400, 0, 0)}, ValueError, "cost must be three coeff"),
+        (
+            ([1], [[1]], 10),
+            {"cost": torch.ones(3, device="meta")},
+            ValueError,
+            "cost must be three coefficients .* on meta",
+        ),
         (([1], [[1]], 10), {"padded": None}, TypeError, "padded must be True or False"),
     ],
 )
