@@ -1,4 +1,4 @@
-"""Checks of arguments; each error message has the name, the rule and the value."""
+"""Checks of arguments, whose errors have the name, the rule and the value; rounding of sizes."""
 
 from __future__ import annotations
 
@@ -52,6 +52,24 @@ def as_size(value: Any, name: str, optional: bool = True) -> Any:
     if (optional and value is None) or is_compiling() or isinstance(value, torch.SymInt):
         return value
     return as_int(value, name)
+
+
+def as_rank(value: Any, size: int, group: str = "world_size") -> int:
+    """Return `value` as an int if it is a rank of a group of `size`; `group` names that size."""
+    rank = as_int(value, "rank")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must lie in [0, {group} = {size}), got {rank}")
+    return rank
+
+
+def ceil_div(size: Any, divisor: Any) -> Any:
+    """Return how many times `divisor` it takes to hold `size`; both may be symbols or tensors."""
+    return (size + (divisor - 1)) // divisor
+
+
+def round_up(size: Any, multiple: Any) -> Any:
+    """Return the least multiple of `multiple` that is at least `size`."""
+    return ceil_div(size, multiple) * multiple
 
 
 def as_float(value: Any, name: str) -> Any:

@@ -16,6 +16,7 @@ from torch.library import register_fake as _register_fake
 from torch.utils._pytree import tree_leaves
 
 from cuseq import _C
+from cuseq._base.arguments import ceil_div, round_up
 
 
 def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -170,16 +171,15 @@ def _(
     finite=False,
 ):
     rows, length = _rows(total_tokens, row_length)
-    line = (length + 15) // 16 * 16
-    lines = source.new_empty((rows, 1, length, line), dtype=dtype or torch.bool)
+    lines = source.new_empty((rows, 1, length, round_up(length, 16)), dtype=dtype or torch.bool)
     return lines.narrow(-1, 0, length)
 
 
 @register_fake("cuseq::block_mask")
 def _(ranges, row_length=None, query_block=128, key_block=128):
     rows, length = _rows(ranges.shape[1], row_length)
-    queries = (length + query_block - 1) // query_block
-    keys = (length + key_block - 1) // key_block
+    queries = ceil_div(length, query_block)
+    keys = ceil_div(length, key_block)
     shapes = []
     for blocks, others in ((queries, keys), (keys, queries)):
         shapes += [(rows, 1, blocks), (rows, 1, blocks, others)] * 2

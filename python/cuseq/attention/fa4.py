@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cuseq._base.arguments import round_up
 from cuseq.attention.packages import register_kernels
 
 _CAPABILITIES = (9, 10)
@@ -421,7 +422,7 @@ def _workspace(
     if made.shape[0] not in (q.shape[1], k.shape[1]) or made.device != q.device:
         return None
     # The kernels round head_dim up to multiples of 32 or 64.
-    widths = {1} | {-(-size // step) * step for size in (dim, value_dim) for step in (32, 64)}
+    widths = {1} | {round_up(size, step) for size in (dim, value_dim) for step in (32, 64)}
     sides = {block: side for side, block in enumerate(blocks)} if one_row else None
     fits = {
         _Workspace(make, made.shape[0], side if sides is None else sides[block], block, width)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_tensor, shown
+from cuseq._base.arguments import as_int, check_tensor, round_up, shown
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
@@ -295,7 +295,7 @@ class PackingCollator:
     def _row_length(self, tokens: int) -> int:
         if self.total_tokens is not None:
             return self.total_tokens
-        return -(-tokens // self.total_multiple) * self.total_multiple
+        return round_up(tokens, self.total_multiple)
 
 
 def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -> dict[str, Any]:

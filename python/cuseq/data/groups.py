@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
+from cuseq._base.arguments import as_int, as_rank, check_flag, check_tensor, round_up, shown
 from cuseq.data._balance import coefficients_of, deal, take_apart
 from cuseq.data._lengths import host_lengths
 from cuseq.data._state import checked_ranks, options_in
@@ -120,9 +119,7 @@ class GroupPlan:
         Raises:
             ValueError: `rank` is not in `[0, world_size)`.
         """
-        rank = as_int(rank, "rank")
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+        rank = as_rank(rank, self.world_size)
         return [step[rank] for step in self._grid]
 
     def __setstate__(self, pickled: Any) -> None:
@@ -282,7 +279,7 @@ class _Groups:
             part for group in range(len(self.prompts)) for part in self._parts_of(group, limit)
         ]
         packed = bin_pack([self._tokens(part) for part in parts], self._capacity)
-        num_rows = math.ceil(packed.num_rows / world_size) * world_size
+        num_rows = round_up(packed.num_rows, world_size)
         if len(parts) < num_rows:
             parts = self._halved(parts, num_rows)
             rows = [[number] for number in range(len(parts))]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from cuseq._base.arguments import as_int, check_flag, check_tensor, one_of, shown
+from cuseq._base.arguments import as_int, as_rank, check_flag, check_tensor, one_of, shown
 from cuseq.data._balance import coefficients_of
 from cuseq.data._epoch import ATTENTION, TOKENS, Epoch, Packing, Stage
 from cuseq.data._lengths import host_lengths
@@ -173,9 +173,7 @@ class PackedBatchSampler(Sampler[list[int]]):
                 )
         self.capacity = as_int(capacity, "capacity", least=1)
         self.world_size, self.accumulation = checked_ranks(world_size, accumulation)
-        self.rank = as_int(rank, "rank")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+        self.rank = as_rank(rank, self.world_size)
         self.strategy = one_of(strategy, "strategy", _STRATEGIES)
         self.overlong = one_of(overlong, "overlong", _OVERLONG)
         self.balance = _checked_balance(balance)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_tensor, shown
+from cuseq._base.arguments import as_int, check_tensor, round_up, shown
 from cuseq.data.collator import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 
@@ -133,7 +133,7 @@ def _parts(
     begin = 0
     for lengths in passes:
         tokens = sum(lengths)
-        total = -(-tokens // total_multiple) * total_multiple
+        total = round_up(tokens, total_multiple)
         part: dict[str, Any] = {}
         for key, value in batch.items():
             if key == "packed":

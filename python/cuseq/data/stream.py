@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cuseq import _C
-from cuseq._base.arguments import as_int, check_flag, one_of, shown
+from cuseq._base.arguments import as_int, as_rank, check_flag, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
 from cuseq.data._state import checked_held, checked_ranks, options_in, refuse_other
 
@@ -133,9 +133,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self.iterable: Any = iterable  # some have `state_dict` and `load_state_dict`
         self.capacity = as_int(capacity, "capacity", least=1)
         self.world_size, _ = checked_ranks(world_size)
-        self.rank = as_int(rank, "rank")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must lie in [0, {self.world_size}), got {rank}")
+        self.rank = as_rank(rank, self.world_size)
         self.window = as_int(window, "window", least=self.world_size)
         self.strategy = one_of(strategy, "strategy", _STRATEGIES)
         self.length = _tokens if length is None else length

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
-from cuseq._base.arguments import as_int, as_window, one_of, shown
+from cuseq._base.arguments import as_int, as_rank, as_window, one_of, shown
 from cuseq._base.modes import is_capturing, may_keep, outside_inference_mode
 from cuseq._base.transfer import copy_pair, to_host
 from cuseq.layout import PackedLayout, build, check_layout
@@ -170,10 +170,7 @@ class ContextParallelPlan:
 
     def checked_rank(self, rank: int) -> int:
         """Return the rank as an int; raise ValueError if the plan has no such rank."""
-        rank = as_int(rank, "rank")
-        if not 0 <= rank < self._cp_size:
-            raise ValueError(f"rank must lie in [0, cp_size = {self._cp_size}), got {rank}")
-        return rank
+        return as_rank(rank, self._cp_size, "cp_size")
 
     def deal(self, packed: PackedLayout) -> tuple[Tensor, Tensor]:
         """Return the tokens of all ranks, one rank after the other, and each token's place there.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 from trl.trainer import utils
 
+from cuseq._base.arguments import round_up
 from cuseq.integrations._foreign import check_attribute, private
 from cuseq.integrations.transformers._graphed import GraphedTraining
 from cuseq.integrations.trl import PackedCollator
@@ -126,7 +127,7 @@ class GraphedSFT(GraphedTraining):
     def _tokens(self, inputs: dict[str, Any]) -> int:
         """Return the tokens of the row as it would be without graph=True."""
         multiple = self._collator.pad_to_multiple_of or 1
-        return -(-inputs["packed"].num_real_tokens // multiple) * multiple
+        return round_up(inputs["packed"].num_real_tokens, multiple)
 
     def _set_tokens(self, tokens: int) -> None:
         self.trainer._total_train_tokens = tokens

@@ -19,6 +19,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Any, NamedTuple
 
+from cuseq._base.arguments import round_up
 from cuseq.integrations._foreign import check_fields, load, private
 
 load("trl", "cuseq's integration with TRL")  # before the modules that import it
@@ -105,7 +106,7 @@ class PackedCollator(DataCollatorForLanguageModeling):
         tokens, multiple = sum(lengths), self.pad_to_multiple_of or 1
         if self.cp is not None:
             multiple = lcm(multiple, self.cp.size)
-        total = -(-tokens // multiple) * multiple if total_tokens is None else total_tokens
+        total = round_up(tokens, multiple) if total_tokens is None else total_tokens
         packed = cuseq.PackedLayout.from_lengths(lengths, total, max_seqs=max_seqs)
         labels = _row([_labels(example, i) for i, example in enumerate(examples)], total, -100)
         batch = {
@@ -401,7 +402,7 @@ def _graphed_training(
             "capacity, since all rows have one length, got None"
         )
     batch_size, multiple = trainer.args.train_batch_size, fields["pad_to_multiple_of"] or 1
-    total_tokens = -(-batch_size * capacity // multiple) * multiple
+    total_tokens = round_up(batch_size * capacity, multiple)
     max_seqs = _most_documents(rows, batch_size)
     training = GraphedSFT(
         trainer, FixedCollator(**fields, total_tokens=total_tokens, max_seqs=max_seqs)

@@ -15,9 +15,11 @@ from cuseq._base.arguments import (
     as_int,
     as_int64s,
     as_size,
+    ceil_div,
     check_flag,
     check_untransformed,
     plain_tensor,
+    round_up,
     shown,
 )
 from cuseq._base.modes import outside_inference_mode
@@ -113,8 +115,8 @@ def of_segments(
         with outside_inference_mode():
             lengths = lengths if lengths.device.type == "cpu" else to_host(lengths)
             _C.tokens_of(lengths, False)  # raises if a length is invalid, before they are summed
-            parts = int(((lengths.long() + segment_multiple - 1) // segment_multiple).sum())
-        total_tokens = -(-parts * segment_multiple // total_multiple) * total_multiple
+            parts = int(ceil_div(lengths.long(), segment_multiple).sum())
+        total_tokens = round_up(parts * segment_multiple, total_multiple)
         if total_tokens >= 2**31:
             raise ValueError(
                 f"total_tokens must be at most 2^31 - 1, but segment_multiple = {segment_multiple} "
@@ -319,7 +321,7 @@ def offsets_of_chunks(
         none = offsets.expand(capacity + 1).contiguous()
         return none, None if padded is None else none.clone()
     lengths = offsets.diff()
-    counts = (lengths + (chunk_size - 1)) // chunk_size
+    counts = ceil_div(lengths, chunk_size)
     if padded is not None:
         counts = torch.maximum(counts, (padded.diff() > 0).to(counts.dtype))
     ends = counts.cumsum(0)

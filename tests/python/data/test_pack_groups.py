@@ -204,7 +204,7 @@ def test_lengths_of_any_kind_give_the_same_plan():
 def test_wrong_arguments_are_named(arguments, options, error, message):
     with pytest.raises(error, match=message):
         cuseq.data.pack_groups(*arguments, **options)
-    with pytest.raises(ValueError, match=r"rank must lie in \[0, 1\), got 1"):
+    with pytest.raises(ValueError, match=r"rank must lie in \[0, world_size = 1\), got 1"):
         cuseq.data.pack_groups([1], [[1]], 4).rows(1)
 
 

@@ -226,7 +226,11 @@ def edited(value, **fields):
         (cuseq.PackingCollator(), {"max_seqs": "2"}, "max_seqs must be an int"),
         (cuseq.PackingCollator(total_tokens=8), {"capacity": 9}, "capacity must be at most"),
         (cuseq.data.PackedBatchSampler([3, 2], 4), {"capacity": 2}, "lengths must be at most"),
-        (cuseq.data.PackedBatchSampler([3, 2], 4), {"rank": 1}, r"rank must lie in \[0, 1\)"),
+        (
+            cuseq.data.PackedBatchSampler([3, 2], 4),
+            {"rank": 1},
+            r"rank must lie in \[0, world_size = 1\)",
+        ),
         (
             cuseq.data.PackedBatchSampler([3, 2], 4),
             {"_position": ((), -1)},
