@@ -13,7 +13,7 @@ struct BoundaryLabelsArgs {
   bool is_int64 = true;
   Segments segments;
   int64_t shift = 0;  // number of tokens that the labels were shifted left by
-  int64_t ignore_index = -100;
+  int64_t ignore_index = 0;  // what is written
 };
 
 namespace cpu {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_tensor, round_up, shown
-from cuseq.data.collator import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.layout import PackedLayout, check_layout
 
 

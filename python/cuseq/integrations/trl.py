@@ -20,6 +20,7 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from cuseq._base.arguments import round_up
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.integrations._foreign import check_fields, load, private
 
 load("trl", "cuseq's integration with TRL")  # before the modules that import it
@@ -108,7 +109,8 @@ class PackedCollator(DataCollatorForLanguageModeling):
             multiple = lcm(multiple, self.cp.size)
         total = round_up(tokens, multiple) if total_tokens is None else total_tokens
         packed = cuseq.PackedLayout.from_lengths(lengths, total, max_seqs=max_seqs)
-        labels = _row([_labels(example, i) for i, example in enumerate(examples)], total, -100)
+        given = [_labels(example, i) for i, example in enumerate(examples)]
+        labels = _row(given, total, IGNORE_INDEX)
         batch = {
             "input_ids": _row([e["input_ids"] for e in examples], total, self.pad_token_id),
             "labels": cuseq.data.mask_boundary_labels(labels, packed),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq._base.models import text_config
-from cuseq.data.collator import IGNORE_INDEX, mask_boundary_labels
+from cuseq.data.collator import mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout
 from cuseq.layout.build import common_multiple
 from cuseq.trees import PackedTree

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cuseq._base.arguments import check_tensor, shown
-from cuseq.data.collator import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

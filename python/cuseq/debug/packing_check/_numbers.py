@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuseq.data.collator import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._runs import Outcome, Runs
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from cuseq.data.collator import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._dtypes import DtypesAtWork
 from cuseq.layout import PackedLayout

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq._base.models import text_config
-from cuseq.data.collator import IGNORE_INDEX
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._leaks import Leak
 from cuseq.debug.packing_check._report import Suspect

@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_tensor
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.integrations.unsloth._layouts import as_integers, layout_of_lengths
 
 
 def mask_packed_sequence_boundaries(
-    shift_labels: Tensor, seq_lengths: Sequence[int] | Tensor | None, *, ignore_index: int = -100
+    shift_labels: Tensor,
+    seq_lengths: Sequence[int] | Tensor | None,
+    *,
+    ignore_index: int = IGNORE_INDEX,
 ) -> bool:
     """Mask, in place, the shifted label at the last token of each sequence.
 
@@ -60,7 +64,7 @@ def mask_packed_boundary_labels(
     labels: Tensor | None,
     seq_lengths: Sequence[int] | Tensor | None,
     *,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
 ) -> Tensor | None:
     """Return labels, for a loss that shifts them itself, with each sequence's first label masked.
 
