@@ -16,7 +16,7 @@ from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
 from cuseq.distributed import ContextParallel, cp_partition
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, positions_for_models
 
 _ops = torch.ops.cuseq
 
@@ -244,7 +244,7 @@ class PackingCollator:
         batch["labels"] = mask_boundary_labels(batch["labels"], packed)
         if self.cp is not None:
             return part_of(batch, packed, self.cp)
-        batch["position_ids"] = packed.position_ids.long().unsqueeze(0)
+        batch["position_ids"] = positions_for_models(packed)
         batch["packed"] = packed
         return batch
 
@@ -307,7 +307,7 @@ def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) ->
     rows = [value.squeeze(0) for value in batch.values()]
     local, *parts = cp_partition(packed, cp.plan(packed), cp.rank, *rows, group=cp.group_name)
     dealt: dict[str, Any] = {key: part.unsqueeze(0) for key, part in zip(batch, parts, strict=True)}
-    dealt["position_ids"] = local.position_ids.long().unsqueeze(0)
+    dealt["position_ids"] = positions_for_models(local)
     dealt["packed"] = local
     dealt["num_label_tokens"] = int((shifted != IGNORE_INDEX).sum())
     dealt["row_checksum"] = zlib.crc32(batch["input_ids"].numpy().tobytes())

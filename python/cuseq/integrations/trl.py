@@ -19,8 +19,6 @@ from itertools import accumulate
 from math import lcm
 from typing import Any, NamedTuple
 
-from cuseq._base.arguments import round_up
-from cuseq._base.labels import IGNORE_INDEX
 from cuseq.integrations._foreign import check_fields, load, private
 
 load("trl", "cuseq's integration with TRL")  # before the modules that import it
@@ -33,6 +31,8 @@ from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import cuseq
+from cuseq._base.arguments import round_up
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data.collator import part_of
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import Enabled, check_same_options
@@ -48,6 +48,7 @@ from cuseq.integrations.transformers._private import (
 )
 from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
 from cuseq.integrations.transformers._trainer import count_real_tokens, restore_methods
+from cuseq.layout import positions_for_models
 
 __all__ = ["PackedCollator", "PackedRows"]
 
@@ -121,7 +122,7 @@ class PackedCollator(DataCollatorForLanguageModeling):
         segments = [*lengths, total - tokens] if total > tokens else lengths
         offsets = torch.tensor([0, *accumulate(segments)], dtype=torch.int32)
         return batch | {
-            "position_ids": packed.position_ids.long().unsqueeze(0),
+            "position_ids": positions_for_models(packed),
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
             "max_length_q": max(segments),

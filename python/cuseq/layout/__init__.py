@@ -5,7 +5,12 @@ from __future__ import annotations
 import pickle
 from typing import NoReturn
 
-from cuseq.layout.packed import PackedLayout, check_layout, remember_offsets_on_host
+from cuseq.layout.packed import (
+    PackedLayout,
+    check_layout,
+    positions_for_models,
+    remember_offsets_on_host,
+)
 from cuseq.layout.records import Part, Recipe, Records, Row, Tree
 from cuseq.layout.spans import Spans, checked_spans
 from cuseq.layout.static import StaticLayout, room_for
@@ -21,6 +26,7 @@ __all__ = [
     "Tree",
     "check_layout",
     "checked_spans",
+    "positions_for_models",
     "remember_offsets_on_host",
     "room_for",
 ]

@@ -1000,6 +1000,11 @@ def check_layout(
         packed._check_no_tree()
 
 
+def positions_for_models(packed: PackedLayout) -> Tensor:
+    """Return the layout's `position_ids` as models take them: int64 `[1, total_tokens]`."""
+    return packed.position_ids.long().unsqueeze(0)
+
+
 def remember_offsets_on_host(packed: PackedLayout) -> None:
     """Register a host copy of the offsets, so that attention that runs sequence by sequence does
     not copy them from the GPU.

@@ -13,7 +13,7 @@ from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq._base.models import text_config
 from cuseq.data.collator import mask_boundary_labels
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, positions_for_models
 from cuseq.layout.build import common_multiple
 from cuseq.trees import PackedTree
 
@@ -329,7 +329,7 @@ def run_packed(
     if isinstance(more.get("labels"), Tensor):
         more["labels"] = mask_boundary_labels(more["labels"], packed)
     if more.get("position_ids") is None:
-        more["position_ids"] = packed.position_ids.long().unsqueeze(0)
+        more["position_ids"] = positions_for_models(packed)
     return _unpacked_output(_Row(packed), model(packed=packed, **more))
 
 
