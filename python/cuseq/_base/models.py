@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 
 def text_config(model: Any) -> Any:
     """Return the config of a transformers model's text part; None for a model without a config.
@@ -12,6 +14,11 @@ def text_config(model: Any) -> Any:
     """
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def eps_of(norm: nn.Module) -> float | None:
+    """Return the epsilon of a norm, under transformers' name or torch's; None if it has none."""
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def rotations_by_length(config: Any) -> list[str]:

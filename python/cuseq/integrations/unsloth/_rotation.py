@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cuseq._base.arguments import check_tensor
+from cuseq._base.models import eps_of
 from cuseq.rope import apply_qk_norm_rope, apply_rope
 
 
@@ -147,7 +148,7 @@ def _weight(norm: nn.Module, name: str) -> Tensor:
 
 
 def _eps(norm: nn.Module, name: str) -> float:
-    for attribute in ("variance_epsilon", "eps"):  # transformers' name, and torch's
-        if hasattr(norm, attribute):
-            return getattr(norm, attribute)
-    raise TypeError(f"{name} must have variance_epsilon or eps, got {type(norm).__name__}")
+    eps = eps_of(norm)
+    if eps is None:
+        raise TypeError(f"{name} must have variance_epsilon or eps, got {type(norm).__name__}")
+    return eps
