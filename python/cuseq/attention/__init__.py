@@ -39,7 +39,8 @@ def varlen_attention(
     flex attention. For inputs that flash attention refuses (fp32, head_dim above 256, GPUs below
     sm_80), another exact kernel runs, with one warning per process unless it is flex attention's.
     `cuseq.attention_backend` names the one that is chosen and says why. Grouped-query attention
-    needs no repeated keys. No tensor of size tokens x tokens is ever made.
+    needs no repeated keys. But for a tree that runs densely, no tensor of size tokens x tokens is
+    made.
 
     Equivalent to, for each sequence `s` of the layout:
         `scaled_dot_product_attention(q[s], k[s], v[s], is_causal=causal, scale=scale)`
@@ -128,9 +129,10 @@ def attention_backend(
     Nothing is computed. Waits as `varlen_attention` does for a layout from lengths on a GPU.
 
     Returns:
-        `AttentionBackend(name, reason)`. The reason says whether measurements chose, with their
-        times, or a rule, on a GPU or for a call that nobody measured; and which rows of the user's
-        own table of measurements are not used here.
+        `AttentionBackend(name, reason)`. The name is one that a call can give, or "dense": the
+        scores of all pairs of tokens, for a tree where flex cannot run. The reason says whether
+        measurements chose, with their times, or a rule, on a GPU or for a call that nobody
+        measured; and which rows of the user's own table of measurements are not used here.
 
     Raises:
         ValueError, TypeError: as `varlen_attention`.

@@ -2,8 +2,9 @@
 
 flex_attention is a higher-order op: compiled code turns it into a kernel of its own. Inside
 compiled code it becomes a part of that code; eager calls run one function that is compiled here.
-What differs between packs, windows, spans and soft caps is in tensors, so one graph serves them
-all.
+Offsets, windows, spans and soft caps reach the kernel in tensors, so one kernel serves all packs
+and, in eager code, all windows and soft caps. In compiled code the mask is made inside the graph,
+where a window is a constant: each window makes a graph of its own.
 
 First its limits, then where the measurements say that it is the fastest, then the kernel.
 """
