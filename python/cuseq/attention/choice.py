@@ -102,9 +102,8 @@ def load_backends() -> None:
     In code that torch.compile traces, load during tracing, before the compiled code runs.
     """
     if is_compiling():
-        from cuseq._base.compile_time import (
-            constant,  # imports torch._dynamo, which is there by now
-        )
+        # It imports torch._dynamo, which is there by now.
+        from cuseq._base.compile_time import constant
 
         constant(load)
     elif not _loaded:
