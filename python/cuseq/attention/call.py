@@ -49,8 +49,8 @@ class Call(NamedTuple):
             return "window" if self.causal else "two_sided"
         return "causal" if self.causal else "full"
 
-    def runs_one_by_one(self) -> bool:
-        """Return whether every backend but flex runs the sequences one by one."""
+    def lacks_varlen_kernel(self) -> bool:
+        """Return whether no kernel but flex attention's has the mask for all sequences at once."""
         return self.softcap is not None or self.spans is not None
 
     def is_plain(self) -> bool:

@@ -152,7 +152,7 @@ def pays(call: Call) -> bool:
     q, v, packed = call.q, call.v, call.packed
     if not computes_in_half(q) or obstacle(q, v):
         return False
-    alone = call.runs_one_by_one()  # on the other backends
+    alone = call.lacks_varlen_kernel()
     if packed.is_tree and not alone:
         return False  # a tree's calls run on the other backends
     if packed.is_replayed and not alone:
@@ -180,7 +180,7 @@ def why(call: Call) -> str:
         return "it was asked for"
     one_by_one = "one kernel for all sequences, where the other backends run them one by one"
     if call.packed.is_replayed or is_capturing(call.q.device):
-        if call.runs_one_by_one():
+        if call.lacks_varlen_kernel():
             return one_by_one
         return "the best in a CUDA graph, where the others pay for sequences that may come"
     facts = _facts_of(_without_idle_window(call))

@@ -60,15 +60,15 @@ def _options(call: Call) -> tuple[Any, ...]:
             )
         of_layout = part.rows, part.meta, name_or_default(part.group), None, None
     else:
-        one_by_one = (
+        may_run_in_segments = (
             spans is not None
             or softcap is not None
             or (window is not None and not causal)
             or q.dtype == torch.float64
             or backend == "segments"
         )
-        if one_by_one and not is_compiling():
-            remember_offsets_on_host(packed)
+        if may_run_in_segments and not is_compiling():
+            remember_offsets_on_host(packed)  # which that backend reads
         spans = checked_spans(packed, spans) if spans is not None else None
         nodes = (None, None) if tree is None else (tree.rows, tree.meta)
         of_layout = None, None, "", *nodes
