@@ -8,10 +8,17 @@
 
 #include "attention/call.h"
 
-// A backend executes attention calls. It is one file that registers itself here:
+// A backend executes attention calls. It is one file that registers itself, under a name that
+// kBackendNames in choice.h must have:
 //
-//   static const RegisterBackend registered({"flash", /*preference=*/100, takes, forward,
-//   backward});
+//   namespace cuseq::attention {
+//   namespace {
+//   bool takes(const Call& call, std::string* why) { ... }
+//   std::optional<Output> forward(const Call& call) { ... }
+//   std::optional<Gradients> backward(const Call& call, const Outer& outer) { ... }
+//   const RegisterBackend registered({"flash", /*preference=*/100, takes, forward, backward});
+//   }  // namespace
+//   }  // namespace cuseq::attention
 namespace cuseq::attention {
 
 struct Backend {

@@ -9,7 +9,7 @@
 // The packages "fa4" and "fa3", which launch their kernels in Python.
 namespace cuseq::attention {
 
-// Say why a package cannot be used. Empty if it can.
+// Say why a package cannot be used, once Python has tried to load it. Empty if it can be used.
 CUSEQ_API void set_missing(const std::string& name, const std::string& why);
 CUSEQ_API std::string why_missing(const std::string& name);
 

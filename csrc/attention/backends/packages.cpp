@@ -41,8 +41,9 @@ struct Ops {
         backward(find_op<BackwardSignature>(("cuseq::" + name + "_backward").c_str())) {}
 };
 
-// What is known of a package. Every call reads it without a lock, so a replaced text is never
-// freed; only tests replace more than one.
+// Whether a package can be used: set when Python loads it, and when one of its kernels fails. All
+// threads read it in every call. There is no lock, so another thread may still read a text that is
+// replaced, and it is not freed: outside of tests one text a package.
 struct Reports {
   std::atomic<const std::string*> missing{nullptr};
   std::atomic<const std::string*> failed{nullptr};
