@@ -138,10 +138,10 @@ Tensor pure_per_token(const char* name, const Tensor& lengths, const c10::SymInt
 
 Tensor cached_cu_seqlens_op(const Tensor& lengths) { return cached_cu_seqlens(lengths); }
 
-template <typename Packed>
+template <typename Cached>
 Tensor cached_per_token(const char* name, const Tensor& lengths, const c10::SymInt& total_tokens,
-                        const Packed& packed) {
-  if (const auto tokens = total_tokens.maybe_as_int()) return packed(lengths, *tokens);
+                        const Cached& cached) {
+  if (const auto tokens = total_tokens.maybe_as_int()) return cached(lengths, *tokens);
   return pure_per_token(name, lengths, total_tokens);
 }
 
@@ -201,7 +201,7 @@ const CachedOpRow& row_of(CachedOp op) { return kRows[static_cast<size_t>(op)]; 
 
 const char* name_of(CachedOp op) { return row_of(op).name; }
 
-CachedValuePtr packed(const CacheQuery& query) {
+CachedValuePtr cached_value(const CacheQuery& query) {
   const CachedOpRow& row = row_of(query.op);
   IdentityCache& cache = IdentityCache::instance();
   if (!cache.usable_for(query)) {
@@ -218,19 +218,20 @@ CachedValuePtr packed(const CacheQuery& query) {
 }
 
 Tensor cached_cu_seqlens(const Tensor& lengths) {
-  return packed({lengths, CachedOp::kCuSeqlens, lengths.device()})->tensors[0];
+  return cached_value({lengths, CachedOp::kCuSeqlens, lengths.device()})->tensors[0];
 }
 
 Tensor cached_position_ids(const Tensor& lengths, int64_t total_tokens) {
-  return packed({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}})->tensors[0];
+  return cached_value({lengths, CachedOp::kPositionIds, lengths.device(), {total_tokens}})
+      ->tensors[0];
 }
 
 Tensor cached_seq_ids(const Tensor& lengths, int64_t total_tokens) {
-  return packed({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}})->tensors[0];
+  return cached_value({lengths, CachedOp::kSeqIds, lengths.device(), {total_tokens}})->tensors[0];
 }
 
 Tensor cached_on_host(const Tensor& on_device) {
-  return packed({on_device, CachedOp::kHostCopy, at::kCPU})->tensors[0];
+  return cached_value({on_device, CachedOp::kHostCopy, at::kCPU})->tensors[0];
 }
 
 std::optional<Tensor> remembered_on_host(const Tensor& on_device) {
@@ -254,7 +255,7 @@ std::tuple<Tensor, Tensor> cached_segment_rows(const Tensor& cu_seqlens,
                                                int64_t total_tokens) {
   CacheQuery query{cu_seqlens, CachedOp::kSegmentRows, cu_seqlens.device(), {total_tokens}};
   query.others[1] = &cu_seqlens_padded;
-  const auto value = packed(query);
+  const auto value = cached_value(query);
   return {value->tensors[0], value->tensors[1]};
 }
 
@@ -283,13 +284,13 @@ CacheQuery block_mask_query(const MaskOptions& options, OptionalInt row_length, 
 
 Tensor cached_mask_ranges(const MaskOptions& options) {
   if (!is_concrete(options, std::nullopt)) return mask_ranges(options);
-  return packed(mask_ranges_query(options))->tensors[0];
+  return cached_value(mask_ranges_query(options))->tensors[0];
 }
 
 Tensor cached_dense_mask(const MaskOptions& options, const OptionalSymInt& row_length,
                          std::optional<at::ScalarType> dtype, bool finite) {
   if (!is_concrete(options, row_length)) return dense_mask(options, row_length, dtype, finite);
-  return packed(dense_mask_query(options, concrete(row_length), dtype, finite))->tensors[0];
+  return cached_value(dense_mask_query(options, concrete(row_length), dtype, finite))->tensors[0];
 }
 
 std::vector<Tensor> cached_block_mask(const MaskOptions& options, const OptionalSymInt& row_length,
@@ -298,7 +299,7 @@ std::vector<Tensor> cached_block_mask(const MaskOptions& options, const Optional
     return block_mask(mask_ranges(options), row_length, query_block, key_block);
   }
   const auto value =
-      packed(block_mask_query(options, concrete(row_length), query_block, key_block));
+      cached_value(block_mask_query(options, concrete(row_length), query_block, key_block));
   return {value->tensors.begin(), value->tensors.end() - 1};  // without the ranges
 }
 

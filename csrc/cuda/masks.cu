@@ -202,8 +202,8 @@ __global__ void __launch_bounds__(kThreads)
     const int block = first + lane;
     BlockRange range{0, 0, 0, 0};
     if (block < blocks) {
-      const int4 packed = ranges[block];
-      range = {packed.x, packed.y, packed.z, packed.w};
+      const int4 four = ranges[block];
+      range = {four.x, four.y, four.z, four.w};
     }
     const bool sees = range.sees(key_block);
     part.add(block, sees && !range.sees_all(key_block), lane);

@@ -48,7 +48,7 @@ namespace {
 at::Tensor cached_tensor(const CacheQuery& query) {
   if (const auto hit = find_at_once(query)) return hit->tensors[0];
   const py::gil_scoped_release released;
-  return packed(query)->tensors[0];
+  return cached_value(query)->tensors[0];
 }
 
 at::Tensor cached_cu_seqlens(py::handle lengths) {
@@ -89,7 +89,7 @@ py::object cached_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
   auto before = identities_to_keep(query);
   {
     const py::gil_scoped_release released;
-    value = packed(query);
+    value = cached_value(query);
   }
   if (value->object != nullptr) return object_of(*value);
   const auto& tensors = value->tensors;

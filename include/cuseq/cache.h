@@ -239,7 +239,7 @@ class CUSEQ_API IdentityCache {
 
 // Return the value from the cache; on a miss, compute and insert it. If the cache may not be used,
 // only compute it. Not for kObject, which the caller makes.
-CUSEQ_API CachedValuePtr packed(const CacheQuery& query);
+CUSEQ_API CachedValuePtr cached_value(const CacheQuery& query);
 
 // Return the cache query of cached_mask_ranges, cached_dense_mask or cached_block_mask. The options
 // must outlive the query.
