@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cuseq/seqlens.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/types.h"
@@ -59,10 +60,9 @@ std::tuple<Tensor, Tensor> cu_seqlens_from_position_ids_kernel(const Tensor& pos
     // At most 1,024 tiles, so that summing their counts costs far less than reading the tokens.
     constexpr int64_t kMinTile = 4096;
     constexpr int64_t kMaxTiles = 1024;
-    args.tile_size = std::max(kMinTile, (rows.numel() + kMaxTiles - 1) / kMaxTiles);
+    args.tile_size = std::max(kMinTile, ceil_div(rows.numel(), kMaxTiles));
     tile_counts =
-        at::empty({std::max<int64_t>(1, (rows.numel() + args.tile_size - 1) / args.tile_size)},
-                  int32_on(rows));
+        at::empty({std::max<int64_t>(1, ceil_div(rows.numel(), args.tile_size))}, int32_on(rows));
     args.tile_counts = tile_counts.mutable_data_ptr<int32_t>();
   }
   CUSEQ_RUN(cu_seqlens_from_position_ids, rows, args);

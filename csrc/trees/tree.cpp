@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cuseq/seqlens.h"
+
 namespace cuseq::trees {
 namespace {
 
@@ -52,9 +54,7 @@ class Pairs {
 };
 
 // Return the average of a token, rounded up; 0 without tokens.
-int64_t per_token(int64_t sum, int64_t tokens) {
-  return tokens == 0 ? 0 : (sum + tokens - 1) / tokens;
-}
+int64_t per_token(int64_t sum, int64_t tokens) { return tokens == 0 ? 0 : ceil_div(sum, tokens); }
 
 }  // namespace
 

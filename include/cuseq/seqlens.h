@@ -20,11 +20,6 @@ CUSEQ_HOST_DEVICE int64_t bounded_length(int64_t length, int64_t limit) {
   return length < 0 ? 0 : (length > limit ? limit + 1 : length);
 }
 
-// Return the length of a sequence's segment: its length rounded up to a multiple.
-CUSEQ_HOST_DEVICE int64_t segment_length(int64_t length, int64_t multiple) {
-  return multiple == 1 ? length : (length + multiple - 1) / multiple * multiple;
-}
-
 CUSEQ_HOST_DEVICE int32_t bounded_offset(int64_t offset, int64_t limit) {
   return static_cast<int32_t>(offset > limit ? limit : offset);
 }
@@ -33,6 +28,12 @@ CUSEQ_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / 
 
 CUSEQ_HOST_DEVICE int64_t round_up(int64_t value, int64_t multiple) {
   return ceil_div(value, multiple) * multiple;
+}
+
+// Return the length of a sequence's segment. Most rows have no padding between sequences, and a
+// division of 64 bits is slow on a GPU.
+CUSEQ_HOST_DEVICE int64_t segment_length(int64_t length, int64_t multiple) {
+  return multiple == 1 ? length : round_up(length, multiple);
 }
 
 CUSEQ_HOST_DEVICE int64_t greatest_common_divisor(int64_t a, int64_t b) {
