@@ -45,6 +45,19 @@ def register_fake(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
+@functools.cache
+def _defaults_of(op: str) -> dict[str, Any]:
+    """Return the names of an op's arguments in their order, with their defaults."""
+    arguments = getattr(torch.ops.cuseq, op).default._schema.arguments
+    return {one.name: one.default_value for one in arguments}
+
+
+def arguments_of(op: str, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of `torch.ops.cuseq.<op>` by name."""
+    defaults = _defaults_of(op)
+    return defaults | dict(zip(defaults, given, strict=False)) | named
+
+
 def _devices(values: Any) -> set[str]:
     return {leaf.device.type for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
 
@@ -186,16 +199,10 @@ def _(ranges, row_length=None, query_block=128, key_block=128):
     return [_int32(ranges, *shape) for shape in shapes]
 
 
-@functools.cache
-def _names_of(op: str) -> list[str]:
-    """Return the names of an op's arguments in their order."""
-    return [one.name for one in getattr(torch.ops.cuseq, op).default._schema.arguments]
-
-
 @register_fake("cuseq::varlen_attention")
 def _(*arguments, **named):
-    given = dict(zip(_names_of("varlen_attention"), arguments, strict=False)) | named
-    q, k, v, rank_rows = given["q"], given["k"], given["v"], given.get("rank_rows")
+    given = arguments_of("varlen_attention", arguments, named)
+    q, k, v, rank_rows = (given[name] for name in ("q", "k", "v", "rank_rows"))
     tokens, heads, _ = q.shape
     wide = q.dtype == torch.float64
     far_rows = None
@@ -225,11 +232,10 @@ def _(tensors, *options, **named_options):
 
 
 @register_fake("cuseq::apply_qk_norm_rope")
-def _(tensors, *options, qkv_format="thd", **named_options):
-    position = 3 + 7  # the index of qkv_format in options
-    qkv_format = options[position] if len(options) > position else qkv_format
+def _(tensors, *options, **named_options):
+    given = arguments_of("apply_qk_norm_rope", (tensors, *options), named_options)
     outputs = [torch.empty_like(tensor) for tensor in tensors]
-    return outputs, [_rstd(tensor, qkv_format) for tensor in tensors]
+    return outputs, [_rstd(tensor, given["qkv_format"]) for tensor in tensors]
 
 
 def _rstd(tensor: Tensor, qkv_format: str) -> Tensor:
@@ -257,19 +263,11 @@ def _(grads, tensors, weights, rstd, weight_offset, weight_grads, *options, **na
 
 
 @register_fake("cuseq::causal_conv1d")
-def _(
-    x,
-    weight,
-    bias=None,
-    cu_seqlens=None,
-    cu_seqlens_padded=None,
-    seq_idx=None,
-    initial_states=None,
-    silu=False,
-    final_states=False,
-):
+def _(x, weight, *options, **named_options):
+    given = arguments_of("causal_conv1d", (x, weight, *options), named_options)
+    cu_seqlens, initial_states = given["cu_seqlens"], given["initial_states"]
     outputs = [_rows_like(x)]
-    if final_states:
+    if given["final_states"]:
         batch = x.shape[0] if x.dim() == 3 else 1
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dtype = x.dtype if initial_states is None else initial_states.dtype
@@ -287,27 +285,13 @@ def _rows_like(x: Tensor) -> Tensor:
 
 
 @register_fake("cuseq::causal_conv1d_backward")
-def _(
-    grad_out,
-    x,
-    weight,
-    bias=None,
-    cu_seqlens=None,
-    cu_seqlens_padded=None,
-    seq_idx=None,
-    initial_states=None,
-    silu=False,
-    grad_final_states=None,
-    weight_grads=True,
-):
-    grads = [_rows_like(x)]
-    if weight_grads:
-        grads.append(weight.new_empty(weight.shape))
-        if bias is not None:
-            grads.append(bias.new_empty(bias.shape))
-    if initial_states is not None:
-        grads.append(initial_states.new_empty(initial_states.shape))
-    return grads
+def _(grad_out, x, weight, *options, **named_options):
+    given = arguments_of("causal_conv1d_backward", (grad_out, x, weight, *options), named_options)
+    with_gradients = [given["initial_states"]]
+    if given["weight_grads"]:
+        with_gradients = [weight, given["bias"], *with_gradients]
+    grads = (one.new_empty(one.shape) for one in with_gradients if one is not None)
+    return [_rows_like(x), *grads]
 
 
 @register_fake("cuseq::segment_reduce")

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cuseq import _C
+from cuseq._base.fakes import arguments_of
 
 _ops = torch.ops.cuseq
 
 
-def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], products: int) -> int:
+def _attention_flops(op: str, given: tuple[Any, ...], named: dict[str, Any], products: int) -> int:
     """Return the FLOPs of attention, counted as torch counts its own.
 
     A multiply-add counts as two, and each sequence counts as a full square, without causality; of
@@ -24,20 +25,19 @@ def _attention_flops(op: Any, given: tuple[Any, ...], named: dict[str, Any], pro
     row counts as one sequence.
 
     Args:
-        op: the op, whose schema names the arguments.
+        op: name of the op.
         given, named: its arguments by position and by name.
         products: matrix products of the size of the scores.
     """
-    names = (argument.name for argument in op.default._schema.arguments)
-    arguments = dict(zip(names, given, strict=False)) | named
+    arguments = arguments_of(op, given, named)
     q, v, offsets = (arguments[name] for name in ("q", "v", "cu_seqlens"))
     if offsets.is_meta or isinstance(offsets, FakeTensor):
         pairs = q.shape[0] ** 2
-    elif arguments.get("rank_rows") is not None:
+    elif arguments["rank_rows"] is not None:
         pairs = _pairs_of_part(arguments["rank_rows"], arguments["rank_meta"])
     else:
         pairs = sum(length * length for length in offsets.diff().tolist())
-        if arguments.get("tree_rows") is not None:
+        if arguments["tree_rows"] is not None:
             pairs += _pairs_with_ancestors(offsets, arguments["tree_rows"])
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     return products * heads * pairs * (head_dim + value_dim)
@@ -68,10 +68,10 @@ def _pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
 
 @register_flop_formula(_ops.varlen_attention, get_raw=True)
 def _forward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
-    return _attention_flops(_ops.varlen_attention, given, named, products=2)
+    return _attention_flops("varlen_attention", given, named, products=2)
 
 
 @register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
 def _backward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
     # The backward computes the scores again, and two products for each of the forward's two.
-    return _attention_flops(_ops.varlen_attention_backward, given, named, products=5)
+    return _attention_flops("varlen_attention_backward", given, named, products=5)
