@@ -148,6 +148,16 @@ Tensor RankShare::terms() const {
                  at(RankMetaSlot::kNumKeyRows) + at(RankMetaSlot::kNumSentRows));
 }
 
+int64_t RankShare::pairs() const {
+  const auto lengths = [](const Sequences& pieces) { return pieces.offsets.diff().to(at::kLong); };
+  const Tensor queries = lengths(cut_queries());
+  const Tensor whole = lengths(whole_queries());
+  Tensor keys = lengths(cut_keys());
+  if (merges()) keys = keys.add(queries);  // these were the keys before the pieces
+  const auto all = queries.mul(keys).sum().add(whole.mul(whole).sum()).item<int64_t>();
+  return at(RankMetaSlot::kUlysses) != 0 ? all / at(RankMetaSlot::kCpSize) : all;
+}
+
 void RankShare::check_options(bool causal, OptionalInt window, bool has_spans) const {
   if (at(RankMetaSlot::kUlysses) != 0) return;
   TORCH_CHECK_VALUE(!has_spans,

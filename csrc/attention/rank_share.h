@@ -14,8 +14,8 @@ namespace cuseq::attention {
 class RankShare {
  public:
   // Check both tensors and read the numbers. `group` names the process group of the ranks.
-  static RankShare of(const Tensor& rank_rows, const Tensor& rank_meta, std::string group,
-                      const Tensor& q);
+  static CUSEQ_API RankShare of(const Tensor& rank_rows, const Tensor& rank_meta, std::string group,
+                                const Tensor& q);
 
   int64_t at(RankMetaSlot slot) const { return numbers_[static_cast<size_t>(slot)]; }
   // Whether ranks exchange heads. One rank alone has the whole row: it exchanges nothing.
@@ -56,6 +56,10 @@ class RankShare {
   // Offsets of the terms of the sources [first, first + count), int32 [count + 1].
   Tensor term_offsets(int64_t first, int64_t count) const;
   Tensor terms() const;  // int32 [num_key_rows + num_sent_rows]
+
+  // Return the queries times keys of all pieces; with Ulysses, this rank's share of the row's. This
+  // reads offsets, which synchronises on a GPU.
+  CUSEQ_API int64_t pairs() const;
 
   // Raise ValueError unless the plan serves these options: it moves keys for causal attention in
   // its window only.

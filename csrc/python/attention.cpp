@@ -3,6 +3,7 @@
 #include "attention/options.h"
 #include "attention/packages.h"
 #include "attention/promise.h"
+#include "attention/rank_share.h"
 #include "python/bindings.h"
 
 namespace cuseq::python {
@@ -47,6 +48,11 @@ std::pair<std::string, std::string> attention_choice(const AttentionOptions& opt
   return {choice.candidates.front().backend->name, attention::reason_of(row.call, choice)};
 }
 
+int64_t pairs_of_rank(const at::Tensor& rank_rows, const at::Tensor& rank_meta,
+                      const at::Tensor& q) {
+  return attention::RankShare::of(rank_rows, rank_meta, /*group=*/"", q).pairs();
+}
+
 }  // namespace
 
 void bind_attention(py::module_& m) {
@@ -59,6 +65,7 @@ void bind_attention(py::module_& m) {
   m.def("failed_attention", &attention::why_failed);
   m.def("promise_sequences", &attention::promise_sequences);
   m.def("promised_sequences", &attention::promised_sequences);
+  m.def("pairs_of_rank", &pairs_of_rank, Released());
   m.def("attention_choice", &attention::Kernel<attention_choice>::call, Released());
   m.def("attention_backend_names", [] {
     return std::vector<std::string>(attention::kBackendNames.begin(),

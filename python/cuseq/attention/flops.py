@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -34,29 +33,13 @@ def _attention_flops(op: str, given: tuple[Any, ...], named: dict[str, Any], pro
     if offsets.is_meta or isinstance(offsets, FakeTensor):
         pairs = q.shape[0] ** 2
     elif arguments["rank_rows"] is not None:
-        pairs = _pairs_of_part(arguments["rank_rows"], arguments["rank_meta"])
+        pairs = _C.pairs_of_rank(arguments["rank_rows"], arguments["rank_meta"], q)
     else:
         pairs = sum(length * length for length in offsets.diff().tolist())
         if arguments["tree_rows"] is not None:
             pairs += _pairs_with_ancestors(offsets, arguments["tree_rows"])
     heads, head_dim, value_dim = q.shape[1], q.shape[2], v.shape[2]
     return products * heads * pairs * (head_dim + value_dim)
-
-
-def _pairs_of_part(rank_rows: Tensor, rank_meta: Tensor) -> int:
-    """Return the queries times keys of a rank's pieces; with Ulysses, its share of the row's."""
-    slots, meta, rows = _C.RankMeta, rank_meta.tolist(), rank_rows.tolist()
-    pieces, cut = meta[slots.NUM_PIECES], meta[slots.NUM_CUT]
-    offsets = rows[: pieces + 1]
-    first_key = meta[slots.PIECE_CAPACITY] + 1
-    key_offsets = rows[first_key : first_key + cut + 1]
-    queries = [end - begin for begin, end in itertools.pairwise(offsets)]
-    keys = [end - begin for begin, end in itertools.pairwise(key_offsets)]
-    if meta[slots.MERGES]:  # these are the keys before the pieces
-        keys = [before + own for before, own in zip(keys, queries, strict=False)]
-    keys += queries[cut:]
-    pairs = sum(q * k for q, k in zip(queries, keys, strict=True))
-    return pairs // meta[slots.CP_SIZE] if meta[slots.ULYSSES] else pairs
 
 
 def _pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
