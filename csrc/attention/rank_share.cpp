@@ -68,7 +68,7 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
       is_within(RankMetaSlot::kNumCutTokens, share.at(RankMetaSlot::kNumTokens));
   TORCH_CHECK_VALUE(has_room, "rank_rows must be of the same layout as rank_meta, got shape ",
                     rank_rows.sizes());
-  TORCH_CHECK_VALUE(!share.keeps_far() || share.is_ulysses() ||
+  TORCH_CHECK_VALUE(!share.saves_far_rows() || share.is_ulysses() ||
                         share.at(RankMetaSlot::kNumFarRows) <= q.size(0) / kTokensPerKeptRow,
                     "q must have the tokens of the rank's part of a row, ",
                     share.at(RankMetaSlot::kRowTokens), ", got ", q.size(0));

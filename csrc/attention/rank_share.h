@@ -25,7 +25,7 @@ class RankShare {
   // Whether cut pieces run in two calls: with their own keys, and with the keys before them.
   bool merges() const { return at(RankMetaSlot::kMerges) != 0; }
   // Whether the backward uses the far rows that the forward returned.
-  bool keeps_far() const { return at(RankMetaSlot::kKeepsFar) != 0; }
+  bool saves_far_rows() const { return at(RankMetaSlot::kSavesFarRows) != 0; }
   const std::string& group() const { return group_; }
 
   // Rows that this rank sends to each rank, and that it receives.

@@ -100,7 +100,7 @@ class Writer {
     set(RankMetaSlot::kWindow, plan.options.window);
     set(RankMetaSlot::kAnyFar, plan.costs.far_rows > 0);
     set(RankMetaSlot::kMerges, plan.merges);
-    set(RankMetaSlot::kKeepsFar,
+    set(RankMetaSlot::kSavesFarRows,
         plan.costs.max_far_rows <= plan.tokens_per_rank() / kTokensPerKeptRow);
     set(RankMetaSlot::kHashLow, static_cast<int32_t>(plan.hash));
     set(RankMetaSlot::kHashHigh, static_cast<int32_t>(plan.hash >> 32));

@@ -21,7 +21,7 @@ void bind_rank_meta_slots(py::module_& m) {
   add("WINDOW", RankMetaSlot::kWindow);
   add("ANY_FAR", RankMetaSlot::kAnyFar);
   add("MERGES", RankMetaSlot::kMerges);
-  add("KEEPS_FAR", RankMetaSlot::kKeepsFar);
+  add("SAVES_FAR_ROWS", RankMetaSlot::kSavesFarRows);
   add("NUM_PIECES", RankMetaSlot::kNumPieces);
   add("NUM_CUT", RankMetaSlot::kNumCut);
   add("NUM_TOKENS", RankMetaSlot::kNumTokens);

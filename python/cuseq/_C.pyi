@@ -26,7 +26,7 @@ class RankMeta:
     WINDOW: int
     ANY_FAR: int
     MERGES: int
-    KEEPS_FAR: int
+    SAVES_FAR_ROWS: int
     NUM_PIECES: int
     NUM_CUT: int
     NUM_TOKENS: int

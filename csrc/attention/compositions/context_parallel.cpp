@@ -86,8 +86,8 @@ class Part {
     if (is_whole()) return;
     own_keys_ = with_whole_tokens(call.k.narrow(0, 0, cut_tokens_));
     own_values_ = with_whole_tokens(call.v.narrow(0, 0, cut_tokens_));
-    far_ = share_.keeps_far() ? row_.far_rows->narrow(0, 0, num_far_) : side_by_side(num_far_);
-    if (!has_exchange() || (is_backward && share_.keeps_far())) return;
+    far_ = share_.saves_far_rows() ? row_.far_rows->narrow(0, 0, num_far_) : side_by_side(num_far_);
+    if (!has_exchange() || (is_backward && share_.saves_far_rows())) return;
     // A rank without cut pieces must refuse a backend as others do, before anything moves.
     choose(cut_call(far_));
     arrival_ =

@@ -116,10 +116,10 @@ def check_what_moves(groups: dict[int, Group]) -> None:
     sent, meta = bytes_of([27] * 39, 1054)  # one document is cut, and its few far rows are kept
     own, far = meta[META.NUM_SENT_ROWS], meta[META.NUM_FAR_ROWS]
     assert own + far in range(1, 27)
-    assert meta[META.KEEPS_FAR] and sent == [own * row, far * row]
+    assert meta[META.SAVES_FAR_ROWS] and sent == [own * row, far * row]
     sent, meta = bytes_of([500, 3], 504)  # the backward exchanges many again
     own, far = meta[META.NUM_SENT_ROWS], meta[META.NUM_FAR_ROWS]
-    assert not meta[META.KEEPS_FAR] and sent == [own * row, (own + far) * row]
+    assert not meta[META.SAVES_FAR_ROWS] and sent == [own * row, (own + far) * row]
 
 
 def check_documents_are_apart(groups: dict[int, Group]) -> None:
