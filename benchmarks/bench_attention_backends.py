@@ -48,7 +48,7 @@ from workload import lognormal_lengths
 import cuseq
 from cuseq.attention import choice, fa4, flex, table
 from cuseq.attention import packages as _packages
-from cuseq.layout import checked_spans, room_for
+from cuseq.layout import checked_spans, graph_room
 
 Tensor = torch.Tensor
 LAYERS = 8
@@ -86,7 +86,7 @@ class Row:
     @property
     def capacity(self) -> int:
         """Return the room of the offsets, which a capture takes for the number of sequences."""
-        return self.room or room_for(len(self.lengths))
+        return self.room or graph_room(len(self.lengths))
 
     @property
     def lengths(self) -> list[int]:

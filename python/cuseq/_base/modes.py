@@ -31,7 +31,7 @@ def outside_inference_mode() -> AbstractContextManager:
     return contexts
 
 
-def may_keep(*tensors: Tensor) -> bool:
+def are_plain(*tensors: Tensor) -> bool:
     """Return whether all are plain tensors; a FakeTensor must not be kept beyond its mode, nor a
     tensor of torch.func beyond its transform.
     """

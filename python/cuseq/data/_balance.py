@@ -66,13 +66,13 @@ def shuffle_groups(grid: Tensor, seed: int | None) -> Tensor:
     groups, accumulation, world_size = grid.shape
     order = order_of(groups, seed)
     # Costs descend within a slot, so each group is rotated by a different number of ranks.
-    turns = order_of(groups, None if seed is None else seed ^ 1) % world_size
+    rotations = order_of(groups, None if seed is None else seed ^ 1) % world_size
     shuffled = torch.empty_like(grid)
     # Working in parts avoids the memory of two more grids.
-    for chosen, turn, out in zip(
-        *(t.split(_GROUPS) for t in (order, turns, shuffled)), strict=True
+    for chosen, rotation, out in zip(
+        *(t.split(_GROUPS) for t in (order, rotations, shuffled)), strict=True
     ):
-        ranks = (torch.arange(world_size, device="cpu") + turn[:, None]) % world_size
+        ranks = (torch.arange(world_size, device="cpu") + rotation[:, None]) % world_size
         ranks = ranks[:, None, :].expand(-1, accumulation, -1)
         torch.gather(grid[chosen], 2, ranks, out=out)
     return shuffled

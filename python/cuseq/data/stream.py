@@ -183,7 +183,7 @@ class PackedStream(IterableDataset[list[Any]]):
         samples, held = self._resumed(at) if loaded else (self._from_the_start(), [])
         ended = self._refill(at, held, samples)
         if at.position["world_size"] != self.world_size:
-            held, ended = self._taken_over(at, held, samples, ended)
+            held, ended = self._left_by_other_ranks(at, held, samples, ended)
             if ended and not held:
                 return
         while True:
@@ -203,7 +203,7 @@ class PackedStream(IterableDataset[list[Any]]):
             at.position = self._window_start(at, held)
             ended = self._refill(at, held, samples)
 
-    def _taken_over(
+    def _left_by_other_ranks(
         self, at: _Pass, held: list[_Held], samples: Iterator[Any], ended: bool
     ) -> tuple[list[_Held], bool]:
         """Return a window of the samples that a state of another number of ranks left unseen.

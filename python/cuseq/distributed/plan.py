@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuseq import _C
 from cuseq._base.arguments import as_int, as_rank, as_window, one_of, shown
-from cuseq._base.modes import is_capturing, may_keep, outside_inference_mode
+from cuseq._base.modes import are_plain, is_capturing, outside_inference_mode
 from cuseq._base.transfer import copy_pair, to_host
 from cuseq.layout import PackedLayout, build, check_layout
 
@@ -213,7 +213,7 @@ class ContextParallelPlan:
             deal = self._plan.deal()
             if device.type != "cpu":
                 deal = copy_pair(*deal, device)
-        if may_keep(*deal):
+        if are_plain(*deal):
             self._deals[device] = deal
         return deal
 

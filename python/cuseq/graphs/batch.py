@@ -98,11 +98,11 @@ class StaticBatch:
             packed.expected_sequences = sequences
 
     @contextmanager
-    def promised(self, at_most: int) -> Iterator[None]:
+    def captured_for(self, at_most: int) -> Iterator[None]:
         """Let a capture count on it that replays have at most so many sequences in a layout."""
         with ExitStack() as promises:
             for packed in self._layouts():
-                promises.enter_context(packed.promised(at_most))
+                promises.enter_context(packed.captured_for(at_most))
             yield
 
     def _layouts(self) -> list[StaticLayout]:

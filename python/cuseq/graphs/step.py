@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
 from cuseq.graphs.batch import StaticBatch
-from cuseq.layout import room_for
+from cuseq.layout import graph_room
 
 
 class GraphedStep:
@@ -114,7 +114,9 @@ class GraphedStep:
         for batch in self._batches:
             batch.expect(self._room)
         self._obstacle: str | None = None
-        self._give_up(_obstacle(optimizer, self._device))
+        obstacle = _obstacle(optimizer, self._device)
+        if obstacle is not None:
+            self._give_up(obstacle)
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
@@ -167,7 +169,7 @@ class GraphedStep:
 
     def _needed_room(self) -> int:
         """Return the room for the most sequences of a layout in the static batches."""
-        return room_for(max(batch.most_sequences() for batch in self._batches))
+        return graph_room(max(batch.most_sequences() for batch in self._batches))
 
     def _check(self, batch: Any) -> list[list[Any]]:
         if len(self._batches) == 1:
@@ -180,12 +182,11 @@ class GraphedStep:
         numbered = enumerate(zip(self._batches, batch, strict=True))
         return [static.check(one, f"batch[{number}]") for number, (static, one) in numbered]
 
-    def _give_up(self, obstacle: str | None) -> None:
-        """Run plain steps from now on if there is an obstacle to a capture."""
+    def _give_up(self, obstacle: str) -> None:
+        """Run plain steps from now on, because of an obstacle to a capture."""
         self._obstacle = obstacle
-        if obstacle is not None:
-            for batch in self._batches:
-                batch.mark_plain()
+        for batch in self._batches:
+            batch.mark_plain()
 
     def _plain_step(self) -> Tensor:
         self._plain_steps_left = max(0, self._plain_steps_left - 1)
@@ -248,7 +249,7 @@ class GraphedStep:
                 torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
             ):
                 for batch in self._batches:
-                    promises.enter_context(batch.promised(self._room))
+                    promises.enter_context(batch.captured_for(self._room))
                 try:
                     loss = self._run()
                 except Exception as error:

@@ -13,7 +13,7 @@ from cuseq.layout.packed import (
 )
 from cuseq.layout.records import Part, Recipe, Records, Row, Tree
 from cuseq.layout.spans import Spans, checked_spans
-from cuseq.layout.static import StaticLayout, room_for
+from cuseq.layout.static import StaticLayout, graph_room
 
 __all__ = [
     "PackedLayout",
@@ -28,7 +28,7 @@ __all__ = [
     "checked_spans",
     "positions_for_models",
     "remember_offsets_on_host",
-    "room_for",
+    "graph_room",
 ]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cuseq import _C
 from cuseq._base.arguments import as_int, check_dtype
-from cuseq._base.modes import is_capturing, may_keep, outside_inference_mode
+from cuseq._base.modes import are_plain, is_capturing, outside_inference_mode
 from cuseq._base.transfer import copy_pair
 from cuseq.layout.derived import keep
 
@@ -34,7 +34,7 @@ def offsets_on_host(packed: PackedLayout) -> Tensor:
     segments = packed.segments.lengths_on_host() if packed.pads_between_sequences else None
     with outside_inference_mode():
         runs = _C.recurrent_offsets(packed.lengths_on_host(), segments, packed.total_tokens)
-    if may_keep(runs):
+    if are_plain(runs):
         derived.runs_on_host = runs
         packed._note_versions(cu_seqlens_recurrent_on_host=runs)
     return runs
@@ -47,7 +47,7 @@ def offsets(packed: PackedLayout) -> Tensor:
         return derived.runs
     on_host = offsets_on_host(packed)
     runs, _ = _on_device(packed, on_host, on_host[:0], "cu_seqlens_recurrent")
-    if may_keep(runs):
+    if are_plain(runs):
         derived.runs = runs
         packed._note_versions(cu_seqlens_recurrent=runs)
     return runs
@@ -71,7 +71,7 @@ def chunks_of(packed: PackedLayout, chunk_size: int, dtype: torch.dtype) -> tupl
         with outside_inference_mode():
             on_host = _C.chunks_of(offsets_on_host(packed), chunk_size)
         chunks = _on_device(packed, *on_host, "chunk_indices")
-    if may_keep(*chunks) and not is_capturing(packed.device):
+    if are_plain(*chunks) and not is_capturing(packed.device):
         keep(derived.chunks, (chunk_size, dtype), chunks)
         packed._note_versions(chunk_indices=chunks[0], chunk_offsets=chunks[1])
     return chunks

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 
 from cuseq import _C, cache
 from cuseq._base.arguments import as_device, as_int, shown
-from cuseq._base.modes import CHECKING, is_capturing, may_keep, outside_inference_mode
+from cuseq._base.modes import CHECKING, are_plain, is_capturing, outside_inference_mode
 from cuseq._base.transfer import with_index
 from cuseq.layout import build, chunks, masks, records
 from cuseq.layout.derived import Derived
@@ -416,7 +416,7 @@ class PackedLayout:
         if self._derived.lengths is not None:
             return self._derived.lengths
         lengths = self.row.lengths[: self.num_sequences]
-        if may_keep(lengths):
+        if are_plain(lengths):
             self._derived.lengths = lengths
         return lengths
 
@@ -427,7 +427,7 @@ class PackedLayout:
         if self._derived.cu_seqlens is not None:
             return self._derived.cu_seqlens
         offsets = self.row.cu_seqlens_static[: self.num_sequences + 1]
-        if may_keep(offsets):
+        if are_plain(offsets):
             self._derived.cu_seqlens = offsets
         return offsets
 
@@ -521,7 +521,7 @@ class PackedLayout:
             return sequences.masked_fill(is_pad, -1).unsqueeze(0)
 
     def _keep_seq_idx(self, seq_idx: Tensor) -> None:
-        if may_keep(seq_idx) and not is_capturing(self.device):
+        if are_plain(seq_idx) and not is_capturing(self.device):
             self._derived.seq_idx = seq_idx
             self._note_versions(seq_idx=seq_idx)
 
@@ -577,7 +577,7 @@ class PackedLayout:
     def _keep_tokens(self, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
         # A tensor made during CUDA graph capture holds no values until the replay, and later graphs
         # may reuse its memory.
-        if may_keep(*tokens) and not is_capturing(self.device):
+        if are_plain(*tokens) and not is_capturing(self.device):
             self._derived.tokens = tokens
             positions, sequences, is_pad = tokens
             self._note_versions(position_ids=positions, seq_ids=sequences, moe_padding_mask=is_pad)
@@ -601,7 +601,7 @@ class PackedLayout:
         with outside_inference_mode():
             made = _ops.mask_rows(mask, offsets, self.total_tokens, kind)
         batch, tokens = Batch(*made[:2]), made[2:]
-        if may_keep(batch.slots) and not is_capturing(self.device):
+        if are_plain(batch.slots) and not is_capturing(self.device):
             self.batch = batch
             for tensor in batch:
                 self._note_versions(batch_rows=tensor)

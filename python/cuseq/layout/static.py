@@ -16,7 +16,7 @@ from cuseq.layout.records import Records
 _LEAST_ROOM = 8  # sequences; fewer gain nothing
 
 
-def room_for(sequences: int) -> int:
+def graph_room(sequences: int) -> int:
     """Return how many sequences a graph attends over if its rows have so many.
 
     The next power of two, so that few rows have more and need a new graph.
@@ -68,7 +68,7 @@ class StaticLayout(PackedLayout):
             layout.is_replayed = False
 
     @contextmanager
-    def promised(self, at_most: int) -> Iterator[None]:
+    def captured_for(self, at_most: int) -> Iterator[None]:
         """Let a capture count on it that replays have at most so many sequences.
 
         A promise of all that the layout has room for says that this is meant: no capture warns of

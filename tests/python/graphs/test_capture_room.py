@@ -158,6 +158,6 @@ def test_a_promise_is_made_for_every_layout_of_a_graphed_step(monkeypatch):
         "tree": tree.layout,
     }
     batch = cuseq.graphs.batch.StaticBatch(example, torch.device("cpu"), "example")
-    with batch.promised(8):
+    with batch.captured_for(8):
         assert promised == [4, 8, 16]
     assert promised[3:] == [None] * 3

@@ -611,7 +611,7 @@ def test_a_graph_has_room_for_the_most_sequences_so_far(monkeypatch):
 
     def capture(self: GraphedStep) -> None:
         (batch,) = self._batches
-        with batch.promised(self._room):
+        with batch.captured_for(self._room):
             room = _C.promised_sequences(batch.value["packed"].cu_seqlens_static)
         self._graph = Graph(room)
 
