@@ -18,7 +18,7 @@ from trl import SFTTrainer
 from trl.trainer import utils
 
 from cuseq._base.arguments import round_up
-from cuseq.integrations._foreign import check_attribute, private
+from cuseq._base.foreign import check_attribute, private
 from cuseq.integrations.transformers._graphed import GraphedTraining
 from cuseq.integrations.trl import PackedCollator
 

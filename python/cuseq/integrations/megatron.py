@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuseq.integrations._foreign import load
+from cuseq._base.foreign import load
 from cuseq.layout import check_layout
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from itertools import accumulate
 from math import lcm
 from typing import Any, NamedTuple
 
-from cuseq.integrations._foreign import check_fields, load, private
+from cuseq._base.foreign import check_fields, load, private
 
 load("trl", "cuseq's integration with TRL")  # before the modules that import it
 

@@ -13,7 +13,7 @@ from cuseq import _C, masks
 from cuseq._base.arguments import as_window, check_dtype, check_flag
 from cuseq.cache import remember
 from cuseq.layout.spans import Spans, checked_spans
-from cuseq.masks import trees as trees
+from cuseq.masks import trees, xformers
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -92,8 +92,6 @@ def xformers_bias(packed: PackedLayout, window: int | None) -> Any:
     packed._check_unedited()
     packed._check_whole()
     window = as_window(window)
-    from cuseq.integrations import xformers
-
     bias, _ = remember(
         packed.row.lengths,
         "xformers_bias",

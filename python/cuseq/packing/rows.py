@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
 from cuseq._base.labels import IGNORE_INDEX
-from cuseq._base.models import text_config
+from cuseq._base.models import recurrent_layers, recurrent_types, text_config
 from cuseq.data.collator import mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout, positions_for_models
 from cuseq.layout.build import common_multiple
@@ -417,14 +417,12 @@ def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
     attention = getattr(config, "_attn_implementation", None)
     if attention is None:
         return
-    from cuseq.integrations.transformers import _recurrent  # the model brought transformers
-
-    if leaking := _recurrent.recurrent_layers(config):
+    if leaking := recurrent_layers(config):
         raise ValueError(
             "model must be enabled by cuseq.enable(model), for its layers that carry a state along "
             f"the row, and of kinds that cuseq knows, got layers of type {', '.join(leaking)}"
         )
-    if attention == "cuseq" or _recurrent.recurrent_types(config):
+    if attention == "cuseq" or recurrent_types(config):
         return
     use_cache = more.get("use_cache")
     if getattr(config, "use_cache", False) if use_cache is None else use_cache:

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from cuseq.integrations import _foreign
-from cuseq.integrations._foreign import (
+from cuseq._base import foreign
+from cuseq._base.foreign import (
     UnknownRelease,
     check_attribute,
     check_fields,
@@ -128,7 +128,7 @@ def test_the_names_that_transformers_is_used_by(run_python):
     pytest.importorskip("transformers")
     code = """
 import pytest, transformers
-from cuseq.integrations._foreign import UnknownRelease
+from cuseq._base.foreign import UnknownRelease
 from cuseq.integrations.transformers import register, unregister
 
 for owners, name in (
@@ -176,7 +176,7 @@ def test_hooks_of_accelerate_under_another_name(monkeypatch):
 def test_the_oldest_transformers_is_that_of_the_extras():
     project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     floors = set(re.findall(r'"transformers>=([\d.]+)"', project))
-    assert floors == {_foreign._NEEDED["transformers"].least}
+    assert floors == {foreign._NEEDED["transformers"].least}
 
 
 WITHOUT = """
@@ -236,7 +236,7 @@ def test_a_transformers_that_is_too_old_is_named(monkeypatch):
         with pytest.raises(
             ImportError, match=re.escape(f"5.5.3 or newer, got {version}: {INSTALL}")
         ):
-            _foreign.load("transformers", "cuseq.enable")
+            foreign.load("transformers", "cuseq.enable")
     for version in ("5.5.3", "5.10.0", "6.0.0.dev0"):
         monkeypatch.setattr(transformers, "__version__", version)
-        assert _foreign.load("transformers", "cuseq.enable") is transformers
+        assert foreign.load("transformers", "cuseq.enable") is transformers

@@ -35,9 +35,10 @@ from hybrid_models import (  # noqa: E402
     make_model,
 )
 
+from cuseq._base import models as base_models  # noqa: E402
+from cuseq._base.foreign import UnknownRelease  # noqa: E402
 from cuseq.debug.families.models import VOCAB  # noqa: E402
-from cuseq.integrations._foreign import UnknownRelease  # noqa: E402
-from cuseq.integrations.transformers import _recurrent, _warn  # noqa: E402
+from cuseq.integrations.transformers import _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
 from cuseq.integrations.transformers.hybrids import kernels, kinds, routes  # noqa: E402
 from cuseq.integrations.transformers.hybrids.kernels import Kernel  # noqa: E402
@@ -826,7 +827,7 @@ def test_a_dropped_model_gives_its_family_back(name, device):
     del dropped
     gc.collect()
     assert functions_of(kept) == before
-    assert _recurrent._marks == []
+    assert base_models._marks == []
 
 
 @every_kind

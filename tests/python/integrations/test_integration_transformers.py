@@ -36,8 +36,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import cuseq
+from cuseq._base.foreign import UnknownRelease
 from cuseq.integrations import transformers as integration
-from cuseq.integrations._foreign import UnknownRelease
 from cuseq.integrations.transformers import _warn, attention, masks
 
 VOCAB = 61

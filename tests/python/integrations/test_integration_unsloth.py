@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import cuseq
+from cuseq._base.foreign import UnknownRelease
 from cuseq.integrations import unsloth as integration
-from cuseq.integrations._foreign import UnknownRelease
 from cuseq.integrations.unsloth import _attention as attention
 from cuseq.integrations.unsloth._enable import enable_trainer
 

@@ -10,6 +10,7 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,28 @@ def imports_when_loaded(body: list[ast.stmt]) -> Iterator[ast.Import | ast.Impor
                 yield from imports_when_loaded(handler.body)
 
 
-def imported(name: str, tree: ast.Module, known: dict[str, ast.Module]) -> set[str]:
-    """Return the package's modules that a module needs before its own code can run."""
+def all_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield imports that run at any time, in functions too, but not those for type checkers."""
+    for node in body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from all_imports(node.orelse)
+        else:
+            children = ast.iter_child_nodes(node)
+            yield from all_imports([child for child in children if isinstance(child, ast.stmt)])
+            for handler in getattr(node, "handlers", []):
+                yield from all_imports(handler.body)
+            for case in getattr(node, "cases", []):
+                yield from all_imports(case.body)
+
+
+def imported(
+    name: str, tree: ast.Module, known: dict[str, ast.Module], imports: Any = imports_when_loaded
+) -> set[str]:
+    """Return the package's modules that a module imports, of the imports that are looked at."""
     needed = set()
-    for node in imports_when_loaded(tree.body):
+    for node in imports(tree.body):
         if isinstance(node, ast.Import):
             needed |= {alias.name for alias in node.names}
         elif node.module is not None:
@@ -91,6 +110,42 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 def test_modules_import_each_other_in_one_direction():
     found = circle({name: imported(name, tree, MODULES) for name, tree in MODULES.items()})
     assert not found, " -> ".join(found)
+
+
+def folder(name: str) -> str:
+    """Return the module or package of cuseq itself that a module belongs to."""
+    return ".".join(name.split(".")[:2])
+
+
+def between_folders(known: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """Return the folders that each folder imports, in its functions too."""
+    graph: dict[str, set[str]] = {folder(name): set() for name in known if name != "cuseq"}
+    for name, tree in known.items():
+        for one in imported(name, tree, known, all_imports):
+            if "cuseq" not in (name, one) and folder(one) != folder(name):
+                graph[folder(name)].add(folder(one))
+    return graph
+
+
+def test_no_folder_imports_upward():
+    """An import in a function hides a circle from Python, and not from a reader."""
+    found = circle(between_folders(MODULES))
+    assert not found, " -> ".join(found)
+
+
+def test_an_import_upward_is_found():
+    sources = {
+        "cuseq": "from cuseq.top import door",
+        "cuseq.base.one": "",
+        "cuseq.low.one": "def late():\n    try:\n        import cuseq.top.inside\n    finally: ...",
+        "cuseq.low.two": "if TYPE_CHECKING:\n    import cuseq.top.door",
+        "cuseq.top.door": "def late():\n    from cuseq.top import inside",
+        "cuseq.top.inside": "import cuseq.top.door, cuseq.low.two, cuseq.base.one",
+    }
+    trees = {name: ast.parse(source) for name, source in sources.items()}
+    assert circle(between_folders(trees)) == ["cuseq.low", "cuseq.top", "cuseq.low"]
+    del trees["cuseq.low.one"]
+    assert circle(between_folders(trees)) == []
 
 
 def test_a_circle_is_found():

@@ -9,7 +9,7 @@ padded, generation, gradient checkpointing and torch.compile. Downloads nothing.
 
 from __future__ import annotations
 
-from cuseq.integrations._foreign import load
+from cuseq._base.foreign import load
 
 load("transformers", "cuseq.debug.families")  # before modules that import it
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from cuseq._base.foreign import load
 from cuseq.debug.packing_check import PackingReport, check_packing
-from cuseq.integrations._foreign import load
 
 FINE, WRONG, NOT_RUN = 0, 1, 2
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

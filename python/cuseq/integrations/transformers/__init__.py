@@ -13,7 +13,7 @@ Importing this package changes nothing in transformers; `register` and `cuseq.en
 
 from __future__ import annotations
 
-from cuseq.integrations._foreign import load
+from cuseq._base.foreign import load
 
 load("transformers", "cuseq's integration with transformers")  # before modules that import it
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cuseq.integrations._foreign import check_attribute, check_parameter, private
+from cuseq._base.foreign import check_attribute, check_parameter, private
 from cuseq.integrations.transformers.names import CACHE, RENAMED, cache_names
 
 if TYPE_CHECKING:

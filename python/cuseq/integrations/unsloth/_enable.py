@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from cuseq import cache
+from cuseq._base.foreign import check_attribute, check_fields, private, signature_of
 from cuseq.integrations._enabled import Enabled, check_same_options
-from cuseq.integrations._foreign import check_attribute, check_fields, private, signature_of
 from cuseq.integrations.unsloth import _blocks, _collators, _labels, _masks, _metadata, _rotation
 from cuseq.integrations.unsloth._attention import FIELDS, run_attention
 from cuseq.integrations.unsloth._collators import is_packing_trainer

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuseq.integrations._foreign import private
+from cuseq._base.foreign import private
 from cuseq.integrations.transformers._forwards import replace_forward, restore_forward
 from cuseq.integrations.transformers._functions import (
     original_function,

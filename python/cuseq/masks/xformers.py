@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cuseq.integrations._foreign import load, private
+from cuseq._base.foreign import load, private
 
 if TYPE_CHECKING:
     from cuseq.layout import PackedLayout
