@@ -87,9 +87,7 @@ Gradients with_zero_tails(const Call& call, Gradients gradients) {
   return gradients;
 }
 
-Tensor queries_without_keys(const Call& call) {
-  const Tensor& offsets = call.queries.offsets;
-  const int64_t total_tokens = call.q.size(0);
+std::pair<Tensor, Tensor> positions_and_seq_ids(const Tensor& offsets, int64_t total_tokens) {
   Tensor positions = at::empty({total_tokens}, offsets.options());
   Tensor sequences = at::empty({total_tokens}, offsets.options());
   TokenMetadataArgs args;
@@ -97,6 +95,11 @@ Tensor queries_without_keys(const Call& call) {
   args.position_ids = positions.mutable_data_ptr<int32_t>();
   args.seq_ids = sequences.mutable_data_ptr<int32_t>();
   CUSEQ_RUN(token_metadata, offsets, args);
+  return {positions, sequences};
+}
+
+Tensor queries_without_keys(const Call& call) {
+  const auto [_, sequences] = positions_and_seq_ids(call.queries.offsets, call.q.size(0));
   // The tail belongs to no sequence, and counts as without keys.
   const Tensor lengths = at::constant_pad_nd(call.keys.offsets.diff(), {0, 1});
   return lengths.index_select(0, sequences).eq(0);

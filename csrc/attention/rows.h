@@ -1,5 +1,7 @@
 #pragma once
 
+#include <utility>
+
 #include "attention/call.h"
 
 // Conversion of rows to the form that PyTorch's kernels need, and back.
@@ -22,6 +24,10 @@ CUSEQ_API void zero_tail(at::TensorList rows, const Sequences& sequences);
 
 // Zero the tails of the gradients of q, k and v, in place, and return them.
 Gradients with_zero_tails(const Call& call, Gradients gradients);
+
+// Return int32 [tokens] each: the position of every token in its sequence, and the sequence's
+// index.
+std::pair<Tensor, Tensor> positions_and_seq_ids(const Tensor& offsets, int64_t total_tokens);
 
 // Return bool [tokens]: the queries whose sequence has no keys, in a call of two rows.
 Tensor queries_without_keys(const Call& call);

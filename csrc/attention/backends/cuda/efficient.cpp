@@ -18,7 +18,6 @@
 #include "ops/checks.h"
 #include "ops/dispatch.h"
 #include "ops/dtype_name.h"
-#include "ops/token_metadata.h"
 
 // PyTorch's memory-efficient kernel: for fp32, wide heads and GPUs without flash attention.
 namespace cuseq::attention {
@@ -123,13 +122,7 @@ int64_t mask_type(const Call& call) {
 // The kernel's logsumexp is [n_seqs, heads, longest rounded up to 32], ours is [heads, tokens].
 // unpad_logsumexp and pad_logsumexp convert between them.
 Tensor unpad_logsumexp(const Tensor& padded, const Tensor& offsets, int64_t total_tokens) {
-  Tensor positions = at::empty({total_tokens}, offsets.options());
-  Tensor segments = at::empty({total_tokens}, offsets.options());
-  TokenMetadataArgs args;
-  args.segments = segments_of(offsets, std::nullopt, total_tokens);
-  args.position_ids = positions.mutable_data_ptr<int32_t>();
-  args.seq_ids = segments.mutable_data_ptr<int32_t>();
-  CUSEQ_RUN(token_metadata, offsets, args);
+  const auto [positions, segments] = positions_and_seq_ids(offsets, total_tokens);
   // The tail has no entry, so it reads an arbitrary one; the caller zeroes it.
   const Tensor rows = segments.clamp_max_(padded.size(0) - 1).to(at::kLong);
   const Tensor columns = positions.clamp_(0, padded.size(2) - 1).to(at::kLong);
