@@ -109,17 +109,9 @@ def apply_rope(
     """
     check_values(q, "q")
     options: tuple[Any, ...] = (
-        offset,
-        table,
-        qkv_format,
-        interleaved,
-        rotary_dim,
-        mrope_section,
-        mrope_interleaved,
-        cp_size,
-        cp_rank,
-        inplace,
-    )
+        offset, table, qkv_format, interleaved, rotary_dim, mrope_section, mrope_interleaved,
+        cp_size, cp_rank, inplace,
+    )  # fmt: skip
     positions = _positions_of(packed, position_ids, q, qkv_format, cp_size)
     if _ops_are_watched(q, k):
         _check_types({"q": q, "k": k, "cos": cos, "sin": sin}, position_ids, options)
@@ -198,17 +190,9 @@ def apply_qk_norm_rope(
         raise ValueError(f"{given} must be passed with {missing}, got {missing}=None")
     check_values(q, "q")
     options: tuple[Any, ...] = (
-        offset,
-        table,
-        qkv_format,
-        interleaved,
-        rotary_dim,
-        mrope_section,
-        mrope_interleaved,
-        cp_size,
-        cp_rank,
-        inplace,
-    )
+        offset, table, qkv_format, interleaved, rotary_dim, mrope_section, mrope_interleaved,
+        cp_size, cp_rank, inplace,
+    )  # fmt: skip
     norm = (q_weight, k_weight, eps, weight_offset)
     positions = _positions_of(packed, position_ids, q, qkv_format, cp_size)
     if _ops_are_watched(q, k):
@@ -319,8 +303,8 @@ def _apply_rope_op(q: Tensor, k: Tensor | None, *options: Any) -> tuple[Tensor, 
     if inplace:
         _ops.apply_rope_(tensors, *given)
         return q, k
-    turned = _ops.apply_rope(tensors, *given)
-    return turned[0], None if k is None else turned[1]
+    rotated = _ops.apply_rope(tensors, *given)
+    return rotated[0], None if k is None else rotated[1]
 
 
 def _apply_qk_norm_rope_op(
@@ -331,5 +315,5 @@ def _apply_qk_norm_rope_op(
     if inplace:
         _ops.apply_qk_norm_rope_(tensors, weights, *given)
         return q, k
-    turned, _ = _ops.apply_qk_norm_rope(tensors, weights, *given)
-    return turned[0], None if k is None else turned[1]
+    rotated, _ = _ops.apply_qk_norm_rope(tensors, weights, *given)
+    return rotated[0], None if k is None else rotated[1]
