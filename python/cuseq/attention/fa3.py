@@ -52,8 +52,7 @@ def forward(
     """Compute attention into `out` and `logsumexp`, for the op `cuseq::fa3_forward`.
 
     Rows are fp16 or bf16 `[tokens, heads, head_dim]` with zeros in a tail; `logsumexp` is fp32
-    `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens. A
-    window does not count the query; None means all keys. Never synchronises.
+    `[heads, tokens]`; `register_kernels` describes `sequences`. Never synchronises.
     """
     _, found, *_ = torch.ops.flash_attn_3.fwd(q, k, v, out=out, **_options(*sequences))
     logsumexp.copy_(found)

@@ -123,23 +123,15 @@ def forward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
+    *sequences: Any,
 ) -> None:
     """Compute attention into `out` and `logsumexp`, for the op `cuseq::fa4_forward`.
 
     Rows are fp16 or bf16 `[tokens, heads, head_dim]` with zeros in a tail; `logsumexp` is fp32
-    `[heads, tokens]`, offsets are int32 `[n_seqs + 1]`. Longest lengths and windows count tokens. A
-    window does not count the query; None means all keys. Never synchronises.
+    `[heads, tokens]`; `register_kernels` describes `sequences`. Never synchronises.
     """
-    tensors = (q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k)
-    _run("_flash_attn_fwd", tensors, (scale, causal, window_left, window_right))
+    offsets_q, offsets_k, _, _, *mask = sequences
+    _run("_flash_attn_fwd", (q, k, v, out, logsumexp, offsets_q, offsets_k), tuple(mask))
 
 
 def backward(
@@ -152,23 +144,15 @@ def backward(
     grad_q: Tensor,
     grad_k: Tensor,
     grad_v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float,
-    causal: bool,
-    window_left: int | None,
-    window_right: int | None,
+    *sequences: Any,
 ) -> None:
     """Compute gradients into `grad_q`, `grad_k` and `grad_v`, for the op `cuseq::fa4_backward`.
 
     Shapes and dtypes are those of the forward; gradients have them too. Never synchronises.
     """
-    tensors = (
-        q, k, v, out, grad_out, logsumexp, grad_q, grad_k, grad_v, cu_seqlens_q, cu_seqlens_k,
-    )  # fmt: skip
-    _run("_flash_attn_bwd", tensors, (scale, causal, window_left, window_right))
+    offsets_q, offsets_k, _, _, *mask = sequences
+    tensors = (q, k, v, out, grad_out, logsumexp, grad_q, grad_k, grad_v, offsets_q, offsets_k)
+    _run("_flash_attn_bwd", tensors, tuple(mask))
 
 
 _Mask = tuple[float, bool, "int | None", "int | None"]

@@ -37,8 +37,11 @@ def register_kernels(
     Args:
         backend: "fa4" or "fa3".
         package: name and version, for messages.
-        forward: kernel of the op `cuseq::<backend>_forward`.
-        backward: kernel of the op `cuseq::<backend>_backward`.
+        forward: kernel of the op `cuseq::<backend>_forward`. It gets the tensors and then, as
+            `sequences`, offsets of queries and of keys, int32 `[n_seqs + 1]`, their longest
+            lengths, scale, causality, and the window to the left and to the right: tokens without
+            the query, None for all keys.
+        backward: kernel of the op `cuseq::<backend>_backward`, with the same `sequences`.
         device: dispatch key; tests register stand-ins for "CPU".
         takes_two_rows: whether the queries and the keys of a call may lie in two rows, with
             sequences that lack either.
