@@ -19,7 +19,7 @@ from cuseq._base.modes import is_capturing
 from cuseq.attention import flex
 from cuseq.attention.call import Call
 from cuseq.layout import PackedLayout
-from cuseq.masks.trees import visible
+from cuseq.masks.trees import tree_of, visible
 
 _DEPTH: int = _C.TreeMeta.DEPTH
 _MEAN_KEYS: int = _C.TreeMeta.MEAN_KEYS
@@ -101,7 +101,7 @@ def why(call: Call) -> str:
     if call.window is not None:
         return "its window counts tokens of a path of the tree"
     times = times_of(call.q, call.v, call.packed)
-    depth = int(_meta_of(call.packed)[_DEPTH])
+    depth = int(tree_of(call.packed).meta[_DEPTH])
     fitted = " on an H200" if call.q.is_cuda else ""
     return (
         f"one kernel is modelled to take {times.one_kernel:.0f} us{fitted}, the calls of {depth} "
@@ -112,14 +112,9 @@ def why(call: Call) -> str:
 # ---------------------------------------------------------------------------------- modelled times
 
 
-def _meta_of(packed: PackedLayout) -> Tensor:
-    assert packed.tree is not None
-    return packed.tree.meta
-
-
 def times_of(q: Tensor, v: Tensor, packed: PackedLayout) -> Times:
     """Return the modelled times of attention over a tree; reads numbers on the host only."""
-    meta = _meta_of(packed)
+    meta = tree_of(packed).meta
     dim = max(q.shape[2], v.shape[2])
     rates = GPU if q.is_cuda else CPU
     depth, mean_depth = int(meta[_DEPTH]), int(meta[_MEAN_DEPTH])
@@ -136,7 +131,7 @@ def one_kernel_pays(call: Call) -> bool:
     q, v = call.q, call.v
     if call.backend != "auto" or is_compiling() or isinstance(q, FakeTensor):
         return False
-    if q.dim() != 3 or v.dim() != 3 or int(_meta_of(call.packed)[_DEPTH]) < 2:
+    if q.dim() != 3 or v.dim() != 3 or int(tree_of(call.packed).meta[_DEPTH]) < 2:
         return False
     if q.is_cuda:
         compiles_in_vain = q.shape[0] < flex.LEAST_TOKENS or is_capturing(q.device)

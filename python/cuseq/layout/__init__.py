@@ -8,6 +8,7 @@ from typing import NoReturn
 from cuseq.layout.packed import (
     PackedLayout,
     check_layout,
+    own_positions,
     positions_for_models,
     remember_offsets_on_host,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Tree",
     "check_layout",
     "checked_spans",
+    "own_positions",
     "positions_for_models",
     "remember_offsets_on_host",
     "graph_room",

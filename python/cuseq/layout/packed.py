@@ -91,6 +91,8 @@ class PackedLayout:
         compiled region would cost a second graph.
         """
         self.row, self.batch, self.part, self.tree = held
+        # `position_ids` where they do not follow from the lengths.
+        self._own_positions: Tensor | None = getattr(held.optional, "positions", None)
         self._num_sequences = self.row.num_sequences
         self._derived = Derived()
         if CHECKING:
@@ -524,12 +526,6 @@ class PackedLayout:
         if are_plain(seq_idx) and not is_capturing(self.device):
             self._derived.seq_idx = seq_idx
             self._note_versions(seq_idx=seq_idx)
-
-    @property
-    def _own_positions(self) -> Tensor | None:
-        """`position_ids` where they do not follow from the lengths."""
-        record = self.tree if self.part is None else self.part
-        return None if record is None else record.positions
 
     @property
     def is_tree(self) -> bool:
@@ -998,6 +994,11 @@ def check_layout(
         packed._check_no_part()
     if not trees:
         packed._check_no_tree()
+
+
+def own_positions(packed: PackedLayout) -> Tensor | None:
+    """Return `position_ids` where they do not follow from the lengths: of a rank's part, a tree."""
+    return packed._own_positions
 
 
 def positions_for_models(packed: PackedLayout) -> Tensor:

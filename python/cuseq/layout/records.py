@@ -52,6 +52,15 @@ class Batch(NamedTuple):
     slots: Tensor  # int32 [total_tokens], the slot of each token
     tokens: Tensor  # int32 [batch, seqlen], the token of each slot
 
+    def form(self) -> dict[str, Any]:
+        """Return what all rows of a kind have alike, by what it is called in errors."""
+        return {"padded batch": tuple(self.tokens.shape)}
+
+    def lengthened(self, more: int) -> Batch:
+        """Return the record of a row with so many more tokens of tail."""
+        slots = torch.nn.functional.pad(self.slots, (0, more), value=-1)
+        return Batch(slots, self.tokens.clone())
+
 
 class PartSource(Protocol):
     """What a rank's part of a row was made of."""
@@ -75,6 +84,17 @@ class Part(NamedTuple):
     group: str | None  # name of the ranks' process group; None: the default group
     source: PartSource
 
+    def form(self) -> dict[str, Any]:
+        """As `Batch.form`."""
+        kind = {"kind": "a rank's part of a row", "process group": self.group}
+        return kind | _shapes("part", self)
+
+    def lengthened(self, more: int) -> Part:
+        """As `Batch.lengthened`."""
+        tail = torch.arange(more, dtype=torch.int32, device=self.positions.device)
+        positions = torch.cat([self.positions, tail])
+        return self._replace(positions=positions, rows=self.rows.clone())
+
 
 class Tree(NamedTuple):
     """What makes the sequences of a row the nodes of a tree (csrc/trees/tree_meta.h)."""
@@ -84,10 +104,19 @@ class Tree(NamedTuple):
     meta: Tensor  # int32 on the CPU, its numbers
     nodes: _C.Tree
 
+    def form(self) -> dict[str, Any]:
+        """As `Batch.form`."""
+        return {"kind": "a tree", **_shapes("tree", self)}
+
     @property
     def max_depth(self) -> int:
         """Capacity for the ancestors of a node."""
         return int(self.meta[_C.TreeMeta.MAX_DEPTH])
+
+
+def _shapes(kind: str, record: Part | Tree) -> dict[str, Any]:
+    tensors = {name: getattr(record, name) for name in ("positions", "rows", "meta")}
+    return {f"shape of {kind}.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 class Records(NamedTuple):
@@ -99,11 +128,19 @@ class Records(NamedTuple):
     tree: Tree | None = None
 
     @property
-    def kind(self) -> str:
-        """What the row is, for messages."""
-        if self.part is not None:
-            return "a rank's part of a row"
-        return "a row" if self.tree is None else "a tree"
+    def optional(self) -> Batch | Part | Tree | None:
+        """The optional record."""
+        return self.batch or self.part or self.tree
+
+    def form(self) -> dict[str, Any]:
+        """As `Batch.form`."""
+        form = {
+            "total_tokens": self.row.total_tokens,
+            "max_seqs": self.row.max_seqs,
+            "kind": "a row",
+            "padding between sequences": self.row.segments is not None,
+        }
+        return form | (self.optional.form() if self.optional else {})
 
 
 # ------------------------------------------------------------------------------- tensors
@@ -190,14 +227,10 @@ def lengthened(records: Records, total_tokens: int) -> Records:
             (*path, "lengths"): row.lengths.view_as(row.lengths),
             (*path, "cu_seqlens_static"): row.cu_seqlens_static.clone(),
         }
-    if records.batch is not None:
-        slots = torch.nn.functional.pad(records.batch.slots, (0, more), value=-1)
-        changed |= {("batch", "slots"): slots, ("batch", "tokens"): records.batch.tokens.clone()}
-    if records.part is not None:
-        tail = torch.arange(more, dtype=torch.int32, device=records.row.lengths.device)
-        positions = torch.cat([records.part.positions, tail])
-        changed |= {("part", "positions"): positions, ("part", "rows"): records.part.rows.clone()}
-    return _with(records, changed)
+    return _with(records, changed)._replace(
+        batch=records.batch and records.batch.lengthened(more),
+        part=records.part and records.part.lengthened(more),
+    )
 
 
 def static_tensors(records: Records) -> list[Tensor]:
@@ -208,32 +241,13 @@ def static_tensors(records: Records) -> list[Tensor]:
 
 def check_like(mine: Records, other: Records) -> None:
     """Raise ValueError unless `filled(mine, other)` is possible."""
-    facts = _form(other)
-    for what, value in _form(mine).items():
-        theirs = facts[what]
-        may_lack = what == "padded batch" and None in (value, theirs)
-        if value != theirs and not may_lack:
+    facts = other.form()
+    for what, value in mine.form().items():
+        theirs = facts.get(what, value)  # one may lack the padded batch that it was made of
+        if value != theirs:
             raise ValueError(f"other must have the same {what}: {value}, got {theirs}")
     if mine.row.segments is not None and other.row.segments is not None:
         check_like(Records(mine.row.segments), Records(other.row.segments))
-
-
-def _form(records: Records) -> dict[str, Any]:
-    """Return what all rows of a kind have alike, by what it is called in errors."""
-    row, batch, part, tree = records
-    form: dict[str, Any] = {
-        "total_tokens": row.total_tokens,
-        "max_seqs": row.max_seqs,
-        "kind": records.kind,
-        "padding between sequences": row.segments is not None,
-        "padded batch": None if batch is None else tuple(batch.tokens.shape),
-        "process group": None if part is None else part.group,
-    }
-    for name, record in (("part", part), ("tree", tree)):
-        for field in ("positions", "rows", "meta"):
-            tensor = getattr(record, field, None)
-            form[f"shape of {name}.{field}"] = None if tensor is None else tuple(tensor.shape)
-    return form
 
 
 def filled(mine: Records, other: Records) -> Records:

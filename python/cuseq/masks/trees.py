@@ -26,7 +26,8 @@ _ops = torch.ops.cuseq
 _LONGEST_PATH: int = _C.TreeMeta.LONGEST_PATH
 
 
-def _tree_of(packed: PackedLayout) -> Tree:
+def tree_of(packed: PackedLayout) -> Tree:
+    """Return the tree of a layout that has one."""
     assert packed.tree is not None
     return packed.tree
 
@@ -41,7 +42,7 @@ def hides_nothing(packed: PackedLayout, window: int) -> bool:
         return False
     if packed.is_replayed or is_capturing(packed.device):
         return window >= packed.total_tokens
-    return window >= int(_tree_of(packed).meta[_LONGEST_PATH])
+    return window >= int(tree_of(packed).meta[_LONGEST_PATH])
 
 
 def ranges_of_keys(packed: PackedLayout) -> Tensor:
@@ -55,7 +56,7 @@ def ranges_of_keys(packed: PackedLayout) -> Tensor:
 
 
 def _ranges_of_keys(packed: PackedLayout) -> Tensor:
-    rows, offsets = _tree_of(packed).rows, packed.cu_seqlens_static
+    rows, offsets = tree_of(packed).rows, packed.cu_seqlens_static
     _, nodes, is_tail = _ops.token_metadata(offsets, packed.total_tokens, None)
     tokens = torch.arange(packed.total_tokens, dtype=torch.int32, device=rows.device)
     ends = rows.index_select(0, nodes.clamp(max=offsets.shape[0] - 2))
@@ -68,7 +69,7 @@ def visible(packed: PackedLayout, window: int | None) -> Tensor:
     query = first.unsqueeze(1)
     seen = (first <= query) & (query < end)
     if window is not None:
-        positions = _tree_of(packed).positions
+        positions = tree_of(packed).positions
         seen &= positions.unsqueeze(1) - positions < window
     return seen
 
@@ -113,7 +114,7 @@ def block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int])
 
 def _block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int]) -> BlockMask:
     ranges = ranges_of_keys(packed)
-    end, positions = ranges[1], _tree_of(packed).positions
+    end, positions = ranges[1], tree_of(packed).positions
     query_block, key_block = sizes
     # The op takes the keys of each query. Given the queries of each key, it returns the mask with
     # both sides exchanged.

@@ -21,7 +21,7 @@ from cuseq._base.arguments import (
     one_of,
     shown,
 )
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, own_positions
 
 _ops = torch.ops.cuseq
 
@@ -220,8 +220,8 @@ def _positions_of(
     if packed is None:
         return None, None, position_ids
     check_layout(packed)
-    record = packed.tree if packed.part is None else packed.part
-    if record is None:
+    positions = own_positions(packed)
+    if positions is None:
         segments = packed.segments.row
         return segments.cu_seqlens_static, segments.host_meta, position_ids
     check_tensor(q, "q")
@@ -231,14 +231,14 @@ def _positions_of(
             f"has its own positions, or a tree, got cp_size = {cp_size}"
         )
     if qkv_format == "thd" or q.dim() != 4:  # the op itself refuses a q of other dimensions
-        return None, None, record.positions
+        return None, None, positions
     batch, seqlen = q.shape[0], q.shape[2 if qkv_format == "bhsd" else 1]
     if batch * seqlen != packed.total_tokens:
         raise ValueError(
             f"packed must have as many tokens as q, batch * seqlen = {batch * seqlen}, got a "
             f"layout of total_tokens = {packed.total_tokens}"
         )
-    return None, None, record.positions.view(batch, seqlen)
+    return None, None, positions.view(batch, seqlen)
 
 
 def _check_norm_types(
