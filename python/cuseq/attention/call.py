@@ -53,6 +53,10 @@ class Call(NamedTuple):
         """Return whether no kernel but flex attention's has the mask for all sequences at once."""
         return self.softcap is not None or self.spans is not None
 
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return scores bounded by the soft cap, if there is one."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
     def is_plain(self) -> bool:
         """Return whether flash kernels take the mask and the heads; flex never wins there in eager
         code.

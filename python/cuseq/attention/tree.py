@@ -156,32 +156,21 @@ def attend(call: Call) -> Tensor:
     # The tail may hold NaN. Clear it: a weight of zero times NaN is NaN in every row.
     q, k, v = (rows.masked_fill(tail, 0) for rows in (q, k, v))
     with torch.autocast(device, enabled=False):
-        out = _dense_attention(
-            q, k, v, visible(packed, call.window), call.scale, call.softcap, call.sinks
-        )
+        out = _dense_attention(call._replace(q=q, k=k, v=v), visible(packed, call.window))
     return out.masked_fill(tail, 0).to(q.dtype).contiguous()
 
 
-def _dense_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    seen: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _dense_attention(call: Call, seen: Tensor) -> Tensor:
     """Compute attention in fp32 (fp64 for fp64) with a mask, bool `[tokens, tokens]`."""
+    q, k, v, scale = call.q, call.k, call.v, call.scale
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     queries = q.to(wide).transpose(0, 1)
     keys, values = (x.to(wide).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
     scores = queries @ keys.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
+    scores = call.capped(scores).masked_fill(~seen, -torch.inf)
+    if call.sinks is not None:
+        column = call.sinks.to(wide)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, column], 2)
     weights = scores.softmax(-1)[..., : k.shape[0]]
     return (weights @ values).transpose(0, 1)
