@@ -74,6 +74,15 @@ def is_wide(q: Tensor, v: Tensor) -> bool:
     return q.dim() == v.dim() == 3 and max(q.shape[2], v.shape[2]) > WIDEST_FLASH
 
 
+def as_autocast(*rows: Tensor) -> tuple[Tensor, ...]:
+    """Return rows in the dtype of an autocast region, as the op casts them; fp64 stays."""
+    device = rows[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return rows
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in rows)
+
+
 def check_backend(backend: object) -> None:
     """Raise ValueError unless `backend` is a name of a backend or "auto"."""
     if not isinstance(backend, str) or backend not in BACKENDS:

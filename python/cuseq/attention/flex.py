@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from cuseq import _C
 from cuseq._base.modes import is_capturing
 from cuseq.attention import packages
-from cuseq.attention.call import WIDEST_FLASH, Call, is_wide
+from cuseq.attention.call import WIDEST_FLASH, Call, as_autocast, is_wide
 from cuseq.attention.table import COMMAND, Facts
 from cuseq.layout import PackedLayout, StaticLayout
 
@@ -357,10 +357,7 @@ def attend(call: Call) -> Tensor:
     Eager code compiles a kernel, for seconds, at the first call of a kind.
     """
     q, k, v, packed, causal, window, spans, scale, softcap, sinks, _ = call
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = as_autocast(q, k, v)
     mask = packed.block_mask(causal=causal, window=window, spans=spans)
     is_pad = _is_pad(packed, q.shape[0]) if is_compiling() else packed.moe_padding_mask
     cap = None if softcap is None else torch.full((), softcap, device=q.device)

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 
 from cuseq import _C
 from cuseq._base.arguments import check_untransformed
-from cuseq.attention.call import Call, check_rows
+from cuseq.attention.call import Call, as_autocast, check_rows
 from cuseq.distributed._groups import name_or_default
 from cuseq.layout import checked_spans, remember_offsets_on_host
 
@@ -84,10 +84,7 @@ def _options(call: Call) -> tuple[Any, ...]:
 def _attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, arguments: tuple[Any, ...]
 ) -> Tensor:
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    q, k, v = as_autocast(q, k, v)
     if is_compiling():
         # Dynamo of torch 2.11 merges arguments that are the same tensor and loses a gradient.
         q, k, v = (rows.view_as(rows) for rows in (q, k, v))

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from cuseq import _C
 from cuseq._base.modes import is_capturing
 from cuseq.attention import flex
-from cuseq.attention.call import Call
+from cuseq.attention.call import Call, as_autocast
 from cuseq.layout import PackedLayout
 from cuseq.masks.trees import tree_of, visible
 
@@ -146,16 +146,14 @@ def one_kernel_pays(call: Call) -> bool:
 
 def attend(call: Call) -> Tensor:
     """Compute attention over a tree with the scores of all pairs in memory."""
-    q, k, v, packed, device = call.q, call.k, call.v, call.packed, call.q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:  # as the op casts
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    packed = call.packed
+    q, k, v = as_autocast(call.q, call.k, call.v)
     offsets = packed.cu_seqlens_static
     is_tail = torch.ops.cuseq.token_metadata(offsets, packed.total_tokens, None)[2]
     tail = is_tail[:, None, None]
     # The tail may hold NaN. Clear it: a weight of zero times NaN is NaN in every row.
     q, k, v = (rows.masked_fill(tail, 0) for rows in (q, k, v))
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(q.device.type, enabled=False):
         out = _dense_attention(call._replace(q=q, k=k, v=v), visible(packed, call.window))
     return out.masked_fill(tail, 0).to(q.dtype).contiguous()
 
