@@ -114,7 +114,7 @@ TORCH_LIBRARY(cuseq, m) {
         "Tensor? position_ids=None, SymInt offset=0, str table=\"position\", "
         "str qkv_format=\"thd\", bool interleaved=False, int? rotary_dim=None, "
         "int[]? mrope_section=None, bool mrope_interleaved=False, int cp_size=1, int cp_rank=0, "
-        "bool conjugate=False";
+        "bool inverse=False";
     m.def((name_and_arguments + ", " + options + ") -> " + returns).c_str(), reads_host);
   };
   def_rope("apply_rope(Tensor[] tensors", "Tensor[]");

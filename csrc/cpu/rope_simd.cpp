@@ -60,12 +60,12 @@ struct Angles {
     }
   }
 
-  void load(const RopeArgs& args, int64_t batch, int64_t token, bool back) {
+  void load(const RopeArgs& args, int64_t batch, int64_t token, bool inverse) {
     for (int plane = 0; plane < args.planes.count(); ++plane) {
       dispatch_float(args.table.dtype,
                      [&]<typename T>() { load_plane<T>(args, plane, batch, token); });
     }
-    if (!back) return;
+    if (!inverse) return;
     for (int64_t pair = 0; pair < args.rotary_dim / 2; ++pair) sin[pair] = -sin[pair];
   }
 
@@ -176,7 +176,7 @@ void norm_and_turn(const QkNormRopeArgs& args) {
   for (int i = 0; i < rope.n_tensors; ++i) load_weight(args, args.norms[i], weights[i]);
   over_all_tokens(rope, [&](int64_t token, int64_t batch, int64_t in_batch) {
     Angles<A> angles;
-    angles.load(rope, batch, in_batch, rope.conjugate);
+    angles.load(rope, batch, in_batch, rope.inverse);
     for (int i = 0; i < rope.n_tensors; ++i) {
       const RopeTensor& tensor = rope.tensors[i];
       for (int64_t head = 0; head < tensor.heads; ++head) {
@@ -218,7 +218,7 @@ void norm_and_turn_backward(const QkNormRopeArgs& args) {
     const int64_t last = (index + 1) * tokens / args.n_partials;
     over_tokens(rope, first, last, [&](int64_t token, int64_t batch, int64_t in_batch) {
       Angles<A> angles;
-      angles.load(rope, batch, in_batch, !rope.conjugate);
+      angles.load(rope, batch, in_batch, !rope.inverse);
       for (int i = 0; i < rope.n_tensors; ++i) {
         const RopeTensor& tensor = rope.tensors[i];
         const HeadNorm& norm = args.norms[i];
@@ -275,7 +275,7 @@ void apply_rope(const RopeArgs& args) {
     using A = Arithmetic<T>;
     over_all_tokens(args, [&](int64_t, int64_t batch, int64_t token) {
       Angles<A> angles;
-      angles.load(args, batch, token, args.conjugate);
+      angles.load(args, batch, token, args.inverse);
       for (int i = 0; i < args.n_tensors; ++i) {
         const RopeTensor& tensor = args.tensors[i];
         for (int64_t head = 0; head < tensor.heads; ++head) {

@@ -133,10 +133,10 @@ __global__ void __maxnreg__((kForwardRegisters<T, V, kPath>))
     Angles<T, V, kInterleaved> angles[kItems];
     if constexpr (kPath == Path::kPlain) {
       const auto asked_weight = AskedWeight<T, V>::of(weights, items[0]);
-      load_angles<kPath>(rope, lane, asked, items, rope.conjugate, shared_angles, angles);
+      load_angles<kPath>(rope, lane, asked, items, rope.inverse, shared_angles, angles);
       asked_weight.get(static_cast<A>(args.weight_offset), weight[0]);
     } else {
-      load_angles<kPath>(rope, lane, asked, items, rope.conjugate, shared_angles, angles);
+      load_angles<kPath>(rope, lane, asked, items, rope.inverse, shared_angles, angles);
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
         load_weight<kPath == Path::kDirect, T>(args, weights, items[i], weight[i][0], weight[i][1]);

@@ -124,7 +124,7 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
         served ? rstds[static_cast<int64_t>(lane.token) * tensor.heads + lane.head(row)] : A{};
     if (row == 0) {
       const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
-      load_angles<kPath>(rope, lane, asked, items, !rope.conjugate, shared_angles, angles);
+      load_angles<kPath>(rope, lane, asked, items, !rope.inverse, shared_angles, angles);
     }
     A g[kItems][2][V];
     A n[kItems][2][V];
@@ -241,7 +241,7 @@ __global__ void __maxnreg__(kFrozenRegisters)
   const A rstd = served ? static_cast<const A*>(norm.rstd)[first_head + head] : A{};
   const auto asked_weight = AskedWeight<T, V>::of(norm.weight, item);
   Angles<T, V, false> angles[1];
-  load_angles<kPath>(rope, lane, asked, items, !rope.conjugate, static_cast<A*>(nullptr), angles);
+  load_angles<kPath>(rope, lane, asked, items, !rope.inverse, static_cast<A*>(nullptr), angles);
   A weight[2][V];
   asked_weight.get(static_cast<A>(args.weight_offset), weight);
 

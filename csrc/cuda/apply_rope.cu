@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V, kRows>)
     for (int i = 0; i < kItems; ++i) data[r][i].load(inputs.head<const T>(r), items[i], served);
   }
   Angles<T, V, kInterleaved> angles[kItems];  // loaded while the rows are in flight
-  load_angles<kPath>(args, lane, asked, items, args.conjugate, reinterpret_cast<A*>(shared_memory),
+  load_angles<kPath>(args, lane, asked, items, args.inverse, reinterpret_cast<A*>(shared_memory),
                      angles);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

@@ -108,7 +108,7 @@ struct TableRow {
 
 template <typename Table, typename A>
 __device__ __forceinline__ void stage_pair(const RopeArgs& args, const TableRow& row, int pair,
-                                           bool back, A* shared_cos, A* shared_sin) {
+                                           bool inverse, A* shared_cos, A* shared_sin) {
   const int64_t column = pair * static_cast<int>(args.table.column_step);
   A cos = static_cast<A>(NAN);
   A sin = static_cast<A>(NAN);
@@ -117,15 +117,15 @@ __device__ __forceinline__ void stage_pair(const RopeArgs& args, const TableRow&
     sin = convert<A>(static_cast<const Table*>(args.table.sin)[row.sin + column]);
   }
   shared_cos[pair] = cos;
-  shared_sin[pair] = back ? -sin : sin;
+  shared_sin[pair] = inverse ? -sin : sin;
 }
 
 // Write the cosines and sines of a warp's token to shared memory, [rotary_dim / 2] each; with
-// `back`, those of the inverse rotation. A position outside the table gives NaN, so that the error
-// shows and no memory outside the table is read. Lane number p passes the row of plane p.
+// `inverse`, those of the inverse rotation. A position outside the table gives NaN, so that the
+// error shows and no memory outside the table is read. Lane number p passes the row of plane p.
 template <typename A>
 __device__ __forceinline__ void stage_angles(const RopeArgs& args, const Lane& lane,
-                                             const TableRow& row, bool back, A* shared_cos,
+                                             const TableRow& row, bool inverse, A* shared_cos,
                                              A* shared_sin) {
   const int pairs = static_cast<int>(args.rotary_dim) / 2;
   const bool one_plane = args.planes.kind == Planes::kOne;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void stage_angles(const RopeArgs& args, const Lane& l
     for (int first = 0; first < pairs; first += kWarpSize) {
       const int pair = first + lane.lane;
       const TableRow own = one_plane ? row : row.of_lane(args.planes.plane_of(pair));
-      if (pair < pairs) stage_pair<Table>(args, own, pair, back, shared_cos, shared_sin);
+      if (pair < pairs) stage_pair<Table>(args, own, pair, inverse, shared_cos, shared_sin);
     }
   });
   __syncwarp();
@@ -174,7 +174,7 @@ struct Angles {
          static_cast<const Table*>(args.table.sin) + row.sin, item, args);
   }
 
-  __device__ __forceinline__ void load_row(const TableRow& row, const Item<V>& item, bool back,
+  __device__ __forceinline__ void load_row(const TableRow& row, const Item<V>& item, bool inverse,
                                            const RopeArgs& args) {
     if (!std::is_same_v<T, A> && args.table.dtype == FloatType::kFloat32) {
       load_row<A>(row, item, args);
@@ -185,7 +185,7 @@ struct Angles {
 #pragma unroll
       for (int i = 0; i < V; ++i) cos[i] = sin[i] = static_cast<A>(NAN);
     }
-    if (back) {
+    if (inverse) {
 #pragma unroll
       for (int i = 0; i < V; ++i) sin[i] = -sin[i];
     }
@@ -218,7 +218,7 @@ struct Angles {
 template <Path kPath, typename T, int V, bool kInterleaved, int kItems>
 __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& lane,
                                             const AskedPosition& asked,
-                                            const Item<V> (&items)[kItems], bool back,
+                                            const Item<V> (&items)[kItems], bool inverse,
                                             Arithmetic<T>* shared,
                                             Angles<T, V, kInterleaved> (&angles)[kItems]) {
   const bool one_plane = kPath == Path::kPlain || args.planes.kind == Planes::kOne;
@@ -230,7 +230,7 @@ __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& la
         const int plane = one_plane ? 0 : args.planes.plane_of(items[i].index * V);
         row = TableRow::of<kPath>(args, lane, asked, plane);
       }
-      if (items[i].turns) angles[i].load_row(row, items[i], back, args);
+      if (items[i].turns) angles[i].load_row(row, items[i], inverse, args);
     }
   } else {
     const int rotary_dim = static_cast<int>(args.rotary_dim);
@@ -238,7 +238,7 @@ __device__ __forceinline__ void load_angles(const RopeArgs& args, const Lane& la
     Arithmetic<T>* sines = cosines + rotary_dim / 2;
     // Lane 0 finds the row of time, lane 1 that of height, the others that of width.
     const TableRow row = TableRow::of<kPath>(args, lane, asked, one_plane ? 0 : min(lane.lane, 2));
-    stage_angles(args, lane, row, back, cosines, sines);
+    stage_angles(args, lane, row, inverse, cosines, sines);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (items[i].turns) angles[i].load(cosines, sines, items[i], args);

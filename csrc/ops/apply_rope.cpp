@@ -47,7 +47,7 @@ void rope_in_place_kernel(const RopeOptions& options, TensorList tensors) {
 // Rotate the gradients that exist and are needed back by the same angles, in one call.
 variable_list turn_back(AutogradContext* ctx, const variable_list& grads) {
   SavedRopeOptions saved(ctx, ctx->get_saved_variables(), 0);
-  saved.options.conjugate = !saved.options.conjugate;
+  saved.options.inverse = !saved.options.inverse;
   std::vector<Tensor> defined;
   const auto wanted = [&](size_t i) { return grads[i].defined() && ctx->needs_input_grad(i); };
   for (size_t i = 0; i < grads.size(); ++i) {

@@ -97,7 +97,7 @@ struct RopeArgs {
   int64_t head_dim = 0;
   int64_t rotary_dim = 0;
   bool interleaved = false;  // pairs (2i, 2i + 1), not (i, i + rotary_dim / 2)
-  bool conjugate = false;    // rotate by the negative angles
+  bool inverse = false;      // rotate by the negative angles
   RopePositions positions;
   RopeTable table;
   RopePlanes planes;

@@ -387,7 +387,7 @@ RopeArgs plan_rope(TensorList tensors, const RopeOptions& options) {
     read_strides(tensors[i], options.qkv_format, args.tensors[i].in_strides);
   }
   args.interleaved = options.interleaved;
-  args.conjugate = options.conjugate;
+  args.inverse = options.inverse;
   read_table(options, per_token, sizes, query, args);
   read_planes(options, args);
   read_positions(options, per_token, query, sizes, args);
@@ -405,7 +405,7 @@ enum SavedNumber : size_t {
   kMropeInterleaved,
   kCpSize,
   kCpRank,
-  kConjugate,
+  kInverse,
   kSections,  // the sections take the remaining entries
 };
 
@@ -424,7 +424,7 @@ void SavedRopeOptions::save(torch::autograd::AutogradContext* ctx, const RopeOpt
                                   options.mrope_interleaved,
                                   options.cp_size,
                                   options.cp_rank,
-                                  options.conjugate};
+                                  options.inverse};
   if (options.mrope_section.has_value()) {
     numbers.insert(numbers.end(), options.mrope_section->begin(), options.mrope_section->end());
   }
@@ -448,7 +448,7 @@ SavedRopeOptions::SavedRopeOptions(torch::autograd::AutogradContext* ctx,
   options.mrope_interleaved = numbers_[kMropeInterleaved] != 0;
   options.cp_size = numbers_[kCpSize];
   options.cp_rank = numbers_[kCpRank];
-  options.conjugate = numbers_[kConjugate] != 0;
+  options.inverse = numbers_[kInverse] != 0;
   if (numbers_.size() > kSections) {
     options.mrope_section = at::IntArrayRef(numbers_).slice(kSections);
   }

@@ -44,10 +44,10 @@ struct RopeKernel<function> {
                      const std::optional<at::Tensor>& position_ids, c10::SymInt offset,
                      std::string_view table, std::string_view qkv_format, bool interleaved,
                      std::optional<int64_t> rotary_dim, at::OptionalIntArrayRef mrope_section,
-                     bool mrope_interleaved, int64_t cp_size, int64_t cp_rank, bool conjugate) {
+                     bool mrope_interleaved, int64_t cp_size, int64_t cp_rank, bool inverse) {
     return function(
         {cos, sin, cu_seqlens, host_meta, position_ids, std::move(offset), table, qkv_format,
-         interleaved, rotary_dim, mrope_section, mrope_interleaved, cp_size, cp_rank, conjugate},
+         interleaved, rotary_dim, mrope_section, mrope_interleaved, cp_size, cp_rank, inverse},
         front...);
   }
 };
@@ -62,7 +62,7 @@ decltype(auto) call_rope(const Op& op, const RopeOptions& options, const Front&.
   return op.call(front..., options.cos, options.sin, options.cu_seqlens, options.host_meta,
                  options.position_ids, options.offset, options.table, options.qkv_format,
                  options.interleaved, options.rotary_dim, options.mrope_section,
-                 options.mrope_interleaved, options.cp_size, options.cp_rank, options.conjugate);
+                 options.mrope_interleaved, options.cp_size, options.cp_rank, options.inverse);
 }
 
 // Options saved on an autograd node. Owns the strings and sections, so that they outlive the call.

@@ -31,7 +31,7 @@ struct RopeOptions {
   bool mrope_interleaved = false;
   int64_t cp_size = 1;
   int64_t cp_rank = 0;
-  bool conjugate = false;
+  bool inverse = false;
 };
 
 // `tensors` is the query, or the query and the key.

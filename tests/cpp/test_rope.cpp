@@ -9,7 +9,7 @@ namespace {
 
 using cuseq_tests::ints;
 
-TEST(ApplyRope, PositionsRestartAndTheConjugateTurnsBack) {
+TEST(ApplyRope, PositionsRestartAndTheInverseTurnsBack) {
   const at::Tensor q = at::randn({5, 2, 4}, at::kDouble);
   const at::Tensor k = at::randn({5, 1, 4}, at::kDouble);
   const at::Tensor angles = at::randn({3, 2}, at::kDouble);
@@ -31,7 +31,7 @@ TEST(ApplyRope, PositionsRestartAndTheConjugateTurnsBack) {
     EXPECT_TRUE(turned[0][token].allclose(expected)) << token;
   }
 
-  options.conjugate = true;
+  options.inverse = true;
   EXPECT_TRUE(cuseq::apply_rope({turned[0]}, options)[0].allclose(q));
   cuseq::apply_rope_({turned[1]}, options);
   EXPECT_TRUE(turned[1].allclose(k));

@@ -306,7 +306,7 @@ def _options(draw: Draw, row: Row) -> dict[str, Any]:
         "mrope_interleaved": False,
         "cp_size": 1,
         "cp_rank": 0,
-        "conjugate": draw.chance(0.3),
+        "inverse": draw.chance(0.3),
     }
 
 
@@ -319,7 +319,7 @@ def _norm_rope(draw: Draw) -> dict[str, Any]:
     tensors, cos, sin, row = rotation(draw)
     weights = [draw.floats(t.shape[-1], dtype=t.dtype) for t in tensors]
     norm = {"tensors": tensors, "weights": weights, "eps": 1e-6, "weight_offset": 0.0}
-    return {**norm, "cos": cos, "sin": sin, **_options(draw, row), "conjugate": False}
+    return {**norm, "cos": cos, "sin": sin, **_options(draw, row), "inverse": False}
 
 
 schema("apply_rope")(_rope)

@@ -1123,19 +1123,19 @@ def test_wrong_devices_are_refused(cuda):
             cuseq.apply_rope(**dict(dict(q=q, k=None, cos=cos, sin=sin), **change))
 
 
-# The op's own options: the conjugate, and where it runs.
+# The op's own options: the inverse, and where it runs.
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_conjugate_turns_back(interleaved, device):
+def test_the_inverse_turns_back(interleaved, device):
     x, (cos, sin) = random(5, 2, 20, device=device), tables(5, 6, device=device)
-    (out,) = op([x], cos, sin, interleaved=interleaved, conjugate=True)
+    (out,) = op([x], cos, sin, interleaved=interleaved, inverse=True)
     assert torch.equal(out, op([x], cos, -sin, interleaved=interleaved)[0])
     cos, sin = (t.double() for t in cuseq.rope_table(5, 12, dtype=torch.float64, device=device))
     x = x.double()
     (turned,) = op([x], cos, sin, interleaved=interleaved)
-    (back,) = op([turned], cos, sin, interleaved=interleaved, conjugate=True)
+    (back,) = op([turned], cos, sin, interleaved=interleaved, inverse=True)
     assert_rounded_once(back, x, x, cos)
     assert not torch.equal(turned, x)
 

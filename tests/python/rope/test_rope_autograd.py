@@ -887,16 +887,16 @@ def test_opcheck_of_strided_tensors(op, device):
         )
 
 
-def test_the_conjugate_turns_back(device):
+def test_the_inverse_turns_back(device):
     call = CASES["packed, interleaved, partial"].build(device)
     options = op_options(call)
     outs = ops.apply_rope(call.tensors, call.cos, call.sin, **options)
-    back = ops.apply_rope(outs, call.cos, call.sin, **options, conjugate=True)
+    back = ops.apply_rope(outs, call.cos, call.sin, **options, inverse=True)
     check_equal(back, call.tensors)
     # The gradient of the inverse rotation is the rotation.
     grads = incoming(outs)
     actual = torch.autograd.grad(
-        ops.apply_rope(call.tensors, call.cos, call.sin, **options, conjugate=True),
+        ops.apply_rope(call.tensors, call.cos, call.sin, **options, inverse=True),
         call.tensors,
         grads,
     )
