@@ -12,7 +12,7 @@ struct BoundaryLabelsArgs {
   void* out = nullptr;           // [total_tokens]
   bool is_int64 = true;
   Segments segments;
-  int64_t shift = 0;  // number of tokens that the labels were shifted left by
+  int64_t shift = 0;         // number of tokens that the labels were shifted left by
   int64_t ignore_index = 0;  // what is written
 };
 
