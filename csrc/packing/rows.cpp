@@ -1,9 +1,10 @@
 #include "packing/rows.h"
 
 #include <algorithm>
-#include <bit>
+#include <functional>
+#include <map>
 #include <numeric>
-#include <set>
+#include <queue>
 #include <utility>
 
 namespace cuseq::packing {
@@ -11,143 +12,57 @@ namespace {
 
 constexpr int32_t kNone = -1;
 
-// A set of numbers in [0, size), as a tree of bits: each level has one bit per word of the level
-// below, set if that word is not zero.
-class BitSet {
- public:
-  explicit BitSet(int64_t size) {
-    do {
-      size = (size + 63) / 64;
-      levels_.emplace_back(size, 0);
-    } while (size > 1);
-  }
-
-  void insert(int64_t value) {
-    for (auto& level : levels_) {
-      level[value / 64] |= uint64_t{1} << (value % 64);
-      value /= 64;
-    }
-  }
-
-  void erase(int64_t value) {
-    for (auto& level : levels_) {
-      level[value / 64] &= ~(uint64_t{1} << (value % 64));
-      if (level[value / 64] != 0) return;
-      value /= 64;
-    }
-  }
-
-  // Return the least member that is at least `value`, or kNone.
-  int64_t at_least(int64_t value) const {
-    for (size_t k = 0; k < levels_.size(); ++k) {
-      const auto& level = levels_[k];
-      if (value / 64 >= static_cast<int64_t>(level.size())) return kNone;
-      const uint64_t rest = level[value / 64] >> (value % 64);
-      if (rest != 0) return lowest_below(value + std::countr_zero(rest), k);
-      value = value / 64 + 1;
-    }
-    return kNone;
-  }
-
- private:
-  int64_t lowest_below(int64_t value, size_t level) const {
-    while (level > 0) value = value * 64 + std::countr_zero(levels_[--level][value]);
-    return value;
-  }
-
-  std::vector<std::vector<uint64_t>> levels_;
-};
-
 struct Row {
   int64_t room;
   int32_t number;
 };
 
-// Open rows by their room: one skew heap of row numbers for each room, linked through arrays.
-class RoomTable {
+// Open rows by their room, and of those with equal room the first opened in front.
+class OpenRows {
  public:
-  explicit RoomTable(int64_t capacity) : rooms_(capacity + 1), first_(capacity + 1, kNone) {}
-
   // Remove and return the row with the least room that is at least `length`; if there is none, both
   // fields are kNone.
   Row take(int64_t length) {
-    const int64_t room = rooms_.at_least(length);
-    if (room == kNone) return {kNone, kNone};
-    const int32_t row = first_[room];
-    first_[room] = merge(children_[row].left, children_[row].right);
-    if (first_[room] == kNone) rooms_.erase(room);
-    return {room, row};
-  }
-
-  void put(Row row) {
-    if (row.number >= static_cast<int64_t>(children_.size())) children_.resize(row.number + 1);
-    children_[row.number] = {kNone, kNone};
-    if (first_[row.room] == kNone) rooms_.insert(row.room);
-    first_[row.room] = merge(first_[row.room], row.number);
-  }
-
- private:
-  struct Children {
-    int32_t left;
-    int32_t right;
-  };
-
-  // Walk down the right spine and swap the children on the way, which gives logarithmic amortised
-  // cost.
-  int32_t merge(int32_t a, int32_t b) {
-    int32_t top = kNone;
-    int32_t* link = &top;
-    while (a != kNone && b != kNone) {
-      if (b < a) std::swap(a, b);
-      *link = a;
-      Children& children = children_[a];
-      const int32_t rest = children.right;
-      children.right = children.left;
-      link = &children.left;
-      a = rest;
-    }
-    *link = a == kNone ? b : a;
-    return top;
-  }
-
-  BitSet rooms_;
-  std::vector<int32_t> first_;
-  std::vector<Children> children_;
-};
-
-// Like RoomTable, for capacities far above the number of samples.
-class RoomTree {
- public:
-  explicit RoomTree(int64_t) {}
-
-  Row take(int64_t length) {
-    const auto found = rows_.lower_bound({length, 0});
-    if (found == rows_.end()) return {kNone, kNone};
-    const Row row{found->first, found->second};
-    rows_.erase(found);
+    const auto found = rooms_.lower_bound(length);
+    if (found == rooms_.end()) return {kNone, kNone};
+    const Row row{found->first, found->second.top()};
+    found->second.pop();
+    if (found->second.empty()) spare_ = rooms_.extract(found);
     return row;
   }
 
-  void put(Row row) { rows_.emplace(row.room, row.number); }
+  void put(Row row) {
+    auto place = rooms_.lower_bound(row.room);
+    if (place == rooms_.end() || place->first != row.room) {
+      if (spare_.empty()) {
+        place = rooms_.try_emplace(place, row.room);
+      } else {
+        spare_.key() = row.room;
+        place = rooms_.insert(place, std::move(spare_));
+      }
+    }
+    place->second.push(row.number);
+  }
 
  private:
-  std::set<std::pair<int64_t, int32_t>> rows_;
+  using Numbers = std::priority_queue<int32_t, std::vector<int32_t>, std::greater<>>;
+  std::map<int64_t, Numbers> rooms_;
+  std::map<int64_t, Numbers>::node_type spare_;  // a row is mostly put back with less room
 };
 
-template <typename Rooms>
 Rows best_fit(const std::vector<Run>& runs, int64_t samples, int64_t capacity) {
   Rows rows;
   rows.row_of.reserve(samples);
-  Rooms rooms(capacity);
+  OpenRows open;
   for (const auto& [length, count] : runs) {
     for (int64_t left = count; left > 0;) {
-      Row row = rooms.take(length);
+      Row row = open.take(length);
       if (row.number == kNone) row = {capacity, static_cast<int32_t>(rows.num_rows++)};
       // As long as the samples of this run fit, this row stays the one with the least room.
       const int64_t fit = length == 0 ? left : std::min(left, row.room / length);
       rows.row_of.insert(rows.row_of.end(), fit, row.number);
       left -= fit;
-      rooms.put({row.room - fit * length, row.number});
+      open.put({row.room - fit * length, row.number});
     }
   }
   return rows;
@@ -231,9 +146,8 @@ Rows first_fit(const std::vector<Run>& runs, int64_t samples, int64_t capacity) 
 
 Rows pack_descending(const Descending& sorted, int64_t capacity, Fit fit) {
   const auto samples = static_cast<int64_t>(sorted.order.size());
-  if (fit == Fit::kFirst) return first_fit(sorted.runs, samples, capacity);
-  return worth_a_table(capacity, samples) ? best_fit<RoomTable>(sorted.runs, samples, capacity)
-                                          : best_fit<RoomTree>(sorted.runs, samples, capacity);
+  return fit == Fit::kFirst ? first_fit(sorted.runs, samples, capacity)
+                            : best_fit(sorted.runs, samples, capacity);
 }
 
 std::vector<int64_t> row_offsets(const Rows& rows) {
