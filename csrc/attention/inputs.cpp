@@ -6,7 +6,7 @@
 #include <array>
 #include <cmath>
 
-#include "attention/promise.h"
+#include "attention/capture_room.h"
 #include "layout/host_meta.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
@@ -129,8 +129,9 @@ Tensor brought_inside(const Tensor& offsets, int64_t longest, int64_t total_toke
 
 // Return the sequences with the numbers that the host knows, from host_meta or from offsets on the
 // CPU. If only the device knows them, the numbers are bounds.
-Sequences sequences_of(const Tensor& q, const Tensor& cu_seqlens,
+Sequences sequences_of(const Tensor& q, const AttentionOptions& options,
                        const std::optional<HostMeta>& meta, OptionalInt bound) {
+  const Tensor& cu_seqlens = options.cu_seqlens;
   const int64_t total_tokens = q.size(0);
   Sequences sequences;
   sequences.cu_seqlens = cu_seqlens;
@@ -148,7 +149,9 @@ Sequences sequences_of(const Tensor& q, const Tensor& cu_seqlens,
   } else {
     sequences.longest = std::min(bound.value_or(total_tokens), total_tokens);
     const Tensor used =
-        is_capturing(q) ? cu_seqlens.narrow(0, 0, promised_sequences(cu_seqlens) + 1) : cu_seqlens;
+        is_capturing(q)
+            ? cu_seqlens.narrow(0, 0, sequences_of_capture(cu_seqlens, options.host_meta) + 1)
+            : cu_seqlens;
     sequences.offsets = brought_inside(used, sequences.longest, total_tokens);
   }
   return sequences;
@@ -174,7 +177,7 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   call.q = q;
   call.k = k;
   call.v = v;
-  call.queries = sequences_of(q, options.cu_seqlens, meta, bound);
+  call.queries = sequences_of(q, options, meta, bound);
   call.keys = call.queries;
   call.causal = options.causal;
   call.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));

@@ -4,9 +4,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "attention/capture_room.h"
 #include "attention/inputs.h"
 #include "attention/options.h"
-#include "attention/promise.h"
 #include "cuseq/attention.h"
 #include "ops/checks.h"
 

@@ -60,9 +60,10 @@ void HostMeta::check_offsets(const at::Tensor& cu_seqlens) const {
                     " entries, got ", cu_seqlens.size(0));
 }
 
-std::optional<int64_t> sequences_on_host(const at::Tensor& host_meta) {
+std::optional<SequencesOnHost> sequences_on_host(const at::Tensor& host_meta) {
   if (!is_host_meta(host_meta) || is_pending_host_copy(host_meta)) return std::nullopt;
-  return host_meta.const_data_ptr<int32_t>()[kNumSeqs];
+  const int32_t* meta = host_meta.const_data_ptr<int32_t>();
+  return SequencesOnHost{meta[kNumSeqs], (meta[kStatus] & kOfReplays) != 0};
 }
 
 int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot) {

@@ -26,12 +26,15 @@ enum HostMetaSlot : int32_t {
 
 // Errors in lengths whose values only the device knows, as bits. Kernels stay inside their tensors
 // whatever values they read and set these bits; the host raises when it first reads the host_meta.
+// The last bit is not an error: a layout holds such a host_meta while a CUDA graph is captured, and
+// its kNumSeqs is the most sequences that rows will have in replays.
 enum LayoutStatus : int32_t {
   kLayoutOk = 0,
   kNegativeLength = 1,
   kSumAboveTotal = 2,
   kFirstOffsetNotZero = 4,
   kTooManySequences = 8,
+  kOfReplays = 16,
 };
 
 struct HostMeta {
@@ -49,9 +52,14 @@ struct HostMeta {
   void check_offsets(const at::Tensor& cu_seqlens) const;
 };
 
+struct SequencesOnHost {
+  int64_t count = 0;
+  bool of_replays = false;  // kOfReplays
+};
+
 // Return the number of sequences, or none unless the host has it already. Neither waits nor checks,
 // so that it can be called while a CUDA graph is captured.
-std::optional<int64_t> sequences_on_host(const at::Tensor& host_meta);
+std::optional<SequencesOnHost> sequences_on_host(const at::Tensor& host_meta);
 
 // Return one number of a host_meta by its HostMetaSlot; waits and checks as HostMeta::of does.
 CUSEQ_API int64_t read_host_meta(const at::Tensor& host_meta, int64_t slot);

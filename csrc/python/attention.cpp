@@ -2,7 +2,6 @@
 #include "attention/inputs.h"
 #include "attention/options.h"
 #include "attention/packages.h"
-#include "attention/promise.h"
 #include "attention/rank_share.h"
 #include "python/bindings.h"
 
@@ -63,8 +62,6 @@ void bind_attention(py::module_& m) {
   m.def("missing_attention", &attention::why_missing);
   m.def("set_registered_attention", &attention::set_registered);
   m.def("failed_attention", &attention::why_failed);
-  m.def("promise_sequences", &attention::promise_sequences);
-  m.def("promised_sequences", &attention::promised_sequences);
   m.def("pairs_of_rank", &pairs_of_rank, Released());
   m.def("attention_choice", &attention::Kernel<attention_choice>::call, Released());
   m.def("attention_backend_names", [] {

@@ -11,8 +11,8 @@ namespace {
 
 struct HostMetaSlots {};
 
-// Bind the slots as plain ints on a class (`_C.HostMeta.NUM_SEQS`), which torch.compile reads as
-// constants.
+// Bind the slots, and the one status that Python sets, as plain ints on a class
+// (`_C.HostMeta.NUM_SEQS`), which torch.compile reads as constants.
 void bind_host_meta_slots(py::module_& m) {
   py::class_<HostMetaSlots> slots(m, "HostMeta", "What each entry of a layout's host_meta holds.");
   const auto add = [&](const char* name, int slot) { slots.attr(name) = slot; };
@@ -23,6 +23,7 @@ void bind_host_meta_slots(py::module_& m) {
   add("STATUS", kStatus);
   add("LENGTH_DIVISOR", kLengthDivisor);
   add("SIZE", kHostMetaSize);
+  add("OF_REPLAYS", kOfReplays);
 }
 
 }  // namespace

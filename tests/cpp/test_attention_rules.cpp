@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "attention/capture_room.h"
 #include "attention/packages.h"
-#include "attention/promise.h"
 
 namespace {
 

@@ -11,7 +11,7 @@ from cuseq import _C
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.layout import records
 from cuseq.layout.packed import PackedLayout
-from cuseq.layout.records import Records
+from cuseq.layout.records import NUM_SEQS, Records
 
 _LEAST_ROOM = 8  # sequences; fewer gain nothing
 
@@ -71,20 +71,23 @@ class StaticLayout(PackedLayout):
     def captured_for(self, at_most: int) -> Iterator[None]:
         """Let a capture count on it that replays have at most so many sequences.
 
-        A promise of all that the layout has room for says that this is meant: no capture warns of
-        it. The nodes of a tree are not promised.
+        Meanwhile the `host_meta` is one of replays (csrc/attention/capture_room.h). That of all
+        that the layout has room for says that this is meant: no capture warns of it. The nodes of
+        a tree and chunks have all their room.
         """
-        room = self.row.max_seqs
-        if room == 0:
-            yield
-            return
-        _C.promise_sequences(
-            self.cu_seqlens_static, room if self.tree is not None else min(at_most, room)
-        )
+        layouts = (self, self.segments, *self._all_chunked())
+        held = [(layout, layout.row) for layout in layouts]
+        for layout, row in held:
+            meta = row.host_meta.clone()
+            only_row = layout is self and self.tree is None
+            meta[NUM_SEQS] = min(at_most, row.max_seqs) if only_row else row.max_seqs
+            meta[_C.HostMeta.STATUS] = _C.HostMeta.OF_REPLAYS
+            layout.row = row._replace(host_meta=meta)
         try:
             yield
         finally:
-            _C.promise_sequences(self.cu_seqlens_static, None)
+            for layout, row in held:
+                layout.row = row
 
     def _chunks_from(self, on_host: PackedLayout) -> PackedLayout:
         return StaticLayout.like(on_host, self.device)

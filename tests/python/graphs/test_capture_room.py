@@ -144,12 +144,8 @@ def test_reduce_overhead_leaves_attention_out_of_its_graphs(told, cuda):
     assert not told()
 
 
-def test_a_promise_is_made_for_every_layout_of_a_graphed_step(monkeypatch):
+def test_a_promise_is_made_for_every_layout_of_a_graphed_step():
     """Also where the graph has all the room of the layout: that it is meant must be known."""
-    promised = []
-    monkeypatch.setattr(
-        cuseq._C, "promise_sequences", lambda offsets, at_most: promised.append(at_most)
-    )
     tree = PackedTree.from_groups([[1] * 9], [[[2] * 5] * 3], total_tokens=64, max_seqs=16)
     example = {
         "few": PackedLayout.from_lengths([5], 64, max_seqs=4),
@@ -158,6 +154,15 @@ def test_a_promise_is_made_for_every_layout_of_a_graphed_step(monkeypatch):
         "tree": tree.layout,
     }
     batch = cuseq.graphs.batch.StaticBatch(example, torch.device("cpu"), "example")
+    slots = [cuseq._C.HostMeta.NUM_SEQS, cuseq._C.HostMeta.STATUS]
+
+    def promised() -> dict[str, list[int]]:
+        return {name: packed.host_meta[slots].tolist() for name, packed in batch.value.items()}
+
+    before = promised()
     with batch.captured_for(8):
-        assert promised == [4, 8, 16]
-    assert promised[3:] == [None] * 3
+        assert promised() == {
+            name: [room, cuseq._C.HostMeta.OF_REPLAYS]
+            for name, room in {"few": 4, "many": 8, "none": 0, "tree": 16}.items()
+        }
+    assert promised() == before

@@ -16,6 +16,7 @@ from transformers import BatchEncoding
 import cuseq
 from cuseq import _C, GraphedStep, PackedLayout
 from cuseq.graphs import step as graphed_step
+from cuseq.layout import StaticLayout
 
 TOKENS, MAX_SEQS, VOCABULARY = 64, 8, 32
 ROWS = ([20, 30], [1, 9, 54], [64], [5] * 8, [0, 63, 0], [33, 31])
@@ -612,7 +613,7 @@ def test_a_graph_has_room_for_the_most_sequences_so_far(monkeypatch):
     def capture(self: GraphedStep) -> None:
         (batch,) = self._batches
         with batch.captured_for(self._room):
-            room = _C.promised_sequences(batch.value["packed"].cu_seqlens_static)
+            room = batch.value["packed"].host_meta[_C.HostMeta.NUM_SEQS].item()
         self._graph = Graph(room)
 
     replayed: list[int] = []
@@ -694,16 +695,24 @@ def test_rows_of_more_sequences_are_captured_anew(cuda, monkeypatch):
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_promise_is_a_number_of_the_sequences_there_is_room_for():
-    offsets = torch.tensor([0, 2, 5, 5], dtype=torch.int32)
-    assert _C.promised_sequences(offsets) == 3
-    _C.promise_sequences(offsets, 2)
-    assert _C.promised_sequences(offsets.view_as(offsets)) == 2
-    _C.promise_sequences(offsets, None)
-    assert _C.promised_sequences(offsets) == 3
-    for wrong in (0, 4, -1):
-        with pytest.raises(ValueError, match=rf"at_most must be from 1 to the 3 .* got {wrong}"):
-            _C.promise_sequences(offsets, wrong)
+@pytest.mark.parametrize("at_most, said", [(1, 1), (2, 2), (3, 3), (8, 3)])
+def test_a_promise_is_a_number_of_the_sequences_there_is_room_for(at_most, said):
+    packed = PackedLayout.from_lengths([2, 3], segment_multiple=4, max_seqs=3)
+    static = StaticLayout.like(packed, torch.device("cpu"))
+    static.load(packed)  # which shares what is on the host
+    chunks = static.chunked(2)
+    layouts = (static, static.segments, chunks)
+    slots = [_C.HostMeta.NUM_SEQS, _C.HostMeta.STATUS]
+    before = [layout.host_meta for layout in (*layouts, packed)]
+    values = [meta.tolist() for meta in before]
+    with pytest.raises(KeyError), static.promised(at_most):
+        found = [layout.host_meta[slots].tolist() for layout in layouts]
+        rooms = [said, 3, chunks.row.max_seqs]
+        assert found == [[room, _C.HostMeta.OF_REPLAYS] for room in rooms]
+        assert packed.host_meta.tolist() == values[-1]
+        raise KeyError
+    for layout, meta, value in zip((*layouts, packed), before, values, strict=True):
+        assert layout.host_meta is meta and meta.tolist() == value
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["real", "padded segments"])
@@ -715,15 +724,11 @@ def test_a_captured_call_attends_over_the_sequences_that_are_promised(padded, cu
     shape = (packed.total_tokens, 2, 64)
     q, k, v = (torch.randn(shape, device=cuda, dtype=torch.bfloat16) for _ in "qkv")
     expected = cuseq.varlen_attention(q, k, v, packed)
-    offsets = packed.cu_seqlens_static
+    static = StaticLayout.like(packed, cuda)
     for promised, end in ((2, 64 if padded else 50), (3, packed.total_tokens)):
         graph = torch.cuda.CUDAGraph()
-        _C.promise_sequences(offsets, promised)
-        try:
-            with torch.cuda.graph(graph):
-                out = cuseq.varlen_attention(q, k, v, packed, backend="flash")
-        finally:
-            _C.promise_sequences(offsets, None)
+        with static.promised(promised), torch.cuda.graph(graph):
+            out = cuseq.varlen_attention(q, k, v, static, backend="flash")
         graph.replay()
         torch.testing.assert_close(out[:end], expected[:end], rtol=2e-2, atol=2e-2)
         assert not out[end:].any()  # a promise that is broken shows

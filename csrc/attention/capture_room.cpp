@@ -1,48 +1,23 @@
-#include "attention/promise.h"
+#include "attention/capture_room.h"
 
 #include <algorithm>
-#include <atomic>
-#include <mutex>
 #include <string>
-#include <unordered_map>
 
 #include "layout/host_meta.h"
 
 namespace cuseq::attention {
 namespace {
 
-std::mutex mutex;
-std::atomic<bool> any{false};
-
-// Keyed by address: saved tensors and inputs of compiled code are other objects. A leaked map
-// outlives threads that still run when the process ends.
-std::unordered_map<const void*, int64_t>& promises() {
-  static auto* numbers = new std::unordered_map<const void*, int64_t>();
-  return *numbers;
+std::optional<SequencesOnHost> on_host(const OptionalTensor& host_meta) {
+  return host_meta.has_value() ? sequences_on_host(*host_meta) : std::nullopt;
 }
 
 }  // namespace
 
-void promise_sequences(const Tensor& cu_seqlens, OptionalInt at_most) {
+int64_t sequences_of_capture(const Tensor& cu_seqlens, const OptionalTensor& host_meta) {
   const int64_t room = cu_seqlens.size(0) - 1;
-  TORCH_CHECK_VALUE(!at_most.has_value() || (*at_most >= 1 && *at_most <= room),
-                    "at_most must be from 1 to the ", room,
-                    " sequences that cu_seqlens has room for, got ", at_most.value_or(0));
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (at_most.has_value()) {
-    promises()[cu_seqlens.const_data_ptr()] = *at_most;
-  } else {
-    promises().erase(cu_seqlens.const_data_ptr());
-  }
-  any.store(!promises().empty(), std::memory_order_release);
-}
-
-int64_t promised_sequences(const Tensor& cu_seqlens) {
-  const int64_t room = cu_seqlens.size(0) - 1;
-  if (!any.load(std::memory_order_acquire)) return room;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = promises().find(cu_seqlens.const_data_ptr());
-  return found == promises().end() ? room : std::min(found->second, room);
+  const auto sequences = on_host(host_meta);
+  return sequences.has_value() && sequences->of_replays ? std::min(sequences->count, room) : room;
 }
 
 // Kernels work in tiles of up to 128 tokens, and a graph launches at least one for each sequence
@@ -59,9 +34,9 @@ bool has_needless_room(int64_t room, OptionalInt sequences, int64_t tokens) {
 
 void warn_of_needless_room(const Tensor& cu_seqlens, const OptionalTensor& host_meta,
                            int64_t tokens) {
-  if (any.load(std::memory_order_acquire)) return;  // who captures has chosen the room
-  const OptionalInt sequences =
-      host_meta.has_value() ? sequences_on_host(*host_meta) : std::nullopt;
+  const auto known = on_host(host_meta);
+  if (known.has_value() && known->of_replays) return;
+  const OptionalInt sequences = known.has_value() ? OptionalInt(known->count) : std::nullopt;
   const int64_t room = cu_seqlens.size(0) - 1;
   if (!has_needless_room(room, sequences, tokens)) return;
   TORCH_WARN_ONCE(
