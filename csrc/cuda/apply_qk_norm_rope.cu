@@ -48,6 +48,31 @@ __device__ __forceinline__ void load_weight(const QkNormRopeArgs& args, const vo
   }
 }
 
+// An item's weights of type T, still unconverted. The item must exist. of() issues the loads; call
+// get() only after all other loads were issued, because it waits for them.
+template <typename T, int V>
+struct AskedWeight {
+  Packed<T, V> first;
+  Packed<T, V> second;
+
+  __device__ __forceinline__ static AskedWeight of(const void* weight, const Item<V>& item) {
+    const T* all = static_cast<const T*>(weight);
+    return {*reinterpret_cast<const Packed<T, V>*>(all + item.first),
+            *reinterpret_cast<const Packed<T, V>*>(all + item.second)};
+  }
+
+  template <typename A>
+  __device__ __forceinline__ void get(A offset, A (&weight)[2][V]) const {
+    first.get(weight[0]);
+    second.get(weight[1]);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      weight[0][j] += offset;
+      weight[1][j] += offset;
+    }
+  }
+};
+
 // The product of one item's weights and angles: y = x * own + partner * cross, where the partner is
 // the other element of the pair.
 template <int V, bool kInterleaved, typename A>
@@ -178,6 +203,13 @@ __global__ void __maxnreg__((kForwardRegisters<T, V, kPath>))
       done.store(outputs.head<T>(row), items[i], served);
     }
   }
+}
+
+// Return whether lanes can read weights in vectors of `elements`.
+inline bool weights_fit(const QkNormRopeArgs& args, int elements) {
+  const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
+  return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
+         multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
 }
 
 // Return the rows per warp: the fewest with which all warps run at a time. If that takes more than

@@ -13,13 +13,6 @@ template <typename T, int V>
 inline constexpr int kBackwardRegisters =
     sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
 
-// With frozen weights, and if is_plain() holds: one row per warp, in blocks of kFrozenWarps, as
-// long as at most kFrozenWaves waves suffice. Beyond that persistent warps are faster, since they
-// read memory in a better order.
-constexpr int kFrozenWarps = 2;
-constexpr int kFrozenRegisters = 64;
-constexpr int kFrozenWaves = 20;
-
 __device__ __forceinline__ int threads_of_block() {
   return static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
 }
@@ -212,65 +205,6 @@ __global__ void __maxnreg__((kBackwardRegisters<T, V>))
   }
 }
 
-// Compute only dx, for frozen weights. Without sums over tokens a warp handles one row and exits.
-template <typename T, int V>
-__global__ void __maxnreg__(kFrozenRegisters)
-    qk_norm_rope_frozen_backward_kernel(const __grid_constant__ QkNormRopeArgs args,
-                                        const __grid_constant__ RopeGeometry geometry,
-                                        const __grid_constant__ HeadInputs head_inputs) {
-  using A = Arithmetic<T>;
-  constexpr Path kPath = Path::kPlain;
-  const RopeArgs& rope = args.rope;
-  const Lane lane = Lane::of<kPath>(rope, geometry, blockIdx.x);
-  if (lane.token >= geometry.tokens || lane.rows <= 0) return;  // uniform in the warp
-  const auto asked = AskedPosition::of<kPath>(rope.positions, lane);
-
-  Item<V> items[1];
-  find_items<kPath>(lane.lane_of_group, rope, geometry, items);
-  const Item<V>& item = items[0];
-  const TensorPlan& tensor = geometry.tensors[lane.tensor];
-  const HeadNorm& norm = args.norms[lane.tensor];
-  const int head = lane.head(0);
-  const bool served = head < tensor.heads;
-  Pair<T, V> gradient;
-  Pair<T, V> input;
-  gradient.load(Rows::of<kPath>(tensor.in, lane).template head<const T>(0), item, served);
-  input.load(Rows::of<kPath>(head_inputs.of[lane.tensor], lane).template head<const T>(0), item,
-             served);
-  const int64_t first_head = static_cast<int64_t>(lane.token) * tensor.heads;
-  const A rstd = served ? static_cast<const A*>(norm.rstd)[first_head + head] : A{};
-  const auto asked_weight = AskedWeight<T, V>::of(norm.weight, item);
-  Angles<T, V, false> angles[1];
-  load_angles<kPath>(rope, lane, asked, items, !rope.inverse, static_cast<A*>(nullptr), angles);
-  A weight[2][V];
-  asked_weight.get(static_cast<A>(args.weight_offset), weight);
-
-  A g[2][V];
-  A n[2][V];
-  gradient.get(g[0], g[1]);
-  input.get(n[0], n[1]);
-  angles[0].turn(g[0], g[1]);
-  A mean = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      n[half][j] *= rstd;
-      g[half][j] *= weight[half][j];
-    }
-    mean += dot(g[half], n[half]);
-  }
-  mean = sum_over_group(mean, geometry.log_group) * static_cast<A>(args.mean_factor);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) g[half][j] = rstd * (g[half][j] - n[half][j] * mean);
-  }
-  Pair<T, V> done;
-  done.set(g[0], g[1]);
-  done.store(Rows::of<kPath>(tensor.out, lane).template head<T>(0), item, served);
-}
-
 template <typename A>
 __device__ void store_as(void* out, FloatType type, int64_t index, A value) {
   switch (type) {
@@ -349,34 +283,11 @@ HeadInputs head_inputs_of(const QkNormRopeArgs& args) {
   return inputs;
 }
 
-// Return whether the kernel without sums, with one row per warp, is the faster one.
-bool is_short_and_frozen(const QkNormRopeArgs& args, int elements) {
-  const RopeArgs& rope = args.rope;
-  const int64_t room =
-      static_cast<int64_t>(multiprocessors()) * warps_of_registers(kFrozenRegisters);
-  const int items = items_of_head(rope, elements, /*copies=*/false);
-  return args.partials == nullptr && args.weight_dtype == rope.dtype &&
-         weights_fit(args, elements) && warps_needed(rope, items, 1) <= kFrozenWaves * room;
-}
-
-template <typename T, int V>
-void launch_frozen_backward(const QkNormRopeArgs& args, Stream stream) {
-  if (has_no_work(args.rope)) return;
-  const RopeGeometry geometry =
-      rope_geometry(args.rope, V, /*rows=*/1, /*copies=*/false, kFrozenWarps);
-  qk_norm_rope_frozen_backward_kernel<T, V>
-      <<<blocks_of(geometry), threads_of(geometry), 0, stream>>>(args, geometry,
-                                                                 head_inputs_of<T>(args));
-}
-
 template <typename T, int V, bool kInterleaved, Path kPath>
 void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   using A = Arithmetic<T>;
   const RopeArgs& rope = args.rope;
   const bool frozen = args.partials == nullptr;
-  if constexpr (kPath == Path::kPlain) {
-    if (is_short_and_frozen(args, V)) return launch_frozen_backward<T, V>(args, stream);
-  }
   const RopeGeometry geometry = backward_geometry<T, V, kPath>(rope);
   const int head_dim = static_cast<int>(rope.head_dim);
   const size_t rows =

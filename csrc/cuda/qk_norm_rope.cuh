@@ -96,38 +96,6 @@ __device__ __forceinline__ A dot(const A (&a)[V], const A (&b)[V]) {
   return sum;
 }
 
-// An item's weights of type T, still unconverted. The item must exist. of() issues the loads; call
-// get() only after all other loads were issued, because it waits for them.
-template <typename T, int V>
-struct AskedWeight {
-  Packed<T, V> first;
-  Packed<T, V> second;
-
-  __device__ __forceinline__ static AskedWeight of(const void* weight, const Item<V>& item) {
-    const T* all = static_cast<const T*>(weight);
-    return {*reinterpret_cast<const Packed<T, V>*>(all + item.first),
-            *reinterpret_cast<const Packed<T, V>*>(all + item.second)};
-  }
-
-  template <typename A>
-  __device__ __forceinline__ void get(A offset, A (&weight)[2][V]) const {
-    first.get(weight[0]);
-    second.get(weight[1]);
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      weight[0][j] += offset;
-      weight[1][j] += offset;
-    }
-  }
-};
-
-// Return whether lanes can read weights in vectors of `elements`.
-inline bool weights_fit(const QkNormRopeArgs& args, int elements) {
-  const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
-  return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
-         multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
-}
-
 // Return the warps per block whose rows and angles, with both weights, fit into the 48 KiB of
 // shared memory that every GPU has.
 template <typename Pipeline, typename A, Path kPath>
