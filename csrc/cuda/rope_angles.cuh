@@ -49,55 +49,36 @@ struct TableRow {
   template <Path kPath>
   __device__ __forceinline__ static TableRow of(const RopeArgs& args, const Lane& lane,
                                                 const AskedPosition& asked, int plane) {
-    if constexpr (kPath == Path::kPlain) return of_plain(args, lane, asked);
+    constexpr bool kPlain = kPath == Path::kPlain;
     const RopePositions& positions = args.positions;
     const RopeTable& table = args.table;
     int64_t position = lane.token_in_batch;
-    bool exists = true;
-    if (positions.source != PositionSource::kToken) {
-      if (positions.source == PositionSource::kSegments) {
-        const int token_of_all = static_cast<int>(lane.token * positions.cp_size);
-        const int segment = segment_of_warp(positions.seqlens, token_of_all, lane.lane);
-        position = positions.in_segment(lane.token, segment);
-      } else if (positions.source == PositionSource::kIds) {
-        position = positions.given(plane, lane.batch, position);
-      } else {
-        position = positions.dense(position);
-      }
-      exists = position >= 0 && position < table.rows;
+    if (positions.source == PositionSource::kSegments) {
+      const SeqLens& seqlens = positions.seqlens;
+      const auto token = static_cast<int>(kPlain ? lane.token : lane.token * positions.cp_size);
+      const int segment = segment_of_warp(seqlens, token, lane.lane);
+      position =
+          kPlain ? token - seqlens.begin(segment) : positions.in_segment(lane.token, segment);
+    } else if (positions.source == PositionSource::kIds) {
+      position = kPlain ? asked.get(positions) : positions.given(plane, lane.batch, position);
+    } else if (positions.source == PositionSource::kDense) {
+      position = kPlain ? position + positions.first : positions.dense(position);
     }
+    const bool is_token = positions.source == PositionSource::kToken;
+    const bool exists =
+        is_token || static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows);
     // A table indexed by position is shared by all planes and batches, so those strides are 0.
     const auto row = static_cast<uint32_t>(exists ? position : 0);
-    TableRow found{row * table.cos_strides[2], row * table.sin_strides[2], exists};
-    if (positions.source == PositionSource::kToken) {
+    const auto offset = [&](int64_t stride) {
+      return kPlain ? static_cast<int64_t>(wide_product(row, static_cast<uint32_t>(stride)))
+                    : row * stride;
+    };
+    TableRow found{offset(table.cos_strides[2]), offset(table.sin_strides[2]), exists};
+    if (!kPlain && is_token) {
       found.cos += plane * table.cos_strides[0] + lane.batch * table.cos_strides[1];
       found.sin += plane * table.sin_strides[0] + lane.batch * table.sin_strides[1];
     }
     return found;
-  }
-
-  // Return the same as of(), if is_plain() holds.
-  __device__ __forceinline__ static TableRow of_plain(const RopeArgs& args, const Lane& lane,
-                                                      const AskedPosition& asked) {
-    const RopePositions& positions = args.positions;
-    const RopeTable& table = args.table;
-    int64_t position = lane.token;
-    if (positions.source == PositionSource::kIds) {
-      position = asked.get(positions);
-    } else if (positions.source == PositionSource::kSegments) {
-      const SeqLens& seqlens = positions.seqlens;
-      const int token = static_cast<int>(lane.token);
-      position = token - seqlens.begin(segment_of_warp(seqlens, token, lane.lane));
-    } else if (positions.source == PositionSource::kDense) {
-      position += positions.first;
-    }
-    const bool exists = positions.source == PositionSource::kToken ||
-                        static_cast<uint64_t>(position) < static_cast<uint64_t>(table.rows);
-    const auto row = static_cast<uint32_t>(exists ? position : 0);
-    const auto offset = [&](int64_t stride) {
-      return static_cast<int64_t>(wide_product(row, static_cast<uint32_t>(stride)));
-    };
-    return {offset(table.cos_strides[2]), offset(table.sin_strides[2]), exists};
   }
 
   __device__ __forceinline__ TableRow of_lane(int lane) const {
