@@ -4,7 +4,9 @@
 
 // Contiguous tokens: a warp walks the tokens of one channel, a tile at a time, of which a lane has
 // V tokens. The warps of a block have channels of their own and share the lags. A tile whose tokens
-// all have all their lags, as most do, takes a path that tests no lags.
+// all have all their lags, as most do, takes a path that tests no lags. Copying x to contiguous
+// channels and walking those takes 3 to 5 times as long forward and 2.4 to 3.8 times with the
+// backward, more if the output is copied back (H200).
 namespace cuseq::cuda {
 
 constexpr int kTokenWarps = 8;  // per block

@@ -19,7 +19,9 @@
 namespace cuseq::cuda {
 
 // What a kernel assumes of its arguments. Separate instantiations: dead branches still cost
-// registers and instruction fetches.
+// registers and instruction fetches. On an H200 calls for which is_plain() holds take, in bf16 from
+// 2,048 to 131,072 tokens, up to 21 % longer by kStaged than by kPlain, with norms up to 30 %; by
+// kDirect up to 10 %, with norms up to 19 % forward and 2 to 11 % with the backward.
 enum class Path {
   kStaged,  // no assumptions; angles go through shared memory
   kDirect,  // each lane reads its angles, and any weights, from global memory in vectors

@@ -12,6 +12,8 @@ enum class Reduction : int32_t { kSum, kMean, kMax, kLast };
 
 // Arguments to reduce the tokens of each sequence, column by column, and to spread gradients back.
 // Sums are in fp32, or fp64 for fp64, always in the same order. Results have that type too.
+// torch.segment_reduce knows no padding and no last token, and takes 1.1 to 4.7 times as long, 1.4
+// to 16 times with the backward (H200).
 struct SegmentReduceArgs {
   Segments segments;
   int64_t columns = 0;

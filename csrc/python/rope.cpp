@@ -10,7 +10,7 @@ namespace cuseq::python {
 namespace {
 
 // Direct bindings of the rotations, which avoid the boxing of arguments in a call through
-// torch.ops.
+// torch.ops: 5 to 7 us of 17 to 24 us on the host.
 using Pair = std::tuple<at::Tensor, OptionalTensor>;
 
 struct QueryAndKey {
