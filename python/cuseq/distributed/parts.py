@@ -164,6 +164,10 @@ class _Source(NamedTuple):
     segment_lengths: Tensor | None
     max_seqs: int  # of the whole row
 
+    @property
+    def own_tokens(self) -> int:
+        return self.plan.total_tokens // self.plan.cp_size
+
     def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
         padded = None if self.segment_lengths is None else build.as_bytes(self.segment_lengths)
         row = (build.as_bytes(self.lengths), padded, self.max_seqs)

@@ -65,6 +65,10 @@ class Batch(NamedTuple):
 class PartSource(Protocol):
     """What a rank's part of a row was made of."""
 
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of the part as it was dealt."""
+
     def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
         """Return a function that makes the part again, and its arguments, which can be pickled.
 
@@ -91,7 +95,9 @@ class Part(NamedTuple):
 
     def lengthened(self, more: int) -> Part:
         """As `Batch.lengthened`."""
-        tail = torch.arange(more, dtype=torch.int32, device=self.positions.device)
+        # Go on from what an earlier call added: a row has the same positions in one step or many.
+        added = self.positions.shape[0] - self.source.own_tokens
+        tail = torch.arange(added, added + more, dtype=torch.int32, device=self.positions.device)
         positions = torch.cat([self.positions, tail])
         return self._replace(positions=positions, rows=self.rows.clone())
 

@@ -668,8 +668,9 @@ def test_a_longer_row_of_a_part(cp_rank, inference, device):
         packed = PackedLayout.from_lengths([7, 0, 3], segment_multiple=4, device=device)
         (part,) = cp_partition(packed, cp_plan(packed, 2, policy="zigzag"), cp_rank)
         longer = part.with_total_tokens(10)
+        in_steps = part.with_total_tokens(7).with_total_tokens(8).with_total_tokens(10)
     pads = part.moe_padding_mask.tolist()
-    for made in (longer, pickle.loads(pickle.dumps(longer)), longer.to("cpu")):
+    for made in (longer, in_steps, pickle.loads(pickle.dumps(longer)), longer.to("cpu")):
         assert made.position_ids.tolist() == [*part.position_ids.tolist(), 0, 1, 2, 3]
         assert made.seq_ids.tolist() == [*part.seq_ids.tolist(), 3, 3, 3, 3]
         assert made.moe_padding_mask.tolist() == [*pads, *[True] * 4]

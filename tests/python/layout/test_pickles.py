@@ -48,6 +48,7 @@ LAYOUTS = {
     **{policy: part(policy) for policy in ("auto", "contiguous", "ulysses")},
     "padded part": part("ulysses", whole=PADDED),
     "longer part": part("auto").with_total_tokens(9),
+    "longer part in steps": part("auto").with_total_tokens(8).with_total_tokens(11),
 }
 
 
