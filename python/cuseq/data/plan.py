@@ -52,6 +52,8 @@ class PackingPlan(tuple):
     def __new__(
         cls, indices: Tensor, offsets: Tensor, starts: Tensor, lengths: Tensor, capacity: int
     ) -> PackingPlan:
+        # First of all, since its __index__ may edit the tensors.
+        capacity = as_int(capacity, "capacity", least=1)
         for name, numbers in (
             ("indices", indices),
             ("offsets", offsets),
@@ -65,9 +67,7 @@ class PackingPlan(tuple):
                     f"{len(numbers)}"
                 )
         _check_offsets(offsets, len(indices))
-        plan = cls.of_checked(
-            indices, offsets, starts, lengths, as_int(capacity, "capacity", least=1)
-        )
+        plan = cls.of_checked(indices, offsets, starts, lengths, capacity)
         # The pieces first: sums of numbers near 2^63 would wrap.
         for what, tokens in (("pieces", lengths), ("rows", plan.row_lengths)):
             if len(tokens) > 0 and int(tokens.max()) > plan.capacity:

@@ -197,6 +197,27 @@ def test_a_plan_is_made_of_tensors_of_int64():
         cuseq.data.PackingPlan(**right | {"lengths": plan.lengths[None]})
 
 
+@pytest.mark.parametrize("name", ["indices", "offsets", "starts", "lengths"])
+def test_a_plan_whose_tensors_change_while_it_is_made(name):
+    """An int of another type may run code that empties what was checked already."""
+
+    class Emptying:
+        def __index__(self) -> int:
+            right[name].data = torch.empty(0, dtype=torch.int64)
+            return 8
+
+    indices, offsets = plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
+    right = {
+        "indices": indices,
+        "offsets": offsets,
+        "starts": plan.starts,
+        "lengths": plan.lengths,
+        "capacity": Emptying(),
+    }
+    with pytest.raises(ValueError, match="must (have one number for each|ascend from 0)"):
+        cuseq.data.PackingPlan(**right)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(packing=packings())
 def test_equal_to_the_loops(strategy, packing):
