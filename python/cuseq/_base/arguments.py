@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 from numbers import Real
 from operator import index
+from reprlib import Repr
 from typing import Any, cast
 
 import torch
@@ -188,12 +189,28 @@ def as_device(value: Any, name: str) -> torch.device:
 def shown(value: Any) -> str:
     """Return the text of a value for an error message.
 
-    A tensor is described by dtype, shape and device, because printing its values may wait for the
-    device.
+    A tensor, in a list too, is described by dtype, shape and device, because printing its values
+    may wait for the device.
     """
-    if isinstance(value, Tensor) and value.is_nested:
-        return "a nested tensor"  # it has no shape
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} {list(value.shape)} on {value.device}"
-    text = repr(value)
+    text = _TEXTS.repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class _Texts(Repr):
+    """Makes the texts of values; of one whose own `__repr__` fails too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxarray = self.maxdict = self.maxset = 100
+        self.maxfrozenset = self.maxdeque = 100
+        self.maxstring = self.maxlong = self.maxother = 400
+
+    def repr1(self, x: Any, level: int) -> str:
+        if not isinstance(x, Tensor):
+            return super().repr1(x, level)
+        if x.is_nested:
+            return "a nested tensor"  # it has no shape
+        return f"a tensor of {x.dtype} {list(x.shape)} on {x.device}"
+
+
+_TEXTS = _Texts()

@@ -15,6 +15,7 @@ from cuseq._base.arguments import (
     check_flag,
     check_tensor,
     check_untransformed,
+    shown,
 )
 from cuseq.layout import PackedLayout, Spans, check_layout
 from cuseq.masks.trees import hides_nothing
@@ -87,7 +88,7 @@ def check_backend(backend: object) -> None:
     """Raise ValueError unless `backend` is a name of a backend or "auto"."""
     if not isinstance(backend, str) or backend not in BACKENDS:
         names = ", ".join(f'"{name}"' for name in BACKENDS)
-        raise ValueError(f"backend must be one of {names}, got {backend!r}")
+        raise ValueError(f"backend must be one of {names}, got {shown(backend)}")
 
 
 def checked(

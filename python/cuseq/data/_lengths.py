@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int64s, check_tensor
+from cuseq._base.arguments import as_int64s, check_tensor, shown
 
 if TYPE_CHECKING:
     import numpy
@@ -99,6 +99,6 @@ def _first_wrong(lengths: Any, name: str) -> str:
             try:
                 array("q", [length])
             except (TypeError, OverflowError):
-                return f"{name}[{number}] = {length!r}"
+                return f"{name}[{number}] = {shown(length)}"
     got = repr(lengths)
     return got if len(got) <= 80 else f"{got[:80]}..."

@@ -82,7 +82,7 @@ def checked_stages(before: Any) -> list[Stage]:
 
 def checked_stage(stage: Any) -> Stage:
     if not isinstance(stage, Sequence) or len(stage) != 3:
-        raise TypeError(f"before must hold world_size, accumulation and steps, got {stage!r}")
+        raise TypeError(f"before must hold world_size, accumulation and steps, got {shown(stage)}")
     world_size, accumulation, steps = stage
     return Stage(*checked_ranks(world_size, accumulation), as_int(steps, "step", least=0))
 

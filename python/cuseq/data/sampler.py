@@ -475,7 +475,7 @@ def _checked_balance(balance: Any) -> str | tuple[float, float, float] | None:
     if coefficients is None:
         raise ValueError(
             'balance must be None, "tokens", "attention" or three coefficients (quadratic, linear, '
-            f"constant) that are not negative, got {balance!r}"
+            f"constant) that are not negative, got {shown(balance)}"
         )
     return coefficients
 

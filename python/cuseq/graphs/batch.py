@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cuseq._base.arguments import check_tensor
+from cuseq._base.arguments import check_tensor, shown
 from cuseq.data._lengths import is_array
 from cuseq.layout import PackedLayout, StaticLayout
 
@@ -36,7 +36,7 @@ def _leaves(batch: object) -> tuple[list[tuple[str, Any]], Any]:
     return [(pytree.keystr(path), leaf) for path, leaf in paths], structure
 
 
-def _shown(places: list[str]) -> str:
+def _listed(places: list[str]) -> str:
     return ", ".join(filter(None, places)) or f"{len(places)} values without names"
 
 
@@ -122,14 +122,14 @@ class StaticBatch:
         if structure != self._structure:
             given = [place for place, _ in _leaves(batch)[0]]
             raise ValueError(
-                f"{name} must have the structure of example_batch, {_shown(self._places)}, got "
-                f"{_shown(given)}"
+                f"{name} must have the structure of example_batch, {_listed(self._places)}, got "
+                f"{_listed(given)}"
             )
         for static, place, leaf in zip(self._leaves, self._places, leaves, strict=True):
             leaf_name = name + place
             if type(leaf) is not type(static) and not isinstance(static, Tensor | StaticLayout):
                 raise ValueError(
-                    f"{leaf_name} must be {static!r} as in example_batch, got {leaf!r}"
+                    f"{leaf_name} must be {static!r} as in example_batch, got {shown(leaf)}"
                 )
             if isinstance(static, StaticLayout):
                 _check_layout(static, leaf, leaf_name)
@@ -138,7 +138,7 @@ class StaticBatch:
             elif leaf is not static and leaf != static:
                 raise ValueError(
                     f"{leaf_name} must be {static!r} as in example_batch, since a graph keeps "
-                    f"constants, got {leaf!r}"
+                    f"constants, got {shown(leaf)}"
                 )
         return leaves
 
@@ -156,7 +156,7 @@ class StaticBatch:
 
 def _check_layout(static: StaticLayout, packed: Any, name: str) -> None:
     if not isinstance(packed, PackedLayout):
-        raise ValueError(f"{name} must be a PackedLayout as in example_batch, got {packed!r}")
+        raise ValueError(f"{name} must be a PackedLayout as in example_batch, got {shown(packed)}")
     try:
         static.check_form(packed)
     except ValueError as error:
@@ -165,7 +165,7 @@ def _check_layout(static: StaticLayout, packed: Any, name: str) -> None:
 
 def _check_tensor(static: Tensor, tensor: Any, name: str) -> None:
     if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor as in example_batch, got {tensor!r}")
+        raise ValueError(f"{name} must be a tensor as in example_batch, got {shown(tensor)}")
     if tensor.shape != static.shape or tensor.dtype != static.dtype:
         raise ValueError(
             f"{name} must be {static.dtype} {list(static.shape)} as in example_batch, got "

@@ -51,9 +51,11 @@ def as_numbers(values: Sequence[int] | Tensor, name: str) -> Tensor:
             with outside_inference_mode():
                 values = as_int64s(tuple(values))  # a tuple, since array() reads bytes as memory
         except TypeError as error:
-            raise TypeError(f"{name} must be ints or an integer tensor, got {values!r}") from error
+            raise TypeError(
+                f"{name} must be ints or an integer tensor, got {shown(values)}"
+            ) from error
         except (OverflowError, RuntimeError, ValueError) as error:
-            raise ValueError(f"{name} must fit in int64, got {values!r}") from error
+            raise ValueError(f"{name} must fit in int64, got {shown(values)}") from error
     if values.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(values.shape)}")
     return values

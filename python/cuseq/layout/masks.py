@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C, masks
-from cuseq._base.arguments import as_window, check_dtype, check_flag
+from cuseq._base.arguments import as_window, check_dtype, check_flag, shown
 from cuseq.cache import remember
 from cuseq.layout.spans import Spans, checked_spans
 from cuseq.masks import trees, xformers
@@ -114,7 +114,7 @@ def _tree_window(
     if not causal or spans is not None or row_length is not None:
         raise ValueError(
             "a tree's mask must be causal, without spans and row_length, got causal="
-            f"{causal}, spans={spans!r} and row_length={row_length}"
+            f"{causal}, spans={shown(spans)} and row_length={row_length}"
         )
     return as_window(window)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from cuseq import _C
-from cuseq._base.arguments import check_tensor
+from cuseq._base.arguments import check_tensor, shown
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq._base.transfer import copy_pair
 from cuseq.layout.derived import keep
@@ -73,7 +73,7 @@ def _sorted_pairs(spans: Sequence[tuple[int, int]]) -> Pairs:
         return tuple(sorted((index(start), index(end)) for start, end in spans))
     except (TypeError, ValueError) as error:
         raise TypeError(
-            f"spans must be pairs of ints or an int32 tensor [n_spans, 2], got {spans!r}"
+            f"spans must be pairs of ints or an int32 tensor [n_spans, 2], got {shown(spans)}"
         ) from error
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.flex_attention import BlockMask
 
-from cuseq._base.arguments import as_int, as_size, check_dtype, check_flag, check_tensor
+from cuseq._base.arguments import as_int, as_size, check_dtype, check_flag, check_tensor, shown
 
 _ops = torch.ops.cuseq
 
@@ -188,11 +188,11 @@ def block_sizes(block_size: int | tuple[int, int]) -> tuple[int, int]:
     both = tuple(block_size) if isinstance(block_size, tuple | list) else (block_size, block_size)
     if len(both) != 2:
         raise ValueError(
-            f"block_size must be an int, or two for queries and keys, got {block_size!r}"
+            f"block_size must be an int, or two for queries and keys, got {shown(block_size)}"
         )
     query_block, key_block = (as_int(size, "block_size", least=1) for size in both)
     if max(query_block, key_block) >= 2**31:
-        raise ValueError(f"block_size must be at most 2^31 - 1, got {block_size!r}")
+        raise ValueError(f"block_size must be at most 2^31 - 1, got {shown(block_size)}")
     return query_block, key_block
 
 

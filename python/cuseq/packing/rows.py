@@ -225,9 +225,9 @@ def _number(value: Any) -> Fill:
     try:
         number = value.item() if hasattr(value, "item") else value
     except (RuntimeError, ValueError) as error:  # a tensor of several elements
-        raise TypeError(f"fill must be numbers, got {value!r}") from error
+        raise TypeError(f"fill must be numbers, got {shown(value)}") from error
     if not isinstance(number, (bool, int, float, complex)):
-        raise TypeError(f"fill must be numbers, got {value!r}")
+        raise TypeError(f"fill must be numbers, got {shown(value)}")
     return as_int(number, "fill") if type(number) is int else number
 
 

@@ -192,6 +192,29 @@ def test_numbers_of_numpy_are_numbers():
     assert torch.equal(cuseq.varlen_attention(Q, Q, Q, PACKED, **numbers), exact)
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "backend": lambda x: cuseq.varlen_attention(Q, Q, Q, PACKED, backend=x),
+        "balance": lambda x: cuseq.data.PackedBatchSampler([3], 8, balance=x),
+        "block_size": lambda x: PACKED.block_mask(block_size=[x] * 3),
+        "fill": lambda x: ops.shift_left(torch.arange(6), PACKED, fill=x),
+        "lengths": lambda x: cuseq.PackedLayout.from_lengths([x]),
+        "spans": lambda x: PACKED.dense_mask(spans=[(0, x)]),
+    }.items(),
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_messages_describe_tensors(name, call):
+    """Their values may lie on a GPU, and there may be too many of them."""
+    unprintable = torch.empty(3000, dtype=torch.qint8)
+    with pytest.raises(RuntimeError):
+        repr(unprintable)
+    for value in (torch.ones(3000), unprintable):
+        message = rf"^{name} must .*, got \W*(0, )?a tensor of "
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(value)
+
+
 class Index:
     """What is an int by `__index__` alone."""
 

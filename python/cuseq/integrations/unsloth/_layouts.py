@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_tensor
+from cuseq._base.arguments import as_int, check_tensor, shown
 from cuseq._base.transfer import to_host
 from cuseq.cache import remember
 from cuseq.layout import PackedLayout
@@ -150,7 +150,7 @@ def as_integers(values: Sequence[int] | Tensor, name: str) -> Tensor:
             # The device is explicit, because torch's default device may be a GPU.
             values = torch.tensor(values, device="cpu")
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{name} must be integers of 64 bits, got {values!r}") from error
+            raise TypeError(f"{name} must be integers of 64 bits, got {shown(values)}") from error
     check_tensor(values, name)
     row = values.reshape(-1)
     if not row.numel():
