@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,29 @@ def test_faults_that_only_another_way_shows_are_found():
         ("refused with", "subclasses"),
     ):
         assert any(what in one and way in one for one in found), (what, way)
+
+
+@pytest.mark.parametrize(("second", "is_found"), [(0.5, False), (0.25, True)])
+def test_the_gradient_at_a_kink_is_not_judged(second, is_found):
+    """Where two numbers are the largest, a difference quotient is between their gradients."""
+
+    def second_of(arguments: dict) -> torch.Tensor:
+        values = arguments["values"]
+        return values.max().detach() + values[1] - values[1].detach()
+
+    target = TARGETS["torch.ops.cuseq.segment_reduce"]
+    target = dataclasses.replace(target, name="second", call=second_of)
+    found = set()
+    for number in range(40):
+        draw = Draw("cpu")
+        draw.begin(0, number)
+        found.add(
+            ways.try_one(
+                draw, target, lambda: {"values": torch.tensor([0.5, second], dtype=torch.float64)}
+            )
+        )
+    gradients = {one for one in found if one is not None and one.startswith("gradient: ")}
+    assert bool(gradients) == is_found, found
 
 
 def test_a_hang_is_found(monkeypatch):
