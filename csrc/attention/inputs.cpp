@@ -211,10 +211,11 @@ void check_far_rows(const OptionalTensor& far_rows, const Row& row) {
       "far_rows must be what varlen_attention returned for the rank's part, got None");
   TORCH_CHECK_VALUE(far_rows->sizes() == sizes && far_rows->scalar_type() == k.scalar_type() &&
                         far_rows->device() == k.device() && far_rows->is_contiguous(),
-                    "far_rows must be what varlen_attention returned for the rank's part, ",
+                    "far_rows must be what varlen_attention returned for the rank's part, "
+                    "contiguous ",
                     dtype_name(k.scalar_type()), " ", at::IntArrayRef(sizes), " on ", k.device(),
-                    ", got ", dtype_name(far_rows->scalar_type()), " ", far_rows->sizes(), " on ",
-                    far_rows->device());
+                    ", got ", dtype_name(far_rows->scalar_type()), " ", far_rows->sizes(),
+                    " with strides ", far_rows->strides(), " on ", far_rows->device());
 }
 
 Outer outer_of(const Tensor& grad_out, const Tensor& out, const Tensor& logsumexp, const Tensor& q,
@@ -233,7 +234,7 @@ Outer outer_of(const Tensor& grad_out, const Tensor& out, const Tensor& logsumex
   check(out, "out", shape, q.scalar_type());
   check(logsumexp, "logsumexp", {q.size(1), q.size(0)},
         q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  return {grad_out, out, logsumexp};
+  return {grad_out, out.contiguous(), logsumexp};  // as a forward gives it
 }
 
 }  // namespace cuseq::attention
