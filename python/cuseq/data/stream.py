@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cuseq import _C
-from cuseq._base.arguments import as_int, as_rank, check_flag, one_of, shown
+from cuseq._base.arguments import as_int, as_rank, check_flag, check_tensor, one_of, shown
 from cuseq.data._balance import rows_to_take_apart, seed_of, take_apart
 from cuseq.data._state import checked_held, checked_ranks, options_in, refuse_other
 
@@ -469,7 +469,10 @@ class PackedStream(IterableDataset[list[Any]]):
 
 def _tokens(sample: Any) -> int:
     try:
-        return len(sample["input_ids"])
+        ids = sample["input_ids"]
+        if isinstance(ids, torch.Tensor):  # a nested one has no length
+            check_tensor(ids, "input_ids")
+        return len(ids)
     except (TypeError, LookupError) as error:
         raise TypeError(
             f"samples must be mappings with input_ids if length is None, got {shown(sample)}"
