@@ -359,8 +359,27 @@ def _checked(row: Row) -> Row:
     return row
 
 
-def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
-    """Return the mask `[batch, seqlen]` and its kind: which of its elements mark a real token."""
+def _check_one_document_a_row(mask: Tensor) -> None:
+    """Raise ValueError for a mask that numbers the documents of a row: 1, 1, 2, 2, 2, 0."""
+    real = mask != 0
+    first = mask.gather(-1, real.int().argmax(-1, keepdim=True)) if mask.numel() else mask
+    differs = real & (mask != first)
+    if mask.is_meta or not bool(differs.any()):
+        return
+    row = int(differs.any(-1).nonzero()[0])
+    found = mask[row][real[row]].unique_consecutive()[:4].tolist()
+    raise ValueError(
+        "mask must have one value at all real tokens of a row, since each row is one sequence, got "
+        f"{found} in row {row}: for a mask that numbers the documents of a row, pass their lengths "
+        "to PackedLayout.from_lengths, or the mask to a model that cuseq.enable was called with"
+    )
+
+
+def real_tokens(mask: Tensor, true_is_pad: bool, waits: bool) -> tuple[Tensor, str]:
+    """Return the mask `[batch, seqlen]` and its kind: which of its elements mark a real token.
+
+    `waits` is whether the values of a mask on a GPU may be read.
+    """
     if not isinstance(mask, Tensor):
         raise TypeError(
             f"mask must be a tensor, got {type(mask).__name__}: without a mask call "
@@ -371,6 +390,10 @@ def real_tokens(mask: Tensor, true_is_pad: bool) -> tuple[Tensor, str]:
     check_flag(true_is_pad, "true_is_pad")
     kind = "zero" if true_is_pad else "nonzero"
     if mask.dim() != 4:
+        has_values = mask.dim() == 2 and not mask.is_floating_point() and not mask.is_complex()
+        is_read = (waits or mask.device.type == "cpu") and not true_is_pad
+        if has_values and is_read and mask.dtype != torch.bool:
+            _check_one_document_a_row(mask)
         return mask, kind
     if mask.shape[-1] != mask.shape[-2] or mask.shape[1] < 1:
         raise ValueError(

@@ -179,7 +179,9 @@ class PackedLayout:
 
         Args:
             mask: bool or integer `[batch, seqlen]`, non-zero where a token is real. Padding may be
-                on the left, on the right or in between; a row of padding has length zero. Or
+                on the left, on the right or in between; a row of padding has length zero. Several
+                values in a row, by which some packages number its documents, are refused, apart
+                from those of a mask on a GPU beside `total_tokens`, which are not read. Or
                 `[batch, 1 or heads, seqlen, seqlen]`, bool, integer or additive floating point
                 (negative where hidden, else 0). Then a token is real if the first head's mask lets
                 it see itself (the diagonal).
@@ -199,7 +201,7 @@ class PackedLayout:
             ValueError, TypeError: an argument is invalid, or the segments do not fit in
                 `total_tokens`.
         """
-        real, kind = build.real_tokens(mask, true_is_pad)
+        real, kind = build.real_tokens(mask, true_is_pad, waits=total_tokens is None)
         row = build.of_mask(real, kind, total_tokens, segment_multiple, total_multiple, max_seqs)
         layout = cls(Records(row)).to(mask.device)  # it is on the host if total_tokens was None
         layout._take_mask(real, kind)

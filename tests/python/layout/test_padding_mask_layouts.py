@@ -211,6 +211,16 @@ def test_any_bit_makes_a_token_real(value, device):
     check(PackedLayout.from_padding_mask(mask, true_is_pad=True), expect(turned), device)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_a_mask_that_numbers_documents_is_refused(dtype, device):
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 2, 2]], dtype=dtype, device=device)
+    for strided in (mask, mask.t().contiguous().t(), mask.expand(1, 2, 5)[0]):
+        with pytest.raises(ValueError, match=r"mask must have one value .* got \[1, 2\] in row 1"):
+            PackedLayout.from_padding_mask(strided)
+    with pytest.raises(ValueError, match="mask must have one value"):
+        cuseq.run_packed(torch.nn.Embedding(9, 4), torch.ones_like(mask).long(), mask)
+
+
 def test_expanded_masks(device):
     column = torch.tensor([[1], [0]], device=device).expand(2, 3)
     check(PackedLayout.from_padding_mask(column), expect([[1] * 3, [0] * 3]), device)
