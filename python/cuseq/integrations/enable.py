@@ -111,7 +111,7 @@ def disable(x: Any) -> None:
 
     Raises:
         TypeError: `x` is not of a kind that `enable` takes.
-        ValueError: `x` is a part or a copy of an enabled model.
+        ValueError: `x` is a part of an enabled model.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig

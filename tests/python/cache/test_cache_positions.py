@@ -92,10 +92,10 @@ def test_layers_share_one_layout(model, fresh_cache):
 
 SWITCHED_OFF = """
 import torch, transformers, cuseq
-from cuseq.integrations.transformers import _layouts, register
+from cuseq.integrations.transformers import register
 made = []
-several = _layouts._several_sequences
-_layouts._several_sequences = lambda *given: made.append(1) or several(*given)
+from_position_ids = cuseq.PackedLayout.from_position_ids
+cuseq.PackedLayout.from_position_ids = lambda rows: made.append(1) or from_position_ids(rows)
 register()
 config = transformers.Qwen3Config(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,

@@ -261,7 +261,7 @@ def test_rows_of_a_batch_are_one_flat_row(device):
         for keywords in (dict(packed=rows), bare_names(rows), {}):
             logits = model(batch, position_ids=position_ids, **keywords).logits
             assert_near(logits.flatten(0, 1)[None], expected)
-        with pytest.raises(ValueError, match="all batch \\* seqlen = 48 tokens"):
+        with pytest.raises(ValueError, match="packed.total_tokens = 24 tokens, got 48"):
             model(batch.repeat(2, 1), packed=layout)
 
 
@@ -522,16 +522,17 @@ def test_a_4d_mask_with_lengths_raises(device):
     )
 
 
-def test_a_pattern_of_the_models_own_raises_with_lengths(device):
+def test_a_pattern_of_the_models_own_is_combined_with_documents(device):
     options = dict(use_bidirectional_attention=True)
     model = make_model("gemma3", device, **options)
     reference = make_model("gemma3", device, "sdpa", **options)
     ids, layout = make_ids(device), make_layout(device)
-    with pytest.raises(ValueError, match="the model made one for a pattern"):
-        model(ids, packed=layout)
-    # With position ids alone nothing is lost: transformers can combine them with such a pattern.
     keywords = dict(position_ids=layout.position_ids[None], use_cache=False)
-    assert torch.equal(model(ids, **keywords).logits, reference(ids, **keywords).logits)
+    expected = reference(ids, **keywords).logits
+    assert torch.equal(model(ids, **keywords).logits, expected)
+    assert torch.equal(model(ids, packed=layout).logits, expected)
+    with pytest.raises(ValueError, match="the model made one for a pattern"):
+        model(ids, **bare_names(layout))
 
 
 @pytest.mark.parametrize("chunk", [WINDOW, TOKENS + 1])
@@ -858,7 +859,7 @@ def test_what_is_kept_of_a_forward_is_listed(device, fresh_cache):
 def test_nothing_is_kept_with_the_cache_off(run_python):
     code = """
 import torch
-from cuseq.integrations.transformers._layouts import layout_of_positions
+from cuseq.integrations.transformers.documents import layout_of_positions
 position_ids = torch.tensor([[0, 1, 0, 1]])
 first = layout_of_positions(position_ids, 1)
 position_ids.numpy()[0] = [0, 0, 1, 2]
@@ -888,7 +889,8 @@ def test_decode_steps_read_no_position_ids(device, built):
     model, reference = make_model("qwen3", device), make_model("qwen3", device, "sdpa")
     ids = make_ids(device)
     with torch.no_grad():
-        prefill = [m(ids[:, :-3]) for m in (model, reference)]
+        positions = torch.arange(ids.shape[1] - 3, device=device)[None]
+        prefill = [m(ids[:, :-3], position_ids=positions) for m in (model, reference)]
         reads = len(built)
         step = [
             m(ids[:, -3:-2], past_key_values=p.past_key_values).logits

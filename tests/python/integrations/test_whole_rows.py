@@ -372,6 +372,7 @@ def test_a_trainer_adds_the_noise_of_documents(attention, total_tokens, register
     for is_packed in (False, True):
         name = attention if is_packed else "sdpa"
         model = llama_like(transformers.LlamaConfig, dtype=torch.float64, attention=name)
+        before = len(model.model._forward_pre_hooks)
         collator = cuseq.PackingCollator(total_tokens=total_tokens) if is_packed else pad
         options = dict(neftune_noise_alpha=ALPHA, max_steps=1, per_device_train_batch_size=4)
         trainer = make_trainer(model, tmp_path, collator, documents((16,) * 4), **options)
@@ -380,7 +381,7 @@ def test_a_trainer_adds_the_noise_of_documents(attention, total_tokens, register
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
         cuseq.disable(trainer)
-        hooks.append(len(model.model._forward_pre_hooks))
+        hooks.append(len(model.model._forward_pre_hooks) - before)
     assert hooks == [0, 0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +29,10 @@ from cuseq.integrations.transformers._layers import (
     dropout_of,
     dropout_warnings,
     find_pretrained,
-    makes_mask,
     models_around,
     refuse_inexact_layers,
     rotating_layers,
-    text_configs,
 )
-from cuseq.integrations.transformers._layouts import check_input, names_of_call, tell_layout
 from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
 from cuseq.integrations.transformers._own_attention import (
     find_own_attention,
@@ -45,19 +42,28 @@ from cuseq.integrations.transformers._own_attention import (
     restore_attention,
     takes_angles,
 )
-from cuseq.integrations.transformers._private import attention_of, check_cache_name
+from cuseq.integrations.transformers._ownership import (
+    Hold,
+    Own,
+    attend,
+    give_configs,
+    take_configs,
+)
+from cuseq.integrations.transformers._pooling import can_pool, pooled_forward
+from cuseq.integrations.transformers._private import (
+    attention_of,
+    check_cache_name,
+    hooks_of,
+    set_attention_alone,
+)
 from cuseq.integrations.transformers._recurrent import (
-    Separated,
     leak_warning,
-    mark_separated,
     recurrent_layers,
     recurrent_types,
-    unmark_separated,
 )
 from cuseq.integrations.transformers._refusal import without_layers
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
-    Function,
     find_rotations,
     replace_rotation,
     restore_rotations,
@@ -65,6 +71,7 @@ from cuseq.integrations.transformers._rotation import (
 from cuseq.integrations.transformers._temperature import find_tempered_layers, tempered_forward
 from cuseq.integrations.transformers._warn import warn
 from cuseq.integrations.transformers._whole_rows import hook_models, replace_functions
+from cuseq.integrations.transformers.documents import install_door, remove_door
 from cuseq.integrations.transformers.hybrids.plan import (
     Plan,
     plan_mixers,
@@ -72,26 +79,49 @@ from cuseq.integrations.transformers.hybrids.plan import (
     restore_modules,
     separate,
 )
-from cuseq.integrations.transformers.names import BACKEND, MAKES_MASK, NAME, parameters_of
+from cuseq.integrations.transformers.names import BACKEND, HOLD, NAME, parameters_of
 
 
 @dataclass
 class _State:
-    """What `disable_model` needs to restore a model."""
+    """What `disable_model` needs to restore a model; the model has it as an attribute.
+
+    A deep copy of the model has a copy of it. A pickle has only what the attention was called.
+    """
 
     enabled: Enabled
     options: dict[str, object]
     layers: list[nn.Module]
     own: list[nn.Module]
-    implementations: dict[str, str]
+    configs: list[Own]
     fused: list[nn.Module]
     tempered: list[nn.Module]
+    pooling: list[nn.Module]
     plan: Plan
     hooks: list[RemovableHandle]
-    release: Callable[[], object]
+    hold: Hold
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _State:
+        return _State(**{name: copy.deepcopy(one, memo) for name, one in vars(self).items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _saved, (attention_of(self.configs[0].original) if self.configs else None,)
 
 
-_states: weakref.WeakKeyDictionary[PreTrainedModel, _State] = weakref.WeakKeyDictionary()
+@dataclass
+class _Saved:
+    """What is left of a `_State` in a model that was pickled while it was enabled."""
+
+    implementation: str | None
+
+
+def _saved(implementation: str | None) -> _Saved:
+    return _Saved(implementation)
+
+
+_STATE = "_cuseq_state"
+# The models that were enabled and not disabled, apart from their copies.
+_models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 # The trainers of each model that a trainer enabled.
 _holders: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 # What a trainer replaced in a model that was made with attn_implementation="cuseq".
@@ -112,14 +142,14 @@ def enable_model(
     check_installed(backend)
     options = {"rope": rope, "qk_norm": qk_norm, "backend": backend}
     base = find_pretrained(model)
-    if base in _states:
-        state = _states[base]
+    state = _state_of(base)
+    if isinstance(state, _State):
         check_same_options(state.options, options)
-        # The user may have set another attention since.
-        if state.implementations:
-            base.set_attn_implementation(dict.fromkeys(state.implementations, NAME))
+        attend(state.configs)
         return state.enabled
-    _refuse_parts_and_copies(base)
+    if state is not None:
+        _clean(base, state)
+    _refuse_parts(base)
     with torch.device("cpu"):  # small layers are compared there, whatever the user's default is
         plan = plan_mixers(base)
         layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
@@ -135,7 +165,6 @@ def enable_model(
     left_alone += left_rotations(own, rotating)
     rates = {type(layer).__name__: dropout_of(layer) for layer in layers}
     rates |= {type(layer).__name__: own_dropout_of(layer) for layer in own}
-    configs = text_configs(base, layers)
     config = text_config(base)
     recurrent = recurrent_types(config)
     leaking = sorted(set(recurrent)) if len(recurrent) > len(plan.mixers) else []
@@ -155,20 +184,14 @@ def enable_model(
         left_alone=tuple(left_alone),
         warnings=(*leaks, *plan.slow, *dropout_warnings(rates)),
     )
-    implementations = {name: attention_of(config) for name, config in configs.items()}
-
     with uninterrupted(), contextlib.ExitStack() as undo:  # an error part-way undoes everything
         hold_registration()
         undo.callback(release_registration)
-        if configs:
-            undo.callback(base.set_attn_implementation, implementations)
-            base.set_attn_implementation(dict.fromkeys(configs, NAME))
-        makes = not own and makes_mask(base)
+        configs = give_configs(model, base, layers)
+        undo.callback(take_configs, model, configs)
         for layer in layers + own:
             setattr(layer, BACKEND, backend)
             undo.callback(delattr, layer, BACKEND)
-            setattr(layer, MAKES_MASK, makes)
-            undo.callback(delattr, layer, MAKES_MASK)
         for layer, how in normed.items():
             fuse(layer, how)
             undo.callback(unfuse, layer)
@@ -178,31 +201,51 @@ def enable_model(
         for function in rotated:
             replace_rotation(function, rotations[function])
             undo.callback(restore_rotations, [function])
+        pooling = [base] if can_pool(base) else []
+        for head in pooling:
+            replace_forward(head, pooled_forward)
+            undo.callback(restore_forward, head)
         separate(base, plan)
         undo.callback(restore_modules, base, plan)
         undo.callback(restore_functions, plan.functions)
         functions = plan.functions + replace_functions(base)
         undo.callback(restore_functions, functions[len(plan.functions) :])
-        hooks = [base.register_forward_pre_hook(check_input, with_kwargs=True)]
-        undo.callback(hooks[0].remove)
         mixers = [base.get_submodule(name) for name in plan.mixers]
-        for hook in hook_models(models_around(base, layers + own + mixers)):
-            hooks.append(hook)
+        around = models_around(base, layers + own + mixers)
+        hooks = []
+        for inner in around:
+            hooks += install_door(inner, attends=bool(layers))
+            undo.callback(remove_door, inner)
+        hooks += hook_models(around)
+        for hook in hooks:
             undo.callback(hook.remove)
-        for inner in models_around(base, layers) if makes else ():
-            tell = partial(tell_layout, names_of_call(inner))
-            hooks.append(inner.register_forward_pre_hook(tell, with_kwargs=True))
-            undo.callback(hooks[-1].remove)
         hooks += replace_attention(base, own)
-        mark = mark_separated(config) if recurrent and not leaking else None
-        # A model that is freed without `disable` releases what it holds of transformers.
-        release = weakref.finalize(base, _release, rotated, functions, mark)
-        release.atexit = False
-        fused = list(normed)
-        _states[base] = _State(
-            enabled, options, layers, own, implementations, fused, tempered, plan, hooks, release
+        separates = bool(recurrent) and not leaking
+        undo.pop_all()  # from here the hold gives back what is shared
+        hold = Hold(
+            [*rotated, *functions],
+            text_config(base) if separates else None,
+            has_forwards=bool(own or mixers or tempered or pooling),
         )
-        undo.pop_all()
+        for layer in layers + own + mixers:
+            setattr(layer, HOLD, hold)
+        for inner in around:
+            setattr(inner, HOLD, hold)
+        state = _State(
+            enabled,
+            options,
+            layers,
+            own,
+            configs,
+            list(normed),
+            tempered,
+            pooling,
+            plan,
+            hooks,
+            hold,
+        )
+        setattr(base, _STATE, state)
+        _models.add(base)
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
@@ -212,32 +255,37 @@ def disable_model(model: nn.Module) -> None:
     """Restore what `enable_model` replaced; leave a model that was not enabled unchanged.
 
     Raises:
-        ValueError: the model is a part or a copy of an enabled model.
+        ValueError: the model is a part of an enabled model.
     """
     base = find_pretrained(model)
-    state = _states.pop(base, None)
+    state = _state_of(base)
     _holders.pop(base, None)
     if base in _aided:
         hooks, release = _aided.pop(base)
         _remove(hooks)
         release()
     elif state is None:
-        _refuse_parts_and_copies(base)
-    if state is None:
+        _refuse_parts(base)
+    if isinstance(state, _Saved):
+        _clean(base, state)
+    if not isinstance(state, _State):
         return
-    if state.implementations:
-        base.set_attn_implementation(state.implementations)
+    take_configs(model, state.configs)
     for layer in state.layers + state.own:
         delattr(layer, BACKEND)
-        delattr(layer, MAKES_MASK)
     for layer in state.fused:
         unfuse(layer)
-    for layer in state.tempered:
-        restore_forward(layer)
+    for module in state.tempered + state.pooling:
+        restore_forward(module)
     restore_attention(state.own)
     restore_modules(base, state.plan)
+    for module in base.modules():
+        remove_door(module)
+        vars(module).pop(HOLD, None)
     _remove(state.hooks)
-    state.release()
+    delattr(base, _STATE)
+    _models.discard(base)
+    state.hold.release()
 
 
 def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend: str) -> Enabled:
@@ -260,8 +308,8 @@ def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend:
             "compute: set attention_dropout to 0.0 in its config before the model is made"
         )
     base = find_pretrained(model)
-    if base in _states or attention_of(config) != NAME:
-        was_enabled = base in _states
+    was_enabled = isinstance(_state_of(base), _State)
+    if was_enabled or attention_of(config) != NAME:
         enabled = enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend)
         if not was_enabled:
             _holders[base] = weakref.WeakSet()
@@ -299,16 +347,23 @@ def _remove(hooks: list[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _release(
-    rotated: list[Function],
-    functions: list[Function],
-    mark: Separated | None,
-) -> None:
-    restore_rotations(rotated)
-    restore_functions(functions)
-    if mark is not None:
-        unmark_separated(mark)
-    release_registration()
+def _state_of(base: PreTrainedModel) -> _State | _Saved | None:
+    return vars(base).get(_STATE)
+
+
+def _clean(base: PreTrainedModel, saved: _Saved) -> None:
+    """Remove what a model has of cuseq's that was pickled while it was enabled."""
+    for module in base.modules():
+        for hooks in hooks_of(module):
+            for number, hook in list(hooks.items()):
+                function = getattr(hook, "func", hook)
+                if function.__module__.startswith("cuseq."):
+                    del hooks[number]
+        for name in [name for name in vars(module) if name.startswith("_cuseq")]:
+            delattr(module, name)
+        if saved.implementation is not None and hasattr(module, "config"):
+            if attention_of(module.config) == NAME:
+                set_attention_alone(module.config, saved.implementation)
 
 
 def _check_caches(base: PreTrainedModel, layers: list[nn.Module]) -> None:
@@ -322,8 +377,8 @@ def _check_caches(base: PreTrainedModel, layers: list[nn.Module]) -> None:
         check_cache_name(type(caller))
 
 
-def _refuse_parts_and_copies(base: PreTrainedModel) -> None:
-    for enabled in _states:
+def _refuse_parts(base: PreTrainedModel) -> None:
+    for enabled in _models:
         if any(module is base for module in enabled.modules()):
             raise ValueError(
                 f"model must be what was enabled, a {type(enabled).__name__}, got its "
@@ -331,6 +386,6 @@ def _refuse_parts_and_copies(base: PreTrainedModel) -> None:
             )
     if any(map(is_replaced, base.modules())):
         raise ValueError(
-            f"model must not be a copy of an enabled {type(base).__name__}: disable that one, copy "
-            "it, and enable both"
+            f"model must not be a part of an enabled model, got its {type(base).__name__}: call "
+            "cuseq.disable with the model that was enabled, before it is gone"
         )

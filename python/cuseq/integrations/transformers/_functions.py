@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Function = Callable[..., Any]
+Place = tuple[types.ModuleType, str]
+"""A modeling module, and the name of a function that it looks up."""
 
 
 @dataclass
@@ -45,6 +47,11 @@ def replace_function(
         original = getattr(code, name)
         _replaced[code, name] = _Replaced(original)
         setattr(code, name, replacement(original))
+    _replaced[code, name].models += 1
+
+
+def hold_function(code: types.ModuleType, name: str) -> None:
+    """Keep a replaced function replaced for one more model."""
     _replaced[code, name].models += 1
 
 

@@ -6,7 +6,6 @@ import inspect
 import sys
 import types
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -78,12 +77,6 @@ def embeds_positions(base: PreTrainedModel, layers: list[nn.Module]) -> bool:
             for layer in layers
         )
     )
-
-
-def makes_mask(base: PreTrainedModel) -> bool:
-    """Return whether a model may make a 2-D mask of ones itself, as OPT does."""
-    models = (module for module in base.modules() if isinstance(module, PreTrainedModel))
-    return any("ones" in calls_of(model) for model in models)
 
 
 def models_around(base: PreTrainedModel, layers: list[nn.Module]) -> list[PreTrainedModel]:
@@ -182,21 +175,6 @@ def dropout_option(layer: nn.Module) -> str:
     if config is None and hasattr(layer, "attn_dropout"):  # CodeGen's layers keep no config
         return "attn_pdrop"
     return next((name for name in names if hasattr(config, name)), names[0])
-
-
-def text_configs(base: PreTrainedModel, layers: list[nn.Module]) -> dict[str, Any]:
-    """Return the configs of the layers, by their keys in `set_attn_implementation`."""
-    own = {id(layer.config) for layer in layers}
-    configs = {"": base.config} if id(base.config) in own else {}
-    for key in base.config.sub_configs:
-        config = getattr(base.config, key, None)
-        if id(config) in own:
-            configs[key] = config
-    if len(configs) < len(own):
-        raise ValueError(
-            f"{type(base).__name__} has attention layers whose config is not part of the model's"
-        )
-    return configs
 
 
 def class_names(classes: Iterable[type]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from torch import Tensor
 from cuseq._base.arguments import as_int
 from cuseq.layout import PackedLayout
 
-_LENGTHS = "packed_seq_lengths"  # unsloth's name
+LENGTHS = "packed_seq_lengths"
+"""unsloth's name of the lengths of a row."""
 
 
-def check_lengths(cu_q: Any, cu_k: Any, keywords: dict[str, Any]) -> None:
+def check_lengths(told: Mapping[str, Any]) -> None:
     """Raise TypeError if given offsets or lengths are not integer tensors."""
-    given = {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, _LENGTHS: keywords.get(_LENGTHS)}
-    for name, value in given.items():
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", LENGTHS):
+        value = told.get(name)
         if value is None:
             continue
         if not isinstance(value, Tensor):  # meta tensors are allowed: the model may be on meta
@@ -67,14 +69,7 @@ def longest_on_host(max_q: int | Tensor | None, max_k: int | Tensor | None) -> i
     return lengths[0] if lengths else None
 
 
-def check_agreement(
-    packed: PackedLayout,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    max_q: int | Tensor | None,
-    max_k: int | Tensor | None,
-    keywords: dict[str, Any],
-) -> None:
+def check_agreement(packed: PackedLayout, told: Mapping[str, Any]) -> None:
     """Raise ValueError if other lengths or offsets of the call contradict `packed`.
 
     Offsets and lengths may count the tail as further sequences, as TRL's collator does, and may
@@ -83,19 +78,20 @@ def check_agreement(
     """
     if packed.part is not None or packed.is_tree or packed.known_lengths is None:
         return
-    longest = longest_on_host(max_q, max_k)
+    longest = longest_on_host(told.get("max_length_q"), told.get("max_length_k"))
     if longest is not None and longest < packed.max_seqlen:
         raise ValueError(
             f"max_length_q must not contradict packed, got {longest} and a layout whose longest "
             f"sequence has {packed.max_seqlen} tokens"
         )
-    for name, offsets in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        offsets = told.get(name)
         # Some data loaders slice every tensor of a batch, so that only the offset 0 is left.
         if _on_host(offsets) and offsets is not packed.cu_seqlens and offsets.numel() > 1:
             _check_boundaries(packed, name, offsets, offsets)
-    lengths = keywords.get(_LENGTHS)
+    lengths = told.get(LENGTHS)
     if _on_host(lengths) and lengths is not packed.lengths:
-        _check_boundaries(packed, _LENGTHS, lengths, _offsets(lengths))
+        _check_boundaries(packed, LENGTHS, lengths, _offsets(lengths))
 
 
 def _check_boundaries(packed: PackedLayout, name: str, given: Tensor, offsets: Tensor) -> None:

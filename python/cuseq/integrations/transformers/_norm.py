@@ -229,6 +229,10 @@ def normed_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Run an attention layer with its norms and rotation in one kernel."""
+    if cache is not None and not hasattr(cache, "get_seq_length"):  # of continuous batching
+        return type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, cache=cache, **kwargs
+        )
     cache = pop_cache(kwargs, cache)
     how: NormedRotary = self._cuseq_rotary
     norms = [getattr(self, name) for name in how.norms]

@@ -32,20 +32,23 @@ from cuseq.integrations.transformers._layers import (
     dropout_option,
     models_around,
 )
-from cuseq.integrations.transformers._layouts import LENGTHS, layout_of_call, names_of_call
 from cuseq.integrations.transformers._private import OWN_ATTENTION
-from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.attention import cuseq_attention
+from cuseq.integrations.transformers.documents import (
+    DESCRIPTIONS,
+    names_of_call,
+    warn_of_compiled_positions,
+)
 from cuseq.integrations.transformers.masks import LayoutMask
 from cuseq.integrations.transformers.names import (
     CACHE,
-    MASK_BESIDE_LENGTHS,
     ROTATE,
+    cache_names,
     parameters_of,
     pop_cache,
 )
 
-_KEYWORDS = (*LENGTHS, "max_length_q", "max_length_k", "packed_seq_lengths")
+_KEYWORDS = (*DESCRIPTIONS, "max_length_q", "max_length_k", "packed_seq_lengths")
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # modules
 _RATES = ("dropout",)
 _SCALES = ("scale_attn", "norm_factor")  # what a layer divides its scores by
@@ -340,16 +343,14 @@ def _bring_layout(
     if isinstance(mask, LayoutMask):
         return None
     lengths = {name: told[name] for name in _KEYWORDS if name in told}
-    if not any(name in lengths for name in LENGTHS):
-        packed = layout_of_call(told)
-        if packed is None:
-            return None
-        lengths = {"packed": packed}
+    if not any(name in lengths for name in DESCRIPTIONS):
+        if torch.compiler.is_compiling() and "position_ids" in told and mask is None:
+            if not cache_names(told):
+                warn_of_compiled_positions()
+        return None
     if told.get("output_attentions", model.config.output_attentions):
         raise ValueError(
             "output_attentions is not supported by packed attention, and dropping it would be wrong"
         )
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not torch.compiler.is_compiling():
-        warn_once(MASK_BESIDE_LENGTHS)
     others = {name: value for name, value in call.items() if name not in _KEYWORDS}
     return (), others | {"attention_mask": LayoutMask(lengths, mask)}

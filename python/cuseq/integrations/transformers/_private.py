@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _Run = Callable[..., Any]
 _CHECKPOINT = "_gradient_checkpointing_func"
+# Of continuous batching: the method that sets its attention, and where it keeps the model's.
+SWITCH, BEFORE_SWITCH = "switch_to_cb_friendly_attn", "_original_attn_impl"
 MASK_PREPARATION = "_preprocess_mask_arguments"
 # Methods of Trainer and of accelerate's Accelerator that rows shared by ranks replace.
 CP_INPUTS = "_prepare_context_parallel_inputs"
@@ -44,6 +46,8 @@ _PREPARATION_PARAMETERS = [
 ]
 OWN_ATTENTION = "_attn"
 """The method in which GPT-J and its kin compute attention."""
+ATTENTION = "_attn_implementation_internal"
+"""The attribute of a config that holds its `attn_implementation`."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -55,7 +59,7 @@ def check_names() -> None:
             keep their hooks under other names.
     """
     choice = private(PreTrainedConfig, "_attn_implementation")
-    check_attribute(choice.fset, "_attn_implementation_internal")
+    check_attribute(choice.fset, ATTENTION)
     for name in (*_HOOKS, "_modules"):
         private(nn.Module(), name)
 
@@ -70,7 +74,7 @@ def attention_of(config: PreTrainedConfig) -> str | None:
 
 def set_attention_alone(config: PreTrainedConfig, name: str) -> None:
     """Set the `attn_implementation` of a config, but not that of its sub-configs."""
-    config._attn_implementation_internal = name
+    setattr(config, ATTENTION, name)
 
 
 def supports_sdpa(model: PreTrainedModel) -> bool:
@@ -233,6 +237,11 @@ def has_hooks(module: nn.Module) -> bool:
 def forward_hooks(module: nn.Module) -> dict[int, Callable[..., Any]]:
     """Return a module's forward hooks by number; a write to it replaces a hook."""
     return module._forward_hooks
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Return a module's forward hooks and forward pre-hooks, each by number."""
+    return [module._forward_hooks, module._forward_pre_hooks]
 
 
 def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -18,11 +18,17 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.utils.import_utils import is_tracing
 
+from cuseq._base.foreign import check_attribute
+from cuseq._base.models import text_config
 from cuseq.integrations.transformers._layers import keywords_of
 from cuseq.integrations.transformers._private import (
+    BEFORE_SWITCH,
     MASK_PREPARATION,
+    SWITCH,
     attention_of,
     check_mask_preparation,
     check_names,
@@ -30,8 +36,13 @@ from cuseq.integrations.transformers._private import (
     supports_sdpa,
 )
 from cuseq.integrations.transformers.attention import cuseq_attention
-from cuseq.integrations.transformers.masks import DeferredMask, cuseq_mask, withhold
-from cuseq.integrations.transformers.names import NAME
+from cuseq.integrations.transformers.documents import (
+    documents_found,
+    install_door,
+    layout_of_masks_and_positions,
+)
+from cuseq.integrations.transformers.masks import DeferredMask, Told, cuseq_mask, hand_over
+from cuseq.integrations.transformers.names import CACHE, NAME
 
 _TABLE = "_ATTENTION_CLASSES"  # suffix of the names of models' own attention tables
 
@@ -112,6 +123,7 @@ def _install() -> None:
             _refusing_other_models,
         )
         _withhold_position_ids(undo)
+        _patch_paging(undo)
         _undo = undo.pop_all()
 
 
@@ -170,13 +182,17 @@ def _refusing_other_models(choose: Callable[..., str]) -> Callable[..., str]:
 
     def checked(self, requested_attention, *args, **kwargs):
         if requested_attention == NAME:
-            _check_model(self)
+            check_model(self)
+            install_door(self)
+        if requested_attention == f"paged|{NAME}":  # continuous batching before transformers 5.20
+            requested_attention = "paged|sdpa"
         return choose(self, requested_attention, *args, **kwargs)
 
     return checked
 
 
-def _check_model(model: transformers.PreTrainedModel) -> None:
+def check_model(model: transformers.PreTrainedModel) -> None:
+    """Raise ValueError if the layers of a model would not compute the attention of their config."""
     # sdpa has no sinks (GPT-OSS, MiMo V2 Flash) and no soft caps (Gemma 2 in transformers 5.23), so
     # these models do not support it. Packed attention has both.
     has_caps = hasattr(model.config, "attn_logit_softcapping")
@@ -187,6 +203,12 @@ def _check_model(model: transformers.PreTrainedModel) -> None:
         raise ValueError(
             f'{type(model).__name__} cannot use attn_implementation="{NAME}": {why}, so its '
             "attention cannot be replaced"
+        )
+    chosen = _chooses_keys_itself(model)
+    if chosen is not None:
+        raise ValueError(
+            f'{type(model).__name__} cannot use attn_implementation="{NAME}": {chosen}, which '
+            "packed attention cannot"
         )
     counted = _counts_positions_itself(model)
     if counted is not None:
@@ -203,6 +225,22 @@ def _gives_sinks(model: transformers.PreTrainedModel) -> bool:
     return any("s_aux" in keywords_of(one) for one in layers if one.__module__ == code.__name__)
 
 
+def _chooses_keys_itself(model: transformers.PreTrainedModel) -> str | None:
+    """Return how the layers of a model choose the keys that a query sees; None if masks say it."""
+    code = sys.modules[type(model).__module__]
+    for one in vars(code).values():
+        if not isinstance(one, type) or one.__module__ != code.__name__:
+            continue
+        if hasattr(one, "prepare_dynamic_mask"):
+            return f"{one.__name__} computes a mask of its own from its values"
+        if "indexer" in getattr(one.__init__, "__code__", _NO_CODE).co_names:
+            return f"{one.__name__} attends only to keys that its indexer chooses"
+    return None
+
+
+_NO_CODE = (lambda: None).__code__
+
+
 def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
     """Return why a model would not use the positions of a packed batch; None if it uses them."""
     is_told = "position_ids" in inspect.signature(type(model).forward).parameters
@@ -214,6 +252,30 @@ def _counts_positions_itself(model: transformers.PreTrainedModel) -> str | None:
             if is_decoder and not is_told:
                 return "it counts positions along the row, whatever position_ids say"
     return None
+
+
+# ---------------------------------------------------------------------------- continuous batching
+
+
+def _patch_paging(undo: contextlib.ExitStack) -> None:
+    """Let continuous batching run an enabled model by sdpa, and give it back its attention."""
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+    if hasattr(ContinuousBatchingManager, SWITCH):
+        check_attribute(getattr(ContinuousBatchingManager, SWITCH), BEFORE_SWITCH)
+        _patch(undo, ContinuousBatchingManager, SWITCH, _paging_by_sdpa)
+
+
+def _paging_by_sdpa(switch: Callable[..., None]) -> Callable[..., None]:
+    def switched(self, model, *args, **kwargs):
+        is_ours = attention_of(text_config(model)) == NAME
+        if is_ours:
+            model.set_attn_implementation("sdpa")
+        switch(self, model, *args, **kwargs)
+        if is_ours:
+            setattr(self, BEFORE_SWITCH, NAME)
+
+    return switched
 
 
 # ------------------------------------------------------------ transformers' search for packed rows
@@ -247,7 +309,7 @@ def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
             found = prepare(config, inputs_embeds, mask, cache, None, layer_idx)
             return found[0], attention_mask, *found[2:]
         if attention_of(config) == NAME:
-            withhold(position_ids if attention_mask is None else None)
+            hand_over(_told(config, inputs_embeds, attention_mask, cache, position_ids))
             position_ids = None
         return prepare(
             config,
@@ -260,3 +322,23 @@ def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return prepared
+
+
+def _told(config: Any, rows: Tensor, mask: Any, cache: Any, position_ids: Any) -> Told:
+    """Return what the call of a model says about its documents, for the mask function.
+
+    In eager code the model's own hook has read it, unless the config was edited after the model was
+    made.
+    """
+    batch, seqlen = rows.shape[:2]
+    if is_tracing(rows):
+        is_2d = isinstance(mask, Tensor) and mask.shape == (batch, seqlen)
+        if mask is not None and not is_2d:
+            return Told()
+        return Told(None, position_ids, mask, cache is not None)
+    is_known, packed = documents_found(config, batch, seqlen)
+    if not is_known:
+        told = {"attention_mask": mask, "position_ids": position_ids, CACHE: cache}
+        given = {name: value for name, value in told.items() if value is not None}
+        packed = layout_of_masks_and_positions(given, batch, seqlen)
+    return Told(packed)

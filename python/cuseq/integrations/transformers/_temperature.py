@@ -14,12 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers._layers import calls_of, code_of
-from cuseq.integrations.transformers._layouts import (
-    check_total,
-    layout_of_offsets,
-    layout_of_positions,
-)
 from cuseq.integrations.transformers._private import attention_of
+from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
 from cuseq.integrations.transformers.masks import DeferredMask
 from cuseq.integrations.transformers.names import pop_cache
 from cuseq.layout import PackedLayout, check_layout
@@ -111,7 +107,7 @@ def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any
     if packed is None and offsets is not None:
         packed = layout_of_offsets(offsets, batch * seqlen)
     elif packed is None and isinstance(attention_mask, DeferredMask):
-        packed = layout_of_positions(attention_mask.positions(None), batch)
+        packed = attention_mask.told.packed
     if packed is None:
         return None
     check_layout(packed)

@@ -34,8 +34,8 @@ from cuseq.integrations.transformers._functions import (
     replace_function,
 )
 from cuseq.integrations.transformers._layers import code_of
-from cuseq.integrations.transformers._layouts import names_of_call
 from cuseq.integrations.transformers._private import forward_hooks
+from cuseq.integrations.transformers.documents import names_of_call
 from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.masks import LayoutMask
 from cuseq.layout import PackedLayout

@@ -40,24 +40,17 @@ import cuseq
 from cuseq._base.arguments import as_size
 from cuseq.attention import load_backends
 from cuseq.integrations.transformers._layers import dropout_option
-from cuseq.integrations.transformers._layouts import (
-    check_total,
-    layout_of_offsets,
-    layout_of_positions,
-)
 from cuseq.integrations.transformers._lengths import (
-    check_agreement,
     check_lengths,
     check_offsets,
     longest_on_host,
 )
 from cuseq.integrations.transformers._recurrent import leak_warning
 from cuseq.integrations.transformers._warn import warn_once
-from cuseq.integrations.transformers.masks import DeferredMask
+from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
+from cuseq.integrations.transformers.masks import DOCUMENTS, DeferredMask
 from cuseq.integrations.transformers.names import (
     BACKEND,
-    MAKES_MASK,
-    MASK_BESIDE_LENGTHS,
     NAME,
     UNSUPPORTED,
 )
@@ -121,18 +114,16 @@ def cuseq_attention(
     compiling = (
         torch.compiler.is_compiling()
     )  # compiled code that reads a size or an int may recompile
-    if not compiling:
-        check_lengths(cu_seq_lens_q, cu_seq_lens_k, kwargs)
     deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
     lengths_given = packed is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
-    if not lengths_given and deferred is not None:
-        positions = deferred.positions(position_ids)
+    if isinstance(attention_mask, Tensor) and hasattr(attention_mask, DOCUMENTS):
+        lengths_given, packed = False, None  # the mask has them
+    elif not lengths_given and deferred is not None:
+        packed = deferred.told.packed
         if is_tracing(query):
-            attention_mask = deferred.build(positions)
-        else:
-            packed = layout_of_positions(positions, query.shape[0])
-            if packed is None:
-                attention_mask = deferred.build_once(query.device)
+            attention_mask = deferred.build(position_ids)
+        elif packed is None:
+            attention_mask = deferred.build_once(query.device)
     if not lengths_given and packed is None:
         return _dense_attention(
             module,
@@ -172,9 +163,6 @@ def cuseq_attention(
 
     if deferred is not None and not compiling and deferred.recurrent:
         warn_once(leak_warning(deferred.recurrent))
-    masked = deferred is not None and deferred.arguments["attention_mask"] is not None
-    if masked and not compiling and not getattr(module, MAKES_MASK, False):
-        warn_once(MASK_BESIDE_LENGTHS)
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     backend = getattr(module, BACKEND, "auto")
@@ -187,16 +175,13 @@ def cuseq_attention(
         check_layout(packed)
         if not compiling:  # in compiled code the op compares the sizes when it runs
             check_total(packed, rows[0].shape[0])
-            if lengths_given:
-                check_agreement(
-                    packed, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, kwargs
-                )
             packed = packed.to(query.device)
     elif s_aux is not None:
         raise ValueError(
             "packed must be passed to a model with sinks, got only cu_seq_lens_q or _k"
         )
     elif not compiling:
+        check_lengths({"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
         check_offsets(cu_seq_lens_q, cu_seq_lens_k)
         bound = longest_on_host(max_length_q, max_length_k)
     if chunk is not None:
@@ -348,6 +333,11 @@ def _check_packable(
     dropout: float,
 ) -> None:
     if query.shape[2] != key.shape[2]:
+        if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+            raise ValueError(
+                f"{type(module).__name__} attends to another sequence, of which packed lengths say "
+                "nothing: train this model on padded batches"
+            )
         raise ValueError(
             "packed lengths describe whole rows, not a decode step: they need as many keys as "
             f"queries, got {query.shape[2]} queries and {key.shape[2]} keys (a filled KV cache?). "

@@ -10,27 +10,49 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import masking_utils
 
 from cuseq._base.arguments import as_size
 from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers._recurrent import recurrent_layers
+from cuseq.integrations.transformers.documents import counted, document_numbers
 from cuseq.integrations.transformers.names import NAME
+from cuseq.layout import PackedLayout
 
-_withheld = threading.local()
+DOCUMENTS = "_cuseq_documents"
+"""The attribute of a built mask that keeps the documents of a row apart."""
 
 
-def withhold(position_ids: torch.Tensor | None) -> None:
-    """Store position ids for the next call of the mask function on this thread.
+@dataclass(frozen=True)
+class Told:
+    """What a call says about its documents, as the mask function needs it.
 
-    transformers itself then does not get them, and does not search them for packed sequences.
+    Attributes:
+        packed: the layout; None if each row is one document, or in compiled code.
+        positions: int [batch or 1, seqlen], for compiled code; or None.
+        mask: the user's 2-D mask with its values, for compiled code; or None.
+        has_cache: whether transformers reads no positions, because there is a cache.
     """
-    _withheld.position_ids = position_ids
+
+    packed: PackedLayout | None = None
+    positions: Tensor | None = None
+    mask: Tensor | None = None
+    has_cache: bool = False
+
+
+_handed = threading.local()
+
+
+def hand_over(told: Told) -> None:
+    """Store what a call says for the next call of the mask function on this thread."""
+    _handed.told = told
 
 
 class DeferredMask:
@@ -45,7 +67,7 @@ class DeferredMask:
         causal: Whether queries see no later keys.
         window: Number of keys that a query sees, itself included, or None.
         chunk: Size of the chunks that each sequence is cut into, or None.
-        position_ids: int [batch or 1, seqlen], or None if the model does not give them.
+        told: What the call says about its documents.
         recurrent: The model's recurrent layer types, which ignore lengths; for a warning.
         arguments: The arguments of `transformers.masking_utils.sdpa_mask` for this mask.
     """
@@ -54,14 +76,14 @@ class DeferredMask:
         self,
         window: int | None,
         chunk: int | None,
-        position_ids: torch.Tensor | None,
+        told: Told,
         recurrent: list[str],
         arguments: dict[str, Any],
     ) -> None:
         self.causal = arguments["allow_is_causal_skip"]
         self.window = window
         self.chunk = chunk
-        self.position_ids = position_ids
+        self.told = told
         self.recurrent = recurrent
         self.arguments = arguments
         self._key: torch.Tensor | None = None  # cache key of this mask; made in eager code only
@@ -83,32 +105,17 @@ class DeferredMask:
         """
         if all(one in (slice(None), slice(0, None)) for one in index):
             return self
-        mask = self.build(self.positions(None), always=True)
+        mask = self.build(always=True)
         assert mask is not None
         return mask[index]
-
-    def positions(self, given: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the position ids that may describe packed rows.
-
-        These are the ids from when the mask was made or, for models that do not give them then, the
-        ids `given` to attention. The result is None if transformers would not read them either:
-        with a 2-D mask, or without causality.
-        """
-        arguments = self.arguments
-        if arguments["attention_mask"] is not None or not arguments["allow_is_causal_skip"]:
-            return None
-        if self.position_ids is not None:
-            return self.position_ids
-        return given if _may_be_packed(given, arguments["q_length"]) else None
 
     def build(
         self, position_ids: torch.Tensor | None = None, *, always: bool = False
     ) -> torch.Tensor | None:
-        """Return the mask that sdpa would get.
+        """Return the mask that sdpa would get, with the documents of the call kept apart.
 
         Args:
-            position_ids: int [batch or 1, seqlen], searched for packed sequences as in
-                transformers: eager code synchronises, and compiled code always gets a mask.
+            position_ids: those that a model gives to attention and not to its mask function.
             always: Whether to build it even if sdpa needs no mask.
 
         Returns:
@@ -119,29 +126,48 @@ class DeferredMask:
         if always:
             skips = "allow_is_causal_skip", "allow_is_bidirectional_skip"
             arguments = arguments | dict.fromkeys(skips, False)
-        if position_ids is not None:
-            rows = position_ids.expand(arguments["batch_size"], -1)
-            sequences = masking_utils.find_packed_sequence_indices(rows)
-            if sequences is not None:
-                arguments = arguments | {
-                    "mask_function": self._inside(sequences, rows),
-                    "allow_is_causal_skip": False,
-                }
+        numbers = self._numbers(position_ids)
+        if numbers is not None:
+            arguments = arguments | {
+                "mask_function": self._inside(numbers),
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
         return masking_utils.sdpa_mask(**arguments)
 
-    def _inside(self, sequences: torch.Tensor, position_ids: torch.Tensor) -> Callable:
-        """Restrict the pattern to each sequence; both tensors are [batch, seqlen]."""
+    def _numbers(self, position_ids: Tensor | None) -> Tensor | None:
+        """Return the number of each token's document [batch, seqlen]; None for one in each row."""
+        told, arguments = self.told, self.arguments
+        batch, seqlen = arguments["batch_size"], arguments["q_length"]
+        if told.packed is not None:
+            return told.packed.to(arguments["device"]).seq_ids.view(batch, seqlen)
+        positions = told.positions if told.positions is not None else position_ids
+        if not _may_be_packed(positions, seqlen):
+            positions = None
+        if positions is not None:
+            positions = positions.expand(batch, -1)
+        mask = told.mask
+        if mask is not None:
+            mask = mask.to(arguments["device"])
+        if positions is None and (mask is None or mask.dtype == torch.bool):
+            return None
+        if mask is None and not told.has_cache:
+            return masking_utils.find_packed_sequence_indices(positions)
+        return document_numbers(positions, mask)
+
+    def _inside(self, numbers: torch.Tensor) -> Callable:
+        """Restrict the pattern to each document; `numbers` are [batch, seqlen]."""
         pattern = self.arguments["mask_function"]
         # Chunks start at the row's start or, in newer transformers, at each sequence's start.
         per_sequence = getattr(masking_utils, "packed_sequence_compatibility_function", None)
         if self.chunk is not None and per_sequence is not None:
-            return per_sequence(pattern, position_ids, sequences)
+            return per_sequence(pattern, counted(numbers), numbers)
         return masking_utils.and_masks(
-            pattern, masking_utils.packed_sequence_mask_function(sequences)
+            pattern, masking_utils.packed_sequence_mask_function(numbers)
         )
 
     def build_once(self, device: torch.device) -> torch.Tensor | None:
-        """Return `build()` without position ids; later layers on this device get the same mask."""
+        """Return `build()`; later layers on this device get the same mask."""
         if self._key is None:
             self._key = new_key()
         with outside_inference_mode():
@@ -194,19 +220,18 @@ def cuseq_mask(
     Raises:
         TypeError: `local_size`, the window of the config, is not an int.
     """
-    position_ids = getattr(_withheld, "position_ids", None)
-    _withheld.position_ids = None
+    told, _handed.told = getattr(_handed, "told", Told()), Told()
     local_size = as_size(local_size, "sliding_window")
     square = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
-    if not square or not _may_be_packed(position_ids, q_length):
-        position_ids = None
+    if not square or q_length == 1:
+        told = Told()
     window = local_size if local_size is not None and local_size <= kv_length else None
     # transformers passes the size of a chunk in the place of a window.
     chunked = window is not None and window != getattr(config, "sliding_window", None)
     deferred = DeferredMask(
         None if chunked else window,
         window if chunked else None,
-        position_ids,
+        told,
         recurrent_layers(config),
         dict(
             kwargs,
@@ -227,7 +252,13 @@ def cuseq_mask(
     replaceable = allow_is_causal_skip or (allow_is_bidirectional_skip and window is None)
     if square and replaceable:
         return deferred
-    return deferred.build(position_ids)
+    packed = told.packed
+    if packed is not None and (packed.part is not None or packed.is_tree):
+        deferred.told = Told()  # attention refuses the mask beside such a layout
+    mask = deferred.build()
+    if deferred.told.packed is not None and isinstance(mask, Tensor):
+        setattr(mask, DOCUMENTS, True)
+    return mask
 
 
 def _may_be_packed(position_ids: torch.Tensor | None, seqlen: int) -> bool:

@@ -12,8 +12,8 @@ NAME = "cuseq"
 BACKEND = "_cuseq_backend"
 """The attribute of an attention layer that says which backend `enable` was asked for."""
 
-MAKES_MASK = "_cuseq_makes_mask"
-"""The attribute of an attention layer whose model may make a 2-D mask of ones itself."""
+HOLD = "_cuseq_hold"
+"""The attribute of enabled models and layers that keeps what they use replaced."""
 
 UNSUPPORTED = (
     "position_bias",

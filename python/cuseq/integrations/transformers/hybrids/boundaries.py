@@ -20,22 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from cuseq.integrations.transformers._forwards import our_forward
-from cuseq.integrations.transformers._layouts import (
-    LENGTHS,
-    check_total,
-    layout_of_call,
-    layout_of_offsets,
-    rows_of_call,
-)
-from cuseq.integrations.transformers._lengths import (
-    check_agreement,
-    check_lengths,
-    check_offsets,
-)
+from cuseq.integrations.transformers._lengths import check_lengths, check_offsets
 from cuseq.integrations.transformers._private import inside_checkpoint
-from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.documents import (
+    DESCRIPTIONS,
+    check_total,
+    layout_of_offsets,
+    warn_of_compiled_positions,
+)
 from cuseq.integrations.transformers.hybrids.functions import inside_packed_row
-from cuseq.integrations.transformers.names import MASK_BESIDE_LENGTHS
+from cuseq.integrations.transformers.names import cache_names
 from cuseq.layout import PackedLayout, check_layout
 
 # Attributes of modules, for the forwards here.
@@ -43,7 +37,7 @@ HANDS_ON_SEQ_IDX = "_cuseq_hands_on_seq_idx"  # whether its layers hand on `seq_
 LENDS_TO = "_cuseq_lends_to"  # the name of a child that gets no keywords
 LENT = "_cuseq_lent"  # the keywords that the caller lends for now
 
-_LENDABLE = (*LENGTHS, "max_length_q", "max_length_k", "packed_seq_lengths", "position_ids")
+_LENDABLE = (*DESCRIPTIONS, "max_length_q", "max_length_k", "packed_seq_lengths", "position_ids")
 
 
 def lent_to(module: nn.Module) -> dict[str, Any]:
@@ -68,8 +62,6 @@ def entry_forward(cls: type[nn.Module]) -> Callable[..., Any]:
                 kwargs["seq_idx"] = packed
             mask = kwargs.get("attention_mask")
             if isinstance(mask, Tensor) and mask.dim() == 2:
-                if not torch.compiler.is_compiling():
-                    warn_once(MASK_BESIDE_LENGTHS)
                 kwargs["attention_mask"] = None
         if packed is None or torch.compiler.is_compiling():
             return forward(self, **kwargs)
@@ -126,7 +118,9 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     packed = told.get("packed")
     offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
     if packed is None and offsets is None:
-        return layout_of_call(told)
+        if torch.compiler.is_compiling() and _may_be_packed(told):
+            warn_of_compiled_positions()
+        return None
     name = type(model).__name__
     if packed is None:
         if torch.compiler.is_compiling():
@@ -134,7 +128,7 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
                 f"{name} has layers with a state along the row, which compiled code can only "
                 "separate by the layout, packed=, got bare offsets"
             )
-        check_lengths(told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k"), told)
+        check_lengths(told)
         check_offsets(told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k"))
         packed = layout_of_offsets(offsets, _tokens(told))
     check_layout(packed)
@@ -146,8 +140,6 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
         )
     if not torch.compiler.is_compiling():  # compiled code that reads an int may recompile
         check_total(packed, _tokens(told))
-        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        check_agreement(packed, *map(told.get, names), told)
     is_part = packed.part is not None
     if is_part or packed.is_tree:
         what = "the part of a row that cp_partition gave to one rank" if is_part else "a tree"
@@ -158,6 +150,14 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     return packed
 
 
+def _may_be_packed(told: dict[str, Any]) -> bool:
+    """Return whether positions, which compiled code cannot read, may begin again in a row."""
+    others = ("attention_mask", *cache_names(told))
+    positions = told.get("position_ids")
+    return positions is not None and all(told.get(name) is None for name in others)
+
+
 def _tokens(told: dict[str, Any]) -> int:
-    rows = rows_of_call(told)
+    ids = told.get("input_ids")
+    rows = told["inputs_embeds"] if ids is None else ids
     return rows.shape[0] * rows.shape[1]

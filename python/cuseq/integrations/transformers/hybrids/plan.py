@@ -62,6 +62,9 @@ class Plan:
     replaced: tuple[str, ...] = ()
     slow: tuple[str, ...] = ()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self  # it has names, and not the modules of one model
+
 
 def plan_mixers(base: PreTrainedModel) -> Plan:
     """Find the mixers of a model and what separates documents in them.

@@ -1,0 +1,577 @@
+"""The documents of a model's call, found once, at the model's own forward.
+
+A call says in one of these ways where its documents end, in order of precedence:
+
+1. `packed`, a layout.
+2. Offsets: `cu_seq_lens_q` and `cu_seq_lens_k`, or another name of theirs (`cu_seqlens`,
+   `cu_seqlens_q`, the fields of `flash_attn_kwargs` and of Megatron's `packed_seq_params`).
+3. Lengths: `packed_seq_lengths`.
+4. A number for each token: `seq_idx`, `document_ids`, `segment_ids`.
+5. A 2-D mask with values above 1 (1, 1, 2, 2, 2, 0): the number of each token's document, 0 for
+   padding.
+6. `position_ids` that begin again, beside a 2-D mask of padding or without one.
+
+`bring_documents`, a forward pre-hook, reads the first of them. It hands on a layout as `packed`, or
+offsets as `cu_seq_lens_q`, so that nothing below reads another description. A 2-D mask beside them
+is dropped, because they say where padding is. A call without documents stays as it is.
+
+Compiled code cannot read values. There a mask and positions stay as they are, and attention makes a
+dense mask of them (`document_numbers`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from cuseq._base.models import rotations_by_length, text_config
+from cuseq._base.modes import is_capturing, outside_inference_mode
+from cuseq.cache import remember
+from cuseq.integrations.transformers._forwards import is_replaced
+from cuseq.integrations.transformers._layers import calls_of
+from cuseq.integrations.transformers._lengths import (
+    LENGTHS,
+    check_agreement,
+    check_lengths,
+)
+from cuseq.integrations.transformers._private import attention_of
+from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.names import HOLD, MASK_BESIDE_LENGTHS, NAME, cache_names
+from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout.build import of_lengths_and_segments
+from cuseq.layout.records import Records
+
+DESCRIPTIONS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
+"""The keywords that can describe documents below `bring_documents`."""
+
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens")  # what others call cu_seq_lens_q
+_NUMBERS = ("seq_idx", "document_ids", "segment_ids")
+_FLASH, _MEGATRON = "flash_attn_kwargs", "packed_seq_params"  # objects that hold offsets
+_AMBIGUOUS = ("seq_lens", "seqlens", "seq_lengths", "sequence_lengths")
+_OTHER_NAMES = (*_OFFSETS, *_NUMBERS, _FLASH, _MEGATRON, LENGTHS)
+_POOLING = (
+    "ForSequenceClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "DoubleHeadsModel",
+)  # how the names of models end that give one result for each row
+_OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
+_DOOR = "_cuseq_door"  # on a model that has the hooks
+
+
+# ---------------------------------------------------------------------------------- the hooks
+
+
+class _Call(NamedTuple):
+    """A call of a model that a thread is inside of."""
+
+    model: nn.Module
+    shape: tuple[int, int]
+    packed: PackedLayout | None
+
+
+@dataclass(frozen=True)
+class _Door:
+    """What a hook has to know of its model, which compiled code cannot look up.
+
+    Attributes:
+        names: the arguments of the model's forward.
+        takes_more: whether it takes other keywords.
+        attends: whether the model's layers compute the attention that its config names.
+        makes_mask: whether the model makes a 2-D mask of ones itself (OPT), so that transformers
+            reads no positions.
+        pools: whether the model gives one result for each row.
+    """
+
+    names: tuple[str, ...]
+    takes_more: bool
+    attends: bool
+    makes_mask: bool
+    pools: bool
+
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        self.inside: list[_Call] = []
+
+
+_calls = _Calls()
+
+
+def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle]:
+    """Make a model read the documents of each call before its other hooks run.
+
+    A model that has the hooks already gets no more.
+
+    Args:
+        model: the model.
+        attends: whether its layers compute the attention that its config names.
+    """
+    if _DOOR in model.__dict__:
+        return []
+    parameters = inspect.signature(type(model).forward).parameters
+    takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    setattr(model, _DOOR, True)
+    door = _Door(
+        names=names_of_call(model),
+        # A model that computes attention in its own way takes them from its next hook.
+        takes_more=takes_more or not attends,
+        attends=attends,
+        makes_mask="ones" in calls_of(model),
+        pools=any(one.__name__.endswith(_POOLING) for one in type(model).__mro__),
+    )
+    bring = partial(bring_documents, door)
+    return [
+        model.register_forward_pre_hook(bring, with_kwargs=True, prepend=True),
+        model.register_forward_hook(_leave, always_call=True),
+    ]
+
+
+def names_of_call(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments that a model's forward takes by position."""
+    return tuple(inspect.signature(type(model).forward).parameters)[1:]
+
+
+def remove_door(model: nn.Module) -> None:
+    """Forget that `install_door` was called, whose hooks the caller has removed."""
+    model.__dict__.pop(_DOOR, None)
+
+
+def documents_found(config: Any, batch: int, seqlen: int) -> tuple[bool, PackedLayout | None]:
+    """Return whether a hook has read the call that runs in this thread, and what it found."""
+    if _calls.inside:
+        model, shape, packed = _calls.inside[-1]
+        known = (model.config, text_config(model))
+        if shape == (batch, seqlen) and any(one is config for one in known):
+            return True, packed
+    return False, None
+
+
+def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not torch.compiler.is_compiling() and _calls.inside and _calls.inside[-1].model is model:
+        _calls.inside.pop()
+
+
+def _enter(model: nn.Module, shape: tuple[int, int], packed: PackedLayout | None) -> None:
+    # A call that Ctrl-C ended never left: a model does not run inside itself.
+    place = next((i for i, one in enumerate(_calls.inside) if one.model is model), None)
+    if place is not None:
+        del _calls.inside[place:]
+    _calls.inside.append(_Call(model, shape, packed))
+
+
+def bring_documents(
+    door: _Door, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Bring the documents of a model's call into one form; a forward pre-hook.
+
+    Raises:
+        ValueError: descriptions contradict each other or the input, a mask hides tokens inside a
+            document, or the model's attention does not read `packed`.
+        TypeError: a description is not what its name says.
+
+    Descriptions on a GPU cost the wait of `PackedLayout`; those that need a mask are read at once.
+    """
+    given = dict(zip(door.names, args, strict=False)) | kwargs
+    told = {name: value for name, value in given.items() if value is not None}
+    rows = told.get("input_ids", told.get("inputs_embeds"))
+    if not isinstance(rows, Tensor) or rows.dim() < 2:
+        return None  # the model refuses them, or this is no call with text
+    is_read = not door.attends or attention_of(text_config(model)) == NAME
+    if torch.compiler.is_compiling():
+        changes = _in_compiled_code(model, told, rows, door.makes_mask) if is_read else {}
+        return _with(given, changes) if changes else None
+    shape = batch, seqlen = rows.shape[0], rows.shape[1]
+    packed, changes = told.get("packed"), {}
+    if packed is not None:
+        if not is_read:
+            raise ValueError(
+                f'packed is read by attn_implementation="{NAME}" alone, got '
+                f'"{attention_of(text_config(model))}": call '
+                f'model.set_attn_implementation("{NAME}"), or cuseq.enable(model) again'
+            )
+        _check_layout_of_call(model, told, packed, batch * seqlen)
+    elif is_read:
+        packed, changes = _read(model, told, rows)
+    _enter(model, shape, packed)
+    described = any(name in told or name in changes for name in DESCRIPTIONS)
+    if described or packed is not None:
+        if door.pools and not is_replaced(model):
+            raise ValueError(
+                f"{type(model).__name__} gives one result for each row of a batch: call "
+                "cuseq.enable(model), by which a linear head on the last token scores each "
+                "document, or train it on padded batches"
+            )
+        hold = model.__dict__.get(HOLD)
+        if hold is not None and hold.lacks_forwards:
+            raise ValueError(
+                f"{type(model).__name__} must be enabled again after it was loaded: its file "
+                "does not hold what keeps documents apart: call cuseq.enable(model)"
+            )
+    if (described or packed is not None) and _is_padding_mask(told):
+        if described:
+            warn_once(MASK_BESIDE_LENGTHS)
+        changes["attention_mask"] = None
+    if packed is not None and "packed" not in told and (door.takes_more or "packed" in door.names):
+        changes["packed"] = packed
+    if packed is not None and "position_ids" in door.names and _leaves_positions_to_model(told):
+        changes["position_ids"] = packed.to(rows.device).position_ids.view(shape)
+    return _with(given, changes) if changes else None
+
+
+def _with(given: dict[str, Any], changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call with some arguments changed, without the descriptions that they replace."""
+    if any(name in changes for name in DESCRIPTIONS):
+        given = {name: value for name, value in given.items() if name not in _OTHER_NAMES}
+    return (), given | changes
+
+
+def _is_padding_mask(told: Mapping[str, Any]) -> bool:
+    mask = told.get("attention_mask")
+    return isinstance(mask, Tensor) and mask.dim() == 2
+
+
+def _leaves_positions_to_model(told: Mapping[str, Any]) -> bool:
+    """Return whether positions would count along the row.
+
+    With other inputs than text the model counts positions of its own kind.
+    """
+    return "position_ids" not in told and not any(n.startswith(_OTHER_INPUTS) for n in told)
+
+
+def _check_layout_of_call(
+    model: nn.Module, told: Mapping[str, Any], packed: Any, tokens: int
+) -> None:
+    """Raise unless the input of a call is as long as its `packed`, and nothing contradicts it."""
+    check_layout(packed)
+    if packed.part is not None:
+        for rope_type in rotations_by_length(text_config(model)):
+            raise ValueError(
+                "packed must describe a whole row for a model whose rotation follows the longest "
+                f"position, which differs from rank to rank, got a rank's part and {rope_type=}"
+            )
+    if _has_filled_cache(told):
+        raise ValueError(
+            "packed lengths describe whole rows, not a decode step: the cache must be empty, got "
+            "one that is filled (by earlier tokens, or by the tokens of prefix tuning)"
+        )
+    if packed.total_tokens != tokens:
+        name = "input_ids" if "input_ids" in told else "inputs_embeds"
+        raise ValueError(
+            f"{name} must have packed.total_tokens = {packed.total_tokens} tokens, got {tokens}: "
+            "was a batch cut or padded after its collator? Cut the examples before it"
+            + (" (peft's virtual tokens need padded batches)" if name == "inputs_embeds" else "")
+        )
+    check_lengths(told)
+    check_agreement(packed, told)
+
+
+def check_total(packed: PackedLayout, tokens: int) -> None:
+    """Raise ValueError unless a layout describes all tokens of an input. In eager code only."""
+    if packed.total_tokens != tokens:
+        raise ValueError(
+            f"packed must describe all batch * seqlen = {tokens} tokens of the input, got a layout "
+            f"of total_tokens={packed.total_tokens}"
+        )
+
+
+# ------------------------------------------------------------------ reading one of the descriptions
+
+
+def _read(
+    model: nn.Module, told: dict[str, Any], rows: Tensor
+) -> tuple[PackedLayout | None, dict[str, Any]]:
+    """Return the layout of a call without `packed`, or else arguments that give its offsets."""
+    batch, seqlen = rows.shape[0], rows.shape[1]
+    tokens = batch * seqlen
+    renamed = _offsets_by_other_names(told)
+    told = told | renamed
+    check_lengths(told)
+    if any(name in told for name in DESCRIPTIONS):
+        return told.get("packed"), renamed
+    if LENGTHS in told:
+        lengths = told[LENGTHS]
+        return _kept(lengths, "lengths", lambda: PackedLayout.from_lengths(lengths, tokens)), {}
+    for name in _NUMBERS:
+        numbers = told.get(name)
+        if isinstance(numbers, Tensor) and numbers.numel() == tokens:
+            return layout_of_numbers(numbers, batch), {}
+    use_cache = getattr(text_config(model), "use_cache", False)
+    packed = layout_of_masks_and_positions({"use_cache": use_cache} | told, batch, seqlen)
+    if packed is None:
+        for name in (*_AMBIGUOUS, *_NUMBERS, _FLASH, _MEGATRON):
+            if name in told:
+                warn_once(
+                    f"{name} does not say to cuseq where documents end, so that each row of the "
+                    "batch is one: pass packed=cuseq.PackedLayout.from_lengths(lengths)"
+                )
+    return packed, {}
+
+
+def _offsets_by_other_names(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `cu_seq_lens_q`, or `packed`, if a call gives them by another name."""
+    if any(name in told for name in DESCRIPTIONS):
+        return {}
+    for name in _OFFSETS:
+        if name in told:
+            return {"cu_seq_lens_q": told[name]}
+    flash, params = told.get(_FLASH), told.get(_MEGATRON)
+    if isinstance(flash, Mapping):
+        names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        return {name: flash[name] for name in names if flash.get(name) is not None}
+    offsets = getattr(params, "cu_seqlens_q", None)
+    if offsets is None:
+        return {}
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    if padded is None or torch.compiler.is_compiling():
+        return {"cu_seq_lens_q": offsets if padded is None else padded}
+    row = of_lengths_and_segments(
+        offsets.diff(), padded.diff(), int(padded[-1]), max(1, padded.numel() - 1)
+    )
+    return {"packed": PackedLayout(Records(row))}
+
+
+def layout_of_masks_and_positions(
+    told: Mapping[str, Any], batch: int, seqlen: int
+) -> PackedLayout | None:
+    """Return the layout that the mask and the positions of a call describe.
+
+    Args:
+        told: `attention_mask`, `position_ids` and the cache of a call, by any of its names, and
+            `use_cache`, without those that are None.
+        batch, seqlen: the shape of the input.
+
+    Returns:
+        None if each row of the batch is one document, or if a 4-D mask or a filled cache says more.
+
+    Raises:
+        ValueError: a mask hides tokens inside a document.
+    """
+    mask, positions = told.get("attention_mask"), told.get("position_ids")
+    if seqlen == 1 or (mask is None and positions is None) or _has_filled_cache(told):
+        return None
+    positions = _positions_of_rows(positions, batch, seqlen)
+    if mask is None:
+        has_cache = bool(cache_names(told)) or told.get("use_cache", False)
+        return None if positions is None else layout_of_positions(positions, batch, has_cache)
+    if not isinstance(mask, Tensor) or mask.shape != (batch, seqlen):
+        return None
+    counts = not mask.dtype.is_floating_point and mask.dtype != torch.bool
+    if (positions is None and not counts) or mask.is_meta or is_capturing(mask.device):
+        return None
+    return _layout_of_mask(mask, positions)
+
+
+def _has_filled_cache(told: Mapping[str, Any]) -> bool:
+    return any(_is_filled(told[name]) for name in cache_names(told))
+
+
+def _is_filled(cache: Any) -> bool:
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:  # it has states of recurrent layers alone
+        return bool(cache.has_previous_state())
+
+
+def _positions_of_rows(positions: Any, batch: int, seqlen: int) -> Tensor | None:
+    """Return positions `[batch or 1, seqlen]`, or M-RoPE's `[3, batch, seqlen]`; else None."""
+    if not isinstance(positions, Tensor) or positions.dim() not in (1, 2, 3):
+        return None
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # the text's positions lie before the planes
+    if positions.shape[-1] != seqlen or positions.is_floating_point():
+        return None
+    if positions.dim() == 1:
+        positions = positions[None]
+    return positions if positions.shape[-2] in (1, batch) else None
+
+
+def layout_of_positions(
+    positions: Tensor, batch: int, has_cache: bool = False
+) -> PackedLayout | None:
+    """Return the layout of positions `[batch or 1, seqlen]` or `[3, batch, seqlen]`.
+
+    Where transformers reads positions (2-D ones, without a cache), a document begins wherever they
+    do not go on by one, as there. Elsewhere `document_numbers` tells where.
+
+    Returns:
+        None if each row is one document.
+
+    The first use of a host value waits for one event, once for each tensor until it is edited in
+    place. Tensors made in inference mode have no version, so every call waits; with CUSEQ_CACHE=0
+    too.
+    """
+
+    def several() -> PackedLayout | None:
+        rows = positions.expand(*positions.shape[:-2], batch, -1)
+        if has_cache or rows.dim() == 3:
+            rows = counted(document_numbers(rows))
+        layout = PackedLayout.from_position_ids(rows)
+        return None if layout.num_sequences == batch else layout
+
+    return _kept(positions, "packed_positions", several, batch, has_cache)
+
+
+def layout_of_numbers(numbers: Tensor, batch: int) -> PackedLayout:
+    """Return the layout of a number for each token, which changes where a document begins."""
+    rows = numbers.reshape(batch, -1)
+    starts = torch.nn.functional.pad(rows[:, 1:] != rows[:, :-1], (1, 0))
+    return _kept(
+        numbers,
+        "packed_numbers",
+        lambda: PackedLayout.from_position_ids(counted(starts.cumsum(-1))),
+        batch,
+    )
+
+
+def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
+    """Return the layout of offsets `[n_seqs + 1]`, made once for each tensor.
+
+    The first use of a host value waits for one event if the offsets are on a GPU.
+    """
+
+    def layout() -> PackedLayout:
+        return PackedLayout.from_cu_seqlens(cu_seqlens.clone(), total_tokens)
+
+    return _kept(cu_seqlens, "packed_offsets", layout, total_tokens)
+
+
+def _kept(tensor: Tensor, fact: str, make: Any, *parts: Any) -> Any:
+    with outside_inference_mode():
+        return remember(tensor, fact, make, *parts, tensors=_tensors_of)
+
+
+def _tensors_of(layout: PackedLayout | None) -> tuple[Tensor, ...]:
+    if layout is None:
+        return ()
+    return layout.row.lengths, layout.row.cu_seqlens_static, layout.row.host_meta
+
+
+def document_numbers(positions: Tensor | None, mask: Tensor | None = None) -> Tensor:
+    """Return the number of each token's document in its row, from 0; works in compiled code.
+
+    A mask with values above 1 says it. Else a document begins where positions fall. It begins too
+    where they return to their first value, if all else in the row goes on by one: otherwise
+    positions that repeat inside one document (SelfExtend) would cut it. M-RoPE's planes give each
+    token of a document other positions, so a document begins where all return to the first.
+
+    Args:
+        positions: int `[batch, seqlen]` or `[3, batch, seqlen]`; None if they go on along the row.
+        mask: `[batch, seqlen]`, 0 at padding, which is left out. Its number has no meaning.
+
+    Returns:
+        int64 `[batch, seqlen]`, never falling.
+    """
+    if mask is None:
+        assert positions is not None
+        real = torch.ones(positions.shape[-2:], dtype=torch.bool, device=positions.device)
+    else:
+        real = mask != 0
+    slots = torch.arange(real.shape[-1], device=real.device).expand(real.shape)
+    last = torch.where(real, slots, -1).cummax(-1).values  # the last real token up to each
+    before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    follows = real & (before >= 0)
+    before = before.clamp(min=0)
+    starts = torch.zeros_like(real)
+    if positions is not None:
+        planes = positions if positions.dim() == 3 else positions[None]
+        first = torch.where(real, slots, real.shape[-1] - 1).amin(-1, keepdim=True)
+        returns = (planes == planes.gather(-1, first.expand(len(planes), -1, -1))).all(0)
+        if positions.dim() == 2:
+            step = positions - positions.gather(-1, before)
+            goes_on = (step == 1) | (step < 0) | returns | ~follows
+            returns = (step < 0) | (returns & goes_on.all(-1, keepdim=True))
+        starts = returns
+    if mask is not None and mask.dtype != torch.bool:
+        changes = mask != mask.gather(-1, before)
+        starts = torch.where((mask > 1).any(), changes, starts)
+    return (starts & follows).cumsum(-1)
+
+
+def counted(numbers: Tensor) -> Tensor:
+    """Return positions that count from 0 inside each run of equal numbers in a row."""
+    slots = torch.arange(numbers.shape[-1], device=numbers.device).expand(numbers.shape)
+    starts = torch.nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
+    return slots - torch.where(starts, slots, 0).cummax(-1).values
+
+
+def _layout_of_mask(mask: Tensor, positions: Tensor | None) -> PackedLayout | None:
+    """Return the layout of the real tokens of a mask; None if each row is one document."""
+    batch, seqlen = mask.shape
+    on_host = mask.detach().cpu()
+    if positions is None and not bool((on_host > 1).any()):
+        return None
+    if positions is not None:
+        positions = positions.detach().cpu().expand(*positions.shape[:-2], batch, -1)
+    numbers = document_numbers(positions, on_host)
+    if not bool(numbers.any()):
+        return None
+    real = (on_host != 0).flatten().nonzero().flatten()
+    row = torch.arange(batch).repeat_interleave(seqlen)
+    keys = (row * seqlen + numbers.flatten())[real]
+    _, lengths = keys.unique_consecutive(return_counts=True)
+    ends = lengths.cumsum(0)
+    starts, last = real[ends - lengths], real[ends - 1]
+    if not torch.equal(last - starts + 1, lengths):
+        first = int((last - starts + 1 != lengths).nonzero()[0])
+        raise ValueError(
+            "attention_mask must have no zeros inside a document of a packed row, got "
+            f"{int(last[first] - starts[first] + 1 - lengths[first])} in the one that begins at "
+            f"token {int(starts[first]) % seqlen} of row {int(starts[first]) // seqlen}"
+        )
+    if starts[0] > 0:  # padding lies behind a document: here behind one without tokens
+        starts, lengths = (torch.nn.functional.pad(one, (1, 0)) for one in (starts, lengths))
+    segments = torch.cat([starts, starts.new_tensor([batch * seqlen])]).diff()
+    if torch.equal(segments[:-1], lengths[:-1]):
+        packed = PackedLayout.from_lengths(lengths, batch * seqlen)
+    else:
+        made = of_lengths_and_segments(lengths, segments, batch * seqlen, batch * seqlen)
+        packed = PackedLayout(Records(made))
+    return packed.to(mask.device)
+
+
+# -------------------------------------------------------------------------------- in compiled code
+
+
+def _in_compiled_code(
+    model: nn.Module, told: dict[str, Any], rows: Tensor, makes_mask: bool
+) -> dict[str, Any]:
+    """Return arguments in the place of those of a call, by their names and shapes alone."""
+    renamed = _offsets_by_other_names(told)
+    if any(name in told or name in renamed for name in DESCRIPTIONS):
+        return renamed | ({"attention_mask": None} if _is_padding_mask(told) else {})
+    if LENGTHS in told:
+        return {"cu_seq_lens_q": torch.nn.functional.pad(told[LENGTHS].cumsum(0), (1, 0)).int()}
+    positions = told.get("position_ids")
+    for name in _NUMBERS:
+        if name in told and positions is None:
+            numbers = told[name].reshape(rows.shape[:2])
+            starts = torch.nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
+            return {"position_ids": counted(starts.cumsum(-1))}
+    if positions is not None and (makes_mask or _makes_planes(model, positions)):
+        warn_of_compiled_positions()
+    return {}
+
+
+def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
+    """Return whether a model with M-RoPE makes its mask without these positions."""
+    if positions.dim() == 3:
+        return positions.shape[0] == 3
+    return "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
+
+
+@torch.compiler.assume_constant_result  # the compiler calls it and puts None into the graph
+def warn_of_compiled_positions() -> None:
+    """Warn that packed positions are not read."""
+    warn_once(
+        "LEAKS if position_ids are packed: compiled code cannot read them, and only the masks of "
+        "some models do; pass packed= to a model that is compiled as a whole"
+    )
