@@ -536,6 +536,7 @@ def test_compiled_code_waits_for_lengths_from_the_device(cuda):
     tensors = inputs(64, 4, 2, 32, device="cuda", dtype=torch.bfloat16)
     compiled = torch.compile(cuseq.varlen_attention, fullgraph=True, dynamic=False)
     compiled(*tensors, PackedLayout.from_lengths([64], 64, device="cuda"))
+    PackedLayout.from_lengths(torch.tensor([64], device="cuda"), 64)  # loading a kernel waits
     for lengths in ([20, 30], [1, 2, 3], [64]):
         on_device = torch.tensor(lengths, device="cuda")
         torch.cuda._sleep(1_000_000_000)

@@ -705,7 +705,7 @@ def test_a_promise_is_a_number_of_the_sequences_there_is_room_for(at_most, said)
     slots = [_C.HostMeta.NUM_SEQS, _C.HostMeta.STATUS]
     before = [layout.host_meta for layout in (*layouts, packed)]
     values = [meta.tolist() for meta in before]
-    with pytest.raises(KeyError), static.promised(at_most):
+    with pytest.raises(KeyError), static.captured_for(at_most):
         found = [layout.host_meta[slots].tolist() for layout in layouts]
         rooms = [said, 3, chunks.row.max_seqs]
         assert found == [[room, _C.HostMeta.OF_REPLAYS] for room in rooms]
@@ -727,7 +727,7 @@ def test_a_captured_call_attends_over_the_sequences_that_are_promised(padded, cu
     static = StaticLayout.like(packed, cuda)
     for promised, end in ((2, 64 if padded else 50), (3, packed.total_tokens)):
         graph = torch.cuda.CUDAGraph()
-        with static.promised(promised), torch.cuda.graph(graph):
+        with static.captured_for(promised), torch.cuda.graph(graph):
             out = cuseq.varlen_attention(q, k, v, static, backend="flash")
         graph.replay()
         torch.testing.assert_close(out[:end], expected[:end], rtol=2e-2, atol=2e-2)
