@@ -158,7 +158,7 @@ def _padded(values: Tensor, total: int, fill: int | None) -> Tensor:
     if missing == 0:
         return values
     if fill is None:
-        tail = torch.arange(missing, dtype=values.dtype, device=values.device)
+        tail = torch.arange(missing, device=values.device).to(values.dtype)  # of any dtype
         tail = tail.view(1, missing, *[1] * (values.dim() - 2)).expand(-1, -1, *values.shape[2:])
     else:
         tail = values.new_full((1, missing, *values.shape[2:]), fill)

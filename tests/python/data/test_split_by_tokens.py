@@ -130,6 +130,17 @@ def test_positions_of_several_planes_are_padded():
     assert second["position_ids"][0, 2:].tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint16, torch.float16], ids=str)
+def test_positions_of_any_dtype_go_on_in_padding(dtype):
+    batch = cuseq.PackingCollator()([{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}])
+    batch["position_ids"] = batch["position_ids"].to(dtype)
+    for part, _ in cuseq.data.split_by_tokens(batch, 4, total_multiple=8):
+        tokens = part["packed"].num_real_tokens
+        expected = [*range(tokens), *range(8 - tokens)]
+        assert part["position_ids"].dtype == dtype
+        assert part["position_ids"].int().tolist() == [expected]
+
+
 def test_one_pass_where_the_budget_holds_all():
     batch = make_batch([3, 4, 5], tail=4)
     ((part, weight),) = parts_of(batch, 12)
