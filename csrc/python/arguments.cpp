@@ -29,6 +29,10 @@ namespace {
 
 }  // namespace
 
+std::string shown(py::handle value) {
+  return py::module_::import("cuseq._base.arguments").attr("shown")(value).cast<std::string>();
+}
+
 const at::Tensor& tensor_argument(py::handle value, const char* name) {
   if (!THPVariable_Check(value.ptr())) {
     throw py::type_error(std::string(name) + " must be a tensor, got " +
@@ -51,8 +55,7 @@ int64_t int_argument(py::handle value, const char* name) {
   if (!number) {
     if (PyErr_ExceptionMatches(PyExc_Exception) == 0) throw py::error_already_set();  // Ctrl-C
     PyErr_Clear();
-    throw py::type_error(std::string(name) + " must be an int, got " +
-                         py::repr(value).cast<std::string>());
+    throw py::type_error(std::string(name) + " must be an int, got " + shown(value));
   }
   int overflow = 0;
   const int64_t result = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);

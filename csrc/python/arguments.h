@@ -4,12 +4,16 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
+#include <string>
 
 // Conversion of Python arguments. Their errors name the argument, where pybind11 would list every
 // signature, and they are faster.
 namespace cuseq::python {
 
 namespace py = pybind11;
+
+// Return the text of a value for an error message, as Python's `shown` does.
+std::string shown(py::handle value);
 
 const at::Tensor& tensor_argument(py::handle value, const char* name);
 

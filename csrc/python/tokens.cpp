@@ -13,11 +13,6 @@
 namespace cuseq::python {
 namespace {
 
-std::string shown(py::handle value) {
-  auto text = py::repr(value).cast<std::string>();
-  return text.size() <= 200 ? text : text.substr(0, 200) + "...";
-}
-
 // Raise TypeError, from an error that Python raised if there is one; an interrupt stays what it is.
 [[noreturn]] void refuse(py::handle value, const std::string& name, const char* rule) {
   const bool has_cause = PyErr_Occurred() != nullptr;

@@ -54,11 +54,17 @@ def route(call: Call, explain: bool = False) -> Route:
     """
     if call.q.is_cuda:
         load_backends()
-    if call.packed.tree is not None and tree.takes(call):
+    try:
+        in_one_kernel = call.packed.tree is not None and tree.takes(call)
+        by_flex = not in_one_kernel and flex.takes(call)
+    except (RuntimeError, AttributeError):  # of nested shapes; checking first would cost time
+        check_rows(call.q, call.k, call.v)
+        raise
+    if in_one_kernel:
         _check(call._replace(window=None))
         name, run = ("flex", flex.attend) if tree.takes_flex(call) else ("dense", tree.attend)
         return Route(name, tree.why(call) if explain else "", run)
-    if flex.takes(call):
+    if by_flex:
         _check(call)
         return Route("flex", _noted(call, flex.why(call)) if explain else "", flex.attend)
     if not explain:

@@ -100,5 +100,4 @@ def _first_wrong(lengths: Any, name: str) -> str:
                 array("q", [length])
             except (TypeError, OverflowError):
                 return f"{name}[{number}] = {shown(length)}"
-    got = repr(lengths)
-    return got if len(got) <= 80 else f"{got[:80]}..."
+    return shown(lengths)

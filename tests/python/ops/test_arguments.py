@@ -13,6 +13,7 @@ LENGTHS = torch.tensor([2, 3])
 Q = torch.randn(6, 2, 8)
 TABLE = torch.ones(6, 4)
 PACKED = cuseq.PackedLayout.from_lengths([2, 3], 6)
+TREE = cuseq.PackedTree.from_sequences([[1, 2, 3], [1, 2, 4], [1, 5]], total_tokens=6).layout
 
 
 def nested() -> torch.Tensor:
@@ -24,6 +25,10 @@ NOT_DENSE = {
     "None": lambda: None,
     "sparse": lambda: LENGTHS.to_sparse(),
     "nested": nested,
+    "nested rows": lambda: torch.nested.as_nested_tensor([torch.ones(2, 8)] * 2),
+    "jagged rows": lambda: torch.nested.nested_tensor(
+        [torch.ones(2, 2, 8), torch.ones(4, 2, 8)], layout=torch.jagged
+    ),
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "meta": lambda: LENGTHS.to("meta"),
@@ -47,12 +52,23 @@ TENSORS = {
     "position_ids": [ops.cu_seqlens_from_position_ids],
     "q": [
         lambda q: cuseq.varlen_attention(q, Q, Q, PACKED),
+        lambda q: cuseq.varlen_attention(q, Q, Q, TREE),
+        lambda q: cuseq.varlen_attention(q, Q, Q, TREE, window=1),
         lambda q: cuseq.apply_rope(q, Q, TABLE, TABLE),
         lambda q: cuseq.apply_rope(q, Q, TABLE, TABLE, packed=PACKED),
         lambda q: cuseq.apply_qk_norm_rope(q, None, Q[0, 0], None, TABLE, TABLE, eps=1e-6),
     ],
-    "k": [lambda k: cuseq.varlen_attention(Q, k, Q, PACKED)],
-    "v": [lambda v: cuseq.varlen_attention(Q, Q, v, PACKED)],
+    "k": [
+        lambda k: cuseq.varlen_attention(Q, k, Q, PACKED),
+        lambda k: cuseq.varlen_attention(Q, k, Q, TREE),
+        lambda k: cuseq.varlen_attention(Q, k, Q, TREE, window=1),
+    ],
+    "v": [
+        lambda v: cuseq.varlen_attention(Q, Q, v, PACKED),
+        lambda v: cuseq.varlen_attention(Q, Q, v, TREE),
+        lambda v: cuseq.varlen_attention(Q, Q, v, TREE, window=1),
+        lambda v: cuseq.attention_backend(Q, Q, v, TREE),
+    ],
     "cos": [lambda cos: cuseq.apply_rope(Q, Q, cos, TABLE)],
     "sin": [lambda sin: cuseq.apply_rope(Q, Q, TABLE, sin)],
     "q_weight": [
@@ -204,6 +220,8 @@ def test_numbers_of_numpy_are_numbers():
         "balance": lambda x: cuseq.data.PackedBatchSampler([3], 8, balance=x),
         "block_size": lambda x: PACKED.block_mask(block_size=[x] * 3),
         "fill": lambda x: ops.shift_left(torch.arange(6), PACKED, fill=x),
+        "total_tokens": lambda x: ops.cached_position_ids(LENGTHS, x),
+        r"sequences\[0\]\[1\]": lambda x: cuseq.PackedTree.from_sequences([[1, x]]),
         "lengths": lambda x: cuseq.PackedLayout.from_lengths([x]),
         "spans": lambda x: PACKED.dense_mask(spans=[(0, x)]),
     }.items(),
@@ -215,7 +233,7 @@ def test_messages_describe_tensors(name, call):
     with pytest.raises(RuntimeError):
         repr(unprintable)
     for value in (torch.ones(3000), unprintable):
-        message = rf"^{name} must .*, got \W*(0, )?a tensor of "
+        message = rf"^{name} must .*,? got \W*(0, )?a tensor of "
         with pytest.raises((TypeError, ValueError), match=message):
             call(value)
 
