@@ -91,7 +91,7 @@ class CollatorOfImages:
 @pytest.mark.parametrize("by", ["collator", "forward"])
 @pytest.mark.parametrize(
     ("lost", "kind"),
-    [("", None), ("planes", "positions"), ("images", "logits"), ("layout", "attention")],
+    [("", None), ("planes", "positions"), ("images", "logits"), ("layout", None)],
 )
 def test_images(lost, kind, by):
     model = model_of_images()

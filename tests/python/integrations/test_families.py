@@ -29,7 +29,7 @@ from cuseq.debug.families.result import (
     RIGHT,
     FamilyResult,
 )
-from cuseq.integrations.transformers import attention
+from cuseq.integrations.transformers import documents
 
 QUICK = tuple(name for name in CHECKS if name != "compile")
 # What enable replaces in each family that must be right.
@@ -268,7 +268,7 @@ def test_an_exception_is_no_leak(monkeypatch):
 
 def test_position_ids_that_are_not_read_are_found(monkeypatch):
     """The batch of the other checks has `packed` too."""
-    monkeypatch.setattr(attention, "layout_of_positions", lambda *arguments: None)
+    monkeypatch.setattr(documents, "layout_of_positions", lambda *arguments: None)
     result = try_family("llama", ["positions", "packed"])
     assert result.verdict == DIFFERS and result.is_wrong
     assert result.reason.startswith("positions: logits differ by") and not result.checks["packed"]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +74,7 @@ _DOOR = "_cuseq_door"  # on a model that has the hooks
 class _Call(NamedTuple):
     """A call of a model that a thread is inside of."""
 
-    model: nn.Module
+    model: weakref.ref[nn.Module]
     shape: tuple[int, int]
     packed: PackedLayout | None
 
@@ -148,24 +149,25 @@ def remove_door(model: nn.Module) -> None:
 def documents_found(config: Any, batch: int, seqlen: int) -> tuple[bool, PackedLayout | None]:
     """Return whether a hook has read the call that runs in this thread, and what it found."""
     if _calls.inside:
-        model, shape, packed = _calls.inside[-1]
-        known = (model.config, text_config(model))
+        of_model, shape, packed = _calls.inside[-1]
+        model = of_model()
+        known = () if model is None else (model.config, text_config(model))
         if shape == (batch, seqlen) and any(one is config for one in known):
             return True, packed
     return False, None
 
 
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    if not torch.compiler.is_compiling() and _calls.inside and _calls.inside[-1].model is model:
+    if not torch.compiler.is_compiling() and _calls.inside and _calls.inside[-1].model() is model:
         _calls.inside.pop()
 
 
 def _enter(model: nn.Module, shape: tuple[int, int], packed: PackedLayout | None) -> None:
     # A call that Ctrl-C ended never left: a model does not run inside itself.
-    place = next((i for i, one in enumerate(_calls.inside) if one.model is model), None)
+    place = next((i for i, one in enumerate(_calls.inside) if one.model() is model), None)
     if place is not None:
         del _calls.inside[place:]
-    _calls.inside.append(_Call(model, shape, packed))
+    _calls.inside.append(_Call(weakref.ref(model), shape, packed))
 
 
 def bring_documents(
@@ -184,7 +186,7 @@ def bring_documents(
     told = {name: value for name, value in given.items() if value is not None}
     rows = told.get("input_ids", told.get("inputs_embeds"))
     if not isinstance(rows, Tensor) or rows.dim() < 2:
-        return None  # the model refuses them, or this is no call with text
+        return None  # the model refuses them, or this is not a call with text
     is_read = not door.attends or attention_of(text_config(model)) == NAME
     if torch.compiler.is_compiling():
         changes = _in_compiled_code(model, told, rows, door.makes_mask) if is_read else {}
