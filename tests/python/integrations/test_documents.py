@@ -91,8 +91,16 @@ def make_model(name: str, how: str = "sdpa") -> nn.Module:
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
     model.eval()
     if how == "enabled":
-        cuseq.enable(model)
+        enable(model)
     return model
+
+
+def enable(model: nn.Module) -> Any:
+    """Enable a model; skip the test if its release of transformers has layers that leak."""
+    enabled = cuseq.enable(model)
+    if any(warning.startswith("LEAKS") for warning in enabled.warnings):
+        pytest.skip(f"documents leak in transformers {transformers.__version__}, and it is said")
+    return enabled
 
 
 @pytest.fixture(autouse=True)
