@@ -83,7 +83,7 @@ def test_models_of_one_config_do_not_share_what_enable_changes(name):
     gc.collect()
     with torch.no_grad():
         assert torch.equal(third(**batch).logits, stock)
-        assert torch.equal(first(**batch).logits, stock)
+        assert_near(first(**batch).logits, stock)  # its tables were made in fp64
 
 
 def test_edits_of_a_config_are_kept():
