@@ -361,10 +361,13 @@ def _checked(row: Row) -> Row:
 
 def _check_one_document_a_row(mask: Tensor) -> None:
     """Raise ValueError for a mask that numbers the documents of a row: 1, 1, 2, 2, 2, 0."""
+    if mask.is_meta:
+        return
+    mask = mask.long()  # torch gathers no unsigned numbers of more than 8 bits
     real = mask != 0
     first = mask.gather(-1, real.int().argmax(-1, keepdim=True)) if mask.numel() else mask
     differs = real & (mask != first)
-    if mask.is_meta or not bool(differs.any()):
+    if not bool(differs.any()):
         return
     row = int(differs.any(-1).nonzero()[0])
     found = mask[row][real[row]].unique_consecutive()[:4].tolist()

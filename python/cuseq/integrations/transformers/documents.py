@@ -493,6 +493,7 @@ def document_numbers(positions: Tensor | None, mask: Tensor | None = None) -> Te
             returns = (step < 0) | (returns & goes_on.all(-1, keepdim=True))
         starts = returns
     if mask is not None and mask.dtype != torch.bool:
+        mask = mask.long()  # torch gathers no unsigned numbers of more than 8 bits
         changes = mask != mask.gather(-1, before)
         starts = torch.where((mask > 1).any(), changes, starts)
     return (starts & follows).cumsum(-1)
