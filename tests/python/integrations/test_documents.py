@@ -232,6 +232,29 @@ def test_each_description_gives_the_documents_apart(name, how, use_cache):
     assert not failed, "\n".join(failed)
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {name: moved(one, device) for name, one in value.items()}
+    if isinstance(value, types.SimpleNamespace):
+        return types.SimpleNamespace(**moved(vars(value), device))
+    return value.to(device)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "gptj", "qwen3_next", "qwen2_vl", "gemma3"])
+def test_descriptions_on_any_device(name, device):
+    expected = one_by_one(name).float().to(device)
+    model = make_model(name, "enabled").float().to(device)
+    failed = []
+    for description, batch in DESCRIPTIONS.items():
+        given = moved(batch(), device)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = real_logits(model(**given).logits, given)
+        if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
+            failed.append(f"{description}: off by {(found - expected).abs().max():.2g}")
+    assert not failed, "\n".join(failed)
+
+
 @pytest.mark.parametrize("description", DESCRIPTIONS)
 def test_gradients_are_those_of_the_documents(description):
     weight = torch.randn(TOTAL, VOCAB, dtype=torch.float64)
