@@ -151,9 +151,9 @@ def documents_found(config: Any, batch: int, seqlen: int) -> tuple[bool, PackedL
     if _calls.inside:
         of_model, shape, packed = _calls.inside[-1]
         model = of_model()
-        known = () if model is None else (model.config, text_config(model))
-        if shape == (batch, seqlen) and any(one is config for one in known):
-            return True, packed
+        if model is not None and shape == (batch, seqlen):
+            if model.config is config or text_config(model) is config:
+                return True, packed
     return False, None
 
 
@@ -187,7 +187,7 @@ def bring_documents(
     rows = told.get("input_ids", told.get("inputs_embeds"))
     if not isinstance(rows, Tensor) or rows.dim() < 2:
         return None  # the model refuses them, or this is not a call with text
-    is_read = not door.attends or attention_of(text_config(model)) == NAME
+    is_read = not door.attends or _names_ours(model)
     if torch.compiler.is_compiling():
         changes = _in_compiled_code(model, told, rows, door.makes_mask) if is_read else {}
         return _with(given, changes) if changes else None
@@ -234,6 +234,11 @@ def _with(given: dict[str, Any], changes: dict[str, Any]) -> tuple[tuple[Any, ..
     if any(name in changes for name in DESCRIPTIONS):
         given = {name: value for name, value in given.items() if name not in _OTHER_NAMES}
     return (), given | changes
+
+
+def _names_ours(model: nn.Module) -> bool:
+    """Return whether a model's config names cuseq's attention; it is asked in every call."""
+    return attention_of(model.config) == NAME or attention_of(text_config(model)) == NAME
 
 
 def _is_padding_mask(told: Mapping[str, Any]) -> bool:
