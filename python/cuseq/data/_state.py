@@ -26,7 +26,7 @@ def refuse_other(
     if lacking:
         raise ValueError(f"state must be what state_dict returned, but it has no {lacking[0]!r}")
     differ = [
-        f"{name} is {value!r} and was {state[name]!r}"
+        f"{name} is {shown(value)} and was {shown(state[name])}"
         for name, value in settings.items()
         if not _is_same(state[name], value)
     ]

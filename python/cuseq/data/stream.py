@@ -448,10 +448,12 @@ class PackedStream(IterableDataset[list[Any]]):
     def _pass_again(self, pickled: Any) -> _Pass:
         if not isinstance(pickled, _Pass):
             raise TypeError(f"_pass must be the position of a pass, got {shown(pickled)}")
+        kept = ("position", "consumed", "skipped")
+        position, consumed, skipped = options_in(vars(pickled), kept).values()
         names = (*_COUNTS, "world_size", "held", "source")
-        made = _Pass(self._checked_position(options_in(pickled.position, names)))
-        made.consumed = as_int(pickled.consumed, "consumed", least=made.consumed)
-        made.skipped = as_int(pickled.skipped, "skipped", least=made.skipped)
+        made = _Pass(self._checked_position(options_in(position, names)))
+        made.consumed = as_int(consumed, "consumed", least=made.consumed)
+        made.skipped = as_int(skipped, "skipped", least=made.skipped)
         return made
 
     def _settings(self) -> dict[str, Any]:
@@ -471,7 +473,7 @@ def _tokens(sample: Any) -> int:
     try:
         ids = sample["input_ids"]
         if isinstance(ids, torch.Tensor):  # a nested one has no length
-            check_tensor(ids, "input_ids")
+            check_tensor(ids, "input_ids of samples")
         return len(ids)
     except (TypeError, LookupError) as error:
         raise TypeError(

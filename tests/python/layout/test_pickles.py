@@ -251,6 +251,16 @@ def test_wrong_attributes_are_named(value, fields, message):
         edited(value, **fields)
 
 
+@pytest.mark.parametrize("attributes", [{}, {"position": {}}, {"position": 3, "consumed": 0}])
+@pytest.mark.parametrize("field", ["_pass", "_loaded"])
+def test_a_pickled_pass_that_lacks_attributes_is_refused(field, attributes):
+    stream = cuseq.data.PackedStream([], 4)
+    position = object.__new__(type(stream._pass))
+    vars(position).update(attributes)
+    with pytest.raises(ValueError, match="pickled must hold (position|consumed|skipped), got"):
+        edited(stream, **{field: position})
+
+
 def test_a_subclass_keeps_what_it_adds():
     collator = _Collator(total_tokens=8)
     collator.more = 3
@@ -279,7 +289,7 @@ def sampler(**options) -> cuseq.data.PackedBatchSampler:
         ({"before": [3]}, "before must hold world_size, accumulation and steps"),
         ({"epoch": "a"}, "epoch must be an int"),
         ({"step": -1}, "step must be at least 0"),
-        ({"seed": torch.ones(2)}, "seed is 0 and was tensor"),
+        ({"seed": torch.ones(2)}, "seed is 0 and was a tensor of torch.float32"),
     ],
 )
 def test_a_state_that_no_sampler_returned_is_named(state, message):

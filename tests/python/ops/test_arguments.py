@@ -156,7 +156,9 @@ REFUSED = {
         lambda: list(cuseq.data.PackedStream([{"input_ids": nested()}], 8)),
         lambda: list(cuseq.data.PackedStream([{"input_ids": LENGTHS.to_sparse()}], 8)),
     ],
-    "input_ids": [lambda: list(cuseq.data.PackedStream([{"input_ids": LENGTHS.to("meta")}], 8))],
+    "input_ids of samples": [
+        lambda: list(cuseq.data.PackedStream([{"input_ids": LENGTHS.to("meta")}], 8))
+    ],
     "examples": [lambda: cuseq.PackingCollator()(3), lambda: cuseq.PackingCollator()(nested())],
     "batch": [lambda: list(cuseq.data.split_by_tokens(3, 8))],
     "pad_token_id": [lambda: list(cuseq.data.split_by_tokens({}, 8, pad_token_id=nested()))],
