@@ -256,6 +256,22 @@ def test_descriptions_on_any_device(name, device):
 
 
 @pytest.mark.parametrize("description", DESCRIPTIONS)
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("mistral", marks=pytest.mark.full)])
+def test_compiled_code_keeps_documents_apart(name, description):
+    torch._dynamo.reset()
+    expected, model = one_by_one(name), make_model(name, "enabled")
+    compiled, batch = (
+        torch.compile(model, backend="eager", fullgraph=True),
+        DESCRIPTIONS[description](),
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = real_logits(compiled(**batch, use_cache=False).logits, batch)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("description", DESCRIPTIONS)
 def test_gradients_are_those_of_the_documents(description):
     weight = torch.randn(TOTAL, VOCAB, dtype=torch.float64)
 
