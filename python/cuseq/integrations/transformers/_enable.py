@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cuseq._base.arguments import check_flag
-from cuseq._base.models import text_config
+from cuseq._base.models import recurrent_layers, recurrent_types, text_config
 from cuseq.attention import check_installed
 from cuseq.integrations._enabled import Enabled, check_same_options, uninterrupted
 from cuseq.integrations.transformers._forwards import (
@@ -56,11 +56,7 @@ from cuseq.integrations.transformers._private import (
     hooks_of,
     set_attention_alone,
 )
-from cuseq.integrations.transformers._recurrent import (
-    leak_warning,
-    recurrent_layers,
-    recurrent_types,
-)
+from cuseq.integrations.transformers._recurrent import leak_warning
 from cuseq.integrations.transformers._refusal import without_layers
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
@@ -84,7 +80,7 @@ from cuseq.integrations.transformers.names import BACKEND, HOLD, NAME, parameter
 
 @dataclass
 class _State:
-    """What `disable_model` needs to restore a model; the model has it as an attribute.
+    """The replaced parts of an enabled model, for `disable_model`; an attribute of the model.
 
     A deep copy of the model has a copy of it. A pickle has only what the attention was called.
     """
@@ -105,18 +101,14 @@ class _State:
         return _State(**{name: copy.deepcopy(one, memo) for name, one in vars(self).items()})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _saved, (attention_of(self.configs[0].original) if self.configs else None,)
+        return _Saved, (attention_of(self.configs[0].original) if self.configs else None,)
 
 
 @dataclass
 class _Saved:
-    """What is left of a `_State` in a model that was pickled while it was enabled."""
+    """The name of the attention that a model had before `enable`, in its pickle."""
 
     implementation: str | None
-
-
-def _saved(implementation: str | None) -> _Saved:
-    return _Saved(implementation)
 
 
 _STATE = "_cuseq_state"

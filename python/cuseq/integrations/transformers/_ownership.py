@@ -1,4 +1,4 @@
-"""What an enabled model owns: configs of its own, and its share of what is replaced elsewhere.
+"""The configs of an enabled model, and its share in the functions that cuseq replaces.
 
 Models that are made from one config object share it. So an enabled model gets a copy of each config
 that names its attention, and `disable` puts the originals back.

@@ -6,12 +6,6 @@ from collections.abc import Iterable
 
 import transformers
 
-from cuseq._base.models import Separated as Separated
-from cuseq._base.models import mark_separated as mark_separated
-from cuseq._base.models import recurrent_layers as recurrent_layers
-from cuseq._base.models import recurrent_types as recurrent_types
-from cuseq._base.models import unmark_separated as unmark_separated
-
 
 def leak_warning(types: Iterable[str]) -> str:
     """Return the warning for a model with these types of recurrent layers."""

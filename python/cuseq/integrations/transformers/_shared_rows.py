@@ -12,11 +12,10 @@ from torch.utils.data import IterableDataset
 
 from cuseq._base import modes as _modes
 from cuseq._base.arguments import shown
-from cuseq._base.models import rotations_by_length, text_config
+from cuseq._base.models import recurrent_types, rotations_by_length, text_config
 from cuseq.distributed import ContextParallel
 from cuseq.integrations.transformers import _private as private
 from cuseq.integrations.transformers._layers import find_pretrained
-from cuseq.integrations.transformers._recurrent import recurrent_types
 from cuseq.integrations.transformers._whole_rows import check_balance_loss
 
 if TYPE_CHECKING:

@@ -81,7 +81,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Door:
-    """What a hook has to know of its model, which compiled code cannot look up.
+    """The properties of a model that its hook uses and that compiled code cannot look up.
 
     Attributes:
         names: the arguments of the model's forward.
@@ -305,8 +305,7 @@ def _read(
     if any(name in told for name in DESCRIPTIONS):
         return told.get("packed"), renamed
     if LENGTHS in told:
-        lengths = told[LENGTHS]
-        return _kept(lengths, "lengths", lambda: PackedLayout.from_lengths(lengths, tokens)), {}
+        return layout_of_lengths(told[LENGTHS], tokens), {}
     for name in _NUMBERS:
         numbers = told.get(name)
         if isinstance(numbers, Tensor) and numbers.numel() == tokens:
@@ -427,16 +426,22 @@ def layout_of_positions(
     return _kept(positions, "packed_positions", several, batch, has_cache)
 
 
+def layout_of_lengths(lengths: Tensor, total_tokens: int) -> PackedLayout:
+    """Return the layout of lengths `[n_seqs]`, made once for each tensor."""
+
+    def layout() -> PackedLayout:
+        return PackedLayout.from_lengths(lengths.clone(), total_tokens)
+
+    return _kept(lengths, "packed_lengths", layout, total_tokens)
+
+
 def layout_of_numbers(numbers: Tensor, batch: int) -> PackedLayout:
     """Return the layout of a number for each token, which changes where a document begins."""
-    rows = numbers.reshape(batch, -1)
-    starts = torch.nn.functional.pad(rows[:, 1:] != rows[:, :-1], (1, 0))
-    return _kept(
-        numbers,
-        "packed_numbers",
-        lambda: PackedLayout.from_position_ids(counted(starts.cumsum(-1))),
-        batch,
-    )
+
+    def layout() -> PackedLayout:
+        return PackedLayout.from_position_ids(counted(numbers.reshape(batch, -1)))
+
+    return _kept(numbers, "packed_numbers", layout, batch)
 
 
 def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
@@ -561,9 +566,7 @@ def _in_compiled_code(
     positions = told.get("position_ids")
     for name in _NUMBERS:
         if name in told and positions is None:
-            numbers = told[name].reshape(rows.shape[:2])
-            starts = torch.nn.functional.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
-            return {"position_ids": counted(starts.cumsum(-1))}
+            return {"position_ids": counted(told[name].reshape(rows.shape[:2]))}
     if positions is not None and (makes_mask or _makes_planes(model, positions)):
         warn_of_compiled_positions()
     return {}

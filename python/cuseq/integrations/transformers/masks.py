@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import masking_utils
 
 from cuseq._base.arguments import as_size
+from cuseq._base.models import recurrent_layers
 from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import new_key, remember
-from cuseq.integrations.transformers._recurrent import recurrent_layers
 from cuseq.integrations.transformers.documents import counted, document_numbers
 from cuseq.integrations.transformers.names import NAME
 from cuseq.layout import PackedLayout
@@ -32,7 +32,7 @@ DOCUMENTS = "_cuseq_documents"
 
 @dataclass(frozen=True)
 class Told:
-    """What a call says about its documents, as the mask function needs it.
+    """The description of documents in a call, for the mask function.
 
     Attributes:
         packed: the layout; None if each row is one document, or in compiled code.
