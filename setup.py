@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -60,6 +61,17 @@ def check_version(version: str) -> None:
         raise SystemExit(
             f"cuseq needs torch {least} or newer, and {sys.prefix} has {version}. Type first:\n"
             "    pip install --upgrade torch"
+        )
+
+
+def check_setuptools() -> None:
+    """Stop if setuptools, in a build without isolation, is older than pyproject.toml needs."""
+    (least,) = re.findall(r"setuptools>=([\d.]+)", listed("requires = ")[0])
+    if numbers(setuptools.__version__) < numbers(least):
+        raise SystemExit(
+            f"cuseq needs setuptools {least} or newer to build, and {sys.prefix} has "
+            f"{setuptools.__version__}. Type first:\n"
+            f'    pip install "{listed("requires = ")[0]}"'
         )
 
 
@@ -134,6 +146,7 @@ class CMakeBuild(build_ext):
                 raise SystemExit("cuseq was not built: the reason is above")
 
 
+check_setuptools()
 if is_install():
     environment_with_torch()
 setup(

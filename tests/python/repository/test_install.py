@@ -104,6 +104,15 @@ def test_a_build_without_torch_stops(environment):
     assert made.returncode != 0 and "pip install torch\n" in made.stderr
 
 
+def test_a_setuptools_that_cannot_read_the_project_is_named(environment):
+    (environment.tools / "sitecustomize.py").write_text(
+        "import setuptools\nsetuptools.__version__ = '65.5.0'\n"
+    )
+    made = environment.setup("dist_info", caller="install")
+    assert made.returncode != 0 and "has 65.5.0" in made.stderr
+    assert f'pip install "{TOOLS[0]}"' in made.stderr
+
+
 def test_a_torch_that_pip_would_replace_is_refused(environment):
     put_torch(environment.site_packages, "__version__ = '2.9.1+cu128'")
     made = environment.setup("dist_info", caller="install")
@@ -321,6 +330,8 @@ def test_the_remedy_works_as_it_is_printed(tmp_path):
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     (site_packages,) = python.parents[1].glob("lib/python*/site-packages")
+    for older in site_packages.glob("setuptools*"):  # venv brings one before Python 3.12
+        shutil.rmtree(older)
     (site_packages / "here.pth").write_text(f"{Path(setuptools.__file__).parents[1]}\n")
 
     def run(command: list | str) -> subprocess.CompletedProcess:
