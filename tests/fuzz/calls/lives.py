@@ -129,8 +129,8 @@ class _Item:
         if self.whole is None:
             return self.own
         item, size = self.whole
-        _, make = item.row
-        return "row", lambda: make().chunked(size)
+        kind, make = item.row
+        return kind, lambda: make().chunked(size)
 
     def check(self, names: list[str]) -> None:
         _, make = self.row
