@@ -859,19 +859,26 @@ class PackedLayout:
             hosts = " or on the host" if self.device.type == "cuda" else ""
             raise ValueError(f"other must be on {self.device}{hosts}, got one on {other.device}")
         records.check_like(self._records, other._records)
-        if self.batch is not None:
-            other.batch_rows()
-            records.check_like(self._records, other._records)
         for layout in (self, other):
             layout._wait_for_all()
+        with outside_inference_mode():
+            if any(made is other for made in self._all_chunked()):  # it is filled too
+                other = PackedLayout(records.cloned(other._records))
+            self._check_rows_like(other)
         whole = None if self._chunks_of_layout is None else self._chunks_of_layout()
         if whole is not None:  # this layout is no longer the chunks of that one
             whole._chunked = {n: made for n, made in whole._chunked.items() if made is not self}
         with outside_inference_mode():
-            if any(made is other for made in self._all_chunked()):  # it is filled too
-                other = PackedLayout(records.cloned(other._records))
             self._copy_from(other)
         return self
+
+    def _check_rows_like(self, other: PackedLayout) -> None:
+        """Raise ValueError unless rows of padded batches that were made here fit those of other."""
+        if self.batch is not None:
+            other.batch_rows()
+            records.check_like(self._records, other._records)
+        for chunk_size, made in self._chunked.items():
+            made._check_rows_like(other.chunked(chunk_size))
 
     def _all_chunked(self) -> list[PackedLayout]:
         """Return the layouts that `chunked` made of this one, of those, and so on."""

@@ -231,6 +231,28 @@ def test_chunks_that_are_filled_leave_their_layout():
     assert packed.chunked(WIDE).lengths.tolist() == [3, 2]
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_rows_of_another_padded_batch_are_refused_before_anything_is_written(depth):
+    """Also those of a layout of chunks, which is filled with its layout."""
+    packed, other, same = (
+        PackedLayout.from_lengths(of, 6, max_seqs=3) for of in ([3, 1], [2, 1], [1, 3])
+    )
+    chunks = packed
+    for size in (5, 4)[:depth]:
+        chunks = chunks.chunked(size)
+    chunks.batch_rows()
+    before = [one.cu_seqlens_static.clone() for one in (packed, chunks)]
+    with pytest.raises(ValueError, match=r"other must have the same padded batch"):
+        packed.copy_(other)
+    for one, offsets in zip((packed, chunks), before, strict=True):
+        assert torch.equal(one.cu_seqlens_static, offsets) and one.lengths.tolist() == [3, 1]
+    slots = chunks.batch_rows().slots
+    packed.copy_(same)
+    assert chunks.lengths.tolist() == [1, 3] and chunks.batch_rows().slots is slots
+    expected = PackedLayout.from_lengths([1, 3], 6, max_seqs=3).batch_rows().slots
+    assert torch.equal(slots, expected)
+
+
 def test_a_layout_keeps_few_lists_of_spans():
     packed = PackedLayout.from_lengths([200], 200)
     expected = packed.dense_mask(spans=[(3, 9)]).clone()
