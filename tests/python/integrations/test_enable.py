@@ -566,6 +566,24 @@ def test_a_default_device_changes_nothing(family, default, request):
         assert cuseq.enable(model) == expected
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_a_model_on_meta_gets_its_weights_later(family):
+    """As with FSDP: made and enabled without weights, which are loaded afterwards."""
+    full = make_model(family)
+    with torch.device("meta"):
+        model = type(full)(copy.deepcopy(full.config))
+    enabled = cuseq.enable(model)
+    model.to_empty(device="cpu").load_state_dict(full.state_dict())
+    for module, other in zip(model.modules(), full.modules(), strict=True):
+        for name, buffer in other.named_buffers(recurse=False):
+            getattr(module, name).copy_(buffer)
+    batch = cuseq.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    model.eval(), full.eval()
+    expected = cuseq.enable(full)
+    assert enabled == expected
+    assert torch.equal(model(**batch).logits, full(**batch).logits)
+
+
 def test_the_same_call_twice_and_other_options():
     model = make_model("qwen3")
     enabled = cuseq.enable(model, rope=False)

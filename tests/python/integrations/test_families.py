@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import re
 import time
 
 import pytest
@@ -14,6 +16,7 @@ import cuseq
 
 pytest.importorskip("transformers")
 
+import transformers
 from hybrid_models import ARE_SEPARATED
 
 from cuseq.debug.families import __main__ as command
@@ -29,6 +32,7 @@ from cuseq.debug.families.result import (
     RIGHT,
     FamilyResult,
 )
+from cuseq.integrations import transformers as integration
 from cuseq.integrations.transformers import documents
 
 QUICK = tuple(name for name in CHECKS if name != "compile")
@@ -207,6 +211,32 @@ def test_a_refusal_says_why(family, reason):
     assert len(str(refused.value).partition(". Train")[0]) < 190
 
 
+def test_a_model_that_hands_no_keywords_on_is_refused_or_exact():
+    """Moshi of older releases gives its layers neither keywords nor a mask."""
+    config = transformers.MoshiConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, sliding_window=64,
+        audio_vocab_size=32, depth_decoder_config=dict(sliding_window=9, audio_vocab_size=32),
+    )  # fmt: skip
+    create = transformers.MoshiForCausalLM._from_config
+    stock = create(copy.deepcopy(config), attn_implementation="sdpa").eval()
+    integration.register()
+    try:
+        try:
+            model = create(config, attn_implementation="cuseq").eval()
+        except ValueError as error:
+            assert re.search("hands no keywords to its layers|ATTENTION_CLASSES", str(error)), error
+            return
+        model.load_state_dict(stock.state_dict())
+        batch = cuseq.PackingCollator()([{"input_ids": doc} for doc in ([5, 6, 7], [8, 9])])
+        alone = [stock(input_ids=torch.tensor([doc])).logits[0] for doc in ([5, 6, 7], [8, 9])]
+        for names in (("packed", "position_ids"), ("position_ids",)):
+            found = model(batch["input_ids"], **{name: batch[name] for name in names}).logits[0]
+            torch.testing.assert_close(found, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    finally:
+        integration.unregister()
+
+
 def test_a_deferred_mask_can_be_cut_to_some_queries():
     """transformers 5.23 cuts the masks of Gemma 4 so, to all queries or to the last ones."""
     from cuseq.integrations.transformers.masks import cuseq_mask
@@ -245,6 +275,16 @@ def test_a_leak_is_found(monkeypatch):
     assert result.verdict == LEAKS and result.is_wrong
     assert result.reason == "separate: document 0 reaches document 1"
     assert result.checks["packed"] and not result.checks["dense"]
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "bert"]
+)  # one that `enable` takes, one that it refuses
+def test_a_leak_of_a_model_that_is_only_made_by_name_is_found(monkeypatch, family):
+    monkeypatch.setattr(documents, "layout_of_masks_and_positions", lambda *told: None)
+    result = try_family(family, ["named"])
+    assert result.verdict == LEAKS and result.is_wrong
+    assert result.reason.startswith("named: positions: logits differ by ")
 
 
 def failing_model(family: str, device: str) -> nn.Module:

@@ -7,6 +7,8 @@ second copy of the model could stay as it was.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +20,9 @@ from transformers import PreTrainedModel
 
 import cuseq
 from cuseq.debug.families.models import VOCAB
+from cuseq.integrations.transformers._register import hold_registration, release_registration
+from cuseq.integrations.transformers._warn import forget_warnings
+from cuseq.integrations.transformers.names import NAME
 
 LENGTHS = (5, 1, 9, 3)
 _OTHER_LENGTHS = (2, 7, 6, 3)
@@ -150,6 +155,13 @@ def compiled(model: PreTrainedModel) -> Run:
     return None
 
 
+def named(model: PreTrainedModel) -> Run:
+    """Compare a model made with `attn_implementation="cuseq"`, or see it refused or warned of."""
+    wrong = _wrong_by_name(model)
+    yield
+    return wrong
+
+
 CHECKS: dict[str, Check] = {
     "packed": packed,
     "positions": positions,
@@ -158,6 +170,7 @@ CHECKS: dict[str, Check] = {
     "dense": dense,
     "padded": padded,
     "generate": generated,
+    "named": named,
     "checkpoint": checkpointed,
     "compile": compiled,
 }
@@ -194,6 +207,47 @@ def _continued(model: PreTrainedModel) -> Tensor:
     most = dict(max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, do_sample=False)
     tokens: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **most)
     return tokens
+
+
+def _wrong_by_name(model: PreTrainedModel) -> str | None:
+    """Return what a model with these weights, made with cuseq's attention, does wrong in silence.
+
+    ValueError when it is made or called, and warnings that begin with "LEAKS", are not silent.
+    """
+    docs = documents(model.device)
+    with torch.no_grad():
+        expected = _one_by_one(model, docs), _padded_logits(model, "right")
+    packed = {name: value for name, value in packed_batch(docs).items() if name != "packed"}
+    runs = {
+        "packed": (lambda one: _packed_logits(one, docs), expected[0]),
+        "positions": (lambda one: one(**packed, use_cache=False).logits[0], expected[0]),
+        "padded": (lambda one: _padded_logits(one, "right"), expected[1]),
+    }
+    hold_registration()
+    try:
+        try:
+            one = type(model)._from_config(
+                copy.deepcopy(model.config), attn_implementation=NAME,
+                experts_implementation="eager",
+            )  # fmt: skip
+        except ValueError:
+            return None
+        one.load_state_dict(model.state_dict())
+        one.to(model.device).eval()
+        for name, (run, right) in runs.items():
+            forget_warnings()
+            with torch.no_grad(), warnings.catch_warnings(record=True) as given:
+                warnings.simplefilter("always")
+                try:
+                    wrong = _difference(run(one), right)
+                except Exception as error:
+                    is_refusal = isinstance(error, ValueError) and name != "padded"
+                    wrong = None if is_refusal else f"{type(error).__name__}: {error}"
+            if wrong and not any(str(one.message).startswith("LEAKS") for one in given):
+                return f"{name}: {wrong}"
+    finally:
+        release_registration()
+    return None
 
 
 def _compare(found: Computed, expected: Computed) -> str | None:

@@ -59,6 +59,9 @@ def try_family(
         try:
             enabled = cuseq.enable(model)
         except ValueError as error:
+            named = _finished(started["named"]) if "named" in started else ""
+            if named:
+                return FamilyResult(family, LEAKS, f"named: {named}", {"named": named})
             return FamilyResult(family, REFUSED, str(error))
         try:
             for name, run in started.items():
@@ -73,7 +76,8 @@ def try_family(
     verdict, reason = RIGHT, ""
     if wrong:
         first = next((name for name in _OF_DOCUMENTS if name in wrong), next(iter(wrong)))
-        verdict = RAISES if first in raised else LEAKS if first == "separate" else DIFFERS
+        leaks = first in ("separate", "named")
+        verdict = RAISES if first in raised else LEAKS if leaks else DIFFERS
         reason = f"{first}: {wrong[first]}"
     return FamilyResult(
         family,

@@ -56,7 +56,7 @@ from cuseq.integrations.transformers._private import (
     hooks_of,
     set_attention_alone,
 )
-from cuseq.integrations.transformers._recurrent import leak_warning
+from cuseq.integrations.transformers._recurrent import leak_warning, leak_warning_by_name
 from cuseq.integrations.transformers._refusal import without_layers
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
@@ -321,7 +321,7 @@ def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend:
     _holders.setdefault(base, weakref.WeakSet()).add(trainer)
     recurrent = recurrent_layers(config)
     reason = 'the model: it was made with attn_implementation="cuseq", and is enabled on its own'
-    leaks = (leak_warning(recurrent),) if recurrent else ()
+    leaks = (leak_warning_by_name(recurrent, config),) if recurrent else ()
     return Enabled("model", (), (reason,), leaks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import types
@@ -39,6 +40,11 @@ def keywords_of(cls: type) -> set[str]:
     constants = code.co_consts if code is not None else ()
     groups = (const if isinstance(const, tuple) else (const,) for const in constants)
     return {const for group in groups for const in group if isinstance(const, str)}
+
+
+def hands_keywords_on(forward: types.FunctionType) -> bool:
+    """Return whether a forward calls anything with `**keywords`."""
+    return any(one.opname == "CALL_FUNCTION_EX" for one in dis.get_instructions(forward))
 
 
 def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> list[nn.Module]:

@@ -154,7 +154,7 @@ def _normed_rotary(layer: nn.Module, norms: tuple[str, str], rotary: Rotary) -> 
     """Return how to fuse a layer, tested on a small copy, or the reason why it cannot be fused."""
     # The copy runs on the layer's device, because Triton norms need a GPU.
     norm = getattr(layer, norms[0])
-    device = norm.weight.device
+    device = torch.device("cpu") if norm.weight.is_meta else norm.weight.device
     table = _table(layer, rotary, device)
     output = next(name for name in OUTPUTS if hasattr(layer, name))
     reason = "its forward gives different numbers"

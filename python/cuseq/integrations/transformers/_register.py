@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_tracing
 
 from cuseq._base.foreign import check_attribute
 from cuseq._base.models import text_config
-from cuseq.integrations.transformers._layers import keywords_of
+from cuseq.integrations.transformers._layers import hands_keywords_on, keywords_of
 from cuseq.integrations.transformers._private import (
     BEFORE_SWITCH,
     MASK_PREPARATION,
@@ -210,6 +210,12 @@ def check_model(model: transformers.PreTrainedModel) -> None:
             f'{type(model).__name__} cannot use attn_implementation="{NAME}": {chosen}, which '
             "packed attention cannot"
         )
+    silent = _hands_nothing_on(model)
+    if silent is not None:
+        raise ValueError(
+            f'{type(model).__name__} cannot use attn_implementation="{NAME}": {silent} hands no '
+            "keywords to its layers, so they would not know the documents of a packed row"
+        )
     counted = _counts_positions_itself(model)
     if counted is not None:
         raise ValueError(
@@ -235,6 +241,23 @@ def _chooses_keys_itself(model: transformers.PreTrainedModel) -> str | None:
             return f"{one.__name__} computes a mask of its own from its values"
         if "indexer" in getattr(one.__init__, "__code__", _NO_CODE).co_names:
             return f"{one.__name__} attends only to keys that its indexer chooses"
+    return None
+
+
+def _hands_nothing_on(model: transformers.PreTrainedModel) -> str | None:
+    """Return the class of a model's text part that gives its layers neither keywords nor rotations.
+
+    Such a model (Moshi of older releases) gives them a mask only where the caller gives one.
+    """
+    code = sys.modules[type(model).__module__]
+    for one in vars(code).values():
+        if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel):
+            forward = inspect.unwrap(one.forward)
+            names = getattr(forward, "__code__", _NO_CODE).co_names
+            takes_text = "input_ids" in inspect.signature(forward).parameters
+            if takes_text and "create_causal_mask" in names and "rotary_emb" not in names:
+                if not hands_keywords_on(forward):
+                    return one.__name__
     return None
 
 

@@ -87,7 +87,8 @@ def _angles(base: PreTrainedModel, layer: nn.Module) -> Any:
         kind = type(module)
         if kind.__module__ != code.__name__ or not is_rotary_embedding(module):
             continue
-        rotary = copy.deepcopy(module).cpu()
+        is_meta = any(one.is_meta for one in module.buffers())
+        rotary = kind(module.config) if is_meta else copy.deepcopy(module).cpu()
         rotary.__dict__.pop("forward", None)  # accelerate's forward moves tensors to the GPU
         options = {}
         kinds = getattr(base.config.get_text_config(), "layer_types", None)

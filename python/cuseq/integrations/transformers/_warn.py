@@ -20,5 +20,5 @@ def warn_once(message: str) -> None:
 
 
 def forget_warnings() -> None:
-    """Forget which messages were issued, for tests."""
+    """Forget which messages were issued, so that they are issued again."""
     _given.clear()

@@ -45,12 +45,13 @@ from cuseq.integrations.transformers._lengths import (
     check_offsets,
     longest_on_host,
 )
-from cuseq.integrations.transformers._recurrent import leak_warning
+from cuseq.integrations.transformers._recurrent import leak_warning, leak_warning_by_name
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
 from cuseq.integrations.transformers.masks import DOCUMENTS, DeferredMask
 from cuseq.integrations.transformers.names import (
     BACKEND,
+    HOLD,
     NAME,
     UNSUPPORTED,
 )
@@ -162,7 +163,10 @@ def cuseq_attention(
         )
 
     if deferred is not None and not compiling and deferred.recurrent:
-        warn_once(leak_warning(deferred.recurrent))
+        if hasattr(module, HOLD):
+            warn_once(leak_warning(deferred.recurrent))
+        else:
+            warn_once(leak_warning_by_name(deferred.recurrent, module.config))
     # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     backend = getattr(module, BACKEND, "auto")
