@@ -64,6 +64,29 @@ def test_the_guide_names_every_list_of_benchmarks():
     assert all(name in section for name in ("`BENCHMARKS`", "`bench`", "`BENCHES`"))
 
 
+def test_published_results_are_few_and_each_is_read():
+    results = ROOT / "benchmarks/results"
+    indexes = {path.parent: path.read_text() for path in results.glob("*/README.md")}
+    files = [path for folder in indexes for path in folder.iterdir()]
+    assert 0 < len(files) <= 60
+    texts = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    links = set(re.findall(r"results/(\w+/[\w.]+)", "".join(path.read_text() for path in texts)))
+    drawn = {
+        (folder / name).resolve()
+        for folder, index in indexes.items()
+        for name in re.findall(r"[\w./]*\w\.json", index)
+    }
+    assert {path for path in files if path.suffix == ".json"} == drawn
+    pages = [path for path in files if path.suffix in (".md", ".png") and path.stem != "README"]
+    unread = [
+        path
+        for path in pages
+        if str(path.relative_to(results)) not in links
+        and f"`{path.stem}`" not in indexes[path.parent]
+    ]
+    assert not unread
+
+
 def test_another_name_is_refused():
     result = run("nothing")
     assert result.returncode != 0
