@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -177,22 +178,21 @@ def test_a_row_that_is_not_there_is_refused():
         plan.row("a")
 
 
+def arguments_of(plan: cuseq.data.PackingPlan) -> dict[str, Any]:
+    names = ("indices", "offsets", "starts", "lengths", "capacity")
+    return {name: getattr(plan, name) for name in names}
+
+
 def test_a_plan_is_made_of_tensors_of_int64():
-    indices, offsets = plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
-    right = {
-        "indices": indices,
-        "offsets": offsets,
-        "starts": plan.starts,
-        "lengths": plan.lengths,
-        "capacity": 8,
-    }
+    plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
+    right = arguments_of(plan)
     assert rows_of(cuseq.data.PackingPlan(**right)) == rows_of(plan)
     for name in right:
         rule = "an int" if name == "capacity" else "a tensor"
         with pytest.raises(TypeError, match=f"{name} must be {rule}, got"):
             cuseq.data.PackingPlan(**right | {name: "a"})
     with pytest.raises(TypeError, match="offsets must be int64, .* got torch.int32"):
-        cuseq.data.PackingPlan(**right | {"offsets": offsets.int()})
+        cuseq.data.PackingPlan(**right | {"offsets": plan.offsets.int()})
     with pytest.raises(ValueError, match=r"lengths must have one dimension, got shape \[1, 4\]"):
         cuseq.data.PackingPlan(**right | {"lengths": plan.lengths[None]})
 
@@ -206,14 +206,7 @@ def test_a_plan_whose_tensors_change_while_it_is_made(name):
             right[name].data = torch.empty(0, dtype=torch.int64)
             return 8
 
-    indices, offsets = plan = cuseq.data.bin_pack([2, 8, 5, 3], 8)
-    right = {
-        "indices": indices,
-        "offsets": offsets,
-        "starts": plan.starts,
-        "lengths": plan.lengths,
-        "capacity": Emptying(),
-    }
+    right = arguments_of(cuseq.data.bin_pack([2, 8, 5, 3], 8)) | {"capacity": Emptying()}
     with pytest.raises(ValueError, match="must (have one number for each|ascend from 0)"):
         cuseq.data.PackingPlan(**right)
 

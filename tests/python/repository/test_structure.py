@@ -67,6 +67,10 @@ def all_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
                 yield from all_imports(case.body)
 
 
+def parsed(sources: dict[str, str]) -> dict[str, ast.Module]:
+    return {name: ast.parse(source) for name, source in sources.items()}
+
+
 def imported(
     name: str, tree: ast.Module, known: dict[str, ast.Module], imports: Any = imports_when_loaded
 ) -> set[str]:
@@ -142,7 +146,7 @@ def test_an_import_upward_is_found():
         "cuseq.top.door": "def late():\n    from cuseq.top import inside",
         "cuseq.top.inside": "import cuseq.top.door, cuseq.low.two, cuseq.base.one",
     }
-    trees = {name: ast.parse(source) for name, source in sources.items()}
+    trees = parsed(sources)
     assert circle(between_folders(trees)) == ["cuseq.low", "cuseq.top", "cuseq.low"]
     del trees["cuseq.low.one"]
     assert circle(between_folders(trees)) == []
@@ -156,7 +160,7 @@ def test_a_circle_is_found():
         "cuseq.d": "def late():\n    import cuseq.d",
         "cuseq": "",
     }
-    trees = {name: ast.parse(source) for name, source in sources.items()}
+    trees = parsed(sources)
     graph = {name: imported(name, tree, trees) for name, tree in trees.items()}
     assert circle(graph) == ["cuseq.a", "cuseq.b", "cuseq.c", "cuseq.a"]
     del graph["cuseq.c"]
@@ -262,7 +266,7 @@ def test_a_reach_is_found():
         "cuseq.h": "def g(f):\n    return f._k()",
         "cuseq": "",
     }
-    assert reaches({name: ast.parse(source) for name, source in sources.items()}) == [
+    assert reaches(parsed(sources)) == [
         "cuseq.b: from cuseq.a import _x",
         "cuseq.c: a._x",
         "cuseq.c: other._y",
