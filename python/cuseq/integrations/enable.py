@@ -149,7 +149,7 @@ def _entry_of(x: Any) -> _Entry:
             what = f"unsloth's {type(x).__name__}"
             return _Entry(what, unsloth.enable_trainer, unsloth.disable_trainer)
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(x).__mro__):
-        from cuseq.integrations import trl
+        from cuseq.integrations.trl import _enable as trl
 
         return _Entry(f"a {type(x).__name__}", trl.enable_trainer, trl.disable_trainer)
     trainers = sys.modules.get("transformers.trainer")

@@ -116,6 +116,17 @@ def test_modules_import_each_other_in_one_direction():
     assert not found, " -> ".join(found)
 
 
+def test_no_function_imports_a_module_that_imports_its_own():
+    """Only `enable` does: it loads a framework's integration, which uses the public `cuseq`."""
+    found = circle(
+        {
+            name: imported(name, tree, MODULES, all_imports) - {"cuseq"}
+            for name, tree in MODULES.items()
+        }
+    )
+    assert not found, " -> ".join(found)
+
+
 def folder(name: str) -> str:
     """Return the module or package of cuseq itself that a module belongs to."""
     return ".".join(name.split(".")[:2])

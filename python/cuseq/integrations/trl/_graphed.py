@@ -20,7 +20,7 @@ from trl.trainer import utils
 from cuseq._base.arguments import round_up
 from cuseq._base.foreign import check_attribute, private
 from cuseq.integrations.transformers._graphed import GraphedTraining
-from cuseq.integrations.trl import PackedCollator
+from cuseq.integrations.trl._rows import PackedCollator
 
 
 @dataclass
