@@ -1,4 +1,4 @@
-"""The result of `cuseq.enable`, which every integration returns."""
+"""What `cuseq.enable` takes and returns, for every integration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,48 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
+
+from cuseq.distributed import ContextParallel
+
+
+class ModelOptions(TypedDict, total=False):
+    """Options of `cuseq.enable` for a model; its docstring describes them."""
+
+    rope: bool
+    qk_norm: bool
+    backend: str
+
+
+class TrainerOptions(ModelOptions, total=False):
+    """Options of `cuseq.enable` for a trainer."""
+
+    bin_pack: bool | str
+    capacity: int | None
+    cp: ContextParallel | None
+    graph: bool
+
+
+class UnslothOptions(TypedDict, total=False):
+    """Options of `cuseq.enable` for the unsloth module."""
+
+    compile_blocks: bool
+
+
+class Options(TrainerOptions, UnslothOptions, total=False):
+    """All options of `cuseq.enable`."""
+
+
+DEFAULTS: Options = {
+    "rope": True,
+    "qk_norm": True,
+    "backend": "auto",
+    "bin_pack": False,
+    "capacity": None,
+    "cp": None,
+    "graph": False,
+    "compile_blocks": False,
+}
 
 
 @dataclass(frozen=True)

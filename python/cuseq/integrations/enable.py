@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from torch import nn
 
+from cuseq.integrations._enabled import (
+    DEFAULTS,
+    Enabled,
+    ModelOptions,
+    Options,
+    TrainerOptions,
+    UnslothOptions,
+)
+
 if TYPE_CHECKING:
-    from cuseq.integrations._enabled import Enabled
+    from typing_extensions import Unpack
 
 
-def enable(x: Any, **options: Any) -> Enabled:
+class _Trainer(Protocol):
+    """A Trainer of transformers, to type checkers; a module's `train` takes something else."""
+
+    data_collator: Any
+
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any: ...
+
+
+@overload
+def enable(x: nn.Module, **options: Unpack[ModelOptions]) -> Enabled: ...
+@overload
+def enable(x: ModuleType, **options: Unpack[UnslothOptions]) -> Enabled: ...
+@overload
+def enable(x: _Trainer, **options: Unpack[TrainerOptions]) -> Enabled: ...
+def enable(x: Any, **options: Unpack[Options]) -> Enabled:
     """Make a model, a trainer or the unsloth module train on packed rows with cuseq.
 
     `x` is one of these:
@@ -94,13 +116,12 @@ def enable(x: Any, **options: Any) -> Enabled:
         >>> cuseq.disable(model)
     """
     entry = _entry_of(x)
-    known = inspect.signature(entry.enable).parameters.values()
-    names = sorted(p.name for p in known if p.kind is p.KEYWORD_ONLY)
     for name in options:
-        if name not in names:
-            takes = " and ".join(names) or "no options"
+        if name not in entry.options:
+            takes = " and ".join(sorted(entry.options)) or "no options"
             raise TypeError(f"enable of {entry.what} takes {takes}, got {name}")
-    return entry.enable(x, **options)
+    defaults = {name: value for name, value in DEFAULTS.items() if name in entry.options}
+    return entry.enable(x, **defaults | options)
 
 
 def disable(x: Any) -> None:
@@ -128,7 +149,8 @@ def disable(x: Any) -> None:
 
 class _Entry(NamedTuple):
     what: str
-    enable: Callable[..., Enabled]
+    options: frozenset[str]
+    enable: Callable[..., Enabled]  # it takes all of these options by name
     disable: Callable[[Any], None]
 
 
@@ -137,26 +159,29 @@ def _entry_of(x: Any) -> _Entry:
     if isinstance(x, nn.Module):
         from cuseq.integrations.transformers import _enable as model
 
-        return _Entry("a model", model.enable_model, model.disable_model)
+        names = ModelOptions.__optional_keys__
+        return _Entry("a model", names, model.enable_model, model.disable_model)
     if isinstance(x, ModuleType) and x.__name__ == "unsloth":
         from cuseq.integrations.unsloth import _enable as unsloth
 
-        return _Entry("unsloth", unsloth.enable_module, unsloth.disable_module)
+        names = UnslothOptions.__optional_keys__
+        return _Entry("unsloth", names, unsloth.enable_module, unsloth.disable_module)
     if "unsloth" in sys.modules:
         from cuseq.integrations.unsloth import _enable as unsloth
 
         if unsloth.is_packing_trainer(x):
             what = f"unsloth's {type(x).__name__}"
-            return _Entry(what, unsloth.enable_trainer, unsloth.disable_trainer)
+            return _Entry(what, frozenset(), unsloth.enable_trainer, unsloth.disable_trainer)
+    what, names = f"a {type(x).__name__}", TrainerOptions.__optional_keys__
     if any(cls.__module__.partition(".")[0] == "trl" for cls in type(x).__mro__):
         from cuseq.integrations.trl import _enable as trl
 
-        return _Entry(f"a {type(x).__name__}", trl.enable_trainer, trl.disable_trainer)
+        return _Entry(what, names, trl.enable_trainer, trl.disable_trainer)
     trainers = sys.modules.get("transformers.trainer")
     if trainers is not None and isinstance(x, trainers.Trainer):
         from cuseq.integrations.transformers import _trainer as trainer
 
-        return _Entry(f"a {type(x).__name__}", trainer.enable_trainer, trainer.disable_trainer)
+        return _Entry(what, names, trainer.enable_trainer, trainer.disable_trainer)
     raise TypeError(
         "x must be a transformers model, a Trainer of transformers or TRL's SFTTrainer, or the "
         f"unsloth module, got {type(x).__name__}"

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import re
 import types
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import cuseq
+from cuseq.integrations._enabled import DEFAULTS, Options
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = Path(cuseq.__file__).parent
@@ -375,6 +377,17 @@ def test_public_names_are_typed(name):
     missing = {key: untyped(function) for key, function in functions.items()}
     missing = {key: names for key, names in missing.items() if names}
     assert not missing, missing
+
+
+def test_the_options_of_enable_are_typed_described_and_have_defaults():
+    options = typing.get_type_hints(Options)
+    assert options.keys() == DEFAULTS.keys()
+    arguments = cuseq.enable.__doc__.partition("    Args:\n")[2].partition("\n\n")[0]
+    _, _, _, *parts = re.split(r"^        (\w+): ", arguments, flags=re.M)  # the first is x
+    assert parts[::2] == list(DEFAULTS)
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        default = re.search(r"default\s+(the|\S+?)[\s.,:]", text)[1]
+        assert default == "the" or ast.literal_eval(default) == DEFAULTS[name], name
 
 
 def test_no_function_has_the_name_of_a_module():

@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 from cuseq._base.arguments import check_flag
 from cuseq._base.models import recurrent_layers, recurrent_types, text_config
 from cuseq.attention import check_installed
-from cuseq.integrations._enabled import Enabled, check_same_options, uninterrupted
+from cuseq.integrations._enabled import (
+    Enabled,
+    ModelOptions,
+    TrainerOptions,
+    check_same_options,
+    uninterrupted,
+)
 from cuseq.integrations.transformers._forwards import (
     is_replaced,
     replace_forward,
@@ -77,6 +83,9 @@ from cuseq.integrations.transformers.hybrids.plan import (
 )
 from cuseq.integrations.transformers.names import BACKEND, HOLD, NAME, parameters_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @dataclass
 class _State:
@@ -86,7 +95,7 @@ class _State:
     """
 
     enabled: Enabled
-    options: dict[str, object]
+    options: ModelOptions
     layers: list[nn.Module]
     own: list[nn.Module]
     configs: list[Own]
@@ -122,17 +131,15 @@ _aided: weakref.WeakKeyDictionary[nn.Module, tuple[list[RemovableHandle], Callab
 )
 
 
-def enable_model(
-    model: nn.Module, *, rope: bool = True, qk_norm: bool = True, backend: str = "auto"
-) -> Enabled:
+def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
     """Replace attention, rotation, q/k norms and mixers of a transformers model by cuseq's.
 
-    `cuseq.enable` calls this and describes it.
+    `cuseq.enable` calls this with all options, and describes them.
     """
+    rope, qk_norm, backend = (options[name] for name in ("rope", "qk_norm", "backend"))
     check_flag(rope, "rope")
     check_flag(qk_norm, "qk_norm")
     check_installed(backend)
-    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend}
     base = find_pretrained(model)
     state = _state_of(base)
     if isinstance(state, _State):
@@ -280,7 +287,7 @@ def disable_model(model: nn.Module) -> None:
     state.hold.release()
 
 
-def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend: str) -> Enabled:
+def enable_model_of_trainer(trainer: Any, options: TrainerOptions) -> Enabled:
     """Enable a trainer's model until `release_model_of_trainer`; call it again if it may be
     disabled.
 
@@ -302,13 +309,14 @@ def enable_model_of_trainer(trainer: Any, *, rope: bool, qk_norm: bool, backend:
     base = find_pretrained(model)
     was_enabled = isinstance(_state_of(base), _State)
     if was_enabled or attention_of(config) != NAME:
-        enabled = enable_model(model, rope=rope, qk_norm=qk_norm, backend=backend)
+        of_model = {name: options[name] for name in ModelOptions.__optional_keys__}
+        enabled = enable_model(model, **of_model)
         if not was_enabled:
             _holders[base] = weakref.WeakSet()
         if base in _holders:
             _holders[base].add(trainer)
         return enabled
-    if backend != "auto":
+    if (backend := options["backend"]) != "auto":
         raise ValueError(
             f'backend must be "auto" for a model made with attn_implementation="{NAME}", got '
             f'"{backend}": enable the model by cuseq.enable(model, backend="{backend}")'

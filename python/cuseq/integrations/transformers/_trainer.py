@@ -6,13 +6,13 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import Trainer
 
 from cuseq.data.collator import PackingCollator
 from cuseq.distributed import ContextParallel
-from cuseq.integrations._enabled import Enabled, check_same_options
+from cuseq.integrations._enabled import DEFAULTS, Enabled, TrainerOptions, check_same_options
 from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,
@@ -30,10 +30,13 @@ from cuseq.integrations.transformers._shared_rows import (
 )
 from cuseq.layout import PackedLayout
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class _State(NamedTuple):
     enabled: Enabled
-    options: dict[str, object]
+    options: TrainerOptions
     collator: PackingCollator | None  # the trainer's own, if `cp` replaced it
 
 
@@ -41,22 +44,12 @@ class _State(NamedTuple):
 _states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary()
 
 
-def enable_trainer(
-    trainer: Trainer,
-    *,
-    rope: bool = True,
-    qk_norm: bool = True,
-    backend: str = "auto",
-    bin_pack: bool | str = False,
-    capacity: int | None = None,
-    cp: ContextParallel | None = None,
-    graph: bool = False,
-) -> Enabled:
-    """Enable the model of a Trainer; `cuseq.enable` calls this and describes it."""
+def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabled:
+    """Enable the model of a Trainer; `cuseq.enable` calls this with all options."""
+    cp, graph = options["cp"], options["graph"]
     check_option(graph, cp)
-    options = {"rope": rope, "qk_norm": qk_norm, "backend": backend, "cp": cp, "graph": graph}
-    for name, value in (("bin_pack", bin_pack), ("capacity", capacity)):
-        if value is not False and value is not None:
+    for name in ("bin_pack", "capacity"):
+        if (value := options[name]) != DEFAULTS[name]:
             raise ValueError(
                 f"{name} must not be given for a {type(trainer).__name__}, whose dataset may hold "
                 f"anything, got {value!r}: cuseq.data.bin_pack plans its rows (docs/trainer.md)"
@@ -64,7 +57,7 @@ def enable_trainer(
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
-        enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
+        enable_model_of_trainer(trainer, options)
         return state.enabled
     if trainer.model_init is not None:
         raise ValueError(
@@ -82,7 +75,7 @@ def enable_trainer(
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
         training.check()
-    model = enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
+    model = enable_model_of_trainer(trainer, options)
     name = type(before).__name__
     replaced, left_alone = model.replaced, model.left_alone
     if dealing is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import datasets
 from accelerate.utils import is_peft_model
@@ -12,8 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from cuseq._base.arguments import round_up
 from cuseq._base.foreign import check_fields, private
-from cuseq.distributed import ContextParallel
-from cuseq.integrations._enabled import Enabled, check_same_options
+from cuseq.integrations._enabled import Enabled, TrainerOptions, check_same_options
 from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,
@@ -28,6 +27,9 @@ from cuseq.integrations.transformers._shared_rows import SharedRows, check_share
 from cuseq.integrations.transformers._trainer import count_real_tokens, restore_methods
 from cuseq.integrations.trl._graphed import FixedCollator, GraphedSFT
 from cuseq.integrations.trl._rows import PackedCollator, PackedRows, most_documents
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _PREPARE = "_prepare_dataset"  # the method by which an SFTTrainer tokenizes and packs a dataset
 
@@ -45,7 +47,7 @@ class _State(NamedTuple):
     """What `disable_trainer` needs to restore a trainer."""
 
     enabled: Enabled
-    options: dict[str, Any]
+    options: TrainerOptions
     collator: DataCollatorForLanguageModeling
     train_dataset: Any
 
@@ -54,41 +56,28 @@ class _State(NamedTuple):
 _states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
 
 
-def enable_trainer(
-    trainer: SFTTrainer,
-    *,
-    rope: bool = True,
-    qk_norm: bool = True,
-    backend: str = "auto",
-    bin_pack: bool | str = False,
-    capacity: int | None = None,
-    cp: ContextParallel | None = None,
-    graph: bool = False,
-) -> Enabled:
-    """Make a packed or padding-free SFTTrainer train with cuseq; `cuseq.enable` calls this.
+def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> Enabled:
+    """Make a packed or padding-free SFTTrainer train with cuseq.
+
+    `cuseq.enable` calls this with all options.
 
     It replaces parts of the model and the data collator (by `PackedCollator`); with `bin_pack` or
     `cp` the training dataset (by `PackedRows`); with `graph` the training step. With `cp` the
     trainer may have padded batches. A trainer that is refused is unchanged.
     """
+    bin_pack, capacity, cp, graph = (
+        options[name] for name in ("bin_pack", "capacity", "cp", "graph")
+    )
     if cp is not None:
         _check_shares(trainer)
     _check_sft(trainer)
     check_option(graph, cp)
     strategy = "bfd" if bin_pack is True or (cp is not None and bin_pack is False) else bin_pack
-    options = {
-        "rope": rope,
-        "qk_norm": qk_norm,
-        "backend": backend,
-        "bin_pack": strategy,
-        "capacity": capacity,
-        "cp": cp,
-        "graph": graph,
-    }
+    options["bin_pack"] = strategy
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
-        enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
+        enable_model_of_trainer(trainer, options)
         return state.enabled
     _check_packs(trainer, cp is not None)
     _check_collator(trainer.data_collator)
@@ -108,7 +97,7 @@ def enable_trainer(
 
     fields = {name: getattr(collator, name) for name in _FIELDS}
     training = _graphed_training(trainer, rows, capacity, fields) if graph else None
-    model = enable_model_of_trainer(trainer, rope=rope, qk_norm=qk_norm, backend=backend)
+    model = enable_model_of_trainer(trainer, options)
     if graph and any(warning.startswith("LEAKS") for warning in model.warnings):
         release_model_of_trainer(trainer)
         raise ValueError(

@@ -104,7 +104,7 @@ _BLOCK_TARGET = _Target(
 )
 
 
-def enable_module(module: ModuleType, *, compile_blocks: bool = False) -> Enabled:
+def enable_module(module: ModuleType, *, compile_blocks: bool) -> Enabled:
     """Make unsloth train packed rows with cuseq, for models loaded before or after this call.
 
     Args:
