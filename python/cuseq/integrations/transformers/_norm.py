@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cuseq
+from cuseq._base.models import eps_of
 from cuseq.integrations.transformers._forwards import (
     our_forward,
     replace_forward,
@@ -109,12 +110,8 @@ def _kind_of(layer: nn.Module, norms: tuple[str, str]) -> tuple:
         for name, value in vars(layer).items()
         if name not in ("layer_idx", "training") and isinstance(value, _PLAIN)
     )
-    eps = _eps(getattr(layer, norms[0]))
+    eps = eps_of(getattr(layer, norms[0]))
     return type(layer), eps, frozenset(own_modules(layer)), frozenset(settings)
-
-
-def _eps(norm: nn.Module) -> float | None:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 def _obstacle(layer: nn.Module, norms: tuple[str, str]) -> str | None:
@@ -139,13 +136,13 @@ def _obstacle(layer: nn.Module, norms: tuple[str, str]) -> str | None:
             return f"{type(norm).__name__} has no weights"
         if list(norm.weight.shape) != [layer.head_dim]:
             return "it does not normalise each head separately"
-        if _eps(norm) is None or len(list(norm.parameters())) != 1:
+        if eps_of(norm) is None or len(list(norm.parameters())) != 1:
             return f"{type(norm).__name__} is not a norm that cuseq knows"
         if has_hooks(norm):
             return "it has hooks"
         if is_offloaded(norm):
             return "its weights are offloaded"
-    if _eps(of_queries) != _eps(of_keys):
+    if eps_of(of_queries) != eps_of(of_keys):
         return "queries and keys have different eps"
     return None
 
@@ -170,7 +167,7 @@ def _normed_rotary(layer: nn.Module, norms: tuple[str, str], rotary: Rotary) -> 
         for weight_offset in (0.0, 1.0):
             eager = code_of(layer).eager_attention_forward
             found = NormedRotary(
-                rotary, type(norm), _eps(norm), weight_offset, eager, norms, output, gated
+                rotary, type(norm), eps_of(norm), weight_offset, eager, norms, output, gated
             )
             probe._cuseq_rotary = found
             if agree([normed_forward(probe, hidden, table, None)[0]], [expected]):

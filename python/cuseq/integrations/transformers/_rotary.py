@@ -47,9 +47,8 @@ class Rotary:
         """Return the columns of a table that are read, contiguous in their last dimension."""
         if self.first_half:
             return table[..., : table.shape[-1] // 2]
-        return (
-            table if table.stride(-1) == 1 else table.contiguous()
-        )  # GPT-OSS has a transposed table
+        # GPT-OSS has a transposed table.
+        return table if table.stride(-1) == 1 else table.contiguous()
 
     def sines(self, table: Tensor) -> Tensor:
         """Return the columns of a table of sines, with the sign that `apply_rope` takes."""

@@ -90,9 +90,7 @@ def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any
     batch, seqlen, _ = hidden_states.shape
     packed: PackedLayout | None = kwargs.get("packed")
     offsets = None
-    if (
-        packed is None
-    ):  # with packed, compiled code must not look at offsets: they change their size
+    if packed is None:  # else compiled code must not look at offsets, which change their size
         offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
     if torch.compiler.is_compiling():
         padded = None

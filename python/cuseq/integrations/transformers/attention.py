@@ -112,9 +112,8 @@ def cuseq_attention(
             layout has another number of tokens, or lengths contradict each other.
     """
     sliding_window = as_size(sliding_window, "sliding_window")
-    compiling = (
-        torch.compiler.is_compiling()
-    )  # compiled code that reads a size or an int may recompile
+    # Compiled code that reads a size or an int may recompile.
+    compiling = torch.compiler.is_compiling()
     deferred = attention_mask if isinstance(attention_mask, DeferredMask) else None
     lengths_given = packed is not None or cu_seq_lens_q is not None or cu_seq_lens_k is not None
     if isinstance(attention_mask, Tensor) and hasattr(attention_mask, DOCUMENTS):
@@ -171,9 +170,7 @@ def cuseq_attention(
     rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
     backend = getattr(module, BACKEND, "auto")
     offsets = bound = None
-    if (
-        packed is None
-    ):  # with packed, compiled code must not look at offsets: they change their size
+    if packed is None:  # else compiled code must not look at offsets, which change their size
         offsets = cu_seq_lens_q if cu_seq_lens_q is not None else cu_seq_lens_k
     if packed is not None:
         check_layout(packed)

@@ -177,9 +177,8 @@ class PackingCallback(TrainerCallback):
         self._begun = self._worked_until = now
         self._reset()
         logs.update(figures)
-        state.log_history[-1].update(
-            figures
-        )  # its last item is a copy of logs, made before callbacks
+        # Its last item is a copy of logs, made before callbacks.
+        state.log_history[-1].update(figures)
 
     def _figures(self, args: TrainingArguments, seconds: float) -> dict[str, float]:
         own = [self._real_tokens, self._tokens, self._sequences, seconds]
