@@ -11,6 +11,7 @@ from cuseq.layout.packed import (
     own_positions,
     positions_for_models,
     remember_offsets_on_host,
+    special_kind,
 )
 from cuseq.layout.records import Part, Recipe, Records, Row, Tree
 from cuseq.layout.spans import Spans, checked_spans
@@ -28,6 +29,7 @@ __all__ = [
     "check_layout",
     "checked_spans",
     "own_positions",
+    "special_kind",
     "positions_for_models",
     "remember_offsets_on_host",
     "graph_room",

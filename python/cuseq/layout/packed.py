@@ -91,8 +91,9 @@ class PackedLayout:
         compiled region would cost a second graph.
         """
         self.row, self.batch, self.part, self.tree = held
+        self._special_kind = held.special_kind
         # `position_ids` where they do not follow from the lengths.
-        self._own_positions: Tensor | None = getattr(held.optional, "positions", None)
+        self._own_positions: Tensor | None = getattr(self.part or self.tree, "positions", None)
         self._num_sequences = self.row.num_sequences
         self._derived = Derived()
         if CHECKING:
@@ -1008,6 +1009,11 @@ def check_layout(
 def own_positions(packed: PackedLayout) -> Tensor | None:
     """Return `position_ids` where they do not follow from the lengths: of a rank's part, a tree."""
     return packed._own_positions
+
+
+def special_kind(packed: PackedLayout) -> str | None:
+    """Return "a rank's part of a row" or "a tree"; None for documents one after the other."""
+    return packed._special_kind
 
 
 def positions_for_models(packed: PackedLayout) -> Tensor:

@@ -88,10 +88,14 @@ class Part(NamedTuple):
     group: str | None  # name of the ranks' process group; None: the default group
     source: PartSource
 
+    @property
+    def kind(self) -> str:
+        """Its name in errors."""
+        return "a rank's part of a row"
+
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""
-        kind = {"kind": "a rank's part of a row", "process group": self.group}
-        return kind | _shapes("part", self)
+        return {"process group": self.group, **_shapes("part", self)}
 
     def lengthened(self, more: int) -> Part:
         """As `Batch.lengthened`."""
@@ -110,9 +114,14 @@ class Tree(NamedTuple):
     meta: Tensor  # int32 on the CPU, its numbers
     nodes: _C.Tree
 
+    @property
+    def kind(self) -> str:
+        """As `Part.kind`."""
+        return "a tree"
+
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""
-        return {"kind": "a tree", **_shapes("tree", self)}
+        return _shapes("tree", self)
 
     @property
     def max_depth(self) -> int:
@@ -134,19 +143,28 @@ class Records(NamedTuple):
     tree: Tree | None = None
 
     @property
-    def optional(self) -> Batch | Part | Tree | None:
-        """The optional record."""
-        return self.batch or self.part or self.tree
+    def optional(self) -> dict[str, Batch | Part | Tree]:
+        """The optional record by its name, if there is one."""
+        fields = zip(self._fields[1:], self[1:], strict=True)
+        return {name: record for name, record in fields if record is not None}
+
+    @property
+    def special_kind(self) -> str | None:
+        """What the row is other than documents one after the other, by its name in errors."""
+        record = self.part or self.tree
+        return None if record is None else record.kind
 
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""
         form = {
             "total_tokens": self.row.total_tokens,
             "max_seqs": self.row.max_seqs,
-            "kind": "a row",
+            "kind": self.special_kind or "a row",
             "padding between sequences": self.row.segments is not None,
         }
-        return form | (self.optional.form() if self.optional else {})
+        for record in self.optional.values():
+            form |= record.form()
+        return form
 
 
 # ------------------------------------------------------------------------------- tensors

@@ -954,12 +954,11 @@ def test_a_part_of_a_row_is_refused(enabled, device):
         model(rows[None] + 3, packed=part, use_cache=False)
 
 
-def test_a_tree_is_refused(enabled, device, monkeypatch):
+def test_a_tree_is_refused(enabled, device):
     model = enabled("lfm2")
-    monkeypatch.setattr(cuseq.PackedLayout, "is_tree", True, raising=False)
-    packed = cuseq.PackedLayout.from_lengths([8, 8], device=device)
+    tree = cuseq.PackedTree.from_groups([[5, 6, 7]], [[[8, 9], [4]]]).to(device)
     with pytest.raises(ValueError, match="need whole rows of documents: packed must not be a tree"):
-        model(documents([16], device)[0], packed=packed, use_cache=False)
+        model(tree.input_ids, packed=tree.layout, use_cache=False)
 
 
 def test_keywords_on_their_way(device):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq._base.arguments import as_int
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, special_kind
 
 LENGTHS = "packed_seq_lengths"
 """unsloth's name of the lengths of a row."""
@@ -76,7 +76,7 @@ def check_agreement(packed: PackedLayout, told: Mapping[str, Any]) -> None:
     omit sequences of length zero. Tensors on a GPU, layouts whose lengths came from a GPU, a rank's
     part of a row and trees are not compared.
     """
-    if packed.part is not None or packed.is_tree or packed.known_lengths is None:
+    if special_kind(packed) is not None or packed.known_lengths is None:
         return
     longest = longest_on_host(told.get("max_length_q"), told.get("max_length_k"))
     if longest is not None and longest < packed.max_seqlen:

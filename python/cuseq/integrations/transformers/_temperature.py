@@ -18,7 +18,7 @@ from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
 from cuseq.integrations.transformers.masks import DeferredMask
 from cuseq.integrations.transformers.names import pop_cache
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, own_positions
 
 _SETTINGS = ("attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale")
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
@@ -94,9 +94,9 @@ def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any
         offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
     if torch.compiler.is_compiling():
         padded = None
-        if packed is not None and (packed.part or packed.tree) is not None:
-            return packed.position_ids
         if packed is not None:
+            if (positions := own_positions(packed)) is not None:
+                return positions
             offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
         if offsets is None:
             return None

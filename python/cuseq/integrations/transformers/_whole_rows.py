@@ -38,7 +38,7 @@ from cuseq.integrations.transformers._private import forward_hooks
 from cuseq.integrations.transformers.documents import names_of_call
 from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.masks import LayoutMask
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, Part, special_kind
 
 _ops = torch.ops.cuseq
 
@@ -163,11 +163,11 @@ class RouterLogits(tuple):
 
     Attributes:
         padding: bool `[total_tokens]`, True on padding; None if there is none.
-        part: The layout if the row is a rank's part of one, else None.
+        part: What the layout holds if the row is a rank's part of one, else None.
     """
 
     padding: Tensor | None = None
-    part: PackedLayout | None = None
+    part: Part | None = None
 
 
 def _tag_logits(
@@ -183,11 +183,11 @@ def _tag_logits(
         return None
     told = _without_none(dict(zip(names, args, strict=False)) | kwargs)
     padding, packed = _padding_of(told), _layout_of(told)
-    is_part = packed is not None and packed.part is not None
-    if padding is None and not is_part:
+    part = None if packed is None else packed.part
+    if padding is None and part is None:
         return None
     tagged = RouterLogits(logits)
-    tagged.padding, tagged.part = padding, packed if is_part else None
+    tagged.padding, tagged.part = padding, part
     out.router_logits = tagged
     return out
 
@@ -219,7 +219,7 @@ def _balance_of_documents(original: _Function) -> _Function:
             _check_parts(original)
             bound.apply_defaults()
             num_experts, top_k = bound.arguments["num_experts"], bound.arguments["top_k"]
-            count = functools.partial(_sum_over_ranks, group=logits.part.part.group)
+            count = functools.partial(_sum_over_ranks, group=logits.part.group)
             return _balance_of_part(logits, num_experts, top_k, count)
         bound.arguments["attention_mask"] = (~logits.padding).long()[None]
         return original(*bound.args, **bound.kwargs)
@@ -307,11 +307,10 @@ def _noise_of_documents(original: _Function) -> _Function:
         packed = getattr(module, _LAYOUT, None)
         if packed is None or not module.training:
             return original(module, args, output)
-        if packed.part is not None or packed.tree is not None:
-            what = "a tree" if packed.part is None else "a rank's part of a row"
+        if (kind := special_kind(packed)) is not None:
             raise ValueError(
                 "packed must describe whole documents for NEFTune, whose noise depends on their "
-                f"lengths, got the layout of {what}: set neftune_noise_alpha=None"
+                f"lengths, got the layout of {kind}: set neftune_noise_alpha=None"
             )
         sequences, is_pad = _tokens_of(packed.to(output.device))
         lengths = packed.to(output.device).cu_seqlens_static.diff()

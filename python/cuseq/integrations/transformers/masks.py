@@ -24,7 +24,7 @@ from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers.documents import counted, document_numbers
 from cuseq.integrations.transformers.names import NAME
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, special_kind
 
 DOCUMENTS = "_cuseq_documents"
 """The attribute of a built mask that keeps the documents of a row apart."""
@@ -253,7 +253,7 @@ def cuseq_mask(
     if square and replaceable:
         return deferred
     packed = told.packed
-    if packed is not None and (packed.part is not None or packed.is_tree):
+    if packed is not None and special_kind(packed) is not None:
         deferred.told = Told()  # attention refuses the mask beside such a layout
     mask = deferred.build()
     if deferred.told.packed is not None and isinstance(mask, Tensor):
