@@ -119,6 +119,7 @@ def _other_copy(draw: Draw, value: Any) -> Any:
     """Return an object of ours after it was pickled, or a layout that was filled with its row."""
     if isinstance(value, cuseq.PackedLayout) and draw.chance(0.5):
         static = StaticLayout.like(value, value.device)
+        static.stop_replays()  # otherwise a tree's window goes to another backend
         judge.facts(static)
         return static.copy_(value)
     ours = type(value).__module__.startswith("cuseq") and not isinstance(value, type)
