@@ -780,7 +780,7 @@ def test_logits_of_zero(device):
         (3, TypeError, "examples must be a sequence of documents, got 3"),
         (torch.tensor(3), TypeError, "examples must be a sequence of documents, got a tensor"),
         (torch.nested.nested_tensor([torch.ones(2)] * 2), TypeError, "examples must be a sequence"),
-        ({"input_ids": [[1, 2]]}, TypeError, "examples must be a sequence of documents"),
+        ({"input_ids": [[1, 2]]}, TypeError, "examples must be documents, or one batch with"),
         ([{"ids": [1, 2]}], ValueError, r"got \['ids'\] in examples\[0\]"),
         (
             [{"input_ids": [1, 2], "labels": [1]}],

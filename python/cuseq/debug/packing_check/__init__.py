@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cuseq._base.arguments import as_float, shown
 from cuseq.data.collator import PackingCollator
+from cuseq.debug.packing_check._batch import read_batch
 from cuseq.debug.packing_check._comparison import Comparison
 from cuseq.debug.packing_check._documents import config_of, read_documents, tokens_of_inputs
 from cuseq.debug.packing_check._report import Check, PackingReport, Suspect
@@ -21,7 +22,7 @@ __all__ = ["Check", "PackingReport", "Suspect", "check_packing"]
 
 def check_packing(
     model: nn.Module,
-    examples: Sequence[Mapping[str, Any] | Sequence[int] | Tensor],
+    examples: Sequence[Mapping[str, Any] | Sequence[int] | Tensor] | Mapping[str, Any],
     *,
     collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
     forward: Callable[[nn.Module, list[dict[str, Any]]], Any] | None = None,
@@ -50,6 +51,12 @@ def check_packing(
     takes by name, without positions, so that the model makes its own (M-RoPE). Tokens that the
     model's config names for images, videos and audio are not changed.
 
+    Examples may be one batch of your own loader instead (`next(iter(loader))`), of text alone. Then
+    its documents are those that it says it has, by whatever a call of an enabled model is read by
+    (`packed`, offsets, numbers of documents, positions that begin again, ...), and `model(**batch)`
+    is compared with these one by one: the report names their lengths. Where a batch says nothing,
+    each row is a document, without the padding of its mask.
+
     Afterwards the function restores its modes, buffers and gradients, the attributes of its modules
     that are numbers, strings or tensors, and torch's random state. It does not restore state that
     the model keeps elsewhere.
@@ -60,7 +67,9 @@ def check_packing(
             be those of the examples, unshifted or shifted.
         examples: documents: mappings with `input_ids` (and optionally `labels`), or the ids alone,
             as lists or int `[n]`. At least two must have two tokens or more. Documents of several
-            lengths, one of them a single token, find the most errors.
+            lengths, one of them a single token, find the most errors. Or one batch: a mapping with
+            int `input_ids` `[rows, tokens]`. Without `packed` it is read by the integration with
+            transformers.
         collator: makes a batch of examples, default `cuseq.PackingCollator()`. Its `input_ids` must
             hold the documents in order, with padding anywhere.
         forward: `forward(model, examples)` for any other loop. It packs and runs the examples
@@ -78,6 +87,7 @@ def check_packing(
     Raises:
         ValueError, TypeError: an argument is wrong, or `forward` or the collator returned something
             wrong. Errors that the model raises are passed on.
+        ImportError: a batch has no `packed`, and transformers is not installed.
 
     Synchronises many times. Takes about three forward and backward passes per document.
 
@@ -101,18 +111,26 @@ def check_packing(
         raise ValueError(
             "collator must be None if forward is given, since forward makes the batches"
         )
+    if isinstance(examples, Mapping) and not collator is forward is None:
+        raise ValueError("collator and forward must be None if examples are one batch")
     if rtol is not None and not as_float(rtol, "rtol") > 0:
         raise ValueError(f"rtol must be above 0, got {rtol}")
     with _untouched(model):
-        documents = read_documents(examples, tokens_of_inputs(config_of(model)))
-        runs = Runs(model, PackingCollator() if collator is None else collator, forward)
+        config = config_of(model)
+        own = None
+        if isinstance(examples, Mapping):
+            own = read_batch(examples, config)
+            examples = own.examples()
+        documents = read_documents(examples, tokens_of_inputs(config))
+        runs = Runs(model, PackingCollator() if collator is None else collator, forward, own)
         images = sorted(set().union(*(document.inputs(runs.names) for document in documents)))
         if images and collator is forward is None:
             raise ValueError(
                 f"collator or forward must be given for examples with {', '.join(images)}: "
                 "cuseq.PackingCollator packs keys with one value per token alone"
             )
-        return Comparison(runs, documents, rtol).report()
+        notes = () if own is None else (own.said(),)
+        return Comparison(runs, documents, rtol, notes).report()
 
 
 @contextmanager

@@ -45,14 +45,21 @@ class Comparison:
         runs: runs the model.
         documents: the documents to run.
         rtol: largest relative difference; None chooses one for the dtype.
+        notes: sentences that the report begins its notes with.
     """
 
-    def __init__(self, runs: Runs, documents: Sequence[Document], rtol: float | None):
+    def __init__(
+        self,
+        runs: Runs,
+        documents: Sequence[Document],
+        rtol: float | None,
+        notes: Sequence[str] = (),
+    ):
         self.runs = runs
         self.documents = documents
         self.rtol = math.nan if rtol is None else rtol
         self.checks: dict[str, Check] = {}
-        self.notes: list[str] = []
+        self.notes = list(notes)
 
     def report(self) -> PackingReport:
         try:

@@ -143,9 +143,14 @@ def config_of(model: nn.Module) -> Any:
     return next((m.config for m in model.modules() if hasattr(m, "config")), None)
 
 
+def text_of(config: Any) -> Any:
+    """Return the part of a model's config that is about text."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def tokens_of_inputs(config: Any) -> frozenset[int]:
     """Return the tokens that a model's config has for images, videos and audio."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_of(config)
     return frozenset(
         value
         for one in (config, text)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cuseq._base.labels import IGNORE_INDEX
+from cuseq.debug.packing_check._batch import OwnBatch
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._dtypes import DtypesAtWork
 from cuseq.layout import PackedLayout
@@ -91,6 +92,7 @@ class Runs:
         model: the model.
         collator: makes the packed batch from examples; not used if `forward` is given.
         forward: `forward(model, examples)`; None for `model(**collator(examples))`.
+        own: the user's own batch, which takes the place of the collator.
     """
 
     def __init__(
@@ -98,10 +100,12 @@ class Runs:
         model: nn.Module,
         collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
         forward: Callable[[nn.Module, list[dict[str, Any]]], Any] | None,
+        own: OwnBatch | None = None,
     ):
         self.model = model
         self.collator = collator
         self.forward = forward
+        self.own = own
         self.embedding_modules: list[nn.Module] = []
         self.names = _names_of(model)
         tensors = [*model.parameters(), *model.buffers()]
@@ -120,8 +124,12 @@ class Runs:
         if self.forward is not None:
             batch, slots = None, torch.arange(len(ids))
         else:
-            batch = _as_batch(self.collator([document.example() for document in documents]))
-            slots = _find_slots(batch, documents)
+            examples = [document.example() for document in documents]
+            if self.own is not None:
+                batch, slots = self.own.collate(examples), torch.cat(self.own.slots)
+            else:
+                batch = _as_batch(self.collator(examples))
+                slots = _find_slots(batch, documents)
             batch = {key: _moved(value, self.device) for key, value in batch.items()}
         return Row(batch, *(tensor.to(self.device) for tensor in (slots, ids, number)))
 

@@ -202,7 +202,8 @@ def bring_documents(
             )
         _check_layout_of_call(model, told, packed, batch * seqlen)
     elif is_read:
-        packed, changes = _read(model, told, rows)
+        use_cache = getattr(text_config(model), "use_cache", False)
+        packed, changes = _read({"use_cache": use_cache} | told, rows)
     _enter(model, shape, packed)
     described = any(name in told or name in changes for name in DESCRIPTIONS)
     if described or packed is not None:
@@ -293,10 +294,36 @@ def check_total(packed: PackedLayout, tokens: int) -> None:
 # ------------------------------------------------------------------ reading one of the descriptions
 
 
-def _read(
-    model: nn.Module, told: dict[str, Any], rows: Tensor
-) -> tuple[PackedLayout | None, dict[str, Any]]:
-    """Return the layout of a call without `packed`, or else arguments that give its offsets."""
+def layout_of_batch(batch: Mapping[str, Any], use_cache: bool) -> PackedLayout | None:
+    """Return the layout of the documents that a batch describes, as a call with it is read.
+
+    Args:
+        batch: keywords of a model, `input_ids` `[rows, tokens]` among them.
+        use_cache: as in the model's config, if the batch does not say it.
+
+    Returns:
+        None if each row is one document.
+
+    Raises:
+        ValueError, TypeError: as `bring_documents`.
+    """
+    told = {name: value for name, value in batch.items() if value is not None}
+    rows = told["input_ids"]
+    packed, changes = _read({"use_cache": use_cache} | told, rows)
+    if packed is None and any(name in told or name in changes for name in DESCRIPTIONS):
+        told |= changes
+        offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
+        packed = layout_of_offsets(offsets, rows.numel())
+    return packed
+
+
+def _read(told: dict[str, Any], rows: Tensor) -> tuple[PackedLayout | None, dict[str, Any]]:
+    """Return the layout of a call without `packed`, or else arguments that give its offsets.
+
+    Args:
+        told: what the call gives, and `use_cache`.
+        rows: its input.
+    """
     batch, seqlen = rows.shape[0], rows.shape[1]
     tokens = batch * seqlen
     renamed = _offsets_by_other_names(told)
@@ -310,8 +337,7 @@ def _read(
         numbers = told.get(name)
         if isinstance(numbers, Tensor) and numbers.numel() == tokens:
             return layout_of_numbers(numbers, batch), {}
-    use_cache = getattr(text_config(model), "use_cache", False)
-    packed = layout_of_masks_and_positions({"use_cache": use_cache} | told, batch, seqlen)
+    packed = layout_of_masks_and_positions(told, batch, seqlen)
     if packed is None:
         for name in (*_AMBIGUOUS, *_NUMBERS, _FLASH, _MEGATRON):
             if name in told:
