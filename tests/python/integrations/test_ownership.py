@@ -10,20 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_documents import (
-    CONFIGS,
-    DESCRIPTIONS,
-    clean,  # noqa: F401
-    documents,
-    enable,
-    make_model,
-    one_by_one,
-)
 from torch import Tensor, nn
 
 import cuseq
 
 transformers = pytest.importorskip("transformers")
+from document_batches import CONFIGS, documents, enable, make_model  # noqa: E402
+from test_documents import clean, described, one_by_one  # noqa: E402, F401
+
 from cuseq.integrations.transformers import unregister  # noqa: E402
 
 KINDS = [name for name in CONFIGS if name not in ("gemma3", "qwen2_vl")]
@@ -31,7 +25,7 @@ KINDS = [name for name in CONFIGS if name not in ("gemma3", "qwen2_vl")]
 
 def packed_logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
-        return model(**DESCRIPTIONS["packed"]()).logits[0]
+        return model(**described("packed")).logits[0]
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -137,7 +131,7 @@ def test_a_backbone_that_is_kept_alone_goes_on():
     gc.collect()
     unregister()
     with torch.no_grad():
-        found = backbone(**DESCRIPTIONS["positions"]()).last_hidden_state[0]
+        found = backbone(**described("positions")).last_hidden_state[0]
     assert_near(found, torch.cat(expected))
     with pytest.raises(ValueError, match="must not be a part of an enabled model"):
         cuseq.enable(backbone)
