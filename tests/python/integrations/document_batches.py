@@ -201,7 +201,8 @@ DESCRIPTIONS: dict[str, Callable[[Documents], Batch]] = {
         for padding in ("none", "left", "right", "both")
     },
     "rows of several documents": rows_of_documents,
-    # The model's positions follow the next four, and `packed`.
+    # The model's positions follow the next ones, and `packed`.
+    "offsets alone": lambda docs: plain(docs) | _flash(docs),
     "seq_idx": lambda docs: plain(docs) | {"seq_idx": numbers_of(docs).int()[None]},
     "document_ids": lambda docs: plain(docs) | {"document_ids": numbers_of(docs)[None]},
     "segment_ids": lambda docs: plain(docs) | {"segment_ids": numbers_of(docs)[None] + 1},

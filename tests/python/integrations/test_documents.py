@@ -35,6 +35,7 @@ from document_batches import (  # noqa: E402
     real_tokens,
     restarting,
 )
+from tiers import full  # noqa: E402
 
 from cuseq.integrations.transformers import _enable, _warn, register, unregister  # noqa: E402
 
@@ -115,8 +116,19 @@ def test_descriptions_on_any_device(name, device):
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("description", DESCRIPTIONS)
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("mistral", marks=pytest.mark.full)])
+# A model that embeds positions gets them from these.
+WITHOUT_POSITIONS = ("packed", "packed_seq_lengths", "offsets alone", "seq_idx")
+
+
+COMPILED = [
+    *(("qwen3", description) for description in DESCRIPTIONS),
+    *(("gpt2", description) for description in WITHOUT_POSITIONS),
+    *(full("mistral", description) for description in DESCRIPTIONS),
+    *(full("opt", description) for description in WITHOUT_POSITIONS),
+]
+
+
+@pytest.mark.parametrize("name, description", COMPILED)
 def test_compiled_code_keeps_documents_apart(name, description):
     torch._dynamo.reset()
     expected, model = one_by_one(name), make_model(name, "enabled")
@@ -129,6 +141,22 @@ def test_compiled_code_keeps_documents_apart(name, description):
         found = real_logits(compiled(**batch, use_cache=False).logits, batch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch._dynamo.reset()
+
+
+def test_compiled_code_says_that_a_mask_gives_no_positions():
+    torch._dynamo.reset()
+    batch = described("a mask that lists documents, padding left")
+    with pytest.warns(
+        UserWarning, match="LEAKS if attention_mask numbers documents: .* embeds pos"
+    ):
+        torch.compile(make_model("gpt2", "enabled"), backend="eager")(**batch, use_cache=False)
+    torch._dynamo.reset()
+
+
+def test_layers_with_a_state_do_not_read_a_4d_mask():
+    batch = described("positions") | {"attention_mask": torch.ones(1, 1, 12, 12).bool().tril()}
+    with pytest.warns(UserWarning, match="LEAKS if the 4-D attention_mask keeps .* pass packed="):
+        make_model("qwen3_next", "enabled")(**batch)
 
 
 @pytest.mark.parametrize("description", DESCRIPTIONS)

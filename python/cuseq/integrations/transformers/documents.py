@@ -22,6 +22,7 @@ dense mask of them (`document_numbers`).
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import weakref
 from collections.abc import Mapping
@@ -42,6 +43,7 @@ from cuseq.integrations.transformers._lengths import (
     LENGTHS,
     check_agreement,
     check_lengths,
+    check_offsets,
 )
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._warn import warn_once
@@ -58,12 +60,16 @@ _NUMBERS = ("seq_idx", "document_ids", "segment_ids")
 _FLASH, _MEGATRON = "flash_attn_kwargs", "packed_seq_params"  # objects that hold offsets
 _AMBIGUOUS = ("seq_lens", "seqlens", "seq_lengths", "sequence_lengths")
 _OTHER_NAMES = (*_OFFSETS, *_NUMBERS, _FLASH, _MEGATRON, LENGTHS)
+NAMES = (*DESCRIPTIONS, *_OTHER_NAMES, *_AMBIGUOUS, "attention_mask", "position_ids")
+"""The keywords by which a call, or a column of a dataset, can say where documents end."""
+
 _POOLING = (
     "ForSequenceClassification",
     "ForQuestionAnswering",
     "ForMultipleChoice",
     "DoubleHeadsModel",
 )  # how the names of models end that give one result for each row
+_OF_POSITIONS = re.compile(r"(wpe|[^.]*pos[^.]*)$")  # names of embeddings of positions
 _OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
 _DOOR = "_cuseq_door"  # on a model that has the hooks
 
@@ -90,6 +96,7 @@ class _Door:
         makes_mask: whether the model makes a 2-D mask of ones itself (OPT), so that transformers
             reads no positions.
         pools: whether the model gives one result for each row.
+        embeds_positions: whether the model has an embedding of positions.
     """
 
     names: tuple[str, ...]
@@ -97,6 +104,7 @@ class _Door:
     attends: bool
     makes_mask: bool
     pools: bool
+    embeds_positions: bool
 
 
 class _Calls(threading.local):
@@ -128,6 +136,10 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
         attends=attends,
         makes_mask="ones" in calls_of(model),
         pools=any(one.__name__.endswith(_POOLING) for one in type(model).__mro__),
+        embeds_positions=any(
+            isinstance(module, nn.Embedding) and _OF_POSITIONS.search(name)
+            for name, module in model.named_modules()
+        ),
     )
     bring = partial(bring_documents, door)
     return [
@@ -189,7 +201,7 @@ def bring_documents(
         return None  # the model refuses them, or this is not a call with text
     is_read = not door.attends or _names_ours(model)
     if torch.compiler.is_compiling():
-        changes = _in_compiled_code(model, told, rows, door.makes_mask) if is_read else {}
+        changes = _in_compiled_code(door, model, told, rows) if is_read else {}
         return _with(given, changes) if changes else None
     shape = batch, seqlen = rows.shape[0], rows.shape[1]
     packed, changes = told.get("packed"), {}
@@ -211,7 +223,8 @@ def bring_documents(
             raise ValueError(
                 f"{type(model).__name__} gives one result for each row of a batch: call "
                 "cuseq.enable(model), by which a linear head on the last token scores each "
-                "document, or train it on padded batches"
+                "document, before mixed precision wraps the model's forward; or train it on padded "
+                "batches"
             )
         hold = model.__dict__.get(HOLD)
         if hold is not None and hold.lacks_forwards:
@@ -225,8 +238,11 @@ def bring_documents(
         changes["attention_mask"] = None
     if packed is not None and "packed" not in told and (door.takes_more or "packed" in door.names):
         changes["packed"] = packed
-    if packed is not None and "position_ids" in door.names and _leaves_positions_to_model(told):
-        changes["position_ids"] = packed.to(rows.device).position_ids.view(shape)
+    is_told = is_read and (described or packed is not None)
+    if is_told and _leaves_positions_to_model(door, told):
+        packed = _layout_of_call(packed, told | changes, batch * seqlen)
+        if packed is not None:
+            changes["position_ids"] = packed.to(rows.device).position_ids.view(shape)
     return _with(given, changes) if changes else None
 
 
@@ -247,12 +263,24 @@ def _is_padding_mask(told: Mapping[str, Any]) -> bool:
     return isinstance(mask, Tensor) and mask.dim() == 2
 
 
-def _leaves_positions_to_model(told: Mapping[str, Any]) -> bool:
+def _leaves_positions_to_model(door: _Door, told: Mapping[str, Any]) -> bool:
     """Return whether positions would count along the row.
 
     With other inputs than text the model counts positions of its own kind.
     """
-    return "position_ids" not in told and not any(n.startswith(_OTHER_INPUTS) for n in told)
+    is_free = "position_ids" in door.names and "position_ids" not in told
+    return is_free and not any(n.startswith(_OTHER_INPUTS) for n in told)
+
+
+def _layout_of_call(
+    packed: PackedLayout | None, told: Mapping[str, Any], tokens: int
+) -> PackedLayout | None:
+    """Return the layout of a call by `packed` or by offsets; None for a filled cache."""
+    cu_q, cu_k = told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k")
+    if packed is not None or (cu_q is None and cu_k is None) or _has_filled_cache(told):
+        return packed
+    check_offsets(cu_q, cu_k)
+    return layout_of_offsets(cu_k if cu_q is None else cu_q, tokens)
 
 
 def _check_layout_of_call(
@@ -581,21 +609,49 @@ def _layout_of_mask(mask: Tensor, positions: Tensor | None) -> PackedLayout | No
 
 
 def _in_compiled_code(
-    model: nn.Module, told: dict[str, Any], rows: Tensor, makes_mask: bool
+    door: _Door, model: nn.Module, told: dict[str, Any], rows: Tensor
 ) -> dict[str, Any]:
     """Return arguments in the place of those of a call, by their names and shapes alone."""
-    renamed = _offsets_by_other_names(told)
-    if any(name in told or name in renamed for name in DESCRIPTIONS):
-        return renamed | ({"attention_mask": None} if _is_padding_mask(told) else {})
-    if LENGTHS in told:
-        return {"cu_seq_lens_q": torch.nn.functional.pad(told[LENGTHS].cumsum(0), (1, 0)).int()}
+    changes = _offsets_by_other_names(told)
     positions = told.get("position_ids")
-    for name in _NUMBERS:
-        if name in told and positions is None:
-            return {"position_ids": counted(told[name].reshape(rows.shape[:2]))}
-    if positions is not None and (makes_mask or _makes_planes(model, positions)):
+    if any(name in told or name in changes for name in DESCRIPTIONS):
+        if _is_padding_mask(told):
+            changes["attention_mask"] = None
+    elif LENGTHS in told:
+        offsets = torch.nn.functional.pad(told[LENGTHS].cumsum(0), (1, 0)).int()
+        changes = {"cu_seq_lens_q": offsets}
+    elif positions is None:
+        for name in _NUMBERS:
+            if name in told:
+                return {"position_ids": counted(told[name].reshape(rows.shape[:2]))}
+        if (
+            door.embeds_positions
+            and _is_padding_mask(told)
+            and told["attention_mask"].dtype != torch.bool
+        ):
+            _warn_of_compiled_mask()
+    elif door.makes_mask or _makes_planes(model, positions):
         warn_of_compiled_positions()
-    return {}
+    if _leaves_positions_to_model(door, told):
+        found = _positions_in_compiled_code(told | changes, rows)
+        if found is not None:
+            changes["position_ids"] = found
+    return changes
+
+
+def _positions_in_compiled_code(told: Mapping[str, Any], rows: Tensor) -> Tensor | None:
+    """Return the positions of a call with `packed` or offsets."""
+    packed = told.get("packed")
+    if packed is not None:
+        check_layout(packed)
+        return packed.to(rows.device).position_ids.view(rows.shape[:2])
+    offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
+    if offsets is None:
+        return None
+    offsets = offsets.to(rows.device)
+    slots = torch.arange(rows.shape[0] * rows.shape[1], device=rows.device, dtype=offsets.dtype)
+    numbers = torch.searchsorted(offsets[1:].contiguous(), slots, right=True)
+    return (slots - offsets[numbers]).view(rows.shape[:2])
 
 
 def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
@@ -611,4 +667,23 @@ def warn_of_compiled_positions() -> None:
     warn_once(
         "LEAKS if position_ids are packed: compiled code cannot read them, and only the masks of "
         "some models do; pass packed= to a model that is compiled as a whole"
+    )
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_compiled_mask() -> None:
+    """Warn that a mask which numbers documents gives no positions."""
+    warn_once(
+        "LEAKS if attention_mask numbers documents: compiled code cannot read it, and this model "
+        "embeds positions, which count along the row: pass position_ids that begin again, or "
+        "packed="
+    )
+
+
+@torch.compiler.assume_constant_result
+def warn_of_dense_mask() -> None:
+    """Warn that layers with a state do not read a 4-D mask."""
+    warn_once(
+        "LEAKS if the 4-D attention_mask keeps documents apart: layers with a state along the row "
+        "do not read it; pass packed= in its place"
     )

@@ -27,6 +27,7 @@ from cuseq.integrations.transformers.documents import (
     check_total,
     layout_of_offsets,
     warn_of_compiled_positions,
+    warn_of_dense_mask,
 )
 from cuseq.integrations.transformers.hybrids.functions import inside_packed_row
 from cuseq.integrations.transformers.names import cache_names
@@ -120,6 +121,9 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     if packed is None and offsets is None:
         if torch.compiler.is_compiling() and _may_be_packed(told):
             warn_of_compiled_positions()
+        mask = told.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 4:
+            warn_of_dense_mask()
         return None
     name = type(model).__name__
     if packed is None:
