@@ -202,7 +202,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
             undo.callback(restore_rotations, [function])
         pooling = [base] if can_pool(base) else []
         for head in pooling:
-            replace_forward(head, pooled_forward)
+            replace_forward(head, pooled_forward(type(head)))
             undo.callback(restore_forward, head)
         separate(base, plan)
         undo.callback(restore_modules, base, plan)

@@ -45,8 +45,14 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Return whether a module has a forward of ours, or is a copy of such a module."""
-    return any(
-        getattr(getattr(forward, "__func__", None), _MARK, False)
-        for forward in own_forwards(module)
-    )
+    """Return whether a module has a forward of ours, or is a copy of such a module.
+
+    accelerate's mixed precision may be around ours.
+    """
+    return any(_is_ours(getattr(forward, "__func__", None)) for forward in own_forwards(module))
+
+
+def _is_ours(function: Any) -> bool:
+    while function is not None and not getattr(function, _MARK, False):
+        function = getattr(function, "__wrapped__", None)
+    return function is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 import cuseq
 from cuseq.integrations.transformers._forwards import is_replaced, our_forward
 from cuseq.integrations.transformers._layers import calls_of
+from cuseq.integrations.transformers._private import has_accelerate_forward
 from cuseq.integrations.transformers.documents import layout_of_offsets
 from cuseq.integrations.transformers.masks import LayoutMask
 
@@ -20,18 +23,35 @@ from cuseq.integrations.transformers.masks import LayoutMask
 def can_pool(model: PreTrainedModel) -> bool:
     """Return whether `pooled_forward` computes what a model's head does for one document.
 
-    The head is a linear layer, `score`, and the model takes its result at the last token.
+    The head is a linear layer, `score`, and the model takes its result at the last token. A forward
+    that someone else has set on the model (accelerate, for mixed precision) is not replaced.
     """
     forward = inspect.unwrap(type(model).forward).__code__
     takes_last = {"pooled_logits", "last_non_pad_token"} <= set(forward.co_varnames)
     head = getattr(model, "score", None)
     body = getattr(model, model.base_model_prefix, None)
     is_whole = takes_last and "score" in calls_of(model) and isinstance(body, PreTrainedModel)
-    return is_whole and isinstance(head, nn.Linear) and not is_replaced(model)
+    is_free = has_accelerate_forward(model) or "forward" not in vars(model)
+    return is_whole and isinstance(head, nn.Linear) and is_free and not is_replaced(model)
 
 
-@our_forward
-def pooled_forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+@functools.cache
+def pooled_forward(cls: type[PreTrainedModel]) -> Callable[..., Any]:
+    """Return the forward of a class's models that scores each document of a packed row.
+
+    It has the signature of the class's own, by which a Trainer chooses the columns of a dataset and
+    how it averages the loss.
+    """
+
+    @our_forward
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return _pool(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    return forward
+
+
+def _pool(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """Score the last token of each document of a packed row."""
     names = list(inspect.signature(type(self).forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs

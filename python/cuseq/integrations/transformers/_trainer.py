@@ -6,8 +6,10 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
 from transformers import Trainer
 
 from cuseq.data.collator import PackingCollator
@@ -22,12 +24,15 @@ from cuseq.integrations.transformers._private import (
     COUNT_TOKENS,
     check_token_count,
     forget_evaluation_loaders,
+    signature_columns,
 )
 from cuseq.integrations.transformers._shared_rows import (
     SharedRows,
     check_shared_rows,
     shared_rows_of,
 )
+from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.documents import NAMES
 from cuseq.layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -94,7 +99,10 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
-    enabled = Enabled("trainer", replaced, left_alone, model.warnings)
+    warnings = (*model.warnings, *_dropped_columns(trainer))
+    for warning in warnings[len(model.warnings) :]:
+        warn_once(warning)
+    enabled = Enabled("trainer", replaced, left_alone, warnings)
     own = None if dealing is None else before
     _states[trainer] = _State(enabled, options, own)
     return enabled
@@ -111,15 +119,20 @@ def disable_trainer(trainer: Trainer) -> None:
 
 
 def count_real_tokens(trainer: Trainer) -> None:
-    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows."""
+    """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows.
+
+    A Trainer adds up the mask, which may number documents.
+    """
     count = getattr(type(trainer), COUNT_TOKENS)
     own = weakref.ref(trainer)
 
     def counted(inputs: dict[str, Any]) -> None:
-        itself, packed = own(), inputs.get("packed")
-        by_mask = itself.args.include_num_input_tokens_seen == "non_padding"
-        if by_mask and isinstance(packed, PackedLayout) and "attention_mask" not in inputs:
-            inputs = {**inputs, "attention_mask": ~packed.moe_padding_mask}
+        itself, packed, mask = own(), inputs.get("packed"), inputs.get("attention_mask")
+        if itself.args.include_num_input_tokens_seen == "non_padding":
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                inputs = {**inputs, "attention_mask": mask != 0}
+            elif isinstance(packed, PackedLayout) and "attention_mask" not in inputs:
+                inputs = {**inputs, "attention_mask": ~packed.moe_padding_mask}
         count(itself, inputs)
 
     setattr(trainer, COUNT_TOKENS, counted)
@@ -135,6 +148,29 @@ def restore_methods(trainer: Trainer) -> None:
     shared = shared_rows_of(trainer)
     if shared is not None:
         shared.restore()
+
+
+def _dropped_columns(trainer: Trainer) -> list[str]:
+    """Return a warning if a Trainer drops columns that may say where documents end."""
+    collates_documents = isinstance(trainer.data_collator, PackingCollator)
+    if collates_documents or not trainer.args.remove_unused_columns:
+        return []
+    evaluated = trainer.eval_dataset
+    datasets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
+    names = {name for one in (trainer.train_dataset, *datasets) for name in _columns_of(one)}
+    dropped = sorted(names.intersection(NAMES).difference(signature_columns(trainer)))
+    if not dropped:
+        return []
+    return [
+        f"LEAKS if {' or '.join(dropped)} of the dataset says where documents end: the Trainer "
+        "drops columns that the model's forward does not name, so that each row would be one "
+        "document; set remove_unused_columns=False"
+    ]
+
+
+def _columns_of(dataset: Any) -> Iterable[str]:
+    first = dataset[0] if isinstance(dataset, list) and dataset else None
+    return getattr(dataset, "column_names", None) or (first if isinstance(first, dict) else ())
 
 
 def _dealing_collator(trainer: Trainer, cp: ContextParallel) -> PackingCollator:
