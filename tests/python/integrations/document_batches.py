@@ -211,6 +211,10 @@ DESCRIPTIONS: dict[str, Callable[[Documents], Batch]] = {
     ),
     "cu_seqlens": lambda docs: with_positions(docs) | {"cu_seqlens": offsets_of(docs)},
     "cu_seqlens_q": lambda docs: with_positions(docs) | {"cu_seqlens_q": offsets_of(docs)},
+    "cu_seq_lens_k alone": (lambda docs: plain(docs) | {"cu_seq_lens_k": offsets_of(docs)}),
+    "flash_attn_kwargs of keys": (
+        lambda docs: plain(docs) | {"flash_attn_kwargs": {"cu_seq_lens_k": offsets_of(docs)}}
+    ),
     "flash_attn_kwargs": lambda docs: with_positions(docs) | {"flash_attn_kwargs": _flash(docs)},
     "packed_seq_params": lambda docs: with_positions(docs) | {"packed_seq_params": _params(docs)},
     "packed": (

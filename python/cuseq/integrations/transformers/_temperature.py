@@ -91,7 +91,7 @@ def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any
     packed: PackedLayout | None = kwargs.get("packed")
     offsets = None
     if packed is None:  # else compiled code must not look at offsets, which change their size
-        offsets = kwargs.get("cu_seq_lens_q", kwargs.get("cu_seq_lens_k"))
+        offsets = kwargs.get("cu_seq_lens_q")
     if torch.compiler.is_compiling():
         padded = None
         if packed is not None:

@@ -276,11 +276,11 @@ def _layout_of_call(
     packed: PackedLayout | None, told: Mapping[str, Any], tokens: int
 ) -> PackedLayout | None:
     """Return the layout of a call by `packed` or by offsets; None for a filled cache."""
-    cu_q, cu_k = told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k")
-    if packed is not None or (cu_q is None and cu_k is None) or _has_filled_cache(told):
+    offsets = told.get("cu_seq_lens_q")
+    if packed is not None or offsets is None or _has_filled_cache(told):
         return packed
-    check_offsets(cu_q, cu_k)
-    return layout_of_offsets(cu_k if cu_q is None else cu_q, tokens)
+    check_offsets(offsets, told.get("cu_seq_lens_k"))
+    return layout_of_offsets(offsets, tokens)
 
 
 def _check_layout_of_call(
@@ -339,9 +339,7 @@ def layout_of_batch(batch: Mapping[str, Any], use_cache: bool) -> PackedLayout |
     rows = told["input_ids"]
     packed, changes = _read({"use_cache": use_cache} | told, rows)
     if packed is None and any(name in told or name in changes for name in DESCRIPTIONS):
-        told |= changes
-        offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
-        packed = layout_of_offsets(offsets, rows.numel())
+        packed = layout_of_offsets((told | changes)["cu_seq_lens_q"], rows.numel())
     return packed
 
 
@@ -377,16 +375,22 @@ def _read(told: dict[str, Any], rows: Tensor) -> tuple[PackedLayout | None, dict
 
 
 def _offsets_by_other_names(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `cu_seq_lens_q`, or `packed`, if a call gives them by another name."""
-    if any(name in told for name in DESCRIPTIONS):
+    """Return `cu_seq_lens_q`, or `packed`, if a call gives them by another name.
+
+    Those of the keys alone are those of the queries too.
+    """
+    if "packed" in told or "cu_seq_lens_q" in told:
         return {}
-    for name in _OFFSETS:
+    for name in ("cu_seq_lens_k", *_OFFSETS):
         if name in told:
             return {"cu_seq_lens_q": told[name]}
     flash, params = told.get(_FLASH), told.get(_MEGATRON)
     if isinstance(flash, Mapping):
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        return {name: flash[name] for name in names if flash.get(name) is not None}
+        found = {name: flash[name] for name in names if flash.get(name) is not None}
+        if "cu_seq_lens_k" in found:
+            found.setdefault("cu_seq_lens_q", found["cu_seq_lens_k"])
+        return found
     offsets = getattr(params, "cu_seqlens_q", None)
     if offsets is None:
         return {}
@@ -645,7 +649,7 @@ def _positions_in_compiled_code(told: Mapping[str, Any], rows: Tensor) -> Tensor
     if packed is not None:
         check_layout(packed)
         return packed.to(rows.device).position_ids.view(rows.shape[:2])
-    offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
+    offsets = told.get("cu_seq_lens_q")
     if offsets is None:
         return None
     offsets = offsets.to(rows.device)

@@ -117,7 +117,7 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
     """Return the layout of a call's row; None if each row of the batch is one sequence."""
     told = lent_to(model) | {n: v for n, v in kwargs.items() if v is not None}
     packed = told.get("packed")
-    offsets = told.get("cu_seq_lens_q", told.get("cu_seq_lens_k"))
+    offsets = told.get("cu_seq_lens_q")
     if packed is None and offsets is None:
         if torch.compiler.is_compiling() and _may_be_packed(told):
             warn_of_compiled_positions()
@@ -133,7 +133,7 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
                 "separate by the layout, packed=, got bare offsets"
             )
         check_lengths(told)
-        check_offsets(told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k"))
+        check_offsets(offsets, told.get("cu_seq_lens_k"))
         packed = layout_of_offsets(offsets, _tokens(told))
     check_layout(packed)
     mask = told.get("attention_mask")
