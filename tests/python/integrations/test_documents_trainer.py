@@ -286,7 +286,7 @@ def test_each_description_is_evaluated_apart(name, how, tmp_path):
     trainer = make_trainer(make_model(name, how), batches, tmp_path, how)
     failed = []
     for number, description in enumerate(DESCRIPTIONS):
-        found = trainer.predict([{"input_ids": number}])
+        found = trainer.predict([{"input_ids": number}], ignore_keys=["past_key_values"])
         real = real_tokens(batches[number])
         predicted = torch.from_numpy(found.predictions)[real]
         if not torch.allclose(predicted, logits, rtol=1e-5, atol=1e-5):
@@ -307,6 +307,8 @@ def test_batches_without_documents_are_those_of_the_model(name, how, tmp_path):
     batches = {
         description: batch | {"labels": batch["input_ids"].masked_fill(~real_tokens(batch), -100)}
         for description, batch in one_document().items()
+        # Gemma 3 makes its masks before it has a cache, so that stock divides these documents.
+        if name != "gemma3" or "with a cache" not in description
     }
     theirs, ours = (
         make_trainer(
@@ -317,7 +319,10 @@ def test_batches_without_documents_are_those_of_the_model(name, how, tmp_path):
     )  # fmt: skip
     check_steps(train(ours), list(batches), train(theirs))
     for number in range(len(batches)):
-        expected, found = (one.predict([{"input_ids": number}]) for one in (theirs, ours))
+        expected, found = (
+            one.predict([{"input_ids": number}], ignore_keys=["past_key_values"])
+            for one in (theirs, ours)
+        )
         real = real_tokens(batches[list(batches)[number]])
         assert found.predictions[real] == pytest.approx(expected.predictions[real], abs=1e-5)
         assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
@@ -414,8 +419,10 @@ COLLATORS: dict[str, Callable[[list[dict[str, list[int]]]], Batch]] = {
 def test_collators_of_others_keep_documents_apart(name, collator, how, tmp_path):
     if name in ("gpt2", "opt") and collator == "flattening from position 2":
         pytest.skip("the model embeds other positions than those of the documents")
-    if (name, collator) == ("qwen3_next", "LLaMA-Factory"):
-        pytest.skip("layers with a state do not read a 4-D mask, and it is said")
+    if name in ("qwen3_next", "mistral", "gemma3") and collator == "LLaMA-Factory":
+        pytest.skip(
+            "a 4-D mask is used as it is: no window in it, and no layer with a state reads it"
+        )
     expected = documents_one_by_one(name)
     trainer = make_trainer(make_model(name, how), [], tmp_path, per_device_train_batch_size=4)
     trainer.train_dataset, trainer.data_collator = examples(), COLLATORS[collator]
