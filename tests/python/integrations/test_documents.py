@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import cuseq
 
@@ -34,6 +35,7 @@ from document_batches import (  # noqa: E402
     positions_of,
     real_tokens,
     restarting,
+    with_random_weights,
 )
 from tiers import full  # noqa: E402
 
@@ -143,13 +145,54 @@ def test_compiled_code_keeps_documents_apart(name, description):
     torch._dynamo.reset()
 
 
-def test_compiled_code_says_that_a_mask_gives_no_positions():
+@pytest.mark.parametrize("name, graphs", [("qwen3", 1), ("gpt2", 2)])
+def test_compiled_code_is_the_same_for_all_packs(name, graphs):
+    """A model that reads positions otherwise than by distance has one more graph, of the hook."""
+    torch._dynamo.reset()
+    model, counter = make_model(name, "enabled"), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for lengths in ([5, 3], [2, 2, 4], [8]):
+        packed = cuseq.PackedLayout.from_lengths(lengths, 10)
+        ids = torch.arange(10)[None]
+        with torch.no_grad():
+            found = compiled(input_ids=ids, packed=packed, use_cache=False).logits[0, :8]
+            alone = [model(one[None]).logits[0] for one in ids[0, :8].split(lengths)]
+        torch.testing.assert_close(found, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == graphs
+    torch._dynamo.reset()
+
+
+def make_dynamic() -> nn.Module:
+    """Return a model whose rotation changes if positions along the row are its positions."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    sizes = SIZES | {"max_position_embeddings": max(LENGTHS)}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=rope)
+    model = with_random_weights(
+        lambda: transformers.LlamaForCausalLM._from_config(config, dtype=torch.float64)
+    )
+    cuseq.enable(model)
+    return model
+
+
+@pytest.mark.parametrize("description", WITHOUT_POSITIONS)
+def test_compiled_rotations_by_length_get_the_positions_of_documents(description):
+    torch._dynamo.reset()
+    model, batch = make_dynamic(), described(description)
+    with torch.no_grad():
+        found = real_logits(torch.compile(model, backend="eager")(**batch).logits, batch)
+        alone = [model(one, use_cache=False).logits[0] for one in documents()]
+    torch.testing.assert_close(found, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: make_model("gpt2", "enabled"), make_dynamic], ids=["gpt2", "dynamic"]
+)
+def test_compiled_code_says_that_a_mask_gives_no_positions(make):
     torch._dynamo.reset()
     batch = described("a mask that lists documents, padding left")
-    with pytest.warns(
-        UserWarning, match="LEAKS if attention_mask numbers documents: .* embeds pos"
-    ):
-        torch.compile(make_model("gpt2", "enabled"), backend="eager")(**batch, use_cache=False)
+    with pytest.warns(UserWarning, match="LEAKS if attention_mask numbers documents: .* positions"):
+        torch.compile(make(), backend="eager")(**batch, use_cache=False)
     torch._dynamo.reset()
 
 

@@ -15,10 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers._layers import calls_of, code_of
 from cuseq.integrations.transformers._private import attention_of
-from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
+from cuseq.integrations.transformers.documents import (
+    check_total,
+    layout_of_offsets,
+    positions_in_compiled_code,
+)
 from cuseq.integrations.transformers.masks import DeferredMask
 from cuseq.integrations.transformers.names import pop_cache
-from cuseq.layout import PackedLayout, check_layout, own_positions
+from cuseq.layout import PackedLayout, check_layout
 
 _SETTINGS = ("attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale")
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
@@ -93,15 +97,7 @@ def _positions(hidden_states: Tensor, attention_mask: Any, kwargs: dict[str, Any
     if packed is None:  # else compiled code must not look at offsets, which change their size
         offsets = kwargs.get("cu_seq_lens_q")
     if torch.compiler.is_compiling():
-        padded = None
-        if packed is not None:
-            if (positions := own_positions(packed)) is not None:
-                return positions
-            offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
-        if offsets is None:
-            return None
-        offsets = offsets.to(torch.int32)
-        return torch.ops.cuseq.token_metadata(offsets, batch * seqlen, padded)[0]
+        return positions_in_compiled_code(packed, offsets, batch * seqlen)
     if packed is None and offsets is not None:
         packed = layout_of_offsets(offsets, batch * seqlen)
     elif packed is None and isinstance(attention_mask, DeferredMask):

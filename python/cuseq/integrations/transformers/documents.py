@@ -22,7 +22,6 @@ dense mask of them (`document_numbers`).
 from __future__ import annotations
 
 import inspect
-import re
 import threading
 import weakref
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ from cuseq._base.models import rotations_by_length, text_config
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._forwards import is_replaced
-from cuseq.integrations.transformers._layers import calls_of
+from cuseq.integrations.transformers._layers import calls_of, is_rotary_embedding
 from cuseq.integrations.transformers._lengths import (
     LENGTHS,
     check_agreement,
@@ -48,7 +47,7 @@ from cuseq.integrations.transformers._lengths import (
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.names import HOLD, MASK_BESIDE_LENGTHS, NAME, cache_names
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, own_positions
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
 
@@ -69,7 +68,6 @@ _POOLING = (
     "ForMultipleChoice",
     "DoubleHeadsModel",
 )  # how the names of models end that give one result for each row
-_OF_POSITIONS = re.compile(r"(wpe|[^.]*pos[^.]*)$")  # names of embeddings of positions
 _OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
 _DOOR = "_cuseq_door"  # on a model that has the hooks
 
@@ -96,7 +94,8 @@ class _Door:
         makes_mask: whether the model makes a 2-D mask of ones itself (OPT), so that transformers
             reads no positions.
         pools: whether the model gives one result for each row.
-        embeds_positions: whether the model has an embedding of positions.
+        is_relative: whether the model only rotates, each token by its position, so that those along
+            the row give the same attention as those of the documents.
     """
 
     names: tuple[str, ...]
@@ -104,7 +103,7 @@ class _Door:
     attends: bool
     makes_mask: bool
     pools: bool
-    embeds_positions: bool
+    is_relative: bool
 
 
 class _Calls(threading.local):
@@ -136,16 +135,19 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
         attends=attends,
         makes_mask="ones" in calls_of(model),
         pools=any(one.__name__.endswith(_POOLING) for one in type(model).__mro__),
-        embeds_positions=any(
-            isinstance(module, nn.Embedding) and _OF_POSITIONS.search(name)
-            for name, module in model.named_modules()
-        ),
+        is_relative=_is_relative(model),
     )
     bring = partial(bring_documents, door)
     return [
         model.register_forward_pre_hook(bring, with_kwargs=True, prepend=True),
         model.register_forward_hook(_leave, always_call=True),
     ]
+
+
+def _is_relative(model: nn.Module) -> bool:
+    """Return whether a model's attention follows the distances of positions alone."""
+    rotates = any(is_rotary_embedding(module) for module in model.modules())
+    return rotates and not rotations_by_length(text_config(model))
 
 
 def names_of_call(model: nn.Module) -> tuple[str, ...]:
@@ -629,33 +631,42 @@ def _in_compiled_code(
             if name in told:
                 return {"position_ids": counted(told[name].reshape(rows.shape[:2]))}
         if (
-            door.embeds_positions
+            not door.is_relative
+            and "position_ids" in door.names
             and _is_padding_mask(told)
             and told["attention_mask"].dtype != torch.bool
         ):
             _warn_of_compiled_mask()
     elif door.makes_mask or _makes_planes(model, positions):
         warn_of_compiled_positions()
-    if _leaves_positions_to_model(door, told):
-        found = _positions_in_compiled_code(told | changes, rows)
+    # Where they change nothing, the hook stays without operations, which would be a second graph.
+    if not door.is_relative and _leaves_positions_to_model(door, told):
+        now = told | changes
+        found = positions_in_compiled_code(
+            now.get("packed"), now.get("cu_seq_lens_q"), rows.shape[0] * rows.shape[1]
+        )
         if found is not None:
-            changes["position_ids"] = found
+            changes["position_ids"] = found.to(rows.device).view(rows.shape[:2])
     return changes
 
 
-def _positions_in_compiled_code(told: Mapping[str, Any], rows: Tensor) -> Tensor | None:
-    """Return the positions of a call with `packed` or offsets."""
-    packed = told.get("packed")
+def positions_in_compiled_code(
+    packed: PackedLayout | None, offsets: Tensor | None, tokens: int
+) -> Tensor | None:
+    """Return the positions `[tokens]` of a row by its layout or else by its offsets, if it has any.
+
+    The layout's own `position_ids` may not be made yet. Making them in compiled code would cost a
+    graph for each pack, and they would lie in memory that the next replay writes to.
+    """
+    padded = None
     if packed is not None:
         check_layout(packed)
-        return packed.to(rows.device).position_ids.view(rows.shape[:2])
-    offsets = told.get("cu_seq_lens_q")
+        if (positions := own_positions(packed)) is not None:
+            return positions
+        offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
     if offsets is None:
         return None
-    offsets = offsets.to(rows.device)
-    slots = torch.arange(rows.shape[0] * rows.shape[1], device=rows.device, dtype=offsets.dtype)
-    numbers = torch.searchsorted(offsets[1:].contiguous(), slots, right=True)
-    return (slots - offsets[numbers]).view(rows.shape[:2])
+    return torch.ops.cuseq.token_metadata(offsets.to(torch.int32), tokens, padded)[0]
 
 
 def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
@@ -678,9 +689,8 @@ def warn_of_compiled_positions() -> None:
 def _warn_of_compiled_mask() -> None:
     """Warn that a mask which numbers documents gives no positions."""
     warn_once(
-        "LEAKS if attention_mask numbers documents: compiled code cannot read it, and this model "
-        "embeds positions, which count along the row: pass position_ids that begin again, or "
-        "packed="
+        "LEAKS if attention_mask numbers documents: compiled code cannot read it, and this model's "
+        "positions count along the row: pass position_ids that begin again, or packed="
     )
 
 
