@@ -162,6 +162,37 @@ def test_compiled_code_is_the_same_for_all_packs(name, graphs):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("describe", ["packed", "offsets"])
+def test_compiled_documents_may_go_on_in_the_next_row(describe):
+    torch._dynamo.reset()
+    model, packed = make_model("qwen3", "enabled"), cuseq.PackedLayout.from_lengths([5, 3, 4])
+    ids = torch.arange(12).view(2, 6)
+    told = {"packed": packed} if describe == "packed" else {"cu_seq_lens_q": packed.cu_seqlens}
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager")(input_ids=ids, use_cache=False, **told).logits
+        alone = [model(one[None]).logits[0] for one in ids.flatten().split([5, 3, 4])]
+    torch.testing.assert_close(found.flatten(0, 1), torch.cat(alone), rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_offsets_need_no_values(name):
+    """Estimators of memory run a model on meta, or with fake tensors."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            CONFIGS[name](), attn_implementation="cuseq"
+        )
+        offsets = torch.empty(4, dtype=torch.int32)
+        out = model(torch.empty(1, 12, dtype=torch.long), cu_seq_lens_q=offsets, use_cache=False)
+    assert out.logits.shape == (1, 12, VOCAB)
+
+
+def test_errors_of_offsets_name_those_that_were_given():
+    ids = plain(documents())["input_ids"]
+    with pytest.raises(TypeError, match="cu_seq_lens_k must be a tensor of integers, got list"):
+        make_model("gpt2", "enabled")(ids, cu_seq_lens_k=[0, 12])
+
+
 def make_dynamic() -> nn.Module:
     """Return a model whose rotation changes if positions along the row are its positions."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}

@@ -17,8 +17,7 @@ LENGTHS = "packed_seq_lengths"
 
 def check_lengths(told: Mapping[str, Any]) -> None:
     """Raise TypeError if given offsets or lengths are not integer tensors."""
-    # Offsets of the keys come first, because those given alone are those of the queries too.
-    for name in ("cu_seq_lens_k", "cu_seq_lens_q", LENGTHS):
+    for name in ("cu_seq_lens_k", "cu_seq_lens_q", LENGTHS):  # those of keys may stand for both
         value = told.get(name)
         if value is None:
             continue

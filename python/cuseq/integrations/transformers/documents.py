@@ -242,9 +242,9 @@ def bring_documents(
         changes["packed"] = packed
     is_told = is_read and (described or packed is not None)
     if is_told and _leaves_positions_to_model(door, told):
-        packed = _layout_of_call(packed, told | changes, batch * seqlen)
-        if packed is not None:
-            changes["position_ids"] = packed.to(rows.device).position_ids.view(shape)
+        positions = _positions_of_call(packed, told | changes, rows)
+        if positions is not None:
+            changes["position_ids"] = positions.view(shape)
     return _with(given, changes) if changes else None
 
 
@@ -274,15 +274,24 @@ def _leaves_positions_to_model(door: _Door, told: Mapping[str, Any]) -> bool:
     return is_free and not any(n.startswith(_OTHER_INPUTS) for n in told)
 
 
-def _layout_of_call(
-    packed: PackedLayout | None, told: Mapping[str, Any], tokens: int
-) -> PackedLayout | None:
-    """Return the layout of a call by `packed` or by offsets; None for a filled cache."""
-    offsets = told.get("cu_seq_lens_q")
-    if packed is not None or offsets is None or _has_filled_cache(told):
-        return packed
+def _positions_of_call(
+    packed: PackedLayout | None, told: Mapping[str, Any], rows: Tensor
+) -> Tensor | None:
+    """Return the positions `[tokens]` of a call with a layout or offsets; None for a filled cache.
+
+    No layout is made of offsets: that would cost a copy to the host, and need values.
+    """
+    if packed is not None:
+        return packed.to(rows.device).position_ids
+    if _has_filled_cache(told):
+        return None
+    offsets = told["cu_seq_lens_q"]
     check_offsets(offsets, told.get("cu_seq_lens_k"))
-    return layout_of_offsets(offsets, tokens)
+    return _positions_of_offsets(offsets.to(rows.device), rows.shape[0] * rows.shape[1])
+
+
+def _positions_of_offsets(offsets: Tensor, tokens: int, padded: Tensor | None = None) -> Tensor:
+    return torch.ops.cuseq.token_metadata(offsets.to(torch.int32), tokens, padded)[0]
 
 
 def _check_layout_of_call(
@@ -640,7 +649,8 @@ def _in_compiled_code(
     elif door.makes_mask or _makes_planes(model, positions):
         warn_of_compiled_positions()
     # Where they change nothing, the hook stays without operations, which would be a second graph.
-    if not door.is_relative and _leaves_positions_to_model(door, told):
+    is_needed = not door.is_relative or rows.shape[0] > 1  # a document may go on in the next row
+    if is_needed and _leaves_positions_to_model(door, told):
         now = told | changes
         found = positions_in_compiled_code(
             now.get("packed"), now.get("cu_seq_lens_q"), rows.shape[0] * rows.shape[1]
@@ -666,7 +676,7 @@ def positions_in_compiled_code(
         offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
     if offsets is None:
         return None
-    return torch.ops.cuseq.token_metadata(offsets.to(torch.int32), tokens, padded)[0]
+    return _positions_of_offsets(offsets, tokens, padded)
 
 
 def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
