@@ -66,6 +66,24 @@ def test_what_a_batch_says_is_checked(make, suspect, words, device):
     assert_suspect(check_packing(Summing().to(device), to(make(), device)), suspect, words)
 
 
+class Logits(Summing):
+    """A model whose loss is the loop's own."""
+
+    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs).logits
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def test_labels_of_the_next_tokens_are_read():
+    batch = packed_batch()
+    assert_fine(check_packing(Logits(), batch | {"labels": shifted(batch["labels"])}), {"loss"})
+    crossing = batch | {"labels": shifted(batch["input_ids"])}
+    assert_suspect(check_packing(Logits(), crossing), "labels", "labels are wrong")
+
+
 def test_a_model_that_leaks_is_found(device):
     report = check_packing(Summing("cumulative").to(device), to(packed_batch(), device))
     assert_suspect(report, "mixing", "leaks into")
@@ -106,6 +124,12 @@ def test_rows_of_a_padded_batch_are_documents(side, device):
     report = check_packing(Rowwise(False).to(device), batch)
     if side == "left":
         assert_suspect(report, "padding")
+
+
+def test_nothing_predicts_the_first_label_of_a_row():
+    pytest.importorskip("transformers")
+    ids = torch.tensor([DOCUMENTS[2][:6], DOCUMENTS[4][:6]])
+    assert_fine(check_packing(Rowwise(False), {"input_ids": ids, "labels": ids}), {"loss"})
 
 
 # ------------------------------------------------------------------------------ transformers
@@ -179,5 +203,7 @@ def test_bad_batches():
     with pytest.raises(ValueError, match="packed must describe the 28 tokens of input_ids, got"):
         check_packing(model, good | {"input_ids": good["input_ids"][:, 1:]})
     one = cuseq.PackingCollator()([{"input_ids": DOCUMENTS[0]}])
-    with pytest.raises(ValueError, match="at least two documents of two or more tokens, got"):
+    with pytest.raises(
+        ValueError, match="it has 1 document, of 5 tokens: .* does not say where its documents end"
+    ):
         check_packing(model, one)

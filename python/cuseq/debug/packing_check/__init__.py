@@ -55,7 +55,8 @@ def check_packing(
     its documents are those that it says it has, by whatever a call of an enabled model is read by
     (`packed`, offsets, numbers of documents, positions that begin again, ...), and `model(**batch)`
     is compared with these one by one: the report names their lengths. Where a batch says nothing,
-    each row is a document, without the padding of its mask.
+    each row is a document, without the padding of its mask. Its labels may be shifted already if
+    the model returns no loss.
 
     Afterwards the function restores its modes, buffers and gradients, the attributes of its modules
     that are numbers, strings or tensors, and torch's random state. It does not restore state that

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cuseq._base.arguments import check_tensor
+from cuseq._base.labels import IGNORE_INDEX
 from cuseq.debug.packing_check._documents import text_of
 from cuseq.layout import PackedLayout
 
@@ -29,14 +31,18 @@ class OwnBatch:
     slots: tuple[Tensor, ...]
 
     def examples(self) -> list[dict[str, Any]]:
-        """Return the documents: for each the values of its tokens, by key."""
+        """Return the documents: for each the values of its tokens, by key, labels unshifted."""
         ids = self.batch["input_ids"]
         values = {
             key: value.flatten().cpu()
             for key, value in self.batch.items()
             if isinstance(value, Tensor) and value.shape == ids.shape and key not in _PER_ROW
         }
-        return [{key: value[own] for key, value in values.items()} for own in self.slots]
+        examples = [{key: value[own] for key, value in values.items()} for own in self.slots]
+        if "labels" in values and _are_shifted(examples):
+            for example in examples:
+                example["labels"] = pad(example["labels"][:-1], (1, 0), value=IGNORE_INDEX)
+        return examples
 
     def collate(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the batch with the tokens of these examples in the place of its own."""
@@ -50,7 +56,8 @@ class OwnBatch:
         """Return a sentence about the documents, for the report."""
         lengths = [str(len(own)) for own in self.slots]
         shown = lengths if len(lengths) <= 20 else [*lengths[:20], "..."]
-        return f"the batch says that it has {len(lengths)} documents, of {', '.join(shown)} tokens"
+        documents = "1 document" if len(lengths) == 1 else f"{len(lengths)} documents"
+        return f"the batch says that it has {documents}, of {', '.join(shown)} tokens"
 
 
 def read_batch(batch: Mapping[str, Any], config: Any) -> OwnBatch:
@@ -82,7 +89,13 @@ def read_batch(batch: Mapping[str, Any], config: Any) -> OwnBatch:
         slots = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=False)]
     else:
         slots = _rows_of(ids, batch.get("attention_mask"))
-    return OwnBatch(dict(batch), tuple(own for own in slots if len(own)))
+    own_batch = OwnBatch(dict(batch), tuple(own for own in slots if len(own)))
+    if sum(len(own) >= 2 for own in own_batch.slots) < 2:
+        raise ValueError(
+            "examples must hold at least two documents of two or more tokens, but "
+            f"{own_batch.said()}: if it is packed, it does not say where its documents end"
+        )
+    return own_batch
 
 
 def _layout_of(batch: Mapping[str, Any], config: Any) -> PackedLayout | None:
@@ -98,6 +111,20 @@ def _layout_of(batch: Mapping[str, Any], config: Any) -> PackedLayout | None:
     from cuseq.integrations.transformers.documents import layout_of_batch  # needs transformers
 
     return layout_of_batch(batch, use_cache=getattr(text_of(config), "use_cache", False))
+
+
+def _are_shifted(examples: list[dict[str, Any]]) -> bool:
+    """Return whether labels are those of the next tokens, and not of their own."""
+
+    def agree(shift: int) -> bool:
+        for example in examples:
+            labels = example["labels"][: len(example["labels"]) - shift]
+            ids, is_target = example["input_ids"][shift:], labels != IGNORE_INDEX
+            if not torch.equal(labels[is_target], ids[is_target]):
+                return False
+        return True
+
+    return not agree(0) and agree(1)
 
 
 def _rows_of(ids: Tensor, mask: Any) -> list[Tensor]:

@@ -237,11 +237,14 @@ def wrong_label(
     pads = row.pads()
     if bool((flat[pads] != IGNORE_INDEX).any()):
         return "labels of padding are not -100"
-    own = flat[row.slots].cpu().split([document.length for document in documents])
+    lengths = [document.length for document in documents]
+    own = flat[row.slots].cpu().split(lengths)
+    places = [slots[0] % given.shape[-1] for slots in row.slots.cpu().split(lengths)]
     if may_be_shifted and all(map(_is_shifted, own, documents)):
         return None
     for i, (part, document) in enumerate(zip(own, documents, strict=True)):
-        if i > 0 and part[0] != IGNORE_INDEX:
+        # Nothing predicts the first label of a row of the batch.
+        if places[i] > 0 and part[0] != IGNORE_INDEX:
             return f"the first label of document {i} is {int(part[0])}"
         if not torch.equal(part[1:], document.labels[1:]):
             return f"labels of document {i} are not those of its example"
