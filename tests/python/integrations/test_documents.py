@@ -40,6 +40,7 @@ from document_batches import (  # noqa: E402
 from tiers import full  # noqa: E402
 
 from cuseq.integrations.transformers import _enable, _warn, register, unregister  # noqa: E402
+from cuseq.integrations.transformers._private import MASK_PREPARATION  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -225,6 +226,20 @@ def test_compiled_code_says_that_a_mask_gives_no_positions(make):
     with pytest.warns(UserWarning, match="LEAKS if attention_mask numbers documents: .* positions"):
         torch.compile(make(), backend="eager")(**batch, use_cache=False)
     torch._dynamo.reset()
+
+
+def test_a_model_imported_after_cuseq_makes_its_mask(monkeypatch):
+    """Its module then has cuseq's function for the preparation of masks, and names arguments."""
+    code = pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    if not hasattr(code, MASK_PREPARATION):
+        pytest.skip("Gemma 3 of this transformers does not prepare masks itself")
+    prepare = getattr(transformers.masking_utils, MASK_PREPARATION)
+    monkeypatch.setattr(code, MASK_PREPARATION, prepare)
+    batch = described("positions")
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    with torch.no_grad():
+        found = real_logits(make_model("gemma3", "enabled")(**batch).logits, batch)
+    torch.testing.assert_close(found, one_by_one("gemma3"), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_with_a_state_do_not_read_a_4d_mask():

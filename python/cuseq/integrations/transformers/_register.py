@@ -316,33 +316,23 @@ def _withhold_position_ids(undo: contextlib.ExitStack) -> None:
 
 
 def _without_position_ids(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    def prepared(
-        config,
-        inputs_embeds,
-        attention_mask,
-        cache,
-        position_ids,
-        layer_idx,
-        encoder_hidden_states=None,
-    ):
-        if isinstance(attention_mask, DeferredMask):
+    # Gemma 3 gives arguments by name, and the cache's differs between releases.
+    names = tuple(inspect.signature(prepare).parameters)
+    of_mask, of_positions = names[2], names[4]
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        config, rows, mask, cache, positions = (given[name] for name in names[:5])
+        if isinstance(mask, DeferredMask):
             # `generate` has already made the mask: prepare with a 4-D mask in its place, which
             # transformers passes through unchanged.
-            mask = torch.empty(1, 1, 1, 1)
-            found = prepare(config, inputs_embeds, mask, cache, None, layer_idx)
-            return found[0], attention_mask, *found[2:]
+            given |= {of_mask: torch.empty(1, 1, 1, 1), of_positions: None}
+            found = prepare(**given)
+            return found[0], mask, *found[2:]
         if attention_of(config) == NAME:
-            hand_over(_told(config, inputs_embeds, attention_mask, cache, position_ids))
-            position_ids = None
-        return prepare(
-            config,
-            inputs_embeds,
-            attention_mask,
-            cache,
-            position_ids,
-            layer_idx,
-            encoder_hidden_states,
-        )
+            hand_over(_told(config, rows, mask, cache, positions))
+            given[of_positions] = None
+        return prepare(**given)
 
     return prepared
 
