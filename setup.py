@@ -76,8 +76,8 @@ def check_setuptools() -> None:
 
 
 def numbers(version: str) -> list[int]:
-    """Return the major and the minor number of a version."""
-    return [int(part) for part in re.findall(r"\d+", version)[:2]]
+    """Return the first three numbers of a version."""
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
 def listed(name: str) -> list[str]:
