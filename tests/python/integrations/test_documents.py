@@ -146,11 +146,12 @@ def test_compiled_code_keeps_documents_apart(name, description):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("how", ["enabled", "cuseq"])
 @pytest.mark.parametrize("name, graphs", [("qwen3", 1), ("gpt2", 2)])
-def test_compiled_code_is_the_same_for_all_packs(name, graphs):
+def test_compiled_code_is_the_same_for_all_packs(name, graphs, how):
     """A model that reads positions otherwise than by distance has one more graph, of the hook."""
     torch._dynamo.reset()
-    model, counter = make_model(name, "enabled"), CompileCounter()
+    model, counter = make_model(name, how), CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for lengths in ([5, 3], [2, 2, 4], [8]):
         packed = cuseq.PackedLayout.from_lengths(lengths, 10)

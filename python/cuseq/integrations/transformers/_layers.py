@@ -25,7 +25,7 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel:
 
 
 def code_of(layer: nn.Module) -> types.ModuleType:
-    """Return the modeling module that defines a layer's class."""
+    """Return the modeling module that defines the class of a layer or a model."""
     return sys.modules[type(layer).__module__]
 
 
@@ -118,8 +118,12 @@ def rotating_layers(base: PreTrainedModel, layers: list[nn.Module]) -> list[nn.M
 
 def is_rotary_embedding(module: nn.Module) -> bool:
     """Return whether a module makes tables of cosines and sines for text tokens."""
-    name = type(module).__name__
-    return name.endswith("RotaryEmbedding") and "Vision" not in name
+    return makes_angles(type(module))
+
+
+def makes_angles(kind: type) -> bool:
+    """Return whether modules of a class make tables of cosines and sines for text tokens."""
+    return kind.__name__.endswith("RotaryEmbedding") and "Vision" not in kind.__name__
 
 
 def attends(layer: nn.Module) -> bool:

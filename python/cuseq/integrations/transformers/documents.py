@@ -37,7 +37,7 @@ from cuseq._base.models import rotations_by_length, text_config
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._forwards import is_replaced
-from cuseq.integrations.transformers._layers import calls_of, is_rotary_embedding
+from cuseq.integrations.transformers._layers import calls_of, code_of, makes_angles
 from cuseq.integrations.transformers._lengths import (
     LENGTHS,
     check_agreement,
@@ -145,8 +145,12 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
 
 
 def _is_relative(model: nn.Module) -> bool:
-    """Return whether a model's attention follows the distances of positions alone."""
-    rotates = any(is_rotary_embedding(module) for module in model.modules())
+    """Return whether a model's attention follows the distances of positions alone.
+
+    A model that is being made has no modules yet, so its code is asked too.
+    """
+    kinds = (*map(type, model.modules()), *vars(code_of(model)).values())
+    rotates = any(isinstance(one, type) and makes_angles(one) for one in kinds)
     return rotates and not rotations_by_length(text_config(model))
 
 
