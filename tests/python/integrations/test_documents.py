@@ -342,6 +342,25 @@ def test_a_name_that_is_not_read_is_said(name):
         model(**batch, packed=layout, position_ids=positions_of(documents())[None], **{name: 3})
 
 
+@pytest.mark.parametrize("other", ["cu_seq_lens_k", "cu_seqlens", "packed_seq_lengths"])
+@pytest.mark.parametrize("first", ["packed", "cu_seq_lens_q"])
+def test_descriptions_that_contradict_each_other_are_refused(first, other):
+    model, docs = make_model("qwen3", "enabled"), documents()
+    right, wrong = cuseq.PackedLayout.from_lengths(LENGTHS), [LENGTHS[0] - 1, LENGTHS[1] + 1]
+    wrong = cuseq.PackedLayout.from_lengths([*wrong, *LENGTHS[2:]])
+    batch = {"input_ids": torch.cat(docs, dim=1)}
+    batch[first] = right if first == "packed" else right.cu_seqlens
+
+    def told(layout: cuseq.PackedLayout) -> Tensor:
+        return layout.lengths if other == "packed_seq_lengths" else layout.cu_seqlens.clone()
+
+    model(**batch, **{other: told(right)})
+    with pytest.raises(
+        ValueError, match=f"{other} must (not contradict {first}|be equal)|{first} and"
+    ):
+        model(**batch, **{other: told(wrong)})
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("how", ["enabled", "cuseq"])
 def test_a_layout_that_no_attention_reads_is_refused(how, implementation):

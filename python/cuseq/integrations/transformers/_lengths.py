@@ -14,10 +14,18 @@ from cuseq.layout import PackedLayout, special_kind
 LENGTHS = "packed_seq_lengths"
 """unsloth's name of the lengths of a row."""
 
+OFFSETS = ("cu_seqlens_q", "cu_seqlens")
+"""What others call `cu_seq_lens_q`."""
+
 
 def check_lengths(told: Mapping[str, Any]) -> None:
     """Raise TypeError if given offsets or lengths are not integer tensors."""
-    for name in ("cu_seq_lens_k", "cu_seq_lens_q", LENGTHS):  # those of keys may stand for both
+    for name in (
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        *OFFSETS,
+        LENGTHS,
+    ):  # those of keys may stand for both
         value = told.get(name)
         if value is None:
             continue
@@ -69,8 +77,13 @@ def longest_on_host(max_q: int | Tensor | None, max_k: int | Tensor | None) -> i
     return lengths[0] if lengths else None
 
 
-def check_agreement(packed: PackedLayout, told: Mapping[str, Any]) -> None:
-    """Raise ValueError if other lengths or offsets of the call contradict `packed`.
+def check_agreement(packed: PackedLayout, told: Mapping[str, Any], name: str = "packed") -> None:
+    """Raise ValueError if other lengths or offsets of a call contradict its layout.
+
+    Args:
+        packed: the layout.
+        told: the call.
+        name: the keyword that the layout was made of.
 
     Offsets and lengths may count the tail as further sequences, as TRL's collator does, and may
     omit sequences of length zero. Tensors on a GPU, layouts whose lengths came from a GPU, a rank's
@@ -81,27 +94,29 @@ def check_agreement(packed: PackedLayout, told: Mapping[str, Any]) -> None:
     longest = longest_on_host(told.get("max_length_q"), told.get("max_length_k"))
     if longest is not None and longest < packed.max_seqlen:
         raise ValueError(
-            f"max_length_q must not contradict packed, got {longest} and a layout whose longest "
+            f"max_length_q must not contradict {name}, got {longest} and a layout whose longest "
             f"sequence has {packed.max_seqlen} tokens"
         )
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        offsets = told.get(name)
+    for other in ("cu_seq_lens_q", "cu_seq_lens_k", *OFFSETS):
+        offsets = told.get(other)
         # Some data loaders slice every tensor of a batch, so that only the offset 0 is left.
         if _on_host(offsets) and offsets is not packed.cu_seqlens and offsets.numel() > 1:
-            _check_boundaries(packed, name, offsets, offsets)
+            _check_boundaries(packed, name, other, offsets, offsets)
     lengths = told.get(LENGTHS)
     if _on_host(lengths) and lengths is not packed.lengths:
-        _check_boundaries(packed, LENGTHS, lengths, _offsets(lengths))
+        _check_boundaries(packed, name, LENGTHS, lengths, _offsets(lengths))
 
 
-def _check_boundaries(packed: PackedLayout, name: str, given: Tensor, offsets: Tensor) -> None:
+def _check_boundaries(
+    packed: PackedLayout, name: str, other: str, given: Tensor, offsets: Tensor
+) -> None:
     found = torch.unique_consecutive(offsets.reshape(-1).long())
     for layout in (packed, packed.segments):  # real lengths, then lengths with padding
         expected = torch.unique_consecutive(_offsets(layout.known_lengths))
         if torch.equal(found[: len(expected)], expected):
             return
     raise ValueError(
-        f"{name} must not contradict packed, got {_shown(given)} and a layout of lengths "
+        f"{other} must not contradict {name}, got {_shown(given)} and a layout of lengths "
         f"{_shown(packed.known_lengths[: packed.num_sequences])}"
     )
 

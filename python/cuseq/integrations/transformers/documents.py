@@ -40,6 +40,7 @@ from cuseq.integrations.transformers._forwards import is_replaced
 from cuseq.integrations.transformers._layers import calls_of, code_of, makes_angles
 from cuseq.integrations.transformers._lengths import (
     LENGTHS,
+    OFFSETS,
     check_agreement,
     check_lengths,
     check_offsets,
@@ -54,11 +55,10 @@ from cuseq.layout.records import Records
 DESCRIPTIONS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
 """The keywords that can describe documents below `bring_documents`."""
 
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens")  # what others call cu_seq_lens_q
 _NUMBERS = ("seq_idx", "document_ids", "segment_ids")
 _FLASH, _MEGATRON = "flash_attn_kwargs", "packed_seq_params"  # objects that hold offsets
 _AMBIGUOUS = ("seq_lens", "seqlens", "seq_lengths", "sequence_lengths")
-_OTHER_NAMES = (*_OFFSETS, *_NUMBERS, _FLASH, _MEGATRON, LENGTHS)
+_OTHER_NAMES = (*OFFSETS, *_NUMBERS, _FLASH, _MEGATRON, LENGTHS)
 NAMES = (*DESCRIPTIONS, *_OTHER_NAMES, *_AMBIGUOUS, "attention_mask", "position_ids")
 """The keywords by which a call, or a column of a dataset, can say where documents end."""
 
@@ -371,6 +371,7 @@ def _read(told: dict[str, Any], rows: Tensor) -> tuple[PackedLayout | None, dict
     told = told | renamed
     check_lengths(told)
     if any(name in told for name in DESCRIPTIONS):
+        _check_offsets_alone(told, tokens)
         return told.get("packed"), renamed
     if LENGTHS in told:
         return layout_of_lengths(told[LENGTHS], tokens), {}
@@ -389,6 +390,15 @@ def _read(told: dict[str, Any], rows: Tensor) -> tuple[PackedLayout | None, dict
     return packed, {}
 
 
+def _check_offsets_alone(told: Mapping[str, Any], tokens: int) -> None:
+    """Raise ValueError if offsets on the host contradict others, or lengths, of the same call."""
+    offsets = told.get("cu_seq_lens_q")
+    others = (told.get(name) for name in (*OFFSETS, LENGTHS))
+    differ = any(other is not None and other is not offsets for other in others)
+    if differ and offsets is not None and offsets.device.type == "cpu":
+        check_agreement(layout_of_offsets(offsets, tokens), told, "cu_seq_lens_q")
+
+
 def _offsets_by_other_names(told: Mapping[str, Any]) -> dict[str, Any]:
     """Return `cu_seq_lens_q`, or `packed`, if a call gives them by another name.
 
@@ -396,7 +406,7 @@ def _offsets_by_other_names(told: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "packed" in told or "cu_seq_lens_q" in told:
         return {}
-    for name in ("cu_seq_lens_k", *_OFFSETS):
+    for name in ("cu_seq_lens_k", *OFFSETS):
         if name in told:
             return {"cu_seq_lens_q": told[name]}
     flash, params = told.get(_FLASH), told.get(_MEGATRON)
