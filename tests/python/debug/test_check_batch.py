@@ -207,3 +207,8 @@ def test_bad_batches():
         ValueError, match="it has 1 document, of 5 tokens: .* does not say where its documents end"
     ):
         check_packing(model, one)
+    jumps = torch.cat([torch.arange(n) * 2 for n in LENGTHS])[None]
+    with pytest.raises(
+        ValueError, match=r"go up by one .* got \[0, 2, 4, 6, 8\] ... in document 0"
+    ):
+        check_packing(model, good | {"position_ids": jumps})

@@ -95,7 +95,22 @@ def read_batch(batch: Mapping[str, Any], config: Any) -> OwnBatch:
             "examples must hold at least two documents of two or more tokens, but "
             f"{own_batch.said()}: if it is packed, it does not say where its documents end"
         )
+    _check_positions(own_batch, batch.get("position_ids"))
     return own_batch
+
+
+def _check_positions(batch: OwnBatch, positions: Any) -> None:
+    """Raise ValueError if positions skip or repeat, since documents alone count theirs by one."""
+    if not isinstance(positions, Tensor) or positions.shape != batch.batch["input_ids"].shape:
+        return
+    flat = positions.flatten().cpu()
+    for i, own in enumerate(batch.slots):
+        if not bool((flat[own].diff() == 1).all()):
+            raise ValueError(
+                "position_ids must go up by one inside each document of a batch to be compared "
+                f"with documents alone, got {flat[own][:8].tolist()} ... in document {i}: give the "
+                "documents, and a forward that makes the positions"
+            )
 
 
 def _layout_of(batch: Mapping[str, Any], config: Any) -> PackedLayout | None:
