@@ -84,7 +84,8 @@ def test_without_a_table_the_packages_counts(machine, tmp_path, monkeypatch, loa
 def test_rows_of_this_machine_count(write, loaded):
     write("# measured by hand", HEAD, "", ROW)
     assert read_own_table() == ({FACTS: {"flash": 120.5}}, "")
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         found = loaded()
     assert found[FACTS] == {"flash": 120.5} and len(found) == 1 + len(read_table())
     assert _choice._ignored == ""
