@@ -1,4 +1,4 @@
-"""What `cuseq.enable` takes and returns, for every integration."""
+"""The options and the result of `cuseq.enable`, for every integration."""
 
 from __future__ import annotations
 

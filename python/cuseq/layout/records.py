@@ -150,7 +150,7 @@ class Records(NamedTuple):
 
     @property
     def special_kind(self) -> str | None:
-        """What the row is other than documents one after the other, by its name in errors."""
+        """The name, for errors, of a row that is a rank's part or a tree; None for other rows."""
         record = self.part or self.tree
         return None if record is None else record.kind
 

@@ -15,7 +15,7 @@ LENGTHS = "packed_seq_lengths"
 """unsloth's name of the lengths of a row."""
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens")
-"""What others call `cu_seq_lens_q`."""
+"""Other names of `cu_seq_lens_q`, the offsets of the sequences."""
 
 
 def check_lengths(told: Mapping[str, Any]) -> None:

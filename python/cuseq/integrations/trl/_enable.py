@@ -44,7 +44,7 @@ _FIELDS = {
 
 
 class _State(NamedTuple):
-    """What `disable_trainer` needs to restore a trainer."""
+    """The parts of an enabled trainer before `enable_trainer`, and its options."""
 
     enabled: Enabled
     options: TrainerOptions
