@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import cuseq
+from cuseq.integrations.transformers import _enable, _warn, register, unregister
 
 LENGTHS = [5, 1, 4, 2]
 VOCAB = 64
@@ -103,6 +105,18 @@ def with_random_weights(make: Callable[[], nn.Module]) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Register cuseq's attention for a test, and disable what the test enabled."""
+    _warn.forget_warnings()
+    register()
+    yield
+    for model in list(_enable._models):
+        cuseq.disable(model)
+    unregister()
+    gc.collect()
 
 
 def enable(x: Any) -> Any:

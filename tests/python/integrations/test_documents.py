@@ -7,7 +7,6 @@ those of the model before.
 
 from __future__ import annotations
 
-import gc
 import types
 import warnings
 from typing import Any
@@ -20,13 +19,14 @@ from torch._dynamo.testing import CompileCounter
 import cuseq
 
 transformers = pytest.importorskip("transformers")
-from document_batches import (  # noqa: E402
+from document_batches import (  # noqa: E402, F401
     CONFIGS,
     DESCRIPTIONS,
     ENABLED_ONLY,
     LENGTHS,
     SIZES,
     VOCAB,
+    clean,
     documents,
     make_classifier,
     make_model,
@@ -39,19 +39,7 @@ from document_batches import (  # noqa: E402
 )
 from tiers import full  # noqa: E402
 
-from cuseq.integrations.transformers import _enable, _warn, register, unregister  # noqa: E402
 from cuseq.integrations.transformers._private import MASK_PREPARATION  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    _warn.forget_warnings()
-    register()
-    yield
-    for model in list(_enable._models):
-        cuseq.disable(model)
-    unregister()
-    gc.collect()
 
 
 def one_by_one(name: str) -> Tensor:

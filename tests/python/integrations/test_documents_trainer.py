@@ -6,7 +6,6 @@ zero, so that each step has the gradients of the same documents.
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,12 +19,13 @@ import cuseq
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from document_batches import (  # noqa: E402
+from document_batches import (  # noqa: E402, F401
     CONFIGS,
     DESCRIPTIONS,
     ENABLED_ONLY,
     Batch,
     Documents,
+    clean,
     documents,
     enable,
     make_classifier,
@@ -38,8 +38,6 @@ from document_batches import (  # noqa: E402
 )
 from tiers import full, full_but  # noqa: E402
 
-from cuseq.integrations.transformers import _enable, _warn, register, unregister  # noqa: E402
-
 WAYS = ["cuseq", "enabled", "trainer"]
 
 
@@ -51,17 +49,6 @@ def grid(*fast: tuple[str, str]) -> list[Any]:
 
 
 SECOND = [3, 6, 2]  # lengths of the second batch of a step, which has other numbers of labels
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    _warn.forget_warnings()
-    register()
-    yield
-    for model in list(_enable._models):
-        cuseq.disable(model)
-    unregister()
-    gc.collect()
 
 
 # ----------------------------------------------------------------------------------- documents
@@ -114,6 +101,18 @@ def gradients_of(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+STILL = dict(
+    learning_rate=0.0,
+    max_grad_norm=0.0,
+    optim="sgd",
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+    train_sampling_strategy="sequential",
+)  # the weights stay, and the batches come in order
+
+
 def make_trainer(
     model: nn.Module, batches: Sequence[Batch], folder: Any, how: str = "", **options: Any
 ) -> transformers.Trainer:
@@ -125,18 +124,10 @@ def make_trainer(
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=2,
         num_train_epochs=1,
-        learning_rate=0.0,
-        max_grad_norm=0.0,
-        optim="sgd",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         use_cpu=device == "cpu",
         dataloader_pin_memory=device != "cpu",
-        train_sampling_strategy="sequential",
     )
-    arguments = transformers.TrainingArguments(str(folder), **(settings | options))
+    arguments = transformers.TrainingArguments(str(folder), **(STILL | settings | options))
     items = [{"input_ids": i} for i in range(len(batches))]  # a name that no Trainer drops
     trainer = transformers.Trainer(
         model,
@@ -580,23 +571,15 @@ def make_sft(model: nn.Module, tokenizer: Any, folder: Any, **options: Any) -> A
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         max_steps=1,
-        learning_rate=0.0,
-        max_grad_norm=0.0,
-        optim="sgd",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         use_cpu=True,
         bf16=False,
         dataloader_pin_memory=False,
-        train_sampling_strategy="sequential",
     )
     collator = options.pop("data_collator", None)
     dataset = datasets.Dataset.from_list(examples())
     return trl.SFTTrainer(
         model,
-        trl.SFTConfig(str(folder), **(settings | options)),
+        trl.SFTConfig(str(folder), **(STILL | settings | options)),
         data_collator=collator,
         train_dataset=dataset,
         processing_class=tokenizer,

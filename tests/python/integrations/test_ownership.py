@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import cuseq
 
 transformers = pytest.importorskip("transformers")
-from document_batches import CONFIGS, documents, enable, make_model  # noqa: E402
-from test_documents import clean, described, one_by_one  # noqa: E402, F401
+from document_batches import CONFIGS, clean, documents, enable, make_model  # noqa: E402, F401
+from test_documents import described, one_by_one  # noqa: E402
 
 from cuseq.integrations.transformers import unregister  # noqa: E402
 
