@@ -65,7 +65,7 @@ def positions(model: PreTrainedModel) -> Run:
         expected = _one_by_one(model, docs)
     yield
     with torch.no_grad():
-        found = model(**packed_batch(docs) | {"packed": None}, use_cache=False).logits[0]
+        found = _logits_by_positions(model, docs)
     return _difference(found, expected)
 
 
@@ -191,6 +191,11 @@ def _packed_logits(model: Callable[..., Any], docs: list[Tensor]) -> Tensor:
     return logits
 
 
+def _logits_by_positions(model: Callable[..., Any], docs: list[Tensor]) -> Tensor:
+    logits: Tensor = model(**packed_batch(docs) | {"packed": None}, use_cache=False).logits[0]
+    return logits
+
+
 def _padded_logits(model: PreTrainedModel, side: str) -> Tensor:
     ids, mask = _pad(documents(model.device, (4, 7)), side)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -217,10 +222,9 @@ def _wrong_by_name(model: PreTrainedModel) -> str | None:
     docs = documents(model.device)
     with torch.no_grad():
         expected = _one_by_one(model, docs), _padded_logits(model, "right")
-    packed = {name: value for name, value in packed_batch(docs).items() if name != "packed"}
     runs = {
         "packed": (lambda one: _packed_logits(one, docs), expected[0]),
-        "positions": (lambda one: one(**packed, use_cache=False).logits[0], expected[0]),
+        "positions": (lambda one: _logits_by_positions(one, docs), expected[0]),
         "padded": (lambda one: _padded_logits(one, "right"), expected[1]),
     }
     hold_registration()
