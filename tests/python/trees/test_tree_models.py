@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packaging.version import Version
 
 import cuseq
 
@@ -93,6 +94,10 @@ def test_a_padded_batch_runs_as_a_tree(left):
         cuseq.run_packed(model, ids, mask, tree=True, total_multiple=8)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"),
+    reason="recurrent layers of this transformers get no keywords; enable warns that they leak",
+)
 def test_models_with_a_state_along_the_row_refuse_trees():
     config = transformers.Qwen3NextConfig(
         **BASE | {"num_hidden_layers": 2},

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import trl
 from torch import Tensor, nn
 from trl import SFTTrainer
 from trl.trainer import utils
@@ -55,6 +56,11 @@ class GraphedSFT(GraphedTraining):
     def check(self) -> None:
         super().check()
         trainer, args = self.trainer, self.trainer.args
+        if not hasattr(utils, "_use_triton"):
+            raise ValueError(
+                "trl must be 1.16 or newer for graph=True, since the head of older ones selects "
+                f"tokens by a number that it reads on the host, got {trl.__version__}"
+            )
         private(utils, "_use_triton", signature=["device"], package="trl")
         outputs = ("fused_lm_head", "log_probs", "label_mask", "is_top1")
         for name in (*outputs, "aux_loss_enabled", "_total_train_tokens"):
