@@ -12,7 +12,7 @@ import transformers as t
 from packaging.version import Version
 from torch import Tensor, nn
 
-from cuseq.debug.families.models import VOCAB, small_config
+from tests.families.models import VOCAB, small_config
 
 
 def _config(family: str, **options: object) -> Callable[[], t.PreTrainedConfig]:
@@ -28,7 +28,7 @@ def _config(family: str, **options: object) -> Callable[[], t.PreTrainedConfig]:
 
 
 # In older releases the layers of some families, before 5.16 of all, hand no keywords to recurrent
-# layers, and `enable` warns that these leak. `python -m cuseq.debug.families` shows which.
+# layers, and `enable` warns that these leak. `python -m tests.families` shows which.
 ARE_SEPARATED = Version(t.__version__) >= Version("5.17")
 CONFIGS = {
     "qwen3_next": _config("qwen3_next"),

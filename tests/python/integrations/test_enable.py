@@ -30,12 +30,12 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from cuseq.debug.families import models as families
 from cuseq.integrations import transformers as integration
 from cuseq.integrations._enabled import Enabled
 from cuseq.integrations.transformers import _enable, _warn
 from cuseq.integrations.transformers._layers import code_of
 from cuseq.integrations.transformers.hybrids import plan
+from tests.families import models as families
 
 LENGTHS = [5, 1, 9, 3]
 VOCAB = 64

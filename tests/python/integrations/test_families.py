@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ pytest.importorskip("transformers")
 import transformers
 from hybrid_models import ARE_SEPARATED
 
-from cuseq.debug.families import __main__ as command
-from cuseq.debug.families import _sweep, _table, attempt, try_family
-from cuseq.debug.families._checks import CHECKS
-from cuseq.debug.families.models import family_names, small_model
-from cuseq.debug.families.result import (
+from cuseq.integrations import transformers as integration
+from cuseq.integrations.transformers import documents
+from tests.families import __main__ as command
+from tests.families import _sweep, _table, attempt, try_family
+from tests.families._checks import CHECKS
+from tests.families.models import family_names, small_model
+from tests.families.result import (
     DIFFERS,
     LEAKS,
     NOT_TRIED,
@@ -32,9 +35,8 @@ from cuseq.debug.families.result import (
     RIGHT,
     FamilyResult,
 )
-from cuseq.integrations import transformers as integration
-from cuseq.integrations.transformers import documents
 
+ROOT = Path(__file__).resolve().parents[3]
 QUICK = tuple(name for name in CHECKS if name != "compile")
 # What enable replaces in each family that must be right.
 REQUIRED = {
@@ -107,8 +109,9 @@ def test_no_accepted_family_leaks_or_differs(run_python):
     The sweep forks, which a process with threads of autograd cannot.
     """
     code = f"""
-import json
-from cuseq.debug.families import _sweep
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.families import _sweep
 found = _sweep.sweep({family_names()!r}, {QUICK!r}, jobs=2)
 print(json.dumps([(one.family, one.verdict, one.is_wrong, one.reason) for one in found]))
 """

@@ -204,7 +204,6 @@ NEEDS = {
     "cuseq.disable(torch.nn.Linear(2, 2))": TRANSFORMERS,
     "import cuseq.integrations.transformers": TRANSFORMERS,
     "from cuseq.integrations.transformers import PackingCallback": TRANSFORMERS,
-    "import cuseq.debug.families": TRANSFORMERS,
     "import cuseq.integrations.trl": ("needs TRL", "pip install trl"),
     "from cuseq.integrations.megatron import packed_seq_params as f; f(packed)": (
         "packed_seq_params needs megatron-core",

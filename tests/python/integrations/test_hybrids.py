@@ -37,11 +37,11 @@ from hybrid_models import (  # noqa: E402
 
 from cuseq._base import models as base_models  # noqa: E402
 from cuseq._base.foreign import UnknownRelease  # noqa: E402
-from cuseq.debug.families.models import VOCAB  # noqa: E402
 from cuseq.integrations.transformers import _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
 from cuseq.integrations.transformers.hybrids import kernels, kinds, routes  # noqa: E402
 from cuseq.integrations.transformers.hybrids.kernels import Kernel  # noqa: E402
+from tests.families.models import VOCAB  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not ARE_SEPARATED, reason="recurrent layers of this transformers get no keywords"

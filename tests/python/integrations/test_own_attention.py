@@ -19,10 +19,10 @@ pytest.importorskip("transformers")
 
 from transformers.models.gptj import modeling_gptj
 
-from cuseq.debug.families._checks import documents, packed_batch
-from cuseq.debug.families.models import small_model
 from cuseq.integrations.transformers import _warn
 from cuseq.integrations.transformers._private import OWN_ATTENTION
+from tests.families._checks import documents, packed_batch
+from tests.families.models import small_model
 
 FAMILIES = ("gpt_neox_japanese", "gpt_neo", "falcon", "xglm")
 DROPOUTS = {

@@ -12,8 +12,8 @@ pytest.importorskip("accelerate")
 
 from trainer_models import small_model  # noqa: E402
 
-from cuseq.debug.families.models import small_model as family_model  # noqa: E402
 from cuseq.integrations import transformers as integration  # noqa: E402
+from tests.families.models import small_model as family_model  # noqa: E402
 
 LENGTHS = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12]]
 ROW = 16

@@ -25,13 +25,13 @@ from trainer_models import SETTINGS  # noqa: E402
 from trainer_models import small_model as llama_like  # noqa: E402
 from transformers.integrations import neftune  # noqa: E402
 
-from cuseq.debug.families.models import (  # noqa: E402
+from cuseq.integrations.transformers import register, unregister  # noqa: E402
+from tests.families.models import (  # noqa: E402
     VOCAB,
     family_names,
     other_parts,
     small_model,
 )
-from cuseq.integrations.transformers import register, unregister  # noqa: E402
 
 LENGTHS = (7, 9, 12)
 

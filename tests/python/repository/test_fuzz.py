@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,11 @@ import torch
 
 import cuseq
 from cuseq.attention.choice import PACKAGES
+from tests.fuzz import driver, planted, ways
+from tests.fuzz.calls import TARGETS
+from tests.fuzz.values import Draw
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-# isort: split
-from tests.fuzz import driver, planted, ways  # noqa: E402
-from tests.fuzz.calls import TARGETS  # noqa: E402
-from tests.fuzz.values import Draw  # noqa: E402
 
 HANGS_AT = 36  # the first call of seed 0 that does
 ALL_OPS = torch._C._dispatch_get_all_op_names()

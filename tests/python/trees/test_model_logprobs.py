@@ -15,7 +15,7 @@ import cuseq
 from cuseq.reductions.model_head import read_head
 
 transformers = pytest.importorskip("transformers")
-models = pytest.importorskip("cuseq.debug.families.models")
+models = pytest.importorskip("tests.families.models")
 
 # Families with what their heads do beside a product, and the values that their configs get.
 FAMILIES = {

@@ -1,6 +1,6 @@
 """Which causal-LM families of the installed transformers train on packed rows with `cuseq.enable`?
 
-    python -m cuseq.debug.families [FAMILY ...] [--device cuda] [--jobs N] [--docs FILE]
+    python -m tests.families [FAMILY ...] [--device cuda] [--jobs N] [--docs FILE]
         [--json FILE]
 
 Makes a small random model of every family in a process of its own, enables it, and compares it with
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # which leaves CUDA to the forks
     import torch
 
-    from cuseq.debug.families import _table
-    from cuseq.debug.families._checks import CHECKS
-    from cuseq.debug.families._sweep import sweep
-    from cuseq.debug.families.models import family_names
+    from tests.families import _table
+    from tests.families._checks import CHECKS
+    from tests.families._sweep import sweep
+    from tests.families.models import family_names
 
     names = family_names()
     unknown = sorted(set(options.families) - set(names))
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cuseq.debug.families",
+        prog="python -m tests.families",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 import cuseq.integrations.transformers as integration
-from cuseq.debug.families._checks import CHECKS
-from cuseq.debug.families.attempt import try_family
-from cuseq.debug.families.result import NOT_TRIED, FamilyResult
+from tests.families._checks import CHECKS
+from tests.families.attempt import try_family
+from tests.families.result import NOT_TRIED, FamilyResult
 
 _MEMORY = 12 * 2**30  # bytes that a process may map; torch alone maps 4 GiB
 

@@ -9,8 +9,8 @@ import torch
 import transformers
 
 import cuseq
-from cuseq.debug.families._checks import CHECKS
-from cuseq.debug.families.result import (
+from tests.families._checks import CHECKS
+from tests.families.result import (
     DIFFERS,
     LEAKS,
     NOT_TRIED,
@@ -25,7 +25,7 @@ _WIDTH = 100
 _HEAD = """\
 # Families
 
-`python -m cuseq.debug.families --docs docs/families.md` writes this page. It makes a small random
+`python -m tests.families --docs docs/families.md` writes this page. It makes a small random
 model of each causal-LM family of the installed transformers, enables it by `cuseq.enable`, and
 compares what it computes with the same model before. This run: transformers {transformers}, torch
 {torch}, cuseq {cuseq}, on {device}.

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import cuseq
-from cuseq.debug.families.models import VOCAB
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._warn import forget_warnings
 from cuseq.integrations.transformers.names import NAME
+from tests.families.models import VOCAB
 
 LENGTHS = (5, 1, 9, 3)
 _OTHER_LENGTHS = (2, 7, 6, 3)

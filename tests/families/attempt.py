@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Collection
 
 import cuseq
-from cuseq.debug.families._checks import CHECKS, Run
-from cuseq.debug.families.models import other_parts, small_model, text_family
-from cuseq.debug.families.result import (
+from tests.families._checks import CHECKS, Run
+from tests.families.models import other_parts, small_model, text_family
+from tests.families.result import (
     DIFFERS,
     LEAKS,
     NOT_TRIED,

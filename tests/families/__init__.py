@@ -1,6 +1,6 @@
 """Which causal-LM families of the installed transformers train on packed rows with `cuseq.enable`?
 
-    python -m cuseq.debug.families [FAMILY ...] [--docs FILE] [--json FILE]
+    python -m tests.families [FAMILY ...] [--docs FILE] [--json FILE]
 
 Makes a small random model of every family, enables it and compares it with the model before
 `enable`: packed rows with documents one by one (logits and gradients), batches that are dense or
@@ -9,11 +9,7 @@ padded, generation, gradient checkpointing and torch.compile. Downloads nothing.
 
 from __future__ import annotations
 
-from cuseq._base.foreign import load
-
-load("transformers", "cuseq.debug.families")  # before modules that import it
-
-from cuseq.debug.families.attempt import try_family  # noqa: E402
-from cuseq.debug.families.result import FamilyResult  # noqa: E402
+from tests.families.attempt import try_family
+from tests.families.result import FamilyResult
 
 __all__ = ["FamilyResult", "try_family"]
