@@ -466,7 +466,7 @@ class PackedLayout:
         """int32 `[max_seqs + 1]` for ops; None if there is no padding between sequences. Must not
         be edited.
         """
-        self._check_no_part()
+        self._check_whole(trees=True)
         return None if self._segments is None else self._segments.cu_seqlens_static
 
     @property
@@ -535,26 +535,11 @@ class PackedLayout:
         """Whether this is the layout of a `PackedTree`, whose sequences are the nodes."""
         return self.tree is not None
 
-    def _check_no_tree(self) -> None:
-        """Raise ValueError if this is the layout of a tree."""
-        if self.tree is not None:
-            raise ValueError(
-                "packed must hold its documents one after the other here, got the layout of a "
-                "tree, in which a token may continue one that is not beside it"
-            )
-
-    def _check_whole(self) -> None:
-        """Raise ValueError if this is a rank's part of a row, or the layout of a tree."""
-        self._check_no_part()
-        self._check_no_tree()
-
-    def _check_no_part(self) -> None:
-        """Raise ValueError if this is a rank's part of a row."""
-        if self.part is not None:
-            raise ValueError(
-                "packed must describe a whole row here, got the part of it that cp_partition gave "
-                "to one rank: its tokens have neighbours on other ranks"
-            )
+    def _check_whole(self, *, parts: bool = False, trees: bool = False) -> None:
+        """Raise ValueError if this is a rank's part of a row or a tree, unless it may be one."""
+        record = self.part or self.tree
+        if record is not None and not (parts if record is self.part else trees):
+            raise ValueError(record.refusal)
 
     def _token_metadata(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for each token, its position in its segment, its `seq_ids` and whether it is
@@ -1000,10 +985,7 @@ def check_layout(
     if not isinstance(packed, PackedLayout):
         raise TypeError(f"{name} must be a PackedLayout, got {type(packed).__name__}")
     packed._check_unedited()
-    if not parts:
-        packed._check_no_part()
-    if not trees:
-        packed._check_no_tree()
+    packed._check_whole(parts=parts, trees=trees)
 
 
 def own_positions(packed: PackedLayout) -> Tensor | None:

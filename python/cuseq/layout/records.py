@@ -93,6 +93,14 @@ class Part(NamedTuple):
         """Its name in errors."""
         return "a rank's part of a row"
 
+    @property
+    def refusal(self) -> str:
+        """What a function says that does not take such a row."""
+        return (
+            "packed must describe a whole row here, got the part of it that cp_partition gave to "
+            "one rank: its tokens have neighbours on other ranks"
+        )
+
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""
         return {"process group": self.group, **_shapes("part", self)}
@@ -118,6 +126,14 @@ class Tree(NamedTuple):
     def kind(self) -> str:
         """As `Part.kind`."""
         return "a tree"
+
+    @property
+    def refusal(self) -> str:
+        """As `Part.refusal`."""
+        return (
+            "packed must hold its documents one after the other here, got the layout of a tree, in "
+            "which a token may continue one that is not beside it"
+        )
 
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""
