@@ -66,4 +66,20 @@ CUSEQ_API at::Tensor cp_pieces(const cp::Plan& plan, int64_t rank);
 CUSEQ_API std::tuple<at::Tensor, at::Tensor, at::Tensor> cp_share(const cp::Plan& plan,
                                                                   int64_t rank, int64_t max_seqs);
 
+// How a model with M-RoPE counts the positions of images and videos.
+struct MropeRule {
+  int64_t spatial_merge;   // patches of a token along the height and the width
+  int64_t temporal_merge;  // frames of a video's token
+  bool frames_apart;       // each frame of a video is a block of its own, with text between them
+};
+
+// Return the positions of a row with images, int64 `[4, 1, total_tokens]`: in the document, and in
+// time, height and width. `types` (int8) is 0 for text, 1 for an image's token, 2 for a video's.
+// Document i is the first lengths[i] of segments[i] tokens. Grids are int64 `[n, 3]`, in patches;
+// `intervals` (float32) are the positions between the steps in time of each video, none for 1.
+CUSEQ_API at::Tensor mrope_positions(const at::Tensor& types, const at::Tensor& lengths,
+                                     const at::Tensor& segments, const at::Tensor& image_grids,
+                                     const at::Tensor& video_grids, const at::Tensor& intervals,
+                                     const MropeRule& rule);
+
 }  // namespace cuseq

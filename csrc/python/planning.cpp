@@ -81,6 +81,15 @@ void bind_planning(py::module_& m) {
   m.def("permutation", &permutation, Released());
   m.def("pack_window", &pack_window, Released());
   m.def("row_costs", &row_costs, Released());
+  m.def(
+      "mrope_positions",
+      [](const at::Tensor& types, const at::Tensor& lengths, const at::Tensor& segments,
+         const at::Tensor& image_grids, const at::Tensor& video_grids, const at::Tensor& intervals,
+         int64_t spatial_merge, int64_t temporal_merge, bool frames_apart) {
+        return mrope_positions(types, lengths, segments, image_grids, video_grids, intervals,
+                               {spatial_merge, temporal_merge, frames_apart});
+      },
+      Released());
   bind_rank_meta_slots(m);
   bind_cp_plan(m);
 }

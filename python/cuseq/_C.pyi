@@ -315,6 +315,18 @@ def pack_window(
     strategy: str,
     /,
 ) -> tuple[Tensor, Tensor]: ...
+def mrope_positions(
+    types: Tensor,
+    lengths: Tensor,
+    segments: Tensor,
+    image_grids: Tensor,
+    video_grids: Tensor,
+    intervals: Tensor,
+    spatial_merge: int,
+    temporal_merge: int,
+    frames_apart: bool,
+    /,
+) -> Tensor: ...
 def row_costs(
     lengths: Tensor,
     samples: Tensor,

@@ -3,7 +3,7 @@
 from cuseq._base import load as _load  # noqa: F401  first: other modules need its libraries' ops
 
 # isort: split
-from cuseq import cache, data, distributed, ops
+from cuseq import cache, data, distributed, ops, vision
 from cuseq._base import fakes as _fakes  # noqa: F401
 from cuseq._base.load import build_info
 from cuseq._version import __version__ as __version__
@@ -45,4 +45,5 @@ __all__ = [
     "token_logprobs",
     "unpack",
     "varlen_attention",
+    "vision",
 ]

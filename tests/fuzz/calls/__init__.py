@@ -11,7 +11,8 @@ from tests.fuzz.calls import (
     pickles,
     schemas,
     trees,
+    vision,
 )  # fill TARGETS
 
 __all__ = ["TARGETS", "Target", "data", "functions", "layouts", "lives", "pickles", "schemas"]
-__all__ += ["trees"]
+__all__ += ["trees", "vision"]

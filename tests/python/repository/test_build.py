@@ -79,6 +79,7 @@ PAGES = {
     "docs/context_parallel.md": 2,
     "docs/cuda_graphs.md": 2,
     "docs/hybrids.md": 3,
+    "docs/images.md": 1,
     "docs/index.md": 1,
     "docs/many_gpus.md": 1,
     "docs/masks.md": 3,

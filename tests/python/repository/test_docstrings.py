@@ -12,7 +12,7 @@ import torch
 
 import cuseq
 
-MODULES = [cuseq, cuseq.data, cuseq.ops, cuseq.cache, cuseq.distributed]
+MODULES = [cuseq, cuseq.data, cuseq.ops, cuseq.cache, cuseq.distributed, cuseq.vision]
 
 
 def public_objects() -> Iterator[tuple[str, Any]]:

@@ -108,11 +108,11 @@ def test_every_op_is_called():
     assert sorted(OPS - called - of_packages) == []  # those have no kernel of ours
 
 
-@pytest.mark.parametrize("module", ["", "data", "ops", "cache", "distributed"])
+@pytest.mark.parametrize("module", ["", "data", "ops", "cache", "distributed", "vision"])
 def test_every_public_name_is_called(module):
     where = getattr(cuseq, module) if module else cuseq
     called = {name.split(".")[-1] for name in TARGETS}
-    modules = {"cache", "data", "distributed", "ops"}
+    modules = {"cache", "data", "distributed", "ops", "vision"}
     # These are made of a process group, and of a function and an optimizer.
     classes = {"ContextParallel", "GraphedStep"}
     assert sorted(set(where.__all__) - called - modules - classes) == []

@@ -69,6 +69,7 @@ _POOLING = (
     "DoubleHeadsModel",
 )  # how the names of models end that give one result for each row
 _OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
+_PIXELS = ("pixel_values", "pixel_values_videos")
 _DOOR = "_cuseq_door"  # on a model that has the hooks
 
 
@@ -238,6 +239,7 @@ def bring_documents(
                 f"{type(model).__name__} must be enabled again after it was loaded: its file "
                 "does not hold what keeps documents apart: call cuseq.enable(model)"
             )
+        _check_planes(door, model, told)
     if (described or packed is not None) and _is_padding_mask(told):
         if described:
             warn_once(MASK_BESIDE_LENGTHS)
@@ -644,6 +646,7 @@ def _in_compiled_code(
     changes = _offsets_by_other_names(told)
     positions = told.get("position_ids")
     if any(name in told or name in changes for name in DESCRIPTIONS):
+        _check_planes(door, model, told)
         if _is_padding_mask(told):
             changes["attention_mask"] = None
     elif LENGTHS in told:
@@ -697,7 +700,33 @@ def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
     """Return whether a model with M-RoPE makes its mask without these positions."""
     if positions.dim() == 3:
         return positions.shape[0] == 3
+    return _has_mrope(model)
+
+
+def _has_mrope(model: nn.Module) -> bool:
     return "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
+
+
+def _check_planes(door: _Door, model: nn.Module, told: Mapping[str, Any]) -> None:
+    """Raise ValueError if a model with M-RoPE would rotate the images of packed documents as text.
+
+    Without positions it makes the planes itself if the call says which tokens are images.
+    """
+    if not any(name in told for name in _PIXELS) or not _has_mrope(model):
+        return
+    positions = told.get("position_ids")
+    if positions is None:
+        if "mm_token_type_ids" in told or "mm_token_type_ids" not in door.names:
+            return
+    elif positions.dim() == 3:
+        return
+    shape = "None" if positions is None else list(positions.shape)
+    raise ValueError(
+        "position_ids must be planes of M-RoPE, [4, 1, total_tokens], for a row of documents with "
+        f"images, which are rotated as text otherwise, got {shape}: make them with "
+        "cuseq.vision.mrope_position_ids(input_ids, packed, config=model.config, "
+        "image_grid_thw=image_grid_thw)"
+    )
 
 
 @torch.compiler.assume_constant_result  # the compiler calls it and puts None into the graph

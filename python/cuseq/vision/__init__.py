@@ -1,0 +1,7 @@
+"""Facts of packed rows that hold images and videos."""
+
+from __future__ import annotations
+
+from cuseq.vision.positions import mrope_position_ids
+
+__all__ = ["mrope_position_ids"]

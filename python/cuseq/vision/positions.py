@@ -1,0 +1,217 @@
+"""`mrope_position_ids`: where the tokens of images and videos lie in time, height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+from cuseq._base.arguments import (
+    as_float,
+    as_int,
+    check_tensor,
+    check_untransformed,
+    plain_tensor,
+    shown,
+)
+from cuseq._base.modes import outside_inference_mode
+from cuseq.layout import PackedLayout, check_layout
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class _Rule(NamedTuple):
+    """How the models of a type count positions, as their `get_rope_index` does."""
+
+    frames_apart: bool = False  # each frame of a video is a block of its own
+    videos_have_seconds: bool = False  # the frames of a video lie `second_per_grid_ts` apart
+    video_tokens_are_images: bool = False  # ids alone do not tell frames from images
+
+
+_FRAMES = _Rule(frames_apart=True)
+_GLM = _Rule(frames_apart=True, video_tokens_are_images=True)
+_RULES = {
+    "qwen2_vl": _Rule(),
+    "paddleocr_vl": _Rule(),
+    "ernie4_5_vl_moe": _Rule(),
+    "qwen2_5_vl": _Rule(videos_have_seconds=True),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "cohere_compass"),
+        _FRAMES,
+    ),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
+}
+
+
+def mrope_position_ids(
+    input_ids: Tensor,
+    packed: PackedLayout,
+    *,
+    config: Any,
+    image_grid_thw: Tensor | Sequence[Sequence[int]] | None = None,
+    video_grid_thw: Tensor | Sequence[Sequence[int]] | None = None,
+    second_per_grid_ts: Tensor | Sequence[float] | None = None,
+    mm_token_type_ids: Tensor | None = None,
+) -> Tensor:
+    """Return the positions of a packed row with images, as a model with M-RoPE takes them.
+
+    Each document counts from 0. A text token has one position on all planes. The tokens of an image
+    lie on a grid of time, height and width that begins at the next position, and the text after it
+    goes on behind the longer side of the grid. These are the numbers of the model's own
+    `get_rope_index` for each document alone (Qwen2-VL, arXiv:2409.12191, section 2.1.2), as
+    transformers 5.24 has it: older releases round the seconds of Qwen2.5-VL down, and those before
+    5.9 mix up the planes of videos, in Qwen2.5-VL of images too.
+
+    Args:
+        input_ids: integers `[1, total_tokens]` or `[total_tokens]`.
+        packed: the layout of the row.
+        config: the model's config: of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 with their
+            mixtures of experts, GLM-4V, GLM-4.5V, GLM-4.6V, GLM-OCR, ERNIE 4.5 VL, PaddleOCR-VL or
+            Cohere Compass.
+        image_grid_thw: integers `[n_images, 3]`, frames, height and width of each image in patches,
+            in the order of the row, as the processor returns them.
+        video_grid_thw: the same of each video.
+        second_per_grid_ts: `[n_videos]`, seconds between the steps in time of each video, for
+            Qwen2.5-VL; default 1.
+        mm_token_type_ids: integers of the shape of `input_ids`, 0 for text, 1 for an image's token,
+            2 for a video's, as the processor returns them. By default the tokens `image_token_id`
+            and `video_token_id` of `config`; the videos of GLM need it.
+
+    Returns:
+        int64 `[4, 1, total_tokens]` on the device of `input_ids`: the position in the document, by
+        which transformers keeps documents apart, then time, height and width. In the tail and in
+        pads all planes count as `packed.position_ids` does.
+
+    Raises:
+        ValueError: the row holds other images than the grids say; a document ends inside an image;
+            a grid is not a multiple of the config's merge sizes; shapes differ; `config` is that of
+            another model.
+        TypeError: `input_ids` or `mm_token_type_ids` is not a dense integer tensor.
+
+    Runs on the host: arguments that lie on a GPU are copied from there, which waits. Call it in the
+    collator.
+
+    Examples:
+        >>> packed = cuseq.PackedLayout.from_lengths([6, 3])
+        >>> ids = torch.tensor([5, 151655, 151655, 151655, 151655, 6, 7, 8, 9])
+        >>> from transformers import Qwen2VLConfig
+        >>> config = Qwen2VLConfig(image_token_id=151655, video_token_id=151656)
+        >>> planes = cuseq.vision.mrope_position_ids(
+        ...     ids, packed, config=config, image_grid_thw=[[1, 4, 4]]
+        ... )
+        >>> planes[2, 0]  # height
+        tensor([0, 1, 1, 2, 2, 3, 0, 1, 2])
+    """
+    check_layout(packed, parts=False, trees=False)
+    rule, parts = _rule_of(config)
+    tokens = packed.total_tokens
+    ids = _row(input_ids, "input_ids", tokens)
+    if mm_token_type_ids is not None:
+        types = _row(mm_token_type_ids, "mm_token_type_ids", tokens)
+        types = types.clamp(-1, 3).to(torch.int8)  # the values that are refused stay refused
+    elif video_grid_thw is not None and rule.video_tokens_are_images:
+        raise ValueError(
+            f"mm_token_type_ids must be given for videos of {config.model_type}, whose tokens have "
+            "the id of an image's, got None"
+        )
+    else:
+        types = (ids == config.image_token_id).to(torch.int8)
+        types[ids == config.video_token_id] = 2
+    images = _grids(image_grid_thw, "image_grid_thw")
+    videos = _grids(video_grid_thw, "video_grid_thw")
+    if second_per_grid_ts is not None and not rule.videos_have_seconds:
+        raise ValueError(
+            f"second_per_grid_ts must be None for {config.model_type}, whose positions do not "
+            f"depend on it, got {shown(second_per_grid_ts)}"
+        )
+    intervals = torch.empty(0, dtype=torch.float32, device="cpu")
+    if rule.videos_have_seconds:
+        intervals = _seconds(second_per_grid_ts, len(videos)) * parts.tokens_per_second
+    planes = _C.mrope_positions(
+        types.contiguous(),
+        packed.lengths_on_host().long(),
+        packed.segments.lengths_on_host().long(),
+        images,
+        videos,
+        intervals.contiguous(),
+        parts.spatial_merge_size,
+        getattr(parts, "temporal_merge_size", 1) if config.model_type == "ernie4_5_vl_moe" else 1,
+        rule.frames_apart,
+    )
+    with outside_inference_mode():
+        return planes.to(input_ids.device)
+
+
+def _rule_of(config: Any) -> tuple[_Rule, Any]:
+    """Return the rule of a model's config, and the config of its vision tower."""
+    kind = getattr(config, "model_type", None)
+    if kind not in _RULES:
+        text = str(kind).removesuffix("_text")
+        hint = ": pass the config of the whole model" if text in _RULES else ""
+        raise ValueError(
+            f"config must be that of a model with M-RoPE, one of {', '.join(sorted(_RULES))}, got "
+            f"model_type={shown(kind)}{hint}"
+        )
+    return _RULES[kind], config.vision_config
+
+
+def _row(value: Any, name: str, tokens: int) -> Tensor:
+    """Return integers of a row `[tokens]` on the host."""
+    value = _on_host(value, name)
+    if value.dim() > 2 or value.numel() != tokens or (value.dim() == 2 and value.shape[0] != 1):
+        raise ValueError(
+            f"{name} must be [1, {tokens}] or [{tokens}], the tokens of the layout, got "
+            f"{list(value.shape)}"
+        )
+    return value.reshape(-1)
+
+
+def _grids(value: Any, name: str) -> Tensor:
+    """Return grids as int64 `[n, 3]` on the host."""
+    if value is None:
+        return torch.empty(0, 3, dtype=torch.int64, device="cpu")
+    if not isinstance(value, Tensor):
+        rows = [[as_int(size, name) for size in _values(row, name)] for row in _values(value, name)]
+        if any(len(row) != 3 for row in rows):
+            raise ValueError(f"{name} must be [n, 3], got {shown(value)}")
+        value = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3)
+    grids = _on_host(value, name)
+    if grids.dim() != 2 or grids.shape[1] != 3:
+        raise ValueError(f"{name} must be [n, 3], got {list(grids.shape)}")
+    return grids.long().contiguous()
+
+
+def _seconds(value: Any, videos: int) -> Tensor:
+    """Return seconds as float32 `[n_videos]` on the host."""
+    name = "second_per_grid_ts"
+    if value is None:
+        return torch.ones(videos, dtype=torch.float32, device="cpu")
+    if isinstance(value, Tensor):
+        return _on_host(value, name, integers=False).float()
+    numbers = [as_float(number, name) for number in _values(value, name)]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def _values(value: Any, name: str) -> list[Any]:
+    try:
+        if isinstance(value, str | bytes | bytearray):
+            raise TypeError("text is not a list of numbers")
+        return list(value)
+    except TypeError as error:  # an array without dimensions too
+        raise TypeError(
+            f"{name} must be a tensor or a list of numbers, got {shown(value)}"
+        ) from error
+
+
+def _on_host(value: Any, name: str, integers: bool = True) -> Tensor:
+    check_tensor(value, name)
+    check_untransformed(value, name, "call it outside of the transform")
+    value = plain_tensor(value, name).detach()
+    if value.dtype not in _INTEGERS and (integers or not value.is_floating_point()):
+        raise TypeError(
+            f"{name} must be {'integers' if integers else 'numbers'}, got {value.dtype}"
+        )
+    return value.cpu()

@@ -1,0 +1,137 @@
+"""Test rows of documents with images in models with M-RoPE, against each document alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cuseq
+
+transformers = pytest.importorskip("transformers")
+
+IMAGE, VIDEO = 100, 101
+TEXT = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+    rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+)  # fmt: skip
+TOWER = dict(depth=2, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4)
+TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO)
+FAMILIES = {
+    "qwen2_vl": dict(text_config=TEXT, vision_config=TOWER | dict(hidden_size=64, embed_dim=32)),
+    "qwen2_5_vl": dict(
+        text_config=TEXT,
+        vision_config=TOWER | dict(out_hidden_size=64, fullatt_block_indexes=[1], window_size=16),
+    ),
+    "qwen3_vl": dict(
+        text_config=TEXT | dict(
+            rope_parameters=TEXT["rope_parameters"] | {"mrope_interleaved": True}
+        ),
+        vision_config=TOWER | dict(out_hidden_size=64, deepstack_visual_indexes=[0]),
+    ),
+}  # fmt: skip
+
+
+def make_model(family: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family], **TOKENS)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
+    with torch.no_grad():  # so that the rotation of an image is seen in the logits
+        for weight in model.parameters():
+            weight.mul_(4)
+    return model
+
+
+def document(before: int, grid: tuple[int, int, int], after: int) -> dict[str, torch.Tensor]:
+    patches = grid[0] * grid[1] * grid[2]
+    image = [IMAGE] * (patches // 4)
+    ids = [*range(1, before + 1), *image, *range(20, after + 20)]
+    return dict(
+        input_ids=torch.tensor([ids]),
+        mm_token_type_ids=torch.tensor([[int(token == IMAGE) for token in ids]]),
+        pixel_values=torch.randn(patches, 3 * 2 * 4 * 4, dtype=torch.float64),
+        image_grid_thw=torch.tensor([grid]),
+    )
+
+
+def make_row() -> tuple[list[dict], dict, cuseq.PackedLayout]:
+    """Return documents, and the row of them: one begins with its image, another ends with it."""
+    torch.manual_seed(1)
+    documents = [document(3, (1, 4, 6), 5), document(0, (1, 8, 4), 4), document(2, (1, 4, 4), 0)]
+    row = {
+        name: torch.cat([one[name] for one in documents], dim=int(name.endswith("ids")))
+        for name in documents[0]
+    }
+    packed = cuseq.PackedLayout.from_lengths([one["input_ids"].numel() for one in documents])
+    return documents, row, packed
+
+
+def planes_of(model: torch.nn.Module, row: dict, packed: cuseq.PackedLayout) -> torch.Tensor:
+    return cuseq.vision.mrope_position_ids(
+        row["input_ids"], packed, config=model.config, image_grid_thw=row["image_grid_thw"]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_packed_row_equals_its_documents_alone(family):
+    model = make_model(family)
+    documents, row, packed = make_row()
+    alone = torch.cat([model(**one).logits for one in documents], dim=1)
+    alone.square().sum().backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    cuseq.enable(model, qk_norm=False)  # transformers' norm rounds to fp32
+    found = model(**row, position_ids=planes_of(model, row, packed), packed=packed).logits
+    torch.testing.assert_close(found, alone, atol=1e-9, rtol=1e-7)
+    found.square().sum().backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    torch.testing.assert_close(grads, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_rotated_as_text_are_refused(family):
+    model = make_model(family)
+    cuseq.enable(model)
+    _, row, packed = make_row()
+    planes = planes_of(model, row, packed)
+    counted = packed.position_ids[None].long()
+    untyped = {name: value for name, value in row.items() if name != "mm_token_type_ids"}
+    message = r"position_ids must be planes of M-RoPE.*mrope_position_ids\(input_ids, packed"
+    offsets = dict(cu_seq_lens_q=packed.cu_seqlens, cu_seq_lens_k=packed.cu_seqlens)
+    for call in (
+        dict(row, position_ids=counted, packed=packed),
+        dict(row, position_ids=counted),
+        dict(row, position_ids=counted, max_length_q=16, max_length_k=16, **offsets),
+        dict(untyped, packed=packed),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**call)
+    with torch.no_grad():
+        expected = model(**untyped, position_ids=planes, packed=packed).logits
+        three = model(**untyped, position_ids=planes[1:], packed=packed).logits
+        alone = model(**row, position_ids=planes).logits  # the first plane tells documents apart
+        own = model(**row, packed=packed).logits  # the model makes planes, which count on
+    for found in (three, alone):
+        torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)  # its angles are fp32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_without_images_keep_their_positions(family):
+    model = make_model(family)
+    cuseq.enable(model)
+    packed = cuseq.PackedLayout.from_lengths([5, 3])
+    ids = torch.arange(1, 9)[None]
+    alone = torch.cat([model(part).logits for part in ids.split([5, 3], dim=1)], dim=1)
+    found = model(ids, position_ids=packed.position_ids[None].long(), packed=packed).logits
+    torch.testing.assert_close(found, alone, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.slow
+def test_compiled_code_refuses_them_too():
+    model = make_model("qwen2_vl")
+    cuseq.enable(model)
+    _, row, packed = make_row()
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(Exception, match="position_ids must be planes of M-RoPE"):
+        compiled(**row, position_ids=packed.position_ids[None].long(), packed=packed)
