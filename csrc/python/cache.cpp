@@ -76,7 +76,7 @@ at::Tensor cached_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
   return cached_tensor(dense_mask_query(options, row_length, dtype, finite));
 }
 
-// Return torch's BlockMask, made by build(ranges, tensors, row_length, block_size, reads_end)
+// Return torch's BlockMask, made by build(ranges, tensors, row_length, block_size, causal, has_spans)
 // unless it is cached.
 py::object cached_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
@@ -95,7 +95,7 @@ py::object cached_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
   const auto& tensors = value->tensors;
   py::object object =
       build(tensors.back(), std::vector<at::Tensor>(tensors.begin(), tensors.end() - 1), row_length,
-            std::pair(query_block, key_block), !causal || spans.has_value());
+            std::pair(query_block, key_block), causal, spans.has_value());
   keep(query, std::move(before), tensors, object);
   return object;
 }

@@ -2,7 +2,9 @@
 
 The candidates, in the order in which they are asked: for a tree, one kernel over all of it
 (`tree.py`); flex attention, which becomes a part of compiled code, so that only Python can run it
-(`flex.py`); the op, which has the backends of C++ and chooses among them when it runs (`op.py`).
+(`flex.py`); the op (`op.py`), which has the backends of C++ and chooses among them when it runs
+(`csrc/attention/choice.cpp`). Code that is compiled with a model calls the op itself, without flex
+(`integrations/transformers/attention.py`).
 Flex and the op follow the measurements of `table.py`, a tree a modelled time. The measurements and
 the packages that launch kernels from Python (`fa4.py`, `fa3.py`) are loaded at the first call on a
 GPU.

@@ -2,8 +2,8 @@
 
 `fa4.py` and `fa3.py` register here. A package may compile a kernel when a call first needs it, and
 fail then. A call with `backend="auto"` is refused in that case, with a warning that says how it
-failed: C++ gives the call to the next backend, and passes the package by from then on
-(`csrc/attention/call.cpp`).
+failed: C++ gives the call to the next backend (`csrc/attention/call.cpp`), and passes the package
+by from then on (`csrc/attention/backends/packages.cpp`).
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def block_mask(
     if is_compiling():
         ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, *facts.rule[:3])
         parts = _ops.block_mask(ranges, facts.row_length, *sizes)
-        reads_end = not causal or facts.spans is not None
-        return masks.build_block_mask(ranges, parts, facts.row_length, sizes, reads_end)
+        has_spans = facts.spans is not None
+        return masks.build_block_mask(ranges, parts, facts.row_length, sizes, causal, has_spans)
     build = masks.build_block_mask
     return _C.cached_block_mask(offsets, tokens, causal, *facts.rule, *sizes, build)
 

@@ -150,7 +150,7 @@ def block_mask(
     row_length, sizes = as_row_length(row_length), block_sizes(block_size)
     ranges = _ops.mask_ranges(*rule)
     parts = _ops.block_mask(ranges, row_length, *sizes)
-    return build_block_mask(ranges, parts, row_length, sizes, not causal or spans is not None)
+    return build_block_mask(ranges, parts, row_length, sizes, causal, spans is not None)
 
 
 def _checked_rule(
@@ -201,7 +201,8 @@ def build_block_mask(
     parts: Sequence[Tensor],
     row_length: int | None,
     block_size: tuple[int, int],
-    reads_end: bool,
+    causal: bool,
+    has_spans: bool,
 ) -> BlockMask:
     """Make the BlockMask from ranges and from the output of `torch.ops.cuseq.block_mask`.
 
@@ -210,11 +211,11 @@ def build_block_mask(
         parts: the eight tensors that `block_mask` made of the ranges.
         row_length: tokens of each row of the batch; None for one row.
         block_size: tokens of a query block and of a key block.
-        reads_end: whether the mask must read where a query's keys end. With causality alone they
-            end at the query.
+        causal, has_spans: the rule's. With causality alone the keys of a query end at the query,
+            and the mask need not read where.
     """
     tokens = ranges.shape[1] if row_length is None else row_length
-    mask_mod = _mask_mod(ranges, row_length, reads_end)
+    mask_mod = _mask_mod(ranges, row_length, reads_end=not causal or has_spans)
     keys, queries = cast("BlockLists", parts[:4]), cast("BlockLists", parts[4:])
     return block_mask_of(keys, queries, tokens, block_size, mask_mod)
 
