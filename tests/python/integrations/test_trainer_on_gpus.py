@@ -13,6 +13,7 @@ import distributed
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +29,8 @@ from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from trainer_models import SAVING, SETTINGS, documents, small_model  # noqa: E402
 
+# `save_model` of older releases saves nothing of a sharded model.
+SAVES_SHARDED = Version(transformers.__version__) >= Version("5.17")
 STEPS = 6
 MEASURES = ("loss", "grad_norm", "eval_loss")
 # What shards the model, and who made the mesh: DDP and cuseq's user, FSDP2 and cuseq's user, FSDP2
@@ -130,10 +133,11 @@ def work(rank: int, folder: str, device: str, kind: str) -> dict[str, Any]:
     assert trainer.get_total_train_batch_size(trainer.args) == 6
     layers = [layer.self_attn for layer in trainer.model.model.layers]
     assert not any(layer._forward_pre_hooks for layer in layers)  # accelerate's, that drop masks
-    trainer.save_model(f"{folder}/final")
-    dist.barrier()
-    saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/final", dtype="auto")
-    found["saved"] = weights(saved)
+    if SAVES_SHARDED:
+        trainer.save_model(f"{folder}/final")
+        dist.barrier()
+        saved = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/final", dtype="auto")
+        found["saved"] = weights(saved)
     if kind != "bf16":
         found["resumed"] = resumed(f"{folder}/again", device, kind)
     return found
@@ -190,7 +194,8 @@ def check(device: str, kind: str, alone: Alone, folder: Path) -> None:
             torch.testing.assert_close(
                 value, expected["learned"][name], **close, msg=lambda m, n=name: f"{n}: {m}"
             )
-            torch.testing.assert_close(found["saved"][name], value, rtol=0, atol=0)
+            if SAVES_SHARDED:
+                torch.testing.assert_close(found["saved"][name], value, rtol=0, atol=0)
         if kind != "bf16":
             first, again = found["resumed"]
             apart = {n: (again[n] - value).abs().max().item() for n, value in first.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ import distributed
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.utils._pytree import tree_flatten_with_path
 
 import cuseq
@@ -641,6 +643,10 @@ def test_random_numbers_of_another_kind_of_device_are_not_read(one_rank, inputs,
     assert given == [True, False]
 
 
+@pytest.mark.skipif(
+    Version(importlib.metadata.version("transformers")) < Version("5.9"),
+    reason="this transformers wants token types of Gemma 3 in training",
+)
 def test_a_model_with_parts_beside_its_text_trains_that_and_resumes(one_rank, inputs, tmp_path):
     from transformers import Gemma3Config
 
@@ -849,7 +855,8 @@ LONGROPE = {
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        (lfm2, "--cp must be 1 for a model whose layers carry a state.*got conv:Lfm2ShortConv"),
+        # An older transformers keeps no documents apart in such layers: the reason is "LEAKS".
+        (lfm2, "--cp must be 1 for a model whose layers carry a state.*got (conv:Lfm2Sh|LEAKS)"),
         (lambda: llama(rope_parameters=DYNAMIC), "--cp must be 1 .*got rope_type='dynamic'"),
         (lambda: llama(rope_parameters=LONGROPE), "--cp must be 1 .*got rope_type='longrope'"),
         (
