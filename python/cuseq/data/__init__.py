@@ -2,12 +2,14 @@
 
 from cuseq.data.collator import PackingCollator, mask_boundary_labels
 from cuseq.data.groups import pack_groups
+from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.data.plan import PackingPlan, bin_pack
 from cuseq.data.sampler import PackedBatchSampler
 from cuseq.data.split import split_by_tokens
 from cuseq.data.stream import PackedStream
 
 __all__ = [
+    "MultimodalPackingCollator",
     "PackedBatchSampler",
     "PackedStream",
     "PackingCollator",

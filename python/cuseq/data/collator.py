@@ -20,6 +20,11 @@ from cuseq.layout import PackedLayout, check_layout, positions_for_models
 
 _ops = torch.ops.cuseq
 
+# What processors of vision-language models return beside the tokens' keys.
+IMAGE_COLUMNS = (
+    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    "second_per_grid_ts",
+)
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16),
     *(torch.int32, torch.int64, torch.uint32, torch.uint64),
@@ -222,6 +227,12 @@ class PackingCollator:
                 f"examples must be at most max_seqs = {self.max_seqs}, got {len(examples)}"
             )
         keys = [key for key in examples[0] if key not in self._MADE_HERE]
+        images = [key for key in IMAGE_COLUMNS if any(key in example for example in examples)]
+        if images:
+            raise TypeError(
+                f"examples must hold text alone, got {', '.join(images)}: "
+                "cuseq.data.MultimodalPackingCollator(model.config) packs images"
+            )
         columns = {key: _column(examples, key) for key in keys}
         if "input_ids" not in columns:
             raise ValueError(f"examples must have input_ids, got {sorted(examples[0], key=str)}")

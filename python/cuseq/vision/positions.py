@@ -28,6 +28,7 @@ class _Rule(NamedTuple):
 
     frames_apart: bool = False  # each frame of a video is a block of its own
     videos_have_seconds: bool = False  # the frames of a video lie `second_per_grid_ts` apart
+    videos_are_merged: bool = False  # a token is several frames
     video_tokens_are_images: bool = False  # ids alone do not tell frames from images
 
 
@@ -36,7 +37,7 @@ _GLM = _Rule(frames_apart=True, video_tokens_are_images=True)
 _RULES = {
     "qwen2_vl": _Rule(),
     "paddleocr_vl": _Rule(),
-    "ernie4_5_vl_moe": _Rule(),
+    "ernie4_5_vl_moe": _Rule(videos_are_merged=True),
     "qwen2_5_vl": _Rule(videos_have_seconds=True),
     **dict.fromkeys(
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "cohere_compass"),
@@ -106,7 +107,7 @@ def mrope_position_ids(
         tensor([0, 1, 1, 2, 2, 3, 0, 1, 2])
     """
     check_layout(packed, parts=False, trees=False)
-    rule, parts = _rule_of(config)
+    rule, sizes = rule_of(config), _sizes_of(config)
     tokens = packed.total_tokens
     ids = _row(input_ids, "input_ids", tokens)
     if mm_token_type_ids is not None:
@@ -118,8 +119,8 @@ def mrope_position_ids(
             "the id of an image's, got None"
         )
     else:
-        types = (ids == config.image_token_id).to(torch.int8)
-        types[ids == config.video_token_id] = 2
+        types = (ids == sizes.image_token).to(torch.int8)
+        types[ids == sizes.video_token] = 2
     images = _grids(image_grid_thw, "image_grid_thw")
     videos = _grids(video_grid_thw, "video_grid_thw")
     if second_per_grid_ts is not None and not rule.videos_have_seconds:
@@ -129,7 +130,7 @@ def mrope_position_ids(
         )
     intervals = torch.empty(0, dtype=torch.float32, device="cpu")
     if rule.videos_have_seconds:
-        intervals = _seconds(second_per_grid_ts, len(videos)) * parts.tokens_per_second
+        intervals = _seconds(second_per_grid_ts, len(videos)) * sizes.tokens_per_second
     planes = _C.mrope_positions(
         types.contiguous(),
         packed.lengths_on_host().long(),
@@ -137,16 +138,16 @@ def mrope_position_ids(
         images,
         videos,
         intervals.contiguous(),
-        parts.spatial_merge_size,
-        getattr(parts, "temporal_merge_size", 1) if config.model_type == "ernie4_5_vl_moe" else 1,
+        sizes.spatial_merge,
+        sizes.temporal_merge if rule.videos_are_merged else 1,
         rule.frames_apart,
     )
     with outside_inference_mode():
         return planes.to(input_ids.device)
 
 
-def _rule_of(config: Any) -> tuple[_Rule, Any]:
-    """Return the rule of a model's config, and the config of its vision tower."""
+def rule_of(config: Any) -> _Rule:
+    """Return the rule of a model's config."""
     kind = getattr(config, "model_type", None)
     if kind not in _RULES:
         text = str(kind).removesuffix("_text")
@@ -155,7 +156,33 @@ def _rule_of(config: Any) -> tuple[_Rule, Any]:
             f"config must be that of a model with M-RoPE, one of {', '.join(sorted(_RULES))}, got "
             f"model_type={shown(kind)}{hint}"
         )
-    return _RULES[kind], config.vision_config
+    return _RULES[kind]
+
+
+class _Sizes(NamedTuple):
+    """What a config says of the tokens of images and videos."""
+
+    image_token: int
+    video_token: int
+    spatial_merge: int
+    temporal_merge: int
+    tokens_per_second: float
+
+
+def _sizes_of(config: Any) -> _Sizes:
+    tower = getattr(config, "vision_config", None)
+
+    def size(of: Any, name: str, default: int | None = None) -> int:
+        where = "config.vision_config" if of is tower else "config"
+        return as_int(getattr(of, name, default), f"{where}.{name}")
+
+    return _Sizes(
+        size(config, "image_token_id"),
+        size(config, "video_token_id"),
+        size(tower, "spatial_merge_size"),
+        size(tower, "temporal_merge_size", 1),
+        as_float(getattr(tower, "tokens_per_second", 1), "config.vision_config.tokens_per_second"),
+    )
 
 
 def _row(value: Any, name: str, tokens: int) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 import cuseq
 from tests.fuzz.calls.target import function
+from tests.fuzz.values import Draw
 
 IMAGE, VIDEO = 90, 91
 
@@ -21,32 +22,64 @@ def _check_planes(arguments: dict[str, Any], planes: torch.Tensor) -> None:
     assert not (planes > packed.total_tokens).any(), "a position outside the row"
 
 
-@function("cuseq.vision.mrope_position_ids", cuseq.vision.mrope_position_ids, check=_check_planes)
-def _(draw):
-    lengths, ids, grids = [], [], []
-    for _ in range(draw.choice((1, 2, 5))):
-        height, width = draw.choice((1, 2, 3)), draw.choice((1, 2))
-        document = [1] * draw.choice((0, 1, 4))
-        if draw.chance(0.7):
-            document += [IMAGE] * (height * width)
-            grids.append([1, 2 * height, 2 * width])
-        document += [2] * draw.choice((0, 3))
-        lengths.append(len(document))
-        ids += document
-    tail = draw.choice((0, 3))
-    packed = cuseq.PackedLayout.from_lengths(lengths, len(ids) + tail)
-    row = torch.tensor([ids + [0] * tail], dtype=torch.int64)
+def _config(draw: Draw) -> SimpleNamespace:
     vision = SimpleNamespace(spatial_merge_size=2, temporal_merge_size=2, tokens_per_second=2)
-    config = SimpleNamespace(
+    return SimpleNamespace(
         model_type=draw.choice(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "ernie4_5_vl_moe")),
         image_token_id=IMAGE,
         video_token_id=VIDEO,
         vision_config=vision,
     )
+
+
+def _document(draw: Draw) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens of a document that may hold an image, and its grids."""
+    height, width = draw.choice((1, 2, 3)), draw.choice((1, 2))
+    ids, grids = [1] * draw.choice((1, 4)), []
+    if draw.chance(0.7):
+        ids += [IMAGE] * (height * width)
+        grids.append([1, 2 * height, 2 * width])
+    return ids + [2] * draw.choice((0, 3)), grids
+
+
+@function("cuseq.vision.mrope_position_ids", cuseq.vision.mrope_position_ids, check=_check_planes)
+def _(draw):
+    made = [_document(draw) for _ in range(draw.choice((1, 2, 5)))]
+    ids = [token for document, _ in made for token in document]
+    grids = [grid for _, own in made for grid in own]
+    tail = draw.choice((0, 3))
+    packed = cuseq.PackedLayout.from_lengths([len(one) for one, _ in made], len(ids) + tail)
+    row = torch.tensor([ids + [0] * tail], dtype=torch.int64)
     return {
         "input_ids": row,
         "packed": packed,
-        "config": config,
+        "config": _config(draw),
         "image_grid_thw": torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
         "mm_token_type_ids": draw.choice((None, (row == IMAGE).int())),
     }
+
+
+def _collate(arguments: dict[str, Any]) -> Any:
+    options = dict(arguments)
+    examples = options.pop("examples")
+    return cuseq.data.MultimodalPackingCollator(**options)(examples)
+
+
+@function(
+    "cuseq.data.MultimodalPackingCollator",
+    cuseq.data.MultimodalPackingCollator,
+    call=_collate,
+    also=("examples", "input_ids", "pixel_values", "image_grid_thw"),
+    weight=2,
+)
+def _(draw):
+    examples = []
+    for _ in range(draw.choice((1, 3))):
+        ids, grids = _document(draw)
+        example: dict[str, Any] = {"input_ids": torch.tensor([ids], dtype=torch.int64)}
+        if grids:
+            patches = grids[0][1] * grids[0][2]
+            example["pixel_values"] = torch.ones(patches, 3, dtype=torch.float32)
+            example["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64)
+        examples.append(example)
+    return {"config": _config(draw), "capacity": draw.choice((None, 60)), "examples": examples}

@@ -89,6 +89,55 @@ def test_a_packed_row_equals_its_documents_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_of_the_collator_has_the_loss_of_its_documents(family):
+    model = make_model(family)
+    collate = cuseq.data.MultimodalPackingCollator(model.config, total_multiple=16)
+    documents, *_ = make_row()
+    documents.append(dict(input_ids=torch.tensor([[7, 8, 9]])))
+    losses, counts = [], []
+    for one in documents:
+        labels = one["input_ids"].masked_fill(one["input_ids"] == IMAGE, -100)
+        if (labels[:, 1:] != -100).any():
+            losses.append(model(**one, labels=labels).loss)
+            counts.append(int((labels[:, 1:] != -100).sum()))
+    expected = sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
+    expected.backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    cuseq.enable(model, qk_norm=False)
+    batch = collate(documents)
+    assert batch["packed"].total_tokens > batch["packed"].num_real_tokens  # with a tail
+    loss = model(**batch).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    found = {name: weight.grad for name, weight in model.named_parameters()}
+    torch.testing.assert_close(found, grads, atol=1e-6, rtol=1e-5)
+
+
+def test_a_trainer_trains_rows_of_the_collator(tmp_path):
+    model = make_model("qwen2_vl").float()
+    collate = cuseq.data.MultimodalPackingCollator(model.config)
+    documents, *_ = make_row()
+    rows = [
+        {name: value.float() if value.is_floating_point() else value for name, value in one.items()}
+        for one in documents * 2
+    ]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=6, remove_unused_columns=False,
+        report_to="none", logging_steps=1, disable_tqdm=True, save_strategy="no", use_cpu=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate)
+    expected = make_model("qwen2_vl").float()
+    cuseq.enable(expected)
+    enabled = cuseq.enable(trainer)
+    assert any("packs rows already" in reason for reason in enabled.left_alone)
+    trainer.train()
+    loss = expected(**next(iter(trainer.get_train_dataloader()))).loss.item()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2 and logged[0] == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_images_rotated_as_text_are_refused(family):
     model = make_model(family)
     cuseq.enable(model)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from cuseq.data.collator import PackingCollator
+from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import DEFAULTS, Enabled, TrainerOptions, check_same_options
 from cuseq.integrations.transformers._enable import (
@@ -87,7 +88,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         _put_collator(trainer, dealing)
         SharedRows(trainer, dealing.cp).install()
         replaced = (*replaced, f"collator:{name}", f"context_parallel:{type(trainer).__name__}")
-    elif isinstance(before, PackingCollator):
+    elif isinstance(before, PackingCollator | MultimodalPackingCollator):
         left_alone = (*left_alone, f"the data collator {name}: it packs rows already")
     else:
         reason = (

@@ -1,0 +1,187 @@
+"""`MultimodalPackingCollator`, which makes one packed row of examples with images and videos."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq._base.arguments import as_int, check_tensor, check_untransformed, shown
+from cuseq._base.labels import IGNORE_INDEX
+from cuseq.data._state import options_in
+from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator
+from cuseq.vision.positions import mrope_position_ids, rule_of
+
+_PATCHES = ("pixel_values", "pixel_values_videos")
+_TYPES = "mm_token_type_ids"
+
+
+class MultimodalPackingCollator:
+    """Collate function that concatenates examples with images into one packed row.
+
+    For models with M-RoPE, which `cuseq.vision.mrope_position_ids` lists. A Trainer takes it as
+    `data_collator`, with `remove_unused_columns=False`.
+
+    Args:
+        config: the config of the whole model (`model.config`).
+        total_tokens, capacity, max_seqs, total_multiple, pad_token_id: as for `PackingCollator`.
+        image_capacity: most patches of images and videos that a row may hold, which bounds the
+            memory of the vision tower; a batch with more raises ValueError. None means no limit.
+
+    Call it with a list of examples as the model's processor makes them for one document: mappings
+    with `input_ids`, and for images `pixel_values` `[patches, values]` and `image_grid_thw`
+    `[images, 3]`, for videos `pixel_values_videos`, `video_grid_thw` and `second_per_grid_ts`, and
+    optionally `labels`, `mm_token_type_ids` and other keys with one value per token. Per-token keys
+    may have a leading dimension of 1. Examples without images may stand between others.
+
+    Returns the dict of `PackingCollator`, with `position_ids` as planes, int64
+    `[4, 1, total_tokens]`, and the images' keys concatenated, which are left out of a row without
+    images. Labels that are made here leave out the tokens of images and videos. Everything is on
+    the host.
+
+    Raises:
+        ValueError: as `PackingCollator`; the images are not those that the tokens say; patches and
+            grids of an example do not fit each other; the row holds more than `image_capacity`
+            patches; `config` is that of another model.
+        TypeError: as `PackingCollator`; a key of images does not hold a tensor.
+
+    Examples:
+        >>> from transformers import Qwen2VLConfig
+        >>> config = Qwen2VLConfig(image_token_id=60, video_token_id=61)
+        >>> collate = cuseq.data.MultimodalPackingCollator(config)
+        >>> image = dict(pixel_values=torch.zeros(16, 9), image_grid_thw=torch.tensor([[1, 4, 4]]))
+        >>> batch = collate([{"input_ids": [5, 60, 60, 60, 60, 6], **image}, {"input_ids": [7, 8]}])
+        >>> batch["position_ids"][2, 0]  # height
+        tensor([0, 1, 1, 2, 2, 3, 0, 1])
+        >>> batch["labels"]
+        tensor([[-100, -100, -100, -100, -100,    6, -100,    8]])
+    """
+
+    _OPTIONS = (
+        *("config", "image_capacity", "total_tokens", "capacity", "max_seqs", "total_multiple"),
+        "pad_token_id",
+    )
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        total_tokens: int | None = None,
+        capacity: int | None = None,
+        max_seqs: int | None = None,
+        image_capacity: int | None = None,
+        total_multiple: int = 1,
+        pad_token_id: int = 0,
+    ):
+        rule_of(config)
+        self.config = config
+        self.image_capacity = image_capacity
+        if image_capacity is not None:
+            self.image_capacity = as_int(image_capacity, "image_capacity", 1)
+        self._text = PackingCollator(
+            total_tokens=total_tokens,
+            capacity=capacity,
+            max_seqs=max_seqs,
+            total_multiple=total_multiple,
+            pad_token_id=pad_token_id,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what makes the collator again, so that a pickle is checked as arguments are."""
+        own = {"config": self.config, "image_capacity": self.image_capacity}
+        text = {name: getattr(self._text, name) for name in self._OPTIONS if name not in own}
+        return _again, (own | text,)
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        if isinstance(examples, Mapping) or not isinstance(examples, Sequence):
+            raise TypeError(f"examples must be a list of mappings, got {shown(examples)}")
+        texts, images = [], []
+        for i, example in enumerate(examples):
+            if not isinstance(example, Mapping):
+                raise TypeError(
+                    f"examples must be a list of mappings, got {type(example).__name__} as "
+                    f"examples[{i}]"
+                )
+            one = dict(example)
+            images.append(_images_of({key: one.pop(key, None) for key in IMAGE_COLUMNS}, i))
+            texts.append({key: _without_batch(value) for key, value in one.items()})
+        labelled = any("labels" in text for text in texts)
+        for key, value in ((_TYPES, 0), ("attention_mask", 1)):  # a tokenizer alone gives none
+            if any(key in text for text in texts):
+                for text, image in zip(texts, images, strict=True):
+                    if not image and "input_ids" in text:
+                        text.setdefault(key, [value] * len(text["input_ids"]))
+        batch = self._text(texts)
+        row = {
+            key: torch.cat([one[key] for one in images if key in one])
+            for key in IMAGE_COLUMNS
+            if any(key in one for one in images)
+        }
+        patches = sum(len(row[key]) for key in _PATCHES if key in row)
+        if self.image_capacity is not None and patches > self.image_capacity:
+            raise ValueError(
+                f"examples must fit a row of image_capacity = {self.image_capacity} patches "
+                f"together, got {patches}"
+            )
+        seconds = row.pop("second_per_grid_ts", None)
+        batch["position_ids"] = mrope_position_ids(
+            batch["input_ids"],
+            batch["packed"],
+            config=self.config,
+            image_grid_thw=row.get("image_grid_thw"),
+            video_grid_thw=row.get("video_grid_thw"),
+            second_per_grid_ts=seconds if rule_of(self.config).videos_have_seconds else None,
+            mm_token_type_ids=batch.get(_TYPES),
+        )
+        if not labelled:
+            ids = batch["input_ids"]
+            for token in (self.config.image_token_id, self.config.video_token_id):
+                batch["labels"] = batch["labels"].masked_fill(ids == token, IGNORE_INDEX)
+        return batch | row
+
+
+def _again(options: Any) -> MultimodalPackingCollator:
+    return MultimodalPackingCollator(**options_in(options, MultimodalPackingCollator._OPTIONS))
+
+
+def _without_batch(values: Any) -> Any:
+    """Return what a processor made for one document without its batch dimension."""
+    if isinstance(values, Tensor) and values.dim() == 2 and values.shape[0] == 1:
+        return values[0]
+    if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
+        return values[0]
+    return values
+
+
+def _images_of(given: dict[str, Any], i: int) -> dict[str, Tensor]:
+    """Check the images of an example; return its tensors."""
+    found = {key: value for key, value in given.items() if value is not None}
+    for key, value in found.items():
+        if key == "second_per_grid_ts" and not isinstance(value, Tensor):
+            found[key] = value = torch.as_tensor(value, dtype=torch.float32, device="cpu")
+        check_tensor(value, f"{key} of examples[{i}]")
+        check_untransformed(value, f"{key} of examples[{i}]", "collate outside of the transform")
+    for pixels, grids in (
+        ("pixel_values", "image_grid_thw"),
+        ("pixel_values_videos", "video_grid_thw"),
+    ):
+        if (pixels in found) != (grids in found):
+            raise ValueError(
+                f"{pixels} and {grids} must be given together, but examples[{i}] has "
+                f"{pixels if pixels in found else grids} alone"
+            )
+        if grids not in found:
+            continue
+        if found[grids].dim() != 2 or found[grids].shape[1] != 3:
+            raise ValueError(
+                f"{grids} must be [n, 3], got {list(found[grids].shape)} in examples[{i}]"
+            )
+        patches = int(found[grids].long().prod(1).sum())
+        if found[pixels].dim() != 2 or len(found[pixels]) != patches:
+            raise ValueError(
+                f"{pixels} must be [patches, values] with the {patches} patches that {grids} says, "
+                f"got {list(found[pixels].shape)} in examples[{i}]"
+            )
+    return found
