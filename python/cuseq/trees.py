@@ -55,7 +55,7 @@ class PackedTree:
                 f"{shown(tree)}"
             )
         check_layout(layout, "layout")
-        if layout.tree is None or layout.tree.nodes is not tree:
+        if getattr(layout.tree, "nodes", None) is not tree:
             raise ValueError(f"layout must be that of the tree, got {layout}")
         if input_ids is not None:
             _check_ids(input_ids, layout.total_tokens)

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from cuseq.layout.packed import (
     PackedLayout,
+    check_documents,
     check_layout,
     own_positions,
     positions_for_models,
@@ -26,6 +27,7 @@ __all__ = [
     "Spans",
     "StaticLayout",
     "Tree",
+    "check_documents",
     "check_layout",
     "checked_spans",
     "own_positions",

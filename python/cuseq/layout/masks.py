@@ -32,11 +32,12 @@ class _Facts(NamedTuple):
     spans: Tensor | None
     padded: Tensor | None
     row_length: int | None
+    is_tree: bool  # whose masks take a window alone
 
     @property
     def rule(self) -> tuple[int | None, Tensor | None, Tensor | None, int | None]:
         """What the ops of masks take after `causal`."""
-        return self[2:]
+        return self[2:6]
 
 
 def dense_mask(
@@ -52,10 +53,9 @@ def dense_mask(
     check_dtype(dtype, "dtype")
     check_flag(causal, "causal")
     check_flag(finite, "finite")
-    if packed.tree is not None:
-        window = _tree_window(packed, causal, window, spans, row_length)
-        return trees.dense_mask(packed, dtype, window, finite)
-    facts = _facts(packed, window, spans, row_length)
+    facts = _facts(packed, causal, window, spans, row_length)
+    if facts.is_tree:
+        return trees.dense_mask(packed, dtype, facts.window, finite)
     offsets, tokens = facts.offsets, facts.total_tokens
     if is_compiling():
         return _ops.cached_dense_mask(offsets, tokens, True, causal, *facts.rule, dtype, finite)
@@ -73,10 +73,9 @@ def block_mask(
     """Return `PackedLayout.block_mask`."""
     check_flag(causal, "causal")
     sizes = masks.block_sizes(block_size)
-    if packed.tree is not None:
-        window = _tree_window(packed, causal, window, spans, row_length)
-        return trees.block_mask(packed, window, sizes)
-    facts = _facts(packed, window, spans, row_length)
+    facts = _facts(packed, causal, window, spans, row_length)
+    if facts.is_tree:
+        return trees.block_mask(packed, facts.window, sizes)
     offsets, tokens = facts.offsets, facts.total_tokens
     if is_compiling():
         ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, *facts.rule[:3])
@@ -102,32 +101,27 @@ def xformers_bias(packed: PackedLayout, window: int | None) -> Any:
     return bias
 
 
-def _tree_window(
+def _facts(
     packed: PackedLayout,
     causal: bool,
     window: int | None,
     spans: Spans | None,
     row_length: int | None,
-) -> int | None:
-    """Check the arguments of a tree's mask; return the window."""
-    packed._check_unedited()
-    if not causal or spans is not None or row_length is not None:
-        raise ValueError(
-            "a tree's mask must be causal, without spans and row_length, got causal="
-            f"{causal}, spans={shown(spans)} and row_length={row_length}"
-        )
-    return as_window(window)
-
-
-def _facts(
-    packed: PackedLayout, window: int | None, spans: Spans | None, row_length: int | None
 ) -> _Facts:
     """Check the arguments that all masks share; return them with the layout's tensors."""
     packed._check_unedited()
     if window is not None:
         window = as_window(window)
-    if spans is not None or row_length is not None:
+    if is_tree := packed.is_tree:
+        if not causal or spans is not None or row_length is not None:
+            raise ValueError(
+                "a tree's mask must be causal, without spans and row_length, got causal="
+                f"{causal}, spans={shown(spans)} and row_length={row_length}"
+            )
+    elif spans is not None or row_length is not None:
         row_length = masks.as_row_length(row_length)
         spans = checked_spans(packed, spans, row_length)
     row, padded = packed.row, packed.cu_seqlens_padded_static
-    return _Facts(row.cu_seqlens_static, row.total_tokens, window, spans, padded, row_length)
+    return _Facts(
+        row.cu_seqlens_static, row.total_tokens, window, spans, padded, row_length, is_tree
+    )

@@ -93,7 +93,7 @@ class PackedLayout:
         self.row, self.batch, self.part, self.tree = held
         self._special_kind = held.special_kind
         # `position_ids` where they do not follow from the lengths.
-        self._own_positions: Tensor | None = getattr(self.part or self.tree, "positions", None)
+        self._own_positions: Tensor | None = getattr(held.special, "positions", None)
         self._num_sequences = self.row.num_sequences
         self._derived = Derived()
         if CHECKING:
@@ -537,7 +537,7 @@ class PackedLayout:
 
     def _check_whole(self, *, parts: bool = False, trees: bool = False) -> None:
         """Raise ValueError if this is a rank's part of a row or a tree, unless it may be one."""
-        record = self.part or self.tree
+        record = None if self._special_kind is None else self._records.special
         if record is not None and not (parts if record is self.part else trees):
             raise ValueError(record.refusal)
 
@@ -991,6 +991,16 @@ def check_layout(
 def own_positions(packed: PackedLayout) -> Tensor | None:
     """Return `position_ids` where they do not follow from the lengths: of a rank's part, a tree."""
     return packed._own_positions
+
+
+def check_documents(packed: PackedLayout, why: str) -> None:
+    """Raise ValueError unless the row holds whole documents, one after the other.
+
+    Args:
+        why: what needs them; the message begins with it.
+    """
+    if (kind := special_kind(packed)) is not None:
+        raise ValueError(f"{why}: packed must not be {kind}")
 
 
 def special_kind(packed: PackedLayout) -> str | None:

@@ -165,10 +165,14 @@ class Records(NamedTuple):
         return {name: record for name, record in fields if record is not None}
 
     @property
+    def special(self) -> Part | Tree | None:
+        """What makes this no row of documents one after the other, if anything does."""
+        return self.part or self.tree
+
+    @property
     def special_kind(self) -> str | None:
-        """The name, for errors, of a row that is a rank's part or a tree; None for other rows."""
-        record = self.part or self.tree
-        return None if record is None else record.kind
+        """The name of `special` in errors."""
+        return getattr(self.special, "kind", None)
 
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""

@@ -6,7 +6,7 @@ its node, and the node's descendants. So a mask is one number per key, where the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ _LONGEST_PATH: int = _C.TreeMeta.LONGEST_PATH
 
 def tree_of(packed: PackedLayout) -> Tree:
     """Return the tree of a layout that has one."""
-    assert packed.tree is not None
-    return packed.tree
+    return cast("Tree", packed.tree)
 
 
 def hides_nothing(packed: PackedLayout, window: int) -> bool:

@@ -79,6 +79,8 @@ class CollatorOfImages:
             positions.append(planes)
         if self.lost != "planes":
             batch["position_ids"] = torch.cat(positions, 2)
+        if self.lost == "places":  # as if images were text, with planes for them
+            batch["position_ids"] = batch["packed"].position_ids.long().expand(4, 1, -1)
         if self.lost == "layout":
             del batch["packed"]
         for key in ("pixel_values", "image_grid_thw"):
@@ -91,7 +93,7 @@ class CollatorOfImages:
 @pytest.mark.parametrize("by", ["collator", "forward"])
 @pytest.mark.parametrize(
     ("lost", "kind"),
-    [("", None), ("planes", "positions"), ("images", "logits"), ("layout", None)],
+    [("", None), ("places", "positions"), ("images", "logits"), ("layout", None)],
 )
 def test_images(lost, kind, by):
     model = model_of_images()
@@ -103,6 +105,12 @@ def test_images(lost, kind, by):
     assert report.ok == (kind is None), str(report)
     if kind is not None and by == "collator":
         assert report.suspect.name == kind, str(report)
+
+
+def test_rows_without_planes_raise_as_in_training():
+    model = model_of_images()
+    with pytest.raises(ValueError, match="position_ids must be planes of M-RoPE"):
+        cuseq.check_packing(model, examples_of_images(), collator=CollatorOfImages(model, "planes"))
 
 
 def test_images_need_rows_of_the_user():

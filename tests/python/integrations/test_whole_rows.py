@@ -272,7 +272,9 @@ def test_noise_needs_whole_documents():
     layout = cuseq.PackedLayout.from_lengths([6, 2])
     plan = cuseq.distributed.cp_plan(layout, 2, policy="contiguous")
     local, ids = cuseq.distributed.cp_partition(layout, plan, 0, torch.arange(8))
-    with pytest.raises(ValueError, match="packed must describe whole documents for NEFTune"):
+    with pytest.raises(
+        ValueError, match="neftune_noise_alpha must be None unless .* packed must not be a"
+    ):
         model(input_ids=ids[None], position_ids=local.position_ids[None].long(), packed=local)
 
 

@@ -152,19 +152,21 @@ def positions(row: Row, first: int) -> Suspect:
 
 
 def lacks_planes(model: nn.Module, row: Row) -> bool:
-    """Return whether a model of M-RoPE got one plane of positions."""
+    """Return whether a model of M-RoPE got the positions of text, on one plane or on all."""
     given = getattr(text_config(model), "rope_parameters", None) or {}
     positions = (row.batch or {}).get("position_ids")
-    return "mrope_section" in given and isinstance(positions, Tensor) and positions.dim() < 3
+    if "mrope_section" not in given or not isinstance(positions, Tensor):
+        return False
+    return positions.dim() < 3 or bool((positions == positions[-1]).all())
 
 
 def planes(documents: Sequence[int]) -> Suspect:
     return Suspect(
         "positions",
         f"documents {', '.join(map(str, documents[:8]))} differ from their runs alone, and the "
-        "batch has one plane of positions for a model with several (M-RoPE)",
-        "pass position_ids [planes, 1, total_tokens] of the planes that the model makes for each "
-        "example (get_rope_index)",
+        "batch has the positions of text for a model that rotates images by planes (M-RoPE)",
+        "pass position_ids of cuseq.vision.mrope_position_ids(input_ids, packed, "
+        "config=model.config, image_grid_thw=...)",
     )
 
 

@@ -38,7 +38,7 @@ from cuseq.integrations.transformers._private import forward_hooks
 from cuseq.integrations.transformers.documents import names_of_call
 from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.masks import LayoutMask
-from cuseq.layout import PackedLayout, Part, special_kind
+from cuseq.layout import PackedLayout, Part, check_documents
 
 _ops = torch.ops.cuseq
 
@@ -307,11 +307,11 @@ def _noise_of_documents(original: _Function) -> _Function:
         packed = getattr(module, _LAYOUT, None)
         if packed is None or not module.training:
             return original(module, args, output)
-        if (kind := special_kind(packed)) is not None:
-            raise ValueError(
-                "packed must describe whole documents for NEFTune, whose noise depends on their "
-                f"lengths, got the layout of {kind}: set neftune_noise_alpha=None"
-            )
+        check_documents(
+            packed,
+            "neftune_noise_alpha must be None unless a row holds whole documents, by whose "
+            "lengths the noise is scaled",
+        )
         sequences, is_pad = _tokens_of(packed.to(output.device))
         lengths = packed.to(output.device).cu_seqlens_static.diff()
         last = lengths.shape[0] - 1  # the tail's number may be one more

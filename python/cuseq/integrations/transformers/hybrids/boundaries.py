@@ -31,7 +31,7 @@ from cuseq.integrations.transformers.documents import (
 )
 from cuseq.integrations.transformers.hybrids.functions import inside_packed_row
 from cuseq.integrations.transformers.names import cache_names
-from cuseq.layout import PackedLayout, check_layout, special_kind
+from cuseq.layout import PackedLayout, check_documents, check_layout
 
 # Attributes of modules, for the forwards here.
 HANDS_ON_SEQ_IDX = "_cuseq_hands_on_seq_idx"  # whether its layers hand on `seq_idx` alone
@@ -144,11 +144,9 @@ def _layout(model: nn.Module, kwargs: dict[str, Any]) -> PackedLayout | None:
         )
     if not torch.compiler.is_compiling():  # compiled code that reads an int may recompile
         check_total(packed, _tokens(told))
-    if (kind := special_kind(packed)) is not None:
-        raise ValueError(
-            f"{name} has layers with a state along the row, which need whole rows of documents: "
-            f"packed must not be {kind}"
-        )
+    check_documents(
+        packed, f"{name} has layers with a state along the row, which need whole rows of documents"
+    )
     return packed
 
 
