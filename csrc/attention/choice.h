@@ -9,9 +9,10 @@
 #include "attention/measured.h"
 #include "cuseq/macros.h"
 
-// The choice of the backend that executes a call. It depends on the call, the table of measurements,
-// deterministic mode and whether a graph is being captured. None of them changes between the forward
-// and the backward of a call, which so make the same choice, unless a package failed in between.
+// The choice of the backend that executes a call. It depends on the call, the table of
+// measurements, deterministic mode and whether a graph is being captured. None of them changes
+// between the forward and the backward of a call, which so make the same choice, unless a package
+// failed in between.
 namespace cuseq::attention {
 
 // The names that a call may give. Python takes them from here; "flex" runs there.

@@ -38,8 +38,8 @@ std::optional<Times> closest_measured(const FactsRow& facts, const std::string& 
 }
 
 // Check the arguments of cuseq::varlen_attention, in their order. Return the backend that the op
-// would run, and why. For a tree or a rank's part, which the op computes in several calls, it is the
-// one of the first: the tokens' own nodes or pieces.
+// would run, and why. For a tree or a rank's part, which the op computes in several calls, it is
+// the one of the first: the tokens' own nodes or pieces.
 std::pair<std::string, std::string> attention_choice(const AttentionOptions& options,
                                                      const at::Tensor& q, const at::Tensor& k,
                                                      const at::Tensor& v) {

@@ -76,8 +76,8 @@ at::Tensor cached_dense_mask(const at::Tensor& cu_seqlens, int64_t total_tokens,
   return cached_tensor(dense_mask_query(options, row_length, dtype, finite));
 }
 
-// Return torch's BlockMask, made by build(ranges, tensors, row_length, block_size, causal, has_spans)
-// unless it is cached.
+// Return torch's BlockMask, made by build(ranges, tensors, row_length, block_size, causal,
+// has_spans) unless it is cached.
 py::object cached_block_mask(const at::Tensor& cu_seqlens, int64_t total_tokens, bool causal,
                              std::optional<int64_t> window, const OptionalTensor& spans,
                              const OptionalTensor& padded, std::optional<int64_t> row_length,

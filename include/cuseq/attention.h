@@ -11,8 +11,8 @@
 #include "cuseq/macros.h"
 
 // Attention within each sequence of a packed row, for programs that load libcuseq without Python.
-// The options and the errors are those of cuseq.varlen_attention in Python, which adds sinks and the
-// backend "flex".
+// The options and the errors are those of cuseq.varlen_attention in Python, which adds sinks and
+// the backend "flex".
 namespace cuseq {
 
 struct AttentionOptions {
