@@ -10,12 +10,15 @@ from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_tensor, check_untransformed, shown
 from cuseq._base.labels import IGNORE_INDEX
+from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
 from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator
-from cuseq.vision.positions import mrope_position_ids, rule_of
+from cuseq.vision.positions import grids_of, mrope_position_ids, rule_of, seconds_of
 
 _PATCHES = ("pixel_values", "pixel_values_videos")
-_TYPES = "mm_token_type_ids"
+_TYPES, _SECONDS = "mm_token_type_ids", "second_per_grid_ts"
+# Keys of text that processors add, with the value of a text token.
+_OF_PROCESSORS = {_TYPES: 0, "moe_mm_token_type_ids": 0, "attention_mask": 1}
 
 
 class MultimodalPackingCollator:
@@ -31,7 +34,7 @@ class MultimodalPackingCollator:
             memory of the vision tower; a batch with more raises ValueError. None means no limit.
 
     Call it with a list of examples as the model's processor makes them for one document: mappings
-    with `input_ids`, and for images `pixel_values` `[patches, values]` and `image_grid_thw`
+    with `input_ids`, and for images `pixel_values` `[patches, ...]` and `image_grid_thw`
     `[images, 3]`, for videos `pixel_values_videos`, `video_grid_thw` and `second_per_grid_ts`, and
     optionally `labels`, `mm_token_type_ids` and other keys with one value per token. Per-token keys
     may have a leading dimension of 1. Examples without images may stand between others.
@@ -39,7 +42,7 @@ class MultimodalPackingCollator:
     Returns the dict of `PackingCollator`, with `position_ids` as planes, int64
     `[4, 1, total_tokens]`, and the images' keys concatenated, which are left out of a row without
     images. Labels that are made here leave out the tokens of images and videos. Everything is on
-    the host.
+    the host but `pixel_values` that were not.
 
     Raises:
         ValueError: as `PackingCollator`; the images are not those that the tokens say; patches and
@@ -104,11 +107,13 @@ class MultimodalPackingCollator:
                     f"examples must be a list of mappings, got {type(example).__name__} as "
                     f"examples[{i}]"
                 )
-            one = dict(example)
+            # `datasets` fills the columns that an example lacks with None.
+            one = {key: value for key, value in example.items() if value is not None}
             images.append(_images_of({key: one.pop(key, None) for key in IMAGE_COLUMNS}, i))
             texts.append({key: _without_batch(value) for key, value in one.items()})
+        _check_widths(images)
         labelled = any("labels" in text for text in texts)
-        for key, value in ((_TYPES, 0), ("attention_mask", 1)):  # a tokenizer alone gives none
+        for key, value in _OF_PROCESSORS.items():  # a tokenizer alone gives none of them
             if any(key in text for text in texts):
                 for text, image in zip(texts, images, strict=True):
                     if not image and "input_ids" in text:
@@ -125,7 +130,7 @@ class MultimodalPackingCollator:
                 f"examples must fit a row of image_capacity = {self.image_capacity} patches "
                 f"together, got {patches}"
             )
-        seconds = row.pop("second_per_grid_ts", None)
+        seconds = row.pop(_SECONDS, None)
         batch["position_ids"] = mrope_position_ids(
             batch["input_ids"],
             batch["packed"],
@@ -148,8 +153,8 @@ def _again(options: Any) -> MultimodalPackingCollator:
 
 def _without_batch(values: Any) -> Any:
     """Return what a processor made for one document without its batch dimension."""
-    if isinstance(values, Tensor) and values.dim() == 2 and values.shape[0] == 1:
-        return values[0]
+    if is_array(values) or isinstance(values, Tensor):
+        return values[0] if values.ndim == 2 and values.shape[0] == 1 else values
     if isinstance(values, list) and len(values) == 1 and isinstance(values[0], list):
         return values[0]
     return values
@@ -158,11 +163,6 @@ def _without_batch(values: Any) -> Any:
 def _images_of(given: dict[str, Any], i: int) -> dict[str, Tensor]:
     """Check the images of an example; return its tensors."""
     found = {key: value for key, value in given.items() if value is not None}
-    for key, value in found.items():
-        if key == "second_per_grid_ts" and not isinstance(value, Tensor):
-            found[key] = value = torch.as_tensor(value, dtype=torch.float32, device="cpu")
-        check_tensor(value, f"{key} of examples[{i}]")
-        check_untransformed(value, f"{key} of examples[{i}]", "collate outside of the transform")
     for pixels, grids in (
         ("pixel_values", "image_grid_thw"),
         ("pixel_values_videos", "video_grid_thw"),
@@ -174,14 +174,42 @@ def _images_of(given: dict[str, Any], i: int) -> dict[str, Tensor]:
             )
         if grids not in found:
             continue
-        if found[grids].dim() != 2 or found[grids].shape[1] != 3:
-            raise ValueError(
-                f"{grids} must be [n, 3], got {list(found[grids].shape)} in examples[{i}]"
+        found[grids] = grids_of(_tensor(found[grids]), f"{grids} of examples[{i}]")
+        found[pixels] = values = _tensor(found[pixels])
+        if isinstance(values, list):
+            raise TypeError(
+                f"{pixels} of examples[{i}] must be a tensor, got a list: call the processor with "
+                'return_tensors="pt", and read a dataset by dataset.with_format("torch")'
             )
-        patches = int(found[grids].long().prod(1).sum())
-        if found[pixels].dim() != 2 or len(found[pixels]) != patches:
+        check_tensor(values, f"{pixels} of examples[{i}]")
+        check_untransformed(values, f"{pixels} of examples[{i}]", "collate outside of it")
+        patches = int(found[grids].prod(1).sum())
+        if values.dim() < 2 or len(values) != patches:
             raise ValueError(
-                f"{pixels} must be [patches, values] with the {patches} patches that {grids} says, "
-                f"got {list(found[pixels].shape)} in examples[{i}]"
+                f"{pixels} must have a row for each of the {patches} patches that {grids} says, "
+                f"got {list(values.shape)} in examples[{i}]"
             )
+    if "video_grid_thw" in found:
+        name, videos = f"{_SECONDS} of examples[{i}]", len(found["video_grid_thw"])
+        found[_SECONDS] = seconds_of(_tensor(found.get(_SECONDS)), name, videos)
+    elif _SECONDS in found:
+        seconds_of(_tensor(found.pop(_SECONDS)), f"{_SECONDS} of examples[{i}]", 0)
     return found
+
+
+def _tensor(value: Any) -> Any:
+    """Return an array as a tensor, and anything else as it is."""
+    return array_as_tensor(value).clone() if is_array(value) else value
+
+
+def _check_widths(images: Sequence[Mapping[str, Tensor]]) -> None:
+    """Raise ValueError if the patches of two examples have different shapes."""
+    for key in _PATCHES:
+        rows = [(i, one[key]) for i, one in enumerate(images) if key in one]
+        for i, row in rows:
+            first, other = rows[0]
+            if row.shape[1:] != other.shape[1:]:
+                raise ValueError(
+                    f"{key} must have patches of one shape, got {list(row.shape[1:])} in "
+                    f"examples[{i}] and {list(other.shape[1:])} in examples[{first}]"
+                )

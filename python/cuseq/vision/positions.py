@@ -45,6 +45,8 @@ _RULES = {
     ),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
 }
+MODEL_TYPES = frozenset(_RULES)
+"""The `model_type` of the configs that `mrope_position_ids` takes."""
 
 
 def mrope_position_ids(
@@ -121,8 +123,8 @@ def mrope_position_ids(
     else:
         types = (ids == sizes.image_token).to(torch.int8)
         types[ids == sizes.video_token] = 2
-    images = _grids(image_grid_thw, "image_grid_thw")
-    videos = _grids(video_grid_thw, "video_grid_thw")
+    images = grids_of(image_grid_thw, "image_grid_thw")
+    videos = grids_of(video_grid_thw, "video_grid_thw")
     if second_per_grid_ts is not None and not rule.videos_have_seconds:
         raise ValueError(
             f"second_per_grid_ts must be None for {config.model_type}, whose positions do not "
@@ -130,7 +132,8 @@ def mrope_position_ids(
         )
     intervals = torch.empty(0, dtype=torch.float32, device="cpu")
     if rule.videos_have_seconds:
-        intervals = _seconds(second_per_grid_ts, len(videos)) * sizes.tokens_per_second
+        seconds = seconds_of(second_per_grid_ts, "second_per_grid_ts", len(videos))
+        intervals = seconds * sizes.tokens_per_second
     planes = _C.mrope_positions(
         types.contiguous(),
         packed.lengths_on_host().long(),
@@ -196,7 +199,7 @@ def _row(value: Any, name: str, tokens: int) -> Tensor:
     return value.reshape(-1)
 
 
-def _grids(value: Any, name: str) -> Tensor:
+def grids_of(value: Any, name: str) -> Tensor:
     """Return grids as int64 `[n, 3]` on the host."""
     if value is None:
         return torch.empty(0, 3, dtype=torch.int64, device="cpu")
@@ -211,15 +214,21 @@ def _grids(value: Any, name: str) -> Tensor:
     return grids.long().contiguous()
 
 
-def _seconds(value: Any, videos: int) -> Tensor:
-    """Return seconds as float32 `[n_videos]` on the host."""
-    name = "second_per_grid_ts"
+def seconds_of(value: Any, name: str, videos: int) -> Tensor:
+    """Return seconds as float32 `[n_videos]` on the host; 1 without any."""
     if value is None:
         return torch.ones(videos, dtype=torch.float32, device="cpu")
     if isinstance(value, Tensor):
-        return _on_host(value, name, integers=False).float()
-    numbers = [as_float(number, name) for number in _values(value, name)]
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+        seconds = _on_host(value, name, integers=False).float()
+    else:
+        numbers = [as_float(number, name) for number in _values(value, name)]
+        seconds = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    if seconds.shape != (videos,):
+        raise ValueError(
+            f"{name} must have one value for each of {videos} videos, got shape "
+            f"{list(seconds.shape)}"
+        )
+    return seconds
 
 
 def _values(value: Any, name: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +108,37 @@ def test_the_collator_can_be_pickled():
         )
 
 
+def test_examples_as_datasets_and_processors_give_them():
+    """NumPy arrays, columns of None, patches as pictures, keys that a tokenizer lacks."""
+    grids, pixels = np.array([[1, 2, 2]]), np.ones((4, 3, 2, 2), np.float32)
+    one = dict(
+        input_ids=np.array([[1, IMAGE, 2]]), mm_token_type_ids=np.array([[0, 1, 0]]),
+        moe_mm_token_type_ids=np.array([[0, 1, 0]]), pixel_values=pixels, image_grid_thw=grids,
+        video_grid_thw=None, labels=None,
+    )  # fmt: skip
+    text = dict(input_ids=[3, 4], mm_token_type_ids=None, pixel_values=None, image_grid_thw=None)
+    batch = MultimodalPackingCollator(config_of("paddleocr_vl"))([text, one])
+    assert batch["pixel_values"].shape == (4, 3, 2, 2)
+    assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert batch["moe_mm_token_type_ids"].tolist() == [[0, 0, 0, 1, 0]]
+    assert batch["position_ids"].shape == (4, 1, 5)
+
+
+def test_seconds_belong_to_the_videos_of_their_example():
+    def video(**more):
+        grids = dict(pixel_values_videos=torch.ones(8, 3), video_grid_thw=[[2, 2, 2]])
+        return example([VIDEO, VIDEO, 5], **grids, **more)
+
+    collate = MultimodalPackingCollator(config_of())
+    batch = collate([video(second_per_grid_ts=torch.tensor([3.0])), video()])
+    assert batch["position_ids"][1, 0].tolist() == [0, 6, 1, 0, 2, 1]  # 1 second by default
+    for wrong in ([1.0, 3.0], [], torch.ones(1, 1)):
+        with pytest.raises(ValueError, match="second_per_grid_ts of examples.1. must have one"):
+            collate([video(), video(second_per_grid_ts=wrong)])
+    with pytest.raises(TypeError, match="second_per_grid_ts of examples.0. must be"):
+        collate([video(second_per_grid_ts=["1.0"])])
+
+
 IMAGE_ROW = example([1, IMAGE, 2], **image_of((1, 2, 2)))
 WRONG = {
     "pixels alone": (IMAGE_ROW | dict(image_grid_thw=None), "given together, but examples.1. has"),
@@ -115,6 +147,7 @@ WRONG = {
     "flat grids": (IMAGE_ROW | dict(image_grid_thw=torch.tensor([1, 2, 2])), r"must be \[n, 3\]"),
     "a cut image": (example([1, IMAGE], **image_of((1, 2, 4))), "cut inside an image"),
     "a lost image": (example([1, 2], **image_of((1, 2, 2))), "must have a row for each"),
+    "other patches": (IMAGE_ROW | dict(pixel_values=torch.ones(4, 5)), "patches of one shape"),
     "a mask": (IMAGE_ROW | dict(attention_mask=torch.tensor([[1, 1, 0]])), "must be all ones"),
 }
 
@@ -123,7 +156,7 @@ WRONG = {
 def test_an_example_that_does_not_fit_is_named(case):
     wrong, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
-        MultimodalPackingCollator(config_of())([example([7, 8]), wrong])
+        MultimodalPackingCollator(config_of())([IMAGE_ROW, wrong])
 
 
 def test_limits_and_types_are_named():

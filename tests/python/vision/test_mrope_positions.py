@@ -219,7 +219,7 @@ def test_other_configs_are_refused(kind):
         mrope_position_ids(torch.ones(2).long(), packed, config=SimpleNamespace(model_type=kind))
 
 
-@pytest.mark.parametrize("seconds", [[float("nan")], [-1.0], [1e9], [1.0, 2.0]])
+@pytest.mark.parametrize("seconds", [[float("nan")], [-1.0], [1e9], [1.0, 2.0], []])
 def test_seconds_that_give_no_positions_are_refused(seconds):
     _, config = own_function("qwen2_5_vl")
     packed = cuseq.PackedLayout.from_lengths([2])

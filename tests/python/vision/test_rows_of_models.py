@@ -165,6 +165,25 @@ def test_images_rotated_as_text_are_refused(family):
     torch.testing.assert_close(own, expected, atol=1e-4, rtol=1e-4)  # its angles are fp32
 
 
+def test_embeddings_need_planes_too():
+    """The model makes planes of token ids alone."""
+    model = make_model("qwen2_vl")
+    cuseq.enable(model)
+    _, row, packed = make_row()
+    embeddings = model.get_input_embeddings()(row.pop("input_ids"))
+    with pytest.raises(ValueError, match="position_ids must be planes of M-RoPE"):
+        model(**row, inputs_embeds=embeddings, packed=packed)
+
+
+def test_a_config_that_leaves_the_sections_to_the_code_is_known(monkeypatch):
+    model = make_model("qwen2_vl")
+    cuseq.enable(model)
+    _, row, packed = make_row()
+    monkeypatch.delitem(model.config.get_text_config().rope_parameters, "mrope_section")
+    with pytest.raises(ValueError, match="position_ids must be planes of M-RoPE"):
+        model(**row, position_ids=packed.position_ids[None].long(), packed=packed)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_without_images_keep_their_positions(family):
     model = make_model(family)

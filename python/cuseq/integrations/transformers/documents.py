@@ -51,6 +51,7 @@ from cuseq.integrations.transformers.names import HOLD, MASK_BESIDE_LENGTHS, NAM
 from cuseq.layout import PackedLayout, check_layout, own_positions
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
+from cuseq.vision.positions import MODEL_TYPES
 
 DESCRIPTIONS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
 """The keywords that can describe documents below `bring_documents`."""
@@ -704,7 +705,12 @@ def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
 
 
 def _has_mrope(model: nn.Module) -> bool:
-    return "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
+    """Return whether a model has M-RoPE, which a config may leave to the defaults of its code."""
+    if str(getattr(model.config, "model_type", "")).removesuffix("_text") in MODEL_TYPES:
+        return True
+    given = getattr(text_config(model), "rope_parameters", None) or {}
+    of_layers = [one for one in given.values() if isinstance(one, dict)]
+    return any("mrope_section" in one for one in (given, *of_layers))
 
 
 def _check_planes(door: _Door, model: nn.Module, told: Mapping[str, Any]) -> None:
@@ -716,16 +722,21 @@ def _check_planes(door: _Door, model: nn.Module, told: Mapping[str, Any]) -> Non
         return
     positions = told.get("position_ids")
     if positions is None:
-        if "mm_token_type_ids" in told or "mm_token_type_ids" not in door.names:
+        names = ("input_ids", "mm_token_type_ids")
+        if "mm_token_type_ids" not in door.names or all(name in told for name in names):
             return
     elif positions.dim() == 3:
         return
     shape = "None" if positions is None else list(positions.shape)
+    way = "the model's get_rope_index, document by document"
+    if getattr(model.config, "model_type", None) in MODEL_TYPES:
+        way = (
+            "cuseq.vision.mrope_position_ids(input_ids, packed, config=model.config, "
+            "image_grid_thw=image_grid_thw)"
+        )
     raise ValueError(
         "position_ids must be planes of M-RoPE, [4, 1, total_tokens], for a row of documents with "
-        f"images, which are rotated as text otherwise, got {shape}: make them with "
-        "cuseq.vision.mrope_position_ids(input_ids, packed, config=model.config, "
-        "image_grid_thw=image_grid_thw)"
+        f"images, which are rotated as text otherwise, got {shape}: make them with {way}"
     )
 
 
