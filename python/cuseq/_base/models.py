@@ -22,11 +22,15 @@ def eps_of(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
+def rotations_of(config: Any) -> list[dict[str, Any]]:
+    """Return the parameters of a config's rotation, and those of each type of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return [given, *(value for value in given.values() if isinstance(value, dict))]
+
+
 def rotations_by_length(config: Any) -> list[str]:
     """Return the types of a config's rotations whose angles depend on the longest position."""
-    given = getattr(config, "rope_parameters", None) or {}
-    of_layers = [value for value in given.values() if isinstance(value, dict)]
-    types = {rotation.get("rope_type") for rotation in of_layers or [given]}
+    types = {rotation.get("rope_type") for rotation in rotations_of(config)}
     return [name for name in ("dynamic", "longrope") if name in types]
 
 

@@ -20,7 +20,7 @@ from cuseq.layout import PackedLayout, check_layout, positions_for_models
 
 _ops = torch.ops.cuseq
 
-# What processors of vision-language models return beside the tokens' keys.
+# The columns of images and videos, by the names that transformers' processors give them.
 IMAGE_COLUMNS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     "second_per_grid_ts",
@@ -209,19 +209,7 @@ class PackingCollator:
         self.cp = cp
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        if isinstance(examples, Mapping):
-            raise TypeError("examples must be a list of mappings, got one mapping")
-        if not isinstance(examples, Sequence):
-            raise TypeError(f"examples must be a list of mappings, got {shown(examples)}")
-        examples = list(examples)  # reading one may change the user's list
-        if not examples:
-            raise ValueError("examples must not be empty, got none")
-        for i, example in enumerate(examples):
-            if not isinstance(example, Mapping):
-                raise TypeError(
-                    f"examples must be a list of mappings, got {type(example).__name__} as "
-                    f"examples[{i}]"
-                )
+        examples = checked_examples(examples)
         if self.max_seqs is not None and len(examples) > self.max_seqs:
             raise ValueError(
                 f"examples must be at most max_seqs = {self.max_seqs}, got {len(examples)}"
@@ -307,6 +295,24 @@ class PackingCollator:
         if self.total_tokens is not None:
             return self.total_tokens
         return round_up(tokens, self.total_multiple)
+
+
+def checked_examples(examples: Any) -> list[Mapping[str, Any]]:
+    """Return the examples that a collator was given; raise unless they are mappings."""
+    if isinstance(examples, Mapping):
+        raise TypeError("examples must be a list of mappings, got one mapping")
+    if not isinstance(examples, Sequence):
+        raise TypeError(f"examples must be a list of mappings, got {shown(examples)}")
+    examples = list(examples)  # reading one may change the user's list
+    if not examples:
+        raise ValueError("examples must not be empty, got none")
+    for i, example in enumerate(examples):
+        if not isinstance(example, Mapping):
+            raise TypeError(
+                f"examples must be a list of mappings, got {type(example).__name__} as "
+                f"examples[{i}]"
+            )
+    return examples
 
 
 def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -> dict[str, Any]:

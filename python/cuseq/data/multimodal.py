@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_tensor, check_untransformed, shown
+from cuseq._base.arguments import as_int, check_tensor, check_untransformed
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
-from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator
-from cuseq.vision.positions import grids_of, mrope_position_ids, rule_of, seconds_of
+from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples
+from cuseq.vision.positions import PIXELS, grids_of, mrope_position_ids, rule_of, seconds_of
 
-_PATCHES = ("pixel_values", "pixel_values_videos")
 _TYPES, _SECONDS = "mm_token_type_ids", "second_per_grid_ts"
 # Keys of text that processors add, with the value of a text token.
 _OF_PROCESSORS = {_TYPES: 0, "moe_mm_token_type_ids": 0, "attention_mask": 1}
@@ -98,18 +97,11 @@ class MultimodalPackingCollator:
         return _again, (own | text,)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        if isinstance(examples, Mapping) or not isinstance(examples, Sequence):
-            raise TypeError(f"examples must be a list of mappings, got {shown(examples)}")
         texts, images = [], []
-        for i, example in enumerate(examples):
-            if not isinstance(example, Mapping):
-                raise TypeError(
-                    f"examples must be a list of mappings, got {type(example).__name__} as "
-                    f"examples[{i}]"
-                )
+        for i, example in enumerate(checked_examples(examples)):
             # `datasets` fills the columns that an example lacks with None.
             one = {key: value for key, value in example.items() if value is not None}
-            images.append(_images_of({key: one.pop(key, None) for key in IMAGE_COLUMNS}, i))
+            images.append(_images_of({key: one.pop(key) for key in IMAGE_COLUMNS if key in one}, i))
             texts.append({key: _without_batch(value) for key, value in one.items()})
         _check_widths(images)
         labelled = any("labels" in text for text in texts)
@@ -124,7 +116,7 @@ class MultimodalPackingCollator:
             for key in IMAGE_COLUMNS
             if any(key in one for one in images)
         }
-        patches = sum(len(row[key]) for key in _PATCHES if key in row)
+        patches = sum(len(row[key]) for key in PIXELS if key in row)
         if self.image_capacity is not None and patches > self.image_capacity:
             raise ValueError(
                 f"examples must fit a row of image_capacity = {self.image_capacity} patches "
@@ -160,9 +152,8 @@ def _without_batch(values: Any) -> Any:
     return values
 
 
-def _images_of(given: dict[str, Any], i: int) -> dict[str, Tensor]:
-    """Check the images of an example; return its tensors."""
-    found = {key: value for key, value in given.items() if value is not None}
+def _images_of(found: dict[str, Any], i: int) -> dict[str, Tensor]:
+    """Check the columns of an example's images; return them as tensors."""
     for pixels, grids in (
         ("pixel_values", "image_grid_thw"),
         ("pixel_values_videos", "video_grid_thw"),
@@ -204,7 +195,7 @@ def _tensor(value: Any) -> Any:
 
 def _check_widths(images: Sequence[Mapping[str, Tensor]]) -> None:
     """Raise ValueError if the patches of two examples have different shapes."""
-    for key in _PATCHES:
+    for key in PIXELS:
         rows = [(i, one[key]) for i, one in enumerate(images) if key in one]
         for i, row in rows:
             first, other = rows[0]

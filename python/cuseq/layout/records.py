@@ -95,7 +95,7 @@ class Part(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """What a function says that does not take such a row."""
+        """The error message of functions that refuse a rank's part of a row."""
         return (
             "packed must describe a whole row here, got the part of it that cp_partition gave to "
             "one rank: its tokens have neighbours on other ranks"
@@ -129,7 +129,7 @@ class Tree(NamedTuple):
 
     @property
     def refusal(self) -> str:
-        """As `Part.refusal`."""
+        """The error message of functions that refuse a tree."""
         return (
             "packed must hold its documents one after the other here, got the layout of a tree, in "
             "which a token may continue one that is not beside it"
@@ -166,7 +166,7 @@ class Records(NamedTuple):
 
     @property
     def special(self) -> Part | Tree | None:
-        """What makes this no row of documents one after the other, if anything does."""
+        """The record of a rank's part or of a tree; None for documents one after the other."""
         return self.part or self.tree
 
     @property

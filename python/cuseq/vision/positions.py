@@ -17,6 +17,7 @@ from cuseq._base.arguments import (
     plain_tensor,
     shown,
 )
+from cuseq._base.models import rotations_of, text_config
 from cuseq._base.modes import outside_inference_mode
 from cuseq.layout import PackedLayout, check_layout
 
@@ -47,6 +48,8 @@ _RULES = {
 }
 MODEL_TYPES = frozenset(_RULES)
 """The `model_type` of the configs that `mrope_position_ids` takes."""
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""The keywords by which models take the patches of images and of videos."""
 
 
 def mrope_position_ids(
@@ -149,6 +152,13 @@ def mrope_position_ids(
         return planes.to(input_ids.device)
 
 
+def has_mrope(model: Any) -> bool:
+    """Return whether a model has M-RoPE, which a config may leave to the defaults of its code."""
+    if str(getattr(model.config, "model_type", "")).removesuffix("_text") in MODEL_TYPES:
+        return True
+    return any("mrope_section" in one for one in rotations_of(text_config(model)))
+
+
 def rule_of(config: Any) -> _Rule:
     """Return the rule of a model's config."""
     kind = getattr(config, "model_type", None)
@@ -163,7 +173,7 @@ def rule_of(config: Any) -> _Rule:
 
 
 class _Sizes(NamedTuple):
-    """What a config says of the tokens of images and videos."""
+    """Token ids, merge sizes and positions a second of a model's images and videos."""
 
     image_token: int
     video_token: int

@@ -15,6 +15,7 @@ from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._leaks import Leak
 from cuseq.debug.packing_check._report import Suspect
 from cuseq.debug.packing_check._runs import Row
+from cuseq.vision.positions import has_mrope
 
 # "ssm" must be a whole word: CrossMultiheadAttention contains it too.
 _STATEFUL = re.compile(
@@ -153,9 +154,8 @@ def positions(row: Row, first: int) -> Suspect:
 
 def lacks_planes(model: nn.Module, row: Row) -> bool:
     """Return whether a model of M-RoPE got the positions of text, on one plane or on all."""
-    given = getattr(text_config(model), "rope_parameters", None) or {}
     positions = (row.batch or {}).get("position_ids")
-    if "mrope_section" not in given or not isinstance(positions, Tensor):
+    if not isinstance(positions, Tensor) or not has_mrope(model):
         return False
     return positions.dim() < 3 or bool((positions == positions[-1]).all())
 

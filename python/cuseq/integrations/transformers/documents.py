@@ -51,7 +51,7 @@ from cuseq.integrations.transformers.names import HOLD, MASK_BESIDE_LENGTHS, NAM
 from cuseq.layout import PackedLayout, check_layout, own_positions
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
-from cuseq.vision.positions import MODEL_TYPES
+from cuseq.vision.positions import MODEL_TYPES, PIXELS, has_mrope
 
 DESCRIPTIONS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
 """The keywords that can describe documents below `bring_documents`."""
@@ -70,7 +70,6 @@ _POOLING = (
     "DoubleHeadsModel",
 )  # how the names of models end that give one result for each row
 _OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
-_PIXELS = ("pixel_values", "pixel_values_videos")
 _DOOR = "_cuseq_door"  # on a model that has the hooks
 
 
@@ -701,16 +700,7 @@ def _makes_planes(model: nn.Module, positions: Tensor) -> bool:
     """Return whether a model with M-RoPE makes its mask without these positions."""
     if positions.dim() == 3:
         return positions.shape[0] == 3
-    return _has_mrope(model)
-
-
-def _has_mrope(model: nn.Module) -> bool:
-    """Return whether a model has M-RoPE, which a config may leave to the defaults of its code."""
-    if str(getattr(model.config, "model_type", "")).removesuffix("_text") in MODEL_TYPES:
-        return True
-    given = getattr(text_config(model), "rope_parameters", None) or {}
-    of_layers = [one for one in given.values() if isinstance(one, dict)]
-    return any("mrope_section" in one for one in (given, *of_layers))
+    return has_mrope(model)
 
 
 def _check_planes(door: _Door, model: nn.Module, told: Mapping[str, Any]) -> None:
@@ -718,7 +708,7 @@ def _check_planes(door: _Door, model: nn.Module, told: Mapping[str, Any]) -> Non
 
     Without positions it makes the planes itself if the call says which tokens are images.
     """
-    if not any(name in told for name in _PIXELS) or not _has_mrope(model):
+    if not any(name in told for name in PIXELS) or not has_mrope(model):
         return
     positions = told.get("position_ids")
     if positions is None:
