@@ -29,6 +29,10 @@ BENCHMARKS = {
     ),
     "cp_plan": ("plans of context parallelism: host time and quality", "nothing; it needs no GPU"),
     "families": ("what `enable` gains for models of several families", "transformers"),
+    "images": (
+        "vision towers, and steps over rows with images, beside padding and stock transformers",
+        "transformers; a GPU for figures that count",
+    ),
     "masks": ("dense and block masks beside torch and unsloth", "PEERS for unsloth"),
     "metadata": ("offsets, positions and layouts, with waits of the host", "nothing"),
     "packing": ("bin_pack, sampler and stream", "nothing; it needs no GPU"),

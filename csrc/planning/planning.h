@@ -82,4 +82,18 @@ CUSEQ_API at::Tensor mrope_positions(const at::Tensor& types, const at::Tensor& 
                                      const at::Tensor& video_grids, const at::Tensor& intervals,
                                      const MropeRule& rule);
 
+// The patches of images as a vision tower takes them, image after image.
+struct VisionRows {
+  at::Tensor lengths;         // int64 [n_seqs], patches that see each other: of a frame or an image
+  at::Tensor places;          // int64 [patches, 2], the row and the column of each in its image
+  at::Tensor window_index;    // int64 [tokens], the tokens in the order of the windows
+  at::Tensor window_lengths;  // int64 [n_windows], in patches
+};
+
+// Return the rows of images with grids int64 `[n, 3]`: frames, height and width in patches. A token
+// is `merge * merge` patches, which follow one another. `window` is the side of a window in tokens;
+// with 0 there are none. With `frames_apart` each frame is a sequence of its own.
+CUSEQ_API VisionRows vision_rows(const at::Tensor& grids, int64_t merge, int64_t window,
+                                 bool frames_apart);
+
 }  // namespace cuseq

@@ -1,5 +1,7 @@
 #include "planning/planning.h"
 
+#include <tuple>
+
 #include "context_parallel/rank_meta.h"
 #include "python/bindings.h"
 
@@ -88,6 +90,13 @@ void bind_planning(py::module_& m) {
          int64_t spatial_merge, int64_t temporal_merge, bool frames_apart) {
         return mrope_positions(types, lengths, segments, image_grids, video_grids, intervals,
                                {spatial_merge, temporal_merge, frames_apart});
+      },
+      Released());
+  m.def(
+      "vision_rows",
+      [](const at::Tensor& grids, int64_t merge, int64_t window, bool frames_apart) {
+        const VisionRows rows = vision_rows(grids, merge, window, frames_apart);
+        return std::tuple(rows.lengths, rows.places, rows.window_index, rows.window_lengths);
       },
       Released());
   bind_rank_meta_slots(m);

@@ -327,6 +327,9 @@ def mrope_positions(
     frames_apart: bool,
     /,
 ) -> Tensor: ...
+def vision_rows(
+    grids: Tensor, merge: int, window: int, frames_apart: bool, /
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 def row_costs(
     lengths: Tensor,
     samples: Tensor,

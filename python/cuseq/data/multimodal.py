@@ -13,9 +13,11 @@ from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
 from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples
+from cuseq.vision.layout import layout_of_config
 from cuseq.vision.positions import PIXELS, grids_of, mrope_position_ids, rule_of, seconds_of
 
 _TYPES, _SECONDS = "mm_token_type_ids", "second_per_grid_ts"
+_GRIDS = {"image_layout": "image_grid_thw", "video_layout": "video_grid_thw"}
 # Keys of text that processors add, with the value of a text token.
 _OF_PROCESSORS = {_TYPES: 0, "moe_mm_token_type_ids": 0, "attention_mask": 1}
 
@@ -40,8 +42,9 @@ class MultimodalPackingCollator:
 
     Returns the dict of `PackingCollator`, with `position_ids` as planes, int64
     `[4, 1, total_tokens]`, and the images' keys concatenated, which are left out of a row without
-    images. Labels that are made here leave out the tokens of images and videos. Everything is on
-    the host but `pixel_values` that were not.
+    images; `image_layout` and `video_layout`, each a `cuseq.vision.VisionLayout`, for the tower of
+    an enabled model. Labels that are made here leave out the tokens of images and videos.
+    Everything is on the host but `pixel_values` that were not.
 
     Raises:
         ValueError: as `PackingCollator`; the images are not those that the tokens say; patches and
@@ -132,6 +135,9 @@ class MultimodalPackingCollator:
             second_per_grid_ts=seconds if rule_of(self.config).videos_have_seconds else None,
             mm_token_type_ids=batch.get(_TYPES),
         )
+        for key, grids in _GRIDS.items():
+            if grids in row:
+                batch[key] = layout_of_config(self.config, row[grids])
         if not labelled:
             ids = batch["input_ids"]
             for token in (self.config.image_token_id, self.config.video_token_id):

@@ -58,7 +58,8 @@ class Enabled:
     Attributes:
         kind: "model", "trainer" or "unsloth".
         replaced: the parts that now run through cuseq: "attention:CLASS" for a class of attention
-            layers, "rope:MODULE" for a modeling module whose rotation is cuseq's in this process,
+            layers, "tower:CLASS" for those of a vision or audio tower, "rope:MODULE" for a modeling
+            module whose rotation is cuseq's in this process,
             "qk_norm:CLASS" for a class whose query and key norms run in the rotation's kernel,
             "temperature:CLASS" for a class of attention layers that scales queries by their
             positions, which are now those inside each document,

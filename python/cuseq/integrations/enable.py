@@ -44,10 +44,11 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
     - A transformers model, or a module that contains one (peft's, before or after wrapping). The
       attention of its text part becomes `attn_implementation="cuseq"`. RoPE of query and key (and
       the per-head q/k norm, if any) becomes one kernel. Enable the model before its layers are
-      compiled. Padded batches, generation and evaluation give the same numbers as before, but
-      attention weights (`output_attentions=True`) are not available. In a hybrid model, layers with
-      a state along the row (short convolutions, gated delta rules, Mamba) start each document anew;
-      docs/hybrids.md lists the families. The balance loss of a mixture of experts leaves out the
+      compiled. The towers of a vision-language model run one attention call a layer, and read the
+      grids of images once a step. Padded batches, generation and evaluation give the same numbers
+      as before, but attention weights (`output_attentions=True`) are not available. In a hybrid
+      model, layers with a state along the row (short convolutions, gated delta rules, Mamba) start
+      each document anew; docs/hybrids.md lists the families. The balance loss of a mixture of experts leaves out the
       padding of a row, and NEFTune scales its noise by the length of each document. Liger's kernels
       work together with this if they were applied with Liger's option `rope=False`.
     - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`. Its model is enabled as above,

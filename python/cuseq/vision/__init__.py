@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cuseq.vision.layout import VisionLayout
 from cuseq.vision.positions import mrope_position_ids
 
-__all__ = ["mrope_position_ids"]
+__all__ = ["VisionLayout", "mrope_position_ids"]

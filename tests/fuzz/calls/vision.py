@@ -83,3 +83,44 @@ def _(draw):
             example["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64)
         examples.append(example)
     return {"config": _config(draw), "capacity": draw.choice((None, 60)), "examples": examples}
+
+
+def _check_rows(arguments: dict[str, Any], rows: cuseq.vision.VisionLayout) -> None:
+    grids = rows.grid_thw
+    assert rows.images.total_tokens == len(rows.position_ids) == int(grids.prod(1).sum())
+    assert rows.images.num_real_tokens == rows.images.total_tokens
+    if rows.windows is not None:
+        index = rows.window_index
+        assert index is not None and torch.equal(index.sort().values, torch.arange(len(index)))
+        assert rows.windows.num_real_tokens == rows.images.total_tokens
+
+
+@function(
+    "VisionLayout.from_grid", cuseq.vision.VisionLayout.from_grid, check=_check_rows, weight=2
+)
+def _(draw):
+    merge = draw.choice((1, 2, 3))
+    grids = [
+        [draw.choice((1, 2)), merge * draw.choice((1, 3)), merge * draw.choice((1, 2, 5))]
+        for _ in range(draw.choice((0, 1, 4)))
+    ]
+    return {
+        "grid_thw": torch.tensor(grids, dtype=torch.int64).reshape(-1, 3),
+        "merge_size": merge,
+        "patch_size": draw.choice((1, 14)),
+        "window": draw.choice((None, 14 * merge, 112)),
+        "frames_apart": draw.chance(0.5),
+    }
+
+
+# Only `from_grid` makes one: every argument is wrong.
+@function(
+    "cuseq.vision.VisionLayout",
+    cuseq.vision.VisionLayout,
+    also=("from_grid",),
+    weight=1,
+    wrong=True,
+)
+def _(draw):
+    names = ("recipe", "images", "windows", "position_ids", "window_index")
+    return dict.fromkeys(names, [[1, 2, 2]])

@@ -12,6 +12,7 @@ import inspect
 import io
 import math
 import signal
+import sys
 import warnings
 
 import pytest
@@ -1135,8 +1136,8 @@ def test_a_batch_that_was_cut_is_refused_before_a_layer_runs(family, device):
     assert not model._forward_pre_hooks
 
 
-def test_a_vision_model_keeps_its_own_attention(device):
-    """In a vision-language model the text model is enabled and the encoder is unchanged."""
+def test_a_vision_model_has_attention_in_both_parts(device):
+    """In a vision-language model the text's attention is replaced, and that of the tower."""
     text = dict(HEAD, rope_parameters=MROPE)
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32,
                   deepstack_visual_indexes=[])  # fmt: skip
@@ -1144,12 +1145,19 @@ def test_a_vision_model_keeps_its_own_attention(device):
     model = transformers.Qwen3VLForConditionalGeneration._from_config(
         config, attn_implementation="sdpa"
     ).to(device)
+    code = sys.modules[type(model).__module__]
+    helpers = {name: one for name, one in vars(code).items() if name.startswith("get_")}
     enabled = cuseq.enable(model)
     assert names(enabled, "attention") == names(enabled, "qk_norm") == ("Qwen3VLTextAttention",)
+    assert names(enabled, "tower") == ("Qwen3VLVisionAttention",)
     assert model.config.text_config._attn_implementation == "cuseq"
-    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "cuseq_flash"
+    assert config.vision_config._attn_implementation == "sdpa"  # the user's own object
     cuseq.disable(model)
     assert model.config.text_config._attn_implementation == "sdpa"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+    assert helpers == {name: one for name, one in vars(code).items() if name.startswith("get_")}
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_replaced_rotation_hands_on_what_it_does_not_know(device):

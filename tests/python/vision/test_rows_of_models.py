@@ -76,11 +76,14 @@ def planes_of(model: torch.nn.Module, row: dict, packed: cuseq.PackedLayout) -> 
 def test_a_packed_row_equals_its_documents_alone(family):
     model = make_model(family)
     documents, row, packed = make_row()
+    with torch.no_grad():
+        stock = torch.cat([model(**one).logits for one in documents], dim=1)
+    cuseq.enable(model, qk_norm=False)  # transformers' norm rounds to fp32
     alone = torch.cat([model(**one).logits for one in documents], dim=1)
+    torch.testing.assert_close(alone, stock, atol=1e-4, rtol=1e-4)  # its tower rotates in fp32
     alone.square().sum().backward()
     expected = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    cuseq.enable(model, qk_norm=False)  # transformers' norm rounds to fp32
     found = model(**row, position_ids=planes_of(model, row, packed), packed=packed).logits
     torch.testing.assert_close(found, alone, atol=1e-9, rtol=1e-7)
     found.square().sum().backward()
@@ -89,8 +92,33 @@ def test_a_packed_row_equals_its_documents_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_layouts_of_images_change_nothing_and_are_checked(family, device):
+    model = make_model(family).to(device)
+    cuseq.enable(model, qk_norm=False)
+    documents, *_ = make_row()
+    batch = cuseq.data.MultimodalPackingCollator(model.config)(documents)
+    layout = batch.pop("image_layout")
+    batch = {name: value.to(device) for name, value in batch.items()}
+    expected = model(**batch).logits
+    for given in (layout, layout.to(device)):
+        assert torch.equal(model(**batch, image_layout=given).logits, expected)
+    with pytest.raises(TypeError, match="image_layout must be a VisionLayout, got"):
+        model(**batch, image_layout=batch["image_grid_thw"])
+    other = cuseq.vision.VisionLayout.from_grid([[1, 4, 4], [1, 4, 4]])
+    with pytest.raises(ValueError, match="image_layout must be of the images of image_grid_thw"):
+        model(**batch, image_layout=other)
+    with pytest.raises(ValueError, match="pixel_values must have the 72 patches of image_layout"):
+        model(**batch | {"pixel_values": batch["pixel_values"][:-4]}, image_layout=layout)
+    if device.type == "cpu":
+        swapped = cuseq.vision.VisionLayout.from_grid(layout.grid_thw.flip(0))
+        with pytest.raises(ValueError, match="image_layout must be of the images"):
+            model(**batch, image_layout=swapped)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_of_the_collator_has_the_loss_of_its_documents(family):
     model = make_model(family)
+    cuseq.enable(model, qk_norm=False)
     collate = cuseq.data.MultimodalPackingCollator(model.config, total_multiple=16)
     documents, *_ = make_row()
     documents.append(dict(input_ids=torch.tensor([[7, 8, 9]])))
@@ -104,7 +132,6 @@ def test_a_row_of_the_collator_has_the_loss_of_its_documents(family):
     expected.backward()
     grads = {name: weight.grad for name, weight in model.named_parameters()}
     model.zero_grad()
-    cuseq.enable(model, qk_norm=False)
     batch = collate(documents)
     assert batch["packed"].total_tokens > batch["packed"].num_real_tokens  # with a tail
     loss = model(**batch).loss

@@ -67,10 +67,12 @@ from cuseq.integrations.transformers._refusal import without_layers
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._rotation import (
     find_rotations,
+    find_tower_rotations,
     replace_rotation,
     restore_rotations,
 )
 from cuseq.integrations.transformers._temperature import find_tempered_layers, tempered_forward
+from cuseq.integrations.transformers._tower import find_tower_layers, replace_tower
 from cuseq.integrations.transformers._warn import warn
 from cuseq.integrations.transformers._whole_rows import hook_models, replace_functions
 from cuseq.integrations.transformers.documents import install_door, remove_door
@@ -153,15 +155,17 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         plan = plan_mixers(base)
         layers = attention_layers(base, {base.get_submodule(name) for name in plan.mixers})
         own = [] if layers or plan.mixers else find_own_attention(base)
-        if not (layers or own or plan.mixers):
+        of_towers, left_alone = find_tower_layers(base, layers)
+        if not (layers or own or plan.mixers or of_towers):
             raise ValueError(without_layers(base))
         refuse_inexact_layers(layers)
         _check_caches(base, [*layers, *own, *map(base.get_submodule, plan.mixers)])
         tempered = find_tempered_layers(layers)
         rotating = rotating_layers(base, layers) + [one for one in own if takes_angles(one)]
         rotations = find_rotations(base, rotating) if rope or qk_norm else {}
-        normed, left_alone = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
-    left_alone += left_rotations(own, rotating)
+        normed, others = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
+        rotations_of_towers, more = find_tower_rotations(of_towers) if rope else ({}, [])
+    left_alone += [*others, *more, *left_rotations(own, rotating)]
     rates = {type(layer).__name__: dropout_of(layer) for layer in layers}
     rates |= {type(layer).__name__: own_dropout_of(layer) for layer in own}
     config = text_config(base)
@@ -170,11 +174,13 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
     leaks = (leak_warning(leaking),) if leaking else ()
     if leaking:
         left_alone.append(f"layers of type {', '.join(leaking)}: cuseq does not know these layers")
+    rotations |= rotations_of_towers
     rotated = list(rotations) if rope else []
     enabled = Enabled(
         "model",
         replaced=(
             *(f"attention:{name}" for name in class_names(type(layer) for layer in layers + own)),
+            *(f"tower:{name}" for name in class_names(type(layer) for layer in of_towers)),
             *sorted({f"rope:{code.__name__}" for code, _ in rotated}),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
             *(f"temperature:{name}" for name in class_names(type(layer) for layer in tempered)),
@@ -186,7 +192,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
     with uninterrupted(), contextlib.ExitStack() as undo:  # an error part-way undoes everything
         hold_registration()
         undo.callback(release_registration)
-        configs = give_configs(model, base, layers)
+        configs = give_configs(model, base, layers, of_towers)
         undo.callback(take_configs, model, configs)
         for layer in layers + own:
             setattr(layer, BACKEND, backend)
@@ -207,11 +213,12 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         separate(base, plan)
         undo.callback(restore_modules, base, plan)
         undo.callback(restore_functions, plan.functions)
-        functions = plan.functions + replace_functions(base)
+        places, hooks = replace_tower(base, of_towers)
+        has_text = bool(layers or own or plan.mixers)
+        functions = plan.functions + (replace_functions(base) if has_text else []) + places
         undo.callback(restore_functions, functions[len(plan.functions) :])
         mixers = [base.get_submodule(name) for name in plan.mixers]
         around = models_around(base, layers + own + mixers)
-        hooks = []
         for inner in around:
             hooks += install_door(inner, attends=bool(layers))
             undo.callback(remove_door, inner)
@@ -226,7 +233,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
             text_config(base) if separates else None,
             has_forwards=bool(own or mixers or tempered or pooling),
         )
-        for layer in layers + own + mixers:
+        for layer in layers + own + mixers + of_towers:
             setattr(layer, HOLD, hold)
         for inner in around:
             setattr(inner, HOLD, hold)
@@ -372,6 +379,8 @@ def _check_caches(base: PreTrainedModel, layers: list[nn.Module]) -> None:
     Raises:
         UnknownRelease: it has a cache under another name, whose contents would be overlooked.
     """
+    if not layers:
+        return
     *_, caller = models_around(base, layers)
     if "use_cache" in parameters_of(type(caller).forward):
         check_cache_name(type(caller))

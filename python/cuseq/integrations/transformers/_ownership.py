@@ -31,7 +31,7 @@ from cuseq.integrations.transformers._register import (
     hold_registration,
     release_registration,
 )
-from cuseq.integrations.transformers.names import NAME
+from cuseq.integrations.transformers.names import NAME, TOWER
 
 
 class Hold:
@@ -98,42 +98,48 @@ class Own:
         original: the config in whose place it is.
         own: the copy.
         before: the attributes that both had.
-        attends: whether it names the attention of layers.
+        attention: the attention of layers that it names; None if it names none.
     """
 
     original: Any
     own: Any
     before: dict[str, Any]
-    attends: bool
+    attention: str | None
 
 
-def give_configs(root: nn.Module, base: PreTrainedModel, layers: list[nn.Module]) -> list[Own]:
+def give_configs(
+    root: nn.Module, base: PreTrainedModel, layers: list[nn.Module], of_towers: list[nn.Module]
+) -> list[Own]:
     """Give a model configs of its own that name cuseq's attention.
 
     Args:
         root: the module that was given to `enable`, which may hold configs of the model too.
         base: the model.
         layers: its attention layers. Their configs may be copies (peft's `modules_to_save`, copied
-            layers). Without any, nothing is done.
+            layers).
+        of_towers: the attention layers of its towers.
 
     Raises:
         ValueError: a class of models cannot use cuseq's attention.
     """
-    if not layers:
-        return []
-    attending = {id(one): one for one in (*[layer.config for layer in layers], text_config(base))}
+    attending = {id(layer.config): layer.config for layer in layers}
+    if layers:
+        attending[id(text_config(base))] = text_config(base)
+    attentions = dict.fromkeys(attending, NAME)
     around = models_around(base, layers)
     for model in around:
         if id(model.config) in attending:
             check_model(model)
+    attending |= {id(layer.config): layer.config for layer in of_towers}
+    attentions |= {id(layer.config): TOWER for layer in of_towers}
     originals = attending | {id(model.config): model.config for model in around}
     made = {
-        key: Own(one, copy.copy(one), dict(vars(one)), key in attending)
+        key: Own(one, copy.copy(one), dict(vars(one)), attentions.get(key))
         for key, one in originals.items()
     }
     for each in made.values():
-        if each.attends:
-            set_attention_alone(each.own, NAME)
+        if each.attention is not None:
+            set_attention_alone(each.own, each.attention)
         for name, value in vars(each.own).items():
             if id(value) in made:
                 vars(each.own)[name] = made[id(value)].own
@@ -144,8 +150,8 @@ def give_configs(root: nn.Module, base: PreTrainedModel, layers: list[nn.Module]
 def attend(configs: list[Own]) -> None:
     """Name cuseq's attention in a model's configs again, in which the user may have changed it."""
     for each in configs:
-        if each.attends:
-            set_attention_alone(each.own, NAME)
+        if each.attention is not None:
+            set_attention_alone(each.own, each.attention)
 
 
 def take_configs(root: nn.Module, configs: list[Own]) -> None:

@@ -1,9 +1,10 @@
 """Registration of `attn_implementation="cuseq"` with transformers, and its removal.
 
-This makes two registrations and two patches in transformers, which are undone together: the
-attention function; the mask function; a check of models that request this implementation; and a
-wrapper that stops transformers' own search for packed position ids. `register` keeps them until
-`unregister`. Each enabled model keeps them until it is disabled or garbage-collected.
+This makes three registrations and two patches in transformers, which are undone together: the
+attention function; that of towers; the mask function; a check of models that request this
+implementation; and a wrapper that stops transformers' own search for packed position ids.
+`register` keeps them until `unregister`. Each enabled model keeps them until it is disabled or
+garbage-collected.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from cuseq.integrations.transformers._private import (
     registered_functions,
     supports_sdpa,
 )
-from cuseq.integrations.transformers.attention import cuseq_attention
+from cuseq.integrations.transformers.attention import cuseq_attention, cuseq_tower_attention
 from cuseq.integrations.transformers.documents import (
     documents_found,
     install_door,
     layout_of_masks_and_positions,
 )
 from cuseq.integrations.transformers.masks import DeferredMask, Told, cuseq_mask, hand_over
-from cuseq.integrations.transformers.names import CACHE, NAME
+from cuseq.integrations.transformers.names import CACHE, NAME, TOWER
 
 _TABLE = "_ATTENTION_CLASSES"  # suffix of the names of models' own attention tables
 
@@ -114,8 +115,9 @@ def _install() -> None:
         return
     check_names()
     with contextlib.ExitStack() as undo:  # an error part-way undoes everything
-        _register_function(undo, AttentionInterface, cuseq_attention)
-        _register_function(undo, AttentionMaskInterface, cuseq_mask)
+        _register_function(undo, AttentionInterface, NAME, cuseq_attention)
+        _register_function(undo, AttentionInterface, TOWER, cuseq_tower_attention)
+        _register_function(undo, AttentionMaskInterface, NAME, cuseq_mask)
         _patch(
             undo,
             transformers.PreTrainedModel,
@@ -135,11 +137,11 @@ def _uninstall_if_unused() -> None:
 
 
 def _register_function(
-    undo: contextlib.ExitStack, interface: type, function: Callable[..., Any]
+    undo: contextlib.ExitStack, interface: type, name: str, function: Callable[..., Any]
 ) -> None:
     functions = registered_functions(interface)
-    interface.register(NAME, function)
-    undo.callback(functions.pop, NAME, None)
+    interface.register(name, function)
+    undo.callback(functions.pop, name, None)
 
 
 def _patch(

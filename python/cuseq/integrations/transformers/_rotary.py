@@ -308,6 +308,41 @@ def _replace_complex(original: Rotate, rotary: Rotary) -> Rotate:
     return apply_rotary_emb
 
 
+# ------------------------------------------------------------------------- rows of a vision tower
+
+
+def _match_rows(rotate: Rotate, widths: list[int], angles: Any) -> Rotary | None:
+    """Compare on a table of a whole head, or of a part of it."""
+    (width,) = widths
+    for rotary_dim in (width, width // 4 * 2):
+        angle = random_numbers(7, rotary_dim // 2)
+        for table, interleaved in (
+            (torch.cat([angle, angle], dim=-1), False),
+            (angle.repeat_interleave(2, dim=-1), True),
+        ):
+            q, k = random_numbers(7, 3, width), random_numbers(7, 3, width).flip(0)
+            cos, sin = table.cos(), table.sin()
+            rotary = Rotary(interleaved, 1, False)
+            try:
+                if agree(rotary.rotated(q, k, cos, sin, "thd"), rotate(q, k, cos, sin)):
+                    return rotary
+            except RuntimeError:
+                continue  # the function takes tables of whole heads
+    return None
+
+
+def _replace_rows(original: Rotate, rotary: Rotary) -> Rotate:
+    def apply_rotary_pos_emb_vision(q, k, cos, sin):
+        is_known = q.dim() in (3, 4) and cos.dim() == 2 and q.device.type in ("cpu", "cuda")
+        if not is_known or any(one.stride(-1) != 1 or one.dtype != q.dtype for one in (q, k)):
+            return original(q, k, cos, sin)
+        if q.dim() == 3:
+            return rotary.rotated(q, k, cos, sin, "thd")
+        return rotary.rotated(q, k, cos[None], sin[None], "bshd")  # Kimi's row is a batch of one
+
+    return apply_rotary_pos_emb_vision
+
+
 # ------------------------------------------------------------------------------------- the registry
 
 _PAIR = ("q", "k", "cos", "sin", "unsqueeze_dim")
@@ -332,6 +367,7 @@ KINDS = (
     Kind("apply_rotary_emb", ("xq", "xk", "freqs_cis"), _match_complex, _replace_complex),
 )
 NAMES = tuple(dict.fromkeys(kind.name for kind in KINDS))
+IN_TOWER = Kind(f"{ROTATE}_vision", ("q", "k", "cos", "sin"), _match_rows, _replace_rows)
 
 
 def random_numbers(*shape: int) -> Tensor:

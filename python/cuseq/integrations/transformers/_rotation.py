@@ -22,7 +22,7 @@ from cuseq.integrations.transformers._functions import (
     restore_function,
 )
 from cuseq.integrations.transformers._layers import calls_of, code_of, is_rotary_embedding
-from cuseq.integrations.transformers._rotary import KINDS, NAMES, Kind, Rotary
+from cuseq.integrations.transformers._rotary import IN_TOWER, KINDS, NAMES, Kind, Rotary
 
 Function = tuple[types.ModuleType, str]
 
@@ -51,6 +51,25 @@ def find_rotations(base: PreTrainedModel, layers: list[nn.Module]) -> dict[Funct
             if name in calls_of(layer) and hasattr(code, name):
                 users.setdefault((code, name), layer)
     return {function: _rotation_of(base, function, user) for function, user in users.items()}
+
+
+def find_tower_rotations(layers: list[nn.Module]) -> tuple[dict[Function, Rotation], list[str]]:
+    """Return how each function that rotates in towers does so, and those that are left alone."""
+    users: dict[Function, nn.Module] = {}
+    for layer in layers:
+        code = code_of(layer)
+        if IN_TOWER.name in calls_of(layer) and hasattr(code, IN_TOWER.name):
+            users.setdefault((code, IN_TOWER.name), layer)
+    found, left_alone = {}, []
+    for (code, name), layer in users.items():
+        rotate = original_function(code, name)
+        if tuple(inspect.signature(rotate).parameters) == IN_TOWER.parameters:
+            rotary = IN_TOWER.match(rotate, [layer.head_dim], None)
+            if rotary is not None:
+                found[code, name] = Rotation(IN_TOWER, rotary)
+                continue
+        left_alone.append(f"rope:{code.__name__}: {name} rotates in a way of its own")
+    return found, left_alone
 
 
 def _rotation_of(base: PreTrainedModel, function: Function, layer: nn.Module) -> Rotation:

@@ -220,6 +220,32 @@ def cuseq_attention(
     return _as_batch(out, query), None
 
 
+def cuseq_tower_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a tower's layer, with the signature of `AttentionInterface`.
+
+    Without offsets it is transformers' sdpa. Never synchronises where the offsets come from the
+    functions that `_tower` replaces; otherwise the first layer waits for a copy of them.
+    """
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if torch.compiler.is_compiling():
+        kwargs |= dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+    else:
+        kwargs["packed"] = layout_of_offsets(cu_seq_lens_q, query.shape[2])
+    return cuseq_attention(module, query, key, value, attention_mask, **kwargs)
+
+
 def _as_batch(out: Tensor, query: Tensor) -> Tensor:
     batch, _, seqlen, _ = query.shape
     return out.view(batch, seqlen, out.shape[-2], out.shape[-1])

@@ -37,6 +37,7 @@ from cuseq._base.models import rotations_by_length, text_config
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._forwards import is_replaced
+from cuseq.integrations.transformers._grids import LAYOUTS, grids_of_call
 from cuseq.integrations.transformers._layers import calls_of, code_of, makes_angles
 from cuseq.integrations.transformers._lengths import (
     LENGTHS,
@@ -209,7 +210,7 @@ def bring_documents(
     is_read = not door.attends or _names_ours(model)
     if torch.compiler.is_compiling():
         changes = _in_compiled_code(door, model, told, rows) if is_read else {}
-        return _with(given, changes) if changes else None
+        return _with(given, changes | _images(model, told, are_packed=False))
     shape = batch, seqlen = rows.shape[0], rows.shape[1]
     packed, changes = told.get("packed"), {}
     if packed is not None:
@@ -225,7 +226,8 @@ def bring_documents(
         packed, changes = _read({"use_cache": use_cache} | told, rows)
     _enter(model, shape, packed)
     described = any(name in told or name in changes for name in DESCRIPTIONS)
-    if described or packed is not None:
+    are_packed = described or packed is not None
+    if are_packed:
         if door.pools and not is_replaced(model):
             raise ValueError(
                 f"{type(model).__name__} gives one result for each row of a batch: call "
@@ -240,25 +242,44 @@ def bring_documents(
                 "does not hold what keeps documents apart: call cuseq.enable(model)"
             )
         _check_planes(door, model, told)
-    if (described or packed is not None) and _is_padding_mask(told):
+    if are_packed and _is_padding_mask(told):
         if described:
             warn_once(MASK_BESIDE_LENGTHS)
         changes["attention_mask"] = None
     if packed is not None and "packed" not in told and (door.takes_more or "packed" in door.names):
         changes["packed"] = packed
-    is_told = is_read and (described or packed is not None)
-    if is_told and _leaves_positions_to_model(door, told):
+    if is_read and are_packed and _leaves_positions_to_model(door, told):
         positions = _positions_of_call(packed, told | changes, rows)
         if positions is not None:
             changes["position_ids"] = positions.view(shape)
-    return _with(given, changes) if changes else None
+    return _with(given, changes | _images(model, told, are_packed))
 
 
-def _with(given: dict[str, Any], changes: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call with some arguments changed, without the descriptions that they replace."""
-    if any(name in changes for name in DESCRIPTIONS):
-        given = {name: value for name, value in given.items() if name not in _OTHER_NAMES}
-    return (), given | changes
+def _images(model: nn.Module, told: Mapping[str, Any], are_packed: bool) -> dict[str, Any]:
+    """Return grids in the place of those of a call whose values would be waited for.
+
+    Models of known types read grids of packed rows on the host, if they get planes of positions.
+    """
+    known = getattr(model.config, "model_type", None) in MODEL_TYPES
+    on_host = known and are_packed and "position_ids" in told
+    if on_host or any(name in told for name in LAYOUTS.values()):
+        return grids_of_call(told, on_host)
+    return {}
+
+
+def _with(
+    given: dict[str, Any], changes: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return a call with some arguments changed, without the descriptions that they replace and
+    without layouts of images; None if it stays as it is.
+    """
+    replaced = _OTHER_NAMES if any(name in changes for name in DESCRIPTIONS) else ()
+    kept = {
+        name: value
+        for name, value in given.items()
+        if name not in replaced and name not in LAYOUTS.values()
+    }
+    return ((), kept | changes) if changes or len(kept) < len(given) else None
 
 
 def _names_ours(model: nn.Module) -> bool:
@@ -539,6 +560,11 @@ def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
         return PackedLayout.from_cu_seqlens(cu_seqlens.clone(), total_tokens)
 
     return _kept(cu_seqlens, "packed_offsets", layout, total_tokens)
+
+
+def note_layout_of_offsets(cu_seqlens: Tensor, layout: PackedLayout) -> None:
+    """Make `layout_of_offsets` return this layout for offsets that the layout does not hold."""
+    _kept(cu_seqlens, "packed_offsets", lambda: layout, layout.total_tokens)
 
 
 def _kept(tensor: Tensor, fact: str, make: Any, *parts: Any) -> Any:

@@ -9,6 +9,9 @@ from typing import Any
 NAME = "cuseq"
 """What `attn_implementation` is called."""
 
+TOWER = "cuseq_flash"
+"""What it is called in a tower, whose layers hand offsets on to names with "flash" in them."""
+
 BACKEND = "_cuseq_backend"
 """The attribute of an attention layer that says which backend `enable` was asked for."""
 

@@ -1,0 +1,382 @@
+"""Measure vision towers, and steps of vision-language models over packed rows with images.
+
+    python -m benchmarks images [--parts towers row receipts] [--fla]
+
+`towers`: forward and backward of the towers of Qwen2.5-VL-7B and Qwen3-VL-8B, bf16, over eight
+images of about 1 MP and thirty-two of 0.25 MP: transformers' sdpa, which loops over images and
+windows; its path for flash attention, with torch's varlen attention behind it; and enabled; the
+last two compiled as well. `calls` are calls of attention in a forward, `waits` those of the host in
+forward and backward.
+
+`row`: a step of a Qwen3-VL-2B shape over rows of 8,192 tokens, of which half are those of images:
+documents padded to the longest, the packed row in stock transformers, and enabled.
+
+`receipts`: Megatron-Bridge's own comparison (PR 3838) for a Qwen3.5-VL-2B shape: documents with one
+image of about 1 MP and 100 to 1,500 tokens of text, in micro-batches, padded to 2,048 tokens or
+packed, in stock transformers and enabled; milliseconds, memory, and the largest micro-batch. Give
+`--fla` where flash-linear-attention is installed; otherwise the layers are Qwen3-VL's.
+
+On a CPU the sizes are small, and only say that everything runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import timer
+import torch
+from report import Report, Table, arguments, environment
+
+import cuseq
+
+IMAGE = 151_655
+TEXT = dict(
+    vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+    num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True,
+                     "mrope_section": [24, 20, 20]},
+)  # fmt: skip
+VISION = dict(
+    depth=24, hidden_size=1024, intermediate_size=4096, num_heads=16, patch_size=16,
+    spatial_merge_size=2, temporal_patch_size=2, out_hidden_size=2048,
+    deepstack_visual_indexes=[5, 11, 17], num_position_embeddings=2304,
+)  # fmt: skip
+TOWERS: dict[str, tuple[str, str, dict[str, Any], int]] = {
+    "Qwen2.5-VL": (
+        "Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel",
+        dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, patch_size=14,
+             window_size=112, fullatt_block_indexes=[7, 15, 23, 31], out_hidden_size=3584), 14,
+    ),
+    "Qwen3-VL": (
+        "Qwen3VLVisionConfig", "Qwen3VLVisionModel",
+        dict(depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16,
+             deepstack_visual_indexes=[8, 16, 24], out_hidden_size=4096), 16,
+    ),
+}  # fmt: skip
+SMALL_TOWER = dict(depth=2, hidden_size=64, intermediate_size=64, num_heads=2)
+SMALL_TEXT = dict(hidden_size=128, intermediate_size=128, num_hidden_layers=2, head_dim=64,
+                  num_attention_heads=2, num_key_value_heads=1, vocab_size=IMAGE + 10)  # fmt: skip
+
+
+def free(device: torch.device) -> None:
+    gc.collect()
+    torch.compiler.reset()
+    cuseq.cache.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def wall(step: Callable[[], None], device: torch.device, repeats: int, warmup: int) -> float:
+    """Return the median of the wall times of a step, in milliseconds."""
+    walls = []
+    for _ in range(warmup + repeats):
+        timer.synchronize(device)
+        begun = time.perf_counter()
+        step()
+        timer.synchronize(device)
+        walls.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(walls[warmup:])
+
+
+# ------------------------------------------------------------------------------------------- towers
+
+
+def register_flash() -> list[int]:
+    """Register torch's varlen attention under a name with "flash" in it; return its calls."""
+    from torch.nn.attention.varlen import varlen_attn
+    from transformers import AttentionInterface
+
+    calls = [0]
+
+    def attend(module, q, k, v, mask, cu_seq_lens_q=None, max_length_q=None, scaling=None, **_):
+        calls[0] += 1
+        rows = (one.squeeze(0).transpose(0, 1) for one in (q, k, v))
+        out = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
+                          scale=scaling)  # fmt: skip
+        return out[None], None
+
+    AttentionInterface.register("torch_flash", attend)
+    return calls
+
+
+def tower_rows(name: str, device: torch.device, report: Report) -> list[dict[str, Any]]:
+    on_gpu = device.type == "cuda"
+    config_name, class_name, shape, patch = TOWERS[name]
+    shape = shape | ({} if on_gpu else SMALL_TOWER | dict(deepstack_visual_indexes=[0]))
+    if not on_gpu:
+        shape |= dict(fullatt_block_indexes=[1])
+    family = "qwen2_5_vl" if name == "Qwen2.5-VL" else "qwen3_vl"
+    module = __import__(f"transformers.models.{family}", fromlist=[config_name])
+    config = getattr(module, config_name)(**shape)
+    cls = getattr(getattr(module, f"modeling_{family}"), class_name)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    flash_calls = register_flash() if on_gpu else None
+    rows = []
+    for count, pixels in ((8, 1008), (32, 504)):
+        side = pixels // patch // 2 * 2 if on_gpu else 8
+        grids = torch.tensor([[1, side, side]] * (count if on_gpu else 2))
+        patches = int(grids.prod(1).sum())
+        x = torch.randn(patches, 3 * 2 * patch * patch, device=device, dtype=dtype)
+        found: dict[str, Any] = {"tower": name, "images": f"{len(grids)} x {side} x {side} patches"}
+        for variant in ("sdpa", "flash", "cuseq", "flash compiled", "cuseq compiled"):
+            kind, _, compiled = variant.partition(" ")
+            if (kind == "flash" or compiled) and not on_gpu:
+                continue
+            free(device)
+            torch.manual_seed(0)
+            with torch.device(device):
+                tower = cls._from_config(
+                    copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
+                ).train()
+            if kind == "flash":  # transformers makes no model with a name that it does not know
+                tower.config._attn_implementation = "torch_flash"
+            if kind == "cuseq":
+                cuseq.enable(tower)
+            # transformers reads grids of its own path on the device.
+            grid = grids if kind == "cuseq" else grids.to(device)
+            if compiled:
+                tower.compile()
+
+            def step(tower=tower, grid=grid) -> None:
+                out = tower(x, grid_thw=grid)
+                tensor = out.pooler_output if hasattr(out, "pooler_output") else out
+                tensor.sum().backward()
+                for weight in tower.parameters():
+                    weight.grad = None
+
+            key = variant.replace(" ", "_")
+            try:
+                found[key] = wall(step, device, 6, 3)
+            except Exception as error:
+                report.notes.append(f"{name}, {variant}: {type(error).__name__}: {error}"[:300])
+                continue
+            if on_gpu:
+                found[f"{key}_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                if not compiled:
+                    found[f"{key}_waits"] = timer.profile(step, device=device).within(
+                        timer.WHOLE
+                    ).syncs  # fmt: skip
+            if kind == "flash" and not compiled and flash_calls is not None:
+                flash_calls[0] = 0
+                with torch.no_grad():
+                    tower(x, grid_thw=grid)
+                found["flash_calls"] = flash_calls[0]
+            if kind == "cuseq":
+                cuseq.disable(tower)
+            del tower, step
+        found["times"] = found["sdpa"] / found["cuseq"]
+        rows.append(found)
+    return rows
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+def make_model(hybrid: bool, device: torch.device) -> torch.nn.Module:
+    """Return a vision-language model of 2B with random weights."""
+    import transformers
+
+    on_gpu = device.type == "cuda"
+    text, vision = dict(TEXT), dict(VISION)
+    if not on_gpu:
+        text |= SMALL_TEXT
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [12, 10, 10]}
+        vision |= SMALL_TOWER | dict(out_hidden_size=128, deepstack_visual_indexes=[0])
+    if hybrid:
+        vision.pop("deepstack_visual_indexes")
+        text |= dict(num_hidden_layers=24 if on_gpu else 4, head_dim=256 if on_gpu else 64)
+        text |= dict(num_attention_heads=8, num_key_value_heads=2)
+        text["rope_parameters"] = text["rope_parameters"] | dict(
+            partial_rotary_factor=0.25, mrope_section=[11, 11, 10] if on_gpu else [3, 3, 2]
+        )
+    config = transformers.AutoConfig.for_model(
+        "qwen3_5" if hybrid else "qwen3_vl", text_config=text, vision_config=vision,
+        image_token_id=IMAGE, video_token_id=IMAGE + 1, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    with torch.device(device):
+        model = transformers.AutoModelForImageTextToText.from_config(
+            config, dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.train()
+
+
+def document(side: int, text: int, draw: random.Random) -> dict[str, torch.Tensor]:
+    """Return a document with one image of `side` x `side` patches of 16 pixels."""
+    image = [IMAGE] * (side * side // 4)
+    ids = [draw.randrange(1000) for _ in range(4)] + image
+    ids += [draw.randrange(1000) for _ in range(max(1, text - 4))]
+    return dict(
+        input_ids=torch.tensor([ids]),
+        pixel_values=torch.randn(side * side, 3 * 2 * 16 * 16),
+        image_grid_thw=torch.tensor([[1, side, side]]),
+    )
+
+
+def padded_batch(
+    model: torch.nn.Module, documents: list[dict[str, torch.Tensor]], length: int
+) -> dict[str, torch.Tensor]:
+    """Return documents padded to one length, with the planes of each."""
+    one = cuseq.data.MultimodalPackingCollator(model.config)
+    batch: dict[str, list[torch.Tensor]] = {}
+    for row in (one([document]) for document in documents):
+        left = length - row["input_ids"].shape[1]
+        pad = torch.nn.functional.pad
+        for name, value, dim in (
+            ("input_ids", pad(row["input_ids"], (0, left)), 0),
+            ("labels", pad(row["labels"], (0, left), value=-100), 0),
+            ("attention_mask", pad(torch.ones_like(row["input_ids"]), (0, left)), 0),
+            ("position_ids", pad(row["position_ids"][1:], (0, left)), 1),
+        ):
+            batch.setdefault(name, []).append(value)
+    found = {
+        name: torch.cat(values, dim=int(name == "position_ids")) for name, values in batch.items()
+    }
+    for name in ("pixel_values", "image_grid_thw"):
+        found[name] = torch.cat([document[name] for document in documents])
+    return found
+
+
+def step_of(
+    model: torch.nn.Module, batch: dict[str, Any], device: torch.device
+) -> Callable[[], None]:
+    dtype = next(model.parameters()).dtype
+    if "pixel_values" in batch:
+        batch = batch | {"pixel_values": batch["pixel_values"].to(dtype)}
+    held = {name: one.pin_memory() if device.type == "cuda" and isinstance(one, torch.Tensor)
+            else one for name, one in batch.items()}  # fmt: skip
+
+    def step() -> None:
+        moved = {name: one.to(device, non_blocking=True) for name, one in held.items()}
+        model(**moved, use_cache=False).loss.backward()
+        for weight in model.parameters():
+            weight.grad = None
+
+    return step
+
+
+def variants(
+    model: torch.nn.Module,
+    documents: list[dict[str, torch.Tensor]],
+    length: int,
+    kinds: tuple[str, ...],
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return milliseconds and GiB of a step for each kind; None where memory ran out."""
+    packed = cuseq.data.MultimodalPackingCollator(model.config)(documents)
+    stock = {name: value for name, value in packed.items() if "layout" not in name}
+    del stock["packed"]
+    batches = {
+        "padded": lambda: padded_batch(model, documents, length),
+        "stock": lambda: stock,
+        "cuseq": lambda: packed,
+    }
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        free(device)
+        if kind == "cuseq":
+            cuseq.enable(model)
+        try:
+            step = step_of(model, batches[kind](), device)
+            found[kind] = wall(step, device, 5, 2)
+            if device.type == "cuda":
+                found[f"{kind}_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                seen = timer.profile(step, device=device).within(timer.WHOLE)
+                found[f"{kind}_waits"], found[f"{kind}_sites"] = seen.syncs, dict(seen.sites)
+        except torch.OutOfMemoryError:
+            found[kind] = None
+        finally:
+            for weight in model.parameters():
+                weight.grad = None
+            if kind == "cuseq":
+                cuseq.disable(model)
+    return found
+
+
+def row_of_images(device: torch.device, report: Report) -> None:
+    """Measure a row of 8,192 tokens of which half are those of images."""
+    on_gpu = device.type == "cuda"
+    model, draw = make_model(False, device), random.Random(0)
+    documents = []
+    for _ in range(8 if on_gpu else 2):  # images of 256 to 1,024 tokens beside as much text
+        side = draw.choice((32, 44, 44, 52)) if on_gpu else 8
+        documents.append(document(side, side * side // 4, draw))
+    tokens = sum(one["input_ids"].numel() for one in documents)
+    longest = max(one["input_ids"].numel() for one in documents)
+    found = variants(model, documents, longest, ("padded", "stock", "cuseq"), device)
+    report.notes.append(f"Row: {len(documents)} documents, {tokens:,} tokens, longest {longest:,}.")
+    found["times"] = found["stock"] / found["cuseq"]
+    found["times_padded"] = found["padded"] / found["cuseq"]
+    columns = {"padded": "padded, ms", "stock": "packed stock, ms", "cuseq": "cuseq, ms",
+               "times": "of stock", "times_padded": "of padded", "padded_gib": "padded, GiB",
+               "stock_gib": "stock, GiB", "cuseq_gib": "cuseq, GiB", "padded_waits": "padded waits",
+               "stock_waits": "stock waits", "cuseq_waits": "cuseq waits"}  # fmt: skip
+    report.tables.append(Table("A step of a 2B model, half its tokens images", columns, [found]))
+
+
+def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
+    """Measure micro-batches of receipts, padded to 2,048 tokens and packed."""
+    on_gpu = device.type == "cuda"
+    model, draw = make_model(hybrid, device), random.Random(0)
+    side, length, most = (62, 2048, 1087) if on_gpu else (8, 64, 20)
+    rows: list[dict[str, Any]] = []
+    columns = {"samples": "samples", "padded": "padded, ms", "cuseq": "cuseq, ms",
+               "times": "times", "padded_gib": "padded, GiB", "cuseq_gib": "cuseq, GiB",
+               "padded_rate": "padded, samples/s", "cuseq_rate": "cuseq, samples/s"}  # fmt: skip
+    report.tables.append(Table("Receipts in micro-batches", columns, rows))
+    kinds: tuple[str, ...] = ("padded", "cuseq")
+    samples = 2
+    while kinds and samples <= (64 if on_gpu else 2):
+        texts = [draw.randint(min(100, most // 2), most) for _ in range(samples)]
+        documents = [document(side, text, draw) for text in texts]
+        found = variants(model, documents, length, kinds, device)
+        found["samples"] = samples
+        for kind in kinds:
+            if found[kind] is not None:
+                found[f"{kind}_rate"] = samples * 1e3 / found[kind]
+        if found.get("padded") and found.get("cuseq"):
+            found["times"] = found["padded"] / found["cuseq"]
+        kinds = tuple(kind for kind in kinds if found[kind] is not None)
+        rows.append(found)
+        samples *= 2
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parts = ("towers", "row", "receipts")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--fla", action="store_true", help="receipts with gated delta layers")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    report = Report("images", environment(args.device))
+    if "towers" in args.parts:
+        columns = {"tower": "tower", "images": "images"}
+        for key in ("sdpa", "flash", "cuseq", "flash_compiled", "cuseq_compiled"):
+            columns[key] = f"{key.replace('_', ' ')}, ms"
+        columns |= {"times": "times", "sdpa_waits": "sdpa waits", "flash_waits": "flash waits",
+                    "cuseq_waits": "cuseq waits", "flash_calls": "calls",
+                    "sdpa_gib": "sdpa, GiB", "cuseq_gib": "cuseq, GiB"}  # fmt: skip
+        table: list[dict[str, Any]] = []
+        report.tables.append(Table("Towers, forward and backward", columns, table))
+        for name in TOWERS:
+            table += tower_rows(name, device, report)
+            report.write(args.out)
+    if "row" in args.parts:
+        row_of_images(device, report)
+        report.write(args.out)
+    if "receipts" in args.parts:
+        receipts(device, report, args.fla)
+        report.write(args.out)
+
+
+if __name__ == "__main__":
+    main()

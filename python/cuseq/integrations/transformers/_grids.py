@@ -1,0 +1,135 @@
+"""What a call of a model says of its images: their grids, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuseq._base.arguments import shown
+from cuseq._base.modes import outside_inference_mode
+from cuseq.cache import remember
+from cuseq.layout import PackedLayout
+from cuseq.vision import VisionLayout
+
+LAYOUTS = {"image_grid_thw": "image_layout", "video_grid_thw": "video_layout"}
+"""The keywords that give grids, and those that give their `VisionLayout`."""
+_PIXELS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
+
+
+class Facts:
+    """What towers ask of some grids, computed on the host once.
+
+    Attributes:
+        grids: int64 `[n, 3]` on the host.
+    """
+
+    def __init__(self, grids: Tensor, given: VisionLayout | None = None):
+        self.grids = grids
+        self._given = given
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def sequences(self, frames_apart: bool) -> PackedLayout:
+        """Return the layout of the patches that see each other."""
+        given = self._given
+        if given is not None and given.frames_apart == frames_apart:
+            return given.images
+        return self._layout(merge_size=1, frames_apart=frames_apart).images
+
+    def places(self, merge_size: int) -> VisionLayout:
+        """Return a layout whose `position_ids` are those of tokens of a size."""
+        given = self._given
+        if given is not None and given.merge_size == merge_size:
+            return given
+        return self._layout(merge_size=merge_size)
+
+    def windows(self, merge_size: int, window: int, patch_size: int) -> VisionLayout:
+        """Return a layout with windows of so many pixels."""
+        given, side = self._given, window // merge_size // patch_size
+        if given is not None and (given.merge_size, given.window_side) == (merge_size, side):
+            return given
+        return self._layout(merge_size=merge_size, window=window, patch_size=patch_size)
+
+    def _layout(self, **options: Any) -> VisionLayout:
+        return self.of(
+            lambda: VisionLayout.from_grid(self.grids, **options), *sorted(options.items())
+        )
+
+    def of(self, make: Callable[[], Any], *key: Any) -> Any:
+        """Return what `make` returns, which is called once for a key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def facts_of(grids: Tensor) -> Facts:
+    """Return the facts of grids, made once for each tensor. Grids on a GPU are waited for."""
+
+    def make() -> Facts:
+        return Facts(grids.detach().to("cpu", torch.int64, copy=True))
+
+    with outside_inference_mode():
+        return remember(grids, "vision_facts", make, tensors=no_tensors)
+
+
+def note_facts(grids: Tensor, facts: Facts) -> Tensor:
+    """Remember the facts of grids that were just made; return the grids."""
+    with outside_inference_mode():
+        remember(grids, "vision_facts", lambda: facts, tensors=no_tensors)
+    return grids
+
+
+def no_tensors(value: Any) -> tuple[Tensor, ...]:
+    """Return no tensors: those of the value are not edited, and small."""
+    return ()
+
+
+@torch.compiler.disable
+def grids_of_call(told: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
+    """Return grids in the place of those of a call, whose facts are known without a wait.
+
+    Args:
+        told: the keywords of the call.
+        on_host: whether the grids come back on the host; those without a layout are waited for.
+
+    Raises:
+        ValueError: a layout is of other images than its grids, or pixels have another number of
+            patches.
+        TypeError: a layout is not a `VisionLayout`.
+    """
+    changes = {}
+    for name, of_layout in LAYOUTS.items():
+        grids, layout = told.get(name), told.get(of_layout)
+        if layout is not None:
+            _check_layout(layout, told, name)
+        if not isinstance(grids, Tensor):
+            continue
+        if layout is not None:
+            facts = Facts(layout.grid_thw, layout)
+            changes[name] = note_facts(
+                layout.grid_thw.clone() if on_host else grids.view_as(grids), facts
+            )
+        elif on_host and not grids.is_cpu:
+            facts = facts_of(grids)
+            changes[name] = note_facts(facts.grids.clone(), facts)
+    return changes
+
+
+def _check_layout(layout: Any, told: Mapping[str, Any], name: str) -> None:
+    if not isinstance(layout, VisionLayout):
+        raise TypeError(f"{LAYOUTS[name]} must be a VisionLayout, got {shown(layout)}")
+    grids, pixels = told.get(name), told.get(_PIXELS[name])
+    if isinstance(grids, Tensor) and grids.shape != layout.grid_thw.shape:
+        raise ValueError(
+            f"{LAYOUTS[name]} must be of the images of {name}, {list(grids.shape)}, got {layout}"
+        )
+    if isinstance(grids, Tensor) and grids.is_cpu and not bool((grids == layout.grid_thw).all()):
+        raise ValueError(f"{LAYOUTS[name]} must be of the images of {name}, got one of others")
+    patches = layout.images.total_tokens
+    if isinstance(pixels, Tensor) and pixels.dim() == 2 and pixels.shape[0] != patches:
+        raise ValueError(
+            f"{_PIXELS[name]} must have the {patches} patches of {LAYOUTS[name]}, got "
+            f"{pixels.shape[0]}"
+        )

@@ -1,0 +1,221 @@
+"""`VisionLayout`: where the patches of images lie in the row of a vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuseq import _C
+from cuseq._base.arguments import as_device, as_int, check_flag, shown
+from cuseq._base.modes import is_capturing, outside_inference_mode
+from cuseq._base.transfer import with_index
+from cuseq.layout import PackedLayout
+from cuseq.vision.positions import grids_of
+
+
+class _Recipe(NamedTuple):
+    """What a layout follows from; `side` is that of a window in tokens, 0 without windows."""
+
+    grid_thw: Tensor
+    merge: int
+    side: int
+    frames_apart: bool
+
+
+class VisionLayout:
+    """Where the patches of images and videos lie in the row of a vision tower; made by `from_grid`.
+
+    It holds no pixels. Make it in the collator, where grids are still on the host, so that nothing
+    waits for the GPU. It is immutable.
+
+    Attributes:
+        grid_thw: int64 `[n_images, 3]` on the host, frames, height and width of each in patches.
+        images: the layout of the row: a sequence is a frame, or an image with all its frames.
+        windows: the layout of the row in the order of the windows; None without them.
+        position_ids: int64 `[patches, 2]`, row and column of each patch in its image.
+        window_index: int64 `[tokens]`, the tokens in the order of the windows; None without them.
+        tokens: int64 `[n_images]` on the host, tokens of each image in the text.
+
+    Examples:
+        >>> rows = cuseq.vision.VisionLayout.from_grid([[1, 4, 6], [1, 2, 2]])
+        >>> rows
+        VisionLayout(2 images, 28 patches, 7 tokens, cpu)
+        >>> rows.images.lengths.tolist(), rows.position_ids[4].tolist()
+        ([24, 4], [0, 2])
+    """
+
+    def __init__(
+        self,
+        recipe: _Recipe,
+        images: PackedLayout,
+        windows: PackedLayout | None,
+        position_ids: Tensor,
+        window_index: Tensor | None,
+    ):
+        if not isinstance(recipe, _Recipe):
+            raise TypeError(
+                "VisionLayout is made by from_grid, as VisionLayout.from_grid([[1, 4, 6]]), got "
+                f"{shown(recipe)}"
+            )
+        self._recipe = recipe
+        self.grid_thw = recipe.grid_thw
+        self.images, self.windows = images, windows
+        self.position_ids, self.window_index = position_ids, window_index
+        self.tokens = self.grid_thw.prod(1) // recipe.merge**2
+        self._moved: dict[torch.device, VisionLayout] = {}
+
+    @classmethod
+    def from_grid(
+        cls,
+        grid_thw: Tensor | Sequence[Sequence[int]],
+        *,
+        merge_size: int = 2,
+        patch_size: int = 14,
+        window: int | None = None,
+        frames_apart: bool = True,
+    ) -> VisionLayout:
+        """Make the layout of images from their grids.
+
+        Args:
+            grid_thw: integers `[n_images, 3]`, frames, height and width of each image or video in
+                patches, as the processor returns them.
+            merge_size: patches along each side of a token of the text (`spatial_merge_size`).
+                Heights and widths are multiples of it.
+            patch_size: side of a patch in pixels; counts only with `window`.
+            window: side of a window of attention in pixels (`window_size` of Qwen2.5-VL), at least
+                `merge_size * patch_size`; None if no layer has windows. Windows begin at the top
+                left of each frame, and those at its other borders are smaller.
+            frames_apart: whether the frames of a video do not see each other (Qwen-VL, GLM-4V).
+                Windows never reach over frames.
+
+        Returns:
+            The layout, on the host. Patches lie in the order of the processor: image after image,
+            frame after frame, token after token.
+
+        Raises:
+            ValueError: a size of a grid is below 1 or not a multiple of `merge_size`; there are
+                more than 2^31 - 1 patches; `window` is smaller than a token; or an argument is
+                outside its range.
+            TypeError: an argument has the wrong type.
+
+        Grids on a GPU are copied from there, which waits.
+        """
+        merge = as_int(merge_size, "merge_size", 1)
+        patch = as_int(patch_size, "patch_size", 1)
+        check_flag(frames_apart, "frames_apart")
+        side = 0
+        if window is not None:
+            side = as_int(window, "window", 1) // merge // patch
+            if side == 0:
+                raise ValueError(
+                    f"window must be at least merge_size * patch_size = {merge * patch} pixels, "
+                    f"got {window}"
+                )
+        with outside_inference_mode():
+            grids = grids_of(grid_thw, "grid_thw").clone()
+            lengths, places, index, windows = _C.vision_rows(grids, merge, side, frames_apart)
+            return cls(
+                _Recipe(grids, merge, side, frames_apart),
+                PackedLayout.from_lengths(lengths),
+                PackedLayout.from_lengths(windows) if side > 0 else None,
+                places,
+                index if side > 0 else None,
+            )
+
+    @property
+    def merge_size(self) -> int:
+        """Patches along each side of a token."""
+        return self._recipe.merge
+
+    @property
+    def window_side(self) -> int:
+        """Tokens along each side of a window, 0 without windows."""
+        return self._recipe.side
+
+    @property
+    def frames_apart(self) -> bool:
+        """Whether the frames of a video do not see each other."""
+        return self._recipe.frames_apart
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all but `grid_thw` and `tokens`."""
+        return self.images.device
+
+    def to(
+        self, device: torch.device | str | int | None, non_blocking: bool = True
+    ) -> VisionLayout:
+        """Return this layout on `device`: itself if it is there already, else a memoised copy.
+
+        As with a tensor, None keeps the device. The copy to a GPU goes through pinned memory and
+        never waits, whatever the value of `non_blocking`.
+        """
+        target = self.device if device is None else with_index(as_device(device, "device"))
+        if target == self.device:
+            return self
+        if target not in self._moved:
+            if is_capturing(target):
+                raise RuntimeError(
+                    f"a layout on {self.device} cannot be moved to {target} while a CUDA graph is "
+                    "captured: move it before the capture"
+                )
+            with outside_inference_mode():
+                moved = VisionLayout(
+                    self._recipe,
+                    self.images.to(target),
+                    None if self.windows is None else self.windows.to(target),
+                    _copied(self.position_ids, target),
+                    None if self.window_index is None else _copied(self.window_index, target),
+                )
+            self._moved.setdefault(target, moved)
+        return self._moved[target]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        grids, *rest = self._recipe
+        return _again, (grids.tolist(), *rest, str(self.device))
+
+    def __copy__(self) -> VisionLayout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VisionLayout:
+        return self
+
+    def __repr__(self) -> str:
+        windows = "" if self.windows is None else f", {self.windows.num_sequences} windows"
+        return (
+            f"VisionLayout({len(self.grid_thw)} images, {self.images.total_tokens} patches, "
+            f"{int(self.tokens.sum())} tokens{windows}, {self.device})"
+        )
+
+
+def layout_of_config(config: Any, grid_thw: Tensor) -> VisionLayout:
+    """Return the layout of images for the tower of a model's config."""
+    tower = config.vision_config
+    return VisionLayout.from_grid(
+        grid_thw,
+        merge_size=tower.spatial_merge_size,
+        patch_size=getattr(tower, "patch_size", 1),
+        window=getattr(tower, "window_size", None),
+    )
+
+
+def _again(
+    grids: list[list[int]], merge: int, side: int, frames_apart: bool, device: str
+) -> VisionLayout:
+    layout = VisionLayout.from_grid(
+        grids,
+        merge_size=merge,
+        patch_size=1,
+        window=side * merge or None,
+        frames_apart=frames_apart,
+    )
+    return layout.to(device)
+
+
+def _copied(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_cpu and device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
