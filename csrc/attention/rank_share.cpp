@@ -62,8 +62,7 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
       share.terms_begin() + sources + 1 + keys + sent == rank_rows.size(0) &&
       is_within(RankMetaSlot::kNumPieces, share.at(RankMetaSlot::kPieceCapacity)) &&
       is_within(RankMetaSlot::kNumCut, share.at(RankMetaSlot::kNumPieces)) &&
-      is_within(RankMetaSlot::kNumKeyRows, keys) && share.num_cut_keys() >= 0 &&
-      is_within(RankMetaSlot::kNumSentRows, sent) &&
+      is_within(RankMetaSlot::kNumKeyRows, keys) && is_within(RankMetaSlot::kNumSentRows, sent) &&
       is_within(RankMetaSlot::kNumFarRows, sources - share.at(RankMetaSlot::kNumCutTokens)) &&
       is_within(RankMetaSlot::kNumCutTokens, share.at(RankMetaSlot::kNumTokens));
   TORCH_CHECK_VALUE(has_room, "rank_rows must be of the same layout as rank_meta, got shape ",
@@ -93,7 +92,7 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
   if (!rank_rows.is_cpu()) return share;
   const int64_t cut = share.at(RankMetaSlot::kNumCutTokens);
   check_ascending(share.cut_queries().offsets, 0, cut);
-  check_ascending(share.cut_keys().offsets, 0, share.num_cut_keys());
+  check_ascending(share.cut_keys().offsets, 0, share.at(RankMetaSlot::kNumKeyRows));
   check_ascending(share.whole_queries().offsets, cut, share.at(RankMetaSlot::kNumTokens));
   return share;
 }
@@ -116,13 +115,7 @@ Sequences RankShare::cut_queries() const {
 
 Sequences RankShare::cut_keys() const {
   return sequences(at(RankMetaSlot::kPieceCapacity) + 1, at(RankMetaSlot::kNumCut),
-                   num_cut_keys() == 0 ? 0 : at(RankMetaSlot::kLongestKeys), num_cut_keys());
-}
-
-Sequences RankShare::all_queries() const {
-  return sequences(0, at(RankMetaSlot::kNumPieces),
-                   std::max(at(RankMetaSlot::kLongestCut), at(RankMetaSlot::kLongestWhole)),
-                   at(RankMetaSlot::kNumTokens));
+                   at(RankMetaSlot::kLongestKeys), at(RankMetaSlot::kNumKeyRows));
 }
 
 Sequences RankShare::whole_queries() const {
@@ -152,8 +145,7 @@ int64_t RankShare::pairs() const {
   const auto lengths = [](const Sequences& pieces) { return pieces.offsets.diff().to(at::kLong); };
   const Tensor queries = lengths(cut_queries());
   const Tensor whole = lengths(whole_queries());
-  Tensor keys = lengths(cut_keys());
-  if (merges()) keys = keys.add(queries);  // these were the keys before the pieces
+  const Tensor keys = lengths(cut_keys());
   const auto all = queries.mul(keys).sum().add(whole.mul(whole).sum()).item<int64_t>();
   return at(RankMetaSlot::kUlysses) != 0 ? all / at(RankMetaSlot::kCpSize) : all;
 }

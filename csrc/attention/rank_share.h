@@ -22,8 +22,6 @@ class RankShare {
   bool is_ulysses() const {
     return at(RankMetaSlot::kUlysses) != 0 && at(RankMetaSlot::kCpSize) > 1;
   }
-  // Whether cut pieces run in two calls: with their own keys, and with the keys before them.
-  bool merges() const { return at(RankMetaSlot::kMerges) != 0; }
   // Whether the backward uses the far rows that the forward returned.
   bool saves_far_rows() const { return at(RankMetaSlot::kSavesFarRows) != 0; }
   const std::string& group() const { return group_; }
@@ -33,8 +31,7 @@ class RankShare {
   std::vector<int64_t> received() const { return per_rank(at(RankMetaSlot::kCpSize)); }
 
   Sequences cut_queries() const;    // from the first row on
-  Sequences cut_keys() const;       // of key_sources; if the plan merges, of its first rows
-  Sequences all_queries() const;    // cut pieces, then the documents after them
+  Sequences cut_keys() const;       // of key_sources
   Sequences whole_queries() const;  // documents after the cut pieces; with Ulysses, all
 
   // With Ulysses: where the documents' segments start in the whole row, int32 [documents + 1].
@@ -42,16 +39,12 @@ class RankShare {
     return section(at(RankMetaSlot::kPieceCapacity) + 1, at(RankMetaSlot::kNumPieces) + 1);
   }
 
-  // Rows of key_sources that belong to cut_keys.
-  int64_t num_cut_keys() const {
-    return at(RankMetaSlot::kNumKeyRows) - (merges() ? at(RankMetaSlot::kNumCutTokens) : 0);
-  }
   // Keys of the piece that has the most, its own included.
   int64_t longest_keys() const {
     return std::max(at(RankMetaSlot::kLongestKeys), at(RankMetaSlot::kLongestWhole));
   }
 
-  Tensor key_sources() const;   // int32 [num_key_rows]; if the plan merges, own rows come last
+  Tensor key_sources() const;   // int32 [num_key_rows]
   Tensor sent_sources() const;  // int32 [num_sent_rows]
   // Offsets of the terms of the sources [first, first + count), int32 [count + 1].
   Tensor term_offsets(int64_t first, int64_t count) const;

@@ -15,9 +15,6 @@ constexpr int64_t kCopiesPerTransfer = 10;
 // An eighth of an exchange shows even where attention runs meanwhile: rows are gathered first, and
 // both share the memory.
 constexpr int64_t kNeverHidden = 8;
-// Merging two calls writes, reads and adds outputs and gradients of a token: about 24 bytes of each
-// element of its query heads, at 3 TB/s.
-constexpr int64_t kMergedToken = 171;
 
 // Return the pairs of the first `tokens` queries of a document.
 int64_t pairs_before(int64_t tokens, int64_t window) {
@@ -68,8 +65,7 @@ Costs exchange_costs(const Row& row, const std::vector<Work>& work, const Deal& 
                      const CostModel& model) {
   Costs costs;
   for (const Pieces& pieces : deal) {
-    int64_t pairs = 0, whole = 0, cut = 0, own = 0, before = 0, far_rows = 0, key_rows = 0;
-    int64_t cut_tokens = 0;
+    int64_t pairs = 0, whole = 0, cut = 0, far_rows = 0, key_rows = 0;
     int32_t document = -1;
     int64_t seen = 0;  // keys of `document` up to here are counted
     for (const Piece& piece : pieces) {
@@ -82,10 +78,6 @@ Costs exchange_costs(const Row& row, const std::vector<Work>& work, const Deal& 
       }
       pairs += pairs_of(real.begin, real.end, model.window);
       cut += tiled_pairs_of(real.begin, real.end, model.window);
-      own += tiled_pairs_of(0, real.size(), model.window);
-      before += ceil_div(real.size(), kQueryTile) * ceil_div(real.begin, kKeyTile) * kQueryTile *
-                kKeyTile;
-      cut_tokens += real.size();
       if (real.segment != document) seen = 0;
       document = real.segment;
       const int64_t first = first_key(real.begin, model.window);
@@ -94,17 +86,13 @@ Costs exchange_costs(const Row& row, const std::vector<Work>& work, const Deal& 
       seen = real.end;
     }
     const int64_t exchange = far_rows * model.row_cost;
-    const auto copies_of = [&](int64_t rows) { return rows * model.row_cost / kCopiesPerTransfer; };
+    const int64_t copies = key_rows * model.row_cost / kCopiesPerTransfer;
     const int64_t shown = exchange / kNeverHidden;  // even under attention
     costs.pairs += pairs;
     costs.max_pairs = std::max(costs.max_pairs, pairs);
     costs.far_rows += far_rows;
     costs.max_far_rows = std::max(costs.max_far_rows, far_rows);
-    costs.time =
-        std::max(costs.time, std::max(whole, exchange) + shown + cut + copies_of(key_rows));
-    costs.merged_time = std::max(costs.merged_time, std::max(whole + own, exchange) + shown +
-                                                        before + copies_of(key_rows - cut_tokens) +
-                                                        cut_tokens * kMergedToken);
+    costs.time = std::max(costs.time, std::max(whole, exchange) + shown + cut + copies);
   }
   return costs;
 }

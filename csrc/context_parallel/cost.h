@@ -31,8 +31,7 @@ struct Costs {
   int64_t max_pairs = 0;  // of the busiest rank
   int64_t far_rows = 0;   // rows of keys and values that ranks receive, together
   int64_t max_far_rows = 0;
-  int64_t time = 0;         // cost of the slowest rank
-  int64_t merged_time = 0;  // the same if far keys are merged, for a layer without a window
+  int64_t time = 0;  // cost of the slowest rank
 };
 
 // Return the query-key pairs of the queries [begin, end) of a document under causal attention.
@@ -50,8 +49,7 @@ inline int64_t first_key(int64_t begin, int64_t window) {
 std::vector<Work> work_of_documents(const Row& row, int64_t window);
 
 // Return the costs if ranks exchange far keys. Whole documents run meanwhile, cut pieces after the
-// exchange over a copy of all their keys. Merged, cut pieces attend to themselves meanwhile too,
-// and after it to the keys before them.
+// exchange over a copy of all their keys.
 Costs exchange_costs(const Row& row, const std::vector<Work>& work, const Deal& deal,
                      const CostModel& model);
 

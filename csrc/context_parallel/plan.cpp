@@ -18,10 +18,6 @@ constexpr std::array<int64_t, 9> kThresholds{102, 70, 50, 35, 25, 18, 12, 8, 5};
 // The search ends after this many candidates in a row that do not improve on a balanced one.
 constexpr int kPatience = 2;
 
-// Far keys are merged only if that saves at least this fraction of the predicted time, because it
-// rounds outputs twice.
-constexpr int64_t kLeastSaving = 50;
-
 struct Candidate {
   Deal deal;
   Costs costs;
@@ -126,11 +122,6 @@ Candidate deal_by(const Row& row, const Options& options, const CostModel& model
   }
 }
 
-bool merges(const Options& options, const Costs& costs) {
-  if (options.policy == Policy::kUlysses || options.window > 0 || costs.far_rows == 0) return false;
-  return options.merge.value_or(costs.merged_time < costs.time - costs.time / kLeastSaving);
-}
-
 // A word of a hash after another (the finalizer of splitmix64: Steele et al. 2014).
 uint64_t mixed(uint64_t hash, uint64_t word) {
   uint64_t x = (hash ^ word) + 0x9e3779b97f4a7c15U;
@@ -155,7 +146,6 @@ uint64_t hash_of(const Plan& plan) {
       add(static_cast<int64_t>(piece.begin) << 32 | piece.end);
     }
   }
-  if (plan.merges) add(1);
   return hash;
 }
 
@@ -200,8 +190,6 @@ Plan make_plan(Row row, const Options& options) {
     Candidate best = deal_by(plan.row, options, model);
     plan.deal = std::move(best.deal);
     plan.costs = best.costs;
-    plan.merges = merges(options, plan.costs);
-    if (plan.merges) plan.costs.time = plan.costs.merged_time;
   }
   for (const Pieces& pieces : plan.deal) {
     for (const Piece& piece : pieces) {

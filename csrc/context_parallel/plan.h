@@ -19,7 +19,6 @@ struct Options {
   int64_t key_heads = 1;
   int64_t window = 0;                   // 0: all keys
   std::optional<int64_t> max_far_rows;  // of a rank; none: no limit
-  std::optional<bool> merge;            // none: where it is expected to be faster
 };
 
 // Which tokens each rank holds, and what that costs. A plan is a pure function of row and options.
@@ -30,9 +29,6 @@ struct Plan {
   Costs costs;
   int64_t num_whole = 0;  // documents with tokens that one rank holds
   int64_t num_cut = 0;
-  // Whether cut pieces attend to themselves during the exchange and then to the keys before them,
-  // merged by logsumexp.
-  bool merges = false;
   uint64_t hash = 0;  // of row, deal and everything else that ranks must agree on
 
   int64_t tokens_per_rank() const { return row.total_tokens / options.cp_size; }

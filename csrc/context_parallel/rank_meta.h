@@ -19,7 +19,6 @@ enum class RankMetaSlot : int32_t {
   kUlysses,       // 1: heads are exchanged, and the pieces are the documents of the whole row
   kWindow,        // keys that a token sees at most; 0: all
   kAnyFar,        // whether any rank of the plan receives rows
-  kMerges,        // whether cut pieces run in two calls whose results are merged
   kSavesFarRows,  // whether the backward uses the far rows of the forward, on all ranks
   kNumPieces,     // pieces of this rank, of which
   kNumCut,        // the first ones need keys besides their own, and

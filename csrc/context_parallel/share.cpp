@@ -99,7 +99,6 @@ class Writer {
     set(RankMetaSlot::kUlysses, plan.options.policy == Policy::kUlysses);
     set(RankMetaSlot::kWindow, plan.options.window);
     set(RankMetaSlot::kAnyFar, plan.costs.far_rows > 0);
-    set(RankMetaSlot::kMerges, plan.merges);
     set(RankMetaSlot::kSavesFarRows,
         plan.costs.max_far_rows <= plan.tokens_per_rank() / kTokensPerKeptRow);
     set(RankMetaSlot::kHashLow, static_cast<int32_t>(plan.hash));
@@ -187,8 +186,7 @@ class Writer {
     return runs;
   }
 
-  // Write the sources of each cut piece's keys, in the order of their positions. Those before a
-  // piece are its first ones.
+  // Write the sources of each cut piece's keys, in the order of their positions.
   void write_keys(const Runs& cut, const Runs& far_runs) {
     Runs sources = far_runs;
     sources.insert(sources.end(), cut.begin(), cut.end());
@@ -205,21 +203,16 @@ class Writer {
           std::lower_bound(sources.begin(), sources.end(), Run{piece.segment, 0, 0, 0, 0, false});
       for (; source != sources.end() && source->segment == piece.segment; ++source) {
         const int64_t first = std::max<int64_t>(source->begin, begin);
-        const int64_t end = std::min(source->end, plan_.merges ? piece.begin : piece.end);
+        const int64_t end = std::min(source->end, piece.end);
         for (int64_t key = first; key < end; ++key) {
           keys[count++] = static_cast<int32_t>(source->start + key - source->begin);
         }
       }
-      longest = std::max(longest, count - before + (plan_.merges ? piece.size() : 0));
+      longest = std::max(longest, count - before);
       offsets[i + 1] = static_cast<int32_t>(count);
     }
     std::fill(offsets + cut.size() + 1, offsets + capacities_.pieces + 1,
               static_cast<int32_t>(count));
-    if (plan_.merges) {
-      const int32_t own = share_.at(RankMetaSlot::kNumCutTokens);
-      std::iota(keys + count, keys + count + own, 0);
-      count += own;
-    }
     set(RankMetaSlot::kLongestKeys, longest);
     set(RankMetaSlot::kNumKeyRows, count);
   }

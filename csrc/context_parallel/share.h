@@ -16,11 +16,10 @@ namespace cuseq::cp {
 struct Share {
   // Sections of fixed capacity, so that one compiled graph serves every plan:
   //   [piece_capacity + 1] offsets of the pieces' queries, the last one repeated;
-  //   [piece_capacity + 1] offsets of the cut pieces' keys, the last one repeated; if the plan
-  //     merges, of the keys before each piece's own; with Ulysses, which cuts no pieces, where the
-  //     documents' segments start in the whole row and where the last one ends;
-  //   [key_capacity] source of each key of the cut pieces, then -1; if the plan merges, of all keys
-  //     before the pieces and then of all own ones;
+  //   [piece_capacity + 1] offsets of the cut pieces' keys, the last one repeated; with Ulysses,
+  //     which cuts no pieces, where the documents' segments start in the whole row and where the
+  //     last one ends;
+  //   [key_capacity] source of each key of the cut pieces, then -1;
   //   [send_capacity] sources to send, to rank 0, to rank 1 and so on, then -1;
   //   [source_capacity + 1] offsets of each source's terms, the last one repeated;
   //   [key_capacity + send_capacity] terms of each source's gradient, then -1: the keys that are

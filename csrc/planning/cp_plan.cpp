@@ -97,17 +97,6 @@ void check_ulysses(const cp::Options& options) {
       options.cp_size, " ranks and ", options.key_heads, " key heads");
 }
 
-void check_merge(const cp::Options& options) {
-  if (!options.merge.value_or(false)) return;
-  TORCH_CHECK_VALUE(options.policy != cp::Policy::kUlysses,
-                    "merge must be None or False for policy \"ulysses\", which moves no keys, got "
-                    "True");
-  TORCH_CHECK_VALUE(options.window == 0,
-                    "merge must be None or False for a plan with a window, whose keys before a "
-                    "piece are few, got True with window = ",
-                    options.window);
-}
-
 void check_rank(const cp::Plan& plan, int64_t rank) {
   TORCH_CHECK_VALUE(0 <= rank && rank < plan.options.cp_size,
                     "rank must lie in [0, cp_size = ", plan.options.cp_size, "), got ", rank);
@@ -137,7 +126,6 @@ cp::Plan cp_plan(const Tensor& lengths, const OptionalTensor& segments, int64_t 
                     "total_tokens must be a multiple of cp_size = ", options.cp_size,
                     ", so that every rank gets the same number of tokens, got ", total_tokens);
   if (options.policy == cp::Policy::kUlysses) check_ulysses(options);
-  check_merge(options);
   cp::Plan plan = cp::make_plan(std::move(row), options);
   TORCH_CHECK_VALUE(options.policy == cp::Policy::kUlysses || plan.costs.max_far_rows <= limit,
                     "max_far_rows must be at least the far keys that a rank needs, ",

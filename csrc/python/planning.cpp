@@ -22,7 +22,6 @@ void bind_rank_meta_slots(py::module_& m) {
   add("ULYSSES", RankMetaSlot::kUlysses);
   add("WINDOW", RankMetaSlot::kWindow);
   add("ANY_FAR", RankMetaSlot::kAnyFar);
-  add("MERGES", RankMetaSlot::kMerges);
   add("SAVES_FAR_ROWS", RankMetaSlot::kSavesFarRows);
   add("NUM_PIECES", RankMetaSlot::kNumPieces);
   add("NUM_CUT", RankMetaSlot::kNumCut);
@@ -47,15 +46,13 @@ void bind_rank_meta_slots(py::module_& m) {
 
 cp::Plan plan_row(const at::Tensor& lengths, const OptionalTensor& segments, int64_t total_tokens,
                   int64_t cp_size, std::string_view policy, int64_t heads, int64_t key_heads,
-                  std::optional<int64_t> window, std::optional<int64_t> max_far_rows,
-                  std::optional<bool> merge) {
+                  std::optional<int64_t> window, std::optional<int64_t> max_far_rows) {
   cp::Options options;
   options.cp_size = cp_size;
   options.heads = heads;
   options.key_heads = key_heads;
   options.window = window.value_or(0);
   options.max_far_rows = max_far_rows;
-  options.merge = merge;
   return cp_plan(lengths, segments, total_tokens, policy, options);
 }
 
@@ -68,7 +65,6 @@ void bind_cp_plan(py::module_& m) {
       .def("share", &cp_share, Released())
       .def_readonly("num_whole", &cp::Plan::num_whole)
       .def_readonly("num_cut", &cp::Plan::num_cut)
-      .def_readonly("merges", &cp::Plan::merges)
       .def_readonly("hash", &cp::Plan::hash)
       .def_property_readonly("pairs", [](const cp::Plan& plan) { return plan.costs.pairs; })
       .def_property_readonly("max_pairs", [](const cp::Plan& plan) { return plan.costs.max_pairs; })

@@ -26,7 +26,6 @@ class RankMeta:
     ULYSSES: int
     WINDOW: int
     ANY_FAR: int
-    MERGES: int
     SAVES_FAR_ROWS: int
     NUM_PIECES: int
     NUM_CUT: int
@@ -62,7 +61,6 @@ class CpPlan:
         key_heads: int,
         window: int | None,
         max_far_rows: int | None,
-        merge: bool | None,
         /,
     ) -> None: ...
     def deal(self) -> tuple[Tensor, Tensor]: ...
@@ -73,8 +71,6 @@ class CpPlan:
     def num_whole(self) -> int: ...
     @property
     def num_cut(self) -> int: ...
-    @property
-    def merges(self) -> bool: ...
     @property
     def hash(self) -> int: ...
     @property

@@ -34,9 +34,8 @@ Row row_of(Values lengths, int64_t total_tokens, int64_t multiple = 1) {
   return row;
 }
 
-Options options_of(int64_t cp_size, Policy policy, int64_t window = 0, bool merge = false) {
+Options options_of(int64_t cp_size, Policy policy, int64_t window = 0) {
   Options options;
-  options.merge = merge;
   options.cp_size = cp_size;
   options.policy = policy;
   options.heads = 16;
@@ -154,16 +153,13 @@ void check_shares(const Plan& plan, int64_t max_seqs) {
         continue;
       }
       const int32_t begin = static_cast<int32_t>(first_key(first.second, plan.options.window));
-      const int32_t end = plan.merges ? first.second : last.second + 1;
+      const int32_t end = last.second + 1;
       ASSERT_EQ(keys[piece + 1] - keys[piece], end - begin);
       for (int32_t i = 0; i < keys[piece + 1] - keys[piece]; ++i) {
         ASSERT_EQ(sources.at(rows[keys[piece] + i]), Key(first.first, begin + i));
       }
     }
-    // Own keys follow those of all pieces.
-    const int32_t own_keys = share.at(RankMetaSlot::kNumKeyRows) - keys[capacity];
-    ASSERT_EQ(own_keys, plan.merges ? share.at(RankMetaSlot::kNumCutTokens) : 0);
-    for (int32_t i = 0; i < own_keys; ++i) ASSERT_EQ(rows[keys[capacity] + i], i);
+    ASSERT_EQ(share.at(RankMetaSlot::kNumKeyRows), keys[capacity]);
   }
   EXPECT_EQ(pairs, plan.costs.pairs);
   EXPECT_EQ(far_rows, plan.costs.far_rows);
@@ -197,9 +193,7 @@ TEST(ContextParallelPlan, AnyRow) {
     for (const Policy policy : {Policy::kAuto, Policy::kContiguous, Policy::kZigzag}) {
       if (policy == Policy::kZigzag && multiple == 1) continue;
       const Row row = row_of(lengths, total, multiple);
-      const bool merge = random() % 2 == 0;
-      const Plan plan = make_plan(row, options_of(ranks, policy, window, merge));
-      ASSERT_EQ(plan.merges, merge && window == 0 && plan.costs.far_rows > 0);
+      const Plan plan = make_plan(row, options_of(ranks, policy, window));
       SCOPED_TRACE(testing::Message() << "round " << round << ", policy " << int(policy));
       check_deal(plan);
       check_shares(plan, static_cast<int64_t>(lengths.size()));
@@ -256,8 +250,6 @@ TEST(ContextParallelPlan, TheHashIsOfWhatRanksMustAgreeOn) {
   EXPECT_NE(hash_of({9, 16, 7}, Policy::kContiguous), hash);
   EXPECT_NE(hash_of({9, 7, 16}, Policy::kUlysses), hash);
   EXPECT_NE(hash_of({9, 7, 16}, Policy::kContiguous, 4), hash);
-  const Options merging = options_of(2, Policy::kContiguous, 0, /*merge=*/true);
-  EXPECT_NE(make_plan(row_of({9, 23}, 32), merging).hash, hash_of({9, 23}, Policy::kContiguous));
   // The same on every platform.
   EXPECT_EQ(hash_of({32}, Policy::kZigzag), 2523953300649714144U);
 }

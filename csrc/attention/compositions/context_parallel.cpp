@@ -1,8 +1,4 @@
-#include <ATen/ops/arange.h>
-#include <ATen/ops/argsort.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/searchsorted.h>
 
 #include <tuple>
 #include <type_traits>
@@ -10,7 +6,6 @@
 #include "attention/choice.h"
 #include "attention/composition.h"
 #include "attention/exchange.h"
-#include "attention/merge.h"
 #include "attention/side_stream.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
@@ -18,10 +13,8 @@
 
 // A rank's part of a row whose documents are dealt. The current stream attends over whole
 // documents. Beside it, another stream exchanges the keys that cut pieces need, and attends over
-// these pieces when their keys are all there. If the plan merges, because whole documents are too
-// few to hide the exchange, cut pieces attend to their own keys meanwhile too, and afterwards to
-// the keys before them, and the two results are merged. The pieces of cut documents are the first
-// rows of a rank; the keys and values of a token travel as one row, and so do their gradients.
+// these pieces when their keys are all there. The pieces of cut documents are the first rows of a
+// rank; the keys and values of a token travel as one row, and so do their gradients.
 namespace cuseq::attention {
 namespace {
 
@@ -67,8 +60,6 @@ class Part {
         num_far_(share_.at(RankMetaSlot::kNumFarRows)) {}
 
   int64_t cut_tokens() const { return cut_tokens_; }
-  // A window counts from the last key of a piece's call, so its call has all keys of the piece.
-  bool merges() const { return share_.merges() && !row_.call.window.has_value(); }
   bool has_exchange() const { return share_.at(RankMetaSlot::kAnyFar) != 0; }
   // Whether the rank has whole documents alone, and no rank needs keys of another.
   bool is_whole() const { return cut_tokens_ == 0 && !has_exchange(); }
@@ -102,56 +93,17 @@ class Part {
     return call;
   }
 
-  // Return the call of all pieces with their own keys, over the rank's row.
-  Call own() const {
-    Call call = row_.call;
-    call.queries = share_.all_queries();
-    call.keys = call.queries;
-    return call;
-  }
-
-  // Return the call of the cut pieces with their own keys.
-  Call own_cut() const {
-    Call call = row_.call;
-    call.q = call.q.narrow(0, 0, cut_tokens_);
-    call.k = call.k.narrow(0, 0, cut_tokens_);
-    call.v = call.v.narrow(0, 0, cut_tokens_);
-    call.queries = share_.cut_queries();
-    call.keys = call.queries;
-    return call;
-  }
-
-  // Return the call of the cut pieces, with the keys before them if it merges, else with all their
-  // keys; wait for them.
+  // Return the call of the cut pieces with all their keys; wait for these.
   Call cut() {
     arrival_.wait();
-    if (merges() || !share_.merges()) {
-      return cut_call(gathered(share_.key_sources().narrow(0, 0, share_.num_cut_keys())));
-    }
-    const Tensor order = at::argsort(places_by_piece());
-    Call call = cut_call(gathered(share_.key_sources().index_select(0, order)));
-    call.keys.offsets = call.keys.offsets.add(call.queries.offsets);
-    call.keys.cu_seqlens = call.keys.offsets;
-    call.keys.first = 0;
-    call.keys.longest = share_.at(RankMetaSlot::kLongestKeys);
-    call.keys.num_real_tokens = share_.at(RankMetaSlot::kNumKeyRows);
-    return call;
+    return cut_call(gathered(share_.key_sources()));
   }
 
   void wait() { arrival_.wait(); }
 
-  // Start the return of the gradients of far rows, given those of the keys of `cut`, and of
-  // `own_cut` if it merges.
-  void send_gradients(const Gradients& cut, const Gradients& own) {
+  // Start the return of the gradients of far rows, given those of the keys of `cut`.
+  void send_gradients(const Gradients& cut) {
     std::tie(std::ignore, grad_keys_, grad_values_) = cut;
-    if (merges()) {
-      grad_keys_ = at::cat({grad_keys_, std::get<1>(own)});
-      grad_values_ = at::cat({grad_values_, std::get<2>(own)});
-    } else if (share_.merges()) {
-      const Tensor places = places_by_piece();
-      grad_keys_ = grad_keys_.index_select(0, places);
-      grad_values_ = grad_values_.index_select(0, places);
-    }
     returned_ = side_by_side(share_.at(RankMetaSlot::kNumSentRows));
     if (!has_exchange()) return;
     const Tensor far = side_by_side(num_far_);
@@ -200,25 +152,8 @@ class Part {
     call.v = values_of(rows);
     call.queries = share_.cut_queries();
     call.keys = share_.cut_keys();
-    call.causal = call.causal && !merges();
-    call.all_have_keys = !merges();
+    call.all_have_keys = true;
     return call;
-  }
-
-  // Return the place of each row of key_sources if each piece's own keys followed those before it.
-  // Worked example, pieces of 2 and 1 tokens after 1 and 2 keys:
-  //   rows  a0 b0 b1 | A0 A1 B0      by piece  a0 A0 A1 b0 b1 B0      places  0 3 4 | 1 2 5
-  Tensor places_by_piece() const {
-    const Tensor queries = share_.cut_queries().offsets;
-    const Tensor before = share_.cut_keys().offsets;
-    const auto moved = [](const Tensor& offsets, int64_t rows, const Tensor& others) {
-      const Tensor row = at::arange(rows, offsets.options());
-      const Tensor piece = at::searchsorted(offsets.narrow(0, 1, offsets.size(0) - 1), row,
-                                            /*out_int32=*/false, /*right=*/true);
-      return row.add(others.index_select(0, piece));
-    };
-    return at::cat({moved(before, share_.num_cut_keys(), queries),
-                    moved(queries, cut_tokens_, before.narrow(0, 1, before.size(0) - 1))});
   }
 
   // Sum the gradients of the sources from `first` on, as many as rows of `out`, over their terms.
@@ -269,25 +204,19 @@ Output forward(const Row& row) {
     const auto beside = side.scope();
     part.send_keys(/*is_backward=*/false);
   }
-  auto [out, logsumexp] = attend(part.merges() ? part.own() : part.whole());
-  Call cut;
-  Output far;
+  const auto [out, logsumexp] = attend(part.whole());
+  Output cut;
   {
     const auto beside = side.scope();
     if (part.cut_tokens() == 0) {
       part.wait();
     } else {
-      cut = part.cut();
-      far = attend(cut);
+      cut = attend(part.cut());
     }
   }
   const auto reading = side.join();
   if (part.cut_tokens() == 0) return {out, logsumexp};
-  if (part.merges()) {
-    merge(out, logsumexp, cut, far);
-    return {out, logsumexp};
-  }
-  const auto& [cut_out, cut_logsumexp] = far;
+  const auto& [cut_out, cut_logsumexp] = cut;
   out.narrow(0, 0, part.cut_tokens()).copy_(cut_out);
   logsumexp.narrow(1, 0, part.cut_tokens()).copy_(cut_logsumexp);
   return {out, logsumexp};
@@ -303,16 +232,12 @@ Gradients backward(const Row& row, const Outer& outer) {
   const Outer cut_outer{outer.grad_out.narrow(0, 0, tokens), outer.out.narrow(0, 0, tokens),
                         outer.logsumexp.narrow(1, 0, tokens)};
   SideStream side(row.call.q);
-  Call cut;
-  Gradients own, far;
+  Gradients cut;
   {
     const auto beside = side.scope();
     part.send_keys(/*is_backward=*/true);
-    // Given the merged out and logsumexp, the backward of each call is exact.
-    if (part.merges()) own = attend_backward(part.own_cut(), cut_outer);
-    cut = part.cut();
-    far = attend_backward(cut, cut_outer);
-    part.send_gradients(far, own);
+    cut = attend_backward(part.cut(), cut_outer);
+    part.send_gradients(cut);
   }
   const auto [grad_q, grad_k, grad_v] = attend_backward(part.whole(), outer);
   {
@@ -320,13 +245,7 @@ Gradients backward(const Row& row, const Outer& outer) {
     part.wait();
   }
   const auto reading = side.join();
-  const Tensor cut_q = grad_q.narrow(0, 0, tokens);
-  if (part.merges()) {
-    cut_q.copy_(std::get<0>(own));
-    add(cut_q, std::get<0>(far), cut.queries, cut.keys);
-  } else {
-    cut_q.copy_(std::get<0>(far));
-  }
+  grad_q.narrow(0, 0, tokens).copy_(std::get<0>(cut));
   part.write_gradients(grad_k, grad_v);
   return {grad_q, grad_k, grad_v};
 }

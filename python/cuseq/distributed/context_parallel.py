@@ -17,7 +17,6 @@ from cuseq.distributed.plan import (
     HEADS,
     POLICIES,
     ContextParallelPlan,
-    as_merge,
     checked_heads,
     cp_plan,
 )
@@ -41,7 +40,6 @@ class ContextParallel:
         policy: as for `cp_plan`.
         heads: numbers of query and key heads of the model, as for `cp_plan`.
         head_dim: elements of a head, as for `cp_plan`.
-        merge: as for `cp_plan`.
 
     Raises:
         ValueError: the mesh has several dimensions, its group is destroyed, this process is not in
@@ -61,7 +59,6 @@ class ContextParallel:
         policy: str = "auto",
         heads: Sequence[int] | None = None,
         head_dim: int | None = None,
-        merge: bool | None = None,
     ):
         group = _group_of(mesh_or_group)
         self.rank: int = torch.distributed.get_rank(group)
@@ -73,11 +70,10 @@ class ContextParallel:
         self.policy = one_of(policy, "policy", POLICIES)
         self.heads = HEADS if heads is None else checked_heads(heads)
         self.head_dim = HEAD_DIM if head_dim is None else as_int(head_dim, "head_dim", least=1)
-        self.merge = as_merge(merge)
 
     def __setstate__(self, pickled: Any) -> None:
         """Check what a pickle says: a DataLoader's worker has no group to compare it with."""
-        names = ("rank", "size", "ranks", "group_name", "policy", "heads", "head_dim", "merge")
+        names = ("rank", "size", "ranks", "group_name", "policy", "heads", "head_dim")
         if not isinstance(pickled, dict) or set(pickled) != set(names):
             raise ValueError(f"pickled must hold {', '.join(names)}, got {shown(pickled)}")
         self.size = as_int(pickled["size"], "size", least=1)
@@ -94,7 +90,6 @@ class ContextParallel:
         self.policy = one_of(pickled["policy"], "policy", POLICIES)
         self.heads = checked_heads(pickled["heads"])
         self.head_dim = as_int(pickled["head_dim"], "head_dim", least=1)
-        self.merge = as_merge(pickled["merge"])
 
     def plan(self, packed: PackedLayout) -> ContextParallelPlan:
         """Return the plan of a row, which is the same on all ranks."""
@@ -104,7 +99,6 @@ class ContextParallel:
             policy=self.policy,
             heads=self.heads,
             head_dim=self.head_dim,
-            merge=self.merge,
         )
 
     @staticmethod

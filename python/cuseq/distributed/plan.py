@@ -74,13 +74,6 @@ class ContextParallelPlan:
         return self._plan.num_cut
 
     @property
-    def merges(self) -> bool:
-        """Whether cut pieces attend to their own keys during the exchange and to the keys before
-        them afterwards, merged by logsumexp; layers with a window excepted.
-        """
-        return self._plan.merges
-
-    @property
     def attention_balance(self) -> float:
         """Query-key pairs of causal attention on the busiest rank, divided by the mean per rank.
 
@@ -247,12 +240,11 @@ class ContextParallelPlan:
         return _planned_again, (*given, *rest)
 
     def __repr__(self) -> str:
-        merged = ", merged" if self.merges else ""
         return (
             f"ContextParallelPlan({self._policy}, {self._total_tokens} tokens over "
             f"{self._cp_size} ranks: {self.whole} documents whole, {self.cut} cut, busiest rank "
             f"{self.attention_balance:.3f} of the mean, {100 * self.moved_share:.1f} % of an "
-            f"all-gather moved{merged}, {self.predicted_us:.0f} us a layer predicted)"
+            f"all-gather moved, {self.predicted_us:.0f} us a layer predicted)"
         )
 
 
@@ -266,7 +258,6 @@ def cp_plan(
     head_dim: int = HEAD_DIM,
     window: int | None = None,
     max_far_rows: int | None = None,
-    merge: bool | None = None,
 ) -> ContextParallelPlan:
     """Plan which tokens of a packed row each rank of context parallelism holds.
 
@@ -300,11 +291,6 @@ def cp_plan(
             plan serves all layers with at most this window.
         max_far_rows: most keys that a rank may receive, in tokens. It bounds the memory of the
             exchange and fixes the capacity of the layout's buffers. None means no limit.
-        merge: whether cut pieces attend to their own keys while others travel, and merge the result
-            with that of the keys before them, by logsumexp; their outputs are then rounded twice.
-            Without merging they wait. None merges where whole documents are too few to hide the
-            exchange and the predicted time falls by 2 % or more. True is refused for plans with a
-            window and for "ulysses"; a row with no far keys merges nothing.
 
     Returns:
         The plan, for `cp_partition` and `cp_join`.
@@ -314,7 +300,7 @@ def cp_plan(
             tail is not a multiple of `2 * cp_size` (make it one by `segment_multiple` and
             `total_multiple`); for "ulysses", `cp_size` does not divide the query heads, or neither
             divides the key heads nor is a multiple of them; a rank needs more than `max_far_rows`;
-            `merge=True` with a window or "ulysses"; or an argument is outside its range.
+            or an argument is outside its range.
         TypeError: an argument has the wrong type.
 
     Synchronises only if the host does not know the lengths: it then waits for their copy.
@@ -326,7 +312,7 @@ def cp_plan(
         >>> cuseq.distributed.cp_plan([4, 4], 2, policy="zigzag").tokens_of(0).tolist()
         [0, 3, 4, 7]
     """
-    options = _checked_options(cp_size, policy, heads, head_dim, window, max_far_rows, merge)
+    options = _checked_options(cp_size, policy, heads, head_dim, window, max_far_rows)
     if isinstance(lengths_or_layout, PackedLayout):
         packed = lengths_or_layout
         check_layout(packed, parts=False, trees=False)
@@ -356,8 +342,7 @@ def _checked_options(
     head_dim: int,
     window: int | None,
     max_far_rows: int | None,
-    merge: bool | None,
-) -> tuple[int, str, tuple[int, int], int, int | None, int | None, bool | None]:
+) -> tuple[int, str, tuple[int, int], int, int | None, int | None]:
     return (
         as_int(cp_size, "cp_size", least=1),
         one_of(policy, "policy", POLICIES),
@@ -365,7 +350,6 @@ def _checked_options(
         as_int(head_dim, "head_dim", least=1),
         as_window(window),
         None if max_far_rows is None else as_int(max_far_rows, "max_far_rows", least=0),
-        as_merge(merge),
     )
 
 
@@ -375,13 +359,6 @@ def checked_heads(heads: Sequence[int]) -> tuple[int, int]:
         raise TypeError(f"heads must be (query heads, key heads), got {shown(heads)}")
     query, key = (as_int(number, "heads") for number in heads)
     return query, key
-
-
-def as_merge(merge: bool | None) -> bool | None:
-    """Return the argument; raise TypeError unless it is a bool or None."""
-    if merge is not None and not isinstance(merge, bool):
-        raise TypeError(f"merge must be a bool or None, got {shown(merge)}")
-    return merge
 
 
 def _planned(
@@ -394,17 +371,21 @@ def _planned(
     head_dim: int,
     window: int | None,
     max_far_rows: int | None,
-    merge: bool | None,
 ) -> ContextParallelPlan:
     row = (lengths, segments, total_tokens)
-    plan = _C.CpPlan(*row, cp_size, policy, *heads, window, max_far_rows, merge)
-    model = (heads, head_dim, window, max_far_rows, merge)
+    plan = _C.CpPlan(*row, cp_size, policy, *heads, window, max_far_rows)
+    model = (heads, head_dim, window, max_far_rows)
     return ContextParallelPlan(plan, *row, cp_size, policy, *model)
 
 
 def _planned_again(
     lengths: list[int], segments: list[int] | None, total_tokens: int, *options: Any
 ) -> ContextParallelPlan:
+    if len(options) != 6:
+        raise ValueError(
+            "a pickled plan must hold cp_size, policy, heads, head_dim, window and max_far_rows, "
+            f"got {len(options)} options: make a plan of an earlier cuseq again by cp_plan"
+        )
     made = build.as_numbers(lengths, "lengths")
     padded = None if segments is None else build.as_numbers(segments, "segments")
     total_tokens = as_int(total_tokens, "total_tokens", least=0)

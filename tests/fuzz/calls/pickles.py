@@ -197,7 +197,7 @@ _PICKLED: dict[str, tuple[Callable[[Draw], Any], Callable[[Any], None], str]] = 
         _some_layout,
         _use_layout,
         "lengths segment_lengths total_tokens max_seqs batch mask seqlen tree max_depth device "
-        "plan rank group cp_size policy heads head_dim window max_far_rows merge segments parents "
+        "plan rank group cp_size policy heads head_dim window max_far_rows segments parents "
         "samples context packed",
     ),
     "PackedTree": (
@@ -236,7 +236,7 @@ _PICKLED: dict[str, tuple[Callable[[Draw], Any], Callable[[Any], None], str]] = 
     "ContextParallelPlan": (
         lambda draw: cp.cp_plan([6, 2, 4], 2, heads=(4, 2)),
         _use_context_plan,
-        "lengths segments total_tokens cp_size policy heads head_dim window max_far_rows merge",
+        "lengths segments total_tokens cp_size policy heads head_dim window max_far_rows",
     ),
 }
 

@@ -28,7 +28,6 @@ class Case(NamedTuple):
     heads: tuple[int, int] = (4, 2)
     planned_window: int | None = None
     max_far_rows: int | None = None
-    merge: bool | None = None
     tail: int = 0  # tokens that each rank's part is lengthened by
     causal: bool = True
     window: int | None = None
@@ -52,7 +51,6 @@ class Case(NamedTuple):
             heads=self.heads,
             window=self.planned_window,
             max_far_rows=self.max_far_rows,
-            merge=self.merge,
         )
 
     def strided(self, rows: Tensor) -> Tensor:
@@ -96,8 +94,6 @@ def drawn(seed: int, cp_size: int, policy: str) -> Case:
     if window is not None and draw.random() < 0.7:
         case = case._replace(planned_window=window + draw.choice((0, 2)))
     case = case._replace(tail=draw.choice((0, 0, 3)))
-    if policy != "ulysses" and case.planned_window is None:
-        case = case._replace(merge=seed % 2 == 1)
     extra = draw.choice(("none", "none", "softcap", "sinks", "both sides", "spans"))
     if extra == "softcap":
         case = case._replace(softcap=2.0)

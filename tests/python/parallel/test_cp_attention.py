@@ -45,23 +45,22 @@ EDGES = [
     Case([200, 3, 3], max_far_rows=190),
     Case([300, 5], planned_window=7, window=7),
     Case([120] * 3, total=480, policy="zigzag", multiple=48),
-    Case([500], merge=True),
-    Case([500], merge=True, heads=(4, 1), sinks=True),
-    Case([500, 3], total=576, policy="zigzag", multiple=48, merge=True),
-    Case([400, 90, 1, 0, 60], total=600, merge=True, tail=3),
-    Case([240], policy="zigzag", multiple=48, merge=True, window=100),
-    Case([400, 90, 60], total=600, policy="contiguous", merge=True, window=5),
-    Case([400, 90, 60], total=600, policy="contiguous", merge=True, window=350, softcap=2.0),
+    Case([500], heads=(4, 1), sinks=True),
+    Case([500, 3], total=576, policy="zigzag", multiple=48),
+    Case([400, 90, 1, 0, 60], total=600, tail=3),
+    Case([240], policy="zigzag", multiple=48, window=100),
+    Case([400, 90, 60], total=600, policy="contiguous", window=5),
+    Case([400, 90, 60], total=600, policy="contiguous", window=350, softcap=2.0),
     # Ranks keep the few far rows for the backward.
     Case([27] * 39, total=1056, tail=5),
-    Case([27] * 39, total=1056, merge=True, sinks=True),
+    Case([27] * 39, total=1056, sinks=True),
     Case([11] * 97, total=1080, policy="contiguous", heads=(4, 4)),
     Case([700, 300], total=1008, policy="contiguous", planned_window=5, window=3),
     # Rows that no vector of 16 bytes fits, and tensors that are views.
     Case([500], heads=(2, 1), value_dim=5),
-    Case([500], heads=(3, 1), value_dim=7, merge=True, strides="heads first"),
+    Case([500], heads=(3, 1), value_dim=7, strides="heads first"),
     Case([27] * 39, total=1056, strides="in wider rows"),
-    Case([500, 40], total=576, merge=True, strides="in wider rows"),
+    Case([500, 40], total=576, strides="in wider rows"),
     Case([500, 40], total=576, strides="heads first"),
 ]
 
@@ -263,11 +262,11 @@ def check_autocast(groups: dict[int, Group]) -> None:
     assert own.grad.dtype == torch.float32 and bool(own.grad.isfinite().all())
 
 
-def check_bf16(groups: dict[int, Group], merge: bool) -> None:
+def check_bf16(groups: dict[int, Group]) -> None:
     """Gradients of keys from several ranks are added in fp32, and in one order."""
     for size, group in groups.items():
         packed = PackedLayout.from_lengths([200, 16], 216)
-        plan = cp_plan(packed, size, policy="contiguous", merge=merge)
+        plan = cp_plan(packed, size, policy="contiguous")
         rows = torch.randn(216, 2, 8, generator=seeded())
 
         def run(dtype: torch.dtype, layout: PackedLayout, own: Tensor) -> Tensor:
@@ -341,8 +340,7 @@ def check_one_graph(
         lengths = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
         packed = PackedLayout.from_lengths(lengths, total, segment_multiple=multiple, max_seqs=8)
         policy = ("auto", "contiguous")[number % 2] if multiple == 1 else "ulysses"
-        merge = (False, True)[number // 2 % 2] if multiple == 1 else None
-        plan = cp_plan(packed, 2, policy=policy, heads=(4, 2), merge=merge)
+        plan = cp_plan(packed, 2, policy=policy, heads=(4, 2))
         rows = torch.randn(total, 4, 8, dtype=torch.float64, generator=seeded(number))
         local, q, k = cp_partition(packed, plan, rank, rows, rows[:, :2].contiguous(), group=group)
         sinks = torch.zeros(4, dtype=torch.float64)
@@ -407,21 +405,15 @@ def check_flops(groups: dict[int, Group]) -> None:
     group = groups[2]
     rank = dist.get_rank(group)
     packed = PackedLayout.from_lengths([50, 30])
-    for merge in (False, True):
-        plan = cp_plan(packed, 2, policy="contiguous", merge=merge)
-        local, own = cp_partition(packed, plan, rank, torch.randn(80, 2, 8), group=group)
-        with FlopCounterMode(display=False) as counter:
-            cuseq.varlen_attention(own, own, own, local)
-        pairs = (40 * 40, 10 * 50 + 30 * 30)[rank]
-        assert counter.get_total_flops() == 2 * 2 * pairs * (8 + 8)
+    plan = cp_plan(packed, 2, policy="contiguous")
+    local, own = cp_partition(packed, plan, rank, torch.randn(80, 2, 8), group=group)
+    with FlopCounterMode(display=False) as counter:
+        cuseq.varlen_attention(own, own, own, local)
+    pairs = (40 * 40, 10 * 50 + 30 * 30)[rank]
+    assert counter.get_total_flops() == 2 * 2 * pairs * (8 + 8)
 
 
-ON_ALL_RANKS = (
-    "drawn rows",
-    "documents are apart",
-    "bf16",
-    "bf16, merged",
-)  # the others on ranks 0 and 1
+ON_ALL_RANKS = ("drawn rows", "documents are apart", "bf16")  # the others on ranks 0 and 1
 CHECKS: dict[str, Callable[[dict[int, Group]], None]] = {
     "drawn rows": lambda groups: check_drawn_rows(groups, 12),
     "what moves": check_what_moves,
@@ -431,8 +423,7 @@ CHECKS: dict[str, Callable[[dict[int, Group]], None]] = {
     "reentrant checkpoints": lambda groups: check_training(groups, "reentrant"),
     "non-reentrant checkpoints": lambda groups: check_training(groups, "non-reentrant"),
     "a collated step": check_a_collated_step,
-    "bf16": lambda groups: check_bf16(groups, merge=False),
-    "bf16, merged": lambda groups: check_bf16(groups, merge=True),
+    "bf16": check_bf16,
     "autocast": check_autocast,
     "a rank without a loss": check_a_rank_without_a_loss,
     "one graph": lambda groups: check_one_graph(groups, 30),
@@ -618,7 +609,7 @@ def over_nccl(rank: int) -> None:
         for seed in range(20):
             check(drawn(seed, 2, policy), groups[2], "cuda")
     packed = PackedLayout.from_lengths([3000, 350, 90, 1200, 7, 500], 5200).to("cuda")
-    plan = cp_plan(packed, 2, policy="contiguous", merge=False)
+    plan = cp_plan(packed, 2, policy="contiguous")
     rows = torch.randn(5200, 8, 64, generator=seeded()).to("cuda", torch.bfloat16)
     expected = cuseq.varlen_attention(rows, rows, rows, packed, backend="flash")
     local, own, expected = cp_partition(packed, plan, rank, rows, expected, group=groups[2])

@@ -130,6 +130,8 @@ def test_a_place_is_made_of_a_mesh_or_a_group(one_rank):
     assert cp.group_name == mesh["cp"].get_group().group_name
     sent = pickle.loads(pickle.dumps(cp))
     assert vars(sent) == vars(cp)
+    with pytest.raises(ValueError, match="pickled must hold rank, .*, head_dim, got .*merge"):
+        sent.__setstate__({**vars(cp), "merge": None})  # of an earlier cuseq
     assert repr(cp) == "ContextParallel(rank 0 of 1, auto)"
     packed = PackedLayout.from_lengths([5, 3])
     assert cp.plan(packed).hash == cp_plan(packed, 1, heads=(8, 2), head_dim=64).hash

@@ -293,7 +293,7 @@ def test_shares_hold_what_attention_needs(policy, cp_size, multiple):
     packed = PackedLayout.from_lengths(
         [61, 0, 3, 130, 17], segment_multiple=multiple, total_multiple=cp_size
     )
-    plan = cp_plan(packed, cp_size, policy=policy, merge=False)
+    plan = cp_plan(packed, cp_size, policy=policy)
     q, k, v = (torch.randn(packed.total_tokens, 2, 4, dtype=torch.float64) for _ in range(3))
     parts = [cp_partition(packed, plan, rank, q, k, v) for rank in range(cp_size)]
     real = [[rows[~local.moe_padding_mask] for rows in own] for local, *own in parts]

@@ -253,6 +253,13 @@ def test_a_plan_is_that_of_its_lengths_however_they_are_given(device):
     assert (sent.policy, sent.predicted_us) == (plan.policy, plan.predicted_us)
 
 
+def test_a_plan_that_an_earlier_cuseq_pickled_is_refused_by_name():
+    """It had one option more."""
+    make, arguments = cp_plan([6, 2], 2).__reduce__()
+    with pytest.raises(ValueError, match="got 7 options: make a plan of an earlier cuseq again"):
+        make(*arguments, None)
+
+
 ELSEWHERE = """
 import sys
 sys.path[:0] = {paths!r}
@@ -308,26 +315,3 @@ def test_lengths_on_a_gpu_wait_for_their_copy(cuda):
     lengths = torch.tensor([5, 11], device=cuda)
     packed = PackedLayout.from_lengths(lengths, 16)
     assert cuseq.distributed.cp_plan(packed, 2).hash == cp_plan([5, 11], 2).hash
-
-
-def test_far_keys_are_merged_where_whole_documents_are_too_few():
-    alone = cp_plan([8192], 2)
-    assert alone.merges and "merged" in repr(alone)
-    waiting = cp_plan([8192], 2, merge=False)
-    assert not waiting.merges and waiting.hash != alone.hash
-    assert alone.predicted_us < waiting.predicted_us
-    assert pickle.loads(pickle.dumps(waiting)).hash == waiting.hash
-    enough = cp_plan([2000, 6000, 3000, 3000, 2000, 2000], 2, policy="contiguous")
-    assert enough.cut == 1 and not enough.merges
-    assert not cp_plan([8192], 2, window=512).merges
-    assert not cp_plan([8192], 2, policy="ulysses").merges
-    assert not cp_plan([64, 64], 2, merge=True).merges  # nothing moves
-
-
-def test_a_merge_that_no_plan_has_is_refused():
-    with pytest.raises(ValueError, match="merge must be None or False for a plan with a window"):
-        cp_plan([64], 2, window=8, merge=True)
-    with pytest.raises(ValueError, match='merge must be None or False for policy "ulysses"'):
-        cp_plan([64], 2, policy="ulysses", merge=True)
-    with pytest.raises(TypeError, match="merge must be a bool or None, got 1"):
-        cp_plan([64], 2, merge=1)
