@@ -48,9 +48,10 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
       grids of images once a step. Padded batches, generation and evaluation give the same numbers
       as before, but attention weights (`output_attentions=True`) are not available. In a hybrid
       model, layers with a state along the row (short convolutions, gated delta rules, Mamba) start
-      each document anew; docs/hybrids.md lists the families. The balance loss of a mixture of experts leaves out the
-      padding of a row, and NEFTune scales its noise by the length of each document. Liger's kernels
-      work together with this if they were applied with Liger's option `rope=False`.
+      each document anew; docs/hybrids.md lists the families. The balance loss of a mixture of
+      experts leaves out the padding of a row, and NEFTune scales its noise by the length of each
+      document. Liger's kernels work together with this if they were applied with Liger's option
+      `rope=False`.
     - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`. Its model is enabled as above,
       and its data collator is replaced, so that each batch has the layout of its row. Call `enable`
       before `train()`.
