@@ -107,7 +107,10 @@ def register_flash() -> list[int]:
     return calls
 
 
-def tower_rows(name: str, device: torch.device, report: Report) -> list[dict[str, Any]]:
+def tower_rows(
+    name: str, device: torch.device, table: list[dict[str, Any]], report: Report, out: Any
+) -> None:
+    """Measure a tower, and write the report after each variant."""
     on_gpu = device.type == "cuda"
     config_name, class_name, shape, patch = TOWERS[name]
     shape = shape | ({} if on_gpu else SMALL_TOWER | dict(deepstack_visual_indexes=[0]))
@@ -119,36 +122,36 @@ def tower_rows(name: str, device: torch.device, report: Report) -> list[dict[str
     cls = getattr(getattr(module, f"modeling_{family}"), class_name)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     flash_calls = register_flash() if on_gpu else None
-    rows = []
+    inputs = []
     for count, pixels in ((8, 1008), (32, 504)):
         side = pixels // patch // 2 * 2 if on_gpu else 8
         grids = torch.tensor([[1, side, side]] * (count if on_gpu else 2))
         patches = int(grids.prod(1).sum())
         x = torch.randn(patches, 3 * 2 * patch * patch, device=device, dtype=dtype)
-        found: dict[str, Any] = {"tower": name, "images": f"{len(grids)} x {side} x {side} patches"}
-        for variant in ("sdpa", "flash", "cuseq", "flash compiled", "cuseq compiled"):
-            kind, _, compiled = variant.partition(" ")
-            if (kind == "flash" or compiled) and not on_gpu:
-                continue
-            free(device)
-            torch.manual_seed(0)
-            with torch.device(device):
-                tower = cls._from_config(
-                    copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
-                ).train()
-            if kind == "flash":  # transformers makes no model with a name that it does not know
-                tower.config._attn_implementation = "torch_flash"
-            if kind == "cuseq":
-                cuseq.enable(tower)
+        inputs.append((x, grids))
+        table.append({"tower": name, "images": f"{len(grids)} x {side} x {side} patches"})
+    for variant in ("sdpa", "flash", "cuseq", "flash compiled", "cuseq compiled"):
+        kind, _, compiled = variant.partition(" ")
+        if (kind == "flash" or compiled) and not on_gpu:
+            continue
+        free(device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            tower = cls._from_config(
+                copy.deepcopy(config), dtype=dtype, attn_implementation="sdpa"
+            ).train()
+        if kind == "flash":  # transformers makes no model with a name that it does not know
+            tower.config._attn_implementation = "torch_flash"
+        if kind == "cuseq":
+            cuseq.enable(tower)
+        if compiled:
+            tower.compile()
+        for found, (x, grids) in zip(table[-2:], inputs, strict=True):
             # transformers reads grids of its own path on the device.
             grid = grids if kind == "cuseq" else grids.to(device)
-            if compiled:
-                tower.compile()
 
-            def step(tower=tower, grid=grid) -> None:
-                out = tower(x, grid_thw=grid)
-                tensor = out.pooler_output if hasattr(out, "pooler_output") else out
-                tensor.sum().backward()
+            def step(tower=tower, x=x, grid=grid) -> None:
+                tower(x, grid_thw=grid).pooler_output.sum().backward()
                 for weight in tower.parameters():
                     weight.grad = None
 
@@ -158,23 +161,26 @@ def tower_rows(name: str, device: torch.device, report: Report) -> list[dict[str
             except Exception as error:
                 report.notes.append(f"{name}, {variant}: {type(error).__name__}: {error}"[:300])
                 continue
+            if on_gpu and not compiled:
+                found[f"{key}_waits"] = timer.profile(step, device=device).within(
+                    timer.WHOLE
+                ).syncs  # fmt: skip
             if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+                step()
                 found[f"{key}_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                if not compiled:
-                    found[f"{key}_waits"] = timer.profile(step, device=device).within(
-                        timer.WHOLE
-                    ).syncs  # fmt: skip
-            if kind == "flash" and not compiled and flash_calls is not None:
+            if variant == "flash" and flash_calls is not None:
                 flash_calls[0] = 0
                 with torch.no_grad():
                     tower(x, grid_thw=grid)
                 found["flash_calls"] = flash_calls[0]
-            if kind == "cuseq":
-                cuseq.disable(tower)
-            del tower, step
-        found["times"] = found["sdpa"] / found["cuseq"]
-        rows.append(found)
-    return rows
+            if "cuseq" in found:
+                found["times"] = found["sdpa"] / found["cuseq"]
+            del step
+        if kind == "cuseq":
+            cuseq.disable(tower)
+        del tower
+        report.write(out)
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -368,8 +374,7 @@ def main() -> None:
         table: list[dict[str, Any]] = []
         report.tables.append(Table("Towers, forward and backward", columns, table))
         for name in TOWERS:
-            table += tower_rows(name, device, report)
-            report.write(args.out)
+            tower_rows(name, device, table, report, args.out)
     if "row" in args.parts:
         row_of_images(device, report)
         report.write(args.out)

@@ -27,6 +27,7 @@ class TrainerOptions(ModelOptions, total=False):
     capacity: int | None
     cp: ContextParallel | None
     graph: bool
+    collator: Any
 
 
 class UnslothOptions(TypedDict, total=False):
@@ -47,6 +48,7 @@ DEFAULTS: Options = {
     "capacity": None,
     "cp": None,
     "graph": False,
+    "collator": None,
     "compile_blocks": False,
 }
 
@@ -84,7 +86,7 @@ class Enabled:
 def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise ValueError if an enabled object is enabled again with other options."""
     for name, value in now.items():
-        if before[name] != value:
+        if before[name] is not value and before[name] != value:
             raise ValueError(
                 f"{name} must stay {before[name]!r} until cuseq.disable, got {value!r}: disable it "
                 "first"

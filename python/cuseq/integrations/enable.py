@@ -52,9 +52,9 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
       experts leaves out the padding of a row, and NEFTune scales its noise by the length of each
       document. Liger's kernels work together with this if they were applied with Liger's option
       `rope=False`.
-    - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`. Its model is enabled as above,
-      and its data collator is replaced, so that each batch has the layout of its row. Call `enable`
-      before `train()`.
+    - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`, or with `collator`. Its model
+      is enabled as above, and its data collator is replaced, so that each batch has the layout of
+      its row. Call `enable` before `train()`.
     - Another `Trainer` of transformers. Its model is enabled as above. It keeps its data collator,
       so construct it with a `cuseq.PackingCollator`.
     - The unsloth module, after its import. unsloth's functions for packed rows are replaced. Enable
@@ -86,6 +86,10 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
             `cuseq.GraphedStep`, with clipping and the optimizer. Rows must have one shape; an
             SFTTrainer's get it. docs/cuda_graphs.md says what is refused. If the steps cannot be
             captured, a UserWarning says why, and plain steps give the same numbers.
+        collator: for a Trainer or an SFTTrainer, default None: a `cuseq.PackingCollator` or a
+            `cuseq.data.MultimodalPackingCollator` in the place of the trainer's own. An SFTTrainer
+            is then made with `packing=False` and `max_length=None`, and its dataset has what a
+            processor made of each document. Not with `cp` and `graph`.
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 

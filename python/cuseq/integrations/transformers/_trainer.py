@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from transformers import Trainer
 
+from cuseq._base.arguments import shown
 from cuseq.data.collator import PackingCollator
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 class _State(NamedTuple):
     enabled: Enabled
     options: TrainerOptions
-    collator: PackingCollator | None  # the trainer's own, if `cp` replaced it
+    collator: Any  # the trainer's own, if it was replaced
 
 
 # No value may refer to its trainer, which would then never be freed.
@@ -52,8 +53,10 @@ _states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary(
 
 def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabled:
     """Enable the model of a Trainer; `cuseq.enable` calls this with all options."""
-    cp, graph = options["cp"], options["graph"]
+    cp, graph, collator = options["cp"], options["graph"], options["collator"]
     check_option(graph, cp)
+    if collator is not None:
+        check_collator(trainer, collator)
     for name in ("bin_pack", "capacity"):
         if (value := options[name]) != DEFAULTS[name]:
             raise ValueError(
@@ -71,6 +74,11 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             "begins: call cuseq.enable(model) inside model_init"
         )
     before = trainer.data_collator
+    if collator is not None and (cp is not None or graph):
+        raise ValueError(
+            f"collator must be None with {'graph=True' if graph else 'cp'}, got one: make the "
+            "Trainer with a cuseq.PackingCollator"
+        )
     if cp is None and isinstance(before, PackingCollator) and before.cp is not None:
         raise ValueError(
             "cp must be given to cuseq.enable if the trainer's PackingCollator has one, got None: "
@@ -88,6 +96,9 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         _put_collator(trainer, dealing)
         SharedRows(trainer, dealing.cp).install()
         replaced = (*replaced, f"collator:{name}", f"context_parallel:{type(trainer).__name__}")
+    elif collator is not None:
+        _put_collator(trainer, collator)
+        replaced = (*replaced, f"collator:{name}")
     elif isinstance(before, PackingCollator | MultimodalPackingCollator):
         left_alone = (*left_alone, f"the data collator {name}: it packs rows already")
     else:
@@ -104,7 +115,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     for warning in warnings[len(model.warnings) :]:
         warn_once(warning)
     enabled = Enabled("trainer", replaced, left_alone, warnings)
-    own = None if dealing is None else before
+    own = None if dealing is None and collator is None else before
     _states[trainer] = _State(enabled, options, own)
     return enabled
 
@@ -184,6 +195,25 @@ def _dealing_collator(trainer: Trainer, cp: ContextParallel) -> PackingCollator:
     return trainer.data_collator.with_cp(cp)
 
 
-def _put_collator(trainer: Trainer, collator: PackingCollator) -> None:
+def check_collator(trainer: Trainer, collator: Any) -> None:
+    """Check a collator that is to replace a trainer's.
+
+    Raises:
+        TypeError: it is not a collator of cuseq.
+        ValueError: the trainer drops the columns that it needs.
+    """
+    if not isinstance(collator, PackingCollator | MultimodalPackingCollator):
+        raise TypeError(
+            "collator must be a cuseq.PackingCollator or a cuseq.data.MultimodalPackingCollator, "
+            f"got {shown(collator)}"
+        )
+    if isinstance(collator, MultimodalPackingCollator) and trainer.args.remove_unused_columns:
+        raise ValueError(
+            "remove_unused_columns must be False for a MultimodalPackingCollator, got True: the "
+            "trainer would drop columns of images"
+        )
+
+
+def _put_collator(trainer: Trainer, collator: Any) -> None:
     forget_evaluation_loaders(trainer)  # persistent workers would keep using the old collator
     trainer.data_collator = collator

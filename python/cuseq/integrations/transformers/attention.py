@@ -48,9 +48,10 @@ from cuseq.integrations.transformers._lengths import (
 from cuseq.integrations.transformers._recurrent import leak_warning, leak_warning_by_name
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
-from cuseq.integrations.transformers.masks import DOCUMENTS, DeferredMask
+from cuseq.integrations.transformers.masks import DeferredMask
 from cuseq.integrations.transformers.names import (
     BACKEND,
+    DOCUMENTS,
     HOLD,
     NAME,
     UNSUPPORTED,

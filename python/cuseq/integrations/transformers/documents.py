@@ -48,7 +48,13 @@ from cuseq.integrations.transformers._lengths import (
 )
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._warn import warn_once
-from cuseq.integrations.transformers.names import HOLD, MASK_BESIDE_LENGTHS, NAME, cache_names
+from cuseq.integrations.transformers.names import (
+    DOCUMENTS,
+    HOLD,
+    MASK_BESIDE_LENGTHS,
+    NAME,
+    cache_names,
+)
 from cuseq.layout import PackedLayout, check_layout, own_positions
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
@@ -243,7 +249,7 @@ def bring_documents(
             )
         _check_planes(door, model, told)
     if are_packed and _is_padding_mask(told):
-        if described:
+        if described and not hasattr(told["attention_mask"], DOCUMENTS):
             warn_once(MASK_BESIDE_LENGTHS)
         changes["attention_mask"] = None
     if packed is not None and "packed" not in told and (door.takes_more or "packed" in door.names):

@@ -23,11 +23,8 @@ from cuseq._base.models import recurrent_layers
 from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers.documents import counted, document_numbers
-from cuseq.integrations.transformers.names import NAME
+from cuseq.integrations.transformers.names import DOCUMENTS, NAME
 from cuseq.layout import PackedLayout, special_kind
-
-DOCUMENTS = "_cuseq_documents"
-"""The attribute of a built mask that keeps the documents of a row apart."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ TOWER = "cuseq_flash"
 BACKEND = "_cuseq_backend"
 """The attribute of an attention layer that says which backend `enable` was asked for."""
 
+DOCUMENTS = "_cuseq_documents"
+"""The attribute of a mask that cuseq made of the documents of a row."""
+
 HOLD = "_cuseq_hold"
 """The attribute of enabled models and layers that keeps what they use replaced."""
 

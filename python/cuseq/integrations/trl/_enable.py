@@ -25,8 +25,12 @@ from cuseq.integrations.transformers._private import (
 )
 from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
 from cuseq.integrations.transformers._trainer import count_real_tokens, restore_methods
+from cuseq.integrations.transformers._trainer import disable_trainer as disable_plain_trainer
+from cuseq.integrations.transformers._trainer import enable_trainer as enable_plain_trainer
+from cuseq.integrations.transformers.names import DOCUMENTS
 from cuseq.integrations.trl._graphed import FixedCollator, GraphedSFT
 from cuseq.integrations.trl._rows import PackedCollator, PackedRows, most_documents
+from cuseq.layout import PackedLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,6 +75,8 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     if cp is not None:
         _check_shares(trainer)
     _check_sft(trainer)
+    if options["collator"] is not None:
+        return _enable_with_collator(trainer, **options)
     check_option(graph, cp)
     strategy = "bfd" if bin_pack is True or (cp is not None and bin_pack is False) else bin_pack
     options["bin_pack"] = strategy
@@ -125,10 +131,60 @@ def disable_trainer(trainer: SFTTrainer) -> None:
     _check_sft(trainer)
     state = _states.pop(trainer, None)
     if state is None:
+        trainer.__dict__.pop("compute_loss", None)
+        disable_plain_trainer(trainer)
         return
     restore_methods(trainer)
     delattr(trainer, _PREPARE)
     _put(trainer, state.collator, state.train_dataset)
+
+
+def _enable_with_collator(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> Enabled:
+    """Enable a trainer whose rows a collator of cuseq makes, of documents as a processor gives
+    them.
+    """
+    args = trainer.args
+    if args.packing or trainer.padding_free:
+        raise ValueError(
+            "trainer must have packing=False and padding_free=False with a collator, which makes "
+            "the rows itself"
+        )
+    if args.max_length is not None and not _prepares_nothing(args):
+        raise ValueError(
+            f"max_length must be None in SFTConfig with a collator, got {args.max_length}: TRL "
+            "would cut examples inside an image; leave out examples that are too long"
+        )
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    if columns and "input_ids" not in columns:
+        raise ValueError(
+            "trainer.train_dataset must have the columns that a processor makes, input_ids among "
+            f"them, for a collator of cuseq, got {list(columns)}: call the processor in "
+            "dataset.map"
+        )
+    enabled = enable_plain_trainer(trainer, **options)
+    if "compute_loss" not in vars(trainer):
+        _count_tokens_of_rows(trainer)
+    return enabled
+
+
+def _prepares_nothing(args: Any) -> bool:
+    return bool((args.dataset_kwargs or {}).get("skip_prepare_dataset", False))
+
+
+def _count_tokens_of_rows(trainer: SFTTrainer) -> None:
+    """Let TRL count the real tokens of a row: of planes of positions it would count one."""
+    compute = type(trainer).compute_loss
+    own = weakref.ref(trainer)
+
+    def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        packed = inputs.get("packed")
+        if isinstance(packed, PackedLayout) and "attention_mask" not in inputs:
+            mask = (~packed.to(inputs["input_ids"].device).moe_padding_mask).long()[None]
+            setattr(mask, DOCUMENTS, True)  # the model need not warn that it takes the layout
+            inputs = inputs | {"attention_mask": mask}
+        return compute(own(), model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
 
 
 def _put(trainer: SFTTrainer, collator: DataCollatorForLanguageModeling, rows: Any) -> None:
