@@ -5,7 +5,7 @@
 `towers`: forward and backward of the towers of Qwen2.5-VL-7B and Qwen3-VL-8B, bf16, over eight
 images of about 1 MP and thirty-two of 0.25 MP: transformers' sdpa, which loops over images and
 windows; its path for flash attention, with torch's varlen attention behind it; and enabled; the
-last two compiled as well. `calls` are calls of attention in a forward, `waits` those of the host in
+last two with compiled blocks as well. `calls` are calls of attention in a forward, `waits` those of the host in
 forward and backward.
 
 `row`: a step of a Qwen3-VL-2B shape over rows of 8,192 tokens, of which half are those of images:
@@ -96,7 +96,7 @@ def register_flash() -> list[int]:
 
     calls = [0]
 
-    def attend(module, q, k, v, mask, cu_seq_lens_q=None, max_length_q=None, scaling=None, **_):
+    def attend(module, q, k, v, cu_seq_lens_q=None, max_length_q=None, scaling=None, **_):
         calls[0] += 1
         rows = (one.squeeze(0).transpose(0, 1) for one in (q, k, v))
         out = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
@@ -144,8 +144,8 @@ def tower_rows(
             tower.config._attn_implementation = "torch_flash"
         if kind == "cuseq":
             cuseq.enable(tower)
-        if compiled:
-            tower.compile()
+        for block in tower.blocks if compiled else ():
+            block.compile(dynamic=True)
         for found, (x, grids) in zip(table[-2:], inputs, strict=True):
             # transformers reads grids of its own path on the device.
             grid = grids if kind == "cuseq" else grids.to(device)
@@ -157,7 +157,7 @@ def tower_rows(
 
             key = variant.replace(" ", "_")
             try:
-                found[key] = wall(step, device, 6, 3)
+                found[key] = wall(step, device, 5, 2)
             except Exception as error:
                 report.notes.append(f"{name}, {variant}: {type(error).__name__}: {error}"[:300])
                 continue

@@ -235,3 +235,26 @@ def test_every_installed_tower_computes_what_it_did(name, kind):
     cuseq.enable(tower)
     found = run(tower, pixels, grids)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_blocks_have_one_graph_for_all_grids(family):
+    tower = make_tower(family)
+    cuseq.enable(tower)
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    several = [[[1, 4, 6], [1, 4, 4]], [[1, 8, 4], [1, 2, 6]], [[1, 6, 6]], [[1, 8, 8]] * 3]
+    grids = [torch.tensor(one) for one in several]
+    pixels = [pixels_of(tower, one) for one in grids]
+    expected = [tower(x, one).pooler_output for x, one in zip(pixels, grids, strict=True)]
+    for block in tower.blocks:
+        block.compile(backend=counting, dynamic=True)
+    for x, one, own in zip(pixels, grids, expected, strict=True):
+        torch.testing.assert_close(tower(x, one).pooler_output, own)
+    assert len(graphs) <= 2  # the first block's input is a view, and has a graph of its own
+    torch.compiler.reset()

@@ -240,11 +240,24 @@ def cuseq_tower_attention(
     """
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if torch.compiler.is_compiling():
-        kwargs |= dict(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
-    else:
-        kwargs["packed"] = layout_of_offsets(cu_seq_lens_q, query.shape[2])
-    return cuseq_attention(module, query, key, value, attention_mask, **kwargs)
+    if not torch.compiler.is_compiling():
+        packed = layout_of_offsets(cu_seq_lens_q, query.shape[2])
+        return cuseq_attention(module, query, key, value, attention_mask, packed=packed, **kwargs)
+    _check_packable(module, query, key, attention_mask, kwargs.get("dropout", 0.0))
+    if query.is_cuda:
+        load_backends()
+    # Without a bound, kernels would start for images as long as the row. Of a layer's longest
+    # images and windows compiled code makes one symbol, so it has one graph for all grids.
+    out, *_ = torch.ops.cuseq.varlen_attention(
+        *[states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)],
+        cu_seq_lens_q.to(torch.int32),
+        None,
+        False,
+        None,
+        kwargs.get("scaling"),
+        max_length_q,
+    )
+    return _as_batch(out, query), None
 
 
 def _as_batch(out: Tensor, query: Tensor) -> Tensor:
