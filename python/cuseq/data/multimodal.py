@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_tensor, check_untransformed
+from cuseq._base.arguments import as_int, check_flag, check_tensor, check_untransformed
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
@@ -33,6 +33,9 @@ class MultimodalPackingCollator:
         total_tokens, capacity, max_seqs, total_multiple, pad_token_id: as for `PackingCollator`.
         image_capacity: most patches of images and videos that a row may hold, which bounds the
             memory of the vision tower; a batch with more raises ValueError. None means no limit.
+        blank_image: whether a row without images gets one of a single token, black, in its tail.
+            The tower then runs on every rank, as FSDP2 and DDP need; its gradients are zero. Rows
+            must have a tail: `total_tokens` is given, and `capacity` is smaller, by default by 1.
 
     Call it with a list of examples as the model's processor makes them for one document: mappings
     with `input_ids`, and for images `pixel_values` `[patches, ...]` and `image_grid_thw`
@@ -65,8 +68,8 @@ class MultimodalPackingCollator:
     """
 
     _OPTIONS = (
-        *("config", "image_capacity", "total_tokens", "capacity", "max_seqs", "total_multiple"),
-        "pad_token_id",
+        *("config", "image_capacity", "blank_image", "total_tokens", "capacity", "max_seqs"),
+        *("total_multiple", "pad_token_id"),
     )
 
     def __init__(
@@ -77,6 +80,7 @@ class MultimodalPackingCollator:
         capacity: int | None = None,
         max_seqs: int | None = None,
         image_capacity: int | None = None,
+        blank_image: bool = False,
         total_multiple: int = 1,
         pad_token_id: int = 0,
     ):
@@ -85,6 +89,18 @@ class MultimodalPackingCollator:
         self.image_capacity = image_capacity
         if image_capacity is not None:
             self.image_capacity = as_int(image_capacity, "image_capacity", 1)
+        check_flag(blank_image, "blank_image")
+        self.blank_image = blank_image
+        if blank_image:
+            if total_tokens is None:
+                raise ValueError("total_tokens must be given with blank_image=True, got None")
+            most = as_int(total_tokens, "total_tokens", 2) - 1
+            capacity = most if capacity is None else as_int(capacity, "capacity", 1)
+            if capacity > most:
+                raise ValueError(
+                    "capacity must be below total_tokens with blank_image=True, whose token lies "
+                    f"in the tail of the row, got {capacity}"
+                )
         self._text = PackingCollator(
             total_tokens=total_tokens,
             capacity=capacity,
@@ -95,7 +111,8 @@ class MultimodalPackingCollator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes the collator again, so that a pickle is checked as arguments are."""
-        own = {"config": self.config, "image_capacity": self.image_capacity}
+        names = ("config", "image_capacity", "blank_image")
+        own = {name: getattr(self, name) for name in names}
         text = {name: getattr(self._text, name) for name in self._OPTIONS if name not in own}
         return _again, (own | text,)
 
@@ -135,6 +152,8 @@ class MultimodalPackingCollator:
             second_per_grid_ts=seconds if rule_of(self.config).videos_have_seconds else None,
             mm_token_type_ids=batch.get(_TYPES),
         )
+        if self.blank_image and not any(key in row for key in PIXELS):
+            row = self._blank(batch)
         for key, grids in _GRIDS.items():
             if grids in row:
                 batch[key] = layout_of_config(self.config, row[grids])
@@ -143,6 +162,24 @@ class MultimodalPackingCollator:
             for token in (self.config.image_token_id, self.config.video_token_id):
                 batch["labels"] = batch["labels"].masked_fill(ids == token, IGNORE_INDEX)
         return batch | row
+
+    def _blank(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Put a black image of one token behind a row; return its columns."""
+        batch["input_ids"][0, batch["packed"].num_real_tokens] = self.config.image_token_id
+        tower = self.config.vision_config
+        merge = tower.spatial_merge_size
+        patch = (
+            getattr(tower, "in_channels", getattr(tower, "num_channels", 3)),
+            getattr(tower, "temporal_patch_size", 1),
+            *(tower.patch_size, tower.patch_size),
+        )
+        pixels = torch.zeros(merge * merge, *patch, device="cpu")
+        # PaddleOCR-VL takes patches as images, without frames.
+        is_flat = self.config.model_type != "paddleocr_vl"
+        return {
+            "pixel_values": pixels.flatten(1) if is_flat else pixels[:, :, 0],
+            "image_grid_thw": torch.tensor([[1, merge, merge]], device="cpu"),
+        }
 
 
 def _again(options: Any) -> MultimodalPackingCollator:

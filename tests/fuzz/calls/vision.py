@@ -32,6 +32,28 @@ def _config(draw: Draw) -> SimpleNamespace:
     )
 
 
+class _Config(SimpleNamespace):
+    def get_text_config(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            vocab_size=100,
+        )  # fmt: skip
+
+
+@function("cuseq.data.multimodal_costs", cuseq.data.multimodal_costs)
+def _(draw):
+    lengths = draw.choice(([], [5], [8, 0, 300]))
+    grids = [draw.choice((None, [[1, 4, 6]], torch.tensor([[2, 8, 4], [1, 2, 2]])))
+             for _ in lengths]  # fmt: skip
+    tower = SimpleNamespace(hidden_size=32, depth=2, intermediate_size=64, patch_size=14)
+    model_type = draw.choice(("qwen2_vl", "qwen3_vl"))
+    return {
+        "config": _Config(model_type=model_type, vision_config=tower),
+        "lengths": draw.choice((lengths, torch.tensor(lengths, dtype=torch.int64))),
+        "grids": grids,
+    }
+
+
 def _document(draw: Draw) -> tuple[list[int], list[list[int]]]:
     """Return the tokens of a document that may hold an image, and its grids."""
     height, width = draw.choice((1, 2, 3)), draw.choice((1, 2))

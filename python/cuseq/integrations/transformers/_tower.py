@@ -160,7 +160,7 @@ def _position_ids(
     def frames() -> Tensor:
         count, height, width = facts.grids.unbind(1)
         patches = (height * width).repeat_interleave(count)
-        number = torch.cat([torch.arange(int(n)) for n in count] or [count])
+        number = torch.cat([torch.arange(int(n), device="cpu") for n in count] or [count])
         return _copied(number.repeat_interleave(patches), device)
 
     return torch.cat([facts.of(frames, "frames", device)[:, None], places], dim=1)
