@@ -45,9 +45,9 @@ def test_a_blank_image_changes_nothing(family):
 
 @pytest.mark.parametrize("name, kind", installed_towers())
 def test_patches_have_the_shape_that_a_tower_takes(name, kind):
-    tower = make_tower((name, kind))
     if name not in cuseq.vision.positions.MODEL_TYPES:
         pytest.skip("no model with M-RoPE")
+    tower = make_tower((name, kind))
     config = transformers.AutoConfig.for_model(name)
     config.vision_config = tower.config
     collate = cuseq.data.MultimodalPackingCollator(config, total_tokens=8, blank_image=True)
