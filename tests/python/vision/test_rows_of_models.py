@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import cuseq
 
 transformers = pytest.importorskip("transformers")
 
+HAS_RIGHT_PLANES = importlib.util.find_spec("transformers.vision_utils") is not None
 IMAGE, VIDEO = 100, 101
 TEXT = dict(
     vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
@@ -33,6 +36,8 @@ FAMILIES = {
 
 
 def make_model(family: str) -> torch.nn.Module:
+    if family == "qwen2_5_vl" and not HAS_RIGHT_PLANES:
+        pytest.skip("transformers before 5.9 mixes up this model's planes of images")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family], **TOKENS)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float64)
