@@ -69,26 +69,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = make_model(options.seed)
     cuseq.enable(model)
     collate = cuseq.data.MultimodalPackingCollator(model.config)
-    runs = [train("cuseq, packed", model, steps, unseen, lambda documents: [collate(documents)])]
+    packed = train("cuseq, packed", model, steps, unseen, lambda documents: [collate(documents)])
     model = make_model(options.seed)
-    runs.append(
-        train("transformers, one by one", model, steps, unseen, lambda documents: documents)
-    )
+    alone = train("transformers, one by one", model, steps, unseen, lambda documents: documents)
 
-    packed, alone = runs
-    apart = max(abs(a - b) for a, b in zip(packed.losses, alone.losses))
-    for run in runs:
+    for run in (packed, alone):
         print(
             f"{run.name:24}  {run.tokens_per_second:7,.0f} tokens/s, last loss "
             f"{run.losses[-1]:.4f}, {run.read_right:.1%} of unseen digits read right"
         )
+    apart = [abs(a - b) for a, b in zip(packed.losses, alone.losses)]
+    # Training multiplies the rounding of its first steps, so later losses say less.
     print(
-        f"Losses differ by at most {apart:.1e}. Packed training is "
-        f"{packed.tokens_per_second / alone.tokens_per_second:.1f}x as fast."
+        f"Losses of the first {QUICK_STEPS} steps differ by at most "
+        f"{max(apart[:QUICK_STEPS]):.1e}, all by at most {max(apart):.1e}.\n"
+        f"Packed training is {packed.tokens_per_second / alone.tokens_per_second:.1f}x as fast."
     )
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "images.json").write_text(json.dumps([asdict(run) for run in runs]) + "\n")
-    draw(options.out / "images.png", runs, apart)
+    results = json.dumps([asdict(packed), asdict(alone)], indent=2)
+    (options.out / "images.json").write_text(results + "\n", encoding="utf-8")
+    draw(options.out / "images.png", [packed, alone])
+    print(f"Written: images.json and, with matplotlib, images.png in {options.out}")
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -96,9 +97,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "--steps", type=int, default=450, metavar="N", help="optimiser steps (default: %(default)s)"
-    )
+    add("--steps", type=int, default=500, metavar="N", help="of training (default: %(default)s)")
     add("--documents", type=int, default=32, metavar="N", help="of a step (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights and documents (default: %(default)s)")
     add("--out", type=Path, metavar="PATH", default=Path(__file__).parent / "out",
@@ -110,7 +109,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def make_model(seed: int) -> torch.nn.Module:
     """Return a Qwen3-VL of 0.3 million random weights."""
-    small = dict(hidden_size=64, intermediate_size=128, initializer_range=0.15)
+    small = dict(hidden_size=64, intermediate_size=128, initializer_range=0.1)
     text = dict(
         small, vocab_size=VOCABULARY, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, use_cache=False,
@@ -222,12 +221,11 @@ def read_right(model: torch.nn.Module, batches: list[dict]) -> float:
     return torch.cat(right).float().mean().item()
 
 
-def draw(path: Path, runs: list[Run], apart: float) -> None:
+def draw(path: Path, runs: list[Run]) -> None:
     """Draw both curves, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("Nothing is drawn: matplotlib is not installed.")
         return
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -236,13 +234,12 @@ def draw(path: Path, runs: list[Run], apart: float) -> None:
     for run, line in zip(runs, lines):
         label = f"{run.name}: {run.tokens_per_second:,.0f} tokens/s"
         axes.plot(range(1, len(run.losses) + 1), run.losses, label=label, **line)
-    axes.set_title(f"Loss of a Qwen3-VL that learns to read digits (at most {apart:.0e} apart)")
+    axes.set_title("Loss of a small Qwen3-VL that learns to read digits")
     axes.set_xlabel("optimiser step")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    print(f"Written: images.json and {path.name} in {path.parent}")
 
 
 if __name__ == "__main__":
