@@ -130,6 +130,17 @@ def test_sft_logs_what_the_row_has(make_sft):
     assert trainer.data_collator is own and "compute_loss" not in vars(trainer)
 
 
+def test_sft_keeps_a_loss_of_the_users_own(make_sft):
+    trainer, collate = make_sft()
+    own = trainer.compute_loss
+    trainer.compute_loss = own
+    cuseq.disable(trainer)  # it was never enabled
+    assert vars(trainer)["compute_loss"] is own
+    cuseq.enable(trainer, collator=collate)
+    cuseq.disable(trainer)
+    assert vars(trainer)["compute_loss"] is own
+
+
 def test_sft_refuses_what_would_cut_or_pack_again(make_sft):
     trainer, collate = make_sft(max_length=64)
     with pytest.raises(ValueError, match="max_length must be None in SFTConfig with a collator"):

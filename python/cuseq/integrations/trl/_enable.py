@@ -58,6 +58,8 @@ class _State(NamedTuple):
 
 # No value may refer to its trainer, which would then never be freed.
 _states: weakref.WeakKeyDictionary[SFTTrainer, _State] = weakref.WeakKeyDictionary()
+# The trainers whose tokens `_count_tokens_of_rows` counts.
+_counting: weakref.WeakSet[SFTTrainer] = weakref.WeakSet()
 
 
 def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> Enabled:
@@ -131,7 +133,9 @@ def disable_trainer(trainer: SFTTrainer) -> None:
     _check_sft(trainer)
     state = _states.pop(trainer, None)
     if state is None:
-        trainer.__dict__.pop("compute_loss", None)
+        if trainer in _counting:
+            _counting.remove(trainer)
+            delattr(trainer, "compute_loss")
         disable_plain_trainer(trainer)
         return
     restore_methods(trainer)
@@ -162,7 +166,7 @@ def _enable_with_collator(trainer: SFTTrainer, **options: Unpack[TrainerOptions]
             "dataset.map"
         )
     enabled = enable_plain_trainer(trainer, **options)
-    if "compute_loss" not in vars(trainer):
+    if "compute_loss" not in vars(trainer):  # a user's own says what it counts
         _count_tokens_of_rows(trainer)
     return enabled
 
@@ -185,6 +189,7 @@ def _count_tokens_of_rows(trainer: SFTTrainer) -> None:
         return compute(own(), model, inputs, *args, **kwargs)
 
     trainer.compute_loss = compute_loss
+    _counting.add(trainer)
 
 
 def _put(trainer: SFTTrainer, collator: DataCollatorForLanguageModeling, rows: Any) -> None:
