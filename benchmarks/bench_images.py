@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import random
 import statistics
 import time
@@ -117,9 +118,9 @@ def tower_rows(
     if not on_gpu:
         shape |= dict(fullatt_block_indexes=[1])
     family = "qwen2_5_vl" if name == "Qwen2.5-VL" else "qwen3_vl"
-    module = __import__(f"transformers.models.{family}", fromlist=[config_name])
-    config = getattr(module, config_name)(**shape)
-    cls = getattr(getattr(module, f"modeling_{family}"), class_name)
+    folder = importlib.import_module(f"transformers.models.{family}")
+    config = getattr(folder, config_name)(**shape)
+    cls = getattr(importlib.import_module(f"{folder.__name__}.modeling_{family}"), class_name)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     flash_calls = register_flash() if on_gpu else None
     inputs = []

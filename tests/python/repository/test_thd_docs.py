@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from example_modules import imported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -15,22 +12,14 @@ from torch import Tensor
 import cuseq
 from cuseq import PackedLayout
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "moe_router.py"
 DIM, N_EXPERTS = 5, 4
 UNPADDED, MASKED, MISTAKEN = "unpadded", "padded, with the mask", "padded, without it"
 
 
 @pytest.fixture(scope="module")
 def example():
-    """Import the example by its path, since examples are not a package."""
-    spec = importlib.util.spec_from_file_location("moe_router", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    try:
-        spec.loader.exec_module(module)
+    with imported("moe_router") as module:
         yield module
-    finally:
-        del sys.modules[spec.name]
 
 
 def routed(example, packed: PackedLayout, top_k: int, masked: bool, device="cpu"):

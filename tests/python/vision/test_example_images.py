@@ -6,29 +6,21 @@ import importlib.util
 import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from example_modules import imported
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("transformers.models.qwen3_vl")
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "images.py"
 STEPS = 16
 
 
 @pytest.fixture(scope="module")
 def example():
-    """Import the example by its path, since examples are not a package."""
-    spec = importlib.util.spec_from_file_location("images", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    try:
-        spec.loader.exec_module(module)
+    with imported("images") as module:
         yield module
-    finally:
-        del sys.modules[spec.name]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuseq
@@ -199,20 +200,15 @@ def test_checkpointing_and_frozen_layers(device):
 def test_a_compiled_tower_takes_new_grids(family):
     tower = make_tower(family)
     cuseq.enable(tower)
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(tower, backend=counting)
+    graphs = CompileCounterWithBackend("eager")
+    compiled = torch.compile(tower, backend=graphs)
     several = [[[1, 4, 6], [1, 4, 4]], [[1, 8, 4], [1, 2, 6]], [[1, 6, 6]], [[1, 4, 4]] * 4]
     counts = []
     for grids in map(torch.tensor, several * 2):
         pixels = pixels_of(tower, grids)
         expected = tower(pixels, grids).pooler_output
         torch.testing.assert_close(compiled(pixels, grids).pooler_output, expected)
-        counts.append(len(graphs))
+        counts.append(graphs.frame_count)
     assert counts[-1] == counts[3]  # no graph for grids that were seen
     torch.compiler.reset()
 
@@ -242,19 +238,14 @@ def test_every_installed_tower_computes_what_it_did(name, kind):
 def test_compiled_blocks_have_one_graph_for_all_grids(family):
     tower = make_tower(family)
     cuseq.enable(tower)
-    graphs = []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs = CompileCounterWithBackend("eager")
     several = [[[1, 4, 6], [1, 4, 4]], [[1, 8, 4], [1, 2, 6]], [[1, 6, 6]], [[1, 8, 8]] * 3]
     grids = [torch.tensor(one) for one in several]
     pixels = [pixels_of(tower, one) for one in grids]
     expected = [tower(x, one).pooler_output for x, one in zip(pixels, grids, strict=True)]
     for block in tower.blocks:
-        block.compile(backend=counting, dynamic=True)
+        block.compile(backend=graphs, dynamic=True)
     for x, one, own in zip(pixels, grids, expected, strict=True):
         torch.testing.assert_close(tower(x, one).pooler_output, own)
-    assert len(graphs) <= 2  # the first block's input is a view, and has a graph of its own
+    assert graphs.frame_count <= 2  # the first block's input is a view, and has a graph of its own
     torch.compiler.reset()
