@@ -28,6 +28,13 @@ def copy_pair(first: Tensor, second: Tensor, device: torch.device) -> tuple[Tens
     )
 
 
+def copy_without_wait(source: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of any dtype to a device; from the host to a GPU through pinned memory."""
+    if source.device.type == "cpu" and device.type == "cuda":
+        return source.pin_memory().to(device, non_blocking=True)
+    return source.to(device)
+
+
 def with_index(device: torch.device) -> torch.device:
     """Return the device in the form that tensors report: `cuda` with an index, `cpu` without."""
     if device.type == "cuda" and device.index is None:

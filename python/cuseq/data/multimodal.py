@@ -14,10 +14,16 @@ from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
 from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples
 from cuseq.vision.layout import layout_of_config
-from cuseq.vision.positions import PIXELS, grids_of, mrope_position_ids, rule_of, seconds_of
+from cuseq.vision.positions import (
+    COLUMNS,
+    PIXELS,
+    grids_of,
+    mrope_position_ids,
+    rule_of,
+    seconds_of,
+)
 
 _TYPES, _SECONDS = "mm_token_type_ids", "second_per_grid_ts"
-_GRIDS = {"image_layout": "image_grid_thw", "video_layout": "video_grid_thw"}
 # Keys of text that processors add, with the value of a text token.
 _OF_PROCESSORS = {_TYPES: 0, "moe_mm_token_type_ids": 0, "attention_mask": 1}
 
@@ -154,9 +160,9 @@ class MultimodalPackingCollator:
         )
         if self.blank_image and not any(key in row for key in PIXELS):
             row = self._blank(batch)
-        for key, grids in _GRIDS.items():
+        for _, grids, layout in COLUMNS:
             if grids in row:
-                batch[key] = layout_of_config(self.config, row[grids])
+                batch[layout] = layout_of_config(self.config, row[grids])
         if not labelled:
             ids = batch["input_ids"]
             for token in (self.config.image_token_id, self.config.video_token_id):
@@ -197,10 +203,7 @@ def _without_batch(values: Any) -> Any:
 
 def _images_of(found: dict[str, Any], i: int) -> dict[str, Tensor]:
     """Check the columns of an example's images; return them as tensors."""
-    for pixels, grids in (
-        ("pixel_values", "image_grid_thw"),
-        ("pixel_values_videos", "video_grid_thw"),
-    ):
+    for pixels, grids, _ in COLUMNS:
         if (pixels in found) != (grids in found):
             raise ValueError(
                 f"{pixels} and {grids} must be given together, but examples[{i}] has "

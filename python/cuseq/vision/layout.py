@@ -11,13 +11,16 @@ from torch import Tensor
 from cuseq import _C
 from cuseq._base.arguments import as_device, as_int, check_flag, shown
 from cuseq._base.modes import is_capturing, outside_inference_mode
-from cuseq._base.transfer import with_index
+from cuseq._base.transfer import copy_without_wait, with_index
 from cuseq.layout import PackedLayout
 from cuseq.vision.positions import grids_of
 
 
 class _Recipe(NamedTuple):
-    """What a layout follows from; `side` is that of a window in tokens, 0 without windows."""
+    """The arguments that determine a `VisionLayout`.
+
+    `side` is that of a window of attention in tokens, 0 without windows.
+    """
 
     grid_thw: Tensor
     merge: int
@@ -167,8 +170,10 @@ class VisionLayout:
                     self._recipe,
                     self.images.to(target),
                     None if self.windows is None else self.windows.to(target),
-                    _copied(self.position_ids, target),
-                    None if self.window_index is None else _copied(self.window_index, target),
+                    copy_without_wait(self.position_ids, target),
+                    None
+                    if self.window_index is None
+                    else copy_without_wait(self.window_index, target),
                 )
             self._moved.setdefault(target, moved)
         return self._moved[target]
@@ -213,9 +218,3 @@ def _again(
         frames_apart=frames_apart,
     )
     return layout.to(device)
-
-
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.is_cpu and device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

@@ -48,8 +48,24 @@ _RULES = {
 }
 MODEL_TYPES = frozenset(_RULES)
 """The `model_type` of the configs that `mrope_position_ids` takes."""
-PIXELS = ("pixel_values", "pixel_values_videos")
+
+
+class Columns(NamedTuple):
+    """The keywords by which models take images or videos: patches, grids, and their layout."""
+
+    pixels: str
+    grids: str
+    layout: str
+
+
+COLUMNS = (
+    Columns("pixel_values", "image_grid_thw", "image_layout"),
+    Columns("pixel_values_videos", "video_grid_thw", "video_layout"),
+)
+PIXELS = tuple(columns.pixels for columns in COLUMNS)
 """The keywords by which models take the patches of images and of videos."""
+LAYOUTS = tuple(columns.layout for columns in COLUMNS)
+"""The keywords by which an enabled model takes their layouts."""
 
 
 def mrope_position_ids(

@@ -1,4 +1,4 @@
-"""What a call of a model says of its images: their grids, and what follows from them."""
+"""The grids of the images and videos in a model's call, and the layouts made of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import remember
 from cuseq.layout import PackedLayout
 from cuseq.vision import VisionLayout
-
-LAYOUTS = {"image_grid_thw": "image_layout", "video_grid_thw": "video_layout"}
-"""The keywords that give grids, and those that give their `VisionLayout`."""
-_PIXELS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
+from cuseq.vision.positions import COLUMNS, Columns
 
 
 class Facts:
-    """What towers ask of some grids, computed on the host once.
+    """The layouts that vision towers need of some grids, and other values, made on the host once.
 
     Attributes:
         grids: int64 `[n, 3]` on the host.
@@ -28,34 +25,34 @@ class Facts:
 
     def __init__(self, grids: Tensor, given: VisionLayout | None = None):
         self.grids = grids
-        self._given = given
+        self._layouts = [] if given is None else [given]
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def sequences(self, frames_apart: bool) -> PackedLayout:
         """Return the layout of the patches that see each other."""
-        given = self._given
-        if given is not None and given.frames_apart == frames_apart:
-            return given.images
-        return self._layout(merge_size=1, frames_apart=frames_apart).images
+        return self._layout(
+            lambda one: one.frames_apart == frames_apart, merge_size=1, frames_apart=frames_apart
+        ).images
 
     def places(self, merge_size: int) -> VisionLayout:
         """Return a layout whose `position_ids` are those of tokens of a size."""
-        given = self._given
-        if given is not None and given.merge_size == merge_size:
-            return given
-        return self._layout(merge_size=merge_size)
+        return self._layout(lambda one: one.merge_size == merge_size, merge_size=merge_size)
 
     def windows(self, merge_size: int, window: int, patch_size: int) -> VisionLayout:
         """Return a layout with windows of so many pixels."""
-        given, side = self._given, window // merge_size // patch_size
-        if given is not None and (given.merge_size, given.window_side) == (merge_size, side):
-            return given
-        return self._layout(merge_size=merge_size, window=window, patch_size=patch_size)
+        sides = merge_size, window // merge_size // patch_size
+        return self._layout(
+            lambda one: (one.merge_size, one.window_side) == sides,
+            merge_size=merge_size, window=window, patch_size=patch_size,
+        )  # fmt: skip
 
-    def _layout(self, **options: Any) -> VisionLayout:
-        return self.of(
-            lambda: VisionLayout.from_grid(self.grids, **options), *sorted(options.items())
-        )
+    def _layout(self, fits: Callable[[VisionLayout], bool], **options: Any) -> VisionLayout:
+        """Return a layout that fits: one that is there already, or one made with the options."""
+        for layout in self._layouts:
+            if fits(layout):
+                return layout
+        self._layouts.append(VisionLayout.from_grid(self.grids, **options))
+        return self._layouts[-1]
 
     def of(self, make: Callable[[], Any], *key: Any) -> Any:
         """Return what `make` returns, which is called once for a key."""
@@ -82,7 +79,7 @@ def note_facts(grids: Tensor, facts: Facts) -> Tensor:
 
 
 def no_tensors(value: Any) -> tuple[Tensor, ...]:
-    """Return no tensors: those of the value are not edited, and small."""
+    """Return no tensors: those in a value of this module are never edited in place."""
     return ()
 
 
@@ -100,10 +97,11 @@ def grids_of_call(told: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
         TypeError: a layout is not a `VisionLayout`.
     """
     changes = {}
-    for name, of_layout in LAYOUTS.items():
-        grids, layout = told.get(name), told.get(of_layout)
+    for columns in COLUMNS:
+        name = columns.grids
+        grids, layout = told.get(name), told.get(columns.layout)
         if layout is not None:
-            _check_layout(layout, told, name)
+            _check_layout(layout, told, columns)
         if not isinstance(grids, Tensor):
             continue
         if layout is not None:
@@ -117,19 +115,22 @@ def grids_of_call(told: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
     return changes
 
 
-def _check_layout(layout: Any, told: Mapping[str, Any], name: str) -> None:
+def _check_layout(layout: Any, told: Mapping[str, Any], columns: Columns) -> None:
     if not isinstance(layout, VisionLayout):
-        raise TypeError(f"{LAYOUTS[name]} must be a VisionLayout, got {shown(layout)}")
-    grids, pixels = told.get(name), told.get(_PIXELS[name])
+        raise TypeError(f"{columns.layout} must be a VisionLayout, got {shown(layout)}")
+    grids, pixels = told.get(columns.grids), told.get(columns.pixels)
     if isinstance(grids, Tensor) and grids.shape != layout.grid_thw.shape:
         raise ValueError(
-            f"{LAYOUTS[name]} must be of the images of {name}, {list(grids.shape)}, got {layout}"
+            f"{columns.layout} must be of the images of {columns.grids}, {list(grids.shape)}, got "
+            f"{layout}"
         )
     if isinstance(grids, Tensor) and grids.is_cpu and not bool((grids == layout.grid_thw).all()):
-        raise ValueError(f"{LAYOUTS[name]} must be of the images of {name}, got one of others")
+        raise ValueError(
+            f"{columns.layout} must be of the images of {columns.grids}, got one of others"
+        )
     patches = layout.images.total_tokens
     if isinstance(pixels, Tensor) and pixels.dim() == 2 and pixels.shape[0] != patches:
         raise ValueError(
-            f"{_PIXELS[name]} must have the {patches} patches of {LAYOUTS[name]}, got "
+            f"{columns.pixels} must have the {patches} patches of {columns.layout}, got "
             f"{pixels.shape[0]}"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,24 +45,25 @@ def find_rotations(base: PreTrainedModel, layers: list[nn.Module]) -> dict[Funct
     Raises:
         ValueError: a function rotates in a way that `cuseq.apply_rope` does not support.
     """
+    users = _users_of(layers, NAMES)
+    return {function: _rotation_of(base, function, user) for function, user in users.items()}
+
+
+def _users_of(layers: list[nn.Module], names: Iterable[str]) -> dict[Function, nn.Module]:
+    """Return the functions with these names that layers call, each with a layer that does."""
     users: dict[Function, nn.Module] = {}
     for layer in layers:
         code = code_of(layer)
-        for name in NAMES:
+        for name in names:
             if name in calls_of(layer) and hasattr(code, name):
                 users.setdefault((code, name), layer)
-    return {function: _rotation_of(base, function, user) for function, user in users.items()}
+    return users
 
 
 def find_tower_rotations(layers: list[nn.Module]) -> tuple[dict[Function, Rotation], list[str]]:
     """Return how each function that rotates in towers does so, and those that are left alone."""
-    users: dict[Function, nn.Module] = {}
-    for layer in layers:
-        code = code_of(layer)
-        if IN_TOWER.name in calls_of(layer) and hasattr(code, IN_TOWER.name):
-            users.setdefault((code, IN_TOWER.name), layer)
     found, left_alone = {}, []
-    for (code, name), layer in users.items():
+    for (code, name), layer in _users_of(layers, [IN_TOWER.name]).items():
         rotate = original_function(code, name)
         if tuple(inspect.signature(rotate).parameters) == IN_TOWER.parameters:
             rotary = IN_TOWER.match(rotate, [layer.head_dim], None)

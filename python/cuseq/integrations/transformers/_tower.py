@@ -3,7 +3,7 @@
 transformers packs the images of a batch into one row. Unless the name of its attention contains
 "flash", it then splits queries, keys and values at the offsets, which waits three times a layer,
 and attends to one image or window at a time. `enable` gives the attention layers of a tower a name
-with "flash" in it, which stands for `tower_attention`.
+with "flash" in it, which stands for `cuseq_tower_attention`.
 
 What a tower needs of its grids (offsets, places, windows) comes from functions of
 `transformers.vision_utils`. Those are replaced in the tower's modeling module: they read the grids
@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import copy_without_wait
 from cuseq.cache import remember
 from cuseq.integrations.transformers._functions import Place, replace_function
 from cuseq.integrations.transformers._grids import (
-    LAYOUTS,
     Facts,
     facts_of,
     no_tensors,
@@ -40,9 +40,10 @@ from cuseq.integrations.transformers.documents import (
     note_layout_of_offsets,
 )
 from cuseq.layout import PackedLayout
+from cuseq.vision.positions import LAYOUTS
 
 _GRIDS = ("grid_thw", "image_grid_thw")
-_OF_TEXT = {*NAMES, *LAYOUTS.values(), "max_length_q", "max_length_k"} - {
+_OF_TEXT = {*NAMES, *LAYOUTS, "max_length_q", "max_length_k"} - {
     "attention_mask",
     "position_ids",
 }  # what a model hands on to its tower
@@ -117,14 +118,7 @@ def _bring_grids(
 @torch.compiler.disable
 def _on_device(grids: Tensor, device: torch.device) -> Tensor:
     facts = facts_of(grids)
-    return note_facts(_copied(facts.grids, device), facts)
-
-
-def _copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device, without a wait."""
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    return note_facts(copy_without_wait(facts.grids, device), facts)
 
 
 # ------------------------------------------------------- the functions that towers ask for facts
@@ -161,7 +155,7 @@ def _position_ids(
         count, height, width = facts.grids.unbind(1)
         patches = (height * width).repeat_interleave(count)
         number = torch.cat([torch.arange(int(n), device="cpu") for n in count] or [count])
-        return _copied(number.repeat_interleave(patches), device)
+        return copy_without_wait(number.repeat_interleave(patches), device)
 
     return torch.cat([facts.of(frames, "frames", device)[:, None], places], dim=1)
 
@@ -211,7 +205,7 @@ def _helper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             return ours(facts, device, **told)
         key = name, *sorted(told.items())
         made = facts.of(lambda: original(facts.grids, **told), *key)
-        return facts.of(lambda: tuple(_copied(one, device) for one in made), *key, device)
+        return facts.of(lambda: tuple(copy_without_wait(one, device) for one in made), *key, device)
 
     @functools.wraps(original)
     def helper(*args: Any, **options: Any) -> Any:

@@ -56,7 +56,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     cp, graph, collator = options["cp"], options["graph"], options["collator"]
     check_option(graph, cp)
     if collator is not None:
-        check_collator(trainer, collator)
+        _check_collator(trainer, collator)
     for name in ("bin_pack", "capacity"):
         if (value := options[name]) != DEFAULTS[name]:
             raise ValueError(
@@ -195,7 +195,7 @@ def _dealing_collator(trainer: Trainer, cp: ContextParallel) -> PackingCollator:
     return trainer.data_collator.with_cp(cp)
 
 
-def check_collator(trainer: Trainer, collator: Any) -> None:
+def _check_collator(trainer: Trainer, collator: Any) -> None:
     """Check a collator that is to replace a trainer's.
 
     Raises:

@@ -167,8 +167,7 @@ def cuseq_attention(
             warn_once(leak_warning(deferred.recurrent))
         else:
             warn_once(leak_warning_by_name(deferred.recurrent, module.config))
-    # [batch, heads, seqlen, dim] -> [batch * seqlen, heads, dim]; for models' tensors a view.
-    rows = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    rows = _rows_of(query, key, value)
     backend = getattr(module, BACKEND, "auto")
     offsets = bound = None
     if packed is None:  # else compiled code must not look at offsets, which change their size
@@ -205,18 +204,8 @@ def cuseq_attention(
             backend=backend,
         )
     else:
-        if query.is_cuda:
-            load_backends()
-        out, *_ = torch.ops.cuseq.varlen_attention(
-            *rows,
-            offsets.to(torch.int32),
-            None,
-            causal,
-            window,
-            scaling,
-            bound,
-            softcap=softcap,
-            backend=backend,
+        out = _attention_by_offsets(
+            rows, offsets, causal, scaling, bound, window=window, softcap=softcap, backend=backend
         )
     return _as_batch(out, query), None
 
@@ -244,20 +233,51 @@ def cuseq_tower_attention(
         packed = layout_of_offsets(cu_seq_lens_q, query.shape[2])
         return cuseq_attention(module, query, key, value, attention_mask, packed=packed, **kwargs)
     _check_packable(module, query, key, attention_mask, kwargs.get("dropout", 0.0))
-    if query.is_cuda:
-        load_backends()
     # Without a bound, kernels would start for images as long as the row. Of a layer's longest
     # images and windows compiled code makes one symbol, so it has one graph for all grids.
-    out, *_ = torch.ops.cuseq.varlen_attention(
-        *[states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)],
-        cu_seq_lens_q.to(torch.int32),
-        None,
-        False,
-        None,
-        kwargs.get("scaling"),
-        max_length_q,
+    out = _attention_by_offsets(
+        _rows_of(query, key, value), cu_seq_lens_q, False, kwargs.get("scaling"), max_length_q
     )
     return _as_batch(out, query), None
+
+
+def _rows_of(*states: Tensor) -> list[Tensor]:
+    """Return tensors [batch, heads, seqlen, dim] as [batch * seqlen, heads, dim].
+
+    Those of models' tensors are views.
+    """
+    return [one.transpose(1, 2).flatten(0, 1) for one in states]
+
+
+def _attention_by_offsets(
+    rows: list[Tensor],
+    offsets: Tensor,
+    causal: bool,
+    scaling: float | None,
+    bound: int | None,
+    *,
+    padded: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute attention inside the sequences of offsets `[n_seqs + 1]`, without host lengths."""
+    if rows[0].is_cuda:
+        load_backends()
+    out, *_ = torch.ops.cuseq.varlen_attention(
+        *rows,
+        offsets.to(torch.int32),
+        None,
+        causal,
+        window,
+        scaling,
+        bound,
+        None,
+        padded,
+        softcap,
+        backend,
+    )
+    return out
 
 
 def _as_batch(out: Tensor, query: Tensor) -> Tensor:
@@ -285,22 +305,9 @@ def _chunks_in_compiled_code(
         offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
     room = offsets.shape[0] - 1 + rows[0].shape[0] // chunk
     chunks, padded = offsets_of_chunks(offsets.to(torch.int32), padded, chunk, room)
-    if rows[0].is_cuda:
-        load_backends()
-    out, *_ = torch.ops.cuseq.varlen_attention(
-        *rows,
-        chunks,
-        None,
-        True,
-        None,
-        scaling,
-        chunk,
-        None,
-        padded,
-        softcap,
-        backend,
+    return _attention_by_offsets(
+        rows, chunks, True, scaling, chunk, padded=padded, softcap=softcap, backend=backend
     )
-    return out
 
 
 def _dense_attention(

@@ -37,7 +37,7 @@ from cuseq._base.models import rotations_by_length, text_config
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._forwards import is_replaced
-from cuseq.integrations.transformers._grids import LAYOUTS, grids_of_call
+from cuseq.integrations.transformers._grids import grids_of_call
 from cuseq.integrations.transformers._layers import calls_of, code_of, makes_angles
 from cuseq.integrations.transformers._lengths import (
     LENGTHS,
@@ -58,7 +58,7 @@ from cuseq.integrations.transformers.names import (
 from cuseq.layout import PackedLayout, check_layout, own_positions
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
-from cuseq.vision.positions import MODEL_TYPES, PIXELS, has_mrope
+from cuseq.vision.positions import LAYOUTS, MODEL_TYPES, PIXELS, has_mrope
 
 DESCRIPTIONS = ("packed", "cu_seq_lens_q", "cu_seq_lens_k")
 """The keywords that can describe documents below `bring_documents`."""
@@ -268,7 +268,7 @@ def _images(model: nn.Module, told: Mapping[str, Any], are_packed: bool) -> dict
     """
     known = getattr(model.config, "model_type", None) in MODEL_TYPES
     on_host = known and are_packed and "position_ids" in told
-    if on_host or any(name in told for name in LAYOUTS.values()):
+    if on_host or any(name in told for name in LAYOUTS):
         return grids_of_call(told, on_host)
     return {}
 
@@ -279,13 +279,11 @@ def _with(
     """Return a call with some arguments changed, without the descriptions that they replace and
     without layouts of images; None if it stays as it is.
     """
+    if not changes and not any(name in given for name in LAYOUTS):
+        return None
     replaced = _OTHER_NAMES if any(name in changes for name in DESCRIPTIONS) else ()
-    kept = {
-        name: value
-        for name, value in given.items()
-        if name not in replaced and name not in LAYOUTS.values()
-    }
-    return ((), kept | changes) if changes or len(kept) < len(given) else None
+    dropped = (*replaced, *LAYOUTS)
+    return (), {name: value for name, value in given.items() if name not in dropped} | changes
 
 
 def _names_ours(model: nn.Module) -> bool:

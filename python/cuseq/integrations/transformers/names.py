@@ -10,7 +10,10 @@ NAME = "cuseq"
 """What `attn_implementation` is called."""
 
 TOWER = "cuseq_flash"
-"""What it is called in a tower, whose layers hand offsets on to names with "flash" in them."""
+"""The `attn_implementation` of vision and audio towers.
+
+transformers gives offsets only to attention with "flash" in its name.
+"""
 
 BACKEND = "_cuseq_backend"
 """The attribute of an attention layer that says which backend `enable` was asked for."""
