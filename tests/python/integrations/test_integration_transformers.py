@@ -783,10 +783,11 @@ def test_bare_names_take_the_exact_longest_length_in_eager_code(device, monkeypa
     model = make_model("qwen3", device)
     seen = []
     original = torch.ops.cuseq.varlen_attention
+    names = [argument.name for argument in original.default._schema.arguments]
 
     def watched(*arguments, **options):
-        *_, bound = arguments
-        seen.append(bound)
+        given = dict(zip(names, arguments, strict=False)) | options
+        seen.append(given["max_seqlen_bound"])
         return original(*arguments, **options)
 
     monkeypatch.setattr(torch.ops.cuseq, "varlen_attention", watched)
