@@ -279,7 +279,8 @@ void check_spans_and_rows(const Tensor& cu_seqlens, const OptionalTensor& padded
       TORCH_CHECK_VALUE(0 <= span[0] && span[0] < span[1] && span[1] <= total_tokens,
                         "spans must be (start, end) with 0 <= start < end <= total_tokens = ",
                         total_tokens, ", got spans[", i, "] = (", span[0], ", ", span[1], ")");
-      TORCH_CHECK_VALUE(i == 0 || span[-1] <= span[0],
+      const bool is_repeated = i > 0 && span[-2] == span[0] && span[-1] == span[1];
+      TORCH_CHECK_VALUE(i == 0 || is_repeated || span[-1] <= span[0],
                         "spans must be sorted and must not overlap, got spans[", i, "] = (",
                         span[0], ", ", span[1], ") after (", span[-2], ", ", span[-1], ")");
       const int64_t segment = rule.segments.seqlens.segment_of(span[0]);

@@ -24,7 +24,7 @@ struct MaskRule {
   Segments segments{};
   bool causal = true;
   int64_t window = 0;              // keys that a token sees, including itself; 0: all
-  const int32_t* spans = nullptr;  // [n_spans, 2]: start and end, ascending and disjoint
+  const int32_t* spans = nullptr;  // [n_spans, 2]: start and end, ascending, disjoint or the same
   int64_t n_spans = 0;
 
   // Return the keys of a token in `segment`. `span` is the last span that starts at or before the

@@ -704,10 +704,10 @@ class PackedLayout:
             causal: whether a token sees only itself and earlier tokens.
             window: number of keys that a token sees, itself included; with `causal=False` in both
                 directions.
-            spans: disjoint (start, end) pairs in tokens of the row, each inside one sequence. The
-                tokens of a span see each other, whatever `causal` and `window` are. Compiled code
-                needs an ascending int32 tensor `[n_spans, 2]` on the layout's device instead; its
-                values are not checked on a GPU.
+            spans: (start, end) pairs in tokens of the row, disjoint or repeated, each inside one
+                sequence. The tokens of a span see each other, whatever `causal` and `window` are.
+                Compiled code needs an ascending int32 tensor `[n_spans, 2]` on the layout's device
+                instead; its values are not checked on a GPU.
             row_length: cuts the row into a batch of rows of this many tokens. No sequence may cross
                 the end of such a row. Default: one row.
             finite: whether hidden keys get the dtype's lowest finite value instead of -inf.

@@ -48,9 +48,9 @@ def mask_ranges(
         causal: whether a token sees only itself and earlier tokens.
         window: number of keys that a token sees, itself included; with `causal=False` in both
             directions. None means all keys.
-        spans: int32 `[n_spans, 2]`, ascending and disjoint (start, end) pairs in tokens of the row,
-            each inside one sequence. The tokens of a span see each other, whatever `causal` and
-            `window` are: the prefix of a prefix-LM, the images of Gemma 3.
+        spans: int32 `[n_spans, 2]`, ascending (start, end) pairs in tokens of the row, disjoint or
+            repeated, each inside one sequence. The tokens of a span see each other, whatever
+            `causal` and `window` are: the prefix of a prefix-LM, the images of Gemma 3.
         cu_seqlens_padded: int32 `[n_seqs + 1]`, where each sequence's segment starts in memory, if
             segments are longer than their sequences. Default: they are not.
 

@@ -26,6 +26,7 @@ PACKS = [
     pytest.param(Pack([6], 6, None, [(0, 4)]), id="prefix"),
     pytest.param(Pack([6], 6, None, [(0, 6)]), id="the whole sequence"),
     pytest.param(Pack([9], 9, None, [(1, 3), (3, 5), (7, 9)]), id="images"),
+    pytest.param(Pack([4, 5], 9, None, [(1, 4), (1, 4), (5, 8), (5, 8), (5, 8)]), id="repeated"),
     pytest.param(Pack([1] * 6, 6, None, [(2, 3)]), id="one-token sequences"),
     pytest.param(Pack([0, 4, 0, 0, 2], 7, None, [(1, 4), (4, 6)]), id="zero-length sequences"),
     pytest.param(Pack([2, 3], 6, None, []), id="no spans"),

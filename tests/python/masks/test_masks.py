@@ -53,6 +53,7 @@ PACKS = [
     pytest.param(Pack([5, 5, 10, 4, 1, 0, 4], 30, 10, [(0, 3), (7, 9), (25, 28)]), id="rows"),
     pytest.param(Pack([16] * 4, 64, 16), id="one sequence a row"),
     pytest.param(Pack([16, 3], 64, 16, [(1, 9)]), id="rows of tail"),
+    pytest.param(Pack([7, 3], 12, None, [(1, 4), (1, 4), (8, 10), (8, 10)]), id="repeated spans"),
 ]
 OPTIONS = [
     {},
@@ -470,7 +471,7 @@ WRONG_SPANS = {
     "behind the row": ([(20, 24)], "24"),
     "beyond int32": ([(2, 2**40)], "1099511627776"),
     "overlapping": ([(5, 8), (7, 9)], "7"),
-    "equal": ([(5, 7), (5, 7)], "5"),
+    "equal at one end": ([(5, 7), (5, 8)], "5"),
     "overlapping, in any order": ([(7, 9), (0, 1), (5, 8)], "7"),
 }
 
