@@ -1,6 +1,6 @@
 """Measure vision towers, and steps of vision-language models over packed rows with images.
 
-    python -m benchmarks images [--parts towers row receipts] [--fla]
+    python -m benchmarks images [--parts towers row receipts blocks] [--fla]
 
 `towers`: forward and backward of the towers of Qwen2.5-VL-7B and Qwen3-VL-8B, bf16, over eight
 images of about 1 MP and thirty-two of 0.25 MP: transformers' sdpa, which loops over images and
@@ -15,6 +15,10 @@ documents padded to the longest, the packed row in stock transformers, and enabl
 image of about 1 MP and 100 to 1,500 tokens of text, in micro-batches, padded to 2,048 tokens or
 packed, in stock transformers and enabled; milliseconds, memory, and the largest micro-batch. Give
 `--fla` where flash-linear-attention is installed; otherwise the layers are Qwen3-VL's.
+
+`blocks`: forward and backward of packed rows of Gemma 3 (heads of the 4B shape, eight layers), half
+their tokens images, whose tokens see each other in both directions: stock transformers, which makes
+dense masks, and enabled.
 
 On a CPU the sizes are small, and only say that everything runs.
 """
@@ -357,9 +361,87 @@ def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
         samples *= 2
 
 
+# ----------------------------------------------------------------------------------- image blocks
+
+
+def gemma_row(tokens: int, vocabulary: int, draw: random.Random) -> dict[str, torch.Tensor]:
+    """Return ids, types and positions of documents with an image of 256 tokens and as much text."""
+    types, positions = [], []
+    while tokens > 0:
+        before = draw.randint(16, 200)
+        document = ([0] * before + [1] * 256 + [0] * draw.randint(16, 340))[:tokens]
+        types += document
+        positions += range(len(document))
+        tokens -= len(document)
+    return dict(
+        inputs_embeds=torch.randn(1, len(types), vocabulary),
+        token_type_ids=torch.tensor([types]),
+        position_ids=torch.tensor([positions]),
+    )
+
+
+def blocks(device: torch.device, report: Report) -> None:
+    """Measure rows of Gemma 3 with images; embeddings stand for tokens and towers."""
+    import transformers
+
+    on_gpu = device.type == "cuda"
+    text = dict(hidden_size=2560, intermediate_size=10240, num_attention_heads=8,
+                num_key_value_heads=4, head_dim=256, sliding_window=1024, vocab_size=1000,
+                num_hidden_layers=8)  # fmt: skip
+    if not on_gpu:
+        text |= dict(hidden_size=256, intermediate_size=512, head_dim=64, num_hidden_layers=2)
+    vision = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, boi_token_index=1, eoi_token_index=2,
+        image_token_index=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForImageTextToText.from_config(
+            config, dtype=torch.bfloat16 if on_gpu else torch.float32, attn_implementation="sdpa"
+        ).train()
+    columns = {"tokens": "tokens", "documents": "documents", "stock": "stock, ms",
+               "cuseq": "cuseq, ms", "times": "times", "stock_gib": "stock, GiB",
+               "cuseq_gib": "cuseq, GiB", "cuseq_waits": "cuseq waits"}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    report.tables.append(Table("Rows of images whose tokens see each other", columns, rows))
+    for tokens in (4096, 16_384, 32_768) if on_gpu else (1024, 4096):
+        batch = gemma_row(tokens, text["hidden_size"], random.Random(0))
+        lengths = batch["position_ids"][0].eq(0).nonzero().flatten().tolist() + [tokens]
+        packed = cuseq.PackedLayout.from_lengths(
+            [end - start for start, end in zip(lengths, lengths[1:], strict=False)]
+        )
+        batch = {name: value.to(device) for name, value in batch.items()}
+        batch["inputs_embeds"] = batch["inputs_embeds"].to(model.dtype)
+        found: dict[str, Any] = dict(tokens=tokens, documents=packed.num_sequences)
+        for kind in ("stock", "cuseq"):
+            free(device)
+            told = batch if kind == "stock" else batch | dict(packed=packed.to(device))
+            if kind == "cuseq":
+                cuseq.enable(model)
+
+            def step(told: dict[str, Any] = told) -> None:
+                model(**told, use_cache=False).logits.float().square().mean().backward()
+                model.zero_grad(set_to_none=True)
+
+            try:
+                found[kind] = wall(step, device, 5, 2)
+                if on_gpu:
+                    found[f"{kind}_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                    seen = timer.profile(step, device=device).within(timer.WHOLE)
+                    found[f"{kind}_waits"], found[f"{kind}_sites"] = seen.syncs, dict(seen.sites)
+            except torch.OutOfMemoryError:
+                found[kind] = None
+            finally:
+                cuseq.disable(model)
+        if found["stock"] and found["cuseq"]:
+            found["times"] = found["stock"] / found["cuseq"]
+        rows.append(found)
+
+
 def main() -> None:
     parser = arguments(__doc__)
-    parts = ("towers", "row", "receipts")
+    parts = ("towers", "row", "receipts", "blocks")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--fla", action="store_true", help="receipts with gated delta layers")
     args = parser.parse_args()
@@ -381,6 +463,9 @@ def main() -> None:
         report.write(args.out)
     if "receipts" in args.parts:
         receipts(device, report, args.fla)
+        report.write(args.out)
+    if "blocks" in args.parts:
+        blocks(device, report)
         report.write(args.out)
 
 

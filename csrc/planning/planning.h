@@ -6,6 +6,8 @@
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "context_parallel/plan.h"
 #include "cuseq/macros.h"
@@ -95,5 +97,12 @@ struct VisionRows {
 // with 0 there are none. With `frames_apart` each frame is a sequence of its own.
 CUSEQ_API VisionRows vision_rows(const at::Tensor& grids, int64_t merge, int64_t window,
                                  bool frames_apart);
+
+// Return the blocks of a row as spans (start, end) in its tokens, those of one token left out.
+// `blocks` (int64 `[rows, seqlen]`) has the number of each token's block in its row and document,
+// -1 for none. Document i is the first lengths[i] of segments[i] tokens. None if a block of a
+// document has other tokens between its own.
+CUSEQ_API std::optional<std::vector<std::pair<int64_t, int64_t>>> block_spans(
+    const at::Tensor& blocks, const at::Tensor& lengths, const at::Tensor& segments);
 
 }  // namespace cuseq

@@ -79,6 +79,7 @@ void bind_planning(py::module_& m) {
   m.def("permutation", &permutation, Released());
   m.def("pack_window", &pack_window, Released());
   m.def("row_costs", &row_costs, Released());
+  m.def("block_spans", &block_spans, Released());
   m.def(
       "mrope_positions",
       [](const at::Tensor& types, const at::Tensor& lengths, const at::Tensor& segments,

@@ -326,6 +326,9 @@ def mrope_positions(
 def vision_rows(
     grids: Tensor, merge: int, window: int, frames_apart: bool, /
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+def block_spans(
+    blocks: Tensor, lengths: Tensor, segments: Tensor, /
+) -> list[tuple[int, int]] | None: ...
 def row_costs(
     lengths: Tensor,
     samples: Tensor,

@@ -18,9 +18,9 @@ A call can describe its sequences in several ways. In order of precedence:
   ids, which costs the one event above.
 
 Lengths take precedence over a 2-D mask, which is then ignored, with a warning in eager code. These
-raise together with lengths: a 4-D mask, a model that builds its own pattern (blocks of image
-tokens, chunks), and features that change the result and have no packed form (dropout in attention,
-position biases). `packed` and other lengths of the same call must agree, as far as the
+raise together with lengths: a 4-D mask, a model that builds its own pattern (but for blocks of image
+tokens in eager code), and features that change the result and have no packed form (dropout in
+attention, position biases). `packed` and other lengths of the same call must agree, as far as the
 host can compare them. Models that do not follow `position_ids` are refused when they are created.
 Give `position_ids` (`layout.position_ids[None]`) together with the lengths: attention does not need
 them, but RoPE and learned positions do.
@@ -198,6 +198,7 @@ def cuseq_attention(
             packed,
             causal=causal,
             window=window,
+            spans=None if deferred is None else deferred.spans,
             scale=scaling,
             softcap=softcap,
             sinks=s_aux,
@@ -398,8 +399,9 @@ def _check_packable(
         raise ValueError(
             "packed lengths cannot be combined with a 4-D attention_mask, got "
             f"{type(attention_mask).__name__} of shape {shape}; pass one of the two. If you "
-            "passed no mask, the model made one for a pattern (image blocks, chunks, another kind "
-            "of causality) that packed attention cannot compute"
+            "passed no mask, the model made one for a pattern (chunks, another kind of causality) "
+            "that packed attention cannot compute. Blocks of image tokens it computes in code that "
+            "is not compiled as a whole, from packed or position_ids alone"
         )
     if dropout:
         raise ValueError(

@@ -11,20 +11,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import masking_utils
 
-from cuseq._base.arguments import as_size
+from cuseq import _C
+from cuseq._base.arguments import as_size, round_up
 from cuseq._base.models import recurrent_layers
 from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers.documents import counted, document_numbers
 from cuseq.integrations.transformers.names import DOCUMENTS, NAME
-from cuseq.layout import PackedLayout, special_kind
+from cuseq.layout import PackedLayout, checked_spans, special_kind
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class DeferredMask:
     """The mask of one layer type in one forward, built only if dense attention needs it.
 
     Only masks that lengths can replace are deferred: causal masks, with or without a window, and
-    bidirectional masks, each with as many keys as queries. This is a plain class, so that an object
+    bidirectional masks, each with as many keys as queries; and in packed rows causal masks with
+    blocks of tokens that see each other. This is a plain class, so that an object
     keeps its identity through checkpointing, compiled layers and FSDP2. It does not behave as a
     tensor, so a model that edits its mask before attention raises an error.
 
@@ -64,6 +67,7 @@ class DeferredMask:
         causal: Whether queries see no later keys.
         window: Number of keys that a query sees, itself included, or None.
         chunk: Size of the chunks that each sequence is cut into, or None.
+        spans: int32 [n_spans, 2], tokens of the packed row that see each other, or None.
         told: What the call says about its documents.
         recurrent: The model's recurrent layer types, which ignore lengths; for a warning.
         arguments: The arguments of `transformers.masking_utils.sdpa_mask` for this mask.
@@ -78,6 +82,7 @@ class DeferredMask:
         arguments: dict[str, Any],
     ) -> None:
         self.causal = arguments["allow_is_causal_skip"]
+        self.spans: Tensor | None = None
         self.window = window
         self.chunk = chunk
         self.told = told
@@ -252,10 +257,112 @@ def cuseq_mask(
     packed = told.packed
     if packed is not None and special_kind(packed) is not None:
         deferred.told = Told()  # attention refuses the mask beside such a layout
+    elif packed is not None and (blocks := _blocks_of(mask_function)) is not None:
+        spans = _spans_of(blocks.ids, packed.to(blocks.ids.device))
+        if spans is not None and spans.longest <= blocks.longest:
+            deferred.causal, deferred.window = True, blocks.window
+            deferred.spans = spans.on_device
+            return deferred
     mask = deferred.build()
     if deferred.told.packed is not None and isinstance(mask, Tensor):
         setattr(mask, DOCUMENTS, True)
     return mask
+
+
+# ------------------------------------------------------------------------------- blocks of tokens
+
+
+class _Blocks(NamedTuple):
+    """A causal pattern whose tokens see all of their own block, of an image say.
+
+    Attributes:
+        ids: int [batch, seqlen], the number of each token's block; below 0 for none.
+        window: Number of keys that a query sees, itself included, or None.
+        longest: Number of tokens up to which a block sees all of itself.
+    """
+
+    ids: Tensor
+    window: int | None
+    longest: float
+
+
+def _blocks_of(pattern: Callable) -> _Blocks | None:
+    """Return the blocks of a pattern of transformers; None if it is not causal with blocks.
+
+    Its functions are closures, so it is told by their code.
+    """
+    window, parts = None, [pattern]
+    if (both := _inside(pattern, _AND)) is not None:  # a window that cuts blocks too
+        *parts, last = both["mask_functions"]
+        if len(parts) != 1 or (overlay := _inside(last, _WINDOW)) is None:
+            return None
+        window = overlay["sliding_window"]
+    longest = float("inf") if window is None else window
+    either = _inside(parts[0], _OR)
+    if either is None or len(either["mask_functions"]) != 2:
+        return None
+    causal, last = either["mask_functions"]
+    if (overlay := _inside(last, _BLOCKS)) is None:
+        return None
+    ids = overlay["block_sequence_ids"]
+    if window is None and (both := _inside(causal, _AND)) is not None:
+        first, *rest = both["mask_functions"]
+        if len(rest) != 1 or (overlay := _inside(first, _WINDOW)) is None:
+            return None
+        window, causal = overlay["sliding_window"], rest[0]
+    return _Blocks(ids, window, longest) if causal is masking_utils.causal_mask_function else None
+
+
+def _code_of(name: str, *arguments: Any) -> CodeType | None:
+    """Return the code of the function that a function of transformers returns."""
+    make = getattr(masking_utils, name, None)
+    return None if make is None else make(*arguments).__code__
+
+
+_AND = _code_of("and_masks")
+_OR = _code_of("or_masks")
+_WINDOW = _code_of("sliding_window_overlay", 1)
+_BLOCKS = _code_of("blockwise_overlay", None)  # transformers before 5.6 has none
+
+
+def _inside(function: Callable, code: CodeType | None) -> dict[str, Any] | None:
+    """Return the values that a closure with this code holds, by their names."""
+    if code is None or getattr(function, "__code__", None) is not code:
+        return None
+    cells = function.__closure__ or ()
+    return dict(zip(code.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+_ROOM = 64
+
+
+class _Spans(NamedTuple):
+    on_device: Tensor | None  # int32 [n_spans, 2]
+    longest: int
+
+
+def _spans_of(blocks: Tensor, packed: PackedLayout) -> _Spans | None:
+    """Return the blocks inside each document as spans; None if a block has others between its own.
+
+    Blocks on a GPU are waited for, once in a forward.
+    """
+    with outside_inference_mode():
+        on_host = remember(
+            blocks, "blocks_on_host", lambda: blocks.to("cpu", torch.int64, copy=True)
+        )
+        pairs = _C.block_spans(
+            on_host.contiguous(),
+            packed.lengths_on_host().long(),
+            packed.segments.lengths_on_host().long(),
+        )
+    if pairs is None:
+        return None
+    if not pairs:
+        return _Spans(None, 0)
+    # Compiled layers make a graph for each number of spans, so rows have few different ones.
+    filled = round_up(len(pairs), _ROOM) - len(pairs)
+    longest = max(end - start for start, end in pairs)
+    return _Spans(checked_spans(packed, [*pairs, *pairs[-1:] * filled]), longest)
 
 
 def _may_be_packed(position_ids: torch.Tensor | None, seqlen: int) -> bool:
