@@ -96,6 +96,39 @@ def test_a_packed_row_equals_its_documents_alone(family):
     torch.testing.assert_close(grads, expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("enabled_first", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_on_text_and_tower(family, enabled_first):
+    """Of each document alone: the gradients of adapters; and none of the weights below them."""
+    peft = pytest.importorskip("peft")
+    model = make_model(family)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "qkv", "proj"])
+    if enabled_first:
+        cuseq.enable(model, qk_norm=False)
+    model = peft.get_peft_model(model, lora)
+    if not enabled_first:
+        cuseq.enable(model, qk_norm=False)
+    adapters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert any("visual" in name for name in adapters)
+    torch.manual_seed(2)
+    with torch.no_grad():  # else the second factor of each is zero
+        for one in adapters.values():
+            one.copy_(torch.randn_like(one))
+    documents, row, packed = make_row()
+    alone = torch.cat([model(**one).logits for one in documents], dim=1)
+    alone.square().sum().backward()
+    expected = {name: one.grad for name, one in adapters.items()}
+    assert all(bool(grad.any()) for grad in expected.values())
+    model.zero_grad()
+    found = model(**row, position_ids=planes_of(model, row, packed), packed=packed).logits
+    torch.testing.assert_close(found, alone, atol=1e-8, rtol=1e-6)
+    found.square().sum().backward()
+    grads = {name: one.grad for name, one in adapters.items()}
+    torch.testing.assert_close(grads, expected, atol=1e-5, rtol=1e-5)
+    below = [one for one in model.parameters() if not one.requires_grad]
+    assert below and all(one.grad is None for one in below)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_of_images_change_nothing_and_are_checked(family, device):
     model = make_model(family).to(device)
