@@ -43,7 +43,7 @@ from cuseq.layout import PackedLayout
 from cuseq.vision.positions import LAYOUTS
 
 _GRIDS = ("grid_thw", "image_grid_thw")
-_OF_TEXT = {*NAMES, *LAYOUTS, "max_length_q", "max_length_k"} - {
+_OF_TEXT = frozenset({*NAMES, *LAYOUTS, "max_length_q", "max_length_k"}) - {
     "attention_mask",
     "position_ids",
 }  # what a model hands on to its tower
@@ -99,13 +99,17 @@ def _towers_of(base: PreTrainedModel, layers: list[nn.Module]) -> list[PreTraine
 
 
 def _bring_grids(
-    names: tuple[str, ...], tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: tuple[str, ...],
+    of_text: frozenset[str],
+    tower: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take the text's documents out of a tower's call, and bring its grids to the pixels' device; a
     forward pre-hook.
     """
     given = dict(zip(names, args, strict=False)) | kwargs
-    given = {name: value for name, value in given.items() if name not in _OF_TEXT}
+    given = {name: value for name, value in given.items() if name not in of_text}
     values = (one for one in given.values() if isinstance(one, Tensor) and one.is_floating_point())
     pixels = next(values, None)
     for name in _GRIDS:
@@ -256,6 +260,9 @@ def replace_tower(
                 places.append((code, name))
     hooks = []
     for tower in _towers_of(base, layers):
-        bring = functools.partial(_bring_grids, names_of_call(tower))
+        parameters = inspect.signature(type(tower).forward).parameters.values()
+        required = {one.name for one in parameters if one.default is one.empty}
+        # A tower that must get offsets gets its own (PaddleOCR-VL before transformers 5.9).
+        bring = functools.partial(_bring_grids, names_of_call(tower), _OF_TEXT - required)
         hooks.append(tower.register_forward_pre_hook(bring, with_kwargs=True, prepend=True))
     return places, hooks
