@@ -209,6 +209,15 @@ class PackingCollator:
         self.cp = cp
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        batch, packed = self._row(examples)
+        if self.cp is not None:
+            return part_of(batch, packed, self.cp)
+        batch["position_ids"] = positions_for_models(packed)
+        batch["packed"] = packed
+        return batch
+
+    def _row(self, examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], PackedLayout]:
+        """Return the per-token tensors of the examples' row, each `[1, total_tokens, ...]`."""
         examples = checked_examples(examples)
         if self.max_seqs is not None and len(examples) > self.max_seqs:
             raise ValueError(
@@ -241,11 +250,7 @@ class PackingCollator:
             key: _pack(pieces, total, fills.get(key, 0)) for key, pieces in columns.items()
         }
         batch["labels"] = mask_boundary_labels(batch["labels"], packed)
-        if self.cp is not None:
-            return part_of(batch, packed, self.cp)
-        batch["position_ids"] = positions_for_models(packed)
-        batch["packed"] = packed
-        return batch
+        return batch, packed
 
     def _check(
         self,
@@ -316,7 +321,10 @@ def checked_examples(examples: Any) -> list[Mapping[str, Any]]:
 
 
 def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) -> dict[str, Any]:
-    """Return this rank's part of a batch. Labels are shifted before neighbours are parted."""
+    """Return this rank's part of a batch. Labels are shifted before neighbours are parted.
+
+    Positions that the batch holds are dealt too.
+    """
     labels = batch["labels"]
     # The first label of each sequence is masked, so the last one of each is after the shift.
     shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
@@ -324,7 +332,7 @@ def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) ->
     rows = [value.squeeze(0) for value in batch.values()]
     local, *parts = cp_partition(packed, cp.plan(packed), cp.rank, *rows, group=cp.group_name)
     dealt: dict[str, Any] = {key: part.unsqueeze(0) for key, part in zip(batch, parts, strict=True)}
-    dealt["position_ids"] = positions_for_models(local)
+    dealt.setdefault("position_ids", positions_for_models(local))
     dealt["packed"] = local
     dealt["num_label_tokens"] = int((shifted != IGNORE_INDEX).sum())
     dealt["row_checksum"] = zlib.crc32(batch["input_ids"].numpy().tobytes())

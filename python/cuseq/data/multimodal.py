@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,15 +13,19 @@ from cuseq._base.arguments import as_int, check_flag, check_tensor, check_untran
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
-from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples
+from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples, part_of
+from cuseq.distributed import ContextParallel
+from cuseq.layout import PackedLayout
 from cuseq.vision.layout import layout_of_config
 from cuseq.vision.positions import (
     COLUMNS,
     PIXELS,
+    features_of,
     grids_of,
     mrope_position_ids,
     rule_of,
     seconds_of,
+    token_types,
 )
 
 _TYPES, _SECONDS = "mm_token_type_ids", "second_per_grid_ts"
@@ -39,9 +44,10 @@ class MultimodalPackingCollator:
         total_tokens, capacity, max_seqs, total_multiple, pad_token_id: as for `PackingCollator`.
         image_capacity: most patches of images and videos that a row may hold, which bounds the
             memory of the vision tower; a batch with more raises ValueError. None means no limit.
-        blank_image: whether a row without images gets one of a single token, black, in its tail.
-            The tower then runs on every rank, as FSDP2 and DDP need; its gradients are zero. Rows
-            must have a tail: `total_tokens` is given, and `capacity` is smaller, by default by 1.
+        blank_image: whether a batch without images gets a black one, which no token takes. The
+            tower of an enabled model then runs on every rank, as FSDP2 and DDP need; its gradients
+            are zero.
+        cp: this rank's `cuseq.distributed.ContextParallel`, as for `PackingCollator`.
 
     Call it with a list of examples as the model's processor makes them for one document: mappings
     with `input_ids`, and for images `pixel_values` `[patches, ...]` and `image_grid_thw`
@@ -54,6 +60,12 @@ class MultimodalPackingCollator:
     images; `image_layout` and `video_layout`, each a `cuseq.vision.VisionLayout`, for the tower of
     an enabled model. Labels that are made here leave out the tokens of images and videos.
     Everything is on the host but `pixel_values` that were not.
+
+    With `cp` the batch is this rank's part of the row, as that of `PackingCollator(cp=...)`, with
+    the planes of its tokens. Images go to the ranks that hold their tokens, and an image that is
+    cut goes to several, each of which runs the tower on all of it; `feature_rows` of the layouts
+    says which rows of its output the tokens take. An enabled model reads it. A rank without tokens
+    of images gets none, or a blank one.
 
     Raises:
         ValueError: as `PackingCollator`; the images are not those that the tokens say; patches and
@@ -75,7 +87,7 @@ class MultimodalPackingCollator:
 
     _OPTIONS = (
         *("config", "image_capacity", "blank_image", "total_tokens", "capacity", "max_seqs"),
-        *("total_multiple", "pad_token_id"),
+        *("total_multiple", "pad_token_id", "cp"),
     )
 
     def __init__(
@@ -89,6 +101,7 @@ class MultimodalPackingCollator:
         blank_image: bool = False,
         total_multiple: int = 1,
         pad_token_id: int = 0,
+        cp: ContextParallel | None = None,
     ):
         rule_of(config)
         self.config = config
@@ -97,23 +110,29 @@ class MultimodalPackingCollator:
             self.image_capacity = as_int(image_capacity, "image_capacity", 1)
         check_flag(blank_image, "blank_image")
         self.blank_image = blank_image
-        if blank_image:
-            if total_tokens is None:
-                raise ValueError("total_tokens must be given with blank_image=True, got None")
-            most = as_int(total_tokens, "total_tokens", 2) - 1
-            capacity = most if capacity is None else as_int(capacity, "capacity", 1)
-            if capacity > most:
-                raise ValueError(
-                    "capacity must be below total_tokens with blank_image=True, whose token lies "
-                    f"in the tail of the row, got {capacity}"
-                )
         self._text = PackingCollator(
             total_tokens=total_tokens,
             capacity=capacity,
             max_seqs=max_seqs,
             total_multiple=total_multiple,
             pad_token_id=pad_token_id,
+            cp=cp,
         )
+
+    @property
+    def cp(self) -> ContextParallel | None:
+        """The ranks that share each row, or None."""
+        return self._text.cp
+
+    def with_cp(self, cp: ContextParallel) -> MultimodalPackingCollator:
+        """Return a copy of this collator that returns this rank's part of each row.
+
+        Raises:
+            ValueError, TypeError: as `PackingCollator.with_cp`.
+        """
+        shared = copy.copy(self)
+        shared._text = self._text.with_cp(cp)
+        return shared
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes the collator again, so that a pickle is checked as arguments are."""
@@ -136,7 +155,7 @@ class MultimodalPackingCollator:
                 for text, image in zip(texts, images, strict=True):
                     if not image and "input_ids" in text:
                         text.setdefault(key, [value] * len(text["input_ids"]))
-        batch = self._text(texts)
+        batch, packed = self._text._row(texts)
         row = {
             key: torch.cat([one[key] for one in images if key in one])
             for key in IMAGE_COLUMNS
@@ -149,29 +168,69 @@ class MultimodalPackingCollator:
                 f"together, got {patches}"
             )
         seconds = row.pop(_SECONDS, None)
-        batch["position_ids"] = mrope_position_ids(
+        planes = mrope_position_ids(
             batch["input_ids"],
-            batch["packed"],
+            packed,
             config=self.config,
             image_grid_thw=row.get("image_grid_thw"),
             video_grid_thw=row.get("video_grid_thw"),
             second_per_grid_ts=seconds if rule_of(self.config).videos_have_seconds else None,
             mm_token_type_ids=batch.get(_TYPES),
         )
-        if self.blank_image and not any(key in row for key in PIXELS):
-            row = self._blank(batch)
-        for _, grids, layout in COLUMNS:
-            if grids in row:
-                batch[layout] = layout_of_config(self.config, row[grids])
         if not labelled:
             ids = batch["input_ids"]
             for token in (self.config.image_token_id, self.config.video_token_id):
                 batch["labels"] = batch["labels"].masked_fill(ids == token, IGNORE_INDEX)
+        taken: dict[str, Tensor | None] = {}
+        if self.cp is None:
+            batch |= {"position_ids": planes, "packed": packed}
+        else:
+            batch, row, taken = self._part(batch, packed, planes, row, self.cp)
+        if self.blank_image and not any(key in row for key in PIXELS):
+            row = self._blank()
+            taken = {"image_grid_thw": torch.empty(0, dtype=torch.int64, device="cpu")}
+        for _, grids, layout in COLUMNS:
+            if grids in row:
+                batch[layout] = layout_of_config(self.config, row[grids], taken.get(grids))
         return batch | row
 
-    def _blank(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Put a black image of one token behind a row; return its columns."""
-        batch["input_ids"][0, batch["packed"].num_real_tokens] = self.config.image_token_id
+    def _part(
+        self,
+        batch: dict[str, Any],
+        packed: PackedLayout,
+        planes: Tensor,
+        row: Mapping[str, Tensor],
+        cp: ContextParallel,
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor | None]]:
+        """Return this rank's part of a row, its images, and by their grids the features it takes.
+
+        A token's feature is its number among the tokens of images, or of videos, of the row.
+        """
+        types = token_types(batch["input_ids"], batch.get(_TYPES), self.config)
+        for kind, columns in enumerate(COLUMNS, 1):
+            features = torch.full_like(batch["input_ids"], -1)
+            are_taken = types == kind
+            features[are_taken] = torch.arange(int(are_taken.sum()), device="cpu")
+            batch[columns.layout] = features
+        batch["position_ids"] = planes[:, 0].T.contiguous()[None]
+        part = part_of(batch, packed, cp)
+        part["position_ids"] = part["position_ids"][0].T.contiguous()[:, None]
+        images: dict[str, Tensor] = {}
+        taken: dict[str, Tensor | None] = {}
+        for columns in COLUMNS:
+            own = part.pop(columns.layout)[0]
+            own = own[own >= 0]
+            if own.numel() > 0:
+                grids = row[columns.grids]
+                counts = features_of(self.config, grids, columns is COLUMNS[1])
+                used, taken[columns.grids] = _images_of_features(own, counts)
+                patches = row[columns.pixels].split(grids.prod(1).tolist())
+                images[columns.pixels] = torch.cat([patches[image] for image in used])
+                images[columns.grids] = grids[used]
+        return part, images, taken
+
+    def _blank(self) -> dict[str, Tensor]:
+        """Return the columns of a black image of one token."""
         tower = self.config.vision_config
         merge = tower.spatial_merge_size
         patch = (
@@ -186,6 +245,28 @@ class MultimodalPackingCollator:
             "pixel_values": pixels.flatten(1) if is_flat else pixels[:, :, 0],
             "image_grid_thw": torch.tensor([[1, merge, merge]], device="cpu"),
         }
+
+
+def _images_of_features(features: Tensor, counts: Tensor) -> tuple[list[int], Tensor | None]:
+    """Return the images that features belong to, and the features' rows among theirs.
+
+    Args:
+        features: int64 `[n]`, numbers of features among those of all images, at least one.
+        counts: int64 `[n_images]`, features of each image.
+
+    Returns:
+        The images, in the order of their first features; and int64 `[n]`, None if all features of
+        these images are taken in order.
+    """
+    ends = counts.cumsum(0)
+    owners = torch.searchsorted(ends, features, right=True)
+    used = list(dict.fromkeys(owners.unique_consecutive().tolist()))
+    first = torch.zeros_like(counts)
+    first[used] = counts[used].cumsum(0) - counts[used]
+    rows = features - (ends - counts)[owners] + first[owners]
+    are_all = len(rows) == int(counts[used].sum())
+    are_all = are_all and bool((rows == torch.arange(len(rows), device="cpu")).all())
+    return used, None if are_all else rows
 
 
 def _again(options: Any) -> MultimodalPackingCollator:

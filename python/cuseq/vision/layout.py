@@ -13,19 +13,21 @@ from cuseq._base.arguments import as_device, as_int, check_flag, shown
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq._base.transfer import copy_without_wait, with_index
 from cuseq.layout import PackedLayout
-from cuseq.vision.positions import grids_of
+from cuseq.vision.positions import grids_of, numbers_on_host, values_of
 
 
 class _Recipe(NamedTuple):
     """The arguments that determine a `VisionLayout`.
 
-    `side` is that of a window of attention in tokens, 0 without windows.
+    `side` is that of a window of attention in tokens, 0 without windows. `feature_rows` is on the
+    host.
     """
 
     grid_thw: Tensor
     merge: int
     side: int
     frames_apart: bool
+    feature_rows: Tensor | None
 
 
 class VisionLayout:
@@ -41,6 +43,8 @@ class VisionLayout:
         position_ids: int64 `[patches, 2]`, row and column of each patch in its image.
         window_index: int64 `[tokens]`, the tokens in the order of the windows; None without them.
         tokens: int64 `[n_images]` on the host, tokens of each image in the text.
+        feature_rows: int64 `[n]`, the rows of the tower's output that the tokens of a rank's part
+            of a row take, in their order; None if the tokens take all rows in order.
 
     Examples:
         >>> rows = cuseq.vision.VisionLayout.from_grid([[1, 4, 6], [1, 2, 2]])
@@ -57,6 +61,7 @@ class VisionLayout:
         windows: PackedLayout | None,
         position_ids: Tensor,
         window_index: Tensor | None,
+        feature_rows: Tensor | None,
     ):
         if not isinstance(recipe, _Recipe):
             raise TypeError(
@@ -67,6 +72,7 @@ class VisionLayout:
         self.grid_thw = recipe.grid_thw
         self.images, self.windows = images, windows
         self.position_ids, self.window_index = position_ids, window_index
+        self.feature_rows = feature_rows
         self.tokens = self.grid_thw.prod(1) // recipe.merge**2
         self._moved: dict[torch.device, VisionLayout] = {}
 
@@ -79,6 +85,7 @@ class VisionLayout:
         patch_size: int = 14,
         window: int | None = None,
         frames_apart: bool = True,
+        feature_rows: Tensor | Sequence[int] | None = None,
     ) -> VisionLayout:
         """Make the layout of images from their grids.
 
@@ -93,6 +100,10 @@ class VisionLayout:
                 left of each frame, and those at its other borders are smaller.
             frames_apart: whether the frames of a video do not see each other (Qwen-VL, GLM-4V).
                 Windows never reach over frames.
+            feature_rows: integers `[n]`, the rows of the tower's output that the tokens of a row
+                take, in their order; None if they take all rows in order. For a rank's part of a
+                row, which may hold a piece of an image, or none of it (`n` = 0). An enabled model
+                takes them.
 
         Returns:
             The layout, on the host. Patches lie in the order of the processor: image after image,
@@ -100,8 +111,9 @@ class VisionLayout:
 
         Raises:
             ValueError: a size of a grid is below 1 or not a multiple of `merge_size`; there are
-                more than 2^31 - 1 patches; `window` is smaller than a token; or an argument is
-                outside its range.
+                more than 2^31 - 1 patches; `window` is smaller than a token; a row of
+                `feature_rows` is not below the number of tokens; or an argument is outside its
+                range.
             TypeError: an argument has the wrong type.
 
         Grids on a GPU are copied from there, which waits.
@@ -120,12 +132,16 @@ class VisionLayout:
         with outside_inference_mode():
             grids = grids_of(grid_thw, "grid_thw").clone()
             lengths, places, index, windows = _C.vision_rows(grids, merge, side, frames_apart)
+            rows = None
+            if feature_rows is not None:
+                rows = _rows_of(feature_rows, int(grids.prod(1).sum()) // merge**2)
             return cls(
-                _Recipe(grids, merge, side, frames_apart),
+                _Recipe(grids, merge, side, frames_apart, rows),
                 PackedLayout.from_lengths(lengths),
                 PackedLayout.from_lengths(windows) if side > 0 else None,
                 places,
                 index if side > 0 else None,
+                rows,
             )
 
     @property
@@ -174,13 +190,17 @@ class VisionLayout:
                     None
                     if self.window_index is None
                     else copy_without_wait(self.window_index, target),
+                    None
+                    if self.feature_rows is None
+                    else copy_without_wait(self.feature_rows, target),
                 )
             self._moved.setdefault(target, moved)
         return self._moved[target]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        grids, *rest = self._recipe
-        return _again, (grids.tolist(), *rest, str(self.device))
+        grids, *rest, rows = self._recipe
+        taken = None if rows is None else rows.tolist()
+        return _again, (grids.tolist(), *rest, taken, str(self.device))
 
     def __copy__(self) -> VisionLayout:
         return self
@@ -190,13 +210,16 @@ class VisionLayout:
 
     def __repr__(self) -> str:
         windows = "" if self.windows is None else f", {self.windows.num_sequences} windows"
+        taken = "" if self.feature_rows is None else f", {len(self.feature_rows)} taken"
         return (
             f"VisionLayout({len(self.grid_thw)} images, {self.images.total_tokens} patches, "
-            f"{int(self.tokens.sum())} tokens{windows}, {self.device})"
+            f"{int(self.tokens.sum())} tokens{taken}{windows}, {self.device})"
         )
 
 
-def layout_of_config(config: Any, grid_thw: Tensor) -> VisionLayout:
+def layout_of_config(
+    config: Any, grid_thw: Tensor, feature_rows: Tensor | None = None
+) -> VisionLayout:
     """Return the layout of images for the tower of a model's config."""
     tower = config.vision_config
     return VisionLayout.from_grid(
@@ -204,11 +227,34 @@ def layout_of_config(config: Any, grid_thw: Tensor) -> VisionLayout:
         merge_size=tower.spatial_merge_size,
         patch_size=getattr(tower, "patch_size", 1),
         window=getattr(tower, "window_size", None),
+        feature_rows=feature_rows,
     )
 
 
+def _rows_of(value: Any, tokens: int) -> Tensor:
+    """Return the rows that tokens take as int64 `[n]` on the host."""
+    if not isinstance(value, Tensor):
+        given = [as_int(row, "feature_rows") for row in values_of(value, "feature_rows")]
+        value = torch.tensor(given, dtype=torch.int64, device="cpu")
+    rows = numbers_on_host(value, "feature_rows").long().clone()
+    if rows.dim() != 1:
+        raise ValueError(f"feature_rows must be [n], got {list(rows.shape)}")
+    wrong = ((rows < 0) | (rows >= tokens)).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"feature_rows must be from 0 to below the {tokens} tokens of the images, got "
+            f"{int(rows[wrong[0]])}"
+        )
+    return rows
+
+
 def _again(
-    grids: list[list[int]], merge: int, side: int, frames_apart: bool, device: str
+    grids: list[list[int]],
+    merge: int,
+    side: int,
+    frames_apart: bool,
+    feature_rows: list[int] | None,
+    device: str,
 ) -> VisionLayout:
     layout = VisionLayout.from_grid(
         grids,
@@ -216,5 +262,6 @@ def _again(
         patch_size=1,
         window=side * merge or None,
         frames_apart=frames_apart,
+        feature_rows=feature_rows,
     )
     return layout.to(device)

@@ -131,17 +131,15 @@ def mrope_position_ids(
     rule, sizes = rule_of(config), _sizes_of(config)
     tokens = packed.total_tokens
     ids = _row(input_ids, "input_ids", tokens)
-    if mm_token_type_ids is not None:
-        types = _row(mm_token_type_ids, "mm_token_type_ids", tokens)
-        types = types.clamp(-1, 3).to(torch.int8)  # the values that are refused stay refused
+    given = mm_token_type_ids
+    if given is not None:
+        given = _row(given, "mm_token_type_ids", tokens)
     elif video_grid_thw is not None and rule.video_tokens_are_images:
         raise ValueError(
             f"mm_token_type_ids must be given for videos of {config.model_type}, whose tokens have "
             "the id of an image's, got None"
         )
-    else:
-        types = (ids == sizes.image_token).to(torch.int8)
-        types[ids == sizes.video_token] = 2
+    types = token_types(ids, given, config)
     images = grids_of(image_grid_thw, "image_grid_thw")
     videos = grids_of(video_grid_thw, "video_grid_thw")
     if second_per_grid_ts is not None and not rule.videos_have_seconds:
@@ -166,6 +164,28 @@ def mrope_position_ids(
     )
     with outside_inference_mode():
         return planes.to(input_ids.device)
+
+
+def token_types(ids: Tensor, given: Tensor | None, config: Any) -> Tensor:
+    """Return what the tokens of a row are: 0 for text, 1 for an image's, 2 for a video's, int8.
+
+    Args:
+        ids: integers `[total_tokens]` on the host.
+        given: the processor's `mm_token_type_ids` of that shape, or None.
+        config: the model's config.
+    """
+    if given is not None:
+        return given.clamp(-1, 3).to(torch.int8)  # the values that are refused stay refused
+    types = (ids == config.image_token_id).to(torch.int8)
+    types[ids == config.video_token_id] = 2
+    return types
+
+
+def features_of(config: Any, grids: Tensor, are_videos: bool) -> Tensor:
+    """Return how many tokens of a row each image or video of some grids is: int64 `[n]`."""
+    rule, sizes = rule_of(config), _sizes_of(config)
+    temporal = sizes.temporal_merge if are_videos and rule.videos_are_merged else 1
+    return grids.prod(1) // (sizes.spatial_merge**2 * temporal)
 
 
 def has_mrope(model: Any) -> bool:
@@ -216,7 +236,7 @@ def _sizes_of(config: Any) -> _Sizes:
 
 def _row(value: Any, name: str, tokens: int) -> Tensor:
     """Return integers of a row `[tokens]` on the host."""
-    value = _on_host(value, name)
+    value = numbers_on_host(value, name)
     if value.dim() > 2 or value.numel() != tokens or (value.dim() == 2 and value.shape[0] != 1):
         raise ValueError(
             f"{name} must be [1, {tokens}] or [{tokens}], the tokens of the layout, got "
@@ -230,11 +250,13 @@ def grids_of(value: Any, name: str) -> Tensor:
     if value is None:
         return torch.empty(0, 3, dtype=torch.int64, device="cpu")
     if not isinstance(value, Tensor):
-        rows = [[as_int(size, name) for size in _values(row, name)] for row in _values(value, name)]
+        rows = [
+            [as_int(size, name) for size in values_of(row, name)] for row in values_of(value, name)
+        ]
         if any(len(row) != 3 for row in rows):
             raise ValueError(f"{name} must be [n, 3], got {shown(value)}")
         value = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3)
-    grids = _on_host(value, name)
+    grids = numbers_on_host(value, name)
     if grids.dim() != 2 or grids.shape[1] != 3:
         raise ValueError(f"{name} must be [n, 3], got {list(grids.shape)}")
     return grids.long().contiguous()
@@ -245,9 +267,9 @@ def seconds_of(value: Any, name: str, videos: int) -> Tensor:
     if value is None:
         return torch.ones(videos, dtype=torch.float32, device="cpu")
     if isinstance(value, Tensor):
-        seconds = _on_host(value, name, integers=False).float()
+        seconds = numbers_on_host(value, name, integers=False).float()
     else:
-        numbers = [as_float(number, name) for number in _values(value, name)]
+        numbers = [as_float(number, name) for number in values_of(value, name)]
         seconds = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     if seconds.shape != (videos,):
         raise ValueError(
@@ -257,7 +279,8 @@ def seconds_of(value: Any, name: str, videos: int) -> Tensor:
     return seconds
 
 
-def _values(value: Any, name: str) -> list[Any]:
+def values_of(value: Any, name: str) -> list[Any]:
+    """Return the items of a list of numbers, or of rows."""
     try:
         if isinstance(value, str | bytes | bytearray):
             raise TypeError("text is not a list of numbers")
@@ -268,7 +291,8 @@ def _values(value: Any, name: str) -> list[Any]:
         ) from error
 
 
-def _on_host(value: Any, name: str, integers: bool = True) -> Tensor:
+def numbers_on_host(value: Any, name: str, integers: bool = True) -> Tensor:
+    """Check a tensor of numbers; return it on the host."""
     check_tensor(value, name)
     check_untransformed(value, name, "call it outside of the transform")
     value = plain_tensor(value, name).detach()

@@ -23,7 +23,9 @@ def _check_planes(arguments: dict[str, Any], planes: torch.Tensor) -> None:
 
 
 def _config(draw: Draw) -> SimpleNamespace:
-    vision = SimpleNamespace(spatial_merge_size=2, temporal_merge_size=2, tokens_per_second=2)
+    vision = SimpleNamespace(
+        spatial_merge_size=2, temporal_merge_size=2, tokens_per_second=2, patch_size=14
+    )
     return SimpleNamespace(
         model_type=draw.choice(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "ernie4_5_vl_moe")),
         image_token_id=IMAGE,
@@ -81,6 +83,24 @@ def _(draw):
     }
 
 
+def _place(draw: Draw) -> cuseq.distributed.ContextParallel:
+    """Return a rank's place in a group that no process has."""
+    size = draw.choice((1, 2, 3))
+    cp = cuseq.distributed.ContextParallel.__new__(cuseq.distributed.ContextParallel)
+    cp.__setstate__(
+        {
+            "rank": draw.randrange(size),
+            "size": size,
+            "ranks": tuple(range(size)),
+            "group_name": "a group",
+            "policy": draw.choice(("auto", "contiguous")),
+            "heads": (4, 2),
+            "head_dim": 16,
+        }
+    )
+    return cp
+
+
 def _collate(arguments: dict[str, Any]) -> Any:
     options = dict(arguments)
     examples = options.pop("examples")
@@ -104,13 +124,22 @@ def _(draw):
             example["pixel_values"] = torch.ones(patches, 3, dtype=torch.float32)
             example["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64)
         examples.append(example)
-    return {"config": _config(draw), "capacity": draw.choice((None, 60)), "examples": examples}
+    return {
+        "config": _config(draw),
+        "capacity": draw.choice((None, 60)),
+        "blank_image": draw.chance(0.5),
+        "cp": draw.choice((None, _place(draw))),
+        "examples": examples,
+    }
 
 
 def _check_rows(arguments: dict[str, Any], rows: cuseq.vision.VisionLayout) -> None:
     grids = rows.grid_thw
     assert rows.images.total_tokens == len(rows.position_ids) == int(grids.prod(1).sum())
     assert rows.images.num_real_tokens == rows.images.total_tokens
+    if rows.feature_rows is not None:
+        assert not (rows.feature_rows < 0).any()
+        assert not (rows.feature_rows >= rows.tokens.sum()).any()
     if rows.windows is not None:
         index = rows.window_index
         assert index is not None and torch.equal(index.sort().values, torch.arange(len(index)))
@@ -132,6 +161,7 @@ def _(draw):
         "patch_size": draw.choice((1, 14)),
         "window": draw.choice((None, 14 * merge, 112)),
         "frames_apart": draw.chance(0.5),
+        "feature_rows": draw.choice((None, [], [0] * len(grids), torch.arange(len(grids)))),
     }
 
 
@@ -144,5 +174,5 @@ def _(draw):
     wrong=True,
 )
 def _(draw):
-    names = ("recipe", "images", "windows", "position_ids", "window_index")
+    names = ("recipe", "images", "windows", "position_ids", "window_index", "feature_rows")
     return dict.fromkeys(names, [[1, 2, 2]])

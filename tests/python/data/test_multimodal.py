@@ -183,29 +183,19 @@ def full_config() -> SimpleNamespace:
 
 
 def test_a_row_without_images_gets_a_blank_one():
-    collate = MultimodalPackingCollator(full_config(), total_tokens=8, blank_image=True)
+    collate = MultimodalPackingCollator(full_config(), blank_image=True)
     again = pickle.loads(pickle.dumps(collate))
     for one in (collate, again):
         batch = one([example([1, 2]), example([3])])
-        assert batch["input_ids"].tolist() == [[1, 2, 3, IMAGE, 0, 0, 0, 0]]
-        assert batch["labels"][0, 3:].tolist() == [-100] * 5
+        assert batch["input_ids"].tolist() == [[1, 2, 3]]
         assert batch["pixel_values"].shape == (4, 3 * 2 * 4 * 4)
         assert not batch["pixel_values"].any()
         assert batch["image_grid_thw"].tolist() == [[1, 2, 2]]
         assert batch["image_layout"].images.total_tokens == 4
-        assert batch["packed"].num_real_tokens == 3
+        assert batch["image_layout"].feature_rows.tolist() == []
     with_image = collate([EXAMPLES[1], EXAMPLES[2]])
-    assert with_image["input_ids"].tolist() == [[3, 4, *[IMAGE] * 4, 0, 0]]
+    assert with_image["input_ids"].tolist() == [[3, 4, *[IMAGE] * 4]]
     assert len(with_image["image_grid_thw"]) == 1
-
-
-def test_a_blank_image_needs_a_tail():
-    with pytest.raises(ValueError, match="total_tokens must be given with blank_image=True"):
-        MultimodalPackingCollator(full_config(), blank_image=True)
-    with pytest.raises(ValueError, match="capacity must be below total_tokens with blank_image"):
-        MultimodalPackingCollator(full_config(), total_tokens=8, capacity=8, blank_image=True)
+    assert with_image["image_layout"].feature_rows is None
     with pytest.raises(TypeError, match="blank_image must be"):
-        MultimodalPackingCollator(full_config(), total_tokens=8, blank_image=1)
-    collate = MultimodalPackingCollator(full_config(), total_tokens=4, blank_image=True)
-    with pytest.raises(ValueError, match="capacity = 3"):
-        collate([example([1, 2, 3, 4])])
+        MultimodalPackingCollator(full_config(), blank_image=1)

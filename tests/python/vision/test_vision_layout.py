@@ -78,6 +78,24 @@ def test_copies_keep_everything(device):
     )
 
 
+def test_rows_of_features_move_and_pickle(device):
+    given = torch.tensor([3, 2, 9], dtype=torch.int32)
+    for rows in (given, given.to(device), [3, 2, 9], (3, 2, 9)):
+        layout = VisionLayout.from_grid(GRIDS, feature_rows=rows)
+        assert layout.feature_rows.dtype == torch.int64
+        assert layout.feature_rows.device.type == "cpu"
+        assert "45 tokens, 3 taken" in repr(layout)
+        moved = layout.to(device)
+        again = pickle.loads(pickle.dumps(moved))
+        for one in (layout, moved, again):
+            assert one.feature_rows.tolist() == [3, 2, 9]
+        assert again.feature_rows.device == moved.feature_rows.device == moved.device
+    given[0] = 1
+    assert VisionLayout.from_grid(GRIDS, feature_rows=[]).feature_rows.shape == (0,)
+    assert VisionLayout.from_grid(GRIDS).feature_rows is None
+    assert pickle.loads(pickle.dumps(VisionLayout.from_grid(GRIDS))).feature_rows is None
+
+
 def test_the_layout_does_not_follow_edits_of_its_grids():
     grid = torch.tensor([[1, 4, 6]])
     rows = VisionLayout.from_grid(grid)
@@ -101,6 +119,12 @@ def test_the_layout_does_not_follow_edits_of_its_grids():
         ([[1, 2, 2]], dict(window=27), ValueError, r"merge_size \* patch_size = 28 pixels, got 27"),
         ([[1, 2, 2]], dict(window=1.5), TypeError, "window must be"),
         ([[1, 2, 2]], dict(frames_apart=1), TypeError, "frames_apart must be"),
+        ([[1, 2, 4]], dict(feature_rows=[0, 2]), ValueError, "below the 2 tokens .* got 2"),
+        ([[1, 2, 4]], dict(feature_rows=[-1]), ValueError, "feature_rows must be from 0 .* got -1"),
+        ([[1, 2, 4]], dict(feature_rows=torch.zeros(1, 1).int()), ValueError, r"must be \[n\]"),
+        ([[1, 2, 4]], dict(feature_rows=torch.zeros(1)), TypeError, "rows must be integers"),
+        ([[1, 2, 4]], dict(feature_rows=[0.5]), TypeError, "feature_rows must be an int"),
+        ([[1, 2, 4]], dict(feature_rows=1), TypeError, "must be a tensor or a list of numbers"),
     ],
 )
 def test_bad_arguments_are_named(grids, options, error, message):
@@ -110,7 +134,7 @@ def test_bad_arguments_are_named(grids, options, error, message):
 
 def test_it_is_made_by_from_grid():
     with pytest.raises(TypeError, match="made by from_grid"):
-        VisionLayout([[1, 2, 2]], None, None, None, None)
+        VisionLayout([[1, 2, 2]], None, None, None, None, None)
 
 
 def test_a_copy_to_the_gpu_does_not_wait(cuda):

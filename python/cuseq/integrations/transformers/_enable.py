@@ -7,7 +7,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -122,15 +122,20 @@ class _Saved:
     implementation: str | None
 
 
+class _Aid(NamedTuple):
+    """What a trainer gave a model that was made with attn_implementation="cuseq"."""
+
+    hooks: list[RemovableHandle]
+    has_doors: list[str]  # the parts that got one, by name
+    release: Callable[[], object]
+
+
 _STATE = "_cuseq_state"
 # The models that were enabled and not disabled, apart from their copies.
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 # The trainers of each model that a trainer enabled.
 _holders: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-# What a trainer replaced in a model that was made with attn_implementation="cuseq".
-_aided: weakref.WeakKeyDictionary[nn.Module, tuple[list[RemovableHandle], Callable[[], object]]] = (
-    weakref.WeakKeyDictionary()
-)
+_aided: weakref.WeakKeyDictionary[nn.Module, _Aid] = weakref.WeakKeyDictionary()
 
 
 def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
@@ -267,9 +272,11 @@ def disable_model(model: nn.Module) -> None:
     state = _state_of(base)
     _holders.pop(base, None)
     if base in _aided:
-        hooks, release = _aided.pop(base)
-        _remove(hooks)
-        release()
+        aid = _aided.pop(base)
+        for name in aid.has_doors:
+            remove_door(base.get_submodule(name))
+        _remove(aid.hooks)
+        aid.release()
     elif state is None:
         _refuse_parts(base)
     if isinstance(state, _Saved):
@@ -329,10 +336,16 @@ def enable_model_of_trainer(trainer: Any, options: TrainerOptions) -> Enabled:
             f'"{backend}": enable the model by cuseq.enable(model, backend="{backend}")'
         )
     if base not in _aided:
-        hooks = hook_models(models_around(base, attention_layers(base, ())))
+        around = models_around(base, attention_layers(base, ()))
+        hooks, with_doors = hook_models(around), []
+        for inner in around:  # the text part alone may be named so, whose door sees no images
+            if door := install_door(inner):
+                hooks += door
+                with_doors.append(inner)
+        names = [name for name, one in base.named_modules() if one in with_doors]
         release = weakref.finalize(base, restore_functions, replace_functions(base))
         release.atexit = False
-        _aided[base] = hooks, release
+        _aided[base] = _Aid(hooks, names, release)
     _holders.setdefault(base, weakref.WeakSet()).add(trainer)
     recurrent = recurrent_layers(config)
     reason = 'the model: it was made with attn_implementation="cuseq", and is enabled on its own'

@@ -49,10 +49,11 @@ def is_replaced(module: nn.Module) -> bool:
 
     accelerate's mixed precision may be around ours.
     """
-    return any(_is_ours(getattr(forward, "__func__", None)) for forward in own_forwards(module))
+    return any(is_ours(getattr(forward, "__func__", None)) for forward in own_forwards(module))
 
 
-def _is_ours(function: Any) -> bool:
+def is_ours(function: Any) -> bool:
+    """Return whether a function is one that `our_forward` marked, or is around one."""
     while function is not None and not getattr(function, _MARK, False):
         function = getattr(function, "__wrapped__", None)
     return function is not None

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuseq._base.arguments import shown
 from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import remember
+from cuseq.integrations.transformers._features import check_rows, hand_rows
 from cuseq.layout import PackedLayout
 from cuseq.vision import VisionLayout
 from cuseq.vision.positions import COLUMNS, Columns
@@ -84,16 +85,17 @@ def no_tensors(value: Any) -> tuple[Tensor, ...]:
 
 
 @torch.compiler.disable
-def grids_of_call(told: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
+def grids_of_call(model: nn.Module, told: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
     """Return grids in the place of those of a call, whose facts are known without a wait.
 
     Args:
+        model: the model.
         told: the keywords of the call.
         on_host: whether the grids come back on the host; those without a layout are waited for.
 
     Raises:
-        ValueError: a layout is of other images than its grids, or pixels have another number of
-            patches.
+        ValueError: a layout is of other images than its grids, or has rows that the model does not
+            take, or pixels have another number of patches.
         TypeError: a layout is not a `VisionLayout`.
     """
     changes = {}
@@ -102,13 +104,13 @@ def grids_of_call(told: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
         grids, layout = told.get(name), told.get(columns.layout)
         if layout is not None:
             _check_layout(layout, told, columns)
+            check_rows(model, columns.layout, layout)
         if not isinstance(grids, Tensor):
             continue
         if layout is not None:
             facts = Facts(layout.grid_thw, layout)
-            changes[name] = note_facts(
-                layout.grid_thw.clone() if on_host else grids.view_as(grids), facts
-            )
+            told_on = layout.grid_thw.clone() if on_host else grids.view_as(grids)
+            changes[name] = hand_rows(note_facts(told_on, facts), layout)
         elif on_host and not grids.is_cpu:
             facts = facts_of(grids)
             changes[name] = note_facts(facts.grids.clone(), facts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 import types
@@ -45,6 +46,21 @@ def keywords_of(cls: type) -> set[str]:
 def hands_keywords_on(forward: types.FunctionType) -> bool:
     """Return whether a forward calls anything with `**keywords`."""
     return any(one.opname == "CALL_FUNCTION_EX" for one in dis.get_instructions(forward))
+
+
+@functools.cache
+def loss_takes_keywords(cls: type) -> bool:
+    """Return whether the forward of a model's class hands its keywords on to its loss.
+
+    Models of images say `accepts_loss_kwargs = False` also where it does.
+    """
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    instructions = iter(dis.get_instructions(forward))
+    for one in instructions:
+        if one.argval == "loss_function":
+            calls = (later.opname for later in instructions if later.opname.startswith("CALL"))
+            return next(calls, None) == "CALL_FUNCTION_EX"
+    return True  # it calls no loss, or another model's
 
 
 def attention_layers(base: PreTrainedModel, mixers: Collection[nn.Module]) -> list[nn.Module]:

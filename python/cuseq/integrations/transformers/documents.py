@@ -36,9 +36,21 @@ from torch.utils.hooks import RemovableHandle
 from cuseq._base.models import rotations_by_length, text_config
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
+from cuseq.integrations.transformers._features import (
+    Rows,
+    check_taken,
+    replace_features,
+    restore_features,
+    rows_handed,
+)
 from cuseq.integrations.transformers._forwards import is_replaced
 from cuseq.integrations.transformers._grids import grids_of_call
-from cuseq.integrations.transformers._layers import calls_of, code_of, makes_angles
+from cuseq.integrations.transformers._layers import (
+    calls_of,
+    code_of,
+    loss_takes_keywords,
+    makes_angles,
+)
 from cuseq.integrations.transformers._lengths import (
     LENGTHS,
     OFFSETS,
@@ -89,6 +101,7 @@ class _Call(NamedTuple):
     model: weakref.ref[nn.Module]
     shape: tuple[int, int]
     packed: PackedLayout | None
+    rows: list[Rows]  # of a tower's output, which were handed on
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,7 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
     parameters = inspect.signature(type(model).forward).parameters
     takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     setattr(model, _DOOR, True)
+    replace_features(model)
     door = _Door(
         names=names_of_call(model),
         # A model that computes attention in its own way takes them from its next hook.
@@ -168,14 +182,15 @@ def names_of_call(model: nn.Module) -> tuple[str, ...]:
 
 
 def remove_door(model: nn.Module) -> None:
-    """Forget that `install_door` was called, whose hooks the caller has removed."""
+    """Undo `install_door`, but for its hooks, which the caller removes."""
+    restore_features(model)
     model.__dict__.pop(_DOOR, None)
 
 
 def documents_found(config: Any, batch: int, seqlen: int) -> tuple[bool, PackedLayout | None]:
     """Return whether a hook has read the call that runs in this thread, and what it found."""
     if _calls.inside:
-        of_model, shape, packed = _calls.inside[-1]
+        of_model, shape, packed, _ = _calls.inside[-1]
         model = of_model()
         if model is not None and shape == (batch, seqlen):
             if model.config is config or text_config(model) is config:
@@ -185,15 +200,19 @@ def documents_found(config: Any, batch: int, seqlen: int) -> tuple[bool, PackedL
 
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not torch.compiler.is_compiling() and _calls.inside and _calls.inside[-1].model() is model:
-        _calls.inside.pop()
+        rows = _calls.inside.pop().rows
+        if output is not None:  # it has not raised
+            check_taken(rows)
 
 
-def _enter(model: nn.Module, shape: tuple[int, int], packed: PackedLayout | None) -> None:
+def _enter(
+    model: nn.Module, shape: tuple[int, int], packed: PackedLayout | None, rows: list[Rows]
+) -> None:
     # A call that Ctrl-C ended never left: a model does not run inside itself.
     place = next((i for i, one in enumerate(_calls.inside) if one.model() is model), None)
     if place is not None:
         del _calls.inside[place:]
-    _calls.inside.append(_Call(weakref.ref(model), shape, packed))
+    _calls.inside.append(_Call(weakref.ref(model), shape, packed, rows))
 
 
 def bring_documents(
@@ -230,7 +249,6 @@ def bring_documents(
     elif is_read:
         use_cache = getattr(text_config(model), "use_cache", False)
         packed, changes = _read({"use_cache": use_cache} | told, rows)
-    _enter(model, shape, packed)
     described = any(name in told or name in changes for name in DESCRIPTIONS)
     are_packed = described or packed is not None
     if are_packed:
@@ -258,7 +276,9 @@ def bring_documents(
         positions = _positions_of_call(packed, told | changes, rows)
         if positions is not None:
             changes["position_ids"] = positions.view(shape)
-    return _with(given, changes | _images(model, told, are_packed))
+    images = _images(model, told, are_packed)
+    _enter(model, shape, packed, rows_handed(images.values()))
+    return _with(given, changes | images)
 
 
 def _images(model: nn.Module, told: Mapping[str, Any], are_packed: bool) -> dict[str, Any]:
@@ -269,7 +289,7 @@ def _images(model: nn.Module, told: Mapping[str, Any], are_packed: bool) -> dict
     known = getattr(model.config, "model_type", None) in MODEL_TYPES
     on_host = known and are_packed and "position_ids" in told
     if on_host or any(name in told for name in LAYOUTS):
-        return grids_of_call(told, on_host)
+        return grids_of_call(model, told, on_host)
     return {}
 
 
@@ -331,6 +351,12 @@ def _check_layout_of_call(
     """Raise unless the input of a call is as long as its `packed`, and nothing contradicts it."""
     check_layout(packed)
     if packed.part is not None:
+        if "labels" in told and not loss_takes_keywords(type(model)):
+            raise ValueError(
+                f"labels must be None for a rank's part of a row in a {type(model).__name__}, "
+                "whose loss takes no shift_labels: compute the loss of its logits and "
+                "shift_labels, or update transformers"
+            )
         for rope_type in rotations_by_length(text_config(model)):
             raise ValueError(
                 "packed must describe a whole row for a model whose rotation follows the longest "
