@@ -80,8 +80,9 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
         cp: for a Trainer or an SFTTrainer, default None: this rank's
             `cuseq.distributed.ContextParallel`. Its ranks share each packed row; losses, evaluation
             and the sampling of rows are made right for that (docs/trainer.md). A Trainer must have
-            a `cuseq.PackingCollator`; an SFTTrainer is made with `packing=False`, and `bin_pack` is
-            then True.
+            a `cuseq.PackingCollator` or a `cuseq.data.MultimodalPackingCollator`, or get one as
+            `collator`; an SFTTrainer is made with `packing=False`, and without `collator`
+            `bin_pack` is then True.
         graph: for a Trainer or an SFTTrainer, default False: run each training step as a
             `cuseq.GraphedStep`, with clipping and the optimizer. Rows must have one shape; an
             SFTTrainer's get it. docs/cuda_graphs.md says what is refused. If the steps cannot be
@@ -89,7 +90,7 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
         collator: for a Trainer or an SFTTrainer, default None: a `cuseq.PackingCollator` or a
             `cuseq.data.MultimodalPackingCollator` in the place of the trainer's own. An SFTTrainer
             is then made with `packing=False` and `max_length=None`, and its dataset has what a
-            processor made of each document. Not with `cp` and `graph`.
+            processor made of each document. Not with `graph`.
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 

@@ -330,3 +330,61 @@ def test_ddp_finds_all_gradients_with_a_blank_image(ranks):
         found = {name.removeprefix("module."): 2 * value for name, value in one["ddp"].items()}
         for name in set(expected) - {"loss"}:
             torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-6)
+
+
+# ------------------------------------------------------------------------- trainers on two ranks
+
+
+def trained(folder: str, cp: ContextParallel | None, is_given: bool) -> dict:
+    """Return the losses that a Trainer logs and the weights that it learns.
+
+    Args:
+        folder: for its outputs.
+        cp: the ranks that share its rows.
+        is_given: whether `enable` gets the collator, and not the Trainer.
+    """
+    model = make_model(FAMILIES[0])
+    collate = MultimodalPackingCollator(model.config, blank_image=True)
+    images = [one for _, row in ROWS.values() for one in row]
+    documents = [*TEXT, document(4, seed=10), *images]  # the first row has no images
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=4, per_device_train_batch_size=3, remove_unused_columns=False,
+        report_to="none", logging_steps=1, disable_tqdm=True, save_strategy="no", use_cpu=True,
+        learning_rate=1e-3, lr_scheduler_type="constant", max_grad_norm=1.0, bf16=False,
+        train_sampling_strategy="sequential", dataloader_pin_memory=False, eval_strategy="steps",
+        eval_steps=2, per_device_eval_batch_size=3,
+    )  # fmt: skip
+    own, given = ({}, {"collator": collate}) if is_given else ({"data_collator": collate}, {})
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=documents, eval_dataset=documents[:6], **own
+    )
+    enabled = cuseq.enable(trainer, cp=cp, qk_norm=False, **given)
+    if cp is not None:
+        assert "context_parallel:Trainer" in enabled.replaced
+        assert trainer.data_collator.cp is cp and collate.cp is None
+    trainer.train()
+    logs = trainer.state.log_history
+    names = ("loss", "grad_norm", "eval_loss")
+    return {
+        "losses": [entry[name] for entry in logs for name in names if name in entry],
+        "learned": {name: one.detach().clone() for name, one in model.named_parameters()},
+    }
+
+
+def train_on_ranks(rank: int, folder: str) -> list[dict]:
+    torch.set_num_threads(1)
+    cp = ContextParallel(dist.group.WORLD)
+    return [trained(f"{folder}/{is_given}", cp, is_given) for is_given in (False, True)]
+
+
+@pytest.mark.slow
+def test_a_trainer_learns_what_one_process_learns(tmp_path):
+    expected = trained(str(tmp_path / "one"), None, False)
+    assert len(expected["losses"]) == 10
+    first = make_model(FAMILIES[0]).state_dict()
+    assert all((first[name] != one).any() for name, one in expected["learned"].items())
+    for ways in distributed.run(train_on_ranks, str(tmp_path), limit=240):
+        for found in ways:
+            assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+            for name, value in expected["learned"].items():
+                torch.testing.assert_close(found["learned"][name], value, atol=1e-6, rtol=1e-5)

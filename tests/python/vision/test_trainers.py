@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch.distributed as dist
 
 import cuseq
+from cuseq.distributed import ContextParallel
 
 transformers = pytest.importorskip("transformers")
 
@@ -128,6 +130,28 @@ def test_sft_logs_what_the_row_has(make_sft):
     assert 0 <= log[0]["mean_token_accuracy"] <= 1 and log[0]["entropy"] > 0
     cuseq.disable(trainer)
     assert trainer.data_collator is own and "compute_loss" not in vars(trainer)
+
+
+def test_sft_deals_rows_of_a_collator(make_sft, tmp_path):
+    """Each process shares its rows with itself."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        cp = ContextParallel(dist.group.WORLD)
+        trainer, collate = make_sft()
+        plain = cuseq.data.MultimodalPackingCollator(collate.config)
+        expected = expected_loss(plain([trainer.train_dataset[i] for i in range(3)]))
+        enabled = cuseq.enable(trainer, collator=collate, cp=cp)
+        assert "context_parallel:SFTTrainer" in enabled.replaced
+        assert trainer.data_collator.cp is cp
+        batches = list(trainer.get_train_dataloader())
+        trainer.args.train_sampling_strategy = "sequential"
+        trainer.train()
+        log = logged(trainer)
+        assert log[0]["loss"] == pytest.approx(expected, rel=1e-3)
+        tokens = sum(batch["packed"].num_real_tokens for batch in batches)
+        assert log[-1]["num_tokens"] == tokens
+    finally:
+        dist.destroy_process_group()
 
 
 def test_sft_keeps_a_loss_of_the_users_own(make_sft):

@@ -15,7 +15,11 @@ from cuseq._base.arguments import shown
 from cuseq._base.models import recurrent_types, rotations_by_length, text_config
 from cuseq.distributed import ContextParallel
 from cuseq.integrations.transformers import _private as private
-from cuseq.integrations.transformers._layers import find_pretrained
+from cuseq.integrations.transformers._layers import (
+    calls_of,
+    find_pretrained,
+    loss_takes_keywords,
+)
 from cuseq.integrations.transformers._whole_rows import check_balance_loss
 
 if TYPE_CHECKING:
@@ -65,6 +69,7 @@ class SharedRows:
         self._set(trainer, private.CP_INPUTS, self._take_inputs)
         self._set(trainer, private.NUM_ITEMS, self._num_items)
         self._set(trainer, "get_cp_size", lambda: cp.size)
+        self._set(trainer, "model_accepts_loss_kwargs", True)
         self._set(trainer, "prediction_step", self._prediction_step)
         self._set(trainer, "gather_function", self._gather_for_metrics)
         self._set(accelerator, "gather_for_metrics", self._gather_for_metrics)
@@ -267,7 +272,7 @@ def _check_loss(trainer: Trainer) -> None:
     fused = args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True)
     wrong = {
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
-        "a model that takes no num_items_in_batch": not trainer.model_accepts_loss_kwargs,
+        "a model that takes no num_items_in_batch": not _takes_num_items(trainer),
         "a model whose loss is not that of the next token": not private.shifts_labels(trainer),
         "compute_loss_func": trainer.compute_loss_func is not None,
         "label_smoothing_factor": bool(args.label_smoothing_factor),
@@ -280,6 +285,15 @@ def _check_loss(trainer: Trainer) -> None:
                 "cp must be None unless the loss is a sum over tokens of shift_labels, divided by "
                 f"the labels of all ranks, got {name}"
             )
+
+
+def _takes_num_items(trainer: Trainer) -> bool:
+    """Return whether the loss of a trainer's model takes the number of labels of a step."""
+    model = find_pretrained(trainer.model)
+    if not loss_takes_keywords(type(model)):
+        return False
+    # A model of images refuses it in a Trainer, although its loss takes it.
+    return trainer.model_accepts_loss_kwargs or "loss_function" in calls_of(model)
 
 
 def _check_data(trainer: Trainer) -> None:

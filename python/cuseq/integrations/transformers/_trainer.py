@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+_COLLATORS = (PackingCollator, MultimodalPackingCollator)
+
+
 class _State(NamedTuple):
     enabled: Enabled
     options: TrainerOptions
@@ -74,18 +77,19 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             "begins: call cuseq.enable(model) inside model_init"
         )
     before = trainer.data_collator
-    if collator is not None and (cp is not None or graph):
+    if collator is not None and graph:
         raise ValueError(
-            f"collator must be None with {'graph=True' if graph else 'cp'}, got one: make the "
-            "Trainer with a cuseq.PackingCollator"
+            "collator must be None with graph=True, got one: make the Trainer with a "
+            "cuseq.PackingCollator"
         )
-    if cp is None and isinstance(before, PackingCollator) and before.cp is not None:
+    packing = before if collator is None else collator
+    if cp is None and isinstance(packing, _COLLATORS) and packing.cp is not None:
         raise ValueError(
-            "cp must be given to cuseq.enable if the trainer's PackingCollator has one, got None: "
-            "the trainer would give each rank other rows"
+            f"cp must be given to cuseq.enable if the trainer's {type(packing).__name__} has one, "
+            "got None: the trainer would give each rank other rows"
         )
     check_token_count()
-    dealing = None if cp is None else _dealing_collator(trainer, cp)
+    dealing = None if cp is None else _dealing_collator(trainer, packing, cp)
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
         training.check()
@@ -94,12 +98,12 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     replaced, left_alone = model.replaced, model.left_alone
     if dealing is not None:
         _put_collator(trainer, dealing)
-        SharedRows(trainer, dealing.cp).install()
+        SharedRows(trainer, cp).install()
         replaced = (*replaced, f"collator:{name}", f"context_parallel:{type(trainer).__name__}")
     elif collator is not None:
         _put_collator(trainer, collator)
         replaced = (*replaced, f"collator:{name}")
-    elif isinstance(before, PackingCollator | MultimodalPackingCollator):
+    elif isinstance(before, _COLLATORS):
         left_alone = (*left_alone, f"the data collator {name}: it packs rows already")
     else:
         reason = (
@@ -185,14 +189,16 @@ def _columns_of(dataset: Any) -> Iterable[str]:
     return getattr(dataset, "column_names", None) or (first if isinstance(first, dict) else ())
 
 
-def _dealing_collator(trainer: Trainer, cp: ContextParallel) -> PackingCollator:
+def _dealing_collator(trainer: Trainer, collator: Any, cp: ContextParallel) -> Any:
+    """Return a copy of a collator that deals rows to the ranks of `cp`."""
     check_shared_rows(trainer, cp)
-    if not isinstance(trainer.data_collator, PackingCollator):
+    if not isinstance(collator, _COLLATORS):
         raise ValueError(
             "trainer.data_collator must be a cuseq.PackingCollator with cp, which deals its rows, "
-            f"got {type(trainer.data_collator).__name__}"
+            "or a cuseq.data.MultimodalPackingCollator, or collator be given, got "
+            f"{type(collator).__name__}"
         )
-    return trainer.data_collator.with_cp(cp)
+    return collator.with_cp(cp)
 
 
 def _check_collator(trainer: Trainer, collator: Any) -> None:
@@ -202,7 +208,7 @@ def _check_collator(trainer: Trainer, collator: Any) -> None:
         TypeError: it is not a collator of cuseq.
         ValueError: the trainer drops the columns that it needs.
     """
-    if not isinstance(collator, PackingCollator | MultimodalPackingCollator):
+    if not isinstance(collator, _COLLATORS):
         raise TypeError(
             "collator must be a cuseq.PackingCollator or a cuseq.data.MultimodalPackingCollator, "
             f"got {shown(collator)}"
