@@ -12,6 +12,7 @@ from torch import Tensor
 from cuseq._base.arguments import as_int, check_flag, check_tensor, check_untransformed
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data._lengths import array_as_tensor, is_array
+from cuseq.data._processors import config_of
 from cuseq.data._state import options_in
 from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples, part_of
 from cuseq.distributed import ContextParallel
@@ -40,7 +41,9 @@ class MultimodalPackingCollator:
     `data_collator`, with `remove_unused_columns=False`.
 
     Args:
-        config: the config of the whole model (`model.config`).
+        processor_or_config: the config of the whole model (`model.config`), or the model's
+            processor where that says all that is needed: of Qwen2-VL, Qwen3-VL, Qwen3.5, GLM-4V,
+            GLM-4.5V, GLM-4.6V and GLM-OCR.
         total_tokens, capacity, max_seqs, total_multiple, pad_token_id: as for `PackingCollator`.
         image_capacity: most patches of images and videos that a row may hold, which bounds the
             memory of the vision tower; a batch with more raises ValueError. None means no limit.
@@ -70,7 +73,7 @@ class MultimodalPackingCollator:
     Raises:
         ValueError: as `PackingCollator`; the images are not those that the tokens say; patches and
             grids of an example do not fit each other; the row holds more than `image_capacity`
-            patches; `config` is that of another model.
+            patches; the config or processor is that of another model.
         TypeError: as `PackingCollator`; a key of images does not hold a tensor.
 
     Examples:
@@ -86,13 +89,13 @@ class MultimodalPackingCollator:
     """
 
     _OPTIONS = (
-        *("config", "image_capacity", "blank_image", "total_tokens", "capacity", "max_seqs"),
-        *("total_multiple", "pad_token_id", "cp"),
+        *("processor_or_config", "image_capacity", "blank_image", "total_tokens", "capacity"),
+        *("max_seqs", "total_multiple", "pad_token_id", "cp"),
     )
 
     def __init__(
         self,
-        config: Any,
+        processor_or_config: Any,
         *,
         total_tokens: int | None = None,
         capacity: int | None = None,
@@ -103,8 +106,8 @@ class MultimodalPackingCollator:
         pad_token_id: int = 0,
         cp: ContextParallel | None = None,
     ):
-        rule_of(config)
-        self.config = config
+        self.config = config_of(processor_or_config)
+        rule_of(self.config)
         self.image_capacity = image_capacity
         if image_capacity is not None:
             self.image_capacity = as_int(image_capacity, "image_capacity", 1)
@@ -136,8 +139,11 @@ class MultimodalPackingCollator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes the collator again, so that a pickle is checked as arguments are."""
-        names = ("config", "image_capacity", "blank_image")
-        own = {name: getattr(self, name) for name in names}
+        own = {
+            "processor_or_config": self.config,
+            "image_capacity": self.image_capacity,
+            "blank_image": self.blank_image,
+        }
         text = {name: getattr(self._text, name) for name in self._OPTIONS if name not in own}
         return _again, (own | text,)
 
@@ -238,7 +244,7 @@ class MultimodalPackingCollator:
             getattr(tower, "temporal_patch_size", 1),
             *(tower.patch_size, tower.patch_size),
         )
-        pixels = torch.zeros(merge * merge, *patch, device="cpu")
+        pixels = torch.zeros(merge * merge, *patch, dtype=torch.float32, device="cpu")
         # PaddleOCR-VL takes patches as images, without frames.
         is_flat = self.config.model_type != "paddleocr_vl"
         return {

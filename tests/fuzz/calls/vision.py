@@ -111,7 +111,7 @@ def _collate(arguments: dict[str, Any]) -> Any:
     "cuseq.data.MultimodalPackingCollator",
     cuseq.data.MultimodalPackingCollator,
     call=_collate,
-    also=("examples", "input_ids", "pixel_values", "image_grid_thw"),
+    also=("examples", "input_ids", "pixel_values", "image_grid_thw", "config"),
     weight=2,
 )
 def _(draw):
@@ -125,7 +125,7 @@ def _(draw):
             example["image_grid_thw"] = torch.tensor(grids, dtype=torch.int64)
         examples.append(example)
     return {
-        "config": _config(draw),
+        "processor_or_config": _config(draw),
         "capacity": draw.choice((None, 60)),
         "blank_image": draw.chance(0.5),
         "cp": draw.choice((None, _place(draw))),
