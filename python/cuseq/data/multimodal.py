@@ -188,16 +188,22 @@ class MultimodalPackingCollator:
             for token in (self.config.image_token_id, self.config.video_token_id):
                 batch["labels"] = batch["labels"].masked_fill(ids == token, IGNORE_INDEX)
         taken: dict[str, Tensor | None] = {}
+        tokens: dict[str, Tensor] = {}  # which take the features, by grids
         if self.cp is None:
+            types = token_types(batch["input_ids"], batch.get(_TYPES), self.config)[0]
+            for kind, (_, grids, _) in enumerate(COLUMNS, 1):
+                tokens[grids] = (types == kind).nonzero().flatten()
             batch |= {"position_ids": planes, "packed": packed}
         else:
-            batch, row, taken = self._part(batch, packed, planes, row, self.cp)
+            batch, row, taken, tokens = self._part(batch, packed, planes, row, self.cp)
         if self.blank_image and not any(key in row for key in PIXELS):
-            row = self._blank()
-            taken = {"image_grid_thw": torch.empty(0, dtype=torch.int64, device="cpu")}
+            row, none = self._blank(), torch.empty(0, dtype=torch.int64, device="cpu")
+            taken["image_grid_thw"] = tokens["image_grid_thw"] = none
         for _, grids, layout in COLUMNS:
             if grids in row:
-                batch[layout] = layout_of_config(self.config, row[grids], taken.get(grids))
+                batch[layout] = layout_of_config(
+                    self.config, row[grids], taken.get(grids), tokens[grids]
+                )
         return batch | row
 
     def _part(
@@ -207,8 +213,9 @@ class MultimodalPackingCollator:
         planes: Tensor,
         row: Mapping[str, Tensor],
         cp: ContextParallel,
-    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor | None]]:
-        """Return this rank's part of a row, its images, and by their grids the features it takes.
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor | None], dict[str, Tensor]]:
+        """Return this rank's part of a row, its images, and by their grids the features that it
+        takes and the tokens that take them.
 
         A token's feature is its number among the tokens of images, or of videos, of the row.
         """
@@ -223,9 +230,11 @@ class MultimodalPackingCollator:
         part["position_ids"] = part["position_ids"][0].T.contiguous()[:, None]
         images: dict[str, Tensor] = {}
         taken: dict[str, Tensor | None] = {}
+        tokens: dict[str, Tensor] = {}
         for columns in COLUMNS:
             own = part.pop(columns.layout)[0]
-            own = own[own >= 0]
+            tokens[columns.grids] = (own >= 0).nonzero().flatten()
+            own = own[tokens[columns.grids]]
             if own.numel() > 0:
                 grids = row[columns.grids]
                 counts = features_of(self.config, grids, columns is COLUMNS[1])
@@ -233,7 +242,7 @@ class MultimodalPackingCollator:
                 patches = row[columns.pixels].split(grids.prod(1).tolist())
                 images[columns.pixels] = torch.cat([patches[image] for image in used])
                 images[columns.grids] = grids[used]
-        return part, images, taken
+        return part, images, taken, tokens
 
     def _blank(self) -> dict[str, Tensor]:
         """Return the columns of a black image of one token."""

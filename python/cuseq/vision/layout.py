@@ -19,8 +19,8 @@ from cuseq.vision.positions import grids_of, numbers_on_host, values_of
 class _Recipe(NamedTuple):
     """The arguments that determine a `VisionLayout`.
 
-    `side` is that of a window of attention in tokens, 0 without windows. `feature_rows` is on the
-    host.
+    `side` is that of a window of attention in tokens, 0 without windows. `feature_rows` and
+    `token_rows` are on the host.
     """
 
     grid_thw: Tensor
@@ -28,6 +28,7 @@ class _Recipe(NamedTuple):
     side: int
     frames_apart: bool
     feature_rows: Tensor | None
+    token_rows: Tensor | None
 
 
 class VisionLayout:
@@ -45,6 +46,8 @@ class VisionLayout:
         tokens: int64 `[n_images]` on the host, tokens of each image in the text.
         feature_rows: int64 `[n]`, the rows of the tower's output that the tokens of a rank's part
             of a row take, in their order; None if the tokens take all rows in order.
+        token_rows: int64 `[n]`, which tokens of the text's row take them, ascending; None if the
+            layout does not say, so that the model looks for them.
 
     Examples:
         >>> rows = cuseq.vision.VisionLayout.from_grid([[1, 4, 6], [1, 2, 2]])
@@ -62,6 +65,7 @@ class VisionLayout:
         position_ids: Tensor,
         window_index: Tensor | None,
         feature_rows: Tensor | None,
+        token_rows: Tensor | None,
     ):
         if not isinstance(recipe, _Recipe):
             raise TypeError(
@@ -72,7 +76,7 @@ class VisionLayout:
         self.grid_thw = recipe.grid_thw
         self.images, self.windows = images, windows
         self.position_ids, self.window_index = position_ids, window_index
-        self.feature_rows = feature_rows
+        self.feature_rows, self.token_rows = feature_rows, token_rows
         self.tokens = self.grid_thw.prod(1) // recipe.merge**2
         self._moved: dict[torch.device, VisionLayout] = {}
 
@@ -86,6 +90,7 @@ class VisionLayout:
         window: int | None = None,
         frames_apart: bool = True,
         feature_rows: Tensor | Sequence[int] | None = None,
+        token_rows: Tensor | Sequence[int] | None = None,
     ) -> VisionLayout:
         """Make the layout of images from their grids.
 
@@ -104,6 +109,9 @@ class VisionLayout:
                 take, in their order; None if they take all rows in order. For a rank's part of a
                 row, which may hold a piece of an image, or none of it (`n` = 0). An enabled model
                 takes them.
+            token_rows: integers `[n]`, which tokens of the text's row (of all rows of a batch, one
+                after the other) take features, ascending. An enabled model then waits for the GPU
+                neither to find nor to count them. None: it looks for them.
 
         Returns:
             The layout, on the host. Patches lie in the order of the processor: image after image,
@@ -112,8 +120,8 @@ class VisionLayout:
         Raises:
             ValueError: a size of a grid is below 1 or not a multiple of `merge_size`; there are
                 more than 2^31 - 1 patches; `window` is smaller than a token; a row of
-                `feature_rows` is not below the number of tokens; or an argument is outside its
-                range.
+                `feature_rows` is not below the number of tokens; `token_rows` do not ascend, or are
+                not as many as `feature_rows`; or an argument is outside its range.
             TypeError: an argument has the wrong type.
 
         Grids on a GPU are copied from there, which waits.
@@ -135,13 +143,15 @@ class VisionLayout:
             rows = None
             if feature_rows is not None:
                 rows = _rows_of(feature_rows, int(grids.prod(1).sum()) // merge**2)
+            tokens = None if token_rows is None else _tokens_of(token_rows, rows)
             return cls(
-                _Recipe(grids, merge, side, frames_apart, rows),
+                _Recipe(grids, merge, side, frames_apart, rows, tokens),
                 PackedLayout.from_lengths(lengths),
                 PackedLayout.from_lengths(windows) if side > 0 else None,
                 places,
                 index if side > 0 else None,
                 rows,
+                tokens,
             )
 
     @property
@@ -158,6 +168,12 @@ class VisionLayout:
     def frames_apart(self) -> bool:
         """Whether the frames of a video do not see each other."""
         return self._recipe.frames_apart
+
+    @property
+    def tokens_end(self) -> int:
+        """One more than the last of `token_rows`, 0 without any."""
+        tokens = self._recipe.token_rows
+        return 0 if tokens is None or not len(tokens) else int(tokens[-1]) + 1
 
     @property
     def device(self) -> torch.device:
@@ -181,26 +197,27 @@ class VisionLayout:
                     f"a layout on {self.device} cannot be moved to {target} while a CUDA graph is "
                     "captured: move it before the capture"
                 )
+
+            def copied(one: Tensor | None) -> Tensor | None:
+                return None if one is None else copy_without_wait(one, target)
+
             with outside_inference_mode():
                 moved = VisionLayout(
                     self._recipe,
                     self.images.to(target),
                     None if self.windows is None else self.windows.to(target),
                     copy_without_wait(self.position_ids, target),
-                    None
-                    if self.window_index is None
-                    else copy_without_wait(self.window_index, target),
-                    None
-                    if self.feature_rows is None
-                    else copy_without_wait(self.feature_rows, target),
+                    copied(self.window_index),
+                    copied(self.feature_rows),
+                    copied(self.token_rows),
                 )
             self._moved.setdefault(target, moved)
         return self._moved[target]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        grids, *rest, rows = self._recipe
-        taken = None if rows is None else rows.tolist()
-        return _again, (grids.tolist(), *rest, taken, str(self.device))
+        grids, *rest, rows, tokens = self._recipe
+        listed = (None if one is None else one.tolist() for one in (rows, tokens))
+        return _again, (grids.tolist(), *rest, *listed, str(self.device))
 
     def __copy__(self) -> VisionLayout:
         return self
@@ -218,7 +235,10 @@ class VisionLayout:
 
 
 def layout_of_config(
-    config: Any, grid_thw: Tensor, feature_rows: Tensor | None = None
+    config: Any,
+    grid_thw: Tensor,
+    feature_rows: Tensor | None = None,
+    token_rows: Tensor | None = None,
 ) -> VisionLayout:
     """Return the layout of images for the tower of a model's config."""
     tower = config.vision_config
@@ -228,17 +248,24 @@ def layout_of_config(
         patch_size=getattr(tower, "patch_size", 1),
         window=getattr(tower, "window_size", None),
         feature_rows=feature_rows,
+        token_rows=token_rows,
     )
+
+
+def _integers(value: Any, name: str) -> Tensor:
+    """Return integers as int64 `[n]` on the host."""
+    if not isinstance(value, Tensor):
+        given = [as_int(row, name) for row in values_of(value, name)]
+        value = torch.tensor(given, dtype=torch.int64, device="cpu")
+    rows = numbers_on_host(value, name).long().clone()
+    if rows.dim() != 1:
+        raise ValueError(f"{name} must be [n], got {list(rows.shape)}")
+    return rows
 
 
 def _rows_of(value: Any, tokens: int) -> Tensor:
     """Return the rows that tokens take as int64 `[n]` on the host."""
-    if not isinstance(value, Tensor):
-        given = [as_int(row, "feature_rows") for row in values_of(value, "feature_rows")]
-        value = torch.tensor(given, dtype=torch.int64, device="cpu")
-    rows = numbers_on_host(value, "feature_rows").long().clone()
-    if rows.dim() != 1:
-        raise ValueError(f"feature_rows must be [n], got {list(rows.shape)}")
+    rows = _integers(value, "feature_rows")
     wrong = ((rows < 0) | (rows >= tokens)).nonzero()
     if len(wrong):
         raise ValueError(
@@ -248,12 +275,29 @@ def _rows_of(value: Any, tokens: int) -> Tensor:
     return rows
 
 
+def _tokens_of(value: Any, feature_rows: Tensor | None) -> Tensor:
+    """Return the tokens that take features as int64 `[n]` on the host."""
+    tokens = _integers(value, "token_rows")
+    wrong = (tokens <= torch.nn.functional.pad(tokens[:-1], (1, 0), value=-1)).nonzero()
+    if len(wrong):
+        raise ValueError(
+            "token_rows must ascend, from 0 or more, got "
+            f"{int(tokens[wrong[0]])} as token_rows[{int(wrong[0])}]"
+        )
+    if feature_rows is not None and len(tokens) != len(feature_rows):
+        raise ValueError(
+            f"token_rows must be as many as feature_rows, {len(feature_rows)}, got {len(tokens)}"
+        )
+    return tokens
+
+
 def _again(
     grids: list[list[int]],
     merge: int,
     side: int,
     frames_apart: bool,
     feature_rows: list[int] | None,
+    token_rows: list[int] | None,
     device: str,
 ) -> VisionLayout:
     layout = VisionLayout.from_grid(
@@ -263,5 +307,6 @@ def _again(
         window=side * merge or None,
         frames_apart=frames_apart,
         feature_rows=feature_rows,
+        token_rows=token_rows,
     )
     return layout.to(device)

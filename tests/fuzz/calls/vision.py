@@ -140,6 +140,8 @@ def _check_rows(arguments: dict[str, Any], rows: cuseq.vision.VisionLayout) -> N
     if rows.feature_rows is not None:
         assert not (rows.feature_rows < 0).any()
         assert not (rows.feature_rows >= rows.tokens.sum()).any()
+    if rows.token_rows is not None:
+        assert not (rows.token_rows.diff() <= 0).any()
     if rows.windows is not None:
         index = rows.window_index
         assert index is not None and torch.equal(index.sort().values, torch.arange(len(index)))
@@ -161,7 +163,8 @@ def _(draw):
         "patch_size": draw.choice((1, 14)),
         "window": draw.choice((None, 14 * merge, 112)),
         "frames_apart": draw.chance(0.5),
-        "feature_rows": draw.choice((None, [], [0] * len(grids), torch.arange(len(grids)))),
+        "feature_rows": draw.choice((None, [0] * len(grids), torch.arange(len(grids)))),
+        "token_rows": draw.choice((None, list(range(3, 3 + len(grids))), torch.arange(len(grids)))),
     }
 
 
@@ -174,5 +177,6 @@ def _(draw):
     wrong=True,
 )
 def _(draw):
-    names = ("recipe", "images", "windows", "position_ids", "window_index", "feature_rows")
+    names = ("recipe", "images", "windows", "position_ids", "window_index")
+    names = (*names, "feature_rows", "token_rows")
     return dict.fromkeys(names, [[1, 2, 2]])

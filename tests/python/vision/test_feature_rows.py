@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import traceback
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuseq
 from cuseq.data import MultimodalPackingCollator
@@ -17,7 +19,14 @@ from cuseq.vision.positions import MODEL_TYPES
 
 transformers = pytest.importorskip("transformers")
 
-from test_rows_of_models import FAMILIES, HAS_RIGHT_PLANES, IMAGE, TOKENS, make_model  # noqa: E402
+from test_rows_of_models import (  # noqa: E402
+    FAMILIES,
+    HAS_RIGHT_PLANES,
+    IMAGE,
+    TOKENS,
+    VIDEO,
+    make_model,
+)
 from tower_models import _SMALL  # noqa: E402
 
 ROPE = {
@@ -129,6 +138,135 @@ def test_tokens_take_the_rows_of_a_layout(family):
     assert any("visual" in name or "vision" in name for name in expected)
     found = result(model, reversed_images(batch))
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
+
+
+class Searches(TorchDispatchMode):
+    """Counts the calls that find tokens by a mask, for which a GPU is waited."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::")
+        searches = name in ("nonzero", "masked_select", "masked_scatter_backward", "unique_dim")
+        if name.startswith("index") and isinstance(args[1], list | tuple):
+            searches |= any(one is not None and one.dtype == torch.bool for one in args[1])
+        # The facts of grids and layouts are read on the host, and transformers checks its counts.
+        stack = [frame.filename for frame in traceback.extract_stack()]
+        searches |= name == "_local_scalar_dense" and any("import_utils" in one for one in stack)
+        if searches:
+            self.found.append(name)
+        return function(*args, **kwargs or {})
+
+
+def without_tokens(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch whose layouts do not say which tokens take features."""
+    layouts = {}
+    for name in ("image_layout", "video_layout"):
+        if name in batch:
+            layout = copy.copy(batch[name])
+            layouts[name] = VisionLayout.from_grid(
+                layout.grid_thw, patch_size=1, window=layout.window_side * 2 or None,
+                feature_rows=layout.feature_rows,
+            )  # fmt: skip
+    return batch | layouts
+
+
+@pytest.mark.parametrize("family", sorted(MODEL_TYPES - LEFT_OUT))
+def test_tokens_are_not_searched_for(family):
+    model = small_model(family)
+    cuseq.enable(model, qk_norm=False)
+    batch = row_of(model)
+    assert batch["image_layout"].token_rows.tolist() == [
+        place for place, token in enumerate(batch["input_ids"][0]) if token == IMAGE
+    ]
+    expected = result(model, without_tokens(batch))
+    with Searches() as searches:
+        found = result(model, batch)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    if "moe" not in family:  # experts look for their tokens
+        assert searches.found == []
+    with Searches() as searches:
+        result(model, without_tokens(batch))
+    assert "masked_select" in searches.found or "masked_scatter_backward" in searches.found
+
+
+def test_images_and_videos_share_the_layers_that_add_features():
+    model = make_model("qwen3_vl")
+    cuseq.enable(model, qk_norm=False)
+    generator = torch.Generator().manual_seed(4)
+
+    def pixels(patches: int) -> torch.Tensor:
+        return torch.randn(patches, 3 * 2 * 4 * 4, generator=generator, dtype=torch.float64)
+
+    # A video of two frames, an image, and a document of both, with the video before the image.
+    video, image = VIDEO, IMAGE
+    batch = MultimodalPackingCollator(model.config)(
+        [
+            dict(input_ids=[1, *[video] * 4, 2, *[video] * 4, 3], pixel_values_videos=pixels(32),
+                 video_grid_thw=torch.tensor([[2, 4, 4]])),
+            dict(input_ids=[*[image] * 4, 5], pixel_values=pixels(16),
+                 image_grid_thw=torch.tensor([[1, 4, 4]])),
+            dict(input_ids=[7, *[video] * 4, 8, *[image] * 6, 9], pixel_values=pixels(24),
+                 image_grid_thw=torch.tensor([[1, 4, 6]]), pixel_values_videos=pixels(16),
+                 video_grid_thw=torch.tensor([[1, 4, 4]])),
+        ]
+    )  # fmt: skip
+    assert len(batch["image_layout"].token_rows) == 10
+    assert len(batch["video_layout"].token_rows) == 12
+    expected = result(model, without_tokens(batch))
+    with Searches() as searches:
+        found = result(model, batch)
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=1e-10)
+    assert searches.found == []
+
+
+def test_checkpointed_and_compiled_layers_add_the_same_features():
+    model = make_model("qwen3_vl").train()
+    cuseq.enable(model, qk_norm=False)
+    batch = row_of(model)
+    expected = result(model, without_tokens(batch))
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    torch.testing.assert_close(result(model, batch), expected, atol=1e-12, rtol=1e-12)
+    model.gradient_checkpointing_disable()
+    for layer in model.model.language_model.layers:
+        layer.compile(backend="aot_eager")
+    torch.testing.assert_close(result(model, batch), expected, atol=1e-9, rtol=1e-9)
+    torch.compiler.reset()
+
+
+def test_tokens_of_another_call_are_named():
+    model = make_model("qwen3_vl")
+    cuseq.enable(model)
+    batch = row_of(model)
+    tokens, grids = batch["image_layout"].token_rows, batch["image_grid_thw"]
+    few = VisionLayout.from_grid(grids, token_rows=tokens[1:])
+    with pytest.raises(ValueError, match="token_rows must have a token for each of 18 features"):
+        model(**batch | {"image_layout": few})
+    far = VisionLayout.from_grid(grids, token_rows=tokens + batch["input_ids"].shape[1])
+    with pytest.raises(ValueError, match="token_rows must be below the .* tokens of the call"):
+        model(**batch | {"image_layout": far})
+    with torch.no_grad():  # a call that ended early leaves nothing behind
+        torch.testing.assert_close(model(**batch).loss, model(**without_tokens(batch)).loss)
+
+
+def test_a_step_never_waits(cuda):
+    model = make_model("qwen3_vl").float().to(cuda)
+    cuseq.enable(model)
+    batch = row_of(model)
+    batch["pixel_values"] = batch["pixel_values"].float()
+    packed, layout = batch.pop("packed"), batch.pop("image_layout")
+    for mode in ("default", "error"):  # the first call compiles kernels
+        moved = {name: value.to(cuda) for name, value in batch.items()}
+        moved |= dict(packed=packed, image_layout=layout)
+        torch.cuda.synchronize()
+        with torch.cuda.device(cuda):
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                model(**moved).loss.backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def model_and_rows(**options: Any) -> tuple[torch.nn.Module, dict, dict]:

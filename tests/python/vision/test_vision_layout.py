@@ -78,22 +78,26 @@ def test_copies_keep_everything(device):
     )
 
 
-def test_rows_of_features_move_and_pickle(device):
-    given = torch.tensor([3, 2, 9], dtype=torch.int32)
-    for rows in (given, given.to(device), [3, 2, 9], (3, 2, 9)):
-        layout = VisionLayout.from_grid(GRIDS, feature_rows=rows)
-        assert layout.feature_rows.dtype == torch.int64
-        assert layout.feature_rows.device.type == "cpu"
-        assert "45 tokens, 3 taken" in repr(layout)
+@pytest.mark.parametrize("name", ["feature_rows", "token_rows"])
+def test_rows_move_and_pickle(name, device):
+    numbers = [3, 2, 9] if name == "feature_rows" else [2, 3, 99]
+    given = torch.tensor(numbers, dtype=torch.int32)
+    for rows in (given, given.to(device), numbers, tuple(numbers)):
+        layout = VisionLayout.from_grid(GRIDS, **{name: rows})
+        assert getattr(layout, name).dtype == torch.int64
+        assert getattr(layout, name).device.type == "cpu"
+        assert ("45 tokens, 3 taken" in repr(layout)) == (name == "feature_rows")
         moved = layout.to(device)
         again = pickle.loads(pickle.dumps(moved))
         for one in (layout, moved, again):
-            assert one.feature_rows.tolist() == [3, 2, 9]
-        assert again.feature_rows.device == moved.feature_rows.device == moved.device
+            assert getattr(one, name).tolist() == numbers
+            assert one.tokens_end == (100 if name == "token_rows" else 0)
+        assert getattr(again, name).device == getattr(moved, name).device == moved.device
     given[0] = 1
-    assert VisionLayout.from_grid(GRIDS, feature_rows=[]).feature_rows.shape == (0,)
-    assert VisionLayout.from_grid(GRIDS).feature_rows is None
-    assert pickle.loads(pickle.dumps(VisionLayout.from_grid(GRIDS))).feature_rows is None
+    assert getattr(layout, name)[0] == numbers[0]
+    assert getattr(VisionLayout.from_grid(GRIDS, **{name: []}), name).shape == (0,)
+    assert getattr(VisionLayout.from_grid(GRIDS), name) is None
+    assert getattr(pickle.loads(pickle.dumps(VisionLayout.from_grid(GRIDS))), name) is None
 
 
 def test_the_layout_does_not_follow_edits_of_its_grids():
@@ -125,6 +129,22 @@ def test_the_layout_does_not_follow_edits_of_its_grids():
         ([[1, 2, 4]], dict(feature_rows=torch.zeros(1)), TypeError, "rows must be integers"),
         ([[1, 2, 4]], dict(feature_rows=[0.5]), TypeError, "feature_rows must be an int"),
         ([[1, 2, 4]], dict(feature_rows=1), TypeError, "must be a tensor or a list of numbers"),
+        ([[1, 2, 4]], dict(token_rows=[-1, 2]), ValueError, r"got -1 as token_rows\[0\]"),
+        (
+            [[1, 2, 4]],
+            dict(token_rows=[2, 1]),
+            ValueError,
+            r"must ascend.*got 1 as token_rows\[1\]",
+        ),
+        ([[1, 2, 4]], dict(token_rows=[1, 1]), ValueError, r"got 1 as token_rows\[1\]"),
+        ([[1, 2, 4]], dict(token_rows=[[1]]), TypeError, "token_rows must be an int"),
+        ([[1, 2, 4]], dict(token_rows=torch.zeros(2)), TypeError, "token_rows must be integers"),
+        (
+            [[1, 2, 4]],
+            dict(feature_rows=[0], token_rows=[3, 4]),
+            ValueError,
+            "as many as feature_rows, 1, got 2",
+        ),
     ],
 )
 def test_bad_arguments_are_named(grids, options, error, message):
@@ -134,7 +154,7 @@ def test_bad_arguments_are_named(grids, options, error, message):
 
 def test_it_is_made_by_from_grid():
     with pytest.raises(TypeError, match="made by from_grid"):
-        VisionLayout([[1, 2, 2]], None, None, None, None, None)
+        VisionLayout([[1, 2, 2]], None, None, None, None, None, None)
 
 
 def test_a_copy_to_the_gpu_does_not_wait(cuda):

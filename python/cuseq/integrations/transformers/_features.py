@@ -1,4 +1,4 @@
-"""The rows of a tower's output that the tokens of a call take.
+"""The rows of a tower's output that the tokens of a call take, and where these tokens are.
 
 Each token of an image takes one row of the tower's output, in order. A rank that has a part of a
 row may hold a piece of an image, whose tower runs on all of it; its layout says which rows the
@@ -6,12 +6,17 @@ tokens take (`VisionLayout.feature_rows`). The hook at the model's door hands th
 of the call (`hand_rows`): the tensor has them as an attribute, since the identity cache may be off.
 The method by which the model asks its tower for features is replaced by one that returns those rows
 alone. A call whose rows did not reach it raises when it ends (`check_taken`).
+
+A model finds the tokens by a mask, whose use waits for the GPU: to count its tokens, to find them
+again in the backward, and in each layer that adds features. Where the layout says which they are
+(`VisionLayout.token_rows`), the model gets `_Places` in the place of the mask.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -24,6 +29,7 @@ from cuseq.integrations.transformers._layers import calls_of
 from cuseq.vision import VisionLayout
 
 _IMAGES, _VIDEOS = "get_image_features", "get_video_features"
+_MASK, _DEEPSTACK = "get_placeholder_mask", "_deepstack_process"
 _ROWS = "_cuseq_feature_rows"  # an attribute of grids
 
 
@@ -37,7 +43,7 @@ class Rows:
 
 def hand_rows(grids: Tensor, layout: VisionLayout) -> Tensor:
     """Hand the rows of a layout on with its grids; return the grids."""
-    if layout.feature_rows is not None:
+    if layout.feature_rows is not None or layout.token_rows is not None:
         setattr(grids, _ROWS, Rows(layout))
     return grids
 
@@ -50,7 +56,7 @@ def rows_handed(grids: Iterable[Tensor]) -> list[Rows]:
 def check_taken(handed: Iterable[Rows]) -> None:
     """Raise RuntimeError if a call ended without a method that took its rows."""
     for rows in handed:
-        if not rows.are_taken:
+        if not rows.are_taken and rows.layout.feature_rows is not None:
             raise RuntimeError(
                 f"the feature_rows of {rows.layout} must reach the model's {_IMAGES} or {_VIDEOS} "
                 "with their grids, which something copied on the way: move grids to the model's "
@@ -59,7 +65,7 @@ def check_taken(handed: Iterable[Rows]) -> None:
 
 
 def replace_features(model: nn.Module) -> None:
-    """Replace the methods by which a model's own forward asks its tower for features.
+    """Replace the methods by which a model's own forward asks for features and for their tokens.
 
     Those that someone else has set on the model stay.
     """
@@ -67,12 +73,12 @@ def replace_features(model: nn.Module) -> None:
         own = vars(model).get(name)
         # A model that was loaded has its class's own.
         if own is None or getattr(own, "__func__", None) is getattr(type(model), name):
-            setattr(model, name, types.MethodType(_selecting(type(model), name), model))
+            setattr(model, name, types.MethodType(_REPLACEMENTS[name](type(model), name), model))
 
 
 def restore_features(model: nn.Module) -> None:
     """Undo `replace_features`."""
-    for name in (_IMAGES, _VIDEOS):
+    for name in _REPLACEMENTS:
         if _is_replaced(model, name):
             delattr(model, name)
 
@@ -99,10 +105,18 @@ def _is_replaced(model: nn.Module, name: str) -> bool:
 
 
 def _methods(model: nn.Module) -> list[str]:
-    """Return the methods of a model's class that its forward calls, and that call no other."""
-    found = [name for name in (_IMAGES, _VIDEOS) if name in calls_of(model)]
-    found = [name for name in found if _grids_of(type(model), name) is not None]
-    return [name for name in found if name == _IMAGES or _IMAGES not in _names(type(model), name)]
+    """Return the methods of a model's class that its forward calls and that are to be replaced."""
+    called = [name for name in _REPLACEMENTS if name in calls_of(model)]
+    called = [name for name in called if hasattr(type(model), name)]
+    features = [name for name in called if name in (_IMAGES, _VIDEOS)]
+    features = [name for name in features if _grids_of(type(model), name) is not None]
+    if _IMAGES in features:  # it may serve videos too
+        features = [
+            name for name in features if name == _IMAGES or _IMAGES not in _names(type(model), name)
+        ]
+    return features + [
+        name for name in called if name == _DEEPSTACK or (name == _MASK and _IMAGES in features)
+    ]
 
 
 def _names(cls: type, name: str) -> tuple[str, ...]:
@@ -126,15 +140,27 @@ def _selecting(cls: type, name: str) -> Callable[..., Any]:
     def features(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         grids = args[place] if len(args) > place else kwargs.get(keyword)
         rows = _take(grids)
-        if rows is None:
-            return original(self, *args, **kwargs)
-        found = original(self, *args, **kwargs | {"return_dict": True})
-        found.pooler_output = _selected(found.pooler_output, rows)
-        if getattr(found, "deepstack_features", None) is not None:
-            found.deepstack_features = [_selected(one, rows) for one in found.deepstack_features]
+        if rows is None or rows.layout.feature_rows is None:
+            found = original(self, *args, **kwargs)
+        else:
+            found = original(self, *args, **kwargs | {"return_dict": True})
+            found.pooler_output = _selected(found.pooler_output, rows)
+            if getattr(found, "deepstack_features", None) is not None:
+                found.deepstack_features = [
+                    _selected(one, rows) for one in found.deepstack_features
+                ]
+        if not torch.compiler.is_compiling():
+            _last.rows = rows
         return found
 
     return our_forward(features, name)
+
+
+class _Last(threading.local):
+    rows: Rows | None = None  # of the features that the model asked for last
+
+
+_last = _Last()
 
 
 @torch.compiler.disable
@@ -157,3 +183,106 @@ def _on_device(rows: Rows, device: torch.device) -> Tensor:
     taken = rows.layout.to(device).feature_rows
     assert taken is not None
     return taken
+
+
+# ------------------------------------------------------------------------- the tokens of a call
+
+
+class _Places:
+    """The tokens of a row that take features, in the place of the mask of a model's forward.
+
+    It does what the forwards of these models do with the mask: `masked_scatter` of features,
+    `mask[..., 0]`, `images | videos`, `mask.sum()` and `images[both]`.
+
+    Args:
+        rows: int64 `[n]`, distinct, on the device of the embeddings.
+        end: one more than the last of them, on the host.
+    """
+
+    def __init__(self, rows: Tensor, end: int) -> None:
+        self.rows, self.end = rows, end
+        self._begins: dict[int, int] = {}  # of the parts of both, by identity
+
+    def __or__(self, other: _Places) -> _Places:
+        both = _Places(torch.cat([self.rows, other.rows]), max(self.end, other.end))
+        both._begins = {id(self): 0, id(other): len(self.rows)}
+        return both
+
+    def __getitem__(self, index: Any) -> _Places | Tensor:
+        if not isinstance(index, _Places):
+            return self
+        begin = index._begins[id(self)]
+        return torch.arange(begin, begin + len(self.rows), device=self.rows.device)
+
+    def sum(self) -> int:
+        """Return the number of tokens."""
+        return len(self.rows)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is not Tensor.masked_scatter:
+            return NotImplemented
+        embeddings, places, features = args
+        flat = places._checked(embeddings, features)
+        return flat.index_copy(0, places.rows, features).view_as(embeddings)
+
+    def add(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Return hidden states with features added to those of the tokens."""
+        features = features.to(hidden.device, hidden.dtype)
+        flat = self._checked(hidden, features)
+        return flat.index_add(0, self.rows, features).view_as(hidden)
+
+    def _checked(self, hidden: Tensor, features: Tensor) -> Tensor:
+        """Return hidden states as `[tokens, channels]`; raise unless each token has its feature."""
+        flat = hidden.flatten(0, -2)
+        if features.shape[0] != len(self.rows):
+            raise ValueError(
+                f"token_rows must have a token for each of {features.shape[0]} features of images "
+                f"or videos, got {len(self.rows)}"
+            )
+        if self.end > flat.shape[0]:
+            raise ValueError(
+                f"token_rows must be below the {flat.shape[0]} tokens of the call, got "
+                f"{self.end - 1}"
+            )
+        return flat
+
+
+@functools.cache
+def _placing(cls: type, name: str) -> Callable[..., Any]:
+    """Return a class's method that returns the places of the features that were asked for last."""
+    original = getattr(cls, name)
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def mask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows = None
+        if not torch.compiler.is_compiling():
+            rows, _last.rows = _last.rows, None
+        if rows is None or rows.layout.token_rows is None:
+            return original(self, *args, **kwargs)
+        embeddings = signature.bind(self, *args, **kwargs).arguments["inputs_embeds"]
+        on_device = rows.layout.to(embeddings.device).token_rows
+        places = _Places(on_device, rows.layout.tokens_end)
+        return (places, places) if "video_features" in signature.parameters else places
+
+    return our_forward(mask, name)
+
+
+@functools.cache
+def _adding(cls: type, name: str) -> Callable[..., Any]:
+    """Return a class's method that adds features to the hidden states of their tokens."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def add(self: nn.Module, hidden: Tensor, where: Any, features: Tensor) -> Tensor:
+        if isinstance(where, _Places):
+            return where.add(hidden, features)
+        return original(self, hidden, where, features)
+
+    return our_forward(add, name)
+
+
+_REPLACEMENTS = {_IMAGES: _selecting, _VIDEOS: _selecting, _MASK: _placing, _DEEPSTACK: _adding}

@@ -18,8 +18,8 @@ A call can describe its sequences in several ways. In order of precedence:
   ids, which costs the one event above.
 
 Lengths take precedence over a 2-D mask, which is then ignored, with a warning in eager code. These
-raise together with lengths: a 4-D mask, a model that builds its own pattern (but for blocks of image
-tokens in eager code), and features that change the result and have no packed form (dropout in
+raise together with lengths: a 4-D mask, a model that builds its own pattern (but for blocks of
+image tokens in eager code), and features that change the result and have no packed form (dropout in
 attention, position biases). `packed` and other lengths of the same call must agree, as far as the
 host can compare them. Models that do not follow `position_ids` are refused when they are created.
 Give `position_ids` (`layout.position_ids[None]`) together with the lengths: attention does not need
