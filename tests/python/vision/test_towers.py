@@ -236,6 +236,8 @@ def test_every_installed_tower_computes_what_it_did(name, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_blocks_have_one_graph_for_all_grids(family):
+    if not HAS_HELPERS:
+        pytest.skip("before transformers 5.9 each block finds the longest sequence itself")
     tower = make_tower(family)
     cuseq.enable(tower)
     graphs = CompileCounterWithBackend("eager")

@@ -36,15 +36,15 @@ _ROWS = "_cuseq_feature_rows"  # an attribute of grids
 class Rows:
     """The rows that the tokens of a call take, on their way to the method that returns them."""
 
-    def __init__(self, layout: VisionLayout) -> None:
-        self.layout = layout
+    def __init__(self, layout: VisionLayout, kind: str) -> None:
+        self.layout, self.kind = layout, kind
         self.are_taken = False
 
 
-def hand_rows(grids: Tensor, layout: VisionLayout) -> Tensor:
-    """Hand the rows of a layout on with its grids; return the grids."""
+def hand_rows(grids: Tensor, layout: VisionLayout, kind: str) -> Tensor:
+    """Hand the rows of a layout on with its grids, the keyword `kind`; return the grids."""
     if layout.feature_rows is not None or layout.token_rows is not None:
-        setattr(grids, _ROWS, Rows(layout))
+        setattr(grids, _ROWS, Rows(layout, kind))
     return grids
 
 
@@ -150,14 +150,18 @@ def _selecting(cls: type, name: str) -> Callable[..., Any]:
                     _selected(one, rows) for one in found.deepstack_features
                 ]
         if not torch.compiler.is_compiling():
-            _last.rows = rows
+            if rows is None:  # of images or of videos: those of neither are known any more
+                _last.rows.clear()
+            else:
+                _last.rows[rows.kind] = rows
         return found
 
     return our_forward(features, name)
 
 
 class _Last(threading.local):
-    rows: Rows | None = None  # of the features that the model asked for last
+    def __init__(self) -> None:
+        self.rows: dict[str, Rows] = {}  # by kind, of the features that the model asked for last
 
 
 _last = _Last()
@@ -250,6 +254,10 @@ class _Places:
         return flat
 
 
+# By the keyword of grids, the argument of the method for the features of those.
+_FEATURES = {"image_grid_thw": "image_features", "video_grid_thw": "video_features"}
+
+
 @functools.cache
 def _placing(cls: type, name: str) -> Callable[..., Any]:
     """Return a class's method that returns the places of the features that were asked for last."""
@@ -258,15 +266,21 @@ def _placing(cls: type, name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def mask(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        rows = None
-        if not torch.compiler.is_compiling():
-            rows, _last.rows = _last.rows, None
-        if rows is None or rows.layout.token_rows is None:
+        if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        embeddings = signature.bind(self, *args, **kwargs).arguments["inputs_embeds"]
-        on_device = rows.layout.to(embeddings.device).token_rows
-        places = _Places(on_device, rows.layout.tokens_end)
-        return (places, places) if "video_features" in signature.parameters else places
+        told = signature.bind(self, *args, **kwargs).arguments
+        asked = [one for one, of in _FEATURES.items() if told.get(of) is not None]
+        rows = {one: _last.rows.pop(one, None) for one in asked}
+        if any(one is None or one.layout.token_rows is None for one in rows.values()):
+            return original(self, *args, **kwargs)
+        device = told["inputs_embeds"].device
+        places = {
+            one: _Places(of.layout.to(device).token_rows, of.layout.tokens_end)
+            for one, of in rows.items()
+            if of is not None
+        }
+        found = tuple(places.get(one) for one in _FEATURES)
+        return found if "video_features" in signature.parameters else found[0]
 
     return our_forward(mask, name)
 

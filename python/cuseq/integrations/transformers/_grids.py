@@ -110,7 +110,7 @@ def grids_of_call(model: nn.Module, told: Mapping[str, Any], on_host: bool) -> d
         if layout is not None:
             facts = Facts(layout.grid_thw, layout)
             told_on = layout.grid_thw.clone() if on_host else grids.view_as(grids)
-            changes[name] = hand_rows(note_facts(told_on, facts), layout)
+            changes[name] = hand_rows(note_facts(told_on, facts), layout, name)
         elif on_host and not grids.is_cpu:
             facts = facts_of(grids)
             changes[name] = note_facts(facts.grids.clone(), facts)

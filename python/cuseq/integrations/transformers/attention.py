@@ -236,9 +236,9 @@ def cuseq_tower_attention(
     _check_packable(module, query, key, attention_mask, kwargs.get("dropout", 0.0))
     # Without a bound, kernels would start for images as long as the row. Of a layer's longest
     # images and windows compiled code makes one symbol, so it has one graph for all grids.
-    out = _attention_by_offsets(
-        _rows_of(query, key, value), cu_seq_lens_q, False, kwargs.get("scaling"), max_length_q
-    )
+    bound = max_length_q if isinstance(max_length_q, int) else None  # a tensor in old releases
+    rows = _rows_of(query, key, value)
+    out = _attention_by_offsets(rows, cu_seq_lens_q, False, kwargs.get("scaling"), bound)
     return _as_batch(out, query), None
 
 
