@@ -275,6 +275,26 @@ def step_of(
     return step
 
 
+def measured(
+    kind: str, make: Callable[[], Callable[[], None]], device: torch.device
+) -> dict[str, Any]:
+    """Return milliseconds of the step that `make` returns, and on a GPU its memory and waits.
+
+    None stands for the milliseconds where memory ran out.
+    """
+    found: dict[str, Any] = {}
+    try:
+        step = make()
+        found[kind] = wall(step, device, 5, 2)
+        if device.type == "cuda":
+            found[f"{kind}_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            seen = timer.profile(step, device=device).within(timer.WHOLE)
+            found[f"{kind}_waits"], found[f"{kind}_sites"] = seen.syncs, dict(seen.sites)
+    except torch.OutOfMemoryError:
+        found[kind] = None
+    return found
+
+
 def variants(
     model: torch.nn.Module,
     documents: list[dict[str, torch.Tensor]],
@@ -297,14 +317,7 @@ def variants(
         if kind == "cuseq":
             cuseq.enable(model)
         try:
-            step = step_of(model, batches[kind](), device)
-            found[kind] = wall(step, device, 5, 2)
-            if device.type == "cuda":
-                found[f"{kind}_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                seen = timer.profile(step, device=device).within(timer.WHOLE)
-                found[f"{kind}_waits"], found[f"{kind}_sites"] = seen.syncs, dict(seen.sites)
-        except torch.OutOfMemoryError:
-            found[kind] = None
+            found |= measured(kind, lambda: step_of(model, batches[kind](), device), device)
         finally:
             for weight in model.parameters():
                 weight.grad = None
@@ -425,13 +438,7 @@ def blocks(device: torch.device, report: Report) -> None:
                 model.zero_grad(set_to_none=True)
 
             try:
-                found[kind] = wall(step, device, 5, 2)
-                if on_gpu:
-                    found[f"{kind}_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                    seen = timer.profile(step, device=device).within(timer.WHOLE)
-                    found[f"{kind}_waits"], found[f"{kind}_sites"] = seen.syncs, dict(seen.sites)
-            except torch.OutOfMemoryError:
-                found[kind] = None
+                found |= measured(kind, lambda: step, device)
             finally:
                 cuseq.disable(model)
         if found["stock"] and found["cuseq"]:

@@ -1,4 +1,4 @@
-"""What a processor of transformers says of its models: the part of a config that collators read."""
+"""`config_of`, which reads the fields of a model's config that collators need from a processor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAMILIES = {
     "Glm4vProcessor": "glm4v",
     "Glm46VProcessor": "glm46v",
 }
-# What other models need of their config, by the class of their processor.
+# By class of a processor: the fields that its models have in their config alone.
 _OF_CONFIG = {
     "Qwen2_5_VLProcessor": "tokens_per_second and window_size",
     "Ernie4_5_VLMoeProcessor": "temporal_merge_size",

@@ -187,15 +187,15 @@ class MultimodalPackingCollator:
             ids = batch["input_ids"]
             for token in (self.config.image_token_id, self.config.video_token_id):
                 batch["labels"] = batch["labels"].masked_fill(ids == token, IGNORE_INDEX)
+        types = token_types(batch["input_ids"], batch.get(_TYPES), self.config)
         taken: dict[str, Tensor | None] = {}
         tokens: dict[str, Tensor] = {}  # which take the features, by grids
         if self.cp is None:
-            types = token_types(batch["input_ids"], batch.get(_TYPES), self.config)[0]
             for kind, (_, grids, _) in enumerate(COLUMNS, 1):
-                tokens[grids] = (types == kind).nonzero().flatten()
+                tokens[grids] = (types[0] == kind).nonzero().flatten()
             batch |= {"position_ids": planes, "packed": packed}
         else:
-            batch, row, taken, tokens = self._part(batch, packed, planes, row, self.cp)
+            batch, row, taken, tokens = self._part(batch, packed, planes, types, row, self.cp)
         if self.blank_image and not any(key in row for key in PIXELS):
             row, none = self._blank(), torch.empty(0, dtype=torch.int64, device="cpu")
             taken["image_grid_thw"] = tokens["image_grid_thw"] = none
@@ -211,6 +211,7 @@ class MultimodalPackingCollator:
         batch: dict[str, Any],
         packed: PackedLayout,
         planes: Tensor,
+        types: Tensor,
         row: Mapping[str, Tensor],
         cp: ContextParallel,
     ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor | None], dict[str, Tensor]]:
@@ -219,7 +220,6 @@ class MultimodalPackingCollator:
 
         A token's feature is its number among the tokens of images, or of videos, of the row.
         """
-        types = token_types(batch["input_ids"], batch.get(_TYPES), self.config)
         for kind, columns in enumerate(COLUMNS, 1):
             features = torch.full_like(batch["input_ids"], -1)
             are_taken = types == kind

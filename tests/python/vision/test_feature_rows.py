@@ -165,7 +165,7 @@ def without_tokens(batch: dict[str, Any]) -> dict[str, Any]:
     layouts = {}
     for name in ("image_layout", "video_layout"):
         if name in batch:
-            layout = copy.copy(batch[name])
+            layout = batch[name]
             layouts[name] = VisionLayout.from_grid(
                 layout.grid_thw, patch_size=1, window=layout.window_side * 2 or None,
                 feature_rows=layout.feature_rows,

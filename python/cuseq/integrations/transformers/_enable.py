@@ -123,7 +123,7 @@ class _Saved:
 
 
 class _Aid(NamedTuple):
-    """What a trainer gave a model that was made with attn_implementation="cuseq"."""
+    """The hooks and patches of a trainer in a model made with attn_implementation="cuseq"."""
 
     hooks: list[RemovableHandle]
     has_doors: list[str]  # the parts that got one, by name

@@ -291,26 +291,29 @@ def _blocks_of(pattern: Callable) -> _Blocks | None:
 
     Its functions are closures, so it is told by their code.
     """
-    window, parts = None, [pattern]
-    if (both := _inside(pattern, _AND)) is not None:  # a window that cuts blocks too
-        *parts, last = both["mask_functions"]
-        if len(parts) != 1 or (overlay := _inside(last, _WINDOW)) is None:
-            return None
-        window = overlay["sliding_window"]
-    longest = float("inf") if window is None else window
-    either = _inside(parts[0], _OR)
+    blocks, cutting = _without_window(pattern, place=1)  # a window that cuts blocks too
+    either = _inside(blocks, _OR)
     if either is None or len(either["mask_functions"]) != 2:
         return None
     causal, last = either["mask_functions"]
-    if (overlay := _inside(last, _BLOCKS)) is None:
+    overlay = _inside(last, _BLOCKS)
+    window = cutting
+    if cutting is None:
+        causal, window = _without_window(causal, place=0)
+    if overlay is None or causal is not masking_utils.causal_mask_function:
         return None
-    ids = overlay["block_sequence_ids"]
-    if window is None and (both := _inside(causal, _AND)) is not None:
-        first, *rest = both["mask_functions"]
-        if len(rest) != 1 or (overlay := _inside(first, _WINDOW)) is None:
-            return None
-        window, causal = overlay["sliding_window"], rest[0]
-    return _Blocks(ids, window, longest) if causal is masking_utils.causal_mask_function else None
+    longest = float("inf") if cutting is None else cutting
+    return _Blocks(overlay["block_sequence_ids"], window, longest)
+
+
+def _without_window(pattern: Callable, place: int) -> tuple[Callable, int | None]:
+    """Return a pattern without the window that is one of its two conditions, and the window."""
+    both = _inside(pattern, _AND)
+    if both is not None and len(both["mask_functions"]) == 2:
+        overlay = _inside(both["mask_functions"][place], _WINDOW)
+        if overlay is not None:
+            return both["mask_functions"][1 - place], overlay["sliding_window"]
+    return pattern, None
 
 
 def _code_of(name: str, *arguments: Any) -> CodeType | None:
