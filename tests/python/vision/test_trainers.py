@@ -83,6 +83,10 @@ def test_what_a_collator_cannot_go_with_is_named(tmp_path):
         cuseq.enable(trainer(remove_unused_columns=True), collator=collate)
     with pytest.raises(ValueError, match="collator must be None with graph=True"):
         cuseq.enable(trainer(), collator=collate, graph=True)
+    packing = trainer()
+    packing.data_collator = collate
+    with pytest.raises(ValueError, match="must not be a MultimodalPackingCollator with graph"):
+        cuseq.enable(packing, graph=True)
     with pytest.raises(TypeError, match="enable of a model takes"):
         cuseq.enable(model, collator=collate)
 
