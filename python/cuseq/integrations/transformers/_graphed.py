@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from cuseq._base.arguments import check_flag
 from cuseq._base.models import rotations_by_length, text_config
+from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.graphs import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,
@@ -76,6 +77,12 @@ class GraphedTraining(TrainerCallback):
                 "a rotation that does not follow the longest position of a row, which it reads on "
                 "the host and padding may hold",
                 f"rope_type={rope_type!r}",
+            )
+        if isinstance(trainer.data_collator, MultimodalPackingCollator):
+            raise ValueError(
+                "trainer.data_collator must not be a MultimodalPackingCollator with graph=True, "
+                "got one: rows with images differ in the shapes of their images, and a graph "
+                "replays one"
             )
         for name in ("training_step", "compute_loss", *gradient_norm_names()):
             if name in vars(trainer) or not is_of_library(getattr(type(trainer), name)):

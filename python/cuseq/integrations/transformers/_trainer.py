@@ -82,11 +82,6 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             "collator must be None with graph=True, got one: make the Trainer with a "
             "cuseq.PackingCollator"
         )
-    if graph and isinstance(before, MultimodalPackingCollator):
-        raise ValueError(
-            "trainer.data_collator must not be a MultimodalPackingCollator with graph=True, got "
-            "one: rows with images differ in the shapes of their images, and a graph replays one"
-        )
     packing = before if collator is None else collator
     if cp is None and isinstance(packing, _COLLATORS) and packing.cp is not None:
         raise ValueError(
