@@ -391,6 +391,7 @@ def test_a_head_on_the_last_token_scores_each_document(name, description):
     found = model(**described(description), labels=labels)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    assert found.keys() == expected.keys()
     ours = torch.autograd.grad(found.loss, list(model.parameters()), allow_unused=True)
     for one, other in zip(ours, grads, strict=True):
         if other is not None:

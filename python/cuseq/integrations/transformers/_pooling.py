@@ -18,6 +18,7 @@ from cuseq.integrations.transformers._layers import calls_of
 from cuseq.integrations.transformers._private import has_accelerate_forward
 from cuseq.integrations.transformers.documents import layout_of_offsets
 from cuseq.integrations.transformers.masks import LayoutMask
+from cuseq.integrations.transformers.names import cache_names
 
 
 def can_pool(model: PreTrainedModel) -> bool:
@@ -80,8 +81,8 @@ def _pool(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     found = SequenceClassifierOutputWithPast(
         loss=loss,
         logits=logits,
-        past_key_values=out.get("past_key_values"),
         hidden_states=out.hidden_states,
         attentions=out.attentions,
+        **{name: out[name] for name in cache_names(out)},
     )
     return found.to_tuple() if as_tuple else found
