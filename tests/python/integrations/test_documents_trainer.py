@@ -312,8 +312,7 @@ def test_batches_without_documents_are_those_of_the_model(name, how, tmp_path):
     check_steps(train(ours), list(batches), train(theirs))
     for number in range(len(batches)):
         expected, found = (
-            one.predict([{"input_ids": number}], ignore_keys=CACHE_NAMES)
-            for one in (theirs, ours)
+            one.predict([{"input_ids": number}], ignore_keys=CACHE_NAMES) for one in (theirs, ours)
         )
         real = real_tokens(batches[list(batches)[number]])
         assert found.predictions[real] == pytest.approx(expected.predictions[real], abs=1e-5)

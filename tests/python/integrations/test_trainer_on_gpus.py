@@ -37,10 +37,17 @@ MEASURES = ("loss", "grad_norm", "eval_loss")
 # and accelerate. "bf16" is the latter in mixed precision; the others compute in float64.
 KINDS = ("ddp", "fsdp", "config", "bf16")
 TOLERANCES = {"float64": 1e-6, "bf16": 2e-2}
+# How far apart two runs may leave a weight, as a part of how far training moved it.
+APART = {"float64": 1e-6, "bf16": 0.05}
 
 
 def precision_of(kind: str) -> str:
     return "bf16" if kind == "bf16" else "float64"
+
+
+def make_model(precision: str) -> torch.nn.Module:
+    dtype = torch.float32 if precision == "bf16" else torch.float64
+    return small_model(transformers.Qwen3Config, dtype=dtype)
 
 
 def make_trainer(folder: str, device: str, precision: str, **options: Any) -> Any:
@@ -53,9 +60,8 @@ def make_trainer(folder: str, device: str, precision: str, **options: Any) -> An
         use_cpu=device == "cpu",
         dataloader_pin_memory=device == "cuda",
     )
-    dtype = torch.float32 if precision == "bf16" else torch.float64
     return transformers.Trainer(
-        small_model(transformers.Qwen3Config, dtype=dtype),
+        make_model(precision),
         transformers.TrainingArguments(folder, **settings | options),
         data_collator=cuseq.PackingCollator(),
         train_dataset=documents(60, seed=0),
@@ -183,17 +189,18 @@ def check(device: str, kind: str, alone: Alone, folder: Path) -> None:
     """Compare what two ranks learn of shared rows with what one learns of whole ones."""
     backend = "nccl" if device == "cuda" else "gloo"
     ranks = distributed.run(work, str(folder), device, kind, limit=180, backend=backend)
-    expected, tolerance = alone(device, precision_of(kind)), TOLERANCES[precision_of(kind)]
+    precision = precision_of(kind)
+    expected, tolerance = alone(device, precision), TOLERANCES[precision]
+    start = dict(make_model(precision).named_parameters())
     assert len(expected["logs"]["loss"]) == STEPS and len(expected["logs"]["eval_loss"]) >= 2
     for found in ranks:
         of_run = found["whole"]
         for name, values in expected["logs"].items():
             assert of_run["logs"][name] == pytest.approx(values, rel=tolerance), name
         for name, value in of_run["learned"].items():
-            close = dict(rtol=tolerance, atol=1e-2 if kind == "bf16" else 1e-7)
-            torch.testing.assert_close(
-                value, expected["learned"][name], **close, msg=lambda m, n=name: f"{n}: {m}"
-            )
+            apart = (value - expected["learned"][name]).norm()
+            moved = (expected["learned"][name] - start[name]).norm()
+            assert apart <= APART[precision] * moved, f"{name}: {apart} apart, moved by {moved}"
             if SAVES_SHARDED:
                 torch.testing.assert_close(found["saved"][name], value, rtol=0, atol=0)
         if kind != "bf16":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import distributed
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import cuseq
 from cuseq.data import MultimodalPackingCollator
@@ -239,8 +242,8 @@ def test_the_collator_deals_to_one_group():
 # ------------------------------------------------------------------------- models on two ranks
 
 
-def enabled_model(family: str):
-    model = make_model(family)
+def enabled_model(family: str, device: str):
+    model = make_model(family).to(device)
     cuseq.enable(model, qk_norm=False)  # transformers' norm rounds to fp32
     return model
 
@@ -248,6 +251,8 @@ def enabled_model(family: str):
 def result(model, batch: dict) -> dict:
     """Return the loss of a batch, or of a rank's part of one, and its gradients."""
     model.zero_grad()
+    device = next(model.parameters()).device
+    batch = {name: one.to(device) if hasattr(one, "to") else one for name, one in batch.items()}
     told = ("labels", "shift_labels", "num_label_tokens", "row_checksum")
     logits = model(**{name: one for name, one in batch.items() if name not in told}).logits
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
@@ -257,17 +262,19 @@ def result(model, batch: dict) -> dict:
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / count
     loss.backward()
     grads = {
-        name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+        name: distributed.whole(torch.zeros_like(weight) if weight.grad is None else weight.grad)
         for name, weight in model.named_parameters()
     }
-    return {"loss": loss.detach()} | grads
+    return {"loss": loss.detach().cpu()} | {
+        name: grad.cpu().clone() for name, grad in grads.items()
+    }
 
 
-def on_ranks(rank: int, families: list[str]) -> dict:
+def on_ranks(rank: int, families: list[str], device: str) -> dict:
     torch.set_num_threads(1)
     found: dict = {}
     for family in families:
-        model = enabled_model(family)
+        model = enabled_model(family, device)
         for case, (policy, documents) in ROWS.items():
             cp = ContextParallel(dist.group.WORLD, policy=policy, heads=(4, 2), head_dim=16)
             batch = MultimodalPackingCollator(model.config, cp=cp)(documents)
@@ -280,6 +287,11 @@ def on_ranks(rank: int, families: list[str]) -> dict:
                 found[family, case, blank] = result(model, collate(documents))
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     found["ddp"] = result(wrapped, collate(LONELY))
+    model = enabled_model(families[-1], device)
+    for layer in (*model.model.visual.blocks, *model.model.language_model.layers):
+        fully_shard(layer)
+    fully_shard(model)
+    found["fsdp"] = result(model, collate(LONELY))
     return found
 
 
@@ -287,15 +299,29 @@ def on_ranks(rank: int, families: list[str]) -> dict:
 FAMILIES = ["qwen2_5_vl", "qwen3_vl"] if HAS_RIGHT_PLANES else ["qwen2_vl", "qwen3_vl"]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    return distributed.run(on_ranks, FAMILIES, limit=240)
+class Ranks(NamedTuple):
+    """What each of two ranks found, and where they and the process beside them compute."""
+
+    found: list[dict]
+    device: str
+
+    def whole(self, family: str, documents: list[dict]) -> dict:
+        """Return the loss and the gradients of a row in one process."""
+        model = enabled_model(family, self.device)
+        return result(model, MultimodalPackingCollator(model.config)(documents))
 
 
-def whole(family: str, documents: list[dict]) -> dict:
-    """Return the loss and the gradients of a row in one process."""
-    model = enabled_model(family)
-    return result(model, MultimodalPackingCollator(model.config)(documents))
+@functools.cache
+def run_ranks(device: str) -> Ranks:
+    backend = "nccl" if device == "cuda" else "gloo"
+    return Ranks(distributed.run(on_ranks, FAMILIES, device, limit=240, backend=backend), device)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def ranks(request) -> Ranks:
+    if request.param == "cuda":
+        request.getfixturevalue("second_gpu")
+    return run_ranks(request.param)
 
 
 def check_sum(parts: list[dict], expected: dict) -> None:
@@ -310,9 +336,9 @@ def check_sum(parts: list[dict], expected: dict) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", ROWS)
 def test_two_ranks_compute_what_one_process_computes(case, family, ranks):
-    expected = whole(family, ROWS[case][1])
+    expected = ranks.whole(family, ROWS[case][1])
     assert expected["model.visual.patch_embed.proj.weight"].abs().max() > 1e-3
-    check_sum([one[family, case] for one in ranks], expected)
+    check_sum([one[family, case] for one in ranks.found], expected)
 
 
 @pytest.mark.slow
@@ -320,14 +346,16 @@ def test_two_ranks_compute_what_one_process_computes(case, family, ranks):
 @pytest.mark.parametrize("case", WITHOUT)
 def test_ranks_without_images_compute_it_too(case, blank, ranks):
     for family in FAMILIES:
-        check_sum([one[family, case, blank] for one in ranks], whole(family, WITHOUT[case]))
+        expected = ranks.whole(family, WITHOUT[case])
+        check_sum([one[family, case, blank] for one in ranks.found], expected)
 
 
 @pytest.mark.slow
-def test_ddp_finds_all_gradients_with_a_blank_image(ranks):
-    expected = whole(FAMILIES[-1], LONELY)
-    for one in ranks:  # DDP takes means
-        found = {name.removeprefix("module."): 2 * value for name, value in one["ddp"].items()}
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_all_gradients_are_found_with_a_blank_image(how, ranks):
+    expected = ranks.whole(FAMILIES[-1], LONELY)
+    for one in ranks.found:  # both take means
+        found = {name.removeprefix("module."): 2 * value for name, value in one[how].items()}
         for name in set(expected) - {"loss"}:
             torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-6)
 
