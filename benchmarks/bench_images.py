@@ -26,6 +26,7 @@ On a CPU the sizes are small, and only say that everything runs.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib
 import random
@@ -275,23 +276,50 @@ def step_of(
     return step
 
 
-def measured(
-    kind: str, make: Callable[[], Callable[[], None]], device: torch.device
-) -> dict[str, Any]:
-    """Return milliseconds of the step that `make` returns, and on a GPU its memory and waits.
+def measured(make: Callable[[], Callable[[], None]], device: torch.device) -> dict[str, Any]:
+    """Return milliseconds and GiB of the step that `make` returns, None where memory ran out."""
+    try:
+        found: dict[str, Any] = {"": wall(make(), device, 5, 2)}
+    except torch.OutOfMemoryError:
+        return {"": None}
+    if device.type == "cuda":
+        found["_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
 
-    None stands for the milliseconds where memory ran out.
+
+def waits(make: Callable[[], Callable[[], None]], device: torch.device) -> dict[str, Any]:
+    """Return the waits of the step that `make` returns, and the operators that they are in."""
+    step = make()
+    step()
+    seen = timer.profile(step, device=device).within(timer.WHOLE)
+    return {"_waits": seen.syncs, "_sites": dict(seen.sites)}
+
+
+def in_kinds(
+    model: torch.nn.Module,
+    steps: dict[str, Callable[[], Callable[[], None]]],
+    device: torch.device,
+    with_waits: bool,
+) -> dict[str, Any]:
+    """Measure a step for each kind, of which "cuseq" is that of the enabled model.
+
+    Times come first: once the profiler has run, it slows every later launch.
     """
     found: dict[str, Any] = {}
-    try:
-        step = make()
-        found[kind] = wall(step, device, 5, 2)
-        if device.type == "cuda":
-            found[f"{kind}_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            seen = timer.profile(step, device=device).within(timer.WHOLE)
-            found[f"{kind}_waits"], found[f"{kind}_sites"] = seen.syncs, dict(seen.sites)
-    except torch.OutOfMemoryError:
-        found[kind] = None
+    for measure in (measured, waits) if with_waits and device.type == "cuda" else (measured,):
+        for kind, make in steps.items():
+            if measure is waits and found[kind] is None:
+                continue
+            free(device)
+            if kind == "cuseq":
+                cuseq.enable(model)
+            try:
+                found |= {f"{kind}{name}": one for name, one in measure(make, device).items()}
+            finally:
+                for weight in model.parameters():
+                    weight.grad = None
+                if kind == "cuseq":
+                    cuseq.disable(model)
     return found
 
 
@@ -301,8 +329,9 @@ def variants(
     length: int,
     kinds: tuple[str, ...],
     device: torch.device,
+    with_waits: bool = False,
 ) -> dict[str, Any]:
-    """Return milliseconds and GiB of a step for each kind; None where memory ran out."""
+    """Measure a step over documents, padded to a length, packed for stock, and packed for cuseq."""
     packed = cuseq.data.MultimodalPackingCollator(model.config)(documents)
     stock = {name: value for name, value in packed.items() if "layout" not in name}
     del stock["packed"]
@@ -311,19 +340,11 @@ def variants(
         "stock": lambda: stock,
         "cuseq": lambda: packed,
     }
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        free(device)
-        if kind == "cuseq":
-            cuseq.enable(model)
-        try:
-            found |= measured(kind, lambda: step_of(model, batches[kind](), device), device)
-        finally:
-            for weight in model.parameters():
-                weight.grad = None
-            if kind == "cuseq":
-                cuseq.disable(model)
-    return found
+    steps = {
+        kind: lambda kind=kind: step_of(model, batches[kind](), device)  # type: ignore[misc]
+        for kind in kinds
+    }
+    return in_kinds(model, steps, device, with_waits)
 
 
 def row_of_images(device: torch.device, report: Report) -> None:
@@ -336,7 +357,7 @@ def row_of_images(device: torch.device, report: Report) -> None:
         documents.append(document(side, side * side // 4, draw))
     tokens = sum(one["input_ids"].numel() for one in documents)
     longest = max(one["input_ids"].numel() for one in documents)
-    found = variants(model, documents, longest, ("padded", "stock", "cuseq"), device)
+    found = variants(model, documents, longest, ("padded", "stock", "cuseq"), device, True)
     report.notes.append(f"Row: {len(documents)} documents, {tokens:,} tokens, longest {longest:,}.")
     found["times"] = found["stock"] / found["cuseq"]
     found["times_padded"] = found["padded"] / found["cuseq"]
@@ -358,8 +379,7 @@ def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
                "padded_rate": "padded, samples/s", "cuseq_rate": "cuseq, samples/s"}  # fmt: skip
     report.tables.append(Table("Receipts in micro-batches", columns, rows))
     kinds: tuple[str, ...] = ("padded", "cuseq")
-    samples = 2
-    while kinds and samples <= (64 if on_gpu else 2):
+    for samples in range(2, 65, 2) if on_gpu else (2,):
         texts = [draw.randint(min(100, most // 2), most) for _ in range(samples)]
         documents = [document(side, text, draw) for text in texts]
         found = variants(model, documents, length, kinds, device)
@@ -369,9 +389,10 @@ def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
                 found[f"{kind}_rate"] = samples * 1e3 / found[kind]
         if found.get("padded") and found.get("cuseq"):
             found["times"] = found["padded"] / found["cuseq"]
-        kinds = tuple(kind for kind in kinds if found[kind] is not None)
         rows.append(found)
-        samples *= 2
+        kinds = tuple(kind for kind in kinds if found[kind] is not None)
+        if not kinds:
+            break
 
 
 # ----------------------------------------------------------------------------------- image blocks
@@ -427,20 +448,14 @@ def blocks(device: torch.device, report: Report) -> None:
         batch = {name: value.to(device) for name, value in batch.items()}
         batch["inputs_embeds"] = batch["inputs_embeds"].to(model.dtype)
         found: dict[str, Any] = dict(tokens=tokens, documents=packed.num_sequences)
-        for kind in ("stock", "cuseq"):
-            free(device)
-            told = batch if kind == "stock" else batch | dict(packed=packed.to(device))
-            if kind == "cuseq":
-                cuseq.enable(model)
+        tolds = dict(stock=batch, cuseq=batch | dict(packed=packed.to(device)))
 
-            def step(told: dict[str, Any] = told) -> None:
-                model(**told, use_cache=False).logits.float().square().mean().backward()
-                model.zero_grad(set_to_none=True)
+        def step(kind: str, tolds: dict[str, Any] = tolds) -> None:
+            model(**tolds[kind], use_cache=False).logits.float().square().mean().backward()
+            model.zero_grad(set_to_none=True)
 
-            try:
-                found |= measured(kind, lambda: step, device)
-            finally:
-                cuseq.disable(model)
+        steps = {kind: lambda kind=kind: functools.partial(step, kind) for kind in tolds}
+        found |= in_kinds(model, steps, device, True)
         if found["stock"] and found["cuseq"]:
             found["times"] = found["stock"] / found["cuseq"]
         rows.append(found)
