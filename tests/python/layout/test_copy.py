@@ -137,6 +137,9 @@ class Filled:
             return self.own
         return [length for length in self.whole.row[0] if length], None
 
+    def is_made_of(self, other):
+        return self.whole is not None and (self.whole is other or self.whole.is_made_of(other))
+
     def check(self):
         lengths, mask = self.row
         assert self.layout.lengths.tolist() == lengths
@@ -170,15 +173,17 @@ def test_fills_in_any_order(data):
             first.check()
         elif first is not second:
             lengths, mask = second.row
-            batch, of_other = first.layout.batch, second.layout.batch
-            if batch is not None:
-                shape = len(lengths), max(lengths, default=0)
-                if of_other is not None:
-                    shape = tuple(of_other.tokens.shape)
-                if shape != tuple(batch.tokens.shape):
-                    with pytest.raises(ValueError, match="same padded batch"):
-                        first.layout.copy_(second.layout)
-                    continue
+            shape = len(lengths), max(lengths, default=0)
+            if second.layout.batch is not None:
+                shape = tuple(second.layout.batch.tokens.shape)
+            # Chunks, which are filled too, have no sequences without tokens.
+            of_chunks = sum(length > 0 for length in lengths), max(lengths, default=0)
+            fitting = [(first.layout.batch, shape)]
+            fitting += [(one.layout.batch, of_chunks) for one in pool if one.is_made_of(first)]
+            if any(one and tuple(one.tokens.shape) != theirs for one, theirs in fitting):
+                with pytest.raises(ValueError, match="same padded batch"):
+                    first.layout.copy_(second.layout)
+                continue
             first.layout.copy_(second.layout)
             first.own, first.whole = (lengths, mask), None
         for one in pool:
