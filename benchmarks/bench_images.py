@@ -13,7 +13,8 @@ documents padded to the longest, the packed row in stock transformers, and enabl
 
 `receipts`: Megatron-Bridge's own comparison (PR 3838) for a Qwen3.5-VL-2B shape: documents with one
 image of about 1 MP and 100 to 1,500 tokens of text, in micro-batches, padded to 2,048 tokens or
-packed, in stock transformers and enabled; milliseconds, memory, and the largest micro-batch. Give
+packed, in stock transformers and enabled; milliseconds, memory, and the largest micro-batch. Under
+torchrun with DistributedDataParallel, micro-batches of 2 and 4; samples of all ranks count. Give
 `--fla` where flash-linear-attention is installed; otherwise the layers are Qwen3-VL's.
 
 `blocks`: forward and backward of packed rows of Gemma 3 (heads of the 4B shape, eight layers), half
@@ -29,6 +30,7 @@ import copy
 import functools
 import gc
 import importlib
+import os
 import random
 import statistics
 import time
@@ -37,7 +39,9 @@ from typing import Any
 
 import timer
 import torch
+import torch.distributed as dist
 from report import Report, Table, arguments, environment
+from torch.nn.parallel import DistributedDataParallel
 
 import cuseq
 
@@ -96,20 +100,26 @@ def wall(step: Callable[[], None], device: torch.device, repeats: int, warmup: i
 
 
 def register_flash() -> list[int]:
-    """Register torch's varlen attention under a name with "flash" in it; return its calls."""
+    """Register torch's varlen attention under two names with "flash" in them; return the calls of
+    the second. Compiled code would be made anew for each number of calls.
+    """
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
 
     calls = [0]
 
     def attend(module, q, k, v, cu_seq_lens_q=None, max_length_q=None, scaling=None, **_):
-        calls[0] += 1
         rows = (one.squeeze(0).transpose(0, 1) for one in (q, k, v))
         out = varlen_attn(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
                           scale=scaling)  # fmt: skip
         return out[None], None
 
+    def counted(*args, **options):
+        calls[0] += 1
+        return attend(*args, **options)
+
     AttentionInterface.register("torch_flash", attend)
+    AttentionInterface.register("counted_flash", counted)
     return calls
 
 
@@ -177,8 +187,10 @@ def tower_rows(
                 found[f"{key}_gib"] = torch.cuda.max_memory_allocated() / 2**30
             if variant == "flash" and flash_calls is not None:
                 flash_calls[0] = 0
+                tower.config._attn_implementation = "counted_flash"
                 with torch.no_grad():
                     tower(x, grid_thw=grid)
+                tower.config._attn_implementation = "torch_flash"
                 found["flash_calls"] = flash_calls[0]
             if "cuseq" in found:
                 found["times"] = found["sdpa"] / found["cuseq"]
@@ -266,10 +278,13 @@ def step_of(
         batch = batch | {"pixel_values": batch["pixel_values"].to(dtype)}
     held = {name: one.pin_memory() if device.type == "cuda" and isinstance(one, torch.Tensor)
             else one for name, one in batch.items()}  # fmt: skip
+    forward = model
+    if dist.is_initialized():
+        forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def step() -> None:
         moved = {name: one.to(device, non_blocking=True) for name, one in held.items()}
-        model(**moved, use_cache=False).loss.backward()
+        forward(**moved, use_cache=False).loss.backward()
         for weight in model.parameters():
             weight.grad = None
 
@@ -369,9 +384,13 @@ def row_of_images(device: torch.device, report: Report) -> None:
 
 
 def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
-    """Measure micro-batches of receipts, padded to 2,048 tokens and packed."""
+    """Measure micro-batches of receipts, padded to 2,048 tokens and packed.
+
+    Ranks have documents of their own, and micro-batches of 2 and 4.
+    """
     on_gpu = device.type == "cuda"
-    model, draw = make_model(hybrid, device), random.Random(0)
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model, draw = make_model(hybrid, device), random.Random(rank)
     side, length, most = (62, 2048, 1087) if on_gpu else (8, 64, 20)
     rows: list[dict[str, Any]] = []
     columns = {"samples": "samples", "padded": "padded, ms", "cuseq": "cuseq, ms",
@@ -379,14 +398,14 @@ def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
                "padded_rate": "padded, samples/s", "cuseq_rate": "cuseq, samples/s"}  # fmt: skip
     report.tables.append(Table("Receipts in micro-batches", columns, rows))
     kinds: tuple[str, ...] = ("padded", "cuseq")
-    for samples in range(2, 65, 2) if on_gpu else (2,):
+    for samples in range(2, 65 if ranks == 1 else 5, 2) if on_gpu else (2,):
         texts = [draw.randint(min(100, most // 2), most) for _ in range(samples)]
         documents = [document(side, text, draw) for text in texts]
         found = variants(model, documents, length, kinds, device)
         found["samples"] = samples
         for kind in kinds:
             if found[kind] is not None:
-                found[f"{kind}_rate"] = samples * 1e3 / found[kind]
+                found[f"{kind}_rate"] = ranks * samples * 1e3 / found[kind]
         if found.get("padded") and found.get("cuseq"):
             found["times"] = found["padded"] / found["cuseq"]
         rows.append(found)
@@ -468,6 +487,9 @@ def main() -> None:
     parser.add_argument("--fla", action="store_true", help="receipts with gated delta layers")
     args = parser.parse_args()
     device = torch.device(args.device)
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     report = Report("images", environment(args.device))
     if "towers" in args.parts:
         columns = {"tower": "tower", "images": "images"}
@@ -485,10 +507,13 @@ def main() -> None:
         report.write(args.out)
     if "receipts" in args.parts:
         receipts(device, report, args.fla)
-        report.write(args.out)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            report.write(args.out)
     if "blocks" in args.parts:
         blocks(device, report)
         report.write(args.out)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

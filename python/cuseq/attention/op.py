@@ -16,7 +16,7 @@ from cuseq import _C
 from cuseq._base.arguments import check_untransformed
 from cuseq.attention.call import Call, as_autocast, check_rows
 from cuseq.distributed._groups import name_or_default
-from cuseq.layout import checked_spans, remember_offsets_on_host
+from cuseq.layout import StaticLayout, checked_spans, remember_offsets_on_host
 
 _ops = torch.ops.cuseq
 
@@ -50,6 +50,7 @@ def _options(call: Call) -> tuple[Any, ...]:
     """Return the arguments of the op after q, k and v."""
     q, _, _, packed, causal, window, spans, scale, softcap, _, backend = call
     row, part, tree = packed.row, packed.part, packed.tree
+    bound = packed.max_seqlen_bound if isinstance(packed, StaticLayout) else None
     padded = None if row.segments is None else row.segments.cu_seqlens_static
     of_layout: tuple[Any, ...]
     if part is not None:
@@ -73,7 +74,7 @@ def _options(call: Call) -> tuple[Any, ...]:
         nodes = (None, None) if tree is None else (tree.rows, tree.meta)
         of_layout = None, None, "", *nodes
     return (
-        row.cu_seqlens_static, row.host_meta, causal, window, scale, None, spans, padded,
+        row.cu_seqlens_static, row.host_meta, causal, window, scale, bound, spans, padded,
         softcap, backend, *of_layout,
     )  # fmt: skip
 

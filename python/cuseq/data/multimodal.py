@@ -17,7 +17,8 @@ from cuseq.data._state import options_in
 from cuseq.data.collator import IMAGE_COLUMNS, PackingCollator, checked_examples, part_of
 from cuseq.distributed import ContextParallel
 from cuseq.layout import PackedLayout
-from cuseq.vision.layout import layout_of_config
+from cuseq.vision import VisionLayout
+from cuseq.vision.layout import Room, layout_of_config
 from cuseq.vision.positions import (
     COLUMNS,
     PIXELS,
@@ -47,6 +48,10 @@ class MultimodalPackingCollator:
         total_tokens, capacity, max_seqs, total_multiple, pad_token_id: as for `PackingCollator`.
         image_capacity: most patches of images and videos that a row may hold, which bounds the
             memory of the vision tower; a batch with more raises ValueError. None means no limit.
+        max_images: most images of a row of a fixed size, which a `cuseq.GraphedStep` captures: with
+            `image_capacity` and `total_tokens`, every batch then has images' keys of the same
+            shapes, those without images too. Videos and `cp` are refused. None: shapes are those of
+            the images.
         blank_image: whether a batch without images gets a black one, which no token takes. The
             tower of an enabled model then runs on every rank, as FSDP2 and DDP need; its gradients
             are zero.
@@ -60,7 +65,8 @@ class MultimodalPackingCollator:
 
     Returns the dict of `PackingCollator`, with `position_ids` as planes, int64
     `[4, 1, total_tokens]`, and the images' keys concatenated, which are left out of a row without
-    images; `image_layout` and `video_layout`, each a `cuseq.vision.VisionLayout`, for the tower of
+    images; with `max_images` zeros follow, to `[image_capacity, ...]` patches and `[max_images, 3]`
+    grids; `image_layout` and `video_layout`, each a `cuseq.vision.VisionLayout`, for the tower of
     an enabled model. Labels that are made here leave out the tokens of images and videos.
     Everything is on the host but `pixel_values` that were not.
 
@@ -89,8 +95,8 @@ class MultimodalPackingCollator:
     """
 
     _OPTIONS = (
-        *("processor_or_config", "image_capacity", "blank_image", "total_tokens", "capacity"),
-        *("max_seqs", "total_multiple", "pad_token_id", "cp"),
+        *("processor_or_config", "image_capacity", "max_images", "blank_image", "total_tokens"),
+        *("capacity", "max_seqs", "total_multiple", "pad_token_id", "cp"),
     )
 
     def __init__(
@@ -101,6 +107,7 @@ class MultimodalPackingCollator:
         capacity: int | None = None,
         max_seqs: int | None = None,
         image_capacity: int | None = None,
+        max_images: int | None = None,
         blank_image: bool = False,
         total_multiple: int = 1,
         pad_token_id: int = 0,
@@ -111,6 +118,18 @@ class MultimodalPackingCollator:
         self.image_capacity = image_capacity
         if image_capacity is not None:
             self.image_capacity = as_int(image_capacity, "image_capacity", 1)
+        self.max_images = max_images
+        if max_images is not None:
+            self.max_images = as_int(max_images, "max_images", 1)
+            for name, value, rule in (
+                ("image_capacity", self.image_capacity, "given"),
+                ("total_tokens", total_tokens, "given"),
+                ("cp", cp is None or None, "None"),
+            ):
+                if value is None:
+                    raise ValueError(f"{name} must be {rule} with max_images = {max_images}")
+            none = torch.empty(0, 3, dtype=torch.int64, device="cpu")
+            self._row_of_images(none, none[:, 0])  # raises if there is no such row
         check_flag(blank_image, "blank_image")
         self.blank_image = blank_image
         self._text = PackingCollator(
@@ -133,6 +152,11 @@ class MultimodalPackingCollator:
         Raises:
             ValueError, TypeError: as `PackingCollator.with_cp`.
         """
+        if self.max_images is not None:
+            raise ValueError(
+                f"cp must be None with max_images = {self.max_images}: a rank's images differ in "
+                "their shapes"
+            )
         shared = copy.copy(self)
         shared._text = self._text.with_cp(cp)
         return shared
@@ -142,6 +166,7 @@ class MultimodalPackingCollator:
         own = {
             "processor_or_config": self.config,
             "image_capacity": self.image_capacity,
+            "max_images": self.max_images,
             "blank_image": self.blank_image,
         }
         text = {name: getattr(self._text, name) for name in self._OPTIONS if name not in own}
@@ -196,6 +221,8 @@ class MultimodalPackingCollator:
             batch |= {"position_ids": planes, "packed": packed}
         else:
             batch, row, taken, tokens = self._part(batch, packed, planes, types, row, self.cp)
+        if self.max_images is not None:
+            return batch | self._of_fixed_size(row, tokens["image_grid_thw"])
         if self.blank_image and not any(key in row for key in PIXELS):
             row, none = self._blank(), torch.empty(0, dtype=torch.int64, device="cpu")
             taken["image_grid_thw"] = tokens["image_grid_thw"] = none
@@ -243,6 +270,43 @@ class MultimodalPackingCollator:
                 images[columns.pixels] = torch.cat([patches[image] for image in used])
                 images[columns.grids] = grids[used]
         return part, images, taken, tokens
+
+    def _of_fixed_size(self, row: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Any]:
+        """Return the images' keys of a row of a fixed size.
+
+        Args:
+            row: the images' keys of the row, none without images.
+            tokens: int64 `[n]`, the tokens of the images.
+        """
+        pixels, grids, layout = COLUMNS[0]
+        others = [key for key in row if key not in (pixels, grids)]
+        if others:
+            raise ValueError(
+                f"examples must have images alone with max_images = {self.max_images}, got "
+                f"{', '.join(others)}"
+            )
+        given = row.get(grids, torch.empty(0, 3, dtype=torch.int64, device="cpu"))
+        made = self._row_of_images(given, tokens)
+        assert made.room is not None
+        patches = row.get(pixels)
+        if patches is None:
+            patches = self._blank()[pixels][:0]
+        filled = patches.new_zeros(made.room.patches, *patches.shape[1:])
+        filled[: len(patches)] = patches
+        padded = torch.nn.functional.pad(given, (0, 0, 0, made.room.images - len(given)))
+        return {pixels: filled, grids: padded, layout: made}
+
+    def _row_of_images(self, grids: Tensor, tokens: Tensor) -> VisionLayout:
+        """Return the layout of a row of a fixed size."""
+        assert self.image_capacity is not None and self.max_images is not None
+        room = Room(self.image_capacity, self.max_images)
+        try:
+            return layout_of_config(self.config, grids, None, tokens, room)
+        except ValueError as error:
+            raise ValueError(
+                "examples must fit a row of image_capacity = "
+                f"{self.image_capacity} patches and max_images = {self.max_images}: {error}"
+            ) from None
 
     def _blank(self) -> dict[str, Tensor]:
         """Return the columns of a black image of one token."""

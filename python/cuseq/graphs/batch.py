@@ -13,6 +13,10 @@ from torch.utils import _pytree as pytree
 from cuseq._base.arguments import check_tensor, shown
 from cuseq.data._lengths import is_array
 from cuseq.layout import PackedLayout, StaticLayout
+from cuseq.vision import VisionLayout
+from cuseq.vision.static import StaticVisionLayout
+
+_STATIC = (Tensor, StaticLayout, StaticVisionLayout)
 
 
 def _in_order(value: Any) -> Any:
@@ -72,6 +76,8 @@ class StaticBatch:
             if isinstance(leaf, PackedLayout):
                 _check_capacity(leaf, leaf_name)
                 leaf = StaticLayout.like(leaf, device)
+            elif isinstance(leaf, VisionLayout):
+                leaf = StaticVisionLayout(leaf, device, leaf_name)
             elif isinstance(leaf, Tensor):
                 check_tensor(leaf, leaf_name)
                 leaf = torch.empty_like(leaf, device=device).copy_(leaf)
@@ -88,29 +94,33 @@ class StaticBatch:
         for packed in self._layouts():
             packed.stop_replays()
 
-    def most_sequences(self) -> int:
-        """Return the number of sequences of the layout with the most; 0 without a layout."""
-        return max((packed.num_sequences for packed in self._rows()), default=0)
+    def needed_rooms(self) -> list[int]:
+        """Return the sequences that a graph needs room for in each layout."""
+        return [packed.needed_room() for packed in self._layouts()]
 
-    def expect(self, sequences: int) -> None:
-        """Say how many sequences a layout is expected to have: attention is chosen for as many."""
-        for packed in self._rows():
-            packed.expected_sequences = sequences
+    def expect(self, rooms: list[int]) -> None:
+        """Say how many sequences the layouts are expected to have: attention is chosen for them."""
+        for packed, room in zip(self._layouts(), rooms, strict=True):
+            if not packed.is_tree:  # whose attention does not run sequence by sequence
+                packed.expected_sequences = room
 
     @contextmanager
-    def captured_for(self, at_most: int) -> Iterator[None]:
-        """Let a capture count on it that replays have at most so many sequences in a layout."""
+    def captured_for(self, rooms: list[int]) -> Iterator[None]:
+        """Let a capture count on it that replays have at most so many sequences in each layout."""
         with ExitStack() as promises:
-            for packed in self._layouts():
-                promises.enter_context(packed.captured_for(at_most))
+            for packed, room in zip(self._layouts(), rooms, strict=True):
+                promises.enter_context(packed.captured_for(room))
             yield
 
     def _layouts(self) -> list[StaticLayout]:
-        return [leaf for leaf in self._leaves if isinstance(leaf, StaticLayout)]
-
-    def _rows(self) -> list[StaticLayout]:
-        """Return the layouts whose attention runs sequence by sequence."""
-        return [packed for packed in self._layouts() if not packed.is_tree]
+        """Return the layouts of sequences, those of towers among them."""
+        found: list[StaticLayout] = []
+        for leaf in self._leaves:
+            if isinstance(leaf, StaticLayout):
+                found.append(leaf)
+            elif isinstance(leaf, StaticVisionLayout):
+                found += leaf.layouts
+        return found
 
     def check(self, batch: object, name: str) -> list[Any]:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.
@@ -127,11 +137,11 @@ class StaticBatch:
             )
         for static, place, leaf in zip(self._leaves, self._places, leaves, strict=True):
             leaf_name = name + place
-            if type(leaf) is not type(static) and not isinstance(static, Tensor | StaticLayout):
+            if type(leaf) is not type(static) and not isinstance(static, _STATIC):
                 raise ValueError(
                     f"{leaf_name} must be {static!r} as in example_batch, got {shown(leaf)}"
                 )
-            if isinstance(static, StaticLayout):
+            if isinstance(static, StaticLayout | StaticVisionLayout):
                 _check_layout(static, leaf, leaf_name)
             elif isinstance(static, Tensor):
                 _check_tensor(static, leaf, leaf_name)
@@ -145,7 +155,7 @@ class StaticBatch:
     def fill(self, leaves: list[Any]) -> None:
         """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""
         for static, leaf in zip(self._leaves, leaves, strict=True):
-            if isinstance(static, StaticLayout):
+            if isinstance(static, StaticLayout | StaticVisionLayout):
                 static.load(leaf)
             elif isinstance(static, Tensor):
                 to_gpu = static.is_cuda and leaf.device.type == "cpu"
@@ -154,9 +164,12 @@ class StaticBatch:
                 static.copy_(source, non_blocking=True)
 
 
-def _check_layout(static: StaticLayout, packed: Any, name: str) -> None:
-    if not isinstance(packed, PackedLayout):
-        raise ValueError(f"{name} must be a PackedLayout as in example_batch, got {shown(packed)}")
+def _check_layout(static: StaticLayout | StaticVisionLayout, packed: Any, name: str) -> None:
+    kind: type = PackedLayout if isinstance(static, StaticLayout) else VisionLayout
+    if not isinstance(packed, kind):
+        raise ValueError(
+            f"{name} must be a {kind.__name__} as in example_batch, got {shown(packed)}"
+        )
     try:
         static.check_form(packed)
     except ValueError as error:

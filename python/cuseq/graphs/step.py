@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -16,7 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
 from cuseq.graphs.batch import StaticBatch
-from cuseq.layout import graph_room
 
 
 class GraphedStep:
@@ -109,10 +109,10 @@ class GraphedStep:
             StaticBatch(example_batch, self._device, "example_batch")
             for _ in range(as_int(accumulation, "accumulation", least=1))
         ]
-        # A graph attends over as many sequences in a layout.
-        self._room = self._needed_room()
+        # A graph attends over as many sequences in each layout of a batch.
+        self._rooms = self._needed_rooms()
         for batch in self._batches:
-            batch.expect(self._room)
+            batch.expect(self._rooms)
         self._obstacle: str | None = None
         obstacle = _obstacle(optimizer, self._device)
         if obstacle is not None:
@@ -158,7 +158,7 @@ class GraphedStep:
         given = self._check(batch)
         for static, leaves in zip(self._batches, given, strict=True):
             static.fill(leaves)
-        self._room = max(self._room, self._needed_room())
+        self._rooms = _larger(self._rooms, self._needed_rooms())
         if self._obstacle is not None or self._plain_steps_left > 0:
             loss = self._plain_step()
         else:
@@ -167,9 +167,9 @@ class GraphedStep:
             self._scheduler.step()
         return loss
 
-    def _needed_room(self) -> int:
-        """Return the room for the most sequences of a layout in the static batches."""
-        return graph_room(max(batch.most_sequences() for batch in self._batches))
+    def _needed_rooms(self) -> list[int]:
+        """Return the room that each layout of a batch needs in the static batches."""
+        return functools.reduce(_larger, (batch.needed_rooms() for batch in self._batches))
 
     def _check(self, batch: Any) -> list[list[Any]]:
         if len(self._batches) == 1:
@@ -224,7 +224,7 @@ class GraphedStep:
         return torch.autocast(self._device.type, self._autocast)
 
     def _replayed_step(self) -> Tensor:
-        if self._graph is not None and not self._graph.still_fits(self._optimizer, self._room):
+        if self._graph is not None and not self._graph.still_fits(self._optimizer, self._rooms):
             self._graph = None
         if self._graph is None:
             self._capture()
@@ -249,7 +249,7 @@ class GraphedStep:
                 torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
             ):
                 for batch in self._batches:
-                    promises.enter_context(batch.captured_for(self._room))
+                    promises.enter_context(batch.captured_for(self._rooms))
                 try:
                     loss = self._run()
                 except Exception as error:
@@ -260,7 +260,11 @@ class GraphedStep:
             cause = cause or error
             self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
             return
-        self._graph = _Graph(graph, loss, rates, self._optimizer, self._room)
+        self._graph = _Graph(graph, loss, rates, self._optimizer, self._rooms)
+
+
+def _larger(rooms: list[int], others: list[int]) -> list[int]:
+    return list(map(max, rooms, others))
 
 
 def _checked_loss(loss: object) -> Tensor:
@@ -281,10 +285,10 @@ class _Graph:
         loss: Tensor,
         rates: list[Tensor],
         optimizer: Optimizer,
-        room: int,
+        rooms: list[int],
     ):
         self.loss = loss
-        self._room = room
+        self._rooms = rooms
         self._graph = graph
         # The learning rates are inputs of the graph, numbers on the host in the optimizer.
         self._rates = rates
@@ -293,12 +297,12 @@ class _Graph:
         self._options = _options(optimizer)
         self._parameters = _C.CapturedParameters(_parameters(optimizer))
 
-    def still_fits(self, optimizer: Optimizer, room: int) -> bool:
+    def still_fits(self, optimizer: Optimizer, rooms: list[int]) -> bool:
         """Return whether the optimizer has the parameters, state and options of the capture, which
-        had room for so many sequences.
+        had room for so many sequences in each layout.
         """
         return (
-            room <= self._room
+            _larger(rooms, self._rooms) == self._rooms
             and optimizer.state is self._state
             and self._parameters.are(_parameters(optimizer))
             and _options(optimizer) == self._options

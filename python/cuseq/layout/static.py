@@ -29,12 +29,18 @@ class StaticLayout(PackedLayout):
 
     While a graph is captured it gives no lengths to the host, which would be constants of the
     graph.
+
+    Attributes:
+        is_replayed: whether a graph reads it.
+        expected_sequences: sequences of the rows to come; 0 if unknown.
+        max_seqlen_bound: tokens that no sequence of any row exceeds; None if it may be the row.
     """
 
     def __init__(self, held: Records):
         super().__init__(held)
         self.is_replayed = True
-        self.expected_sequences = 0  # of the rows to come; 0 if unknown
+        self.expected_sequences = 0
+        self.max_seqlen_bound: int | None = None
 
     @classmethod
     def like(cls, packed: PackedLayout, device: torch.device) -> StaticLayout:
@@ -60,6 +66,10 @@ class StaticLayout(PackedLayout):
     def check_form(self, packed: PackedLayout) -> None:
         """Raise ValueError unless `load(packed)` is possible."""
         records.check_like(self._records, packed._records)
+
+    def needed_room(self) -> int:
+        """Return how many sequences a graph needs room for; a tree's nodes have all their room."""
+        return self.row.max_seqs if self.is_tree else graph_room(self.num_sequences)
 
     def stop_replays(self) -> None:
         """Say that no graph will read the layout, so that it gives lengths to the host."""

@@ -16,11 +16,18 @@ from cuseq.layout import PackedLayout
 from cuseq.vision.positions import grids_of, numbers_on_host, values_of
 
 
+class Room(NamedTuple):
+    """How much a row of a fixed size holds."""
+
+    patches: int
+    images: int
+
+
 class _Recipe(NamedTuple):
     """The arguments that determine a `VisionLayout`.
 
     `side` is that of a window of attention in tokens, 0 without windows. `feature_rows` and
-    `token_rows` are on the host.
+    `token_rows` are on the host. `room` is that for images in a row of a fixed size.
     """
 
     grid_thw: Tensor
@@ -29,6 +36,16 @@ class _Recipe(NamedTuple):
     frames_apart: bool
     feature_rows: Tensor | None
     token_rows: Tensor | None
+    room: Room | None
+
+    @property
+    def filled_grids(self) -> Tensor:
+        """The grids, and that of an image which would fill the rest of a row of a fixed size."""
+        rest = 0 if self.room is None else self.room.patches - int(self.grid_thw.prod(1).sum())
+        if rest == 0:
+            return self.grid_thw
+        filler = torch.tensor([[1, self.merge, rest // self.merge]], device="cpu")
+        return torch.cat([self.grid_thw, filler])
 
 
 class VisionLayout:
@@ -47,7 +64,8 @@ class VisionLayout:
         feature_rows: int64 `[n]`, the rows of the tower's output that the tokens of a rank's part
             of a row take, in their order; None if the tokens take all rows in order.
         token_rows: int64 `[n]`, which tokens of the text's row take them, ascending; None if the
-            layout does not say, so that the model looks for them.
+            layout does not say, so that the model looks for them. In a row of a fixed size one for
+            each row of the tower's output, -1 for those that no token takes.
 
     Examples:
         >>> rows = cuseq.vision.VisionLayout.from_grid([[1, 4, 6], [1, 2, 2]])
@@ -91,6 +109,8 @@ class VisionLayout:
         frames_apart: bool = True,
         feature_rows: Tensor | Sequence[int] | None = None,
         token_rows: Tensor | Sequence[int] | None = None,
+        total_patches: int | None = None,
+        max_images: int | None = None,
     ) -> VisionLayout:
         """Make the layout of images from their grids.
 
@@ -112,6 +132,11 @@ class VisionLayout:
             token_rows: integers `[n]`, which tokens of the text's row (of all rows of a batch, one
                 after the other) take features, ascending. An enabled model then waits for the GPU
                 neither to find nor to count them. None: it looks for them.
+            total_patches: patches of the row in memory, a multiple of `merge_size` squared, for a
+                row of a fixed size, which a `cuseq.GraphedStep` captures; patches behind the last
+                image are the tail, which nothing sees. None: those of the images.
+            max_images: images, or frames that do not see each other, that a row of a fixed size
+                has room for, fewer than its tokens.
 
         Returns:
             The layout, on the host. Patches lie in the order of the processor: image after image,
@@ -121,7 +146,9 @@ class VisionLayout:
             ValueError: a size of a grid is below 1 or not a multiple of `merge_size`; there are
                 more than 2^31 - 1 patches; `window` is smaller than a token; a row of
                 `feature_rows` is not below the number of tokens; `token_rows` do not ascend, or are
-                not as many as `feature_rows`; or an argument is outside its range.
+                not as many as `feature_rows`; `total_patches` and `max_images` are not given
+                together, with `token_rows` and without `feature_rows`; there are more patches or
+                images than these; or an argument is outside its range.
             TypeError: an argument has the wrong type.
 
         Grids on a GPU are copied from there, which waits.
@@ -140,14 +167,33 @@ class VisionLayout:
         with outside_inference_mode():
             grids = grids_of(grid_thw, "grid_thw").clone()
             lengths, places, index, windows = _C.vision_rows(grids, merge, side, frames_apart)
+            patches, sequences, most_windows = None, None, None
+            room = _room_of(total_patches, max_images, merge, len(places), len(lengths))
             rows = None
             if feature_rows is not None:
                 rows = _rows_of(feature_rows, int(grids.prod(1).sum()) // merge**2)
             tokens = None if token_rows is None else _tokens_of(token_rows, rows)
+            recipe = _Recipe(grids, merge, side, frames_apart, rows, tokens, room)
+            if room is not None:
+                if tokens is None or rows is not None:
+                    raise ValueError(
+                        "token_rows must be given with total_patches, and feature_rows must not"
+                    )
+                patches, sequences = room
+                most_windows = patches // merge**2
+                _, places, index, _ = _C.vision_rows(recipe.filled_grids, merge, side, frames_apart)
+                if len(tokens) > most_windows:
+                    raise ValueError(
+                        f"token_rows must be at most total_patches / merge_size^2 = "
+                        f"{most_windows}, got {len(tokens)}"
+                    )
+                tokens = torch.nn.functional.pad(tokens, (0, most_windows - len(tokens)), value=-1)
             return cls(
-                _Recipe(grids, merge, side, frames_apart, rows, tokens),
-                PackedLayout.from_lengths(lengths),
-                PackedLayout.from_lengths(windows) if side > 0 else None,
+                recipe,
+                PackedLayout.from_lengths(lengths, patches, max_seqs=sequences),
+                PackedLayout.from_lengths(windows, patches, max_seqs=most_windows)
+                if side > 0
+                else None,
                 places,
                 index if side > 0 else None,
                 rows,
@@ -168,6 +214,16 @@ class VisionLayout:
     def frames_apart(self) -> bool:
         """Whether the frames of a video do not see each other."""
         return self._recipe.frames_apart
+
+    @property
+    def room(self) -> Room | None:
+        """The patches and images that a row of a fixed size holds; None for any other row."""
+        return self._recipe.room
+
+    @property
+    def filled_grids(self) -> Tensor:
+        """The grids, and that of an image which would fill the rest of a row of a fixed size."""
+        return self._recipe.filled_grids
 
     @property
     def tokens_end(self) -> int:
@@ -215,9 +271,9 @@ class VisionLayout:
         return self._moved[target]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        grids, *rest, rows, tokens = self._recipe
+        grids, *rest, rows, tokens, room = self._recipe
         listed = (None if one is None else one.tolist() for one in (rows, tokens))
-        return _again, (grids.tolist(), *rest, *listed, str(self.device))
+        return _again, (grids.tolist(), *rest, *listed, room, str(self.device))
 
     def __copy__(self) -> VisionLayout:
         return self
@@ -228,8 +284,11 @@ class VisionLayout:
     def __repr__(self) -> str:
         windows = "" if self.windows is None else f", {self.windows.num_sequences} windows"
         taken = "" if self.feature_rows is None else f", {len(self.feature_rows)} taken"
+        patches = str(int(self.grid_thw.prod(1).sum()))
+        if self.room is not None:
+            patches += f" of {self.room.patches}"
         return (
-            f"VisionLayout({len(self.grid_thw)} images, {self.images.total_tokens} patches, "
+            f"VisionLayout({len(self.grid_thw)} images, {patches} patches, "
             f"{int(self.tokens.sum())} tokens{taken}{windows}, {self.device})"
         )
 
@@ -239,9 +298,10 @@ def layout_of_config(
     grid_thw: Tensor,
     feature_rows: Tensor | None = None,
     token_rows: Tensor | None = None,
+    room: Room | None = None,
 ) -> VisionLayout:
     """Return the layout of images for the tower of a model's config."""
-    tower = config.vision_config
+    tower, (patches, images) = config.vision_config, room or (None, None)
     return VisionLayout.from_grid(
         grid_thw,
         merge_size=tower.spatial_merge_size,
@@ -249,7 +309,35 @@ def layout_of_config(
         window=getattr(tower, "window_size", None),
         feature_rows=feature_rows,
         token_rows=token_rows,
+        total_patches=patches,
+        max_images=images,
     )
+
+
+def _room_of(
+    total_patches: Any, max_images: Any, merge: int, patches: int, images: int
+) -> Room | None:
+    """Return the room of a row of a fixed size, None for any other; check that the row fits."""
+    if total_patches is None and max_images is None:
+        return None
+    if total_patches is None or max_images is None:
+        missing = "total_patches" if total_patches is None else "max_images"
+        raise ValueError(f"total_patches and max_images must be given together, {missing} is None")
+    room = Room(as_int(total_patches, "total_patches", 1), as_int(max_images, "max_images", 1))
+    if room.patches % merge**2:
+        raise ValueError(
+            f"total_patches must be a multiple of merge_size^2 = {merge**2}, got {room.patches}"
+        )
+    if room.images >= room.patches // merge**2:
+        raise ValueError(
+            f"max_images must be below the {room.patches // merge**2} tokens of total_patches, got "
+            f"{room.images}"
+        )
+    found = zip(("total_patches", "max_images"), room, (patches, images), strict=True)
+    for name, most, there_are in found:
+        if there_are > most:
+            raise ValueError(f"{name} must be at least that of grid_thw, {there_are}, got {most}")
+    return room
 
 
 def _integers(value: Any, name: str) -> Tensor:
@@ -298,8 +386,10 @@ def _again(
     frames_apart: bool,
     feature_rows: list[int] | None,
     token_rows: list[int] | None,
+    room: Room | None,
     device: str,
 ) -> VisionLayout:
+    patches, images = room or (None, None)
     layout = VisionLayout.from_grid(
         grids,
         merge_size=merge,
@@ -308,5 +398,7 @@ def _again(
         frames_apart=frames_apart,
         feature_rows=feature_rows,
         token_rows=token_rows,
+        total_patches=patches,
+        max_images=images,
     )
     return layout.to(device)

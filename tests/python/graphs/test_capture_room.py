@@ -160,7 +160,7 @@ def test_a_promise_is_made_for_every_layout_of_a_graphed_step():
         return {name: packed.host_meta[slots].tolist() for name, packed in batch.value.items()}
 
     before = promised()
-    with batch.captured_for(8):
+    with batch.captured_for([8] * 4):
         assert promised() == {
             name: [room, cuseq._C.HostMeta.OF_REPLAYS]
             for name, room in {"few": 4, "many": 8, "none": 0, "tree": 16}.items()

@@ -604,15 +604,15 @@ def test_a_graph_has_room_for_the_most_sequences_so_far(monkeypatch):
         def __init__(self, room: int):
             self.room, self.loss = room, torch.zeros(())
 
-        def still_fits(self, optimizer: object, room: int) -> bool:
-            return room <= self.room
+        def still_fits(self, optimizer: object, rooms: list[int]) -> bool:
+            return rooms <= [self.room]
 
         def replay(self, optimizer: object) -> None:
             replayed.append(self.room)
 
     def capture(self: GraphedStep) -> None:
         (batch,) = self._batches
-        with batch.captured_for(self._room):
+        with batch.captured_for(self._rooms):
             room = batch.value["packed"].host_meta[_C.HostMeta.NUM_SEQS].item()
         self._graph = Graph(room)
 
@@ -650,7 +650,7 @@ def test_what_is_expected_of_rows_stays(device):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_replay_attends_over_the_promised_sequences(compiled, cuda, monkeypatch):
     """With a count that is wrong on purpose, later sequences get no attention and no gradient."""
-    monkeypatch.setattr(graphed_step.StaticBatch, "most_sequences", lambda self: 1)
+    monkeypatch.setattr(graphed_step.StaticBatch, "needed_rooms", lambda self: [8])
     packed = PackedLayout.from_lengths([4] * 12, TOKENS, max_seqs=40)
     weight = nn.Parameter(torch.randn(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16))
     out = torch.zeros(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16)
@@ -680,7 +680,7 @@ def test_rows_of_more_sequences_are_captured_anew(cuda, monkeypatch):
     rooms = []
     capture = GraphedStep._capture
     monkeypatch.setattr(
-        GraphedStep, "_capture", lambda self: (rooms.append(self._room), capture(self))
+        GraphedStep, "_capture", lambda self: (rooms.extend(self._rooms), capture(self))
     )
     batches = growing_batches()
     model = TinyModel().to(cuda)

@@ -85,7 +85,7 @@ def test_what_a_collator_cannot_go_with_is_named(tmp_path):
         cuseq.enable(trainer(), collator=collate, graph=True)
     packing = trainer()
     packing.data_collator = collate
-    with pytest.raises(ValueError, match="must not be a MultimodalPackingCollator with graph"):
+    with pytest.raises(ValueError, match="data_collator must have max_images with graph=True"):
         cuseq.enable(packing, graph=True)
     with pytest.raises(TypeError, match="enable of a model takes"):
         cuseq.enable(model, collator=collate)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from cuseq.integrations.transformers._forwards import is_ours, our_forward
 from cuseq.integrations.transformers._layers import calls_of
 from cuseq.vision import VisionLayout
+from cuseq.vision.static import StaticVisionLayout
 
 _IMAGES, _VIDEOS = "get_image_features", "get_video_features"
 _MASK, _DEEPSTACK = "get_placeholder_mask", "_deepstack_process"
@@ -201,10 +202,11 @@ class _Places:
     Args:
         rows: int64 `[n]`, distinct, on the device of the embeddings.
         end: one more than the last of them, on the host.
+        has_others: whether some are -1, features that no token takes.
     """
 
-    def __init__(self, rows: Tensor, end: int) -> None:
-        self.rows, self.end = rows, end
+    def __init__(self, rows: Tensor, end: int, has_others: bool = False) -> None:
+        self.rows, self.end, self.has_others = rows, end, has_others
         self._begins: dict[int, int] = {}  # of the parts of both, by identity
 
     def __or__(self, other: _Places) -> _Places:
@@ -229,14 +231,22 @@ class _Places:
         if function is not Tensor.masked_scatter:
             return NotImplemented
         embeddings, places, features = args
-        flat = places._checked(embeddings, features)
-        return flat.index_copy(0, places.rows, features).view_as(embeddings)
+        return places._changed(embeddings, features, torch.index_copy)
 
     def add(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return hidden states with features added to those of the tokens."""
-        features = features.to(hidden.device, hidden.dtype)
+        return self._changed(hidden, features.to(hidden.device, hidden.dtype), torch.index_add)
+
+    def _changed(self, hidden: Tensor, features: Tensor, change: Callable[..., Tensor]) -> Tensor:
+        """Return hidden states in which the rows of the tokens are changed by their features."""
         flat = self._checked(hidden, features)
-        return flat.index_add(0, self.rows, features).view_as(hidden)
+        if not self.has_others:
+            return change(flat, 0, self.rows, features).view_as(hidden)
+        # The others go to a row of no token.
+        last = flat.shape[0]
+        rows = torch.where(self.rows < 0, last, self.rows)
+        longer = torch.cat([flat, flat.new_zeros(1, flat.shape[1])])
+        return change(longer, 0, rows, features)[:last].view_as(hidden)
 
     def _checked(self, hidden: Tensor, features: Tensor) -> Tensor:
         """Return hidden states as `[tokens, channels]`; raise unless each token has its feature."""
@@ -252,6 +262,14 @@ class _Places:
                 f"{self.end - 1}"
             )
         return flat
+
+
+def _places_of(layout: VisionLayout, embeddings: Tensor) -> _Places:
+    if isinstance(layout, StaticVisionLayout):
+        layout.check_text(embeddings.shape[:-1].numel())
+    rows = layout.to(embeddings.device).token_rows
+    assert rows is not None
+    return _Places(rows, layout.tokens_end, layout.room is not None)
 
 
 # By the keyword of grids, the argument of the method for the features of those.
@@ -273,11 +291,9 @@ def _placing(cls: type, name: str) -> Callable[..., Any]:
         rows = {one: _last.rows.pop(one, None) for one in asked}
         if any(one is None or one.layout.token_rows is None for one in rows.values()):
             return original(self, *args, **kwargs)
-        device = told["inputs_embeds"].device
+        embeddings: Tensor = told["inputs_embeds"]
         places = {
-            one: _Places(of.layout.to(device).token_rows, of.layout.tokens_end)
-            for one, of in rows.items()
-            if of is not None
+            one: _places_of(of.layout, embeddings) for one, of in rows.items() if of is not None
         }
         found = tuple(places.get(one) for one in _FEATURES)
         return found if "video_features" in signature.parameters else found[0]

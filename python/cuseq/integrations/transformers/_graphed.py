@@ -78,11 +78,12 @@ class GraphedTraining(TrainerCallback):
                 "the host and padding may hold",
                 f"rope_type={rope_type!r}",
             )
-        if isinstance(trainer.data_collator, MultimodalPackingCollator):
+        collator = trainer.data_collator
+        if isinstance(collator, MultimodalPackingCollator) and collator.max_images is None:
             raise ValueError(
-                "trainer.data_collator must not be a MultimodalPackingCollator with graph=True, "
-                "got one: rows with images differ in the shapes of their images, and a graph "
-                "replays one"
+                "trainer.data_collator must have max_images with graph=True, got a "
+                "MultimodalPackingCollator without: its batches have the shapes of their images, "
+                "and a graph replays one"
             )
         for name in ("training_step", "compute_loss", *gradient_norm_names()):
             if name in vars(trainer) or not is_of_library(getattr(type(trainer), name)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from cuseq._base.arguments import shown
 from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import copy_without_wait
 from cuseq.cache import remember
 from cuseq.integrations.transformers._features import check_rows, hand_rows
 from cuseq.layout import PackedLayout
 from cuseq.vision import VisionLayout
 from cuseq.vision.positions import COLUMNS, Columns
+from cuseq.vision.static import FromGrids, StaticVisionLayout
+
+_FACTS = "_cuseq_facts"  # an attribute of the grids that stand for a row of a fixed size
 
 
 class Facts:
@@ -27,7 +31,7 @@ class Facts:
     def __init__(self, grids: Tensor, given: VisionLayout | None = None):
         self.grids = grids
         self._layouts = [] if given is None else [given]
-        self._made: dict[tuple[Any, ...], Any] = {}
+        self._made: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
     def sequences(self, frames_apart: bool) -> PackedLayout:
         """Return the layout of the patches that see each other."""
@@ -55,15 +59,63 @@ class Facts:
         self._layouts.append(VisionLayout.from_grid(self.grids, **options))
         return self._layouts[-1]
 
-    def of(self, make: Callable[[], Any], *key: Any) -> Any:
-        """Return what `make` returns, which is called once for a key."""
+    def derived(
+        self, key: tuple[Hashable, ...], make: FromGrids, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return on a device what `make` computes of the grids; made once for a key."""
         if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+            self._made[key] = make(self.grids)
+        if (key, device) not in self._made:
+            self._made[key, device] = tuple(
+                copy_without_wait(one, device) for one in self._made[key]
+            )
+        return self._made[key, device]
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """Return grids on a device whose facts are these."""
+        return note_facts(copy_without_wait(self.grids, device), self)
+
+
+class StaticFacts(Facts):
+    """The facts of a row of a fixed size, whose tensors stay while the images change.
+
+    Models get the grid of one image as large as the row: what they compute of grids themselves, the
+    sizes of pieces, then is the same for all rows.
+    """
+
+    def __init__(self, layout: StaticVisionLayout):
+        merge, patches = layout.merge_size, layout.images.total_tokens
+        super().__init__(torch.tensor([[1, merge, patches // merge]], device="cpu"), layout)
+        self._static = layout
+        self._told: dict[torch.device, Tensor] = {}
+
+    def _layout(self, fits: Callable[[VisionLayout], bool], **options: Any) -> VisionLayout:
+        if not fits(self._static):
+            raise ValueError(
+                f"image_layout must be the one that the tower asks for, {options}, got "
+                f"{self._static}"
+            )
+        return self._static
+
+    def derived(
+        self, key: tuple[Hashable, ...], make: FromGrids, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """As `Facts.derived`, on the device of the layout."""
+        return self._static.derived(key, make)
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """Return grids on a device whose facts are these, always the same tensor."""
+        if device not in self._told:
+            self._told[device] = copy_without_wait(self.grids, device)
+            setattr(self._told[device], _FACTS, self)
+        return self._told[device]
 
 
 def facts_of(grids: Tensor) -> Facts:
     """Return the facts of grids, made once for each tensor. Grids on a GPU are waited for."""
+    static: StaticFacts | None = getattr(grids, _FACTS, None)
+    if static is not None:
+        return static
 
     def make() -> Facts:
         return Facts(grids.detach().to("cpu", torch.int64, copy=True))
@@ -107,9 +159,18 @@ def grids_of_call(model: nn.Module, told: Mapping[str, Any], on_host: bool) -> d
             check_rows(model, columns.layout, layout)
         if not isinstance(grids, Tensor):
             continue
-        if layout is not None:
-            facts = Facts(layout.grid_thw, layout)
-            told_on = layout.grid_thw.clone() if on_host else grids.view_as(grids)
+        if isinstance(layout, StaticVisionLayout):
+            layout.facts = layout.facts or StaticFacts(layout)
+            where = torch.device("cpu") if on_host else grids.device
+            changes[name] = hand_rows(layout.facts.on_device(where), layout, name)
+        elif layout is not None:
+            facts = Facts(layout.filled_grids, layout)
+            if on_host:
+                told_on = facts.grids.clone()
+            elif layout.room is not None:
+                told_on = copy_without_wait(facts.grids, grids.device)
+            else:
+                told_on = grids.view_as(grids)
             changes[name] = hand_rows(note_facts(told_on, facts), layout, name)
         elif on_host and not grids.is_cpu:
             facts = facts_of(grids)
@@ -121,12 +182,15 @@ def _check_layout(layout: Any, told: Mapping[str, Any], columns: Columns) -> Non
     if not isinstance(layout, VisionLayout):
         raise TypeError(f"{columns.layout} must be a VisionLayout, got {shown(layout)}")
     grids, pixels = told.get(columns.grids), told.get(columns.pixels)
-    if isinstance(grids, Tensor) and grids.shape != layout.grid_thw.shape:
+    expected = layout.grid_thw
+    if layout.room is not None:  # without images behind the last
+        expected = nn.functional.pad(expected, (0, 0, 0, layout.room.images - len(expected)))
+    if isinstance(grids, Tensor) and grids.shape != expected.shape:
         raise ValueError(
             f"{columns.layout} must be of the images of {columns.grids}, {list(grids.shape)}, got "
             f"{layout}"
         )
-    if isinstance(grids, Tensor) and grids.is_cpu and not bool((grids == layout.grid_thw).all()):
+    if isinstance(grids, Tensor) and grids.is_cpu and not bool((grids == expected).all()):
         raise ValueError(
             f"{columns.layout} must be of the images of {columns.grids}, got one of others"
         )

@@ -24,22 +24,22 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cuseq._base.modes import outside_inference_mode
-from cuseq._base.transfer import copy_without_wait
 from cuseq.cache import remember
 from cuseq.integrations.transformers._functions import Place, replace_function
 from cuseq.integrations.transformers._grids import (
     Facts,
     facts_of,
     no_tensors,
-    note_facts,
 )
 from cuseq.integrations.transformers._layers import attends, calls_of, code_of
 from cuseq.integrations.transformers.documents import (
     NAMES,
     names_of_call,
     note_layout_of_offsets,
+    offsets_of_static,
+    static_layout_of,
 )
-from cuseq.layout import PackedLayout
+from cuseq.layout import PackedLayout, StaticLayout
 from cuseq.vision.positions import LAYOUTS
 
 _GRIDS = ("grid_thw", "image_grid_thw")
@@ -121,8 +121,7 @@ def _bring_grids(
 
 @torch.compiler.disable
 def _on_device(grids: Tensor, device: torch.device) -> Tensor:
-    facts = facts_of(grids)
-    return note_facts(copy_without_wait(facts.grids, device), facts)
+    return facts_of(grids).on_device(device)
 
 
 # ------------------------------------------------------- the functions that towers ask for facts
@@ -130,11 +129,20 @@ def _on_device(grids: Tensor, device: torch.device) -> Tensor:
 
 def _offsets(layout: PackedLayout) -> Tensor:
     """Return the offsets of a layout, by which attention finds the layout again."""
+    if isinstance(layout, StaticLayout):
+        return offsets_of_static(layout)
     offsets = layout.cu_seqlens.detach()  # a tensor of its own, which the layout does not hold
     note_layout_of_offsets(offsets, layout)
     with outside_inference_mode():
         remember(offsets, "vision_longest", lambda: layout.max_seqlen, tensors=no_tensors)
     return offsets
+
+
+def _longest_of(layout: PackedLayout) -> int:
+    """Return the longest sequence of a layout; of a static one, that of all its rows."""
+    if isinstance(layout, StaticLayout):
+        return layout.max_seqlen_bound or layout.total_tokens
+    return layout.max_seqlen
 
 
 def _cu_seqlens(facts: Facts, device: torch.device, merge_temporal: bool = False) -> Tensor:
@@ -145,7 +153,7 @@ def _attention_seqlens(
     facts: Facts, device: torch.device, config: Any, merge_temporal: bool = False
 ) -> tuple[Tensor, int]:
     layout = facts.sequences(not merge_temporal).to(device)
-    return _offsets(layout), layout.max_seqlen
+    return _offsets(layout), _longest_of(layout)
 
 
 def _position_ids(
@@ -155,13 +163,14 @@ def _position_ids(
     if not include_temporal:
         return places
 
-    def frames() -> Tensor:
-        count, height, width = facts.grids.unbind(1)
+    def frames(grids: Tensor) -> tuple[Tensor]:
+        count, height, width = grids.unbind(1)
         patches = (height * width).repeat_interleave(count)
         number = torch.cat([torch.arange(int(n), device="cpu") for n in count] or [count])
-        return copy_without_wait(number.repeat_interleave(patches), device)
+        return (number.repeat_interleave(patches),)
 
-    return torch.cat([facts.of(frames, "frames", device)[:, None], places], dim=1)
+    (number,) = facts.derived(("frames",), frames, device)
+    return torch.cat([number[:, None], places], dim=1)
 
 
 def _window_index(
@@ -208,8 +217,7 @@ def _helper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if ours is not None:
             return ours(facts, device, **told)
         key = name, *sorted(told.items())
-        made = facts.of(lambda: original(facts.grids, **told), *key)
-        return facts.of(lambda: tuple(copy_without_wait(one, device) for one in made), *key, device)
+        return facts.derived(key, lambda grids: original(grids, **told), device)
 
     @functools.wraps(original)
     def helper(*args: Any, **options: Any) -> Any:
@@ -224,6 +232,9 @@ def _helper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 def _longest(original: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.disable
     def known(cu_seqlens: Tensor, config: Any) -> int | None:
+        static = static_layout_of(cu_seqlens)
+        if static is not None:
+            return _longest_of(static)
         with outside_inference_mode():
             make = functools.partial(original, cu_seqlens.detach(), config)
             return remember(cu_seqlens, "vision_longest", make, tensors=no_tensors)

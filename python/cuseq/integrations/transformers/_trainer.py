@@ -79,8 +79,8 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     before = trainer.data_collator
     if collator is not None and graph:
         raise ValueError(
-            "collator must be None with graph=True, got one: make the Trainer with a "
-            "cuseq.PackingCollator"
+            "collator must be None with graph=True, got one: make the Trainer with it, as "
+            "data_collator"
         )
     packing = before if collator is None else collator
     if cp is None and isinstance(packing, _COLLATORS) and packing.cp is not None:

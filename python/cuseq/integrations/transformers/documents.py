@@ -67,7 +67,7 @@ from cuseq.integrations.transformers.names import (
     NAME,
     cache_names,
 )
-from cuseq.layout import PackedLayout, check_layout, own_positions
+from cuseq.layout import PackedLayout, StaticLayout, check_layout, own_positions
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
 from cuseq.vision.positions import LAYOUTS, MODEL_TYPES, PIXELS, has_mrope
@@ -89,6 +89,7 @@ _POOLING = (
     "DoubleHeadsModel",
 )  # how the names of models end that give one result for each row
 _OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
+_STATIC = "_cuseq_static_layout"  # an attribute of offsets
 _DOOR = "_cuseq_door"  # on a model that has the hooks
 
 
@@ -585,6 +586,9 @@ def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
 
     The first use of a host value waits for one event if the offsets are on a GPU.
     """
+    static = static_layout_of(cu_seqlens)
+    if static is not None:
+        return static
 
     def layout() -> PackedLayout:
         return PackedLayout.from_cu_seqlens(cu_seqlens.clone(), total_tokens)
@@ -595,6 +599,21 @@ def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
 def note_layout_of_offsets(cu_seqlens: Tensor, layout: PackedLayout) -> None:
     """Make `layout_of_offsets` return this layout for offsets that the layout does not hold."""
     _kept(cu_seqlens, "packed_offsets", lambda: layout, layout.total_tokens)
+
+
+def offsets_of_static(layout: StaticLayout) -> Tensor:
+    """Return the offsets of a static layout, by which `layout_of_offsets` finds it.
+
+    They have an attribute for it, since nothing is cached while a CUDA graph is captured.
+    """
+    offsets = layout.cu_seqlens_static.detach()
+    setattr(offsets, _STATIC, layout)
+    return offsets
+
+
+def static_layout_of(cu_seqlens: Tensor) -> StaticLayout | None:
+    """Return the static layout that these are the offsets of, or None."""
+    return getattr(cu_seqlens, _STATIC, None)
 
 
 def _kept(tensor: Tensor, fact: str, make: Any, *parts: Any) -> Any:
