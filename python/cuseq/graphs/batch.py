@@ -165,8 +165,9 @@ class StaticBatch:
 
 
 def _check_layout(static: StaticLayout | StaticVisionLayout, packed: Any, name: str) -> None:
-    kind: type = PackedLayout if isinstance(static, StaticLayout) else VisionLayout
-    if not isinstance(packed, kind):
+    kind = PackedLayout if isinstance(static, StaticLayout) else VisionLayout
+    is_like = isinstance(packed, kind)
+    if not is_like:
         raise ValueError(
             f"{name} must be a {kind.__name__} as in example_batch, got {shown(packed)}"
         )
