@@ -175,8 +175,8 @@ def test_what_a_static_batch_cannot_hold_is_named():
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"] if HAS_RIGHT_PLANES else []
 
 
-def enabled(family: str, device: torch.device):
-    model = make_model(family).to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+def enabled(family: str, device: torch.device, dtype: torch.dtype = torch.float32):
+    model = make_model(family).to(device, dtype)
     cuseq.enable(model)
     return model
 
@@ -205,46 +205,46 @@ def test_a_row_of_a_fixed_size_gives_what_the_row_gives(family, device):
             tower = [p.grad for name, p in model.named_parameters() if "visual" in name]
             found.append((loss.detach(), text, tower))
         (loss, text, tower), (other, others, of_tower) = found
-        close = {} if device.type == "cpu" else dict(rtol=3e-2, atol=3e-2)
-        torch.testing.assert_close(other, loss, **close)
-        torch.testing.assert_close(others, text, **close or dict(rtol=1e-3, atol=1e-5))
+        close = dict(rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(other, loss)
+        torch.testing.assert_close(others, text, **close)
         if tower[0] is None:  # the row has no images
             assert not any(grad.any() for grad in of_tower if grad is not None)
         else:
-            torch.testing.assert_close(of_tower, tower, **close or dict(rtol=1e-3, atol=1e-5))
+            torch.testing.assert_close(of_tower, tower, **close)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    return {name: grad.clone() for name, grad in grads.items() if grad is not None}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_captured_step_learns_what_a_plain_one_learns(family, checkpointing, device):
-    plain, model = (enabled(family, device).train() for _ in range(2))
+def test_a_captured_step_computes_what_a_plain_one_computes(family, checkpointing, dtype, device):
+    """The weights stay, so that differences do not grow from step to step."""
+    plain, model = (enabled(family, device, dtype).train() for _ in range(2))
     for one in (plain, model) if checkpointing else ():
         one.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     collate = MultimodalPackingCollator(model.config, **ROW)
-    batches = [in_dtype(collate(row), model.dtype) for row in ROWS] * 3
-
-    def optimizer(of):
-        return torch.optim.SGD(of.parameters(), lr=1e-3, fused=True)
-
-    stepping, expected = optimizer(plain), []
-    for batch in batches:
-        loss = loss_of(plain, {name: value.to(device) for name, value in batch.items()})
-        loss.backward()
-        stepping.step()
-        stepping.zero_grad()
-        expected.append(loss.detach())
+    batches = [in_dtype(collate(row), dtype) for row in ROWS] * 2
     step = cuseq.GraphedStep(
-        lambda batch: loss_of(model, batch), optimizer(model), batches[0], warmup=2
-    )
-    found = [step(batch).clone() for batch in batches]
+        lambda batch: loss_of(model, batch),
+        torch.optim.SGD(model.parameters(), lr=0.0, fused=True), batches[0], warmup=2,
+    )  # fmt: skip
+    apart = 1e-3 if dtype == torch.float32 else 0.2  # of the norm
+    for batch in batches:
+        plain.zero_grad()
+        expected = loss_of(plain, {name: value.to(device) for name, value in batch.items()})
+        expected.backward()
+        torch.testing.assert_close(step(batch), expected.detach(), rtol=apart / 4, atol=0)
+        found = gradients(model)
+        for name, grad in gradients(plain).items():
+            difference = (found[name].float() - grad.float()).norm()
+            assert difference <= apart * grad.float().norm(), name
     assert step.captured == (device.type == "cuda"), step.reason
-    assert sum(expected[-len(ROWS) :]) < sum(expected[: len(ROWS)])
-    close = {} if device.type == "cpu" else dict(rtol=3e-2, atol=3e-2)
-    torch.testing.assert_close(found, expected, **close or dict(rtol=1e-4, atol=1e-4))
-    learned = plain.state_dict()
-    for name, weight in model.state_dict().items():
-        torch.testing.assert_close(weight, learned[name], **close or dict(rtol=1e-3, atol=1e-4))
 
 
 @pytest.mark.slow

@@ -292,6 +292,11 @@ def on_ranks(rank: int, families: list[str], device: str) -> dict:
         fully_shard(layer)
     fully_shard(model)
     found["fsdp"] = result(model, collate(LONELY))
+    for case, (policy, documents) in ROWS.items():
+        cp = ContextParallel(dist.group.WORLD, policy=policy, heads=(4, 2), head_dim=16)
+        found["fsdp", case] = result(
+            model, MultimodalPackingCollator(model.config, cp=cp)(documents)
+        )
     return found
 
 
@@ -358,6 +363,16 @@ def test_all_gradients_are_found_with_a_blank_image(how, ranks):
         found = {name.removeprefix("module."): 2 * value for name, value in one[how].items()}
         for name in set(expected) - {"loss"}:
             torch.testing.assert_close(found[name], expected[name], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ROWS)
+def test_sharded_models_share_rows(case, ranks):
+    expected = ranks.whole(FAMILIES[-1], ROWS[case][1])
+    for one in ranks.found:  # the same means on both
+        for name in set(expected) - {"loss"}:
+            grad = 2 * one["fsdp", case][name]
+            torch.testing.assert_close(grad, expected[name], atol=1e-6, rtol=1e-6)
 
 
 # ------------------------------------------------------------------------- trainers on two ranks
