@@ -1,6 +1,6 @@
 """Measure vision towers, and steps of vision-language models over packed rows with images.
 
-    python -m benchmarks images [--parts towers row receipts blocks] [--fla]
+    python -m benchmarks images [--parts towers row receipts blocks captured] [--fla]
 
 `towers`: forward and backward of the towers of Qwen2.5-VL-7B and Qwen3-VL-8B, bf16, over eight
 images of about 1 MP and thirty-two of 0.25 MP: transformers' sdpa, which loops over images and
@@ -20,6 +20,9 @@ torchrun with DistributedDataParallel, micro-batches of 2 and 4; samples of all 
 `blocks`: forward and backward of packed rows of Gemma 3 (heads of the 4B shape, eight layers), half
 their tokens images, whose tokens see each other in both directions: stock transformers, which makes
 dense masks, and enabled.
+
+`captured`: whole steps of a Qwen3-VL-0.6B shape over new rows of 2,048 tokens with three to five
+images, plain and in a `GraphedStep`; `host` is the time that a call takes on the host.
 
 On a CPU the sizes are small, and only say that everything runs.
 """
@@ -204,12 +207,17 @@ def tower_rows(
 # --------------------------------------------------------------------------------------------- rows
 
 
-def make_model(hybrid: bool, device: torch.device) -> torch.nn.Module:
-    """Return a vision-language model of 2B with random weights."""
+def make_model(
+    hybrid: bool,
+    device: torch.device,
+    of_text: dict[str, Any] | None = None,
+    of_tower: dict[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Return a vision-language model of 2B, or of other sizes, with random weights."""
     import transformers
 
     on_gpu = device.type == "cuda"
-    text, vision = dict(TEXT), dict(VISION)
+    text, vision = TEXT | (of_text or {}), VISION | (of_tower or {})
     if not on_gpu:
         text |= SMALL_TEXT
         text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [12, 10, 10]}
@@ -480,9 +488,82 @@ def blocks(device: torch.device, report: Report) -> None:
         rows.append(found)
 
 
+# --------------------------------------------------------------------------------- captured steps
+
+
+def captured(device: torch.device, report: Report) -> None:
+    """Measure training steps over rows with images, plain and captured."""
+    on_gpu = device.type == "cuda"
+    small = dict(hidden_size=1024, intermediate_size=3072), dict(
+        depth=12, hidden_size=768, intermediate_size=3072, num_heads=12, out_hidden_size=1024,
+        deepstack_visual_indexes=[2, 5, 8],
+    )  # fmt: skip
+    model = make_model(False, device, *small if on_gpu else ())
+    cuseq.enable(model)
+    tokens, patches = (2048, 4096) if on_gpu else (256, 512)
+    sides, texts = ((16, 24, 28), (60, 220)) if on_gpu else ((4, 8), (4, 20))
+
+    def batches(**options: int) -> list[dict[str, Any]]:
+        draw = random.Random(1)
+        collate = cuseq.data.MultimodalPackingCollator(
+            model.config, total_tokens=tokens, max_seqs=16, **options
+        )
+        made = []
+        for _ in range(26 if on_gpu else 8):
+            documents = [
+                document(draw.choice(sides), draw.randint(*texts), draw)
+                for _ in range(draw.randint(3, 5))
+            ]
+            batch = collate(documents)
+            batch["pixel_values"] = batch["pixel_values"].to(model.dtype)
+            pinned = {name: one.pin_memory() for name, one in batch.items()
+                      if on_gpu and isinstance(one, torch.Tensor)}  # fmt: skip
+            made.append(batch | pinned)
+        return made
+
+    def measure(name: str, step: Callable[[dict[str, Any]], Any], given: list[Any]) -> None:
+        """Measure a stream of steps, and then the host's part of steps that find the GPU idle."""
+        for batch in given[:6]:
+            step(batch)
+        timer.synchronize(device)
+        begun = time.perf_counter()
+        for batch in given[6:]:
+            step(batch)
+        timer.synchronize(device)
+        stream = (time.perf_counter() - begun) * 1e3 / len(given[6:])
+        hosts = []
+        for batch in given[6:]:
+            begun = time.perf_counter()
+            step(batch)
+            hosts.append((time.perf_counter() - begun) * 1e3)
+            timer.synchronize(device)
+        rows.append({"step": name, "stream": stream, "host": statistics.median(hosts)})
+
+    columns = {"step": "step", "stream": "step, ms", "host": "host, ms"}
+    rows: list[dict[str, Any]] = []
+    report.tables.append(Table("Training steps over rows with images", columns, rows))
+    fixed = batches(image_capacity=patches, max_images=8)
+    graphed = cuseq.GraphedStep(
+        lambda batch: model(**batch, use_cache=False).loss,
+        torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True), fixed[0],
+    )  # fmt: skip
+    measure("graphed", graphed, fixed)
+    report.notes.append(f"captured: {graphed.captured}, {graphed.reason}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def plain(batch: dict[str, Any]) -> None:
+        moved = {name: one.to(device, non_blocking=True) for name, one in batch.items()}
+        model(**moved, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measure("plain, rows of a fixed size", plain, fixed)
+    measure("plain", plain, batches())
+
+
 def main() -> None:
     parser = arguments(__doc__)
-    parts = ("towers", "row", "receipts", "blocks")
+    parts = ("towers", "row", "receipts", "blocks", "captured")
     parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--fla", action="store_true", help="receipts with gated delta layers")
     args = parser.parse_args()
@@ -511,6 +592,9 @@ def main() -> None:
             report.write(args.out)
     if "blocks" in args.parts:
         blocks(device, report)
+        report.write(args.out)
+    if "captured" in args.parts:
+        captured(device, report)
         report.write(args.out)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -22,6 +22,7 @@ from cuseq.vision.layout import Room, layout_of_config
 from cuseq.vision.positions import (
     COLUMNS,
     PIXELS,
+    check_capture,
     features_of,
     grids_of,
     mrope_position_ids,
@@ -50,8 +51,8 @@ class MultimodalPackingCollator:
             memory of the vision tower; a batch with more raises ValueError. None means no limit.
         max_images: most images of a row of a fixed size, which a `cuseq.GraphedStep` captures: with
             `image_capacity` and `total_tokens`, every batch then has images' keys of the same
-            shapes, those without images too. Videos and `cp` are refused. None: shapes are those of
-            the images.
+            shapes, those without images too. For Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5; videos
+            and `cp` are refused. None: shapes are those of the images.
         blank_image: whether a batch without images gets a black one, which no token takes. The
             tower of an enabled model then runs on every rank, as FSDP2 and DDP need; its gradients
             are zero.
@@ -120,6 +121,7 @@ class MultimodalPackingCollator:
             self.image_capacity = as_int(image_capacity, "image_capacity", 1)
         self.max_images = max_images
         if max_images is not None:
+            check_capture(self.config)
             self.max_images = as_int(max_images, "max_images", 1)
             for name, value, rule in (
                 ("image_capacity", self.image_capacity, "given"),

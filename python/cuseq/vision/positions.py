@@ -31,19 +31,19 @@ class _Rule(NamedTuple):
     videos_have_seconds: bool = False  # the frames of a video lie `second_per_grid_ts` apart
     videos_are_merged: bool = False  # a token is several frames
     video_tokens_are_images: bool = False  # ids alone do not tell frames from images
+    may_be_captured: bool = False  # its parts compute nothing of grids that cuseq does not give
 
 
 _FRAMES = _Rule(frames_apart=True)
+_QWEN3 = _Rule(frames_apart=True, may_be_captured=True)
 _GLM = _Rule(frames_apart=True, video_tokens_are_images=True)
 _RULES = {
-    "qwen2_vl": _Rule(),
+    "qwen2_vl": _Rule(may_be_captured=True),
     "paddleocr_vl": _Rule(),
     "ernie4_5_vl_moe": _Rule(videos_are_merged=True),
-    "qwen2_5_vl": _Rule(videos_have_seconds=True),
-    **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "cohere_compass"),
-        _FRAMES,
-    ),
+    "qwen2_5_vl": _Rule(videos_have_seconds=True, may_be_captured=True),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN3),
+    **dict.fromkeys(("qwen4_exp", "cohere_compass"), _FRAMES),
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), _GLM),
 }
 MODEL_TYPES = frozenset(_RULES)
@@ -193,6 +193,17 @@ def has_mrope(model: Any) -> bool:
     if str(getattr(model.config, "model_type", "")).removesuffix("_text") in MODEL_TYPES:
         return True
     return any("mrope_section" in one for one in rotations_of(text_config(model)))
+
+
+def check_capture(config: Any) -> None:
+    """Raise ValueError unless a model of a config can be captured with rows of a fixed size."""
+    kind = str(getattr(config, "model_type", None))
+    if not _RULES.get(kind, _Rule()).may_be_captured:
+        raise ValueError(
+            f"max_images must be None for {shown(kind)}, whose model computes sizes of images "
+            "itself: rows of a fixed size are for "
+            f"{', '.join(sorted(name for name, rule in _RULES.items() if rule.may_be_captured))}"
+        )
 
 
 def rule_of(config: Any) -> _Rule:

@@ -130,6 +130,12 @@ def test_a_collator_of_no_such_row_is_refused(options, message):
         MultimodalPackingCollator(config_of(), **ROW | options)
 
 
+def test_models_that_compute_with_sizes_are_refused():
+    for kind in ("glm4v", "ernie4_5_vl_moe", "paddleocr_vl"):
+        with pytest.raises(ValueError, match=f"max_images must be None for '{kind}', .* qwen2_vl"):
+            MultimodalPackingCollator(config_of(kind), **ROW)
+
+
 def test_rows_that_do_not_fit_are_named():
     collate = MultimodalPackingCollator(config_of(), **ROW)
     with pytest.raises(ValueError, match="max_images = 4: max_images must be at least .* 5"):
@@ -247,7 +253,17 @@ def test_a_captured_step_computes_what_a_plain_one_computes(family, checkpointin
     assert step.captured == (device.type == "cuda"), step.reason
 
 
+@pytest.mark.skipif(HAS_RIGHT_PLANES, reason="towers ask cuseq for what they need of grids")
+def test_towers_that_compute_with_grids_are_refused():
+    model = enabled("qwen3_vl", torch.device("cpu"))
+    batch = in_dtype(MultimodalPackingCollator(model.config, **ROW)(ROWS[0]), model.dtype)
+    static = StaticBatch(batch, torch.device("cpu"), "example")
+    with pytest.raises(ValueError, match="image_layout must not be that of a GraphedStep before"):
+        model(**static.value)
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(not HAS_RIGHT_PLANES, reason="its towers compute with grids themselves")
 def test_a_trainer_captures_rows_with_images(device, one_gpu, tmp_path):
     losses = []
     for graph in (False, True):

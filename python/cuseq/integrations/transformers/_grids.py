@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from cuseq._base.arguments import shown
@@ -15,7 +17,7 @@ from cuseq.cache import remember
 from cuseq.integrations.transformers._features import check_rows, hand_rows
 from cuseq.layout import PackedLayout
 from cuseq.vision import VisionLayout
-from cuseq.vision.positions import COLUMNS, Columns
+from cuseq.vision.positions import COLUMNS, Columns, check_capture
 from cuseq.vision.static import FromGrids, StaticVisionLayout
 
 _FACTS = "_cuseq_facts"  # an attribute of the grids that stand for a row of a fixed size
@@ -160,6 +162,7 @@ def grids_of_call(model: nn.Module, told: Mapping[str, Any], on_host: bool) -> d
         if not isinstance(grids, Tensor):
             continue
         if isinstance(layout, StaticVisionLayout):
+            _check_static(model)
             layout.facts = layout.facts or StaticFacts(layout)
             where = torch.device("cpu") if on_host else grids.device
             changes[name] = hand_rows(layout.facts.on_device(where), layout, name)
@@ -176,6 +179,16 @@ def grids_of_call(model: nn.Module, told: Mapping[str, Any], on_host: bool) -> d
             facts = facts_of(grids)
             changes[name] = note_facts(facts.grids.clone(), facts)
     return changes
+
+
+def _check_static(model: nn.Module) -> None:
+    """Raise ValueError unless a model and its tower compute nothing of grids themselves."""
+    check_capture(model.config)
+    if importlib.util.find_spec("transformers.vision_utils") is None:
+        raise ValueError(
+            "image_layout must not be that of a GraphedStep before transformers 5.9, whose towers "
+            f"compute with grids themselves, got transformers {transformers.__version__}"
+        )
 
 
 def _check_layout(layout: Any, told: Mapping[str, Any], columns: Columns) -> None:
