@@ -131,7 +131,9 @@ def _offsets(layout: PackedLayout) -> Tensor:
     """Return the offsets of a layout, by which attention finds the layout again."""
     if isinstance(layout, StaticLayout):
         return offsets_of_static(layout)
-    offsets = layout.cu_seqlens.detach()  # a tensor of its own, which the layout does not hold
+    # Without images one sequence without patches: towers of some releases take the longest.
+    offsets = layout.cu_seqlens if layout.num_sequences else layout.cu_seqlens_static[:2]
+    offsets = offsets.detach()  # a tensor of its own, which the layout does not hold
     note_layout_of_offsets(offsets, layout)
     with outside_inference_mode():
         remember(offsets, "vision_longest", lambda: layout.max_seqlen, tensors=no_tensors)
