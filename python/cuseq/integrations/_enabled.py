@@ -28,6 +28,7 @@ class TrainerOptions(ModelOptions, total=False):
     cp: ContextParallel | None
     graph: bool
     collator: Any
+    tree: bool | None
 
 
 class UnslothOptions(TypedDict, total=False):
@@ -49,6 +50,7 @@ DEFAULTS: Options = {
     "cp": None,
     "graph": False,
     "collator": None,
+    "tree": None,
     "compile_blocks": False,
 }
 
@@ -68,7 +70,8 @@ class Enabled:
             "conv:CLASS" and "recurrence:CLASS" for a class of recurrent layers whose convolution or
             recurrence starts each document anew,
             "collator:CLASS" for a trainer's data collator, "training_step:CLASS" for its step,
-            "context_parallel:CLASS" for a trainer whose rows are shared by ranks.
+            "context_parallel:CLASS" for a trainer whose rows are shared by ranks, "rows:CLASS" and
+        "trees:CLASS" for the body of a model that runs padded batches as packed rows or as trees.
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
             with "LEAKS" names layers through which documents of one row leak into each other. One

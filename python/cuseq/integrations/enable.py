@@ -55,6 +55,9 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
     - TRL's `SFTTrainer` with `packing=True` or `padding_free=True`, or with `collator`. Its model
       is enabled as above, and its data collator is replaced, so that each batch has the layout of
       its row. Call `enable` before `train()`.
+    - TRL's `GRPOTrainer`, `RLOOTrainer`, `DPOTrainer`, `KTOTrainer` and `RewardTrainer`. Their
+      models (policy and reference) are enabled as above, and the models' bodies run padded batches
+      as packed rows, or as trees of what samples share. Losses, metrics and generation stay TRL's.
     - Another `Trainer` of transformers. Its model is enabled as above. It keeps its data collator,
       so construct it with a `cuseq.PackingCollator`.
     - The unsloth module, after its import. unsloth's functions for packed rows are replaced. Enable
@@ -91,6 +94,9 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
             `cuseq.data.MultimodalPackingCollator` in the place of the trainer's own. An SFTTrainer
             is then made with `packing=False` and `max_length=None`, and its dataset has what a
             processor made of each document. Not with `graph`.
+        tree: for TRL's trainers that pad, default None: whether samples of a batch share the
+            computation of equal prefixes. None: in GRPO and RLOO, unless the model has layers with
+            a state or sliding windows.
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 
@@ -190,6 +196,6 @@ def _entry_of(x: Any) -> _Entry:
 
         return _Entry(what, names, trainer.enable_trainer, trainer.disable_trainer)
     raise TypeError(
-        "x must be a transformers model, a Trainer of transformers or TRL's SFTTrainer, or the "
+        "x must be a transformers model, a Trainer of transformers or of TRL, or the "
         f"unsloth module, got {type(x).__name__}"
     )

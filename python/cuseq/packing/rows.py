@@ -273,7 +273,8 @@ def run_packed(
     Returns:
         The model's output, unpacked to `[batch, seqlen, ...]` with zeros on the padding. Unpacked
         are a tensor; the tensors `[1, total_tokens, ...]` of a tuple or list; and `logits`,
-        `last_hidden_state` and `hidden_states` of a transformers output.
+        `last_hidden_state`, `hidden_states` and `router_logits` (`[batch * seqlen, experts]`) of a
+        transformers output.
 
     Raises:
         ValueError: an argument does not fit; a transformers model uses another attention, or has
@@ -388,6 +389,9 @@ def _unpacked_output(row: _Row, out: Any) -> Any:
             out[name] = _unpacked(row, name, out[name])
     if out.get("hidden_states") is not None:
         out["hidden_states"] = _unpacked_items(row, out["hidden_states"])
+    if out.get("router_logits") is not None:  # [total_tokens, experts] of each layer
+        rows = (one.view(1, row.total_tokens, -1) for one in out["router_logits"])
+        out["router_logits"] = tuple(row.unpacked(one).flatten(0, 1) for one in rows)
     return out
 
 

@@ -88,7 +88,7 @@ PAGES = {
     "docs/thd.md": 8,
     "docs/trainer.md": 2,
     "docs/trees.md": 4,
-    "docs/trl.md": 2,
+    "docs/trl.md": 3,
     "docs/unsloth.md": 1,
     "docs/why.md": 2,
 }

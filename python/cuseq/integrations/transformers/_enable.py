@@ -301,9 +301,11 @@ def disable_model(model: nn.Module) -> None:
     state.hold.release()
 
 
-def enable_model_of_trainer(trainer: Any, options: TrainerOptions) -> Enabled:
-    """Enable a trainer's model until `release_model_of_trainer`; call it again if it may be
-    disabled.
+def enable_model_of_trainer(
+    trainer: Any, options: TrainerOptions, model: nn.Module | None = None
+) -> Enabled:
+    """Enable a trainer's model, or another one that it runs, until `release_model_of_trainer`; call
+    it again if it may be disabled.
 
     A model that the user enabled stays enabled then, and so does one that another trainer holds. A
     model made with `attn_implementation="cuseq"` keeps its own rotation and norms.
@@ -312,7 +314,7 @@ def enable_model_of_trainer(trainer: Any, options: TrainerOptions) -> Enabled:
         ValueError: as `enable_model`; or the model drops attention weights, which its first step
             would refuse.
     """
-    model = trainer.model
+    model = trainer.model if model is None else model
     config = text_config(model)
     dropout = getattr(config, "attention_dropout", 0.0)
     if isinstance(dropout, float) and dropout:
@@ -354,7 +356,7 @@ def enable_model_of_trainer(trainer: Any, options: TrainerOptions) -> Enabled:
 
 
 def release_model_of_trainer(trainer: Any) -> None:
-    """Disable the model that a trainer holds if no other trainer holds it."""
+    """Disable the models that a trainer holds and no other trainer."""
     for model, holders in list(_holders.items()):  # the trainer may have wrapped its model since
         if trainer in holders:
             holders.remove(trainer)

@@ -1,4 +1,4 @@
-"""Implementation of `cuseq.enable` and `cuseq.disable` for an SFTTrainer of TRL."""
+"""Implementation of `cuseq.enable` and `cuseq.disable` for trainers of TRL, SFT of them here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import datasets
-from accelerate.utils import is_peft_model
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
@@ -29,6 +28,12 @@ from cuseq.integrations.transformers._trainer import disable_trainer as disable_
 from cuseq.integrations.transformers._trainer import enable_trainer as enable_plain_trainer
 from cuseq.integrations.transformers.names import DOCUMENTS
 from cuseq.integrations.trl._graphed import FixedCollator, GraphedSFT
+from cuseq.integrations.trl._padded import (
+    KINDS,
+    check_no_virtual_tokens,
+    disable_padded,
+    enable_padded,
+)
 from cuseq.integrations.trl._rows import PackedCollator, PackedRows, most_documents
 from cuseq.layout import PackedLayout
 
@@ -71,12 +76,17 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     `cp` the training dataset (by `PackedRows`); with `graph` the training step. With `cp` the
     trainer may have padded batches. A trainer that is refused is unchanged.
     """
+    if isinstance(trainer, KINDS):
+        return enable_padded(trainer, **options)
     bin_pack, capacity, cp, graph = (
         options[name] for name in ("bin_pack", "capacity", "cp", "graph")
     )
-    if cp is not None:
-        _check_shares(trainer)
     _check_sft(trainer)
+    if options["tree"] is not None:
+        raise ValueError(
+            f"tree must not be given for an SFTTrainer, got {options['tree']!r}: its documents "
+            "share no prompts"
+        )
     if options["collator"] is not None:
         return _enable_with_collator(trainer, **options)
     check_option(graph, cp)
@@ -89,7 +99,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
         return state.enabled
     _check_packs(trainer, cp is not None)
     _check_collator(trainer.data_collator)
-    _check_model(trainer)
+    check_no_virtual_tokens(trainer.model)
     check_token_count()
     private(SFTTrainer, _PREPARE)
     if cp is None:
@@ -130,6 +140,9 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
 
 def disable_trainer(trainer: SFTTrainer) -> None:
     """Restore what `enable_trainer` replaced: the collator, the dataset, the model's parts."""
+    if isinstance(trainer, KINDS):
+        disable_padded(trainer)
+        return
     _check_sft(trainer)
     state = _states.pop(trainer, None)
     if state is None:
@@ -221,17 +234,8 @@ def _keep_packed_rows(trainer: SFTTrainer) -> None:
 def _check_sft(trainer: SFTTrainer) -> None:
     if not isinstance(trainer, SFTTrainer):
         raise TypeError(
-            f"trainer must be an SFTTrainer, got {type(trainer).__name__}: the batches of other "
-            "trainers hold pairs or completions in columns that their losses take apart, and a "
-            "packed row has no columns"
-        )
-
-
-def _check_shares(trainer: Any) -> None:
-    if not isinstance(trainer, SFTTrainer):
-        raise ValueError(
-            f"cp must be None for a {type(trainer).__name__}, got one: only an SFTTrainer has a "
-            "loss that is a sum over the tokens of a packed row"
+            f"trainer must be an SFTTrainer or a {', '.join(kind.__name__ for kind in KINDS)}, got "
+            f"{type(trainer).__name__}"
         )
 
 
@@ -269,15 +273,6 @@ def _check_parallelism(trainer: SFTTrainer) -> None:
             "trainer must not split sequences over ranks without cp=ContextParallel(...) (cp_size "
             f"and sp_size must be 1), got {parallelism}: a rank's part of a row does not hold "
             "whole documents"
-        )
-
-
-def _check_model(trainer: SFTTrainer) -> None:
-    if is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning:
-        raise ValueError(
-            "trainer.model must not put virtual tokens in front of its rows, got "
-            f"{type(trainer.model.active_peft_config).__name__}: only the first document would see "
-            "them"
         )
 
 
