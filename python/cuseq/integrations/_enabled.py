@@ -29,6 +29,7 @@ class TrainerOptions(ModelOptions, total=False):
     graph: bool
     collator: Any
     tree: bool | None
+    regroup: bool
 
 
 class UnslothOptions(TypedDict, total=False):
@@ -51,6 +52,7 @@ DEFAULTS: Options = {
     "graph": False,
     "collator": None,
     "tree": None,
+    "regroup": False,
     "compile_blocks": False,
 }
 
@@ -71,7 +73,8 @@ class Enabled:
             recurrence starts each document anew,
             "collator:CLASS" for a trainer's data collator, "training_step:CLASS" for its step,
             "context_parallel:CLASS" for a trainer whose rows are shared by ranks, "rows:CLASS" and
-        "trees:CLASS" for the body of a model that runs padded batches as packed rows or as trees.
+        "trees:CLASS" for the body of a model that runs padded batches as packed rows or as trees,
+        "micro_batches:CLASS" for a trainer whose samples are dealt to the micro-batches of a step.
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
             with "LEAKS" names layers through which documents of one row leak into each other. One

@@ -19,6 +19,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from tiers import full  # noqa: E402
 
+from cuseq.integrations.trl._micro_batches import dealt_samples  # noqa: E402
+
 WORDS = [f"w{n}" for n in range(60)]
 SIZES = dict(
     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -156,7 +158,7 @@ def model_of(kind: str) -> nn.Module:
 
 def trained(kind: str, folder: Any, is_enabled: bool, model: nn.Module | None = None, **more: Any):
     """Return what a trainer logs, and its trainer."""
-    options = {name: more.pop(name) for name in ("tree",) if name in more}
+    options = {name: more.pop(name) for name in ("tree", "regroup") if name in more}
     trainer = KINDS[kind](folder, model_of(kind) if model is None else model, **more)
     if is_enabled:
         cuseq.enable(trainer, **options)
@@ -297,6 +299,50 @@ def test_evaluation_gives_what_trl_gives(tmp_path):
     check_logs([found[1]] * 2, [found[0]] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, options", [
+    ("GRPO", dict()), full("GRPO", dict(loss_type="grpo", num_iterations=2)),
+    full("GRPO", dict(tree=False)), full("RLOO", dict()),
+])  # fmt: skip
+def test_steps_of_regrouped_samples_are_those_of_trl(kind, options, tmp_path):
+    ours = dict(options, max_steps=6, gradient_accumulation_steps=4)
+    theirs = {name: value for name, value in ours.items() if name != "tree"}
+    expected, _ = trained(kind, tmp_path / "theirs", False, **theirs)
+    found, trainer = trained(kind, tmp_path / "ours", True, regroup=True, **ours)
+    means = ("kl", "entropy", "clip_ratio")  # over micro-batches
+    logs = ([{name: value for name, value in log.items() if not any(m in name for m in means)}
+             for log in history] for history in (found, expected))  # fmt: skip
+    check_logs(*logs)
+    cuseq.disable(trainer)
+    assert "_prepare_inputs" not in vars(trainer)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("groups, size, batches", [(8, 8, 4), (3, 4, 6), (5, 6, 5), (1, 8, 4)])
+def test_samples_are_dealt_once_and_evenly(groups, size, batches, tree):
+    generator = torch.Generator().manual_seed(groups)
+    prompts = [(number,) * (5 + 30 * number) for number in range(groups) for _ in range(size)]
+    lengths_of = torch.empty(len(prompts)).log_normal_(4, 1, generator=generator).long() + 1
+    shuffled = torch.randperm(len(prompts), generator=generator).tolist()
+    prompts = [prompts[i] for i in shuffled]
+    found = dealt_samples(prompts, lengths_of.tolist(), batches, tree)
+    assert sorted(sample for one in found for sample in one) == list(range(len(prompts)))
+    assert {len(one) for one in found} == {len(prompts) // batches}
+
+    def costs(dealt: list[list[int]]) -> list[int]:
+        shared = [set(prompts[i] for i in one) if tree else [prompts[i] for i in one]
+                  for one in dealt]  # fmt: skip
+        own = [sum(int(lengths_of[i]) for i in one) for one in dealt]
+        return [sum(map(len, some)) + more for some, more in zip(shared, own, strict=True)]
+
+    as_they_came = [list(one) for one in torch.arange(len(prompts)).view(batches, -1).tolist()]
+    assert sum(costs(found)) <= sum(costs(as_they_came))
+    if not tree:
+        assert max(costs(found)) <= max(costs(as_they_came))
+    if tree and len(prompts) // batches % size == 0:  # no prompt is in two micro-batches
+        assert all(len({prompts[i] for i in one}) * size == len(one) for one in found)
+
+
 def count_tokens(model: nn.Module) -> list[int]:
     """Return a list to which each forward of a model's first layer adds its tokens."""
     seen: list[int] = []
@@ -404,6 +450,7 @@ def test_generation_is_left_alone(tmp_path):
         (dict(bin_pack=True), "bin_pack must be False for a DPOTrainer"),
         (dict(collator=cuseq.PackingCollator()), "collator must be None for a DPOTrainer"),
         (dict(tree=1), "tree must be True or False, got 1"),
+        (dict(regroup=True), "regroup must be False for a DPOTrainer"),
     ],
 )
 def test_options_that_do_not_apply_are_refused(options, message, tmp_path):
@@ -411,6 +458,17 @@ def test_options_that_do_not_apply_are_refused(options, message, tmp_path):
     with pytest.raises((TypeError, ValueError), match=message):
         cuseq.enable(trainer, **options)
     assert trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_losses_of_micro_batches_are_not_regrouped(tmp_path):
+    for number, (options, message) in enumerate([
+        (dict(loss_type="bnpo"), "loss_type other than 'bnpo'"),
+        (dict(top_entropy_quantile=0.5), "top_entropy_quantile=1.0"),
+        (dict(steps_per_generation=3), "steps_per_generation a multiple of .* = 2, got 3"),
+    ]):  # fmt: skip
+        trainer = KINDS["GRPO"](tmp_path / str(number), model_of("GRPO"), **options)
+        with pytest.raises(ValueError, match=f"trainer must have {message}.*regroup=True"):
+            cuseq.enable(trainer, regroup=True)
 
 
 def test_models_that_cannot_are_refused(tmp_path):

@@ -60,11 +60,12 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     check_option(graph, cp)
     if collator is not None:
         _check_collator(trainer, collator)
-    if options["tree"] is not None:
-        raise ValueError(
-            f"tree must not be given for a {type(trainer).__name__}, got {options['tree']!r}: it "
-            "is for trainers of TRL whose samples share their prompts"
-        )
+    for name in ("tree", "regroup"):
+        if (value := options[name]) != DEFAULTS[name]:
+            raise ValueError(
+                f"{name} must not be given for a {type(trainer).__name__}, got {value!r}: it is "
+                "for trainers of TRL whose samples share their prompts"
+            )
     for name in ("bin_pack", "capacity"):
         if (value := options[name]) != DEFAULTS[name]:
             raise ValueError(

@@ -28,6 +28,11 @@ from cuseq.integrations.transformers._padded_batches import (
     pack_batches,
     restore_batches,
 )
+from cuseq.integrations.trl._micro_batches import (
+    check_dealing,
+    install_dealing,
+    remove_dealing,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,6 +70,14 @@ def enable_padded(trainer: _Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             )
     if options["tree"] is not None:
         check_flag(options["tree"], "tree")
+    check_flag(options["regroup"], "regroup")
+    if options["regroup"]:
+        if not isinstance(trainer, _IN_GROUPS):
+            raise ValueError(
+                f"regroup must be False for a {name}, got True: it deals the samples that GRPO and "
+                "RLOO generate"
+            )
+        check_dealing(trainer)
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
@@ -81,6 +94,9 @@ def enable_padded(trainer: _Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     for model, tree in zip(models, trees, strict=True):
         pack_batches(model, tree)
         bodies.append(f"{'trees' if tree else 'rows'}:{type(model.base_model).__name__}")
+    if options["regroup"]:
+        install_dealing(trainer, trees[0])
+        bodies.append(f"micro_batches:{name}")
     enabled = Enabled(
         "trainer",
         tuple(dict.fromkeys([*(part for one in found for part in one.replaced), *bodies])),
@@ -96,6 +112,7 @@ def disable_padded(trainer: _Trainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
+    remove_dealing(trainer)
     for model in (of() for of in state.models):
         if model is not None:
             restore_batches(model)
