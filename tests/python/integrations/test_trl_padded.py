@@ -17,9 +17,16 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
+from packaging.version import Version  # noqa: E402
 from tiers import full  # noqa: E402
 
+from cuseq.integrations.trl import _padded  # noqa: E402
 from cuseq.integrations.trl._micro_batches import dealt_samples  # noqa: E402
+
+if Version(trl.__version__) < _padded.LEAST:
+    pytest.skip("cuseq refuses these trainers of an older TRL", allow_module_level=True)
+if Version(trl.__version__).release[:2] == (1, 15) and not torch.cuda.is_available():
+    pytest.skip("the head of TRL 1.15 runs on GPUs alone", allow_module_level=True)
 
 WORDS = [f"w{n}" for n in range(60)]
 SIZES = dict(
@@ -469,6 +476,13 @@ def test_losses_of_micro_batches_are_not_regrouped(tmp_path):
         trainer = KINDS["GRPO"](tmp_path / str(number), model_of("GRPO"), **options)
         with pytest.raises(ValueError, match=f"trainer must have {message}.*regroup=True"):
             cuseq.enable(trainer, regroup=True)
+
+
+def test_an_older_trl_is_refused(tmp_path, monkeypatch):
+    trainer = make_dpo(tmp_path, model_of("DPO"))
+    monkeypatch.setattr(trl, "__version__", "1.13.2")
+    with pytest.raises(ValueError, match="trl must be 1.14 or newer for a DPOTrainer, got 1.13.2"):
+        cuseq.enable(trainer)
 
 
 def test_models_that_cannot_are_refused(tmp_path):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
+import trl
 from accelerate.utils import is_peft_model
+from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer
+from transformers import PreTrainedModel, Trainer
 
 from cuseq._base.arguments import check_flag, shown
 from cuseq._base.models import recurrent_types, text_config
@@ -37,11 +38,17 @@ from cuseq.integrations.trl._micro_batches import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-KINDS = (GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer, RewardTrainer)
-"""The trainers whose padded batches run as packed rows."""
-_IN_GROUPS = (GRPOTrainer, RLOOTrainer)  # whose samples share prompts
+LEAST = Version("1.14")
 
-_Trainer = GRPOTrainer | RLOOTrainer | DPOTrainer | KTOTrainer | RewardTrainer
+
+def _trainers(*names: str) -> tuple[type[Trainer], ...]:
+    """Return those classes of TRL that the installed release has."""
+    return tuple(getattr(trl, name) for name in names if hasattr(trl, name))
+
+
+_IN_GROUPS = _trainers("GRPOTrainer", "RLOOTrainer")  # whose samples share prompts
+KINDS = (*_IN_GROUPS, *_trainers("DPOTrainer", "KTOTrainer", "RewardTrainer"))
+"""The trainers whose padded batches run as packed rows."""
 
 
 class _State(NamedTuple):
@@ -53,15 +60,17 @@ class _State(NamedTuple):
 
 
 # No value may refer to its trainer, which would then never be freed.
-_states: weakref.WeakKeyDictionary[_Trainer, _State] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary()
 
 
-def enable_padded(trainer: _Trainer, **options: Unpack[TrainerOptions]) -> Enabled:
+def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabled:
     """Make the models of a trainer run its padded batches as packed rows or trees.
 
     `cuseq.enable` calls this with all options. A trainer that is refused is unchanged.
     """
     name = type(trainer).__name__
+    if Version(trl.__version__) < LEAST:
+        raise ValueError(f"trl must be {LEAST} or newer for a {name}, got {trl.__version__}")
     for option in ("bin_pack", "capacity", "cp", "graph", "collator"):
         if (value := options[option]) != (default := DEFAULTS[option]):
             raise ValueError(
@@ -107,7 +116,7 @@ def enable_padded(trainer: _Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     return enabled
 
 
-def disable_padded(trainer: _Trainer) -> None:
+def disable_padded(trainer: Trainer) -> None:
     """Restore what `enable_padded` replaced; leave other trainers unchanged."""
     state = _states.pop(trainer, None)
     if state is None:
@@ -119,7 +128,7 @@ def disable_padded(trainer: _Trainer) -> None:
     release_model_of_trainer(trainer)
 
 
-def _models_of(trainer: _Trainer) -> list[PreTrainedModel]:
+def _models_of(trainer: Trainer) -> list[PreTrainedModel]:
     """Return the models that a trainer runs: that which it trains, and its reference."""
     wrapped = (trainer.model, getattr(trainer, "ref_model", None))
     return list(dict.fromkeys(find_pretrained(one) for one in wrapped if one is not None))
