@@ -33,6 +33,7 @@ from cuseq.integrations.trl._padded import (
     check_no_virtual_tokens,
     disable_padded,
     enable_padded,
+    is_one_of,
 )
 from cuseq.integrations.trl._rows import PackedCollator, PackedRows, most_documents
 from cuseq.layout import PackedLayout
@@ -76,7 +77,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     `cp` the training dataset (by `PackedRows`); with `graph` the training step. With `cp` the
     trainer may have padded batches. A trainer that is refused is unchanged.
     """
-    if isinstance(trainer, KINDS):
+    if is_one_of(KINDS, trainer):
         return enable_padded(trainer, **options)
     bin_pack, capacity, cp, graph = (
         options[name] for name in ("bin_pack", "capacity", "cp", "graph")
@@ -141,7 +142,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
 
 def disable_trainer(trainer: SFTTrainer) -> None:
     """Restore what `enable_trainer` replaced: the collator, the dataset, the model's parts."""
-    if isinstance(trainer, KINDS):
+    if is_one_of(KINDS, trainer):
         disable_padded(trainer)
         return
     _check_sft(trainer)
@@ -235,8 +236,7 @@ def _keep_packed_rows(trainer: SFTTrainer) -> None:
 def _check_sft(trainer: SFTTrainer) -> None:
     if not isinstance(trainer, SFTTrainer):
         raise TypeError(
-            f"trainer must be an SFTTrainer or a {', '.join(kind.__name__ for kind in KINDS)}, got "
-            f"{type(trainer).__name__}"
+            f"trainer must be an SFTTrainer or a {', '.join(KINDS)}, got {type(trainer).__name__}"
         )
 
 

@@ -41,14 +41,15 @@ if TYPE_CHECKING:
 LEAST = Version("1.14")
 
 
-def _trainers(*names: str) -> tuple[type[Trainer], ...]:
-    """Return those classes of TRL that the installed release has."""
-    return tuple(getattr(trl, name) for name in names if hasattr(trl, name))
-
-
-_IN_GROUPS = _trainers("GRPOTrainer", "RLOOTrainer")  # whose samples share prompts
-KINDS = (*_IN_GROUPS, *_trainers("DPOTrainer", "KTOTrainer", "RewardTrainer"))
+_IN_GROUPS = ("GRPOTrainer", "RLOOTrainer")  # whose samples share prompts
+KINDS = (*_IN_GROUPS, "DPOTrainer", "KTOTrainer", "RewardTrainer")
 """The trainers whose padded batches run as packed rows."""
+
+
+def is_one_of(kinds: tuple[str, ...], trainer: object) -> bool:
+    """Return whether a trainer is one of TRL's by these names, of which none is imported."""
+    classes = type(trainer).__mro__
+    return any(cls.__name__ in kinds and cls.__module__.startswith("trl.") for cls in classes)
 
 
 class _State(NamedTuple):
@@ -81,7 +82,7 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
         check_flag(options["tree"], "tree")
     check_flag(options["regroup"], "regroup")
     if options["regroup"]:
-        if not isinstance(trainer, _IN_GROUPS):
+        if not is_one_of(_IN_GROUPS, trainer):
             raise ValueError(
                 f"regroup must be False for a {name}, got True: it deals the samples that GRPO and "
                 "RLOO generate"
@@ -97,7 +98,7 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
     check_no_virtual_tokens(trainer.model)
     for model in models:
         _check_model(model)
-        trees.append(_takes_trees(model, options["tree"], isinstance(trainer, _IN_GROUPS)))
+        trees.append(_takes_trees(model, options["tree"], is_one_of(_IN_GROUPS, trainer)))
     found = [enable_model_of_trainer(trainer, options, model) for model in models]
     bodies = []
     for model, tree in zip(models, trees, strict=True):
