@@ -48,6 +48,10 @@ BENCHMARKS = {
         "a GPU; flash-attn-4 for fa4",
     ),
     "tree": ("rows whose samples share a prompt, beside copies of it", "transformers for the step"),
+    "trl": (
+        "steps of TRL's GRPO, DPO and Reward trainers, without generation",
+        "trl; a GPU for figures that count",
+    ),
     "unsloth": ("a training step inside unsloth", "a GPU and PEERS with unsloth"),
 }
 
