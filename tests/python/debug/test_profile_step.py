@@ -638,6 +638,18 @@ def test_tokens_of_batches(device):
     assert profile_step(lambda: None).tokens is None
 
 
+def test_tokens_of_repeated_prefixes(device):
+    ids = torch.tensor([[0, 5, 6, 7], [5, 6, 8, 0], [5, 6, 7, 9], [3, 0, 0, 0]], device=device)
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    tokens = profile_step(lambda: None, batch=batch).tokens
+    assert (tokens.real, tokens.repeated) == (11, 5)  # 5 6 twice, and one 7
+    assert tokens.repeated_share == 5 / 11
+    two = profile_step(lambda: None, batch=[batch, batch, {"attention_mask": ids}])
+    assert two.tokens.repeated == 10
+    assert "tokens of repeated prefixes" in str(two) and "share of real tokens" in str(two)
+    assert profile_step(lambda: None, batch={"attention_mask": ids}).tokens.repeated is None
+
+
 @pytest.mark.parametrize(
     "batch, error, message",
     [

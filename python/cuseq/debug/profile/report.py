@@ -91,6 +91,8 @@ _FIGURES: list[tuple[str, str, Callable[[float], str]]] = [
     ("tokens in memory", "tokens", count),
     ("pad tokens", "pads", count),
     ("pad share", "pad_share", _percent),
+    ("tokens of repeated prefixes", "repeated", count),
+    ("  share of real tokens", "repeated_share", _percent),
 ]
 
 

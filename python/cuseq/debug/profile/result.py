@@ -67,10 +67,15 @@ class Copy:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of the batches: all tokens in memory, and those that are not padding."""
+    """Tokens of the batches: all tokens in memory, and those that are not padding.
+
+    `repeated` are real tokens of padded batches that only repeat the beginning of an earlier row,
+    such as the prompt of a group: `PackedTree` computes them once. None without ids beside a mask.
+    """
 
     in_memory: int
     real: int
+    repeated: int | None = None
 
     @property
     def pads(self) -> int:
@@ -79,6 +84,11 @@ class Tokens:
     @property
     def pad_share(self) -> float:
         return self.pads / self.in_memory if self.in_memory else 0.0
+
+    @property
+    def repeated_share(self) -> float | None:
+        """Share of the real tokens that repeat a prefix."""
+        return None if self.repeated is None else self.repeated / max(self.real, 1)
 
 
 @dataclass(frozen=True)
@@ -192,6 +202,8 @@ class StepProfile:
             "tokens": None if tokens is None else tokens.in_memory,
             "pads": None if tokens is None else tokens.pads,
             "pad_share": None if tokens is None else tokens.pad_share,
+            "repeated": None if tokens is None else tokens.repeated,
+            "repeated_share": None if tokens is None else tokens.repeated_share,
         }
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ from cuseq.debug.profile.trace import (
     union,
 )
 from cuseq.layout import PackedLayout
+from cuseq.trees import PackedTree
 
 _ATTENTION = "cuseq attention: "  # what csrc/attention/call.cpp puts before a backend's name
 
@@ -66,7 +67,8 @@ def profile_step(
             `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask`; the first one found
             counts. Or a layout, or a sequence of these for the micro-batches of a step. Padding
             cannot be derived from anything else: a token with label -100 or with the pad token's id
-            may be real, and the number of tokens in attention cannot be seen from outside.
+            may be real, and the number of tokens in attention cannot be seen from outside. A mask
+            with `input_ids` also tells how many tokens repeat the beginning of another row.
 
     Raises:
         TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
@@ -275,8 +277,8 @@ def _notes(gpu: bool, log: LineLog, broken: str | None) -> tuple[str, ...]:
     return tuple(notes)
 
 
-# A layout; or total tokens, and the offsets or mask that tell which are real.
-_Source = PackedLayout | tuple[int, str, Tensor]
+# A layout; or total tokens, the offsets or mask that tell which are real, and the ids of a mask.
+_Source = PackedLayout | tuple[int, str, Tensor, Tensor | None]
 
 
 def _batches(batch: Any) -> list[_Source] | None:
@@ -306,10 +308,12 @@ def _source(batch: Any, name: str) -> _Source:
         check_tensor(offsets, "cu_seq_lens_q")
         if offsets.dim() != 1 or offsets.numel() == 0:
             raise ValueError(f"cu_seq_lens_q must be [n_seqs + 1], got {shown(offsets)}")
-        return ids.numel(), "cu_seq_lens_q", offsets
+        return ids.numel(), "cu_seq_lens_q", offsets, None
     if isinstance(mask, Tensor) and mask.dim() == 2:
         check_tensor(mask, "attention_mask")
-        return mask.numel(), "attention_mask", mask
+        if not isinstance(ids, Tensor) or ids.shape != mask.shape or ids.is_floating_point():
+            ids = None
+        return mask.numel(), "attention_mask", mask, ids
     raise ValueError(
         f"{name} must say which tokens are real, by packed, by cu_seq_lens_q with input_ids or by "
         f"a 2-D attention_mask, got {sorted(map(str, batch))}"
@@ -320,12 +324,18 @@ def _count_tokens(batches: list[_Source] | None) -> Tokens | None:
     if batches is None:
         return None
     in_memory = real = 0
+    repeated: int | None = None
     for source in batches:
         if isinstance(source, PackedLayout):
             in_memory += source.total_tokens
             real += source.num_real_tokens
             continue
-        total, name, values = source
+        total, name, values, ids = source
         in_memory += total
-        real += int(values[-1] if name == "cu_seq_lens_q" else torch.count_nonzero(values))
-    return Tokens(in_memory, real)
+        own = int(values[-1] if name == "cu_seq_lens_q" else torch.count_nonzero(values))
+        real += own
+        if ids is not None and own > 0:
+            rows = zip(ids.cpu(), values.cpu() != 0, strict=True)
+            tree = PackedTree.from_sequences([row[keep].tolist() for row, keep in rows])
+            repeated = (repeated or 0) + own - tree.layout.num_real_tokens
+    return Tokens(in_memory, real, repeated)
