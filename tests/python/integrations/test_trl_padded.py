@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import cuseq
 
@@ -18,6 +19,7 @@ datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
 from packaging.version import Version  # noqa: E402
+from test_trainer_on_gpus import allow_fsdp_on_cpus  # noqa: E402
 from tiers import full  # noqa: E402
 
 from cuseq.integrations.trl import _padded  # noqa: E402
@@ -407,19 +409,42 @@ def test_prompts_of_a_group_are_computed_once(tmp_path):
     assert seen == [len(prefixes)] and len(prefixes) < int(mask.sum())
 
 
-def run_both(rank: int, folder: str, kind: str) -> list[list[dict]]:
+def run_both(rank: int, folder: str, kind: str, shards: bool) -> list[list[dict]]:
     torch.set_num_threads(1)
-    return [
-        trained(kind, f"{folder}/{is_enabled}", is_enabled, max_steps=4)[0]
-        for is_enabled in (False, True)
-    ]
+    more: dict[str, Any] = dict(max_steps=4)
+    if shards:
+        allow_fsdp_on_cpus()
+        layers = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+        more |= dict(fsdp=True, fsdp_config=layers)
+    found = []
+    for is_enabled in (False, True):
+        logs, trainer = trained(kind, f"{folder}/{is_enabled}", is_enabled, **more)
+        assert isinstance(trainer.model, FSDPModule) == shards
+        found.append(logs)
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [full("DPO"), "GRPO"])
-def test_two_processes_log_what_trl_logs(kind, tmp_path):
-    for expected, found in distributed.run(run_both, str(tmp_path), kind, limit=240):
+@pytest.mark.parametrize("kind, shards", [full("DPO", False), ("GRPO", False), ("DPO", True)])
+def test_two_processes_log_what_trl_logs(kind, shards, tmp_path):
+    for expected, found in distributed.run(run_both, str(tmp_path), kind, shards, limit=240):
         check_logs(found, expected)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    saving = dict(max_steps=4, save_strategy="steps", save_steps=2)
+    whole, first = trained("DPO", tmp_path, True, **saving)
+    trainer = make_dpo(tmp_path / "again", model_of("DPO"), **saving)
+    nn.init.normal_(trainer.model.lm_head.weight)
+    cuseq.enable(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name in ("loss", "grad_norm", "rewards/margins"):  # TRL counts tokens anew
+        values = [[log[name] for log in logs if name in log][-2:]
+                  for logs in (trainer.state.log_history, whole)]  # fmt: skip
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+    for one, other in zip(trainer.model.parameters(), first.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 # ------------------------------------------------------------------------- enabling and refusing
