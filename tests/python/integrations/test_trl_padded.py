@@ -503,6 +503,13 @@ def test_losses_of_micro_batches_are_not_regrouped(tmp_path):
             cuseq.enable(trainer, regroup=True)
 
 
+def test_trainers_of_unsloth_are_refused(tmp_path):
+    trainer = make_dpo(tmp_path, model_of("DPO"))
+    trainer.__class__ = type("UnslothDPOTrainer", (trl.DPOTrainer,), {})
+    with pytest.raises(ValueError, match="TRL's own, got unsloth's UnslothDPOTrainer"):
+        cuseq.enable(trainer)
+
+
 def test_an_older_trl_is_refused(tmp_path, monkeypatch):
     trainer = make_dpo(tmp_path, model_of("DPO"))
     monkeypatch.setattr(trl, "__version__", "1.13.2")

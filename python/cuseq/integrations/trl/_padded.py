@@ -72,6 +72,12 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
     name = type(trainer).__name__
     if Version(trl.__version__) < LEAST:
         raise ValueError(f"trl must be {LEAST} or newer for a {name}, got {trl.__version__}")
+    for cls in type(trainer).__mro__:
+        if cls.__name__.startswith("Unsloth") or "unsloth" in cls.__module__.lower():
+            raise ValueError(
+                f"trainer must be TRL's own, got unsloth's {cls.__name__}, whose models compute "
+                "padded batches in their own way"
+            )
     for option in ("bin_pack", "capacity", "cp", "graph", "collator"):
         if (value := options[option]) != (default := DEFAULTS[option]):
             raise ValueError(
