@@ -503,6 +503,13 @@ def test_losses_of_micro_batches_are_not_regrouped(tmp_path):
             cuseq.enable(trainer, regroup=True)
 
 
+def test_a_model_that_is_compiled_as_a_whole_is_named(tmp_path):
+    trainer = make_dpo(tmp_path, model_of("DPO"))
+    trainer.args.torch_compile = True
+    (said,) = (one for one in cuseq.enable(trainer).left_alone if "torch_compile" in one)
+    assert said.startswith("padded batches: ")
+
+
 def test_trainers_of_unsloth_are_refused(tmp_path):
     trainer = make_dpo(tmp_path, model_of("DPO"))
     trainer.__class__ = type("UnslothDPOTrainer", (trl.DPOTrainer,), {})

@@ -113,10 +113,16 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
     if options["regroup"]:
         install_dealing(trainer, trees[0])
         bodies.append(f"micro_batches:{name}")
+    left_alone = [part for one in found for part in one.left_alone]
+    if trainer.args.torch_compile:
+        left_alone.append(
+            "padded batches: torch_compile compiles the model as a whole, which then computes "
+            "their padding; compile its layers instead"
+        )
     enabled = Enabled(
         "trainer",
         tuple(dict.fromkeys([*(part for one in found for part in one.replaced), *bodies])),
-        tuple(dict.fromkeys(part for one in found for part in one.left_alone)),
+        tuple(dict.fromkeys(left_alone)),
         tuple(dict.fromkeys(warning for one in found for warning in one.warnings)),
     )
     _states[trainer] = _State(enabled, options, [weakref.ref(model) for model in models])
