@@ -123,13 +123,13 @@ class MultimodalPackingCollator:
         if max_images is not None:
             check_capture(self.config)
             self.max_images = as_int(max_images, "max_images", 1)
-            for name, value, rule in (
-                ("image_capacity", self.image_capacity, "given"),
-                ("total_tokens", total_tokens, "given"),
-                ("cp", cp is None or None, "None"),
+            for name, value in (
+                ("image_capacity", self.image_capacity),
+                ("total_tokens", total_tokens),
             ):
                 if value is None:
-                    raise ValueError(f"{name} must be {rule} with max_images = {max_images}")
+                    raise ValueError(f"{name} must be given with max_images = {max_images}")
+            self._check_cp(cp)
             none = torch.empty(0, 3, dtype=torch.int64, device="cpu")
             self._row_of_images(none, none[:, 0])  # raises if there is no such row
         check_flag(blank_image, "blank_image")
@@ -154,14 +154,17 @@ class MultimodalPackingCollator:
         Raises:
             ValueError, TypeError: as `PackingCollator.with_cp`.
         """
-        if self.max_images is not None:
+        self._check_cp(cp)
+        shared = copy.copy(self)
+        shared._text = self._text.with_cp(cp)
+        return shared
+
+    def _check_cp(self, cp: ContextParallel | None) -> None:
+        if self.max_images is not None and cp is not None:
             raise ValueError(
                 f"cp must be None with max_images = {self.max_images}: a rank's images differ in "
                 "their shapes"
             )
-        shared = copy.copy(self)
-        shared._text = self._text.with_cp(cp)
-        return shared
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what makes the collator again, so that a pickle is checked as arguments are."""

@@ -99,6 +99,18 @@ def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
             )
 
 
+def check_not_given(
+    options: Mapping[str, Any], names: tuple[str, ...], trainer: object, why: str
+) -> None:
+    """Raise ValueError if a trainer got one of these options, which are not for it."""
+    defaults: Mapping[str, Any] = DEFAULTS
+    for name in names:
+        if (value := options[name]) != defaults[name]:
+            raise ValueError(
+                f"{name} must not be given for a {type(trainer).__name__}, got {value!r}: {why}"
+            )
+
+
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
     """Hold a Ctrl-C back until the end of the block, which would otherwise be half done."""

@@ -13,7 +13,7 @@ from cuseq._base.transfer import copy_without_wait
 from cuseq.layout import StaticLayout
 from cuseq.vision.layout import VisionLayout
 
-# What a tower computes of grids on the host.
+# Makes tensors for a tower of grids [n, 3], both on the host.
 FromGrids = Callable[[Tensor], tuple[Tensor, ...]]
 
 

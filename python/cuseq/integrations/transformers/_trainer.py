@@ -16,7 +16,13 @@ from cuseq._base.arguments import shown
 from cuseq.data.collator import PackingCollator
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
-from cuseq.integrations._enabled import DEFAULTS, Enabled, TrainerOptions, check_same_options
+from cuseq.integrations._enabled import (
+    DEFAULTS,
+    Enabled,
+    TrainerOptions,
+    check_not_given,
+    check_same_options,
+)
 from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,
@@ -60,12 +66,10 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     check_option(graph, cp)
     if collator is not None:
         _check_collator(trainer, collator)
-    for name in ("tree", "regroup"):
-        if (value := options[name]) != DEFAULTS[name]:
-            raise ValueError(
-                f"{name} must not be given for a {type(trainer).__name__}, got {value!r}: it is "
-                "for trainers of TRL whose samples share their prompts"
-            )
+    check_not_given(
+        options, ("tree", "regroup"), trainer,
+        "it is for trainers of TRL whose samples share their prompts",
+    )  # fmt: skip
     for name in ("bin_pack", "capacity"):
         if (value := options[name]) != DEFAULTS[name]:
             raise ValueError(

@@ -11,7 +11,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from cuseq._base.arguments import round_up
 from cuseq._base.foreign import check_fields, private
-from cuseq.integrations._enabled import DEFAULTS, Enabled, TrainerOptions, check_same_options
+from cuseq.integrations._enabled import (
+    Enabled,
+    TrainerOptions,
+    check_not_given,
+    check_same_options,
+)
 from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,
@@ -83,12 +88,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
         options[name] for name in ("bin_pack", "capacity", "cp", "graph")
     )
     _check_sft(trainer)
-    for name in ("tree", "regroup"):
-        if (value := options[name]) != DEFAULTS[name]:
-            raise ValueError(
-                f"{name} must not be given for an SFTTrainer, got {value!r}: its documents share "
-                "no prompts"
-            )
+    check_not_given(options, ("tree", "regroup"), trainer, "its documents share no prompts")
     if options["collator"] is not None:
         return _enable_with_collator(trainer, **options)
     check_option(graph, cp)

@@ -96,7 +96,11 @@ def deal(batches: list[Batch], tree: bool) -> list[Batch]:
         len(batches),
         tree,
     )
-    return [_chosen(batches, count, samples) for samples in order]
+    joined = {name: _joined([one[name] for one in batches], count) for name in batches[0]}
+    return [
+        {name: _chosen(value, len(batches) * count, samples) for name, value in joined.items()}
+        for samples in order
+    ]
 
 
 def dealt_samples(
@@ -145,17 +149,20 @@ def dealt_samples(
     return dealt
 
 
-def _chosen(batches: list[Batch], count: int, samples: list[int]) -> Batch:
-    """Return a micro-batch of these samples; values that are not of samples stay."""
-    found: Batch = {}
-    for name, value in batches[0].items():
-        parts = [one[name] for one in batches]
-        if isinstance(value, Tensor) and value.dim() > 0 and len(value) == count:
-            index = torch.tensor(samples, device="cpu").to(value.device)
-            found[name] = torch.cat(parts).index_select(0, index)
-        elif isinstance(value, list) and len(value) == count:
-            joined = [item for part in parts for item in part]
-            found[name] = [joined[sample] for sample in samples]
-        else:
-            found[name] = value
-    return found
+def _joined(parts: list[Any], count: int) -> Any:
+    """Return values of all micro-batches' samples, `count` in each; one that is not of samples."""
+    first = parts[0]
+    if isinstance(first, Tensor) and first.dim() > 0 and len(first) == count:
+        return torch.cat(parts)
+    if isinstance(first, list) and len(first) == count:
+        return [item for part in parts for item in part]
+    return first
+
+
+def _chosen(value: Any, total: int, samples: list[int]) -> Any:
+    """Return the values of these samples, of `total`; a value that is not of samples stays."""
+    if isinstance(value, Tensor) and value.dim() > 0 and len(value) == total:
+        return value[samples]
+    if isinstance(value, list) and len(value) == total:
+        return [value[sample] for sample in samples]
+    return value

@@ -53,7 +53,7 @@ def is_one_of(kinds: tuple[str, ...], trainer: object) -> bool:
 
 
 class _State(NamedTuple):
-    """What `enable_padded` did to a trainer."""
+    """The result of enabling a trainer, its options, and the models whose bodies were replaced."""
 
     enabled: Enabled
     options: TrainerOptions
