@@ -5,8 +5,10 @@
 A 0.6B shape in bf16. A step is forward, loss, backward and optimizer over all micro-batches, with
 the pass of a reference model, and without generation: GRPO gets completions of random tokens.
 Prompts have 1,024 tokens, completions lognormal lengths of mean 512 and sigma 1, at most 4,096, in
-groups of 8; DPO and Reward have pairs of such completions. `trl` is the trainer with sdpa,
-`enabled` with `cuseq.enable(trainer)`, `regrouped` with `regroup=True` too.
+4 groups of 8; DPO and Reward have 8 pairs of such completions. `trl` is the trainer with sdpa,
+`trl best` with Liger's kernels and FlashAttention 4, as far as they are installed, `enabled` has
+`cuseq.enable(trainer)`, and `budget` has the step of GRPO in pieces of a number of tokens
+(`micro_batch_tokens`), of which "worst" is the largest by the mean.
 
 Tokens are those that the first layer of the policy computes in a step. On a CPU the sizes are
 small, and only say that everything runs.
@@ -33,7 +35,16 @@ SHAPE = dict(
 )  # fmt: skip
 SMALL = dict(vocab_size=2048, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
              num_attention_heads=2, num_key_value_heads=1, head_dim=32)  # fmt: skip
-GROUP = 8
+GROUP, GROUPS = 8, 4
+SDPA = dict(attention="sdpa", liger=False)
+
+
+def best() -> dict[str, Any]:
+    """Return the settings of TRL's own that are fastest here."""
+    from transformers.utils import is_flash_attn_4_available, is_liger_kernel_available
+
+    attention = "flash_attention_4" if is_flash_attn_4_available() else "sdpa"
+    return dict(attention=attention, liger=is_liger_kernel_available())
 
 
 def make_tokenizer() -> Any:
@@ -48,7 +59,7 @@ def make_tokenizer() -> Any:
     )
 
 
-def make_model(folder: str, device: torch.device, scores: bool) -> Any:
+def make_model(folder: str, device: torch.device, scores: bool, attention: str) -> Any:
     """Return a model of random weights, which the folder holds too: TRL loads its reference."""
     import transformers
 
@@ -63,9 +74,9 @@ def make_model(folder: str, device: torch.device, scores: bool) -> Any:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     with torch.device(device):
-        model = auto.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = auto.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
-    return auto.from_pretrained(folder, dtype=dtype)
+    return auto.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
 
 
 class Lengths:
@@ -93,17 +104,22 @@ def settings(folder: str, on_gpu: bool, steps: int, **more: Any) -> dict[str, An
     ) | more  # fmt: skip
 
 
-def make_grpo(folder: str, device: torch.device, steps: int) -> Any:
+def make_grpo(
+    folder: str, device: torch.device, steps: int, attention: str, liger: bool, at_once: int = 1
+) -> Any:
+    """Return a trainer that takes so many groups at once."""
     import datasets
     import trl
 
     on_gpu, lengths = device.type == "cuda", Lengths(device.type == "cuda")
     trainer = trl.GRPOTrainer(
-        make_model(folder, device, False),
+        make_model(folder, device, False, attention),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=trl.GRPOConfig(**settings(
-            folder, on_gpu, steps, per_device_train_batch_size=GROUP, num_generations=GROUP,
-            gradient_accumulation_steps=4, beta=0.04, max_completion_length=lengths.most,
+            folder, on_gpu, steps, per_device_train_batch_size=GROUP * at_once,
+            num_generations=GROUP, gradient_accumulation_steps=GROUPS // at_once, beta=0.04,
+            max_completion_length=lengths.most, use_liger_kernel=liger,
+            model_init_kwargs=dict(attn_implementation=attention),
         )),
         train_dataset=datasets.Dataset.from_list([{"prompt": "w1"}] * 64),
         processing_class=make_tokenizer(),
@@ -135,7 +151,9 @@ def make_grpo(folder: str, device: torch.device, steps: int) -> Any:
     return trainer
 
 
-def make_pairs(kind: str, folder: str, device: torch.device, steps: int) -> Any:
+def make_pairs(
+    kind: str, folder: str, device: torch.device, steps: int, attention: str, liger: bool
+) -> Any:
     import datasets
     import trl
 
@@ -152,14 +170,14 @@ def make_pairs(kind: str, folder: str, device: torch.device, steps: int) -> Any:
     options: dict[str, Any] = dict(
         args=config(**settings(
             folder, on_gpu, steps, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-            max_length=lengths.prompt + lengths.most + 1,
+            max_length=lengths.prompt + lengths.most + 1, use_liger_kernel=liger,
         )),
         train_dataset=datasets.Dataset.from_list(rows), processing_class=make_tokenizer(),
     )  # fmt: skip
-    model = make_model(folder, device, kind == "reward")
+    model = make_model(folder, device, kind == "reward", attention)
     if kind == "reward":
         return trl.RewardTrainer(model, **options)
-    return trl.DPOTrainer(model, make_model(folder, device, False), **options)
+    return trl.DPOTrainer(model, make_model(folder, device, False, attention), **options)
 
 
 def measured(trainer: Any, device: torch.device) -> dict[str, Any]:
@@ -167,12 +185,12 @@ def measured(trainer: Any, device: torch.device) -> dict[str, Any]:
     import transformers
 
     walls: list[float] = []
-    tokens: list[int] = []
+    tokens: list[list[int]] = []  # of each step, in each of its forwards
 
     class Clock(transformers.TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             timer.synchronize(device)
-            tokens.append(0)
+            tokens.append([])
             self.begun = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -182,14 +200,18 @@ def measured(trainer: Any, device: torch.device) -> dict[str, Any]:
     def count(layer: torch.nn.Module, given: Any, named: Any) -> None:
         hidden = given[0] if given else named["hidden_states"]
         if tokens and torch.is_grad_enabled():
-            tokens[-1] += hidden.shape[0] * hidden.shape[1]
+            tokens[-1].append(hidden.shape[0] * hidden.shape[1])
 
     trainer.model.base_model.layers[0].register_forward_pre_hook(count, with_kwargs=True)
     trainer.add_callback(Clock())
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer.train()
-    found = dict(ms=statistics.median(walls[2:]), tokens=statistics.median(tokens[2:]))
+    found = dict(
+        ms=statistics.median(walls[2:]),
+        tokens=statistics.median(map(sum, tokens[2:])),
+        worst=statistics.median(max(some) / statistics.mean(some) for some in tokens[2:]),
+    )
     if device.type == "cuda":
         found["gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found
@@ -205,22 +227,25 @@ def main() -> None:
     report = Report("trl", environment(args.device))
     rows: list[dict[str, Any]] = []
     columns = {"trainer": "trainer", "how": "how", "ms": "step, ms", "times": "times",
-               "tokens": "tokens", "gib": "GiB"}  # fmt: skip
+               "tokens": "tokens", "worst": "worst", "gib": "GiB"}  # fmt: skip
     report.tables.append(Table("Steps of TRL's trainers", columns, rows))
     for kind in args.trainers:
-        ways: dict[str, dict[str, Any] | None] = {"trl": None, "enabled": {}}
+        ways: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+            "trl": (SDPA, None), "trl best": (best(), None), "enabled": (SDPA, {}),
+        }  # fmt: skip
         if kind == "grpo":
-            ways["regrouped"] = dict(regroup=True)
+            budget = 16_384 if device.type == "cuda" else 512
+            ways["budget"] = (SDPA | dict(at_once=GROUPS), dict(micro_batch_tokens=budget))
         first = None
-        for how, options in ways.items():
+        for how, (config, options) in ways.items():
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             with tempfile.TemporaryDirectory() as folder:
                 trainer = (
-                    make_grpo(folder, device, args.steps)
+                    make_grpo(folder, device, args.steps, **config)
                     if kind == "grpo"
-                    else make_pairs(kind, folder, device, args.steps)
+                    else make_pairs(kind, folder, device, args.steps, **config)
                 )
                 if options is not None:
                     cuseq.enable(trainer, **options)

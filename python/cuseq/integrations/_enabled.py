@@ -29,7 +29,7 @@ class TrainerOptions(ModelOptions, total=False):
     graph: bool
     collator: Any
     tree: bool | None
-    regroup: bool
+    micro_batch_tokens: int | None
 
 
 class UnslothOptions(TypedDict, total=False):
@@ -52,7 +52,7 @@ DEFAULTS: Options = {
     "graph": False,
     "collator": None,
     "tree": None,
-    "regroup": False,
+    "micro_batch_tokens": None,
     "compile_blocks": False,
 }
 

@@ -97,11 +97,12 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
         tree: for TRL's trainers that pad, default None: whether samples of a batch share the
             computation of equal prefixes. None: in GRPO and RLOO, unless the model has layers with
             a state or sliding windows.
-        regroup: for a GRPOTrainer or an RLOOTrainer with gradient accumulation, default False: deal
-            the samples of an optimizer step to its micro-batches so that groups stay together and
-            tokens are even. TRL shuffles them, which computes a prompt once for each micro-batch.
-            Loss and gradients are those of the same samples; TRL's means over micro-batches (KL,
-            entropy, clipping) are means over other micro-batches.
+        micro_batch_tokens: for a GRPOTrainer or an RLOOTrainer, default None: compute each batch of
+            `per_device_train_batch_size` samples in pieces of at most so many tokens, groups
+            together, each backward before the next forward; a longer sample is a piece of its own.
+            Loss, gradients and what TRL logs are those of the batch. Ranks compute equally many
+            pieces, as many as the rank with the most tokens needs. Not with a loss that is no sum
+            over samples or tokens (docs/trl.md).
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.
 

@@ -555,7 +555,7 @@ def test_options_that_come_later(make_trainer):
     trainer = make_trainer()
     message = (
         "a SFTTrainer takes backend and bin_pack and capacity and collator and cp and graph and "
-        "qk_norm and regroup and rope and tree, got token_budget"
+        "micro_batch_tokens and qk_norm and rope and tree, got token_budget"
     )
     with pytest.raises(TypeError, match=message):
         cuseq.enable(trainer, token_budget=None)

@@ -23,7 +23,7 @@ from test_trainer_on_gpus import allow_fsdp_on_cpus  # noqa: E402
 from tiers import full  # noqa: E402
 
 from cuseq.integrations.trl import _padded  # noqa: E402
-from cuseq.integrations.trl._micro_batches import dealt_samples  # noqa: E402
+from cuseq.integrations.trl._micro_batches import even_pieces  # noqa: E402
 
 if Version(trl.__version__) < _padded.LEAST:
     pytest.skip("cuseq refuses these trainers of an older TRL", allow_module_level=True)
@@ -167,7 +167,7 @@ def model_of(kind: str) -> nn.Module:
 
 def trained(kind: str, folder: Any, is_enabled: bool, model: nn.Module | None = None, **more: Any):
     """Return what a trainer logs, and its trainer."""
-    options = {name: more.pop(name) for name in ("tree", "regroup") if name in more}
+    options = {name: more.pop(name) for name in ("tree", "micro_batch_tokens") if name in more}
     trainer = KINDS[kind](folder, model_of(kind) if model is None else model, **more)
     if is_enabled:
         cuseq.enable(trainer, **options)
@@ -308,48 +308,101 @@ def test_evaluation_gives_what_trl_gives(tmp_path):
     check_logs([found[1]] * 2, [found[0]] * 2, rel=1e-5)
 
 
+# By case: the trainer, options of its config and of `enable`.
+IN_PIECES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sum of tokens": ("GRPO", dict()),
+    "accumulation": ("GRPO", dict(gradient_accumulation_steps=2)),
+    "mean of samples": ("GRPO", dict(loss_type="grpo", num_iterations=2)),
+    "mean of tokens": ("GRPO", dict(loss_type="bnpo", num_iterations=2)),
+    "constant": ("GRPO", dict(loss_type="dr_grpo", num_iterations=2, epsilon=0.01)),
+    "CISPO": ("GRPO", dict(loss_type="cispo", num_iterations=2, epsilon_high=0.01)),
+    "SAPO": ("GRPO", dict(loss_type="sapo")),
+    "VESPO": ("GRPO", dict(loss_type="vespo")),
+    "GSPO": ("GRPO", dict(
+        loss_type="grpo", importance_sampling_level="sequence", num_iterations=2, epsilon=1e-3,
+    )),
+    "rows": ("GRPO", dict(tree=False)),
+    "nothing to learn": ("GRPO", dict(mask_truncated_completions=True, max_completion_length=3)),
+    "RLOO": ("RLOO", dict(num_iterations=2, epsilon=1e-3)),
+    "RLOO, accumulation": ("RLOO", dict(gradient_accumulation_steps=2)),
+}  # fmt: skip
+BUDGET = 60
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, options", [
-    ("GRPO", dict()), full("GRPO", dict(loss_type="grpo", num_iterations=2)),
-    full("GRPO", dict(tree=False)), full("RLOO", dict()),
-])  # fmt: skip
-def test_steps_of_regrouped_samples_are_those_of_trl(kind, options, tmp_path):
-    ours = dict(options, max_steps=6, gradient_accumulation_steps=4)
+@pytest.mark.parametrize(
+    "case", [case if case in ("accumulation", "RLOO") else full(case) for case in IN_PIECES]
+)
+def test_batches_in_pieces_log_what_trl_logs(case, tmp_path):
+    kind, options = IN_PIECES[case]
+    ours = dict(max_steps=5, per_device_train_batch_size=12, gradient_accumulation_steps=1)
+    ours |= options
     theirs = {name: value for name, value in ours.items() if name != "tree"}
     expected, _ = trained(kind, tmp_path / "theirs", False, **theirs)
-    found, trainer = trained(kind, tmp_path / "ours", True, regroup=True, **ours)
-    means = ("kl", "entropy", "clip_ratio")  # over micro-batches
-    logs = ([{name: value for name, value in log.items() if not any(m in name for m in means)}
-             for log in history] for history in (found, expected))  # fmt: skip
-    check_logs(*logs)
+    found, trainer = trained(kind, tmp_path / "ours", True, micro_batch_tokens=BUDGET, **ours)
+    check_logs(found, expected)
     cuseq.disable(trainer)
-    assert "_prepare_inputs" not in vars(trainer)
+    assert "compute_loss" not in vars(trainer)
+
+
+@pytest.mark.parametrize("tree", [None, False])
+def test_a_piece_computes_no_more_than_its_budget(tree, tmp_path):
+    trainer = make_online(
+        "GRPO", tmp_path, model_of("GRPO"), max_steps=1, per_device_train_batch_size=12,
+        gradient_accumulation_steps=1, beta=0.0,
+    )  # fmt: skip
+    cuseq.enable(trainer, tree=tree, micro_batch_tokens=BUDGET)
+    seen = count_tokens(trainer.model)
+    of_loss: list[int] = []
+    loss_of = trainer._compute_loss
+
+    def counted(model, inputs):
+        before = len(seen)
+        loss = loss_of(model, inputs)
+        of_loss.extend(seen[before:])
+        return loss
+
+    trainer._compute_loss = counted
+    trainer.train()
+    assert len(of_loss) > 1 and max(of_loss) <= BUDGET
+
+
+def costs_of(pieces, prompts, completions, tree) -> list[int]:
+    shared = [{prompts[i] for i in one} if tree else [prompts[i] for i in one] for one in pieces]
+    own = [sum(completions[i] for i in one) for one in pieces]
+    return [sum(map(len, some)) + more for some, more in zip(shared, own, strict=True)]
 
 
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("groups, size, batches", [(8, 8, 4), (3, 4, 6), (5, 6, 5), (1, 8, 4)])
-def test_samples_are_dealt_once_and_evenly(groups, size, batches, tree):
+@pytest.mark.parametrize("groups, size, count", [(8, 8, 4), (3, 4, 6), (5, 6, 5), (1, 8, 8)])
+def test_pieces_have_each_sample_once_and_even_tokens(groups, size, count, tree):
     generator = torch.Generator().manual_seed(groups)
     prompts = [(number,) * (5 + 30 * number) for number in range(groups) for _ in range(size)]
-    lengths_of = torch.empty(len(prompts)).log_normal_(4, 1, generator=generator).long() + 1
+    drawn = torch.empty(len(prompts)).log_normal_(4, 1, generator=generator).long() + 1
+    completions = drawn.tolist()
     shuffled = torch.randperm(len(prompts), generator=generator).tolist()
     prompts = [prompts[i] for i in shuffled]
-    found = dealt_samples(prompts, lengths_of.tolist(), batches, tree)
+    found = even_pieces(prompts, completions, count, tree)
+    assert len(found) == count and all(found)
     assert sorted(sample for one in found for sample in one) == list(range(len(prompts)))
-    assert {len(one) for one in found} == {len(prompts) // batches}
+    costs = costs_of(found, prompts, completions, tree)
+    largest = max(len(prompt) + own for prompt, own in zip(prompts, completions, strict=True))
+    assert max(costs) <= max(sum(costs) / count + largest, largest)
+    (total,) = costs_of([range(len(prompts))], prompts, completions, tree)
+    if tree:  # each piece but the last cuts at most one group
+        assert sum(costs) <= total + count * max(map(len, prompts))
+    else:
+        assert sum(costs) == total
 
-    def costs(dealt: list[list[int]]) -> list[int]:
-        shared = [set(prompts[i] for i in one) if tree else [prompts[i] for i in one]
-                  for one in dealt]  # fmt: skip
-        own = [sum(int(lengths_of[i]) for i in one) for one in dealt]
-        return [sum(map(len, some)) + more for some, more in zip(shared, own, strict=True)]
 
-    as_they_came = [list(one) for one in torch.arange(len(prompts)).view(batches, -1).tolist()]
-    assert sum(costs(found)) <= sum(costs(as_they_came))
-    if not tree:
-        assert max(costs(found)) <= max(costs(as_they_came))
-    if tree and len(prompts) // batches % size == 0:  # no prompt is in two micro-batches
-        assert all(len({prompts[i] for i in one}) * size == len(one) for one in found)
+def test_long_runs_cut_into_pieces_within_a_few_percent():
+    generator = torch.Generator().manual_seed(0)
+    prompts = [(number,) * 1024 for number in range(32) for _ in range(16)]
+    drawn = torch.randn(len(prompts), generator=generator).add(5.74).exp().clamp(1, 4096).long()
+    costs = costs_of(
+        even_pieces(prompts, drawn.tolist(), 9, True), prompts, drawn.tolist(), True
+    )  # fmt: skip
+    assert max(costs) <= 1.02 * sum(costs) / len(costs)
 
 
 def count_tokens(model: nn.Module) -> list[int]:
@@ -409,25 +462,35 @@ def test_prompts_of_a_group_are_computed_once(tmp_path):
     assert seen == [len(prefixes)] and len(prefixes) < int(mask.sum())
 
 
-def run_both(rank: int, folder: str, kind: str, shards: bool) -> list[list[dict]]:
+def run_both(
+    rank: int, folder: str, kind: str, shards: bool, budget: int | None
+) -> list[list[dict]]:
     torch.set_num_threads(1)
     more: dict[str, Any] = dict(max_steps=4)
+    if budget:
+        more |= dict(per_device_train_batch_size=8, gradient_accumulation_steps=1)
     if shards:
         allow_fsdp_on_cpus()
         layers = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
         more |= dict(fsdp=True, fsdp_config=layers)
     found = []
     for is_enabled in (False, True):
-        logs, trainer = trained(kind, f"{folder}/{is_enabled}", is_enabled, **more)
+        ours = dict(micro_batch_tokens=budget) if is_enabled and budget else {}
+        logs, trainer = trained(kind, f"{folder}/{is_enabled}", is_enabled, **more, **ours)
         assert isinstance(trainer.model, FSDPModule) == shards
         found.append(logs)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, shards", [full("DPO", False), ("GRPO", False), ("DPO", True)])
-def test_two_processes_log_what_trl_logs(kind, shards, tmp_path):
-    for expected, found in distributed.run(run_both, str(tmp_path), kind, shards, limit=240):
+@pytest.mark.parametrize("kind, shards, budget", [
+    full("DPO", False, None), full("GRPO", False, None), ("DPO", True, None),
+    ("GRPO", False, BUDGET), full("RLOO", True, BUDGET),
+])  # fmt: skip
+def test_two_processes_log_what_trl_logs(kind, shards, budget, tmp_path):
+    """With a budget, of which one rank may need fewer pieces than the other."""
+    folder = str(tmp_path)
+    for expected, found in distributed.run(run_both, folder, kind, shards, budget, limit=240):
         check_logs(found, expected)
 
 
@@ -482,7 +545,7 @@ def test_generation_is_left_alone(tmp_path):
         (dict(bin_pack=True), "bin_pack must be False for a DPOTrainer"),
         (dict(collator=cuseq.PackingCollator()), "collator must be None for a DPOTrainer"),
         (dict(tree=1), "tree must be True or False, got 1"),
-        (dict(regroup=True), "regroup must be False for a DPOTrainer"),
+        (dict(micro_batch_tokens=9), "micro_batch_tokens must be None for a DPOTrainer"),
     ],
 )
 def test_options_that_do_not_apply_are_refused(options, message, tmp_path):
@@ -492,15 +555,28 @@ def test_options_that_do_not_apply_are_refused(options, message, tmp_path):
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
-def test_losses_of_micro_batches_are_not_regrouped(tmp_path):
+def test_losses_that_are_no_sum_of_pieces_are_refused(tmp_path):
+    def own_loss(self, model, inputs):
+        return trl.GRPOTrainer._compute_loss(self, model, inputs)
+
     for number, (options, message) in enumerate([
-        (dict(loss_type="bnpo"), "loss_type other than 'bnpo'"),
         (dict(top_entropy_quantile=0.5), "top_entropy_quantile=1.0"),
-        (dict(steps_per_generation=3), "steps_per_generation a multiple of .* = 2, got 3"),
+        (dict(entropy_coef=0.1), "no entropy bonus"),
+        (dict(loss_type="unknown"), "a loss_type of bnpo, .*, got 'unknown'"),
+        (dict(own=True), "TRL's own _compute_loss"),
     ]):  # fmt: skip
-        trainer = KINDS["GRPO"](tmp_path / str(number), model_of("GRPO"), **options)
-        with pytest.raises(ValueError, match=f"trainer must have {message}.*regroup=True"):
-            cuseq.enable(trainer, regroup=True)
+        config = {name: value for name, value in options.items() if name not in ("own",)}
+        loss_type = config.pop("loss_type", None)
+        trainer = KINDS["GRPO"](tmp_path / str(number), model_of("GRPO"), **config)
+        if loss_type:
+            trainer.loss_type = loss_type
+        if "own" in options:
+            trainer.__class__ = type("Own", (trl.GRPOTrainer,), dict(_compute_loss=own_loss))
+        with pytest.raises(ValueError, match=f"trainer must have {message}.*micro_batch_tokens"):
+            cuseq.enable(trainer, micro_batch_tokens=100)
+    trainer = KINDS["GRPO"](tmp_path / "budget", model_of("GRPO"))
+    with pytest.raises(ValueError, match="micro_batch_tokens must be .*1.*, got 0"):
+        cuseq.enable(trainer, micro_batch_tokens=0)
 
 
 def test_a_model_that_is_compiled_as_a_whole_is_named(tmp_path):

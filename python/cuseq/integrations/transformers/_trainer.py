@@ -67,7 +67,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     if collator is not None:
         _check_collator(trainer, collator)
     check_not_given(
-        options, ("tree", "regroup"), trainer,
+        options, ("tree", "micro_batch_tokens"), trainer,
         "it is for trainers of TRL whose samples share their prompts",
     )  # fmt: skip
     for name in ("bin_pack", "capacity"):

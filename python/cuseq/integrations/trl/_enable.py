@@ -88,7 +88,9 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
         options[name] for name in ("bin_pack", "capacity", "cp", "graph")
     )
     _check_sft(trainer)
-    check_not_given(options, ("tree", "regroup"), trainer, "its documents share no prompts")
+    check_not_given(
+        options, ("tree", "micro_batch_tokens"), trainer, "its documents share no prompts"
+    )
     if options["collator"] is not None:
         return _enable_with_collator(trainer, **options)
     check_option(graph, cp)

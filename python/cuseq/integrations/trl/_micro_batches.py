@@ -1,162 +1,280 @@
-"""Which samples of a step of GRPO or RLOO go into which micro-batch.
+"""Batches of GRPO and RLOO that are computed in pieces of a bounded number of tokens.
 
-TRL shuffles the samples that it has generated and cuts them into micro-batches, which tears groups
-apart: their prompt is then computed in each. Here the samples of one optimizer step are dealt to
-its micro-batches again, as many to each as before, groups together and of even numbers of tokens.
-The gradient of the step is the same sum over the same samples.
+TRL bounds a micro-batch by its samples, whose lengths differ by a hundred times. Here the loss of a
+batch is computed piece by piece, each backward before the next forward: as few pieces as the budget
+allows, of even numbers of tokens, groups together. Ranks compute equally many. The pieces' losses
+are weighted so that their sum, and each metric, is that of the whole batch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
 
+from cuseq._base.arguments import ceil_div
 from cuseq._base.foreign import private
 
-_PREPARE, _BUFFER, _STEP = "_prepare_inputs", "_buffered_inputs", "_step"
-_KEYS = ("prompt_ids", "prompt_mask", "completion_mask")
+_LOSS, _METRICS = "compute_loss", "_metrics"
+# What divides the sum of a loss: a number that all micro-batches of a step share, the batch's
+# samples, or its tokens.
+_SUMS = ("cispo", "dapo", "vespo")
+_OF_SAMPLES = ("dr_grpo", "grpo", "luspo", "sapo")
+_OF_TOKENS = ("bnpo",)
 
 Batch = dict[str, Any]
 
 
-def check_dealing(trainer: Any) -> None:
-    """Raise ValueError if a loss depends on which samples of a step share a micro-batch, or steps
-    do not begin with a generated batch.
-    """
+def check_budget(trainer: Any) -> None:
+    """Raise ValueError if the loss of a batch is not a weighted sum of its pieces' losses."""
     args = trainer.args
-    steps, window = args.steps_per_generation, args.gradient_accumulation_steps
+    known = (*_SUMS, *_OF_SAMPLES, *_OF_TOKENS)
+    loss = getattr(trainer, "loss_type", "grpo")  # RLOO has one: the mean over samples
     rules = {
-        "loss_type other than 'bnpo', which divides by the tokens of a micro-batch": (
-            getattr(trainer, "loss_type", None) != "bnpo"
-        ),
-        "top_entropy_quantile=1.0, which is of the tokens of a micro-batch": (
+        f"a loss_type of {', '.join(sorted(known))}, got {loss!r}": loss in known,
+        "TRL's own _compute_loss": type(trainer)._compute_loss.__module__.startswith("trl."),
+        "use_liger_kernel=False": not getattr(trainer, "use_liger_kernel", False),
+        "top_entropy_quantile=1.0, which is of the tokens of a batch": (
             getattr(args, "top_entropy_quantile", 1.0) >= 1.0
         ),
-        f"steps_per_generation a multiple of gradient_accumulation_steps = {window}, got {steps}": (
-            steps % window == 0
+        "no entropy bonus, which is a mean over a batch": (
+            not getattr(trainer, "_entropy_bonus_enabled", False)
+        ),
+        "router_aux_loss_coef=0.0: experts are balanced over a batch": (
+            not getattr(trainer, "aux_loss_enabled", False)
+        ),
+        "no DeepSpeed and one GPU a process": (
+            trainer.accelerator.distributed_type != DistributedType.DEEPSPEED and args.n_gpu <= 1
         ),
     }
     for rule, holds in rules.items():
         if not holds:
-            raise ValueError(f"trainer must have {rule}, for regroup=True")
-    for name in (_BUFFER, _STEP):
-        private(trainer, name)
+            raise ValueError(f"trainer must have {rule}, for micro_batch_tokens")
+    private(trainer, _METRICS)
 
 
-def install_dealing(trainer: Any, tree: bool) -> None:
-    """Deal the samples of each optimizer step to its micro-batches; `check_dealing` came before.
+def install_budget(trainer: Any, tokens: int, tree: bool) -> None:
+    """Compute each batch in pieces of at most `tokens` tokens; `check_budget` came before.
 
     Args:
         trainer: a GRPOTrainer or an RLOOTrainer.
-        tree: whether a micro-batch computes a prompt once.
+        tokens: the most tokens that a piece computes; a longer sample is a piece of its own.
+        tree: whether a piece computes a prompt once.
     """
-    window = trainer.args.gradient_accumulation_steps
-    prepare, own = getattr(type(trainer), _PREPARE), weakref.ref(trainer)
+    of_class, own = getattr(type(trainer), _LOSS), weakref.ref(trainer)
 
-    def prepared(batch: Any) -> Any:
+    def compute_loss(
+        model: nn.Module,
+        inputs: Batch,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
         trainer = own()
-        before = getattr(trainer, _BUFFER)
-        inputs = prepare(trainer, batch)
-        made = getattr(trainer, _BUFFER)
-        if made is before:
-            return inputs
-        dealt = [
-            one
-            for begin in range(0, len(made), window)
-            for one in deal(made[begin : begin + window], tree)
-        ]
-        setattr(trainer, _BUFFER, dealt)
-        return dealt[getattr(trainer, _STEP) % len(dealt)]
 
-    setattr(trainer, _PREPARE, prepared)
+        def loss_of(batch: Batch) -> Any:
+            return of_class(trainer, model, batch, return_outputs, num_items_in_batch)
+
+        if return_outputs or not torch.is_grad_enabled():
+            return loss_of(inputs)
+        pieces = _cut(trainer, inputs, tokens, tree)
+        if len(pieces) == 1:
+            return loss_of(inputs)
+        return _by_pieces(trainer, model, loss_of, pieces)
+
+    setattr(trainer, _LOSS, compute_loss)
 
 
-def remove_dealing(trainer: Any) -> None:
-    """Undo `install_dealing`."""
-    vars(trainer).pop(_PREPARE, None)
+def remove_budget(trainer: Any) -> None:
+    """Undo `install_budget`."""
+    vars(trainer).pop(_LOSS, None)
 
 
-def deal(batches: list[Batch], tree: bool) -> list[Batch]:
-    """Return micro-batches of the same samples, as many in each, groups together.
+class _Piece(NamedTuple):
+    batch: Batch
+    samples: int
+    learned: int  # tokens in the loss
 
-    Waits for a copy of ids and masks to the host.
-    """
-    if any(not isinstance(one.get(name), Tensor) for one in batches for name in _KEYS):
-        return batches
-    count = len(batches[0][_KEYS[0]])
-    if any(len(one[_KEYS[0]]) != count for one in batches):
-        return batches
-    ids, prompts, completions = (torch.cat([one[name] for one in batches]).cpu() for name in _KEYS)
-    order = dealt_samples(
-        [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, prompts, strict=True)],
-        completions.sum(1).tolist(),
-        len(batches),
-        tree,
+
+def _cut(trainer: Any, batch: Batch, tokens: int, tree: bool) -> list[_Piece]:
+    """Return a batch in pieces, as many on each rank. Waits for ids and masks."""
+    ids, prompts, completions = (
+        batch[name].cpu() for name in ("prompt_ids", "prompt_mask", "completion_mask")
     )
-    joined = {name: _joined([one[name] for one in batches], count) for name in batches[0]}
+    learned = completions * batch["tool_mask"].cpu() if "tool_mask" in batch else completions
+    samples = [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, prompts, strict=True)]
+    lengths = completions.sum(1).tolist()
+    own = len(_filled(_groups(samples, lengths, tree), lengths, tokens))
+    device = batch["prompt_ids"].device
+    most = int(trainer.accelerator.gather(torch.tensor([own], device=device)).max())
+    dealt = even_pieces(samples, lengths, most, tree)
     return [
-        {name: _chosen(value, len(batches) * count, samples) for name, value in joined.items()}
-        for samples in order
+        _Piece(
+            {name: _chosen(value, len(ids), piece) for name, value in batch.items()},
+            len(piece),
+            int(learned[piece].sum()),
+        )
+        for piece in dealt
     ]
 
 
-def dealt_samples(
-    prompts: list[tuple[int, ...]], completions: list[int], batches: int, tree: bool
-) -> list[list[int]]:
-    """Return the samples of each micro-batch, by number.
+def _by_pieces(
+    trainer: Any, model: nn.Module, loss_of: Callable[[Batch], Tensor], pieces: list[_Piece]
+) -> Tensor:
+    """Return the loss of a batch, of which the last piece's backward is still to run."""
+    accelerator, metrics = trainer.accelerator, getattr(trainer, _METRICS)["train"]
+    before = {name: len(values) for name, values in metrics.items()}
+    # Trainer scales the loss that it gets by this: `training_step`.
+    scale = 1.0
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        scale = 1 / trainer.current_gradient_accumulation_steps
+    weights = _weights(trainer, pieces)
+    total: Any = 0.0
+    for weight, piece in zip(weights[:-1], pieces[:-1], strict=True):
+        is_last_batch = accelerator.sync_gradients  # else Trainer does not synchronize either
+        with accelerator.no_sync(model) if is_last_batch else contextlib.nullcontext():
+            loss = loss_of(piece.batch) * weight
+            with torch.autocast(loss.device.type, enabled=False):
+                accelerator.backward(loss * scale)
+        total = total + loss.detach()
+    total = total + loss_of(pieces[-1].batch) * weights[-1]
+    _merge(trainer, metrics, before, pieces)
+    return total
 
-    The samples of a prompt are one piece, cut where it is larger than a micro-batch. Pieces go, the
-    costliest first, to the cheapest micro-batch with room; where none has room for all of a piece
-    it is cut again.
+
+def _weights(trainer: Any, pieces: list[_Piece]) -> list[float]:
+    """Return by what each piece's loss is multiplied, for the loss of all."""
+    kind = getattr(trainer, "loss_type", "grpo")
+    if kind in _SUMS:
+        return [1.0] * len(pieces)
+    counts = [piece.learned if kind in _OF_TOKENS else piece.samples for piece in pieces]
+    return [count / max(sum(counts), 1) for count in counts]
+
+
+def _merge(
+    trainer: Any, metrics: dict[str, list[float]], before: dict[str, int], pieces: list[_Piece]
+) -> None:
+    """Replace what TRL logged for each piece by what it logs for the batch.
+
+    A metric is a mean over tokens or samples of all ranks, or the least or the largest of samples.
+    """
+    counts = torch.tensor([[piece.learned, piece.samples] for piece in pieces])
+    counts = trainer.accelerator.reduce(counts.to(trainer.accelerator.device), reduction="sum")
+    tokens, samples = counts.T.tolist()
+    of_samples = getattr(trainer, "importance_sampling_level", "sequence") == "sequence"
+    for name, values in metrics.items():
+        logged = values[before.get(name, 0) :]
+        if len(logged) != len(pieces):
+            continue
+        if name.endswith(("low_min", "high_max")):
+            is_least = name.endswith("low_min")
+            known = [value for value in logged if not math.isnan(value)]
+            merged = (min if is_least else max)(known, default=math.nan)
+        else:
+            is_ratio = "clip_ratio" in name and of_samples
+            counts_of = samples if is_ratio or name == "vespo/phi_seq_mean" else tokens
+            parts = [value * count for value, count in zip(logged, counts_of, strict=True) if count]
+            merged = sum(parts) / max(sum(counts_of), 1)
+        values[before.get(name, 0) :] = [merged]
+
+
+# ---------------------------------------------------------------------------------------- plans
+
+
+def even_pieces(
+    prompts: list[tuple[int, ...]], completions: list[int], count: int, tree: bool
+) -> list[list[int]]:
+    """Return the samples of `count` pieces of even numbers of tokens, by number.
 
     Args:
         prompts: the tokens of each sample's prompt.
         completions: tokens of each sample's completion.
-        batches: how many micro-batches, a divisor of the samples.
-        tree: whether a micro-batch computes a prompt once.
+        count: how many pieces, at most the samples.
+        tree: whether a piece computes a prompt once.
     """
-    room = len(prompts) // batches
-    groups: dict[Any, list[int]] = {}
-    for sample, prompt in enumerate(prompts):
-        groups.setdefault(prompt if tree else sample, []).append(sample)
+    groups = _groups(prompts, completions, tree)
+    tokens = sum(group.tokens for group in groups)
+    pieces = [[sample for group in groups for sample in group.samples]]
+    low, high = ceil_div(tokens, count), sum(map(len, prompts)) + sum(completions)
+    while count > 1 and high - low > low // 500:
+        middle = (low + high) // 2
+        found = _filled(groups, completions, middle)
+        if len(found) <= count:
+            pieces, high = found, middle
+        else:
+            low = middle + 1
+    while len(pieces) < count:  # this rank needs fewer
+        most = max(range(len(pieces)), key=lambda i: len(pieces[i]))
+        piece = pieces.pop(most)
+        pieces += [piece[: len(piece) // 2], piece[len(piece) // 2 :]]
+    return pieces
 
-    def cost(piece: list[int]) -> int:
-        shared = len(prompts[piece[0]]) * (1 if tree else len(piece))
-        return shared + sum(completions[sample] for sample in piece)
 
-    pieces = [
-        group[begin : begin + room]
-        for group in groups.values()
-        for begin in range(0, len(group), room)
+class _Group(NamedTuple):
+    """Samples that share a prompt, those of the longest completions first."""
+
+    prompt: int  # its tokens
+    samples: list[int]
+    tokens: int  # of the prompt and all completions
+
+
+def _groups(prompts: list[tuple[int, ...]], completions: list[int], tree: bool) -> list[_Group]:
+    shared: dict[Any, list[int]] = {}
+    for sample in sorted(range(len(prompts)), key=lambda i: -completions[i]):
+        shared.setdefault(prompts[sample] if tree else sample, []).append(sample)
+    return [
+        _Group(
+            len(prompts[some[0]]), some, len(prompts[some[0]]) + sum(completions[i] for i in some)
+        )
+        for some in shared.values()
     ]
-    pieces.sort(key=cost)
-    dealt: list[list[int]] = [[] for _ in range(batches)]
-    costs = [0] * batches
-    while pieces:
-        piece = pieces.pop()
-        fitting = [i for i in range(batches) if len(dealt[i]) + len(piece) <= room]
-        if not fitting:
-            most = max(range(batches), key=lambda i: room - len(dealt[i]))
-            rest = room - len(dealt[most])
-            pieces += [piece[rest:], piece[:rest]]
-            continue
-        to = min(fitting, key=lambda i: costs[i])
-        dealt[to] += piece
-        costs[to] += cost(piece)
-    return dealt
 
 
-def _joined(parts: list[Any], count: int) -> Any:
-    """Return values of all micro-batches' samples, `count` in each; one that is not of samples."""
-    first = parts[0]
-    if isinstance(first, Tensor) and first.dim() > 0 and len(first) == count:
-        return torch.cat(parts)
-    if isinstance(first, list) and len(first) == count:
-        return [item for part in parts for item in part]
-    return first
+def _filled(groups: list[_Group], completions: list[int], tokens: int) -> list[list[int]]:
+    """Return pieces of at most `tokens` tokens, each filled before the next begins.
+
+    A piece gets the largest groups that fit, and the largest samples that fit of one more. A sample
+    that is longer is a piece of its own.
+    """
+    rest = sorted(groups, key=lambda group: -group.tokens)
+    pieces: list[list[int]] = []
+    while rest:
+        piece: list[int] = []
+        left: list[_Group] = []
+        room = tokens
+        for group in rest:
+            if group.tokens <= room:
+                piece += group.samples
+                room -= group.tokens
+            else:
+                left.append(group)
+        for number, group in enumerate(left):
+            part = _largest(group, completions, room)
+            if part or not piece:
+                part = part or group.samples[:1]
+                piece += part
+                kept = sorted(set(group.samples) - set(part), key=group.samples.index)
+                taken = sum(completions[sample] for sample in part)
+                left[number] = _Group(group.prompt, kept, group.tokens - taken)
+                break
+        pieces.append(piece)
+        rest = sorted((one for one in left if one.samples), key=lambda group: -group.tokens)
+    return pieces
+
+
+def _largest(group: _Group, completions: list[int], room: int) -> list[int]:
+    """Return the largest samples of a group that fit, with its prompt, into a room of tokens."""
+    part, room = [], room - group.prompt
+    for sample in group.samples:
+        if completions[sample] <= room:
+            part.append(sample)
+            room -= completions[sample]
+    return part
 
 
 def _chosen(value: Any, total: int, samples: list[int]) -> Any:

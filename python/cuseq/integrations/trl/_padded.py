@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from cuseq._base.arguments import check_flag, shown
+from cuseq._base.arguments import as_int, check_flag, shown
 from cuseq._base.models import recurrent_types, text_config
 from cuseq.integrations._enabled import DEFAULTS, Enabled, TrainerOptions, check_same_options
 from cuseq.integrations.transformers._enable import (
@@ -30,9 +30,9 @@ from cuseq.integrations.transformers._padded_batches import (
     restore_batches,
 )
 from cuseq.integrations.trl._micro_batches import (
-    check_dealing,
-    install_dealing,
-    remove_dealing,
+    check_budget,
+    install_budget,
+    remove_budget,
 )
 
 if TYPE_CHECKING:
@@ -86,14 +86,14 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
             )
     if options["tree"] is not None:
         check_flag(options["tree"], "tree")
-    check_flag(options["regroup"], "regroup")
-    if options["regroup"]:
+    if (tokens := options["micro_batch_tokens"]) is not None:
         if not is_one_of(_IN_GROUPS, trainer):
             raise ValueError(
-                f"regroup must be False for a {name}, got True: it deals the samples that GRPO and "
-                "RLOO generate"
+                f"micro_batch_tokens must be None for a {name}, got {shown(tokens)}: it bounds "
+                "the batches of GRPO and RLOO"
             )
-        check_dealing(trainer)
+        as_int(tokens, "micro_batch_tokens", least=1)
+        check_budget(trainer)
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
@@ -110,8 +110,8 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
     for model, tree in zip(models, trees, strict=True):
         pack_batches(model, tree)
         bodies.append(f"{'trees' if tree else 'rows'}:{type(model.base_model).__name__}")
-    if options["regroup"]:
-        install_dealing(trainer, trees[0])
+    if tokens is not None:
+        install_budget(trainer, tokens, trees[0])
         bodies.append(f"micro_batches:{name}")
     left_alone = [part for one in found for part in one.left_alone]
     if trainer.args.torch_compile:
@@ -134,7 +134,7 @@ def disable_padded(trainer: Trainer) -> None:
     state = _states.pop(trainer, None)
     if state is None:
         return
-    remove_dealing(trainer)
+    remove_budget(trainer)
     for model in (of() for of in state.models):
         if model is not None:
             restore_batches(model)
