@@ -229,39 +229,48 @@ def main() -> None:
     columns = {"trainer": "trainer", "how": "how", "ms": "step, ms", "times": "times",
                "tokens": "tokens", "worst": "worst", "gib": "GiB"}  # fmt: skip
     report.tables.append(Table("Steps of TRL's trainers", columns, rows))
-    for kind in args.trainers:
-        ways: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-            "trl": (SDPA, None), "trl best": (best(), None), "enabled": (SDPA, {}),
-        }  # fmt: skip
-        if kind == "grpo":
-            budget = 16_384 if device.type == "cuda" else 512
-            ways["budget"] = (SDPA | dict(at_once=GROUPS), dict(micro_batch_tokens=budget))
-        first = None
-        for how, (config, options) in ways.items():
+    on_gpu = device.type == "cuda"
+    budget = dict(micro_batch_tokens=16_384 if on_gpu else 512)
+    # Liger's kernels replace those of transformers for the rest of the process, so they come last.
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+        "trl": (SDPA, None), "enabled": (SDPA, {}), "budget": (SDPA | dict(at_once=GROUPS), budget),
+        "trl best": (best(), None),
+    }  # fmt: skip
+    first: dict[str, float] = {}
+    for how, (config, options) in ways.items():
+        for kind in args.trainers:
+            if how == "budget" and kind != "grpo":
+                continue
             gc.collect()
-            if device.type == "cuda":
+            if on_gpu:
                 torch.cuda.empty_cache()
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = (
-                    make_grpo(folder, device, args.steps, **config)
-                    if kind == "grpo"
-                    else make_pairs(kind, folder, device, args.steps, **config)
-                )
-                if options is not None:
-                    cuseq.enable(trainer, **options)
-                found: dict[str, Any] = {"trainer": kind, "how": how}
-                try:
-                    found |= measured(trainer, device)
-                except torch.OutOfMemoryError:
-                    found["ms"] = None
-                if options is not None:
-                    cuseq.disable(trainer)
-                del trainer
-            first = found["ms"] if how == "trl" else first
-            if first and found["ms"]:
-                found["times"] = first / found["ms"]
+            found: dict[str, Any] = {"trainer": kind, "how": how}
+            found |= run_way(kind, device, args.steps, config, options)
+            if found.get("ms"):
+                found["times"] = first.setdefault(kind, found["ms"]) / found["ms"]
             rows.append(found)
             report.write(args.out)
+
+
+def run_way(
+    kind: str, device: torch.device, steps: int, config: dict[str, Any],
+    options: dict[str, Any] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what `measured` returns of a trainer, with cuseq's options if it is enabled."""
+    with tempfile.TemporaryDirectory() as folder:
+        if kind == "grpo":
+            trainer = make_grpo(folder, device, steps, **config)
+        else:
+            trainer = make_pairs(kind, folder, device, steps, **config)
+        if options is not None:
+            cuseq.enable(trainer, **options)
+        try:
+            return measured(trainer, device)
+        except torch.OutOfMemoryError:
+            return {}
+        finally:
+            if options is not None:
+                cuseq.disable(trainer)
 
 
 if __name__ == "__main__":
