@@ -28,6 +28,7 @@ BENCHMARKS = {
         "two GPUs for figures that count",
     ),
     "cp_plan": ("plans of context parallelism: host time and quality", "nothing; it needs no GPU"),
+    "bits": ("a document's bits in other rows, by family and backend", "transformers"),
     "families": ("what `enable` gains for models of several families", "transformers"),
     "images": (
         "vision towers, and steps over rows with images, beside padding and stock transformers",

@@ -15,7 +15,7 @@
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
 #             others, of up to 10 minutes each: unsloth, training_turns, attention_backends,
-#             families, trl, and with several GPUs cp_attention and train_ranks
+#             families, bits, trl, and with several GPUs cp_attention and train_ranks
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
 #   (.peers);
 #             benchmarks/peers.txt says how to fill it

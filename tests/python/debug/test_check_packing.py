@@ -96,6 +96,12 @@ class Summing(nn.Module):
         x = SegmentSum.apply(x, seen, "backward" in self.wrong and packed is not None)
         if "scale" in self.wrong and packed is not None:
             x = x * 1.01
+        one_bit = 1 + torch.finfo(x.dtype).eps
+        if "place" in self.wrong:
+            odd = torch.arange(len(flat), device=flat.device) % 2 == 1
+            x = torch.where(odd[:, None], x * one_bit, x)
+        if "longest" in self.wrong and packed is not None and packed.max_seqlen > max(LENGTHS):
+            x = x * one_bit
         if "state" in self.wrong:
             x, self.kept = x + self.kept, self.kept + 1.0
         if "nan" in self.wrong and packed is not None:
@@ -381,6 +387,28 @@ def test_what_forward_may_return(device):
         check_packing(model, DOCUMENTS, forward=lambda m, e: run(m, e).logits[:, :3])
     with pytest.raises(TypeError, match="must return logits"):
         check_packing(model, DOCUMENTS, forward=lambda m, e: None)
+
+
+@pytest.mark.parametrize("wrong", ["place", "longest"])
+def test_bits_that_depend_on_the_row_are_found(wrong, device):
+    model = Summing(wrong).to(device)
+    assert_fine(check_packing(model, DOCUMENTS))
+    report = check_packing(model, DOCUMENTS, bitwise=True)
+    assert failed(report) == {"bits"} and 0 < report.checks["bits"].value < 1e-14
+    assert_suspect(report, "bits", "in a row of lengths", "docs/check.md")
+
+
+def test_bits_of_a_right_model_pass(device):
+    report = check_packing(Summing().to(device), DOCUMENTS, bitwise=True)
+    assert_fine(report)
+    assert report.checks["bits"].value == 0
+
+
+def test_bits_need_documents():
+    with pytest.raises(ValueError, match="examples must be documents for bitwise=True, .* batch"):
+        check_packing(Summing(), {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, bitwise=True)
+    with pytest.raises(TypeError, match="bitwise must be True or False, got 1"):
+        check_packing(Summing(), DOCUMENTS, bitwise=1)
 
 
 # ------------------------------------------------------------------------------ collators

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import distributed
@@ -466,6 +467,7 @@ def run_both(
     rank: int, folder: str, kind: str, shards: bool, budget: int | None
 ) -> list[list[dict]]:
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # TRL's barriers take a GPU for each process
     more: dict[str, Any] = dict(max_steps=4)
     if budget:
         more |= dict(per_device_train_batch_size=8, gradient_accumulation_steps=1)

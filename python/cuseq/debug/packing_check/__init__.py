@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuseq._base.arguments import as_float, shown
+from cuseq._base.arguments import as_float, check_flag, shown
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check._batch import read_batch
 from cuseq.debug.packing_check._comparison import Comparison
@@ -27,6 +27,7 @@ def check_packing(
     collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]] | None = None,
     forward: Callable[[nn.Module, list[dict[str, Any]]], Any] | None = None,
     rtol: float | None = None,
+    bitwise: bool = False,
 ) -> PackingReport:
     """Compare a model on a packed row with the same model on each document alone.
 
@@ -81,6 +82,10 @@ def check_packing(
             parameter). The default is the square root of the largest machine epsilon in use,
             including inside the model (half of the digits): 3.5e-4 in fp32, 0.031 in fp16 and with
             TF32, 0.088 in bf16.
+        bitwise: also check that each document's logits are the same bits wherever it lies in rows
+            of this length, and whoever its neighbours are. A policy that is trained in packed rows
+            then has the log-probabilities that it would have in any other. Takes about four forward
+            passes more per document.
 
     Returns:
         A `PackingReport`: `ok`, the numbers by name, the suspect, and a table as `str`.
@@ -114,6 +119,12 @@ def check_packing(
         )
     if isinstance(examples, Mapping) and not collator is forward is None:
         raise ValueError("collator and forward must be None if examples are one batch")
+    check_flag(bitwise, "bitwise")
+    if bitwise and isinstance(examples, Mapping):
+        raise ValueError(
+            "examples must be documents for bitwise=True, which lays them into other rows, got one "
+            "batch"
+        )
     if rtol is not None and not as_float(rtol, "rtol") > 0:
         raise ValueError(f"rtol must be above 0, got {rtol}")
     with _untouched(model):
@@ -131,7 +142,7 @@ def check_packing(
                 "cuseq.PackingCollator packs keys with one value per token alone"
             )
         notes = () if own is None else (own.said(),)
-        return Comparison(runs, documents, rtol, notes).report()
+        return Comparison(runs, documents, rtol, notes, bitwise).report()
 
 
 @contextmanager

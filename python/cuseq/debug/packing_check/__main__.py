@@ -59,7 +59,7 @@ def _run(options: argparse.Namespace) -> PackingReport:
     if options.no_cache:
         model.config.get_text_config(decoder=True).use_cache = False
     documents = _load.random_documents(model.config, options.tokens, options.documents)
-    return check_packing(model, documents, rtol=options.rtol)
+    return check_packing(model, documents, rtol=options.rtol, bitwise=options.bitwise)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         "--documents", type=int, default=6, help="number of documents, default 6, at least 4"
     )
     parser.add_argument("--rtol", type=float, help="largest relative difference, default by dtype")
+    parser.add_argument(
+        "--bitwise", action="store_true", help="documents must have the same bits in other rows too"
+    )
     parser.add_argument(
         "--tiny",
         action="store_true",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuseq.debug.packing_check import _suspects
+from cuseq.debug.packing_check._bits import Moved, first_to_differ, largest_move
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._leaks import (
     Changes,
@@ -46,6 +47,7 @@ class Comparison:
         documents: the documents to run.
         rtol: largest relative difference; None chooses one for the dtype.
         notes: sentences that the report begins its notes with.
+        bitwise: whether documents must have the same bits wherever they lie.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Comparison:
         documents: Sequence[Document],
         rtol: float | None,
         notes: Sequence[str] = (),
+        bitwise: bool = False,
     ):
         self.runs = runs
         self.documents = documents
         self.rtol = math.nan if rtol is None else rtol
         self.checks: dict[str, Check] = {}
         self.notes = list(notes)
+        self.bitwise = bitwise
 
     def report(self) -> PackingReport:
         try:
@@ -80,9 +84,12 @@ class Comparison:
             self._add("repeat", noise, self.rtol * scale)
             forward = forward_leak(self.runs, self.documents, row, still, _NOISE * noise)
             padding = padding_leak(self.runs, self.documents, row, still)
+            moved = largest_move(self.runs, self.documents, again) if self.bitwise else None
         packed = self.runs.packed(self.documents, row)
         backward = backward_leak(packed, row)
         self._judge_leaks(forward, backward, padding, scale)
+        if moved is not None:
+            self._add("bits", moved.size, 0.0, str(moved))
         together = packed_totals(self.runs, self.documents, packed)
         del packed  # frees its autograd graph
         alone = alone_totals(self.runs, self.documents, row.batch or ())
@@ -92,6 +99,7 @@ class Comparison:
             self._suspect_of_runs(row, forward, backward)
             or self._suspect_of_logits(row, errors)
             or self._suspect_of_loss(row, together, alone)
+            or self._suspect_of_bits(moved)
         )
         return self._finished(suspect, together.loss, alone.loss)
 
@@ -153,18 +161,19 @@ class Comparison:
         if not self._passed("leak from padding"):
             return _suspects.padding(self._value("leak from padding"))
         if not self._passed("leak forward"):
-            found = self._mixing_module(row, forward.changes)
+            found = self._mixing_module(forward.changes)
             return _suspects.mixing(self.runs.model, row, str(forward), found)
         if backward is not None and not self._passed("leak backward"):
             return _suspects.backward(backward)
         return None
 
-    def _mixing_module(self, row: Row, changes: Changes) -> tuple[str, nn.Module] | None:
+    def _mixing_module(self, changes: Changes) -> tuple[str, nn.Module] | None:
         """Return the first module that lets changed tokens through to other documents."""
         changed = with_other_tokens(self.documents, changes)
-        others = ~row.belongs_to([i for i, _ in changes])
+        sources = {i for i, _ in changes}
+        others = [i for i in range(len(self.documents)) if i not in sources]
         with torch.no_grad():
-            return self.runs.first_mixing_module(self.documents, changed, others)
+            return self.runs.first_to_differ((self.documents, others), (changed, others))
 
     def _suspect_of_logits(self, row: Row, errors: Tensor) -> Suspect | None:
         if self._passed("logits"):
@@ -200,12 +209,19 @@ class Comparison:
                 return self._suspect_of_gradients(row, self.checks[name].where)
         return None
 
+    def _suspect_of_bits(self, moved: Moved | None) -> Suspect | None:
+        if moved is None or self._passed("bits"):
+            return None
+        with torch.no_grad():
+            found = first_to_differ(self.runs, self.documents, moved)
+        return _suspects.bits(moved.size, str(moved), found)
+
     def _suspect_of_gradients(self, row: Row, where: str) -> Suspect:
         # A module's mixing stays hidden if a zero weight follows; that weight has a gradient.
         if not _suspects.has_experts(self.runs.model):
             for group in groups_of(len(self.documents)):
                 for changes in changes_of(self.documents, group):
-                    found = self._mixing_module(row, changes)
+                    found = self._mixing_module(changes)
                     if found is not None:
                         return _suspects.mixing(
                             self.runs.model, row, _suspects.gradients(where).finding, found

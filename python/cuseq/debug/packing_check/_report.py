@@ -33,7 +33,7 @@ class Suspect:
 
     Attributes:
         name: a word: tokens, not finite, repeat, padding, attention, state, mixing, backward,
-            positions, routing, logits, labels, loss or gradients.
+            positions, routing, logits, labels, loss, gradients or bits.
         finding: what was seen, one line.
         remedy: what to do, one line.
     """
@@ -51,7 +51,7 @@ class PackingReport:
         subject: what was checked, one line.
         checks: the comparisons that were made, by name: tokens, repeat, leak forward, leak
             backward, leak from padding, logits, loss, labels (only if the model returns no loss and
-            they are wrong), gradients, gradients of embeddings.
+            they are wrong), gradients, gradients of embeddings, bits (only with `bitwise`).
         loss_packed, loss_alone: mean over all targets, packed and alone; computed from the logits
             if the model returns no loss.
         suspect: the most likely cause of a failure; None if nothing failed.

@@ -214,18 +214,20 @@ class Runs:
         with _hooked(self.embedding_modules, keep):
             yield embeddings, lookups
 
-    def first_mixing_module(
-        self, documents: Sequence[Document], changed: Sequence[Document], others: Tensor
+    def first_to_differ(
+        self,
+        one: tuple[Sequence[Document], Collection[int]],
+        other: tuple[Sequence[Document], Collection[int]],
     ) -> tuple[str, nn.Module] | None:
-        """Return the first module whose outputs differ for the other documents but inputs do not.
+        """Return the first module whose outputs differ for the same inputs in two packed runs.
 
         If a zero weight hides that, returns the first module with a child whose inputs differ.
 
         Args:
-            documents, changed: two lists that are equal except for some tokens.
-            others: bool `[tokens]`, the tokens of the documents that were not changed.
+            one, other: the documents of a row, and which of them are compared, by number: the same
+                tokens in both rows.
         """
-        before, after = self._trace(documents, others), self._trace(changed, others)
+        before, after = self._trace(*one), self._trace(*other)
         for call, (inputs, outputs) in before.items():
             if call in after and _same(inputs, after[call][0]):
                 if not _same(outputs, after[call][1]):
@@ -236,11 +238,18 @@ class Runs:
                 return parent, self.model.get_submodule(parent)
         return None
 
-    def _trace(self, documents: Sequence[Document], others: Tensor) -> dict[tuple[str, int], tuple]:
-        """Record inputs and outputs of each module call in a packed run, innermost first."""
+    def _trace(
+        self, documents: Sequence[Document], compared: Collection[int]
+    ) -> dict[tuple[str, int], tuple]:
+        """Record inputs and outputs of each module call in a packed run, innermost first.
+
+        Args:
+            documents: the documents of the row.
+            compared: those whose tokens are recorded, by number.
+        """
         row = self.row(documents)
         total = self._width(documents, row)
-        kept = row.slots[others]
+        kept = row.slots[row.belongs_to(compared)]
         names = {module: name for name, module in self.model.named_modules()}
         calls: dict[tuple[str, int], tuple] = {}
         counts: Counter[str] = Counter()

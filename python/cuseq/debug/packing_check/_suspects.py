@@ -109,6 +109,23 @@ def repeat(size: float) -> Suspect:
     )
 
 
+def bits(size: float, where: str, found: tuple[str, nn.Module] | None) -> Suspect:
+    """Name the module whose kernel rounds a document by its place in the row.
+
+    Args:
+        size: the largest change of its logits.
+        where: the document, and the row that shows it.
+        found: name and module, or None if no module shows it.
+    """
+    place = "" if found is None else f", first in {found[0]} ({type(found[1]).__name__})"
+    return Suspect(
+        "bits",
+        f"{where} has logits that differ by {size:.2g}{place}",
+        "let its kernel reduce each token in one order: cuseq.enable(model, backend=...) for "
+        "attention; docs/check.md lists the kernels that do",
+    )
+
+
 def crossing_labels(row: Row, documents: Sequence[Document]) -> Suspect:
     wrong = wrong_label(row, documents)
     return Suspect(

@@ -1,0 +1,105 @@
+"""Is a document's result the same bits in any row of one length, and what does that cost?
+
+    python -m benchmarks bits [--tokens N] [--families NAME ...] [--backends NAME ...]
+
+Models of many families in bf16 (8 layers of hidden size 1,024; see `families`), enabled with one
+backend of attention each. "bits" is the largest difference of a document's logits between rows in
+which it lies elsewhere, in other orders and among other lengths: `check_packing(bitwise=True)`.
+"first to differ" is the module that its suspect names. "step" is forward, loss and backward over
+rows of lognormal lengths (mean 350).
+
+On a CPU the sizes are small, and only say that everything runs.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from bench_families import MEAN, SHAPE, STEPS, WARMUP, make_model, measure
+from report import Report, Table, arguments, environment
+from workload import documents, lognormal_lengths
+
+import cuseq
+
+# Beside those of `families`: experts, latent attention, windows, and layers with a state.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 64, "query_pre_attn_scalar": 64}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 512}),
+    "glm4": ("Glm4Config", {"head_dim": 64, "pad_token_id": 0}),
+    "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
+    "qwen3_moe": ("Qwen3MoeConfig", {
+        "head_dim": 64, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4,
+    }),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "sliding_window": None}),
+    "deepseek_v3": ("DeepseekV3Config", {
+        "num_key_value_heads": 16, "n_routed_experts": 16, "n_group": 4, "topk_group": 2,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 768, "first_k_dense_replace": 1,
+        "q_lora_rank": 512, "kv_lora_rank": 256,
+    }),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 4}),
+}  # fmt: skip
+LENGTHS = (700, 1, 1300, 64, 511, 129, 1024, 367)  # 4,096 tokens
+
+
+def bits_of(model: torch.nn.Module, tokens: int) -> dict[str, Any]:
+    """Return the largest difference between rows, and which module is the first to differ."""
+    scale = max(1, sum(LENGTHS) // tokens)
+    lengths = [max(1, length // scale) for length in LENGTHS]
+    docs = documents(lengths, SHAPE["vocab_size"], 0)
+    report = cuseq.check_packing(model, docs, bitwise=True, rtol=1.0)
+    suspect = report.suspect
+    return {
+        "bits": report.checks["bits"].value if "bits" in report.checks else None,
+        "first": "" if suspect is None else suspect.finding.rpartition("first in ")[2],
+    }
+
+
+def main() -> None:
+    import bench_families
+
+    bench_families.FAMILIES |= OTHERS
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, help="of a row; default 4,096, on a CPU 256")
+    parser.add_argument("--families", nargs="+", choices=bench_families.FAMILIES, metavar="NAME",
+                        default=list(bench_families.FAMILIES))  # fmt: skip
+    parser.add_argument("--backends", nargs="+", default=["auto"], metavar="NAME")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    tokens = args.tokens or (4096 if device.type == "cuda" else 256)
+    report = Report("bits", environment(args.device))
+    columns = {"family": "family", "backend": "backend", "bits": "bits", "first": "first to differ",
+               "step": "step, ms"}  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    report.tables.append(Table("Documents in other rows of one length", columns, rows))
+    collate = cuseq.PackingCollator(total_tokens=tokens)
+    batches = [
+        collate([
+            {"input_ids": doc}
+            for doc in documents(lognormal_lengths(tokens, MEAN, seed), SHAPE["vocab_size"], seed)
+        ])
+        for seed in range(WARMUP + STEPS)
+    ]  # fmt: skip
+    for family in args.families:
+        for backend in args.backends:
+            model = make_model(family, device)
+            found: dict[str, Any] = {"family": family, "backend": backend}
+            try:
+                cuseq.enable(model, backend=backend)
+                found |= bits_of(model, tokens)
+                found["step"] = measure(model, batches, device)["step"]
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                found["first"] = str(error).strip().partition("\n")[0][:120]
+            finally:
+                cuseq.disable(model)
+            rows.append(found)
+            report.write(args.out)
+            del model
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
