@@ -391,10 +391,10 @@ def row_of_images(device: torch.device, report: Report) -> None:
     report.tables.append(Table("A step of a 2B model, half its tokens images", columns, [found]))
 
 
-def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
+def receipts(device: torch.device, report: Report, hybrid: bool, out: Any) -> None:
     """Measure micro-batches of receipts, padded to 2,048 tokens and packed.
 
-    Ranks have documents of their own, and micro-batches of 2 and 4.
+    Writes the report after each number of samples: larger ones may end by a limit. Ranks have documents of their own, and micro-batches of 2 and 4.
     """
     on_gpu = device.type == "cuda"
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -417,6 +417,8 @@ def receipts(device: torch.device, report: Report, hybrid: bool) -> None:
         if found.get("padded") and found.get("cuseq"):
             found["times"] = found["padded"] / found["cuseq"]
         rows.append(found)
+        if rank == 0:
+            report.write(out)
         kinds = tuple(kind for kind in kinds if found[kind] is not None)
         if not kinds:
             break
@@ -587,9 +589,7 @@ def main() -> None:
         row_of_images(device, report)
         report.write(args.out)
     if "receipts" in args.parts:
-        receipts(device, report, args.fla)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            report.write(args.out)
+        receipts(device, report, args.fla, args.out)
     if "blocks" in args.parts:
         blocks(device, report)
         report.write(args.out)
