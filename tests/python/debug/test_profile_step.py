@@ -650,6 +650,19 @@ def test_tokens_of_repeated_prefixes(device):
     assert profile_step(lambda: None, batch={"attention_mask": ids}).tokens.repeated is None
 
 
+def test_tokens_of_prompts_and_completions(device):
+    """As TRL's GRPO and RLOO hold them: prompts padded in front, completions behind."""
+    batch = {
+        "prompt_ids": torch.tensor([[0, 5, 6], [0, 5, 6], [7, 8, 9]]),
+        "prompt_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.tensor([[4, 0], [3, 2], [0, 0]]),
+        "completion_mask": torch.tensor([[1, 0], [1, 1], [0, 0]]),
+    }
+    batch = {name: value.to(device) for name, value in batch.items()}
+    tokens = profile_step(lambda: None, batch=batch).tokens
+    assert (tokens.in_memory, tokens.real, tokens.repeated) == (15, 10, 2)
+
+
 @pytest.mark.parametrize(
     "batch, error, message",
     [

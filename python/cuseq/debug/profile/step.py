@@ -28,6 +28,10 @@ from cuseq.debug.profile.trace import (
 from cuseq.layout import PackedLayout
 from cuseq.trees import PackedTree
 
+_NAMES_OF_SAMPLES = (
+    ("attention_mask", "prompt_mask", "completion_mask"),
+    ("input_ids", "prompt_ids", "completion_ids"),
+)
 _ATTENTION = "cuseq attention: "  # what csrc/attention/call.cpp puts before a backend's name
 
 
@@ -64,8 +68,8 @@ def profile_step(
         warmup: calls before the measurement, which compile, allocate and load kernels.
         steps: calls to sum over.
         batch: tells the share of padding. A mapping with `packed` (a `PackedLayout`), with
-            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask`; the first one found
-            counts. Or a layout, or a sequence of these for the micro-batches of a step. Padding
+            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask` (or the `prompt_mask` and
+            `completion_mask` of TRL's GRPO); the first one found counts. Or a layout, or a sequence of these for the micro-batches of a step. Padding
             cannot be derived from anything else: a token with label -100 or with the pad token's id
             may be real, and the number of tokens in attention cannot be seen from outside. A mask
             with `input_ids` also tells how many tokens repeat the beginning of another row.
@@ -301,7 +305,7 @@ def _source(batch: Any, name: str) -> _Source:
     if not isinstance(batch, Mapping):
         raise TypeError(f"{name} must be a mapping or a PackedLayout, got {type(batch).__name__}")
     packed, offsets = batch.get("packed"), batch.get("cu_seq_lens_q")
-    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    mask, ids = (_of_samples(batch, *names) for names in _NAMES_OF_SAMPLES)
     if isinstance(packed, PackedLayout):
         return packed
     if isinstance(offsets, Tensor) and isinstance(ids, Tensor):
@@ -316,8 +320,17 @@ def _source(batch: Any, name: str) -> _Source:
         return mask.numel(), "attention_mask", mask, ids
     raise ValueError(
         f"{name} must say which tokens are real, by packed, by cu_seq_lens_q with input_ids or by "
-        f"a 2-D attention_mask, got {sorted(map(str, batch))}"
+        "a 2-D attention_mask (or prompt_mask and completion_mask), got "
+        f"{sorted(map(str, batch))}"
     )
+
+
+def _of_samples(batch: Mapping[str, Any], name: str, prompt: str, completion: str) -> Any:
+    """Return a value of samples, which TRL's GRPO and RLOO have in two parts."""
+    parts = [batch.get(part) for part in (prompt, completion)]
+    if name not in batch and all(isinstance(part, Tensor) and part.dim() == 2 for part in parts):
+        return torch.cat(parts, 1)  # type: ignore[arg-type]
+    return batch.get(name)
 
 
 def _count_tokens(batches: list[_Source] | None) -> Tokens | None:
