@@ -394,7 +394,8 @@ def row_of_images(device: torch.device, report: Report) -> None:
 def receipts(device: torch.device, report: Report, hybrid: bool, out: Any) -> None:
     """Measure micro-batches of receipts, padded to 2,048 tokens and packed.
 
-    Writes the report after each number of samples: larger ones may end by a limit. Ranks have documents of their own, and micro-batches of 2 and 4.
+    Writes the report after each number of samples: larger ones may end by a limit. Ranks have
+    documents of their own, and micro-batches of 2 and 4.
     """
     on_gpu = device.type == "cuda"
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

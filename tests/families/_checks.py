@@ -19,6 +19,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import cuseq
+from cuseq.integrations.transformers._padded_batches import (
+    check_body,
+    pack_batches,
+    restore_batches,
+)
 from cuseq.integrations.transformers._register import hold_registration, release_registration
 from cuseq.integrations.transformers._warn import forget_warnings
 from cuseq.integrations.transformers.names import NAME
@@ -162,6 +167,30 @@ def named(model: PreTrainedModel) -> Run:
     return wrong
 
 
+def in_rows(model: PreTrainedModel) -> Run:
+    """Compare a padded batch that the body runs as a row, as in TRL's trainers, with no padding."""
+    docs = documents(model.device)
+    with torch.no_grad():
+        expected = _one_by_one(model, docs)
+    yield
+    try:
+        check_body(model)
+    except ValueError:
+        return None
+    pack_batches(model, False)
+    try:
+        for side in ("left", "right"):
+            ids, mask = _pad(docs, side)
+            with torch.no_grad():
+                logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            wrong = _difference(logits[mask.bool()], expected)
+            if wrong:
+                return f"{side}: {wrong}"
+    finally:
+        restore_batches(model)
+    return None
+
+
 CHECKS: dict[str, Check] = {
     "packed": packed,
     "positions": positions,
@@ -169,6 +198,7 @@ CHECKS: dict[str, Check] = {
     "cache": cached,
     "dense": dense,
     "padded": padded,
+    "in rows": in_rows,
     "generate": generated,
     "named": named,
     "checkpoint": checkpointed,

@@ -441,6 +441,55 @@ def test_padding_is_never_computed(kind, tmp_path):
     assert seen and set(seen) <= set(real) and set(of_reference) <= set(real)
 
 
+def make_hybrid(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.Lfm2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, layer_types=["conv", "full_attention"],
+            pad_token_id=0, eos_token_id=1,
+        ),
+        dtype=torch.float64,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_hybrids_compute_rows_too(tmp_path):
+    """Their bodies have a forward of ours already, which must stay."""
+    expected, _ = trained("DPO", tmp_path / "theirs", False, make_hybrid(), max_steps=4)
+    trainer = make_dpo(tmp_path / "ours", make_hybrid(), max_steps=4)
+    enabled = cuseq.enable(trainer)
+    assert "rows:Lfm2Model" in enabled.replaced
+    body = trainer.model.base_model
+    seen = count_tokens(trainer.model)
+    masks = []
+    body.register_forward_pre_hook(
+        lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
+    )
+    trainer.train()
+    check_logs(trainer.state.log_history, expected)
+    real = [int(mask.sum()) for mask in masks if mask is not None]
+    assert real and seen == real and sum(real) < sum(m.numel() for m in masks if m is not None)
+    cuseq.disable(trainer)
+    assert "forward" not in vars(body)
+
+
+@pytest.mark.slow
+def test_a_column_of_margins_reaches_the_loss(tmp_path):
+    """Trainer hands it on to the model too, which has no use for it."""
+    logs = []
+    for is_enabled in (False, True):
+        trainer = make_reward(tmp_path, model_of("Reward"), max_steps=3)
+        trainer.train_dataset = trainer.train_dataset.add_column(
+            "margin", [0.5 * number for number in range(len(trainer.train_dataset))]
+        )
+        if is_enabled:
+            cuseq.enable(trainer)
+        trainer.train()
+        logs.append(trainer.state.log_history)
+    check_logs(logs[1], logs[0])
+
+
 def test_prompts_of_a_group_are_computed_once(tmp_path):
     trainer = KINDS["GRPO"](tmp_path, model_of("GRPO"), max_steps=1, gradient_accumulation_steps=1)
     assert "trees:Qwen3Model" in cuseq.enable(trainer).replaced
@@ -603,16 +652,8 @@ def test_an_older_trl_is_refused(tmp_path, monkeypatch):
 
 
 def test_models_that_cannot_are_refused(tmp_path):
-    hybrid = transformers.AutoModelForCausalLM.from_config(
-        transformers.Lfm2Config(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, layer_types=["conv", "full_attention"],
-            pad_token_id=0, eos_token_id=1,
-        ),
-        dtype=torch.float64,
-    )  # fmt: skip
     trainer = make_reward(tmp_path, model_of("Reward"))
-    trainer.model = hybrid
+    trainer.model = make_hybrid()
     with pytest.raises(ValueError, match="tree must be False or None .* carry a state .*conv"):
         cuseq.enable(trainer, tree=True)
     own = make_dpo(tmp_path, model_of("DPO"))

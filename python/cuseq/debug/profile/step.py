@@ -68,10 +68,11 @@ def profile_step(
         warmup: calls before the measurement, which compile, allocate and load kernels.
         steps: calls to sum over.
         batch: tells the share of padding. A mapping with `packed` (a `PackedLayout`), with
-            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask` (or the `prompt_mask` and
-            `completion_mask` of TRL's GRPO); the first one found counts. Or a layout, or a sequence of these for the micro-batches of a step. Padding
-            cannot be derived from anything else: a token with label -100 or with the pad token's id
-            may be real, and the number of tokens in attention cannot be seen from outside. A mask
+            `cu_seq_lens_q` and `input_ids`, or with a 2-D `attention_mask` (or the `prompt_mask`
+            and `completion_mask` of TRL's GRPO); the first one found counts. Or a layout, or a
+            sequence of these for the micro-batches of a step. Padding cannot be derived from
+            anything else: a token with label -100 or with the pad token's id may be real, and the
+            number of tokens in attention cannot be seen from outside. A mask
             with `input_ids` also tells how many tokens repeat the beginning of another row.
 
     Raises:

@@ -44,6 +44,13 @@ def restore_forward(module: nn.Module) -> None:
         del module.forward
 
 
+def current_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the function of a module's forward: ours, or that of its class."""
+    name = "_old_forward" if has_accelerate_forward(module) else "forward"
+    bound = vars(module).get(name)
+    return type(module).forward if bound is None else bound.__func__
+
+
 def is_replaced(module: nn.Module) -> bool:
     """Return whether a module has a forward of ours, or is a copy of such a module.
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 import cuseq
 from cuseq.integrations.transformers._forwards import (
+    current_forward,
     is_replaced,
     our_forward,
     replace_forward,
@@ -26,6 +27,8 @@ from cuseq.integrations.transformers._forwards import (
 from cuseq.integrations.transformers._private import has_accelerate_forward
 from cuseq.integrations.transformers.documents import DESCRIPTIONS
 from cuseq.integrations.transformers.names import cache_names
+
+_INNER = "_cuseq_forward_of_rows"
 
 
 def check_body(model: PreTrainedModel) -> None:
@@ -53,20 +56,25 @@ def pack_batches(model: PreTrainedModel, tree: bool) -> None:
         tree: whether to compute prefixes that the rows of a batch share once.
     """
     body = model.base_model
-    if not is_replaced(body):
-        replace_forward(body, _packing(type(body), tree))
+    inner = current_forward(body)
+    if not hasattr(inner, _INNER):
+        replace_forward(body, _packing(inner, tree))
 
 
 def restore_batches(model: PreTrainedModel) -> None:
     """Undo `pack_batches`."""
-    if is_replaced(model.base_model):
-        restore_forward(model.base_model)
+    body = model.base_model
+    inner = getattr(current_forward(body), _INNER, None)
+    if inner is type(body).forward:
+        restore_forward(body)
+    elif inner is not None:  # that of a hybrid, which is enabled
+        replace_forward(body, inner)
 
 
 @functools.cache
-def _packing(cls: type[PreTrainedModel], tree: bool) -> Callable[..., Any]:
-    """Return the forward of a body's class that runs padded batches as packed rows."""
-    signature = inspect.signature(cls.forward)
+def _packing(inner: Callable[..., Any], tree: bool) -> Callable[..., Any]:
+    """Return a forward of a body that runs padded batches as packed rows by the one it has."""
+    signature = inspect.signature(inner)
     names = list(signature.parameters)[1:]
 
     @our_forward
@@ -74,13 +82,20 @@ def _packing(cls: type[PreTrainedModel], tree: bool) -> Callable[..., Any]:
         given = dict(zip(names, args, strict=False)) | kwargs
         told = {name: value for name, value in given.items() if value is not None}
         if not _is_padded_batch(told):
-            return cls.forward(self, *args, **kwargs)
+            return inner(self, *args, **kwargs)
+        ids, mask = told.pop("input_ids"), told.pop("attention_mask")
+        # Columns that Trainer left in the batch, such as the margins of pairs: no input of a body.
+        strangers = {
+            name: told.pop(name)
+            for name, value in list(told.items())
+            if name not in names and isinstance(value, Tensor) and value.shape[:2] != ids.shape
+        }
         # The row comes back to this forward, through the module's hooks.
-        return cuseq.run_packed(
-            self, told.pop("input_ids"), told.pop("attention_mask"), tree=tree, **told
-        )
+        run = functools.partial(self, **strangers) if strangers else self
+        return cuseq.run_packed(run, ids, mask, tree=tree, **told)
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
+    setattr(forward, _INNER, inner)
     return forward
 
 

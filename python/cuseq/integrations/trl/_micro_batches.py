@@ -85,7 +85,11 @@ def install_budget(trainer: Any, tokens: int, tree: bool) -> None:
         pieces = _cut(trainer, inputs, tokens, tree)
         if len(pieces) == 1:
             return loss_of(inputs)
-        return _by_pieces(trainer, model, loss_of, pieces)
+        # What `Trainer.training_step` does with the loss that it gets.
+        is_mean = not trainer.model_accepts_loss_kwargs or num_items_in_batch is None
+        is_scaled = is_mean and trainer.compute_loss_func is None
+        scale = 1 / trainer.current_gradient_accumulation_steps if is_scaled else 1.0
+        return _by_pieces(trainer, model, loss_of, pieces, scale)
 
     setattr(trainer, _LOSS, compute_loss)
 
@@ -124,20 +128,25 @@ def _cut(trainer: Any, batch: Batch, tokens: int, tree: bool) -> list[_Piece]:
 
 
 def _by_pieces(
-    trainer: Any, model: nn.Module, loss_of: Callable[[Batch], Tensor], pieces: list[_Piece]
+    trainer: Any,
+    model: nn.Module,
+    loss_of: Callable[[Batch], Tensor],
+    pieces: list[_Piece],
+    scale: float,
 ) -> Tensor:
-    """Return the loss of a batch, of which the last piece's backward is still to run."""
+    """Return the loss of a batch, of which the last piece's backward is still to run.
+
+    Args:
+        scale: by which Trainer multiplies the loss before its backward.
+    """
     accelerator, metrics = trainer.accelerator, getattr(trainer, _METRICS)["train"]
     before = {name: len(values) for name, values in metrics.items()}
-    # Trainer scales the loss that it gets by this: `training_step`.
-    scale = 1.0
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        scale = 1 / trainer.current_gradient_accumulation_steps
     weights = _weights(trainer, pieces)
     total: Any = 0.0
     for weight, piece in zip(weights[:-1], pieces[:-1], strict=True):
-        is_last_batch = accelerator.sync_gradients  # else Trainer does not synchronize either
-        with accelerator.no_sync(model) if is_last_batch else contextlib.nullcontext():
+        # In an earlier batch of an accumulation Trainer itself does not synchronize.
+        synced = accelerator.sync_gradients
+        with accelerator.no_sync(model) if synced else contextlib.nullcontext():
             loss = loss_of(piece.batch) * weight
             with torch.autocast(loss.device.type, enabled=False):
                 accelerator.backward(loss * scale)
