@@ -101,7 +101,7 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
             `per_device_train_batch_size` samples in pieces of at most so many tokens, groups
             together, each backward before the next forward; a longer sample is a piece of its own.
             Loss, gradients and what TRL logs are those of the batch. Ranks compute equally many
-            pieces, as many as the rank with the most tokens needs. Not with a loss that is no sum
+            pieces, as many as the rank with the most tokens needs. The loss must be a sum
             over samples or tokens (docs/trl.md).
         compile_blocks: for unsloth, default False: let the compiled decoder blocks of unsloth's own
             classes take packed rows, with one graph for all packs.

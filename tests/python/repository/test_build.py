@@ -74,7 +74,7 @@ PAGES = {
     "README.md": 2,
     "docs/attention.md": 1,
     "docs/cache.md": 1,
-    "docs/check.md": 3,
+    "docs/check.md": 4,
     "docs/compile.md": 3,
     "docs/context_parallel.md": 2,
     "docs/cuda_graphs.md": 2,
