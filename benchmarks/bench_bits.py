@@ -17,29 +17,12 @@ import gc
 from typing import Any
 
 import torch
-from bench_families import MEAN, SHAPE, STEPS, WARMUP, make_model, measure
+from bench_families import FAMILIES, MEAN, OTHERS, SHAPE, STEPS, WARMUP, make_model, measure
 from report import Report, Table, arguments, environment
 from workload import documents, lognormal_lengths
 
 import cuseq
 
-# Beside those of `families`: experts, latent attention, windows, and layers with a state.
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 64, "query_pre_attn_scalar": 64}),
-    "olmo3": ("Olmo3Config", {"sliding_window": 512}),
-    "glm4": ("Glm4Config", {"head_dim": 64, "pad_token_id": 0}),
-    "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
-    "qwen3_moe": ("Qwen3MoeConfig", {
-        "head_dim": 64, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4,
-    }),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "sliding_window": None}),
-    "deepseek_v3": ("DeepseekV3Config", {
-        "num_key_value_heads": 16, "n_routed_experts": 16, "n_group": 4, "topk_group": 2,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 768, "first_k_dense_replace": 1,
-        "q_lora_rank": 512, "kv_lora_rank": 256,
-    }),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 4}),
-}  # fmt: skip
 LENGTHS = (700, 1, 1300, 64, 511, 129, 1024, 367)  # 4,096 tokens
 
 
@@ -57,13 +40,11 @@ def bits_of(model: torch.nn.Module, tokens: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    import bench_families
-
-    bench_families.FAMILIES |= OTHERS
+    families = [*FAMILIES, *OTHERS]
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, help="of a row; default 4,096, on a CPU 256")
-    parser.add_argument("--families", nargs="+", choices=bench_families.FAMILIES, metavar="NAME",
-                        default=list(bench_families.FAMILIES))  # fmt: skip
+    parser.add_argument("--families", nargs="+", choices=families, metavar="NAME",
+                        default=families)  # fmt: skip
     parser.add_argument("--backends", nargs="+", default=["auto"], metavar="NAME")
     args = parser.parse_args()
     device = torch.device(args.device)

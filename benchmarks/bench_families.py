@@ -42,6 +42,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssConfig", {"head_dim": 64, "attention_dropout": 0.0}),
     "gemma2": ("Gemma2Config", {"head_dim": 64, "query_pre_attn_scalar": 64}),
 }
+# For `bits` alone: experts, latent attention, windows, and layers with a state.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 64, "query_pre_attn_scalar": 64}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 512}),
+    "glm4": ("Glm4Config", {"head_dim": 64, "pad_token_id": 0}),
+    "smollm3": ("SmolLM3Config", {"pad_token_id": 0}),
+    "qwen3_moe": ("Qwen3MoeConfig", {
+        "head_dim": 64, "moe_intermediate_size": 768, "num_experts": 16, "num_experts_per_tok": 4,
+    }),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "sliding_window": None}),
+    "deepseek_v3": ("DeepseekV3Config", {
+        "num_key_value_heads": 16, "n_routed_experts": 16, "n_group": 4, "topk_group": 2,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 768, "first_k_dense_replace": 1,
+        "q_lora_rank": 512, "kv_lora_rank": 256,
+    }),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 4}),
+}  # fmt: skip
 SHAPE = dict(
     vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8,
     num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=32_768,
@@ -56,7 +73,7 @@ def make_model(family: str, device: torch.device) -> torch.nn.Module:
     """Return a model of the family with random weights."""
     import transformers
 
-    name, differs = FAMILIES[family]
+    name, differs = (FAMILIES | OTHERS)[family]
     shape = SHAPE | differs | ({} if device.type == "cuda" else SMALL)
     config = getattr(transformers, name)(**shape)
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from test_trainer_on_gpus import allow_fsdp_on_cpus  # noqa: E402
 from tiers import full  # noqa: E402
 
 from cuseq.integrations.trl import _padded  # noqa: E402
-from cuseq.integrations.trl._micro_batches import even_pieces  # noqa: E402
+from cuseq.integrations.trl._micro_batches import even_pieces, grouped  # noqa: E402
 
 if Version(trl.__version__) < _padded.LEAST:
     pytest.skip("cuseq refuses these trainers of an older TRL", allow_module_level=True)
@@ -383,7 +383,7 @@ def test_pieces_have_each_sample_once_and_even_tokens(groups, size, count, tree)
     completions = drawn.tolist()
     shuffled = torch.randperm(len(prompts), generator=generator).tolist()
     prompts = [prompts[i] for i in shuffled]
-    found = even_pieces(prompts, completions, count, tree)
+    found = even_pieces(grouped(prompts, completions, tree), completions, count)
     assert len(found) == count and all(found)
     assert sorted(sample for one in found for sample in one) == list(range(len(prompts)))
     costs = costs_of(found, prompts, completions, tree)
@@ -400,9 +400,9 @@ def test_long_runs_cut_into_pieces_within_a_few_percent():
     generator = torch.Generator().manual_seed(0)
     prompts = [(number,) * 1024 for number in range(32) for _ in range(16)]
     drawn = torch.randn(len(prompts), generator=generator).add(5.74).exp().clamp(1, 4096).long()
-    costs = costs_of(
-        even_pieces(prompts, drawn.tolist(), 9, True), prompts, drawn.tolist(), True
-    )  # fmt: skip
+    completions = drawn.tolist()
+    found = even_pieces(grouped(prompts, completions, True), completions, 9)
+    costs = costs_of(found, prompts, completions, True)
     assert max(costs) <= 1.02 * sum(costs) / len(costs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,6 @@ def arrangements(documents: Sequence[Document]) -> Iterator[Arrangement]:
 
     A stranger has the tokens of other documents. There is none if examples have keys beside tokens
     and labels.
-
     """
     numbered: Arrangement = list(enumerate(documents))
     half = len(documents) // 2
@@ -67,10 +66,7 @@ def arrangements(documents: Sequence[Document]) -> Iterator[Arrangement]:
     yield numbered[half:] + numbered[:half]
     if any(document.others for document in documents):
         return
-    for group in groups_of(len(documents)):
-        if len(group) > 1:
-            continue
-        (number,) = group
+    for number in (group[0] for group in groups_of(len(documents)) if len(group) == 1):
         others = [document for i, document in enumerate(documents) if i != number]
         ids = torch.cat([document.ids for document in others])
         for cut in (0, 1, len(ids) // 3, len(ids)):
@@ -93,4 +89,4 @@ def first_to_differ(
 
 
 def _stranger(ids: Tensor, like: Document) -> Document:
-    return Document(ids, ids.clone(), {}, like.own_labels, like.kept)
+    return replace(like, ids=ids, labels=ids)

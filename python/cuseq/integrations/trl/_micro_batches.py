@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from cuseq._base.arguments import ceil_div
 from cuseq._base.foreign import private
 
-_LOSS, _METRICS = "compute_loss", "_metrics"
-# What divides the sum of a loss: a number that all micro-batches of a step share, the batch's
-# samples, or its tokens.
+_METRICS = "_metrics"
+# TRL's types of loss. Each adds up the losses of a batch's tokens and divides that sum: _SUMS by a
+# number that all batches of a step share, the others by the batch's own samples or tokens.
 _SUMS = ("cispo", "dapo", "vespo")
 _OF_SAMPLES = ("dr_grpo", "grpo", "luspo", "sapo")
 _OF_TOKENS = ("bnpo",)
@@ -35,7 +35,7 @@ def check_budget(trainer: Any) -> None:
     """Raise ValueError if the loss of a batch is not a weighted sum of its pieces' losses."""
     args = trainer.args
     known = (*_SUMS, *_OF_SAMPLES, *_OF_TOKENS)
-    loss = getattr(trainer, "loss_type", "grpo")  # RLOO has one: the mean over samples
+    loss = _loss_type(trainer)
     rules = {
         f"a loss_type of {', '.join(sorted(known))}, got {loss!r}": loss in known,
         "TRL's own _compute_loss": type(trainer)._compute_loss.__module__.startswith("trl."),
@@ -59,6 +59,11 @@ def check_budget(trainer: Any) -> None:
     private(trainer, _METRICS)
 
 
+def _loss_type(trainer: Any) -> str:
+    """Return the type of a trainer's loss; RLOO has one, a mean over samples as GRPO's "grpo"."""
+    return getattr(trainer, "loss_type", "grpo")
+
+
 def install_budget(trainer: Any, tokens: int, tree: bool) -> None:
     """Compute each batch in pieces of at most `tokens` tokens; `check_budget` came before.
 
@@ -67,7 +72,7 @@ def install_budget(trainer: Any, tokens: int, tree: bool) -> None:
         tokens: the most tokens that a piece computes; a longer sample is a piece of its own.
         tree: whether a piece computes a prompt once.
     """
-    of_class, own = getattr(type(trainer), _LOSS), weakref.ref(trainer)
+    of_class, own = type(trainer).compute_loss, weakref.ref(trainer)
 
     def compute_loss(
         model: nn.Module,
@@ -85,18 +90,18 @@ def install_budget(trainer: Any, tokens: int, tree: bool) -> None:
         pieces = _cut(trainer, inputs, tokens, tree)
         if len(pieces) == 1:
             return loss_of(inputs)
-        # What `Trainer.training_step` does with the loss that it gets.
+        # `Trainer.training_step` divides the loss by the batches of an accumulation if both hold.
         is_mean = not trainer.model_accepts_loss_kwargs or num_items_in_batch is None
         is_scaled = is_mean and trainer.compute_loss_func is None
         scale = 1 / trainer.current_gradient_accumulation_steps if is_scaled else 1.0
         return _by_pieces(trainer, model, loss_of, pieces, scale)
 
-    setattr(trainer, _LOSS, compute_loss)
+    trainer.compute_loss = compute_loss
 
 
 def remove_budget(trainer: Any) -> None:
     """Undo `install_budget`."""
-    vars(trainer).pop(_LOSS, None)
+    vars(trainer).pop("compute_loss", None)
 
 
 class _Piece(NamedTuple):
@@ -113,17 +118,16 @@ def _cut(trainer: Any, batch: Batch, tokens: int, tree: bool) -> list[_Piece]:
     learned = completions * batch["tool_mask"].cpu() if "tool_mask" in batch else completions
     samples = [tuple(row[keep.bool()].tolist()) for row, keep in zip(ids, prompts, strict=True)]
     lengths = completions.sum(1).tolist()
-    own = len(_filled(_groups(samples, lengths, tree), lengths, tokens))
-    device = batch["prompt_ids"].device
-    most = int(trainer.accelerator.gather(torch.tensor([own], device=device)).max())
-    dealt = even_pieces(samples, lengths, most, tree)
+    groups = grouped(samples, lengths, tree)
+    own = torch.tensor([len(_filled(groups, lengths, tokens))], device=batch["prompt_ids"].device)
+    count = int(trainer.accelerator.gather(own).max())
     return [
         _Piece(
             {name: _chosen(value, len(ids), piece) for name, value in batch.items()},
             len(piece),
             int(learned[piece].sum()),
         )
-        for piece in dealt
+        for piece in even_pieces(groups, lengths, count)
     ]
 
 
@@ -142,10 +146,10 @@ def _by_pieces(
     accelerator, metrics = trainer.accelerator, getattr(trainer, _METRICS)["train"]
     before = {name: len(values) for name, values in metrics.items()}
     weights = _weights(trainer, pieces)
+    # In an earlier batch of an accumulation Trainer itself does not synchronize.
+    synced = accelerator.sync_gradients
     total: Any = 0.0
     for weight, piece in zip(weights[:-1], pieces[:-1], strict=True):
-        # In an earlier batch of an accumulation Trainer itself does not synchronize.
-        synced = accelerator.sync_gradients
         with accelerator.no_sync(model) if synced else contextlib.nullcontext():
             loss = loss_of(piece.batch) * weight
             with torch.autocast(loss.device.type, enabled=False):
@@ -158,7 +162,7 @@ def _by_pieces(
 
 def _weights(trainer: Any, pieces: list[_Piece]) -> list[float]:
     """Return by what each piece's loss is multiplied, for the loss of all."""
-    kind = getattr(trainer, "loss_type", "grpo")
+    kind = _loss_type(trainer)
     if kind in _SUMS:
         return [1.0] * len(pieces)
     counts = [piece.learned if kind in _OF_TOKENS else piece.samples for piece in pieces]
@@ -195,22 +199,44 @@ def _merge(
 # ---------------------------------------------------------------------------------------- plans
 
 
-def even_pieces(
-    prompts: list[tuple[int, ...]], completions: list[int], count: int, tree: bool
-) -> list[list[int]]:
-    """Return the samples of `count` pieces of even numbers of tokens, by number.
+class Group(NamedTuple):
+    """Samples that share a prompt, those of the longest completions first."""
+
+    prompt: int  # its tokens
+    samples: list[int]
+    tokens: int  # of the prompt and all completions
+
+
+def grouped(prompts: list[tuple[int, ...]], completions: list[int], tree: bool) -> list[Group]:
+    """Return the samples, by number, in groups of which a piece computes the prompt once.
 
     Args:
         prompts: the tokens of each sample's prompt.
         completions: tokens of each sample's completion.
-        count: how many pieces, at most the samples.
-        tree: whether a piece computes a prompt once.
+        tree: whether equal prompts are shared; otherwise each sample is a group.
     """
-    groups = _groups(prompts, completions, tree)
-    tokens = sum(group.tokens for group in groups)
+    shared: dict[Any, list[int]] = {}
+    for sample in sorted(range(len(prompts)), key=lambda i: -completions[i]):
+        shared.setdefault(prompts[sample] if tree else sample, []).append(sample)
+    groups = []
+    for samples in shared.values():
+        prompt = len(prompts[samples[0]])
+        groups.append(Group(prompt, samples, prompt + sum(completions[i] for i in samples)))
+    return groups
+
+
+def even_pieces(groups: list[Group], completions: list[int], count: int) -> list[list[int]]:
+    """Return the samples of `count` pieces of even numbers of tokens, by number.
+
+    Args:
+        groups: all samples.
+        completions: tokens of each sample's completion.
+        count: how many pieces, at most the samples.
+    """
     pieces = [[sample for group in groups for sample in group.samples]]
-    low, high = ceil_div(tokens, count), sum(map(len, prompts)) + sum(completions)
-    while count > 1 and high - low > low // 500:
+    high = sum(group.tokens for group in groups)
+    low = ceil_div(high, count)
+    while high - low > low // 500:
         middle = (low + high) // 2
         found = _filled(groups, completions, middle)
         if len(found) <= count:
@@ -224,66 +250,50 @@ def even_pieces(
     return pieces
 
 
-class _Group(NamedTuple):
-    """Samples that share a prompt, those of the longest completions first."""
-
-    prompt: int  # its tokens
-    samples: list[int]
-    tokens: int  # of the prompt and all completions
-
-
-def _groups(prompts: list[tuple[int, ...]], completions: list[int], tree: bool) -> list[_Group]:
-    shared: dict[Any, list[int]] = {}
-    for sample in sorted(range(len(prompts)), key=lambda i: -completions[i]):
-        shared.setdefault(prompts[sample] if tree else sample, []).append(sample)
-    return [
-        _Group(
-            len(prompts[some[0]]), some, len(prompts[some[0]]) + sum(completions[i] for i in some)
-        )
-        for some in shared.values()
-    ]
-
-
-def _filled(groups: list[_Group], completions: list[int], tokens: int) -> list[list[int]]:
+def _filled(groups: list[Group], completions: list[int], tokens: int) -> list[list[int]]:
     """Return pieces of at most `tokens` tokens, each filled before the next begins.
 
     A piece gets the largest groups that fit, and the largest samples that fit of one more. A sample
     that is longer is a piece of its own.
     """
-    rest = sorted(groups, key=lambda group: -group.tokens)
+    rest = list(groups)
     pieces: list[list[int]] = []
     while rest:
         piece: list[int] = []
-        left: list[_Group] = []
+        left: list[Group] = []
         room = tokens
-        for group in rest:
+        for group in sorted(rest, key=lambda group: -group.tokens):
             if group.tokens <= room:
                 piece += group.samples
                 room -= group.tokens
             else:
                 left.append(group)
         for number, group in enumerate(left):
-            part = _largest(group, completions, room)
-            if part or not piece:
-                part = part or group.samples[:1]
+            part, others = _divided(group, completions, room)
+            if not part and not piece:
+                part, others = group.samples[:1], group.samples[1:]
+            if part:
                 piece += part
-                kept = sorted(set(group.samples) - set(part), key=group.samples.index)
                 taken = sum(completions[sample] for sample in part)
-                left[number] = _Group(group.prompt, kept, group.tokens - taken)
+                left[number] = Group(group.prompt, others, group.tokens - taken)
                 break
         pieces.append(piece)
-        rest = sorted((one for one in left if one.samples), key=lambda group: -group.tokens)
+        rest = [group for group in left if group.samples]
     return pieces
 
 
-def _largest(group: _Group, completions: list[int], room: int) -> list[int]:
-    """Return the largest samples of a group that fit, with its prompt, into a room of tokens."""
-    part, room = [], room - group.prompt
+def _divided(group: Group, completions: list[int], room: int) -> tuple[list[int], list[int]]:
+    """Return the largest samples of a group that fit, with its prompt, and those that do not."""
+    part: list[int] = []
+    others: list[int] = []
+    room -= group.prompt
     for sample in group.samples:
         if completions[sample] <= room:
             part.append(sample)
             room -= completions[sample]
-    return part
+        else:
+            others.append(sample)
+    return part, others
 
 
 def _chosen(value: Any, total: int, samples: list[int]) -> Any:
