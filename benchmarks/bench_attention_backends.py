@@ -55,7 +55,7 @@ LAYERS = 8
 HEADS, KEY_HEADS = 16, 8
 HALF = {torch.bfloat16: "1", torch.float32: "0"}
 MODES = ("eager", "compiled", "captured")
-PLAIN = ("flash", "fa4", "fa3")
+PLAIN = ("flash", "cudnn", "fa4", "fa3")
 ONE_BY_ONE = ("flex", "segments")
 FULL_PRECISION = ("efficient", "segments")
 WIDE_HEADS = ("flex", "efficient")
@@ -269,10 +269,10 @@ def facts_of(row: Row, mode: str) -> dict[str, str]:
 
 def is_here(line: dict[str, str], facts: dict[str, str]) -> bool:
     """Return whether a line was measured on the GPU and with the release of torch of `facts`."""
-    if not line.get("gpu"):  # the package's table is for all GPUs of an architecture
-        return line["sm"] == facts["sm"]
-    release = table.release
-    return line["gpu"] == facts["gpu"] and release(line["torch"]) == release(facts["torch"])
+    if table.release(line["torch"]) != table.release(facts["torch"]):
+        return False
+    # The package's table is for all GPUs of an architecture.
+    return line["gpu"] == facts["gpu"] if line.get("gpu") else line["sm"] == facts["sm"]
 
 
 def is_of(line: dict[str, str], facts: dict[str, str]) -> bool:

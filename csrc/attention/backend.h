@@ -33,6 +33,9 @@ struct Backend {
   std::optional<Gradients> (*backward)(const Call& call, const Outer& outer);
   // Warn once per process about the cost of falling back to this backend; may be null.
   void (*warn)(const Call& call) = nullptr;
+  // Return the microseconds that a call takes beyond what was measured of calls like it; may be
+  // null.
+  double (*extra_us)(const Call& call) = nullptr;
 };
 
 // Return false for `takes`, and write the reason if it is wanted.

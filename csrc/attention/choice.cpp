@@ -106,7 +106,8 @@ Choice choose(const Call& call) {
   if (row == nullptr) return choice;
   for (auto& [backend, us] : candidates) {
     const auto found = row->us.find(backend->name);
-    if (found != row->us.end()) us = found->second;
+    if (found == row->us.end()) continue;
+    us = found->second + (backend->extra_us != nullptr ? backend->extra_us(call) : 0.0);
   }
   // Backends lie in the order of preference, which decides among equals.
   std::ranges::sort(candidates, [](const Candidate& one, const Candidate& other) {

@@ -16,8 +16,8 @@
 namespace cuseq::attention {
 
 // The names that a call may give. Python takes them from here; "flex" runs there.
-inline constexpr std::array kBackendNames = {"auto", "flash",     "fa4",     "fa3",
-                                             "flex", "efficient", "segments"};
+inline constexpr std::array kBackendNames = {"auto", "flash", "cudnn",     "fa4",
+                                             "fa3",  "flex",  "efficient", "segments"};
 
 // A backend that takes the call.
 struct Candidate {

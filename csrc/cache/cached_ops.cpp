@@ -1,4 +1,5 @@
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/cat.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
@@ -47,6 +48,12 @@ CachedTensors compute_segment_rows(const CacheQuery& query) {
   return {std::get<0>(rows), std::get<1>(rows)};
 }
 
+CachedTensors compute_offsets_with_room(const CacheQuery& query) {
+  const auto [first, count, room] = query.parameters.sequences;
+  const Tensor own = query.key.narrow(0, first, count + 1);
+  return {at::cat({own, own.narrow(0, count, 1).expand({room - count})})};
+}
+
 CachedTensors compute_dense_mask(const CacheQuery& query) {
   const CacheParameters& p = query.parameters;
   return {dense_mask(options_of(query), row_length_of(p), p.dtype, p.finite)};
@@ -82,6 +89,8 @@ constexpr std::array<CachedOpRow, kCachedOps> kRows{{
      [](Query query) -> CachedTensors { return {cu_seqlens(query.key)}; }, nullptr},
     {CachedOp::kHostCopy, "host_copy", Turn::kOffsets,
      [](Query query) -> CachedTensors { return {query.key.cpu()}; }, nullptr},
+    {CachedOp::kOffsetsWithRoom, "offsets_with_room", Turn::kOffsets, &compute_offsets_with_room,
+     nullptr},
     {CachedOp::kPositionIds, "position_ids", Turn::kTokens,
      [](Query query) -> CachedTensors {
        return {position_ids(query.key, query.parameters.total_tokens)};
@@ -257,6 +266,13 @@ std::tuple<Tensor, Tensor> cached_segment_rows(const Tensor& cu_seqlens,
   query.others[1] = &cu_seqlens_padded;
   const auto value = cached_value(query);
   return {value->tensors[0], value->tensors[1]};
+}
+
+Tensor cached_offsets_with_room(const Tensor& cu_seqlens, int64_t first, int64_t count,
+                                int64_t room) {
+  CacheQuery query{cu_seqlens, CachedOp::kOffsetsWithRoom, cu_seqlens.device()};
+  query.parameters.sequences = {first, count, room};
+  return cached_value(query)->tensors[0];
 }
 
 CacheQuery mask_ranges_query(const MaskOptions& options) {

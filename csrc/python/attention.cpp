@@ -3,6 +3,7 @@
 #include "attention/options.h"
 #include "attention/packages.h"
 #include "attention/rank_share.h"
+#include "attention/shared_plans.h"
 #include "python/bindings.h"
 
 namespace cuseq::python {
@@ -63,6 +64,12 @@ void bind_attention(py::module_& m) {
   m.def("missing_attention", &attention::why_missing);
   m.def("set_registered_attention", &attention::set_registered);
   m.def("failed_attention", &attention::why_failed);
+  m.def("missing_cudnn_attention", &attention::why_no_cudnn);
+  m.def("cudnn_plan_sizes", [](int64_t sequences, int64_t longest, int64_t tokens) {
+    const auto sizes = attention::plan_sizes(sequences, longest, tokens);
+    return std::tuple(sizes.sequences, sizes.longest, sizes.tokens);
+  });
+  m.def("cudnn_plans", &attention::plans_made);
   m.def("pairs_of_rank", &pairs_of_rank, Released());
   m.def("attention_choice", &attention::Kernel<attention_choice>::call, Released());
   m.def("attention_backend_names", [] {

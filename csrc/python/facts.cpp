@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/shared_plans.h"
 #include "cache/host_copies.h"
 #include "python/arguments.h"
 #include "python/cache.h"
@@ -150,6 +151,7 @@ py::dict info() {
         held.bytes);
   }
   add("pending_host_copy", pending_host_copies(), 0);
+  add("cudnn_plan", attention::plans_made(), 0);
   return kinds;
 }
 

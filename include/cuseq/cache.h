@@ -23,6 +23,7 @@ namespace cuseq {
 enum class CachedOp : uint8_t {
   kCuSeqlens,
   kHostCopy,
+  kOffsetsWithRoom,
   kPositionIds,
   kSeqIds,
   kSegmentRows,
@@ -42,6 +43,7 @@ struct CacheParameters {
   int64_t window = 0;
   int64_t fact = 0;  // caller-defined number for an object's kind and parameters
   std::array<int64_t, 2> block_size{};
+  std::array<int64_t, 3> sequences{};  // the first, their number, and how many there is room for
   at::ScalarType dtype = at::kInt;
   bool from_cu_seqlens = false;
   bool causal = false;
@@ -253,6 +255,11 @@ CUSEQ_API CacheQuery block_mask_query(const MaskOptions& options, std::optional<
 // (torch.ops.cuseq.segment_rows), through the identity cache.
 CUSEQ_API std::tuple<at::Tensor, at::Tensor> cached_segment_rows(
     const at::Tensor& cu_seqlens, const at::Tensor& cu_seqlens_padded, int64_t total_tokens);
+
+// Return int32 [room + 1]: the offsets of `count` sequences of offsets int32 [n_seqs + 1], from
+// sequence `first` on, and then empty sequences, through the identity cache.
+CUSEQ_API at::Tensor cached_offsets_with_room(const at::Tensor& cu_seqlens, int64_t first,
+                                              int64_t count, int64_t room);
 
 // Host copies of small device tensors, such as offsets and spans, kept for as long as those live.
 // cached_on_host copies, which synchronises, unless a copy is cached. remembered_on_host returns

@@ -8,6 +8,7 @@ from cuseq._base import fakes as _fakes  # noqa: F401
 from cuseq._base.load import build_info
 from cuseq._version import __version__ as __version__
 from cuseq.attention import attention_backend, varlen_attention
+from cuseq.attention.warmup import attention_warmup
 from cuseq.conv import causal_conv1d
 from cuseq.data.collator import PackingCollator
 from cuseq.debug.packing_check import check_packing
@@ -28,6 +29,7 @@ __all__ = [
     "apply_qk_norm_rope",
     "apply_rope",
     "attention_backend",
+    "attention_warmup",
     "build_info",
     "cache",
     "causal_conv1d",

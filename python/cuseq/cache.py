@@ -64,7 +64,8 @@ def info() -> dict[str, dict[str, int]]:
     Returns:
         For each kind, `{"entries": ..., "bytes": ...}`. Kinds that Python code makes are listed
         after their first use. `pending_host_copy` counts copies of device lengths to the host
-        that have started and have not been waited for; `clear` does not drop those.
+        that have started and have not been waited for, `cudnn_plan` the plans that attention has
+        made (`cuseq.attention_warmup`); `clear` drops neither.
 
     Examples:
         >>> lengths = torch.tensor([2, 3])

@@ -56,6 +56,17 @@ class Cache : public testing::Test {
   cuseq::CacheStats before_;
 };
 
+TEST_F(Cache, OffsetsWithRoomEndWithEmptySequences) {
+  const at::Tensor offsets = ints({0, 2, 5, 9});
+  const at::Tensor all = cuseq::cached_offsets_with_room(offsets, 0, 3, 6);
+  EXPECT_EQ(values_of(all), (Values{0, 2, 5, 9, 9, 9, 9}));
+  EXPECT_TRUE(cuseq::cached_offsets_with_room(offsets, 0, 3, 6).is_same(all));
+  EXPECT_EQ(values_of(cuseq::cached_offsets_with_room(offsets, 1, 1, 2)), (Values{2, 5, 5}));
+  EXPECT_EQ(values_of(cuseq::cached_offsets_with_room(offsets, 0, 3, 3)), (Values{0, 2, 5, 9}));
+  offsets.add_(0);
+  EXPECT_FALSE(cuseq::cached_offsets_with_room(offsets, 0, 3, 6).is_same(all));
+}
+
 TEST_F(Cache, AHitIsTheSameTensor) {
   const at::Tensor lengths = ints({2, 3});
   const at::Tensor offsets = cuseq::cached_cu_seqlens(lengths);

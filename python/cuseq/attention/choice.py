@@ -135,6 +135,8 @@ def load() -> bool:
             why = register(capability)
             _C.set_missing_attention(name, why)
             packages.found[name] = not why
+        major, minor = capability
+        packages.found["cudnn"] = not _C.missing_cudnn_attention(10 * major + minor)
         if own.ignored and not own.rows:
             warnings.warn(f"cuseq: {own.ignored}. To measure here: {COMMAND}", stacklevel=2)
     return True

@@ -22,7 +22,7 @@ from cuseq.attention.call import BACKENDS, MASKS
 
 PLACE = ("gpu", "torch")  # where a row of the user's own table was measured
 TIMES = BACKENDS[1:]
-PACKAGED = "table.csv"
+PACKAGED = "table.csv"  # has a column "torch" too
 VARIABLE = "CUSEQ_ATTENTION_TABLE"
 COMMAND = "python -m benchmarks attention_backends"
 
@@ -54,10 +54,20 @@ class OwnTable(NamedTuple):
     ignored: str  # which rows are not used and why; empty if all are
 
 
-def read_table() -> list[tuple[Facts, Times]]:
-    """Return the measurements of the package: facts, and the microseconds of each backend."""
+def read_table(version: str = torch.__version__) -> list[tuple[Facts, Times]]:
+    """Return the measurements of the package: facts, and the microseconds of each backend.
+
+    Facts that were measured with several releases of torch have the times of the newest one that is
+    not newer than `version`.
+    """
     text = resources.files("cuseq.attention").joinpath(PACKAGED).read_text()
-    return [(_facts(line), _times(line)) for _, line in table_lines(text)]
+    here = _order(version)
+    found: dict[Facts, tuple[tuple[int, ...], Times]] = {}
+    for _, line in table_lines(text):
+        measured_by, facts = _order(line["torch"]), _facts(line)
+        if measured_by <= here and (facts not in found or found[facts][0] < measured_by):
+            found[facts] = measured_by, _times(line)
+    return [(facts, times) for facts, (_, times) in found.items()]
 
 
 def table_lines(text: str) -> Iterator[tuple[int, dict[str, str]]]:
@@ -143,6 +153,10 @@ def read_own_table() -> OwnTable:
 def release(version: str) -> str:
     """Return the release of a version of torch whose kernels are the same: 2.11 of 2.11.0+cu130."""
     return ".".join(version.split(".")[:2])
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release(version).split("."))
 
 
 def gpu_names() -> set[str]:

@@ -32,7 +32,7 @@ from cuseq.attention import table as _attention_table
 from cuseq.attention.call import Call, is_wide
 from cuseq.layout import StaticLayout
 
-NAMES = ("flash", "fa4", "fa3", "flex", "efficient", "segments")
+NAMES = ("flash", "cudnn", "fa4", "fa3", "flex", "efficient", "segments")
 op = torch.ops.cuseq.varlen_attention
 
 
@@ -185,7 +185,7 @@ def unmeasured_gpu(request, monkeypatch, measured) -> int:
 @pytest.mark.parametrize("dim", [64, 128, 192, 256, 512])
 def test_flex_by_rule(dim, dtype, packages, unmeasured_gpu, monkeypatch):
     """Without measurements only for masks that others run one by one, where its tiles fit."""
-    there = {name: name in packages for name in _choice.PACKAGES}
+    there = {name: name in packages for name in (*_choice.PACKAGES, "cudnn")}
     monkeypatch.setattr(_packages, "found", there)
     packed = PackedLayout.from_lengths([500, 524])
     with FakeTensorMode():
@@ -272,14 +272,19 @@ def chosen(facts: tuple, usable: set[str]) -> str:
     return min(there, key=lambda name: times[name])
 
 
-@pytest.mark.parametrize("packages", [(), ("fa4",)], ids=["PyTorch alone", "fa4"])
+@pytest.mark.parametrize(
+    "packages",
+    [(), ("fa4",), ("cudnn",), ("fa4", "cudnn")],
+    ids=["PyTorch alone", "fa4", "cudnn", "both"],
+)
 def test_auto_is_level_with_the_best_of_the_table_without_a_gpu(packages, monkeypatch, measured):
     """Replay the measurements of compiled code and of captures: within 5 % of the best."""
     table = _attention_table.read_table()
     measured(*table)
     there = {name: name in packages for name in _choice.PACKAGES}
     monkeypatch.setattr(_packages, "found", there)
-    usable = {name for name in NAMES if name not in _choice.PACKAGES or name in packages}
+    of_place = (*_choice.PACKAGES, "cudnn")  # what not every machine has
+    usable = {name for name in NAMES if name not in of_place or name in packages}
     replayed = 0
     for facts, times in table:
         monkeypatch.setattr(
@@ -600,7 +605,7 @@ def test_a_failure_raises_where_warnings_are_errors(failing):
         varlen_attention(*tensors, packed).sum().backward()
 
 
-@pytest.mark.parametrize("name", ["flash", "fa4", "fa3", "flex", "efficient"])
+@pytest.mark.parametrize("name", ["flash", "cudnn", "fa4", "fa3", "flex", "efficient"])
 def test_a_backend_that_cannot_run_says_what_to_do(name):
     packed = PackedLayout.from_lengths([2, 3])
     tensors = inputs(5)

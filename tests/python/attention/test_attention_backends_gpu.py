@@ -30,7 +30,7 @@ from cuseq.attention import flex as _flex
 from cuseq.attention.table import read_table
 from cuseq.layout import StaticLayout
 
-NAMES = ("auto", "flash", "fa4", "fa3", "flex", "efficient", "segments")
+NAMES = ("auto", "flash", "cudnn", "fa4", "fa3", "flex", "efficient", "segments")
 HALF = 6e-3  # error of bf16, relative
 
 
@@ -38,7 +38,7 @@ HALF = 6e-3  # error of bf16, relative
 def name(request, cuda) -> str:
     """Return each backend that is installed."""
     _choice.load_backends()
-    if request.param in _choice.PACKAGES:
+    if request.param in (*_choice.PACKAGES, "cudnn"):
         packed = PackedLayout.from_lengths([64], device=cuda)
         tensors = inputs(64, dim=64, device=cuda, dtype=torch.bfloat16)
         try:
@@ -625,7 +625,7 @@ def test_deterministic_mode_runs_the_same_numbers_twice(cuda):
     tensors, packed = packed_inputs([300, 200], 512, 4, 2, 64)
     torch.use_deterministic_algorithms(True)
     try:
-        assert attention_backend(*tensors, packed).name not in _choice.PACKAGES
+        assert attention_backend(*tensors, packed).name not in (*_choice.PACKAGES, "cudnn")
 
         def run():
             return torch.autograd.grad(varlen_attention(*tensors, packed).sum(), tensors)
