@@ -12,7 +12,7 @@ all of them alike (`bench_training_step` runs each variant in its own process). 
   which breaks the graph of a compiled model;
 - `flex_block_mask`: flex attention over cuseq's `packed.block_mask()`;
 - `flex_flash`: the same with `kernel_options={"BACKEND": "FLASH"}`, which needs FlashAttention 4;
-- `auto`, `flash`, `fa4`, `enabled_flex`: `cuseq.enable(model, backend=...)`;
+- `auto`, `flash`, `cudnn`, `fa4`, `enabled_flex`: `cuseq.enable(model, backend=...)`;
 - `auto_graphed`: the same in a `cuseq.GraphedStep`, for rows of at most --max-seqs sequences;
 - `flex_graphed`: flex attention captured the same way, over `packed.block_mask()` of the graph.
 
@@ -68,6 +68,7 @@ from report import Report, Table, arguments, environment
 from workload import documents, has_flash_attention_4, lognormal_lengths
 
 import cuseq
+from cuseq.attention import choice, packages
 
 FLEX = Variant("flex", "flex_attention", "packed")
 STOCK = Variant("stock", "sdpa", "packed")
@@ -81,6 +82,7 @@ VARIANTS = {
         FLEX_FLASH,
         replace(ENABLED, name="auto"),
         replace(ENABLED, name="flash", backend="flash"),
+        replace(ENABLED, name="cudnn", backend="cudnn"),
         replace(ENABLED, name="fa4", backend="fa4"),
         replace(ENABLED, name="enabled_flex", backend="flex"),
         replace(ENABLED, name="auto_graphed"),
@@ -342,7 +344,9 @@ def main() -> None:
     if device.type != "cuda":
         parser.error("flex attention has no gradients on a CPU: it needs a GPU")
     if args.variants is None:
-        args.variants = [name for name in VARIANTS if name != "fa4" or has_flash_attention_4()]
+        choice.load_backends()
+        here = {"fa4": has_flash_attention_4(), "cudnn": packages.is_usable("cudnn")}
+        args.variants = [name for name in VARIANTS if here.get(name, True)]
     if max(args.tokens) >= LONG_ROW:  # their loss is computed in parts
         args.variants = [name for name in args.variants if name not in GRAPHED]
     rows = []

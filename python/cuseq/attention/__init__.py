@@ -35,9 +35,10 @@ def varlen_attention(
     """Compute exact softmax attention inside each sequence of a packed row.
 
     Several backends compute it. `backend="auto"` takes the one that was the fastest where something
-    like the call was measured: FlashAttention 4 if it is installed, PyTorch's flash kernels, or
-    flex attention. For inputs that flash attention refuses (fp32, head_dim above 256, GPUs below
-    sm_80), another exact kernel runs, with one warning per process unless it is flex attention's.
+    like the call was measured: FlashAttention 4 if it is installed, cuDNN from torch 2.15 on,
+    PyTorch's flash kernels, or flex attention. For inputs that flash attention refuses (fp32,
+    head_dim above 256, GPUs below sm_80), another exact kernel runs, with one warning per process
+    unless it is flex attention's.
     `cuseq.attention_backend` names the one that is chosen and says why. Grouped-query attention
     needs no repeated keys. But for a tree that runs densely, no tensor of size tokens x tokens is
     made.
@@ -67,7 +68,8 @@ def varlen_attention(
         sinks: floating point `[heads]`, one score per head that is added to the softmax's
             denominator and has no value (GPT-OSS; Xiao et al. 2023, arXiv:2309.17453).
         backend: "auto"; "flash", PyTorch's flash kernels or what
-            `torch.nn.attention.activate_flash_attention_impl` has put in their place; "fa4" and
+            `torch.nn.attention.activate_flash_attention_impl` has put in their place; "cudnn",
+            cuDNN's attention, on sm_90 and sm_100 from torch 2.15 on; "fa4" and
             "fa3", FlashAttention 4 and 3, whose packages must be installed; "flex", flex attention,
             which compiles a kernel at the first call; "efficient", PyTorch's memory-efficient
             kernel; "segments", one sequence after the other.

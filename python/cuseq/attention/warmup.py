@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from cuseq import _C
-from cuseq._base.arguments import check_flag, shown
+from cuseq._base.arguments import as_device, as_int, check_dtype, check_flag, shown
 from cuseq.attention import varlen_attention
 from cuseq.attention.call import check_backend
 from cuseq.layout import PackedLayout
 
+_MOST = 65536  # heads, and numbers of a head
+_SHAPES = (("heads", "head_dim"), ("key_heads", "head_dim"), ("key_heads", "value_dim"))
+
 
 def attention_warmup(
-    packs: Iterable[Sequence[int]],
+    packs: Sequence[Sequence[int]] | Iterator[Sequence[int]],
     *,
     heads: int,
     head_dim: int,
@@ -63,26 +67,44 @@ def attention_warmup(
     """
     key_heads = heads if key_heads is None else key_heads
     value_dim = head_dim if value_dim is None else value_dim
-    for name, size in (("heads", heads), ("head_dim", head_dim), ("key_heads", key_heads),
-                       ("value_dim", value_dim)):  # fmt: skip
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be an int of at least 1, got {shown(size)}")
+    sizes = {"heads": heads, "key_heads": key_heads, "head_dim": head_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        sizes[name] = as_int(size, name, 1)
+        if sizes[name] > _MOST:
+            raise ValueError(f"{name} must be at most {_MOST}, got {sizes[name]}")
     check_flag(causal, "causal")
+    check_dtype(dtype, "dtype")
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got {dtype}")
+    device = as_device(device, "device")
+    if device.type == "meta":
+        raise ValueError("device must be one that computes, got meta")
     check_backend(backend)
     before, seen = _C.cudnn_plans(), set()
-    for lengths in packs:
-        if not lengths:
+    for packed in _layouts(packs, total_tokens):
+        plan = (packed.num_sequences, packed.max_seqlen, packed.total_tokens)
+        if 0 in plan or _C.cudnn_plan_sizes(*plan) in seen:
             continue
-        tokens = sum(lengths) if total_tokens is None else total_tokens
-        sizes = _C.cudnn_plan_sizes(len(lengths), max(lengths), tokens)
-        if sizes in seen:
-            continue
-        seen.add(sizes)
-        packed = PackedLayout.from_lengths(lengths, tokens, device=device)
-        shapes = ((heads, head_dim), (key_heads, head_dim), (key_heads, value_dim))
-        q, k, v = (
-            torch.zeros(tokens, *shape, dtype=dtype, device=device, requires_grad=True)
-            for shape in shapes
-        )
-        varlen_attention(q, k, v, packed, causal=causal, backend=backend).sum().backward()
+        seen.add(_C.cudnn_plan_sizes(*plan))
+        with torch.inference_mode(False), torch.enable_grad():
+            q, k, v = (
+                torch.zeros(
+                    packed.total_tokens, sizes[of_heads], sizes[dim], dtype=dtype, device=device,
+                    requires_grad=True,
+                )
+                for of_heads, dim in _SHAPES
+            )  # fmt: skip
+            out = varlen_attention(q, k, v, packed.to(device), causal=causal, backend=backend)
+            out.sum().backward()
     return _C.cudnn_plans() - before
+
+
+def _layouts(packs: Any, total_tokens: int | None) -> Iterator[PackedLayout]:
+    """Yield the layouts of packs on the CPU, or raise with the number of the pack that is wrong."""
+    if isinstance(packs, (str, bytes, dict)) or not isinstance(packs, (Sequence, Iterator)):
+        raise TypeError(f"packs must be a list of the lengths of packs, got {shown(packs)}")
+    for number, pack in enumerate(packs):
+        try:
+            yield PackedLayout.from_lengths(pack, total_tokens)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"packs[{number}]: {error}") from None

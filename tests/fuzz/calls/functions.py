@@ -42,6 +42,23 @@ function("cuseq.varlen_attention", cuseq.varlen_attention, check=judge.attention
 function("cuseq.attention_backend", cuseq.attention_backend, weight=1)(_attention)
 
 
+@function("cuseq.attention_warmup", cuseq.attention_warmup)
+def _(draw):
+    key_heads = draw.choice((1, 2))
+    return {
+        "packs": [a_row(draw).lengths for _ in range(draw.randrange(3))],
+        "heads": 2 * key_heads,
+        "head_dim": draw.choice((4, 8)),
+        "key_heads": key_heads,
+        "value_dim": draw.choice((None, 4)),
+        "total_tokens": None,
+        "causal": draw.chance(0.7),
+        "dtype": draw.choice((torch.float32, torch.float64)),
+        "device": str(draw.device),
+        "backend": draw.choice(("auto", "segments")),
+    }
+
+
 def _rope_arguments(draw: Draw) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors, cos, sin, row = rotation(draw)
     packed, positions = a_layout(draw, row), None

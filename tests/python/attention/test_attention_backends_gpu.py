@@ -208,9 +208,10 @@ def test_every_backend_under_checkpointing(name, reentrant):
 
 def test_every_backend_in_compiled_code(name):
     """One graph serves all packs."""
+    window = None if name == "cudnn" else 70
 
     def layer(q, k, v, packed, backend=name):
-        return varlen_attention(q * 2, k, v, packed, window=70, backend=backend) * 2
+        return varlen_attention(q * 2, k, v, packed, window=window, backend=backend) * 2
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

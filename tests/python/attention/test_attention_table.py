@@ -219,9 +219,9 @@ def test_the_benchmark_measures_again_what_is_of_this_machine(benchmark_module, 
     bench = benchmark_module
     row = bench.Row(2048, 350)
     facts = bench.facts_of(row, "eager")
-    monkeypatch.setattr(_packages, "found", dict.fromkeys(_choice.PACKAGES, False))
+    monkeypatch.setattr(_packages, "found", dict.fromkeys((*_choice.PACKAGES, "cudnn"), False))
     assert bench.is_here(facts, facts) and bench.is_here(facts | {"torch": "2.11.0"}, facts)
-    packages = {name: cell for name, cell in facts.items() if name not in _attention_table.PLACE}
+    packages = {name: cell for name, cell in facts.items() if name != "gpu"}
     assert bench.is_here(packages, facts) and not bench.is_here(packages | {"sm": "90"}, facts)
     for other in ({"gpu": "NVIDIA A100"}, {"torch": "2.15.0"}):
         assert not bench.is_here(facts | other, facts)
@@ -229,3 +229,17 @@ def test_the_benchmark_measures_again_what_is_of_this_machine(benchmark_module, 
     assert bench.lacks([facts | {"flash": ""}], row, "eager")
     assert not bench.lacks([facts | {"flash": "1"}], row, "eager")
     assert not bench.lacks([packages | {"flash": "1"}], row, "eager")
+    assert bench.lacks([packages | {"flash": "1", "torch": "2.10"}], row, "eager")
+
+
+def test_the_rows_of_the_package_are_of_the_newest_torch_that_is_not_newer(monkeypatch):
+    head = "sm,half,head_dim,mask,window,mode,tokens,sequences,flash,torch"
+    rows = ("2048,7,200,2.15", "2048,7,100,2.11", "64,1,300,2.9")
+    text = "\n".join([head, *(f"90,1,128,causal,0,eager,{row}" for row in rows)])
+    lines = list(_attention_table.table_lines(text))
+    monkeypatch.setattr(_attention_table, "table_lines", lambda _: lines)
+    facts = (90, True, 128, "causal", 0, "eager")
+    for version, us in (("2.11.0+cu130", 100), ("2.14.1", 100), ("2.15.0", 200), ("3.0.1", 200)):
+        found = dict(read_table(version))
+        assert found == {(*facts, 2048, 7): {"flash": us}, (*facts, 64, 1): {"flash": 300}}
+    assert dict(read_table("2.10.0")) == {(*facts, 64, 1): {"flash": 300}}

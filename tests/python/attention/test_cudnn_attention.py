@@ -92,9 +92,11 @@ def test_warming_up_runs_each_kind_of_pack_once(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong,words", [
-    ({"heads": 0}, "heads must be an int of at least 1, got 0"),
-    ({"head_dim": 1.5}, "head_dim must be an int of at least 1, got 1.5"),
+    ({"heads": 0}, "heads must be.* at least 1, got 0"),
+    ({"head_dim": 1.5}, "head_dim must be an int.*, got 1.5"),
     ({"key_heads": True}, "key_heads must be"),
+    ({"heads": 10**9}, "heads must be at most 65536"),
+    ({"dtype": "bf16"}, "dtype must be"),
     ({"backend": "cuda"}, "backend must be one of"),
     ({"total_tokens": 5}, "total_tokens"),
     ({"causal": None}, "causal must be True or False"),
@@ -133,7 +135,8 @@ def check_step(tensors, packed, **options):
     expected = step(tensors, packed, "segments", **options)
     for one, other in zip(found, expected, strict=True):
         assert one.is_contiguous() and one.isfinite().all()
-        assert relative(one, other, other) < 3 * HALF
+        # A document of one token has no gradient of q and k: what is left is compared with out's.
+        assert relative(one, other, expected[0]) < 3 * HALF
 
 
 def test_where_it_is_missing_the_reason_is_given(cuda):
@@ -170,7 +173,7 @@ def test_rows_of_other_lengths_share_plans(cudnn):
     for tokens in (900, 961, 999, 1024):
         tensors = rows(tokens)
         check_step(tensors, PackedLayout.from_lengths([300, tokens - 300], device=cudnn))
-        check_step(tensors, PackedLayout.from_lengths([300, 500], tokens, device=cudnn))
+        check_step(tensors, PackedLayout.from_lengths([300, 520], tokens, device=cudnn))
     assert _C.cudnn_plans() == before
 
 
