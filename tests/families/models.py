@@ -125,6 +125,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         global_head_dim=16,
         num_global_key_value_heads=1,
     ),
+    "glm_moe_dsa": dict(indexer_types=["full", "shared"]),
     "gpt_neo": dict(num_hidden_layers=2, attention_types=[[["global", "local"], 1]], window_size=4),
     "gptj": _ROTARY,
     "granitemoehybrid": _MAMBA
@@ -165,6 +166,13 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     ),
     "mamba2": _MAMBA2 | dict(num_heads=8, head_dim=8, state_size=8, expand=2),
     "minimax": dict(layer_types=["linear_attention", "full_attention"], block_size=4),
+    "minimax_m3_vl_text": dict(
+        layer_types=["full_attention", "minimax_m3_sparse"],
+        index_n_heads=2,
+        index_head_dim=8,
+        index_block_size=2,
+        index_topk_blocks=2,
+    ),
     "nemotron_h": _MAMBA2
     | dict(
         layers_block_type=["mamba", "attention"],

@@ -29,6 +29,11 @@ from cuseq.integrations.transformers._forwards import (
     replace_forward,
     restore_forward,
 )
+from cuseq.integrations.transformers._indexers import (
+    choose_keys,
+    indexed_forward,
+    refuse_other_indexers,
+)
 from cuseq.integrations.transformers._layers import (
     attention_layers,
     class_names,
@@ -102,7 +107,7 @@ class _State:
     own: list[nn.Module]
     configs: list[Own]
     fused: list[nn.Module]
-    tempered: list[nn.Module]
+    forwards: list[nn.Module]
     pooling: list[nn.Module]
     plan: Plan
     hooks: list[RemovableHandle]
@@ -164,13 +169,16 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         if not (layers or own or plan.mixers or of_towers):
             raise ValueError(without_layers(base))
         refuse_inexact_layers(layers)
+        refuse_other_indexers(layers)
         _check_caches(base, [*layers, *own, *map(base.get_submodule, plan.mixers)])
         tempered = find_tempered_layers(layers)
+        indexed = [layer for layer in layers if hasattr(layer, "indexer")]
+        indexers = [layer.indexer for layer in indexed if layer.indexer is not None]
         rotating = rotating_layers(base, layers) + [one for one in own if takes_angles(one)]
-        rotations = find_rotations(base, rotating) if rope or qk_norm else {}
+        rotations, learned = find_rotations(base, rotating) if rope or qk_norm else ({}, [])
         normed, others = find_normed_layers(rotating, rotations) if qk_norm else ({}, [])
         rotations_of_towers, more = find_tower_rotations(of_towers) if rope else ({}, [])
-    left_alone += [*others, *more, *left_rotations(own, rotating)]
+    left_alone += [*others, *learned, *more, *left_rotations(own, rotating)]
     rates = {type(layer).__name__: dropout_of(layer) for layer in layers}
     rates |= {type(layer).__name__: own_dropout_of(layer) for layer in own}
     config = text_config(base)
@@ -189,6 +197,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
             *sorted({f"rope:{code.__name__}" for code, _ in rotated}),
             *(f"qk_norm:{name}" for name in class_names(type(layer) for layer in normed)),
             *(f"temperature:{name}" for name in class_names(type(layer) for layer in tempered)),
+            *(f"indexer:{name}" for name in class_names(map(type, indexers))),
             *plan.replaced,
         ),
         left_alone=tuple(left_alone),
@@ -197,6 +206,9 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
     with uninterrupted(), contextlib.ExitStack() as undo:  # an error part-way undoes everything
         hold_registration()
         undo.callback(release_registration)
+        for module in indexed + indexers:
+            replace_forward(module, indexed_forward if module in indexed else choose_keys)
+            undo.callback(restore_forward, module)
         configs = give_configs(model, base, layers, of_towers)
         undo.callback(take_configs, model, configs)
         for layer in layers + own:
@@ -236,7 +248,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         hold = Hold(
             [*rotated, *functions],
             text_config(base) if separates else None,
-            has_forwards=bool(own or mixers or tempered or pooling),
+            has_forwards=bool(own or mixers or tempered or indexed or pooling),
         )
         for layer in layers + own + mixers + of_towers:
             setattr(layer, HOLD, hold)
@@ -249,7 +261,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
             own,
             configs,
             list(normed),
-            tempered,
+            tempered + indexed + indexers,
             pooling,
             plan,
             hooks,
@@ -288,7 +300,7 @@ def disable_model(model: nn.Module) -> None:
         delattr(layer, BACKEND)
     for layer in state.fused:
         unfuse(layer)
-    for module in state.tempered + state.pooling:
+    for module in state.forwards + state.pooling:
         restore_forward(module)
     restore_attention(state.own)
     restore_modules(base, state.plan)

@@ -155,11 +155,6 @@ def refuse_inexact_layers(layers: list[nn.Module]) -> None:
             raise ValueError(
                 f"{name} computes a mask of its own from its values, which packed attention cannot"
             )
-        if hasattr(layer, "indexer"):
-            raise ValueError(
-                f"{name} attends only to keys that its indexer chooses, which packed attention "
-                "cannot"
-            )
         if getattr(layer, "compressor", None) is not None:
             raise ValueError(
                 f"{name} attends to blocks of keys that it compresses along the row, which packed "

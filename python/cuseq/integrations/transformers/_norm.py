@@ -84,6 +84,8 @@ def find_normed_layers(
         if norms is None:
             continue
         obstacle = _obstacle(layer, norms)
+        if hasattr(layer, "indexer"):
+            obstacle = "its forward belongs to its indexer"
         rotation = rotations.get((code_of(layer), ROTATE))
         if obstacle is None and rotation is None:
             obstacle = f"it does not call {ROTATE}"

@@ -25,6 +25,7 @@ from transformers.utils.import_utils import is_tracing
 
 from cuseq._base.foreign import check_attribute
 from cuseq._base.models import text_config
+from cuseq.integrations.transformers._forwards import is_replaced
 from cuseq.integrations.transformers._layers import hands_keywords_on, keywords_of
 from cuseq.integrations.transformers._private import (
     BEFORE_SWITCH,
@@ -210,7 +211,7 @@ def check_model(model: transformers.PreTrainedModel) -> None:
     if chosen is not None:
         raise ValueError(
             f'{type(model).__name__} cannot use attn_implementation="{NAME}": {chosen}, which '
-            "packed attention cannot"
+            "packed attention alone cannot; cuseq.enable(model) takes such a model where it can"
         )
     silent = _hands_nothing_on(model)
     if silent is not None:
@@ -242,7 +243,9 @@ def _chooses_keys_itself(model: transformers.PreTrainedModel) -> str | None:
         if hasattr(one, "prepare_dynamic_mask"):
             return f"{one.__name__} computes a mask of its own from its values"
         if "indexer" in getattr(one.__init__, "__code__", _NO_CODE).co_names:
-            return f"{one.__name__} attends only to keys that its indexer chooses"
+            layers = [module for module in model.modules() if type(module) is one]
+            if not layers or not all(map(is_replaced, layers)):  # by `cuseq.enable`
+                return f"{one.__name__} attends only to keys that its indexer chooses"
     return None
 
 

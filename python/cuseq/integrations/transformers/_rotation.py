@@ -39,14 +39,24 @@ class Rotation:
     rotary: Rotary
 
 
-def find_rotations(base: PreTrainedModel, layers: list[nn.Module]) -> dict[Function, Rotation]:
-    """Return how each function that rotates does so, found by comparison with the function.
+def find_rotations(
+    base: PreTrainedModel, layers: list[nn.Module]
+) -> tuple[dict[Function, Rotation], list[str]]:
+    """Return how each function that rotates does so, and those that are left alone.
+
+    A function is compared with `cuseq.apply_rope`, which has no gradient of angles.
 
     Raises:
         ValueError: a function rotates in a way that `cuseq.apply_rope` does not support.
     """
-    users = _users_of(layers, NAMES)
-    return {function: _rotation_of(base, function, user) for function, user in users.items()}
+    found, left_alone = {}, []
+    for (code, name), user in _users_of(layers, NAMES).items():
+        tables = [m for m in base.modules() if is_rotary_embedding(m) and code_of(m) is code]
+        if any(True for table in tables for _ in table.parameters()):
+            left_alone.append(f"rope:{code.__name__}: its angles are learned")
+        else:
+            found[code, name] = _rotation_of(base, (code, name), user)
+    return found, left_alone
 
 
 def _users_of(layers: list[nn.Module], names: Iterable[str]) -> dict[Function, nn.Module]:

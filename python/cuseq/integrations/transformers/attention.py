@@ -39,6 +39,10 @@ from transformers.utils.import_utils import is_tracing
 import cuseq
 from cuseq._base.arguments import as_size
 from cuseq.attention import load_backends
+from cuseq.integrations.transformers._indexers import (
+    masks_of_long_documents,
+    with_chosen_keys,
+)
 from cuseq.integrations.transformers._layers import dropout_option
 from cuseq.integrations.transformers._lengths import (
     check_lengths,
@@ -48,7 +52,7 @@ from cuseq.integrations.transformers._lengths import (
 from cuseq.integrations.transformers._recurrent import leak_warning, leak_warning_by_name
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
-from cuseq.integrations.transformers.masks import DeferredMask
+from cuseq.integrations.transformers.masks import DeferredMask, RowMask
 from cuseq.integrations.transformers.names import (
     BACKEND,
     DOCUMENTS,
@@ -58,6 +62,8 @@ from cuseq.integrations.transformers.names import (
 )
 from cuseq.layout import check_layout
 from cuseq.layout.build import offsets_of_chunks
+
+_CHOICES = ("indices", "block_indices")  # keywords by which layers hand on what an indexer chose
 
 
 def cuseq_attention(
@@ -126,6 +132,11 @@ def cuseq_attention(
         elif packed is None:
             attention_mask = deferred.build_once(query.device)
     if not lengths_given and packed is None:
+        # Models with an indexer make a mask of its choice only for implementations they know.
+        chosen = {name: kwargs.pop(name, None) for name in _CHOICES}
+        attention_mask = with_chosen_keys(
+            module, attention_mask, chosen, query, key.shape[2], position_ids
+        )
         return _dense_attention(
             module,
             query,
@@ -140,6 +151,9 @@ def cuseq_attention(
             kwargs,
         )
 
+    chosen = {}
+    if isinstance(attention_mask, RowMask):
+        chosen = {name: kwargs.pop(name, None) for name in _CHOICES}
     _check_packable(module, query, key, attention_mask, dropout)
     _refuse(kwargs, UNSUPPORTED, "packed attention")
     if getattr(module, "attn_temperature_tuning", False) and not hasattr(module, BACKEND):
@@ -204,6 +218,9 @@ def cuseq_attention(
             sinks=s_aux,
             backend=backend,
         )
+        if isinstance(attention_mask, RowMask):
+            options = {"s_aux": s_aux, "softcap": softcap, "scaling": scaling}
+            out = _among_chosen_keys(module, rows, out, query, attention_mask, chosen, options)
     else:
         out = _attention_by_offsets(
             rows, offsets, causal, scaling, bound, window=window, softcap=softcap, backend=backend
@@ -281,6 +298,28 @@ def _attention_by_offsets(
     return out
 
 
+@torch.compiler.disable
+def _among_chosen_keys(
+    module: torch.nn.Module,
+    rows: list[Tensor],
+    out: Tensor,
+    query: Tensor,
+    mask: RowMask,
+    chosen: dict[str, Any],
+    options: dict[str, Any],
+) -> Tensor:
+    """Return `out` with the documents whose keys an indexer has chosen attended to those alone."""
+    parts, at = [], 0
+    for begin, end, shown in masks_of_long_documents(module, mask, chosen, query):
+        q, k, v = (one[begin:end].transpose(0, 1).unsqueeze(0) for one in rows)
+        found, _ = _dense_attention(
+            module, q, k, v, shown, 0.0, is_causal=False, kwargs={}, **options
+        )
+        parts += [out[at:begin], found.flatten(0, 1)]
+        at = end
+    return torch.cat([*parts, out[at:]]) if parts else out
+
+
 def _as_batch(out: Tensor, query: Tensor) -> Tensor:
     batch, _, seqlen, _ = query.shape
     return out.view(batch, seqlen, out.shape[-2], out.shape[-1])
@@ -325,8 +364,6 @@ def _dense_attention(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Run transformers' sdpa, or the model's eager attention for sinks and soft caps."""
-    # Models with an indexer turn its indices into a mask only for implementations that they know.
-    _refuse(kwargs, ("indices", "block_indices"), f'attn_implementation="{NAME}"')
     if softcap is not None:
         kwargs = {**kwargs, "softcap": softcap}
     if s_aux is not None or softcap is not None:

@@ -196,6 +196,44 @@ class LayoutMask(DeferredMask):
         self.given = given
 
 
+class RowMask(DeferredMask):
+    """The layout of a packed row in the place of its mask, for a layer that has an indexer.
+
+    Such a layer gives its mask to the indexer first, or adds what the indexer chose to it. Every
+    part of it is the mask itself.
+
+    Attributes:
+        layout: the layout of the row.
+        chosen: what the layer added, or None.
+    """
+
+    dtype = torch.bool
+
+    def __init__(self, packed: PackedLayout, mask: Any) -> None:
+        if isinstance(mask, DeferredMask):
+            vars(self).update(vars(mask))
+        elif isinstance(mask, Tensor) and mask.dim() != 2:
+            raise ValueError(
+                f"packed lengths cannot be combined with a {mask.dim()}-D attention_mask, got "
+                f"shape {list(mask.shape)}; pass one of the two"
+            )
+        else:
+            self.causal, self.window, self.chunk, self.spans = True, None, None, None
+            self.told, self.recurrent = Told(), []
+        self.layout = packed
+        self.chosen: Tensor | None = None
+
+    def __getitem__(self, index: Any) -> RowMask:
+        return self
+
+    def is_floating_point(self) -> bool:
+        return False
+
+    def __and__(self, chosen: Tensor) -> RowMask:
+        self.chosen = chosen
+        return self
+
+
 def cuseq_mask(
     batch_size: int,
     q_length: int,
@@ -254,6 +292,9 @@ def cuseq_mask(
     replaceable = allow_is_causal_skip or (allow_is_bidirectional_skip and window is None)
     if square and replaceable:
         return deferred
+    if square and _is_for_indexers(config, mask_function, local_size):
+        deferred.causal = True
+        return deferred
     packed = told.packed
     if packed is not None and special_kind(packed) is not None:
         deferred.told = Told()  # attention refuses the mask beside such a layout
@@ -267,6 +308,13 @@ def cuseq_mask(
     if deferred.told.packed is not None and isinstance(mask, Tensor):
         setattr(mask, DOCUMENTS, True)
     return mask
+
+
+def _is_for_indexers(config: Any, pattern: Callable, window: int | None) -> bool:
+    """Return whether a model wants a causal mask made at once because it has indexers."""
+    is_causal = pattern is masking_utils.causal_mask_function and window is None
+    budgets = (getattr(config, name, None) for name in ("index_topk", "indexer_budget"))
+    return is_causal and any(budget is not None for budget in budgets)
 
 
 # ------------------------------------------------------------------------------- blocks of tokens

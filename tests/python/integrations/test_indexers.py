@@ -1,0 +1,234 @@
+"""Families whose layers attend to the keys that an indexer chooses."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cuseq
+
+pytest.importorskip("transformers")
+
+from cuseq.integrations.transformers import _indexers
+from tests.families.models import VOCAB, family_names, small_model
+
+# The most tokens of a document that leave the indexer of the small model no choice.
+BUDGETS = {
+    "axk2": 4,
+    "deepseek_v32": 4,
+    "dots3_note_text": 4,
+    "glm_moe_dsa": 4,
+    "hy_v4": 4,
+    "minimax_m3_vl_text": 4,
+    "qwen4_exp_text": 5,
+}
+FAMILIES = [name for name in BUDGETS if name in family_names()]
+SHORT, MIXED, LONG = (4, 1, 3, 2), (5, 1, 9, 3), (8, 6)
+
+pytestmark = pytest.mark.skipif(not FAMILIES, reason="this transformers has none of them")
+
+
+def _mistral_large_4() -> nn.Module | None:
+    """Return its text model: layers that share choices, that share keys, and one that rotates
+    nothing; None where transformers does not have it.
+    """
+    try:
+        from transformers.models.mistral_large4.configuration_mistral_large4 import (
+            MistralLarge4TextConfig,
+        )
+        from transformers.models.mistral_large4.modeling_mistral_large4 import (
+            MistralLarge4TextModel,
+        )
+    except ImportError:
+        return None
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, moe_intermediate_size=16, vocab_size=VOCAB,
+                 num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=4,
+                 n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2, kv_lora_rank=16,
+                 qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=6, index_topk=4,
+                 index_head_dim=8, index_n_heads=2, max_position_embeddings=128)  # fmt: skip
+    config = MistralLarge4TextConfig(
+        **sizes, indexer_types=["full", "shared", "full", "full"], no_rope_layers=[1, 1, 0, 1],
+        kv_source_layers=[0, 0, 2, 0], first_k_dense_replace=1,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    )  # fmt: skip
+    model = MistralLarge4TextModel._from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    for weight in model.parameters():
+        nn.init.normal_(weight, mean=1.0 if weight.dim() == 1 else 0.0, std=0.2)
+    return model.eval()
+
+
+@pytest.fixture(params=[*FAMILIES, "mistral_large4_text"])
+def model(request):
+    """Return a small model of each family, in fp64."""
+    if request.param in BUDGETS:
+        made = small_model(request.param)
+    else:
+        made = _mistral_large_4()
+        if made is None:
+            pytest.skip("this transformers does not have it")
+    made = made.double()
+    yield made
+    with contextlib.suppress(ValueError):
+        cuseq.disable(made)
+
+
+def documents(lengths: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(3, VOCAB, (1, n), generator=generator) for n in lengths]
+
+
+def output(model: nn.Module, ids: Tensor, **told: Any) -> Tensor:
+    return model(input_ids=ids, use_cache=False, **told)[0]
+
+
+def row_of(lengths: tuple[int, ...], total: int | None = None, **options: Any):
+    packed = cuseq.PackedLayout.from_lengths(lengths, total, **options)
+    return packed, {"packed": packed, "position_ids": packed.position_ids[None].long()}
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the error relative to the largest expected number, or to 1."""
+    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
+
+
+def gradients(model: nn.Module, out: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    out.square().sum().backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def count_calls(monkeypatch, model: nn.Module) -> list[int]:
+    """Return the lengths with which the indexers' own forwards are called from now on."""
+    seen: list[int] = []
+    for kind in {type(layer.indexer) for layer in indexed(model)}:
+        own = kind.forward
+
+        def counted(self, *args, own=own, **kwargs):
+            rows = kwargs.get("hidden_states", args[0] if args else None)
+            seen.append(rows.shape[1])
+            return own(self, *args, **kwargs)
+
+        counted.__wrapped__ = own
+        monkeypatch.setattr(kind, "forward", counted)
+    return seen
+
+
+def indexed(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if getattr(one, "indexer", None) is not None]
+
+
+@pytest.mark.parametrize("lengths", [SHORT, MIXED, LONG], ids=["short", "mixed", "long"])
+def test_packed_rows_are_their_documents_one_by_one(model, lengths, monkeypatch):
+    """Values and all gradients; the indexer sees long documents alone, nothing else.
+
+    Models in fp64 compute their norms and softmax in fp32.
+    """
+    docs = documents(lengths)
+    expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+    wanted = gradients(model, expected)
+    assert len(indexed(model)) >= 1
+    seen = count_calls(monkeypatch, model)
+    entries = cuseq.enable(model).replaced
+    assert any(entry.startswith("indexer:") for entry in entries)
+    _, told = row_of(lengths)
+    found = output(model, torch.cat(docs, dim=1), **told)
+    assert difference(found, expected) < 1e-6
+    grads = gradients(model, found)
+    assert grads.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert difference(grads[name], grad) < 1e-4, name
+    budget = _indexers.kind_of(indexed(model)[0].indexer).budget(indexed(model)[0].indexer)
+    assert seen == [n for n in lengths if n > budget] * len(indexed(model))
+
+
+def test_offsets_positions_and_batches_of_rows_say_the_same(model):
+    docs = documents(MIXED)
+    with torch.no_grad():
+        expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+        cuseq.enable(model)
+        packed, told = row_of(MIXED)
+        row = torch.cat(docs, dim=1)
+        offsets = packed.cu_seqlens
+        by_offsets = output(model, row, position_ids=told["position_ids"], cu_seq_lens_q=offsets,
+                            cu_seq_lens_k=offsets)  # fmt: skip
+        by_positions = output(model, row, position_ids=told["position_ids"])
+        assert difference(by_offsets, expected) < 1e-6
+        assert difference(by_positions, expected) < 1e-6
+        # Two rows of nine tokens, whose documents end where the rows do.
+        docs = documents((6, 3, 2, 7))
+        expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+        packed, _ = row_of((6, 3, 2, 7))
+        told = {"packed": packed, "position_ids": packed.position_ids.view(2, 9).long()}
+        found = output(model, torch.cat(docs, dim=1).view(2, 9), **told)
+        assert difference(found.flatten(0, 1), expected[0]) < 1e-6
+
+
+def test_padding_between_documents_and_tails(model):
+    lengths = (5, 2, 7)
+    docs = documents(lengths)
+    with torch.no_grad():
+        expected = [output(model, ids)[0] for ids in docs]
+        cuseq.enable(model)
+        packed, told = row_of(lengths, 28, segment_multiple=4)
+        row = torch.randint(3, VOCAB, (1, 28))
+        begins = (0, 8, 12)
+        for begin, ids in zip(begins, docs, strict=True):
+            row[:, begin : begin + ids.shape[1]] = ids
+        found = output(model, row, **told)[0]
+        for begin, one in zip(begins, expected, strict=True):
+            assert difference(found[begin : begin + len(one)], one) < 1e-6
+
+
+def test_disable_gives_back_the_models_own_code(model):
+    ids = torch.cat(documents(MIXED), dim=1)
+    before = output(model, ids)
+    cuseq.enable(model)
+    assert not torch.equal(output(model, ids, **row_of(MIXED)[1]), before)
+    cuseq.disable(model)
+    assert torch.equal(output(model, ids), before)
+    assert "forward" not in vars(indexed(model)[0]) and "forward" not in vars(
+        indexed(model)[0].indexer
+    )
+
+
+def test_a_document_does_not_see_another_in_the_choice(model):
+    """Other documents' tokens change nothing, though their keys would win."""
+    cuseq.enable(model)
+    _, told = row_of((9, 8))
+    first, second, other = (documents((n,))[0] for n in (9, 8, 8))
+    other = (other + 7) % VOCAB
+    with torch.no_grad():
+        one = output(model, torch.cat([first, second], dim=1), **told)
+        two = output(model, torch.cat([first, other], dim=1), **told)
+    assert difference(one[:, :9], two[:, :9]) < 1e-6
+    assert not torch.allclose(one[:, 9:], two[:, 9:])
+
+
+def test_rows_of_trees_and_graphs_are_refused(model):
+    enabled = cuseq.enable(model)
+    assert enabled.kind == "model"
+    layer = indexed(model)[0]
+    tree = cuseq.PackedTree.from_parents([3, 2, 2], [-1, 0, 0])
+    ids = torch.randint(3, VOCAB, (1, tree.layout.total_tokens))
+    with pytest.raises(ValueError, match="whole"):
+        output(model, ids, packed=tree.layout, position_ids=tree.layout.position_ids[None].long())
+    from cuseq.layout import StaticLayout
+
+    budget = _indexers.kind_of(layer.indexer).budget(layer.indexer)
+    packed = cuseq.PackedLayout.from_lengths([2, 3], 16, max_seqs=4)
+    replayed = StaticLayout.like(packed, torch.device("cpu"))
+    with pytest.raises(ValueError, match="a CUDA graph cannot attend to keys that an indexer"):
+        _indexers._long_documents(replayed, budget, torch.device("cpu"))
+
+
+def test_families_that_choose_groups_of_keys_are_refused_by_name():
+    for family in {"deepseek_v4", "glm5_next"} & set(family_names()):
+        with pytest.raises(ValueError, match="attends (to blocks|only to keys)"):
+            cuseq.enable(small_model(family))
