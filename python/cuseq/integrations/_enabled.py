@@ -69,6 +69,7 @@ class Enabled:
             "qk_norm:CLASS" for a class whose query and key norms run in the rotation's kernel,
             "temperature:CLASS" for a class of attention layers that scales queries by their
             positions, which are now those inside each document,
+            "indexer:CLASS" for a class that chooses keys, now inside each document,
             "conv:CLASS" and "recurrence:CLASS" for a class of recurrent layers whose convolution or
             recurrence starts each document anew,
             "collator:CLASS" for a trainer's data collator, "training_step:CLASS" for its step,

@@ -30,6 +30,8 @@ def _config(family: str, **options: object) -> Callable[[], t.PreTrainedConfig]:
 # In older releases the layers of some families, before 5.16 of all, hand no keywords to recurrent
 # layers, and `enable` warns that these leak. `python -m tests.families` shows which.
 ARE_SEPARATED = Version(t.__version__) >= Version("5.17")
+# In older releases layers with an indexer make a mask of tokens x tokens themselves.
+INDEXERS_ARE_KNOWN = ARE_SEPARATED
 CONFIGS = {
     "qwen3_next": _config("qwen3_next"),
     "qwen3_5": _config("qwen3_5_text"),

@@ -13,6 +13,8 @@ import cuseq
 
 pytest.importorskip("transformers")
 
+from hybrid_models import INDEXERS_ARE_KNOWN
+
 from cuseq.integrations.transformers import _indexers
 from tests.families.models import VOCAB, family_names, small_model
 
@@ -29,7 +31,9 @@ BUDGETS = {
 FAMILIES = [name for name in BUDGETS if name in family_names()]
 SHORT, MIXED, LONG = (4, 1, 3, 2), (5, 1, 9, 3), (8, 6)
 
-pytestmark = pytest.mark.skipif(not FAMILIES, reason="this transformers has none of them")
+pytestmark = pytest.mark.skipif(
+    not (FAMILIES and INDEXERS_ARE_KNOWN), reason="this transformers has none of them"
+)
 
 
 def _mistral_large_4() -> nn.Module | None:
@@ -228,7 +232,14 @@ def test_rows_of_trees_and_graphs_are_refused(model):
         _indexers._long_documents(replayed, budget, torch.device("cpu"))
 
 
-def test_families_that_choose_groups_of_keys_are_refused_by_name():
-    for family in {"deepseek_v4", "glm5_next"} & set(family_names()):
-        with pytest.raises(ValueError, match="attends (to blocks|only to keys)"):
-            cuseq.enable(small_model(family))
+def test_an_unknown_indexer_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(_indexers, "KINDS", ())
+    with pytest.raises(ValueError, match="keys that its indexer chooses, which packed attention"):
+        cuseq.enable(small_model(FAMILIES[0]))
+    monkeypatch.undo()
+    cuseq.integrations.transformers.register()
+    try:
+        with pytest.raises(ValueError, match="attention alone cannot; cuseq.enable"):
+            small_model(FAMILIES[0]).set_attn_implementation("cuseq")
+    finally:
+        cuseq.integrations.transformers.unregister()

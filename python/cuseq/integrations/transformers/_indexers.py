@@ -67,6 +67,13 @@ KINDS = (
 )  # fmt: skip
 
 
+_IN_TRANSFORMERS = ("eager", "sdpa")  # the implementations for which a layer makes a mask itself
+
+
+def _constants_of(layer: nn.Module) -> tuple[Any, ...]:
+    return inspect.unwrap(type(layer).forward).__code__.co_consts
+
+
 def kind_of(indexer: nn.Module) -> Kind | None:
     """Return the kind of an indexer; None for one that is not known."""
     code = inspect.unwrap(type(indexer).forward).__code__
@@ -80,15 +87,22 @@ def kind_of(indexer: nn.Module) -> Kind | None:
 def refuse_other_indexers(layers: list[nn.Module]) -> None:
     """Raise ValueError if an indexer is of no known kind, or its layer keeps the choice to itself.
 
-    Layers without one reuse what an earlier layer chose.
+    Layers without one reuse what an earlier layer chose. In older releases of transformers layers
+    make a mask of tokens x tokens for every kind of attention.
     """
     for layer in layers:
         indexer = getattr(layer, "indexer", None)
         if indexer is None:
             continue
         kind = kind_of(indexer)
-        named = keywords_of(type(layer))
-        if kind is None or (kind.keyword is not None and kind.keyword not in named):
+        hands_it_on = kind is not None and (
+            kind.keyword is None
+            or (
+                kind.keyword in keywords_of(type(layer))
+                and _IN_TRANSFORMERS in _constants_of(layer)
+            )
+        )
+        if not hands_it_on:
             raise ValueError(
                 f"{type(layer).__name__} {layer.layer_idx} attends only to keys that its indexer "
                 "chooses, which packed attention cannot"
