@@ -176,7 +176,7 @@ def _choose_in_long_documents(
     if not documents:
         return torch.empty(0, dtype=torch.int32, device=rows.device)
     one_row = {name: _as_row(value, rows.shape[:2]) for name, value in given.items()}
-    one_row |= dict.fromkeys(cache_names(given))  # a packed row is no decode step
+    one_row |= dict.fromkeys(cache_names(given))  # which has nothing of this row
     chosen = []
     for begin, end in documents:
         alone = {name: _cut(value, begin, end) for name, value in one_row.items()}

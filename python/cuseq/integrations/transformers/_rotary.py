@@ -7,6 +7,7 @@ replacement (`replace`). CONTRIBUTING, "Add a model family", says when another o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -160,13 +161,17 @@ def _match_pair(rotate: Rotate, widths: list[int], tables: Tables) -> Rotary | N
 
 
 def _replace_pair(original: Rotate, rotary: Rotary) -> Rotate:
-    # Qwen4-Exp's indexer rotates queries alone.
-    def apply_rotary_pos_emb(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
         if k is None or not _is_known(cos, unsqueeze_dim, q, k):
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return rotary.rotated(q, k, cos, sin, _format(unsqueeze_dim))
 
-    return apply_rotary_pos_emb
+    def apply_to_one_or_both(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+        return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    # Qwen4-Exp's indexer rotates queries alone.
+    takes_one = inspect.signature(original).parameters["k"].default is None
+    return apply_to_one_or_both if takes_one else apply_rotary_pos_emb
 
 
 def _replace_pair_with_positions(original: Rotate, rotary: Rotary) -> Rotate:
