@@ -6,6 +6,7 @@
 #include <set>
 
 #include "cuseq/seqlens.h"
+#include "ops/checks.h"
 
 namespace cuseq::attention {
 namespace {
@@ -35,7 +36,7 @@ PlanSizes plan_sizes(int64_t sequences, int64_t longest, int64_t tokens) {
 // captures it was measured with the same bounds.
 double extra_us_of_plan(const Call& call) {
   constexpr double kUsPerElement = 1.3e-3 / (16 * 128);
-  if (call.queries.count() == 0) return 0;
+  if (is_capturing(call.q) || call.queries.count() == 0) return 0;
   const auto sizes = plan_sizes(call.queries.count(), call.queries.longest, call.q.size(0));
   const auto tokens = static_cast<double>(call.q.size(0));
   const double usual = tokens * std::bit_width(static_cast<uint64_t>(call.queries.count()));

@@ -102,6 +102,8 @@ def check_installed(backend: object) -> None:
         load_backends()
         if not packages.found.get(backend):
             raise ValueError(f'backend="{backend}" cannot be used: {_C.missing_attention(backend)}')
+    elif backend == "cudnn" and torch.cuda.is_available() and (why := _missing_cudnn()):
+        raise ValueError(f'backend="cudnn" cannot be used: {why}')
 
 
 def load_backends() -> None:
@@ -135,11 +137,16 @@ def load() -> bool:
             why = register(capability)
             _C.set_missing_attention(name, why)
             packages.found[name] = not why
-        major, minor = capability
-        packages.found["cudnn"] = not _C.missing_cudnn_attention(10 * major + minor)
+        packages.found["cudnn"] = not _missing_cudnn()
         if own.ignored and not own.rows:
             warnings.warn(f"cuseq: {own.ignored}. To measure here: {COMMAND}", stacklevel=2)
     return True
+
+
+def _missing_cudnn() -> str:
+    """Return why this GPU, torch or cuDNN cannot run cuDNN's attention; empty if they can."""
+    major, minor = torch.cuda.get_device_capability()
+    return _C.missing_cudnn_attention(10 * major + minor)
 
 
 def measurements(own: dict[Facts, Times]) -> list[tuple[Facts, Times]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import pytest
@@ -197,9 +198,9 @@ def test_disable_gives_back_the_models_own_code(model):
     assert not torch.equal(output(model, ids, **row_of(MIXED)[1]), before)
     cuseq.disable(model)
     assert torch.equal(output(model, ids), before)
-    assert "forward" not in vars(indexed(model)[0]) and "forward" not in vars(
-        indexed(model)[0].indexer
-    )
+    for layer in indexed(model):
+        for module in (layer, layer.indexer):
+            assert not any(name == "forward" or name.startswith("_cuseq") for name in vars(module))
 
 
 def test_a_document_does_not_see_another_in_the_choice(model):
@@ -239,7 +240,67 @@ def test_an_unknown_indexer_is_refused_by_name(monkeypatch):
     monkeypatch.undo()
     cuseq.integrations.transformers.register()
     try:
-        with pytest.raises(ValueError, match="attention alone cannot; cuseq.enable"):
+        with pytest.raises(ValueError, match="where it can, cuseq.enable"):
             small_model(FAMILIES[0]).set_attn_implementation("cuseq")
     finally:
         cuseq.integrations.transformers.unregister()
+
+
+@pytest.mark.skipif("qwen4_exp_text" not in FAMILIES, reason="this transformers lacks it")
+def test_embeddings_of_ngrams_along_the_row_are_refused():
+    model = small_model("qwen4_exp_text")
+    model.config.ple_layer_ids = [1]
+    with pytest.raises(ValueError, match="embeddings of n-grams along the row"):
+        cuseq.enable(model)
+
+
+@pytest.mark.parametrize("told", ["packed", "offsets"])
+def test_compiled_models_count_inside_documents(model, told):
+    """What layers do with positions follows the layout, compiled as a whole too."""
+    lengths = (3, 8)
+    docs = documents(lengths)
+    with torch.no_grad():
+        expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+        cuseq.enable(model)
+        packed, _ = row_of(lengths)
+        offsets = packed.cu_seqlens
+        row = torch.cat(docs, dim=1)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager", dynamic=False)
+        of_call = {"packed": packed}
+        if told == "offsets":
+            of_call = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+        found = compiled(input_ids=row, use_cache=False, **of_call)[0]
+    assert difference(found, expected) < 1e-5
+
+
+def test_threads_do_not_lend_each_other_their_rows(model):
+    """Two threads inside one layer: each indexer sees the documents of its own call."""
+    cuseq.enable(model)
+    rows = [(9, 8), (8, 9)]
+    inputs = [(torch.cat(documents(lengths), dim=1), row_of(lengths)[1]) for lengths in rows]
+    with torch.no_grad():
+        expected = [output(model, ids, **told) for ids, told in inputs]
+    inside, done = threading.Event(), threading.Event()
+    found: list[Tensor | None] = [None, None]
+    layer = indexed(model)[0]
+
+    def wait(module, args, kwargs):
+        if threading.current_thread().name == "first" and not inside.is_set():
+            inside.set()
+            done.wait(20)
+
+    def run(i):
+        with torch.no_grad():
+            found[i] = output(model, inputs[i][0], **inputs[i][1])
+
+    hook = layer.indexer.register_forward_pre_hook(wait, with_kwargs=True)
+    first = threading.Thread(target=run, args=(0,), name="first")
+    first.start()
+    inside.wait(20)
+    run(1)
+    done.set()
+    first.join()
+    hook.remove()
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None and torch.equal(one, other)

@@ -30,7 +30,10 @@ constexpr bool kTorchTakesPacks = TORCH_VERSION_MAJOR > 2 ||
 bool runs_on(int64_t sm) { return sm / 10 == 9 || sm / 10 == 10; }
 
 int64_t cudnn_version() {
-  static const int64_t version = at::detail::getCUDAHooks().versionRuntimeCuDNN();
+  static const int64_t version = [] {
+    const auto& hooks = at::detail::getCUDAHooks();
+    return hooks.compiledWithCuDNN() ? int64_t{hooks.versionRuntimeCuDNN()} : 0;
+  }();
   return version;
 }
 
@@ -138,11 +141,13 @@ struct Prepared {
     v = rows(call.v, keys.tokens);
   }
 
-  // Return rows padded to the plan's head_dim and tokens.
+  // Return rows padded to the plan's head_dim and tokens. Their strides count in the look-up: with
+  // heads before tokens these follow the number of tokens, so such rows are copied.
   static Tensor rows(const Tensor& own, int64_t tokens) {
     const bool is_expanded =
         (own.stride(0) == 0 && own.size(0) > 1) || (own.stride(1) == 0 && own.size(1) > 1);
-    const Tensor dense = is_expanded ? own.contiguous() : own;
+    const bool is_by_heads = own.size(1) > 1 && own.stride(1) > own.stride(0);
+    const Tensor dense = is_expanded || is_by_heads ? own.contiguous() : own;
     return with_tokens(flash_rows(dense, padded_dim(own.size(2))), tokens);
   }
 

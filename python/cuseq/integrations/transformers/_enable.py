@@ -30,6 +30,7 @@ from cuseq.integrations.transformers._forwards import (
     restore_forward,
 )
 from cuseq.integrations.transformers._indexers import (
+    ROW,
     choose_keys,
     indexed_forward,
     refuse_other_indexers,
@@ -307,6 +308,7 @@ def disable_model(model: nn.Module) -> None:
     for module in base.modules():
         remove_door(module)
         vars(module).pop(HOLD, None)
+        vars(module).pop(ROW, None)
     _remove(state.hooks)
     delattr(base, _STATE)
     _models.discard(base)

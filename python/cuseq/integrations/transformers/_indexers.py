@@ -9,7 +9,9 @@ tokens. Calls without documents run the model's own code.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +23,15 @@ from transformers.utils.import_utils import is_tracing
 from cuseq._base.modes import is_capturing
 from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers._layers import keywords_of
-from cuseq.integrations.transformers.documents import layout_of_offsets
+from cuseq.integrations.transformers.documents import (
+    layout_of_offsets,
+    positions_in_compiled_code,
+)
 from cuseq.integrations.transformers.masks import DeferredMask, RowMask
 from cuseq.integrations.transformers.names import cache_names
 from cuseq.layout import PackedLayout, StaticLayout, check_documents
 
-_LENT = "_cuseq_row"  # on an indexer, while its layer runs: the layout of the packed row
+ROW = "_cuseq_row"  # on an indexer, while its layer runs: the layout of the packed row
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,12 @@ def refuse_other_indexers(layers: list[nn.Module]) -> None:
         indexer = getattr(layer, "indexer", None)
         if indexer is None:
             continue
+        if getattr(layer.config, "ple_layer_ids", None):
+            raise ValueError(
+                f"{type(layer).__name__} {layer.layer_idx} stands beside embeddings of n-grams "
+                "along the row (ple_layer_ids of its config), which reach over the ends of "
+                "documents: train this model on padded batches"
+            )
         kind = kind_of(indexer)
         hands_it_on = kind is not None and (
             kind.keyword is None
@@ -103,9 +114,10 @@ def refuse_other_indexers(layers: list[nn.Module]) -> None:
             )
         )
         if not hands_it_on:
+            older = "" if kind is None else "; this transformers makes a mask there: update it"
             raise ValueError(
                 f"{type(layer).__name__} {layer.layer_idx} attends only to keys that its indexer "
-                "chooses, which packed attention cannot"
+                f"chooses, which packed attention cannot{older}"
             )
 
 
@@ -139,14 +151,59 @@ def indexed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     kwargs |= {"packed": packed, "attention_mask": RowMask(packed, mask)}
     if self.indexer is None:
         return forward(self, **kwargs)
-    if kwargs.get("position_ids") is None:
-        rows = kwargs["hidden_states"]
-        kwargs["position_ids"] = packed.to(rows.device).position_ids.view(rows.shape[:2])
-    setattr(self.indexer, _LENT, packed)
-    try:
+    # MiniMax M3 counts blocks by them, and Mistral Large 4 scales queries.
+    kwargs["position_ids"] = _positions(packed, kwargs["hidden_states"])
+    with _lent(self.indexer, packed):
         return forward(self, **kwargs)
+
+
+def _positions(packed: PackedLayout, rows: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        return packed.to(rows.device).position_ids.view(rows.shape[:2])
+    found = positions_in_compiled_code(packed, None, rows.shape[0] * rows.shape[1])
+    assert found is not None
+    return found.to(rows.device).view(rows.shape[:2])
+
+
+class _Rows(threading.local):
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, PackedLayout] = {}
+
+
+_rows = _Rows()  # of the indexers whose layers this thread runs
+
+
+@contextlib.contextmanager
+def _lent(indexer: nn.Module, packed: PackedLayout) -> Iterator[None]:
+    """Lend the layout of a packed row to an indexer while its layer runs.
+
+    Compiled code cannot read what belongs to a thread, and takes the indexer's attribute.
+    """
+    before = getattr(indexer, ROW, None)
+    setattr(indexer, ROW, packed)
+    if torch.compiler.is_compiling():
+        try:
+            yield
+        finally:
+            setattr(indexer, ROW, before)
+        return
+    of_thread = _rows.of.get(indexer)
+    _rows.of[indexer] = packed
+    try:
+        yield
     finally:
-        setattr(self.indexer, _LENT, None)
+        setattr(indexer, ROW, before)
+        if of_thread is None:
+            del _rows.of[indexer]
+        else:
+            _rows.of[indexer] = of_thread
+
+
+def _row_of(indexer: nn.Module) -> PackedLayout | None:
+    """Return the layout that is lent to an indexer now, or None."""
+    if torch.compiler.is_compiling() or indexer not in _rows.of:
+        return getattr(indexer, ROW, None)
+    return _rows.of[indexer]
 
 
 @our_forward
@@ -160,7 +217,7 @@ def choose_keys(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     forward = type(self).forward
     names = list(inspect.signature(forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
-    packed = getattr(self, _LENT, None)
+    packed = _row_of(self)
     if packed is None:
         return forward(self, **given)
     return _choose_in_long_documents(self, packed, given)

@@ -211,7 +211,7 @@ def check_model(model: transformers.PreTrainedModel) -> None:
     if chosen is not None:
         raise ValueError(
             f'{type(model).__name__} cannot use attn_implementation="{NAME}": {chosen}, which '
-            "packed attention alone cannot; cuseq.enable(model) takes such a model where it can"
+            "packed attention alone cannot"
         )
     silent = _hands_nothing_on(model)
     if silent is not None:
@@ -245,7 +245,10 @@ def _chooses_keys_itself(model: transformers.PreTrainedModel) -> str | None:
         if "indexer" in getattr(one.__init__, "__code__", _NO_CODE).co_names:
             layers = [module for module in model.modules() if type(module) is one]
             if not layers or not all(map(is_replaced, layers)):  # by `cuseq.enable`
-                return f"{one.__name__} attends only to keys that its indexer chooses"
+                return (
+                    f"{one.__name__} attends only to keys that its indexer chooses (where it can, "
+                    "cuseq.enable(model) takes such a model)"
+                )
     return None
 
 

@@ -247,12 +247,10 @@ def _match_reordered(rotate: Rotate, widths: list[int], tables: Tables) -> Rotar
 def _replace_reordered(original: Rotate, rotary: Rotary) -> Rotate:
     # The elements of query and key stay where they are. The order is the same in both, so all
     # scores are those of the original, which moves the first of each pair in front.
-    # Layers of Mistral Large 4 that share their keys rotate queries alone.
     def apply_rotary_pos_emb_interleave(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-        if not _is_known(cos, unsqueeze_dim, *(one for one in (q, k) if one is not None)):
-            told = {} if position_ids is None else {"position_ids": position_ids}
-            q, k = original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **told)
-            return _neighbours(q), None if k is None else _neighbours(k)
+        if not _is_known(cos, unsqueeze_dim, q, k):
+            q, k = original(q, k, cos, sin, position_ids, unsqueeze_dim)
+            return _neighbours(q), _neighbours(k)
         return rotary.rotated(q, k, cos, sin, _format(unsqueeze_dim))
 
     return apply_rotary_pos_emb_interleave
@@ -372,7 +370,6 @@ KINDS = (
         _match_reordered,
         _replace_reordered,
     ),
-    Kind(f"{ROTATE}_interleave", _PAIR, _match_reordered, _replace_reordered),
     Kind("apply_rotary_emb", ("xq", "xk", "freqs_cis"), _match_complex, _replace_complex),
 )
 NAMES = tuple(dict.fromkeys(kind.name for kind in KINDS))

@@ -218,7 +218,7 @@ def cuseq_attention(
             sinks=s_aux,
             backend=backend,
         )
-        if isinstance(attention_mask, RowMask):
+        if isinstance(attention_mask, RowMask) and _was_chosen(attention_mask, chosen):
             options = {"s_aux": s_aux, "softcap": softcap, "scaling": scaling}
             out = _among_chosen_keys(module, rows, out, query, attention_mask, chosen, options)
     else:
@@ -296,6 +296,11 @@ def _attention_by_offsets(
         backend,
     )
     return out
+
+
+def _was_chosen(mask: RowMask, chosen: dict[str, Any]) -> bool:
+    """Return whether an indexer has chosen among keys of the row."""
+    return any(one is not None and one.numel() > 0 for one in (mask.chosen, *chosen.values()))
 
 
 @torch.compiler.disable

@@ -118,6 +118,7 @@ class _Door:
         pools: whether the model gives one result for each row.
         is_relative: whether the model only rotates, each token by its position, so that those along
             the row give the same attention as those of the documents.
+        chooses_keys: whether indexers of the model choose keys by its mask and its positions.
     """
 
     names: tuple[str, ...]
@@ -126,6 +127,7 @@ class _Door:
     makes_mask: bool
     pools: bool
     is_relative: bool
+    chooses_keys: bool
 
 
 class _Calls(threading.local):
@@ -158,7 +160,8 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
         attends=attends,
         makes_mask="ones" in calls_of(model),
         pools=any(one.__name__.endswith(_POOLING) for one in type(model).__mro__),
-        is_relative=_is_relative(model),
+        is_relative=_is_relative(model) and not _chooses_keys(model),
+        chooses_keys=_chooses_keys(model),
     )
     bring = partial(bring_documents, door)
     return [
@@ -175,6 +178,10 @@ def _is_relative(model: nn.Module) -> bool:
     kinds = (*map(type, model.modules()), *vars(code_of(model)).values())
     rotates = any(isinstance(one, type) and makes_angles(one) for one in kinds)
     return rotates and not rotations_by_length(text_config(model))
+
+
+def _chooses_keys(model: nn.Module) -> bool:
+    return any(getattr(module, "indexer", None) is not None for module in model.modules())
 
 
 def names_of_call(model: nn.Module) -> tuple[str, ...]:
@@ -738,7 +745,7 @@ def _in_compiled_code(
             and told["attention_mask"].dtype != torch.bool
         ):
             _warn_of_compiled_mask()
-    elif door.makes_mask or _makes_planes(model, positions):
+    elif door.makes_mask or door.chooses_keys or _makes_planes(model, positions):
         warn_of_compiled_positions()
     # Where they change nothing, the hook stays without operations, which would be a second graph.
     is_needed = not door.is_relative or rows.shape[0] > 1  # a document may go on in the next row

@@ -93,7 +93,8 @@ class DeferredMask:
     def __getattr__(self, name: str):
         raise AttributeError(
             f"DeferredMask has no {name}: the mask of a layer is not made before its attention "
-            f'runs. A model that edits its masks cannot use attn_implementation="{NAME}"'
+            f'runs. A model that edits its masks cannot use attn_implementation="{NAME}"; one that '
+            "was enabled when it was saved must be enabled again: cuseq.enable(model)"
         )
 
     def contiguous(self) -> DeferredMask:
@@ -211,7 +212,8 @@ class RowMask(DeferredMask):
 
     def __init__(self, packed: PackedLayout, mask: Any) -> None:
         if isinstance(mask, DeferredMask):
-            vars(self).update(vars(mask))
+            self.causal, self.window, self.chunk = mask.causal, mask.window, mask.chunk
+            self.spans, self.told, self.recurrent = mask.spans, mask.told, mask.recurrent
         elif isinstance(mask, Tensor) and mask.dim() != 2:
             raise ValueError(
                 f"packed lengths cannot be combined with a {mask.dim()}-D attention_mask, got "
