@@ -34,6 +34,10 @@ RowBytes bytes_of(const Tensor& rows) {
 
 }  // namespace
 
+bool is_expanded(const Tensor& rows) {
+  return (rows.stride(0) == 0 && rows.size(0) > 1) || (rows.stride(1) == 0 && rows.size(1) > 1);
+}
+
 Tensor aligned_rows(const Tensor& rows) {
   constexpr int64_t kBytes = 16;
   const auto is_aligned = [&](int64_t elements) {

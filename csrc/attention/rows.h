@@ -7,6 +7,9 @@
 // Conversion of rows to the form that PyTorch's kernels need, and back.
 namespace cuseq::attention {
 
+// Return whether tokens or heads lie in the same memory, as those of an expanded tensor.
+bool is_expanded(const Tensor& rows);
+
 // Return the tensor itself if its rows start at multiples of 16 bytes, as PyTorch's kernels
 // require, else a copy.
 Tensor aligned_rows(const Tensor& rows);

@@ -18,9 +18,9 @@ struct PlanSizes {
   int64_t tokens = 0;
 };
 
-// Return the sizes of the plan for a row's sequences. Two more significant binary digits of a size
-// halve what rounding costs and multiply the plans by four; these keep the plans of a training run
-// to some tens (docs/attention.md has the figures).
+// Return the sizes of the plan for a row's sequences. One more significant binary digit of a size
+// halves what rounding it costs and doubles its values; these keep the plans of a training run to
+// some tens (docs/attention.md has the figures).
 CUSEQ_API PlanSizes plan_sizes(int64_t sequences, int64_t longest, int64_t tokens);
 
 // Return the microseconds that a backward takes beyond those of the rows in the table of
@@ -31,7 +31,7 @@ double extra_us_of_plan(const Call& call);
 // it can.
 CUSEQ_API std::string why_no_cudnn(int64_t sm);
 
-// What torch looks a plan up by: sizes, heads, strides and options.
+// The sizes, heads, strides and options by which torch looks a plan up.
 using PlanKey = std::array<int64_t, 24>;
 
 // Count a plan unless this thread has used it before: torch keeps plans of a thread.

@@ -88,10 +88,6 @@ int64_t package_head_dim(const Call& call) {
   return own <= 192 && call.q.size(1) == call.k.size(1) ? 192 : kMaxFlashHeadDim;
 }
 
-bool is_expanded(const Tensor& rows) {
-  return (rows.stride(0) == 0 && rows.size(0) > 1) || (rows.stride(1) == 0 && rows.size(1) > 1);
-}
-
 using Rows = c10::SmallVector<Tensor, 5>;
 
 // Return tensors of a row as the kernels take them. Their compiled code has no expanded strides.

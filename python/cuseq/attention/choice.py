@@ -93,7 +93,7 @@ def _noted(call: Call, reason: str) -> str:
 def check_installed(backend: object) -> None:
     """Raise ValueError unless `backend` is a name and, if a package, is installed."""
     check_backend(backend)
-    if backend in PACKAGES:
+    if backend in PACKAGES or backend == "cudnn":
         if not torch.cuda.is_available():
             raise ValueError(
                 f'backend="{backend}" runs on CUDA, and torch finds no GPU: choose "auto", which '
@@ -101,9 +101,8 @@ def check_installed(backend: object) -> None:
             )
         load_backends()
         if not packages.found.get(backend):
-            raise ValueError(f'backend="{backend}" cannot be used: {_C.missing_attention(backend)}')
-    elif backend == "cudnn" and torch.cuda.is_available() and (why := _missing_cudnn()):
-        raise ValueError(f'backend="cudnn" cannot be used: {why}')
+            why = _missing_cudnn() if backend == "cudnn" else _C.missing_attention(backend)
+            raise ValueError(f'backend="{backend}" cannot be used: {why}')
 
 
 def load_backends() -> None:

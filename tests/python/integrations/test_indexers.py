@@ -274,11 +274,14 @@ def test_compiled_models_count_inside_documents(model, told):
     assert difference(found, expected) < 1e-5
 
 
-def test_threads_do_not_lend_each_other_their_rows(model):
+@pytest.mark.parametrize("second", ["packed", "plain"])
+def test_threads_do_not_lend_each_other_their_rows(model, second):
     """Two threads inside one layer: each indexer sees the documents of its own call."""
     cuseq.enable(model)
     rows = [(9, 8), (8, 9)]
     inputs = [(torch.cat(documents(lengths), dim=1), row_of(lengths)[1]) for lengths in rows]
+    if second == "plain":
+        inputs[1] = inputs[1][0], {}
     with torch.no_grad():
         expected = [output(model, ids, **told) for ids, told in inputs]
     inside, done = threading.Event(), threading.Event()

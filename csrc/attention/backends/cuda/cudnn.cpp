@@ -15,6 +15,7 @@
 #include "attention/rows.h"
 #include "attention/shared_plans.h"
 #include "cuseq/cache.h"
+#include "cuseq/seqlens.h"
 #include "ops/checks.h"
 #include "ops/dtype_name.h"
 
@@ -38,7 +39,7 @@ int64_t cudnn_version() {
 }
 
 // Heads are padded to multiples of 8, those of the values on their own.
-int64_t padded_dim(int64_t head_dim) { return (head_dim + 7) / 8 * 8; }
+int64_t padded_dim(int64_t head_dim) { return round_up(head_dim, 8); }
 
 // torch's _cudnn_supports_head_dims names the sizes for sm_100. On sm_90 it names up to 128; up to
 // 256 is exact there too (cuDNN 9.26).
@@ -144,10 +145,8 @@ struct Prepared {
   // Return rows padded to the plan's head_dim and tokens. Their strides count in the look-up: with
   // heads before tokens these follow the number of tokens, so such rows are copied.
   static Tensor rows(const Tensor& own, int64_t tokens) {
-    const bool is_expanded =
-        (own.stride(0) == 0 && own.size(0) > 1) || (own.stride(1) == 0 && own.size(1) > 1);
     const bool is_by_heads = own.size(1) > 1 && own.stride(1) > own.stride(0);
-    const Tensor dense = is_expanded || is_by_heads ? own.contiguous() : own;
+    const Tensor dense = is_expanded(own) || is_by_heads ? own.contiguous() : own;
     return with_tokens(flash_rows(dense, padded_dim(own.size(2))), tokens);
   }
 

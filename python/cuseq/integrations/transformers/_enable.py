@@ -31,7 +31,7 @@ from cuseq.integrations.transformers._forwards import (
 )
 from cuseq.integrations.transformers._indexers import (
     ROW,
-    choose_keys,
+    choosing_forward,
     indexed_forward,
     refuse_other_indexers,
 )
@@ -208,7 +208,8 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         hold_registration()
         undo.callback(release_registration)
         for module in indexed + indexers:
-            replace_forward(module, indexed_forward if module in indexed else choose_keys)
+            make = indexed_forward if module in indexed else choosing_forward
+            replace_forward(module, make(type(module)))
             undo.callback(restore_forward, module)
         configs = give_configs(model, base, layers, of_towers)
         undo.callback(take_configs, model, configs)

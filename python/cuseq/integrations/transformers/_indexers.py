@@ -10,6 +10,7 @@ tokens. Calls without documents run the model's own code.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -72,11 +73,10 @@ KINDS = (
 )  # fmt: skip
 
 
-_IN_TRANSFORMERS = ("eager", "sdpa")  # the implementations for which a layer makes a mask itself
+CHOICES = tuple(kind.keyword for kind in KINDS if kind.keyword is not None)
+"""The keywords by which layers hand on what an indexer chose."""
 
-
-def _constants_of(layer: nn.Module) -> tuple[Any, ...]:
-    return inspect.unwrap(type(layer).forward).__code__.co_consts
+_IN_TRANSFORMERS = {"eager", "sdpa"}  # the implementations for which a layer makes a mask itself
 
 
 def kind_of(indexer: nn.Module) -> Kind | None:
@@ -107,11 +107,7 @@ def refuse_other_indexers(layers: list[nn.Module]) -> None:
             )
         kind = kind_of(indexer)
         hands_it_on = kind is not None and (
-            kind.keyword is None
-            or (
-                kind.keyword in keywords_of(type(layer))
-                and _IN_TRANSFORMERS in _constants_of(layer)
-            )
+            kind.keyword is None or _IN_TRANSFORMERS | {kind.keyword} <= keywords_of(type(layer))
         )
         if not hands_it_on:
             older = "" if kind is None else "; this transformers makes a mask there: update it"
@@ -121,40 +117,48 @@ def refuse_other_indexers(layers: list[nn.Module]) -> None:
             )
 
 
-@our_forward
-def indexed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run an attention layer with an indexer; a packed row's layout comes in place of its mask."""
-    forward = type(self).forward
-    names = list(inspect.signature(forward).parameters)[1:]
-    kwargs = dict(zip(names, args, strict=False)) | kwargs
-    mask, packed = kwargs.get("attention_mask"), kwargs.get("packed")
-    offsets = kwargs.get("cu_seq_lens_q")
-    if packed is None and offsets is not None:
-        batch, seqlen, _ = kwargs["hidden_states"].shape
-        packed = layout_of_offsets(offsets, batch * seqlen)
-    elif packed is None and isinstance(mask, DeferredMask):
-        packed = mask.told.packed
-    if packed is None:
-        if isinstance(mask, DeferredMask):  # the layer or its indexer reads it
+@functools.cache
+def indexed_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a forward for an attention layer with an indexer.
+
+    A packed row's layout comes in place of its mask.
+    """
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+
+    @our_forward
+    def indexed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self).forward
+        kwargs = dict(zip(names, args, strict=False)) | kwargs
+        mask, packed = kwargs.get("attention_mask"), kwargs.get("packed")
+        offsets = kwargs.get("cu_seq_lens_q")
+        if packed is None and offsets is not None:
+            batch, seqlen, _ = kwargs["hidden_states"].shape
+            packed = layout_of_offsets(offsets, batch * seqlen)
+        elif packed is None and isinstance(mask, DeferredMask):
+            packed = mask.told.packed
+        if packed is not None:
+            check_documents(
+                packed,
+                f"{type(self).__name__} attends to keys that an indexer chooses, which needs whole "
+                "documents",
+            )
+            # MiniMax M3 counts blocks by positions, and Mistral Large 4 scales queries.
+            positions = _positions(packed, kwargs["hidden_states"])
+            kwargs |= {"packed": packed, "attention_mask": RowMask(packed, mask)}
+            kwargs["position_ids"] = positions
+        elif isinstance(mask, DeferredMask):  # the layer or its indexer reads it
             rows = kwargs["hidden_states"]
             kwargs["attention_mask"] = (
                 mask.build(kwargs.get("position_ids"))
                 if is_tracing(rows)
                 else mask.build_once(rows.device)
             )
-        return forward(self, **kwargs)
-    check_documents(
-        packed,
-        f"{type(self).__name__} attends to keys that an indexer chooses, which needs whole "
-        "documents",
-    )
-    kwargs |= {"packed": packed, "attention_mask": RowMask(packed, mask)}
-    if self.indexer is None:
-        return forward(self, **kwargs)
-    # MiniMax M3 counts blocks by them, and Mistral Large 4 scales queries.
-    kwargs["position_ids"] = _positions(packed, kwargs["hidden_states"])
-    with _lent(self.indexer, packed):
-        return forward(self, **kwargs)
+        if self.indexer is None:
+            return forward(self, **kwargs)
+        with _lent(self.indexer, packed):
+            return forward(self, **kwargs)
+
+    return indexed
 
 
 def _positions(packed: PackedLayout, rows: Tensor) -> Tensor:
@@ -167,36 +171,29 @@ def _positions(packed: PackedLayout, rows: Tensor) -> Tensor:
 
 class _Rows(threading.local):
     def __init__(self) -> None:
-        self.of: dict[nn.Module, PackedLayout] = {}
+        self.of: dict[nn.Module, PackedLayout | None] = {}
 
 
-_rows = _Rows()  # of the indexers whose layers this thread runs
+_rows = _Rows()  # of the indexers whose layers this thread runs; None: of a plain call
 
 
 @contextlib.contextmanager
-def _lent(indexer: nn.Module, packed: PackedLayout) -> Iterator[None]:
-    """Lend the layout of a packed row to an indexer while its layer runs.
+def _lent(indexer: nn.Module, packed: PackedLayout | None) -> Iterator[None]:
+    """Lend the layout of a row to an indexer while its layer runs, or say that there is none.
 
     Compiled code cannot read what belongs to a thread, and takes the indexer's attribute.
     """
     before = getattr(indexer, ROW, None)
     setattr(indexer, ROW, packed)
-    if torch.compiler.is_compiling():
-        try:
-            yield
-        finally:
-            setattr(indexer, ROW, before)
-        return
-    of_thread = _rows.of.get(indexer)
-    _rows.of[indexer] = packed
+    of_thread = {} if torch.compiler.is_compiling() else _rows.of
+    outer = of_thread.copy()
+    of_thread[indexer] = packed
     try:
         yield
     finally:
         setattr(indexer, ROW, before)
-        if of_thread is None:
-            del _rows.of[indexer]
-        else:
-            _rows.of[indexer] = of_thread
+        of_thread.pop(indexer)
+        of_thread.update(outer)
 
 
 def _row_of(indexer: nn.Module) -> PackedLayout | None:
@@ -206,21 +203,25 @@ def _row_of(indexer: nn.Module) -> PackedLayout | None:
     return _rows.of[indexer]
 
 
-@our_forward
-def choose_keys(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """Run an indexer; for a packed row only on the documents that leave it a choice.
+@functools.cache
+def choosing_forward(cls: type[nn.Module]) -> Callable[..., Any]:
+    """Return a forward for an indexer, which sees of a packed row the documents that leave it a
+    choice.
 
-    Returns:
-        What the indexer returns; for a packed row what it returns for each of those documents
-        alone, joined along the queries. Masks of documents are joined as `[numbers]`.
+    It returns what the indexer returns; for a packed row what it returns for each of those
+    documents alone, joined along the queries. Masks of documents are joined as `[numbers]`.
     """
-    forward = type(self).forward
-    names = list(inspect.signature(forward).parameters)[1:]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    packed = _row_of(self)
-    if packed is None:
-        return forward(self, **given)
-    return _choose_in_long_documents(self, packed, given)
+    names = list(inspect.signature(cls.forward).parameters)[1:]
+
+    @our_forward
+    def chosen(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        packed = _row_of(self)
+        if packed is None:
+            return type(self).forward(self, **given)
+        return _choose_in_long_documents(self, packed, given)
+
+    return chosen
 
 
 @torch.compiler.disable

@@ -40,6 +40,7 @@ import cuseq
 from cuseq._base.arguments import as_size
 from cuseq.attention import load_backends
 from cuseq.integrations.transformers._indexers import (
+    CHOICES,
     masks_of_long_documents,
     with_chosen_keys,
 )
@@ -62,8 +63,6 @@ from cuseq.integrations.transformers.names import (
 )
 from cuseq.layout import check_layout
 from cuseq.layout.build import offsets_of_chunks
-
-_CHOICES = ("indices", "block_indices")  # keywords by which layers hand on what an indexer chose
 
 
 def cuseq_attention(
@@ -133,7 +132,7 @@ def cuseq_attention(
             attention_mask = deferred.build_once(query.device)
     if not lengths_given and packed is None:
         # Models with an indexer make a mask of its choice only for implementations they know.
-        chosen = {name: kwargs.pop(name, None) for name in _CHOICES}
+        chosen = {name: kwargs.pop(name, None) for name in CHOICES}
         attention_mask = with_chosen_keys(
             module, attention_mask, chosen, query, key.shape[2], position_ids
         )
@@ -153,7 +152,7 @@ def cuseq_attention(
 
     chosen = {}
     if isinstance(attention_mask, RowMask):
-        chosen = {name: kwargs.pop(name, None) for name in _CHOICES}
+        chosen = {name: kwargs.pop(name, None) for name in CHOICES}
     _check_packable(module, query, key, attention_mask, dropout)
     _refuse(kwargs, UNSUPPORTED, "packed attention")
     if getattr(module, "attn_temperature_tuning", False) and not hasattr(module, BACKEND):

@@ -153,6 +153,7 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
     takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     setattr(model, _DOOR, True)
     replace_features(model)
+    chooses_keys = any(getattr(one, "indexer", None) is not None for one in model.modules())
     door = _Door(
         names=names_of_call(model),
         # A model that computes attention in its own way takes them from its next hook.
@@ -160,8 +161,8 @@ def install_door(model: nn.Module, attends: bool = True) -> list[RemovableHandle
         attends=attends,
         makes_mask="ones" in calls_of(model),
         pools=any(one.__name__.endswith(_POOLING) for one in type(model).__mro__),
-        is_relative=_is_relative(model) and not _chooses_keys(model),
-        chooses_keys=_chooses_keys(model),
+        is_relative=_is_relative(model) and not chooses_keys,
+        chooses_keys=chooses_keys,
     )
     bring = partial(bring_documents, door)
     return [
@@ -178,10 +179,6 @@ def _is_relative(model: nn.Module) -> bool:
     kinds = (*map(type, model.modules()), *vars(code_of(model)).values())
     rotates = any(isinstance(one, type) and makes_angles(one) for one in kinds)
     return rotates and not rotations_by_length(text_config(model))
-
-
-def _chooses_keys(model: nn.Module) -> bool:
-    return any(getattr(module, "indexer", None) is not None for module in model.modules())
 
 
 def names_of_call(model: nn.Module) -> tuple[str, ...]:
