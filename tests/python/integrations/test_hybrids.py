@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import sys
 import warnings
 from types import ModuleType
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -39,7 +42,12 @@ from cuseq._base import models as base_models  # noqa: E402
 from cuseq._base.foreign import UnknownRelease  # noqa: E402
 from cuseq.integrations.transformers import _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
-from cuseq.integrations.transformers.hybrids import kernels, kinds, routes  # noqa: E402
+from cuseq.integrations.transformers.hybrids import (  # noqa: E402
+    kernels,
+    kinds,
+    routes,
+    segments,
+)
 from cuseq.integrations.transformers.hybrids.kernels import Kernel  # noqa: E402
 from tests.families.models import VOCAB  # noqa: E402
 
@@ -693,6 +701,55 @@ def test_a_convolution_that_is_too_wide_runs_in_torch(device):
         found = model(**batch, use_cache=False).logits[0, real_rows(batch["packed"])]
     assert_close(found, expected)
     cuseq.disable(model)
+
+
+# ------------------------------------------------------------------------------ batches
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=40),
+    tail=st.integers(0, 300),
+    on_gpu=st.booleans(),
+)
+def test_batches_hold_each_document_once(lengths, tail, on_gpu):
+    documents = [(length, index) for index, length in enumerate(lengths)]
+    total = sum(lengths) + tail
+    batches = segments.batches_of(documents, total, on_gpu)
+    assert sorted(itertools.chain(*batches)) == sorted(documents)
+    for batch in batches:
+        padded = len(batch) * -(-max(batch)[0] // 64) * 64
+        assert len(batch) == 1 or padded <= 2 * total
+
+
+def _noting(plan, sizes):
+    """Return `plan`, which notes how many batches it makes."""
+
+    def noted(*args):
+        batches = plan(*args)
+        sizes.append(len(batches))
+        return batches
+
+    return noted
+
+
+@pytest.mark.parametrize("call", [0, 64, 1 << 20], ids=["many", "some", "one"])
+@every_kind
+def test_all_ways_to_batch_give_the_same(name, call, enabled, device, monkeypatch):
+    monkeypatch.setattr(segments, "_CPU_CALL", call)
+    monkeypatch.setattr(segments, "_GPU_CALL", call)
+    monkeypatch.setattr(segments, "_ROWS", 1 if call == 64 else 100)
+    cuseq.cache.clear()
+    lengths = [65, 1, 0, 130, 3, 64, 1]
+    model = enabled(name)
+    monkeypatch.setattr(kernels.Kernel, "function", lambda *_: None)  # none of a package
+    sizes = []
+    monkeypatch.setattr(segments, "batches_of", _noting(segments.batches_of, sizes))
+    found = packed_run(model, packed_batch(lengths, device))
+    cuseq.disable(model)
+    logits = one_by_one(model, lengths, device)
+    assert_same(found, (logits.detach(), gradients(model, logits)))
+    assert bool(sizes) == (name != "lfm2")  # a convolution alone runs in a kernel of ours
+    assert all((size == 1) == (call == 1 << 20) for size in sizes), sizes
 
 
 # ------------------------------------------------------------------------------ compiled layers

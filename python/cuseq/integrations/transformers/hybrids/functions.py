@@ -26,8 +26,7 @@ from cuseq.integrations.transformers.hybrids.kernels import (
     Kernel,
     fla_arguments,
 )
-from cuseq.integrations.transformers.hybrids.segments import by_segment, last_sequence
-from cuseq.integrations.transformers.hybrids.segments import segment_bounds as bounds_of
+from cuseq.integrations.transformers.hybrids.segments import by_batches, last_sequence
 from cuseq.layout import PackedLayout
 
 WITH_FLA = "on a GPU, flash-linear-attention makes it one kernel call"
@@ -89,7 +88,7 @@ def convolution(original: Function) -> Function:
                 _refuse_state()
         states = hidden_states[:, :, -tokens:].transpose(1, 2)
         if weight.shape[1] not in _WIDTHS or activation not in _ACTIVATIONS:
-            rows, _ = by_segment(
+            rows, _ = by_batches(
                 f"a convolution of width {weight.shape[1]} with activation {activation}",
                 "cuseq.causal_conv1d takes widths from 2 to 4 and silu",
                 packed,
@@ -149,16 +148,15 @@ def _delta_rule(original: Function, kernel: Kernel, what: str) -> Function:
         chunked = kernel.function(query, key, value, g, beta)
         if chunked is None:
             in_torch = getattr(original, "__wrapped__", original)
-            out, state = by_segment(
+            out, state = by_batches(
                 what,
                 WITH_GATED_FLA if kernel.gated else WITH_FLA,
                 packed,
-                lambda is_last, *row: in_torch(
-                    *row,
-                    output_final_state=output_final_state and is_last,
-                    use_qk_l2norm_in_kernel=normalise,
+                lambda keeps, *batch: in_torch(
+                    *batch, output_final_state=keeps, use_qk_l2norm_in_kernel=normalise
                 ),
                 *rows,
+                keeps_state=output_final_state,
             )
         else:
             out, state = chunked(
@@ -227,14 +225,20 @@ def mamba2_scan(original: Function) -> Function:
         else:
             in_torch = getattr(original, "__wrapped__", original)
 
-            def scan(is_last, x, dt, B, C):
-                keep = return_final_states and is_last
+            def scan(keeps, x, dt, B, C):
                 found = in_torch(
-                    x, dt, A, B, C, chunk_size=chunk_size, return_final_states=keep, **options
+                    x, dt, A, B, C, chunk_size=chunk_size, return_final_states=keeps, **options
                 )
-                return found if keep else (found, None)
+                return found if keeps else (found, None)
 
-            out, state = by_segment("the Mamba-2 scan", WITH_MAMBA, packed, scan, *rows)
+            out, state = by_batches(
+                "the Mamba-2 scan",
+                WITH_MAMBA,
+                packed,
+                scan,
+                *rows,
+                keeps_state=return_final_states,
+            )
         out = out.view(batch, -1, *out.shape[2:])
         return (out, _of_each_row(state, batch)) if return_final_states else out
 
@@ -291,7 +295,7 @@ def _state_of_last(states: Tensor | None, packed: PackedLayout) -> Tensor | None
     """Return the state `[1, ...]` after the last sequence, of states `[segments, ...]`."""
     if states is None:
         return None
-    segment = last_sequence(packed, bounds_of(packed))
+    segment = last_sequence(packed)
     return states[segment : segment + 1]
 
 

@@ -1,7 +1,7 @@
 """Forwards for mixers whose recurrence is not a function that gets the layout.
 
 MiniMax's lightning attention computes its recurrence in its own forward. A Mamba-1 layer calls a
-function but does not hand its keywords on to it. Such a layer is called for each segment.
+function but does not hand its keywords on to it. Such a layer is called on batches of documents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers.hybrids.boundaries import lent_to
 from cuseq.integrations.transformers.hybrids.functions import WITH_FLA, layout_among
 from cuseq.integrations.transformers.hybrids.kernels import LINEAR_ATTENTION, fla_arguments
-from cuseq.integrations.transformers.hybrids.segments import by_segment
+from cuseq.integrations.transformers.hybrids.segments import by_batches
 from cuseq.integrations.transformers.names import cache_names
 from cuseq.layout import PackedLayout
 
@@ -23,11 +23,11 @@ NO_KERNEL = "no package has a kernel for it that takes offsets"
 
 @our_forward
 def mamba_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run a Mamba-1 layer; with a layout, on one segment at a time."""
+    """Run a Mamba-1 layer; with a layout, on batches of documents."""
     packed = layout_among(kwargs | lent_to(self), hidden_states)
     if packed is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
-    out, _ = _segments(self, "Mamba 1", NO_KERNEL, packed, hidden_states, args, kwargs)
+    out, _ = _batches(self, "Mamba 1", NO_KERNEL, packed, hidden_states, args, kwargs)
     return out
 
 
@@ -35,7 +35,7 @@ def mamba_forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: 
 def lightning_forward(
     self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a layer of lightning attention; with a layout, by fla or on one segment at a time."""
+    """Run a layer of lightning attention; with a layout, by fla or on batches of documents."""
     packed = layout_among(kwargs, hidden_states)
     if packed is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
@@ -52,10 +52,10 @@ def lightning_forward(
         )
         out = self.norm(out.reshape(batch, seqlen, -1))
         return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
-    return _segments(self, "lightning attention", WITH_FLA, packed, hidden_states, args, kwargs)
+    return _batches(self, "lightning attention", WITH_FLA, packed, hidden_states, args, kwargs)
 
 
-def _segments(
+def _batches(
     layer: nn.Module,
     what: str,
     remedy: str,
@@ -64,7 +64,7 @@ def _segments(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a layer's own forward on each segment; a cache gets the state of the last sequence."""
+    """Run a layer's own forward on batches of documents; a cache gets the last one's state."""
     if args:  # a cache among them could not be told from the rest
         raise ValueError(
             f"{type(layer).__name__} must get its arguments by keyword in a packed row, got "
@@ -73,10 +73,11 @@ def _segments(
     caches = {name: kwargs[name] for name in cache_names(kwargs)}
     others = {name: value for name, value in kwargs.items() if name not in caches}
 
-    def run(is_last: bool, row: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = type(layer).forward(layer, row, **others, **(caches if is_last else {}))
+    def run(keeps: bool, batch: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = type(layer).forward(layer, batch, **others, **(caches if keeps else {}))
         return found if isinstance(found, tuple) else (found, None)
 
     rows = hidden_states.flatten(0, 1).unsqueeze(0)
-    out, state = by_segment(what, remedy, packed, run, rows)
+    fills = any(cache is not None for cache in caches.values())
+    out, state = by_batches(what, remedy, packed, run, rows, keeps_state=fills)
     return out.view(hidden_states.shape), state
