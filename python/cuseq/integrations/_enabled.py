@@ -79,7 +79,7 @@ class Enabled:
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
             with "LEAKS" names layers through which documents of one row leak into each other. One
-            that starts with "SLOW" names a recurrence that runs on batches of documents. One that
+            that starts with "SLOW" names a recurrence that runs without one kernel. One that
             starts with "DROPOUT" names attention layers whose dropout packed rows refuse in
             training mode.
     """

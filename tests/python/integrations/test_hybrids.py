@@ -43,6 +43,7 @@ from cuseq._base.foreign import UnknownRelease  # noqa: E402
 from cuseq.integrations.transformers import _warn  # noqa: E402
 from cuseq.integrations.transformers._functions import original_function  # noqa: E402
 from cuseq.integrations.transformers.hybrids import (  # noqa: E402
+    delta_rule,
     kernels,
     kinds,
     routes,
@@ -721,6 +722,50 @@ def test_batches_hold_each_document_once(lengths, tail, on_gpu):
         assert len(batch) == 1 or padded <= 2 * total
 
 
+@pytest.mark.parametrize("slots", [64, 192, 1 << 20])
+@pytest.mark.parametrize("lengths", [[130, 1, 0, 64, 65, 200], [3], [64, 64], []], ids=str)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_the_gated_delta_rule_by_chunks(slots, lengths, key_heads, device, monkeypatch):
+    """Against transformers' function on each document, in float32, as that computes."""
+    qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    theirs = inspect.unwrap(original_function(qwen, "torch_chunk_gated_delta_rule"))
+    monkeypatch.setattr(delta_rule, "_CPU_SLOTS", slots)
+    monkeypatch.setattr(delta_rule, "_GPU_SLOTS", slots)
+    cuseq.cache.clear()
+    packed = cuseq.PackedLayout.from_lengths(
+        lengths, sum(-(-n // 8) * 8 for n in lengths) + 8, segment_multiple=8, device=device
+    )
+    total = packed.total_tokens
+    torch.manual_seed(0)
+    shapes = [(key_heads, 6), (key_heads, 6), (2, 4), (2,), (2,)]
+    rows = [torch.randn(1, total, *shape, device=device) for shape in shapes]
+    rows[3], rows[4] = -rows[3].abs(), rows[4].sigmoid()
+    alone = [row.clone().requires_grad_() for row in rows]
+    real = packed.moe_padding_mask.logical_not()
+    for row in rows:
+        row[:, ~real] = torch.nan
+        row.requires_grad_()
+    out, state = delta_rule.chunked_gated_delta_rule(packed, *rows, True, True)
+    assert not out[:, ~real].any()
+    expected, last = torch.zeros_like(out), torch.zeros_like(state)
+    begins = packed.cu_seqlens_padded.tolist()
+    for begin, n in zip(begins, lengths, strict=False):
+        if n > 0:
+            parts = [one[:, begin : begin + n] for one in alone]
+            parts[:2] = (one.repeat_interleave(2 // key_heads, 2) for one in parts[:2])
+            found, last = theirs(*parts, output_final_state=True, use_qk_l2norm_in_kernel=True)
+            expected = torch.cat((expected[:, :begin], found, expected[:, begin + n :]), 1)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-6)
+    if lengths:
+        weights = torch.randn_like(out)
+        ours = torch.autograd.grad((out * weights).sum() + state.sum(), rows)
+        wanted = torch.autograd.grad((expected * weights).sum() + last.sum(), alone)
+        for one, other in zip(ours, wanted, strict=True):
+            assert not one[:, ~real].any()
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def _noting(plan, sizes):
     """Return `plan`, which notes how many batches it makes."""
 
@@ -748,7 +793,8 @@ def test_all_ways_to_batch_give_the_same(name, call, enabled, device, monkeypatc
     cuseq.disable(model)
     logits = one_by_one(model, lengths, device)
     assert_same(found, (logits.detach(), gradients(model, logits)))
-    assert bool(sizes) == (name != "lfm2")  # a convolution alone runs in a kernel of ours
+    by_batches = name not in ("lfm2", "qwen3_5")  # which run in code of ours
+    assert bool(sizes) == by_batches
     assert all((size == 1) == (call == 1 << 20) for size in sizes), sizes
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 
 import cuseq
 from cuseq.integrations.transformers._functions import Function
+from cuseq.integrations.transformers._warn import warn_once
+from cuseq.integrations.transformers.hybrids.delta_rule import chunked_gated_delta_rule
 from cuseq.integrations.transformers.hybrids.kernels import (
     GATED_DELTA_RULE,
     GATED_LINEAR_ATTENTION,
@@ -26,7 +28,11 @@ from cuseq.integrations.transformers.hybrids.kernels import (
     Kernel,
     fla_arguments,
 )
-from cuseq.integrations.transformers.hybrids.segments import by_batches, last_sequence
+from cuseq.integrations.transformers.hybrids.segments import (
+    by_batches,
+    last_sequence,
+    slow_warning,
+)
 from cuseq.layout import PackedLayout
 
 WITH_FLA = "on a GPU, flash-linear-attention makes it one kernel call"
@@ -146,11 +152,14 @@ def _delta_rule(original: Function, kernel: Kernel, what: str) -> Function:
         rows = [one.flatten(0, 1).unsqueeze(0) for one in (query, key, value, g, beta)]
         normalise = kwargs.get("use_qk_l2norm_in_kernel", False)
         chunked = kernel.function(query, key, value, g, beta)
-        if chunked is None:
+        if chunked is None and kernel is GATED_DELTA_RULE:
+            warn_once(slow_warning(what, WITH_GATED_FLA))
+            out, state = chunked_gated_delta_rule(packed, *rows, normalise, output_final_state)
+        elif chunked is None:
             in_torch = getattr(original, "__wrapped__", original)
             out, state = by_batches(
                 what,
-                WITH_GATED_FLA if kernel.gated else WITH_FLA,
+                WITH_FLA,
                 packed,
                 lambda keeps, *batch: in_torch(
                     *batch, output_final_state=keeps, use_qk_l2norm_in_kernel=normalise

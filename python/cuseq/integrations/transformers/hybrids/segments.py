@@ -30,8 +30,8 @@ _ops = torch.ops.cuseq
 def slow_warning(what: str, remedy: str) -> str:
     """Return the warning that something runs without a kernel for packed rows."""
     return (
-        f"SLOW: {what} of packed rows runs in PyTorch, on padded batches of documents. This is "
-        f"exact, but each such layer runs the model's own code once for each batch: {remedy}"
+        f"SLOW: {what} of packed rows runs in PyTorch, where one kernel call would do. This is "
+        f"exact, but takes many small kernels in each such layer: {remedy}"
     )
 
 
@@ -134,10 +134,16 @@ def _make_batches(packed: PackedLayout, keeps_state: bool, device: torch.device)
         pieces.append(torch.where(columns < counts, starts + columns, -1).flatten())
         shapes.append((len(batch), longest))
     index = torch.cat(pieces)
-    slots = torch.nonzero(index >= 0).flatten()
-    inverse = torch.full((packed.total_tokens,), -1, dtype=torch.int32)
-    inverse[index[slots].long()] = slots.int()
+    inverse = inverse_of(index, packed.total_tokens)
     return _Batches(*copy_pair(index, inverse, device), shapes)
+
+
+def inverse_of(index: Tensor, tokens: int) -> Tensor:
+    """Return the slot of each token, given the token of each slot; in both, -1 means none."""
+    slots = torch.nonzero(index >= 0).flatten()
+    inverse = torch.full((tokens,), -1, dtype=torch.int32)
+    inverse[index[slots].long()] = slots.int()
+    return inverse
 
 
 def batches_of(documents: list[Any], total_tokens: int, on_gpu: bool) -> list[list[Any]]:

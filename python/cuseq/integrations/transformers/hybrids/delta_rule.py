@@ -1,0 +1,216 @@
+"""The gated delta rule of a packed row in PyTorch, for machines without a kernel for it.
+
+All documents are cut into chunks. What a chunk computes without the state before it runs for all
+chunks at once; the states are then carried along the chunks of all documents side by side, the
+longest document first. So the loop is as long as that document, and nothing is padded but the last
+chunk of each.
+
+A head's state S follows S' = exp(g) S + k (beta (v - exp(g) S^T k))^T, and a token reads S'^T q
+(Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; by chunks: Yang et al.,
+"Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv 2406.06484).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import copy_pair
+from cuseq.cache import remember
+from cuseq.integrations.transformers.hybrids.segments import inverse_of
+from cuseq.layout import PackedLayout
+
+_CHUNK = 64  # tokens, as in transformers and flash-linear-attention
+_EPS = 1e-6  # of the norm of queries and keys, as there
+# Slots that are computed at a time. A CPU is fastest with tensors that stay small: it then uses
+# memory again that it has touched.
+_GPU_SLOTS, _CPU_SLOTS = 1 << 20, 512
+
+_ops = torch.ops.cuseq
+
+
+class _Group(NamedTuple):
+    """Documents that are computed together: the first chunk of each, then the second ones, ...
+
+    Attributes:
+        counts: how many documents have a first chunk, a second one, and so on.
+        last: the place of the row's last sequence among them, if it is here.
+        last_step: its last chunk.
+    """
+
+    counts: list[int]
+    last: int | None
+    last_step: int
+
+    @property
+    def slots(self) -> int:
+        return sum(self.counts) * _CHUNK
+
+
+class _Chunks(NamedTuple):
+    """The chunks of a row.
+
+    Attributes:
+        index: int32, the token of each slot, group after group; -1 on padding.
+        inverse: int32 `[total_tokens]`, the slot of each token; -1 on padding and tail.
+        groups: the groups.
+    """
+
+    index: Tensor
+    inverse: Tensor
+    groups: list[_Group]
+
+
+@torch.compiler.disable
+def chunked_gated_delta_rule(
+    packed: PackedLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    normalise: bool,
+    keeps_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the rule of each sequence of a row. Waits for lengths that came from a GPU, once.
+
+    Args:
+        packed: the layout.
+        query, key: `[1, total_tokens, key_heads, key_dim]`.
+        value: `[1, total_tokens, heads, value_dim]`; `heads` is a multiple of `key_heads`.
+        g: `[1, total_tokens, heads]`, the logarithm of the decay.
+        beta: `[1, total_tokens, heads]`.
+        normalise: whether queries and keys are divided by their lengths.
+        keeps_state: whether to return the state after the last sequence.
+
+    Returns:
+        `[1, total_tokens, heads, value_dim]` in the query's dtype, zero on padding and tail; and
+        `[1, heads, key_dim, value_dim]`, in fp32, or None.
+    """
+    tokens, heads, value_dim = value.shape[1:]
+    key_dim = key.shape[3]
+    with outside_inference_mode():
+        chunks: _Chunks = remember(
+            packed.row.lengths,
+            "chunks_of_documents",
+            lambda: _make_chunks(packed, value.device),
+            device=value.device,
+            tensors=lambda made: made[:2],
+        )
+    index, inverse, groups = chunks
+    if not groups:
+        empty = torch.zeros(1, heads, key_dim, value_dim, device=value.device)
+        return query.new_zeros(1, tokens, heads, value_dim), empty if keeps_state else None
+    inputs = _ops.gather_rows(
+        [query, key, value, g, beta], index, inverse, [index.shape[0]], 2, [0] * 5
+    )
+    wide = torch.promote_types(query.dtype, torch.float32)
+    outputs, state = [], None
+    for group, *slots in zip(
+        groups, *(one.split([group.slots for group in groups]) for one in inputs), strict=True
+    ):
+        q, k, v, log_decay, rate = (_by_heads(one, heads, wide) for one in slots)
+        if normalise:
+            q, k = _normalised(q), _normalised(k)
+        out, last = _rule(q * key_dim**-0.5, k, v, log_decay, rate, group, heads)
+        state = state if last is None else last
+        by_token = out.view(-1, heads, _CHUNK, value_dim).transpose(1, 2)
+        outputs.append(by_token.flatten(0, 1).to(query.dtype))
+    (rows,) = _ops.gather_rows([torch.cat(outputs)], inverse, index, [tokens], 1, [0])
+    return rows.unsqueeze(0), state.view(1, heads, key_dim, value_dim) if keeps_state else None
+
+
+def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
+    chunks = slots.unflatten(0, (-1, _CHUNK)).transpose(1, 2).to(dtype)
+    if chunks.shape[1] != heads:
+        chunks = chunks.repeat_interleave(heads // chunks.shape[1], dim=1)
+    return chunks.reshape(-1, *chunks.shape[2:])
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+
+
+def _rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    rate: Tensor,
+    group: _Group,
+    heads: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the rule of `[chunks * heads, 64, ...]`; return the outputs and the last's state."""
+    above = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    decayed = log_decay.cumsum(1)  # from the start of the chunk
+    between = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).masked_fill(above, -torch.inf).exp()
+    since_start = decayed.exp().unsqueeze(2)
+    until_end = (decayed[:, -1:] - decayed).exp().unsqueeze(2)
+
+    # What the tokens of a chunk write depends on those before them: a triangular system.
+    system = ((rate.unsqueeze(2) * k) @ k.mT) * between
+    sides = rate.unsqueeze(2) * torch.cat((v, k * since_start), dim=2)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    values, reads = solved.split((v.shape[2], k.shape[2]), dim=2)
+
+    counts = [documents * heads for documents in group.counts]
+    state = v.new_zeros(counts[0], k.shape[2], v.shape[2])
+    states, written, last_state = [], [], None
+    parts = zip(
+        *(one.split(counts) for one in (values, reads, k * until_end, since_start[:, -1:])),
+        strict=True,
+    )
+    for step, (value, read, write, decay) in enumerate(parts):
+        state = state[: counts[step]]
+        new = torch.baddbmm(value, read, state, alpha=-1)
+        states.append(state)
+        written.append(new)
+        state = torch.baddbmm(state * decay, write.mT, new)
+        if group.last is not None and step == group.last_step:
+            last_state = state[group.last * heads : (group.last + 1) * heads]
+    within = (q @ k.mT) * between
+    return (q * since_start) @ torch.cat(states) + within @ torch.cat(written), last_state
+
+
+def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
+    lengths = packed.lengths_on_host().tolist()
+    begins = itertools.accumulate(packed.segments.lengths_on_host().tolist(), initial=0)
+    documents = [(n, begin) for n, begin in zip(lengths, begins, strict=False) if n > 0]
+    most = _GPU_SLOTS if device.type == "cuda" else _CPU_SLOTS
+    groups, pieces = [], [torch.empty(0, dtype=torch.int32)]
+    for members in _grouped(documents, most):
+        steps = _chunks(members[0][0])
+        counts = [sum(_chunks(n) > step for n, _ in members) for step in range(steps)]
+        for step, count in enumerate(counts):
+            ends, starts = torch.tensor(members[:count], dtype=torch.int32).split(1, dim=1)
+            tokens = torch.arange(step * _CHUNK, (step + 1) * _CHUNK, dtype=torch.int32)
+            pieces.append(torch.where(tokens < ends, starts + tokens, -1).flatten())
+        last = documents[-1]
+        place = members.index(last) if last in members else None
+        groups.append(_Group(counts, place, _chunks(last[0]) - 1))
+    index = torch.cat(pieces)
+    inverse = inverse_of(index, packed.total_tokens)
+    return _Chunks(*copy_pair(index, inverse, device), groups)
+
+
+def _grouped(documents: list[tuple[int, int]], most_slots: int) -> list[list[tuple[int, int]]]:
+    """Return the documents, longest first, in groups of so many slots, or of one document."""
+    groups: list[list[tuple[int, int]]] = []
+    room = 0
+    for document in sorted(documents, key=lambda one: -_chunks(one[0])):
+        slots = _chunks(document[0]) * _CHUNK
+        if not groups or slots > room:
+            groups.append([])
+            room = most_slots
+        groups[-1].append(document)
+        room -= slots
+    return groups
+
+
+def _chunks(tokens: int) -> int:
+    return -(-tokens // _CHUNK)
