@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "cuda/qk_norm_rope.cuh"
+#include "cuda/plain_rope.cuh"
 
 namespace cuseq::cuda {
 namespace {
@@ -12,6 +12,11 @@ constexpr int kForwardStages = 3;
 template <typename T, int V, Path kPath>
 inline constexpr int kForwardRegisters =
     sizeof(T) == 8 ? 168 : (V < 4 ? 128 : (kPath == Path::kPlain ? 64 : 80));
+
+// Rows and registers of plain calls whose warps run in a few waves; more waves fill the pipeline.
+constexpr int kPlainRows = 2;
+constexpr int kPlainRegisters = 80;
+constexpr int kPlainWaves = 4;
 
 // Load an item's weights from memory and add weight_offset. A vector that does not exist gets
 // arbitrary weights. kInVectors requires weights of type T or fp32.
@@ -69,53 +74,6 @@ struct AskedWeight {
     for (int j = 0; j < V; ++j) {
       weight[0][j] += offset;
       weight[1][j] += offset;
-    }
-  }
-};
-
-// The product of one item's weights and angles: y = x * own + partner * cross, where the partner is
-// the other element of the pair.
-template <int V, bool kInterleaved, typename A>
-struct WeightedAngles {
-  A own[2][V];
-  A cross[2][V];
-
-  template <typename T>
-  __device__ __forceinline__ static WeightedAngles of(const Angles<T, V, kInterleaved>& angles,
-                                                      const Item<V>& item,
-                                                      const A (&weight)[2][V]) {
-    WeightedAngles both;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const int pair = kInterleaved ? half * (V / 2) + j / 2 : j;
-        const bool second = kInterleaved ? j % 2 == 1 : half == 1;
-        const A partner = kInterleaved ? weight[half][j ^ 1] : weight[1 - half][j];
-        const A sin = second ? angles.sin[pair] : -angles.sin[pair];
-        both.own[half][j] = item.turns ? weight[half][j] * angles.cos[pair] : weight[half][j];
-        both.cross[half][j] = partner * sin;
-      }
-    }
-    return both;
-  }
-
-  // Apply weights and rotation in place to x, which is already normalised.
-  __device__ __forceinline__ void turn(A (&x)[2][V], bool turns) const {
-    A y[2][V];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const A partner = kInterleaved ? x[half][j ^ 1] : x[1 - half][j];
-        const A mine = x[half][j] * own[half][j];
-        y[half][j] = turns ? fma(partner, cross[half][j], mine) : mine;
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < V; ++j) x[half][j] = y[half][j];
     }
   }
 };
@@ -205,13 +163,6 @@ __global__ void __maxnreg__((kForwardRegisters<T, V, kPath>))
   }
 }
 
-// Return whether lanes can read weights in vectors of `elements`.
-inline bool weights_fit(const QkNormRopeArgs& args, int elements) {
-  const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
-  return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
-         multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
-}
-
 // Return the rows per warp: the fewest with which all warps run at a time. If that takes more than
 // kForwardRows, return as many as give the warps of the tensor with more heads equal work.
 int forward_rows(const RopeArgs& rope, int elements, int registers) {
@@ -221,6 +172,16 @@ int forward_rows(const RopeArgs& rope, int elements, int registers) {
   const int64_t heads = std::max(rope.tensors[0].heads, rope.tensors[1].heads);
   const int64_t all = ceil_div(heads, kWarpSize >> log_group_of(items));
   return static_cast<int>(ceil_div(all, ceil_div(all, kForwardRows)));
+}
+
+template <typename T, int V>
+void launch_plain(const QkNormRopeArgs& args, Stream stream) {
+  const RopeGeometry geometry = rope_geometry(args.rope, V, kPlainRows, /*copies=*/false);
+  const PlainRope plain = plain_rope(args, geometry, args.rope.inverse);
+  dispatch_plain<T>(args.rope, [&]<typename Table, PlainSource kSource>() {
+    plain_rope_kernel<T, Table, kSource, /*kNorm=*/true, kPlainRows, kPlainRegisters>
+        <<<blocks_of(geometry), threads_of(geometry), 0, stream>>>(plain);
+  });
 }
 
 }  // namespace
@@ -233,6 +194,11 @@ void apply_qk_norm_rope(const QkNormRopeArgs& args, Stream stream) {
   dispatch_rope(rope, fits, plain, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
     using A = Arithmetic<T>;
     using Pipeline = ForwardPipeline<T, V>;
+    if constexpr (kPath == Path::kPlain) {
+      if (is_short(rope, V, kPlainRows, kPlainRegisters, kPlainWaves)) {
+        return launch_plain<T, V>(args, stream);
+      }
+    }
     const int rows = forward_rows(rope, V, kForwardRegisters<T, V, kPath>);
     const RopeGeometry geometry =
         rope_geometry(rope, V, rows, /*copies=*/true, warps_that_fit<Pipeline, A, kPath>(rope));

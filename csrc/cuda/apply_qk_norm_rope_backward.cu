@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "cuda/qk_norm_rope.cuh"
+#include "cuda/plain_rope.cuh"
 
 namespace cuseq::cuda {
 namespace {
@@ -12,6 +12,11 @@ constexpr int kBackwardStages = 2;
 template <typename T, int V>
 inline constexpr int kBackwardRegisters =
     sizeof(T) == 8 ? 255 : (V == 8 ? 96 : (V == 4 ? 128 : 168));
+
+// Rows and registers of plain calls with frozen weights whose warps run in a few waves.
+constexpr int kPlainRows = 1;
+constexpr int kPlainRegisters = 64;
+constexpr int kPlainWaves = 6;
 
 __device__ __forceinline__ int threads_of_block() {
   return static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
@@ -308,6 +313,18 @@ void launch_backward(const QkNormRopeArgs& args, Stream stream) {
   sum_partials_kernel<A><<<blocks, 1024, 0, stream>>>(args);
 }
 
+template <typename T, int V>
+void launch_plain(const QkNormRopeArgs& args, Stream stream) {
+  const RopeGeometry geometry = rope_geometry(args.rope, V, kPlainRows, /*copies=*/false);
+  PlainRope plain = plain_rope(args, geometry, !args.rope.inverse);
+  const HeadInputs inputs = head_inputs_of<T>(args);
+  for (int i = 0; i < 2; ++i) plain.tensors[i].input = plain_heads(inputs.of[i]);
+  dispatch_plain<T>(args.rope, [&]<typename Table, PlainSource kSource>() {
+    plain_rope_backward_kernel<T, Table, kSource, kPlainRows, kPlainRegisters>
+        <<<blocks_of(geometry), threads_of(geometry), 0, stream>>>(plain);
+  });
+}
+
 // Call run.template operator()<T, V, kInterleaved, kPath>() with vectors that also fit the
 // forward's inputs.
 template <typename Run>
@@ -339,7 +356,15 @@ int64_t qk_norm_rope_partials(const QkNormRopeArgs& args) {
 }
 
 void apply_qk_norm_rope_backward(const QkNormRopeArgs& args, Stream stream) {
+  if (args.partials == nullptr && has_no_work(args.rope)) return;
   dispatch_backward(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
+    if constexpr (kPath == Path::kPlain) {
+      if (args.partials == nullptr && args.weight_dtype == args.rope.dtype &&
+          weights_fit(args, V) &&
+          is_short(args.rope, V, kPlainRows, kPlainRegisters, kPlainWaves)) {
+        return launch_plain<T, V>(args, stream);
+      }
+    }
     launch_backward<T, V, kInterleaved, kPath>(args, stream);
   });
 }

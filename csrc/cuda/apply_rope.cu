@@ -1,4 +1,4 @@
-#include "cuda/rope_dispatch.cuh"
+#include "cuda/plain_rope.cuh"
 
 namespace cuseq::cuda {
 namespace {
@@ -7,15 +7,18 @@ namespace {
 // blocks per multiprocessor, which bound the registers. More rows save work on angles, fewer leave
 // room for more warps. Measured on an H200; a register too few costs more than either.
 template <typename T>
-inline constexpr int kFewRows = sizeof(T) <= 4 ? 2 : 1;
-// Used if all warps run at a time with these but not with kFewRows: 6 to 14 % faster there, which
-// is near 1,024 tokens of 48 heads of 128, or 2,048 of 24.
-constexpr int kManyRows = 4;
-template <typename T, int V, int kRows>
-inline constexpr int kBlocks = kRows == kManyRows ? 4 : (V == 8 ? 5 : (sizeof(T) <= 4 ? 3 : 2));
+inline constexpr int kRows = sizeof(T) <= 4 ? 2 : 1;
+template <typename T, int V>
+inline constexpr int kBlocks = V == 8 ? 5 : (sizeof(T) <= 4 ? 3 : 2);
 
-template <typename T, int V, bool kInterleaved, Path kPath, int kRows>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V, kRows>)
+// The same for plain calls. The larger number of rows is for calls whose warps then run at a time,
+// which is near 1,024 tokens of 48 heads of 128, or 2,048 of 24: 6 % faster there.
+constexpr int kPlainRows = 3;
+constexpr int kManyPlainRows = 4;
+constexpr int kPlainRegisters = 64;
+
+template <typename T, int V, bool kInterleaved, Path kPath>
+__global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V>)
     apply_rope_kernel(const __grid_constant__ RopeArgs args,
                       const __grid_constant__ RopeGeometry geometry) {
   using A = Arithmetic<T>;
@@ -30,9 +33,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V, kRows>)
   const TensorPlan& tensor = geometry.tensors[lane.tensor];
   const Rows inputs = Rows::of<kPath>(tensor.in, lane);
   const Rows outputs = Rows::of<kPath>(tensor.out, lane);
-  Pair<T, V> data[kRows][kItems];
+  Pair<T, V> data[kRows<T>][kItems];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     const bool served = lane.head(r) < tensor.heads;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) data[r][i].load(inputs.head<const T>(r), items[i], served);
@@ -41,7 +44,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks<T, V, kRows>)
   load_angles<kPath>(args, lane, asked, items, args.inverse, reinterpret_cast<A*>(shared_memory),
                      angles);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows<T>; ++r) {
     const bool served = lane.head(r) < tensor.heads;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -60,13 +63,23 @@ bool all_in_place(const RopeArgs& args) {
   return args.tensors[0].in == args.tensors[0].out && args.tensors[1].in == args.tensors[1].out;
 }
 
-template <typename T, int V, bool kInterleaved, Path kPath, int kRows>
+template <typename T, int V, bool kInterleaved, Path kPath>
 void launch(const RopeArgs& args, Stream stream) {
-  const RopeGeometry geometry = rope_geometry(args, V, kRows, !all_in_place(args));
+  const RopeGeometry geometry = rope_geometry(args, V, kRows<T>, !all_in_place(args));
   using A = Arithmetic<T>;
   const size_t shared = angle_elements<A, kPath>(args, geometry) * sizeof(A);
-  apply_rope_kernel<T, V, kInterleaved, kPath, kRows>
+  apply_rope_kernel<T, V, kInterleaved, kPath>
       <<<blocks_of(geometry), threads_of(geometry), shared, stream>>>(args, geometry);
+}
+
+template <typename T, int V, int kRows>
+void launch_plain(const RopeArgs& args, Stream stream) {
+  const RopeGeometry geometry = rope_geometry(args, V, kRows, /*copies=*/false);
+  const PlainRope plain = plain_rope(args, geometry, args.inverse);
+  dispatch_plain<T>(args, [&]<typename Table, PlainSource kSource>() {
+    plain_rope_kernel<T, Table, kSource, /*kNorm=*/false, kRows, kPlainRegisters>
+        <<<blocks_of(geometry), threads_of(geometry), 0, stream>>>(plain);
+  });
 }
 
 }  // namespace
@@ -75,16 +88,16 @@ void apply_rope(const RopeArgs& args, Stream stream) {
   if (has_no_work(args)) return;
   dispatch_rope(args, [&]<typename T, int V, bool kInterleaved, Path kPath>() {
     if constexpr (kPath == Path::kPlain) {
-      const int items = items_of_head(args, V, /*copies=*/false);
-      const auto is_one_wave = [&]<int kRows>() {
-        return rows_of_one_wave(args, items, kMaxWarps * kBlocks<T, V, kRows>, kRows) > 0;
+      const auto is_one_wave = [&](int rows) {
+        return is_short(args, V, rows, kPlainRegisters, /*waves=*/1);
       };
-      if (!is_one_wave.template operator()<kFewRows<T>>() &&
-          is_one_wave.template operator()<kManyRows>()) {
-        return launch<T, V, kInterleaved, kPath, kManyRows>(args, stream);
+      if (!is_one_wave(kPlainRows) && is_one_wave(kManyPlainRows)) {
+        return launch_plain<T, V, kManyPlainRows>(args, stream);
       }
+      launch_plain<T, V, kPlainRows>(args, stream);
+    } else {
+      launch<T, V, kInterleaved, kPath>(args, stream);
     }
-    launch<T, V, kInterleaved, kPath, kFewRows<T>>(args, stream);
   });
 }
 

@@ -96,6 +96,60 @@ __device__ __forceinline__ A dot(const A (&a)[V], const A (&b)[V]) {
   return sum;
 }
 
+// The product of one item's weights and angles: y = x * own + partner * cross, where the partner is
+// the other element of the pair.
+template <int V, bool kInterleaved, typename A>
+struct WeightedAngles {
+  A own[2][V];
+  A cross[2][V];
+
+  template <typename T>
+  __device__ __forceinline__ static WeightedAngles of(const Angles<T, V, kInterleaved>& angles,
+                                                      const Item<V>& item,
+                                                      const A (&weight)[2][V]) {
+    WeightedAngles both;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const int pair = kInterleaved ? half * (V / 2) + j / 2 : j;
+        const bool second = kInterleaved ? j % 2 == 1 : half == 1;
+        const A partner = kInterleaved ? weight[half][j ^ 1] : weight[1 - half][j];
+        const A sin = second ? angles.sin[pair] : -angles.sin[pair];
+        both.own[half][j] = item.turns ? weight[half][j] * angles.cos[pair] : weight[half][j];
+        both.cross[half][j] = partner * sin;
+      }
+    }
+    return both;
+  }
+
+  // Apply weights and rotation in place to x, which is already normalised.
+  __device__ __forceinline__ void turn(A (&x)[2][V], bool turns) const {
+    A y[2][V];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const A partner = kInterleaved ? x[half][j ^ 1] : x[1 - half][j];
+        const A mine = x[half][j] * own[half][j];
+        y[half][j] = turns ? fma(partner, cross[half][j], mine) : mine;
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) x[half][j] = y[half][j];
+    }
+  }
+};
+
+// Return whether lanes can read weights in vectors of `elements`.
+inline bool weights_fit(const QkNormRopeArgs& args, int elements) {
+  const int64_t bytes = std::min(16, elements * size_of(args.weight_dtype));
+  return (args.weight_dtype == args.rope.dtype || args.weight_dtype == FloatType::kFloat32) &&
+         multiple_of(args.norms[0].weight, bytes) && multiple_of(args.norms[1].weight, bytes);
+}
+
 // Return the warps per block whose rows and angles, with both weights, fit into the 48 KiB of
 // shared memory that every GPU has.
 template <typename Pipeline, typename A, Path kPath>
