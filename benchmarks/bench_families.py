@@ -59,6 +59,29 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 4}),
 }  # fmt: skip
+# Only if named: layers of a published shape that choose keys by an indexer, or have a state.
+SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {
+        "hidden_size": 6144, "intermediate_size": 12_288, "num_attention_heads": 64,
+        "num_key_value_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "index_head_dim": 128,
+        "index_n_heads": 32, "index_topk": 2048, "mlp_layer_types": ["dense"] * 2,
+        "num_hidden_layers": 2, "pad_token_id": 0,
+    }),
+    "qwen4_exp": ("Qwen4ExpTextConfig", {
+        "hidden_size": 2048, "num_key_value_heads": 2, "head_dim": 128,
+        "layer_types": ["linear_attention", "indexed_attention"], "indexer_budget": 2048,
+        "indexer_compress_ratio": 16, "indexer_head_dim": 128, "indexer_n_heads": 16,
+        "indexer_kv_heads": 1, "moe_intermediate_size": 512, "num_experts": 8,
+        "num_experts_per_tok": 2, "ple_layer_ids": [], "pad_token_id": 0,
+    }),
+    "qwen3_5": ("Qwen3_5TextConfig", {
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "intermediate_size": 3584, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    }),
+}  # fmt: skip
 SHAPE = dict(
     vocab_size=32_768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=8,
     num_attention_heads=16, num_key_value_heads=8, max_position_embeddings=32_768,
@@ -66,15 +89,20 @@ SHAPE = dict(
 SMALL = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1)  # fmt: skip
 MEAN = 350
-STEPS, WARMUP = 12, 3
+STEPS, WARMUP = 12, 3  # of them the first ones do not count
 
 
 def make_model(family: str, device: torch.device) -> torch.nn.Module:
     """Return a model of the family with random weights."""
     import transformers
 
-    name, differs = (FAMILIES | OTHERS)[family]
-    shape = SHAPE | differs | ({} if device.type == "cuda" else SMALL)
+    name, differs = (FAMILIES | OTHERS | SPARSE)[family]
+    small = {} if device.type == "cuda" else SMALL
+    if family in SPARSE:  # whose heads belong together
+        small = {one: size for one, size in small.items() if "heads" not in one}
+    shape = SHAPE | differs | small
+    if "layer_types" in shape:
+        shape["num_hidden_layers"] = len(shape["layer_types"])
     config = getattr(transformers, name)(**shape)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -104,28 +132,27 @@ def measure(
         step(row)
         timer.synchronize(device)
         walls.append((time.perf_counter() - begun) * 1e3)
-    found = {"step": statistics.median(walls[WARMUP:])}
+    found = {"step": statistics.median(walls[min(WARMUP, len(walls) - 1) :])}
     if device.type == "cuda":
         found["gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["device"] = timer.device_time(
-            lambda: step(rows[-1]), device=device, repeats=8, warmup=1
+            lambda: step(rows[-1]), device=device, repeats=min(8, len(rows)), warmup=1
         ).median / 1e3  # fmt: skip
     return found
 
 
-def family_row(family: str, tokens: int, device: torch.device) -> dict[str, Any]:
+def family_row(family: str, tokens: int, steps: int, device: torch.device) -> dict[str, Any]:
     """Return the figures of a family."""
     collate = cuseq.PackingCollator(total_tokens=tokens)
     rows = []
-    for seed in range(WARMUP + STEPS):
+    for seed in range(WARMUP + steps):
         docs = documents(lognormal_lengths(tokens, MEAN, seed), SHAPE["vocab_size"], seed)
         row = collate([{"input_ids": doc} for doc in docs])
         rows.append({name: x.pin_memory() if device.type == "cuda" else x
                      for name, x in row.items()})  # fmt: skip
     model = make_model(family, device)
-    stock = measure(
-        model, [{k: v for k, v in row.items() if k != "packed"} for row in rows], device
-    )
+    told = [{name: x for name, x in row.items() if name != "packed"} for row in rows]
+    stock = measure(model, told[: len(told) if steps >= STEPS else 2], device)
     enabled = cuseq.enable(model)
     ours = measure(model, rows, device)
     fused = [name for name in enabled.replaced if name.startswith(("rope", "qk_norm"))]
@@ -146,8 +173,14 @@ def family_row(family: str, tokens: int, device: torch.device) -> dict[str, Any]
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, help="of a row; default 8,192, on a CPU 256")
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="NAME",
+    parser.add_argument("--families", nargs="+", choices=FAMILIES | SPARSE, metavar="NAME",
                         default=list(FAMILIES))  # fmt: skip
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help=f"timed steps, default {STEPS}; if fewer, stock runs two",
+    )
     args = parser.parse_args()
     device = torch.device(args.device)
     tokens = args.tokens or (8192 if device.type == "cuda" else 256)
@@ -165,7 +198,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     report.tables.append(Table("A step by family", columns, rows))
     for family in args.families:
-        row = family_row(family, tokens, device)
+        row = family_row(family, tokens, args.steps, device)
         for suffix in ("", "_device"):
             if f"times{suffix}" in row:
                 first = rows[0] if rows else row
