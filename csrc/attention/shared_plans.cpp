@@ -32,11 +32,10 @@ PlanSizes plan_sizes(int64_t sequences, int64_t longest, int64_t tokens) {
 }
 
 // Measured on an H200 (torch 2.15, cuDNN 9.26): 1.3 us for 1,000 tokens of 16 heads of 128. The
-// table's rows have lognormal lengths, the longest of n about 1 + log2(n) times their mean; in
-// captures it was measured with the same bounds.
+// table's rows have lognormal lengths, the longest of n about 1 + log2(n) times their mean.
 double extra_us_of_plan(const Call& call) {
   constexpr double kUsPerElement = 1.3e-3 / (16 * 128);
-  if (is_capturing(call.q) || call.queries.count() == 0) return 0;
+  if (call.queries.count() == 0) return 0;
   const auto sizes = plan_sizes(call.queries.count(), call.queries.longest, call.q.size(0));
   const auto tokens = static_cast<double>(call.q.size(0));
   const double usual = tokens * std::bit_width(static_cast<uint64_t>(call.queries.count()));

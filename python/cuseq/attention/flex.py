@@ -315,6 +315,8 @@ def _flex_and_others(facts: Facts) -> tuple[float, float] | None:
     if times is None:
         return None
     flex = times.pop("flex")
+    if facts.mode == "captured":
+        times.pop("cudnn", None)  # which "auto" does not take there
     there = (us for name, us in times.items() if packages.is_usable(name))
     return flex, min(there, default=float("inf"))
 

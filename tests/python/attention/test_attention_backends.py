@@ -296,9 +296,10 @@ def test_auto_is_level_with_the_best_of_the_table_without_a_gpu(
         # rows of 512 tokens and not in those of 2,048.
         if facts[5] == "eager" or (facts[5] == "compiled" and facts[6] < 2048):
             continue
-        found = chosen(facts, usable)
+        taken = usable - {"cudnn"} if facts[5] == "captured" else usable
+        found = chosen(facts, taken)
         if found in times:  # flex was not measured in every row of captures
-            best = min(us for name, us in times.items() if name in usable)
+            best = min(us for name, us in times.items() if name in taken)
             assert times[found] <= 1.05 * best, (facts, found, times)
             replayed += 1
     assert replayed >= 16

@@ -72,6 +72,11 @@ bool takes(const Call& call, std::string* why) {
   if (call.backend == "auto" && !at::globalContext().userEnabledCuDNNSDP()) {
     return refuse(why, "torch.backends.cuda.enable_cudnn_sdp(False) turned it off");
   }
+  if (call.backend == "auto" && is_capturing(call.q)) {
+    return refuse(why,
+                  "auto leaves graph captures to others: its plan there has the offsets' capacity "
+                  "at the bound of the lengths, and was seen to fail in the capture of a step");
+  }
   if (at::globalContext().deterministicAlgorithms()) {
     return refuse(why,
                   "its backward is not deterministic, which torch.use_deterministic_algorithms "
