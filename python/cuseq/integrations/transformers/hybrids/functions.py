@@ -35,7 +35,7 @@ from cuseq.integrations.transformers.hybrids.segments import (
 )
 from cuseq.layout import PackedLayout
 
-WITH_FLA = "on a GPU, flash-linear-attention makes it one kernel call"
+WITH_FLA = 'on a GPU, flash-linear-attention makes it one kernel call (pip install "cuseq[fla]")'
 WITH_GATED_FLA = f"{WITH_FLA}; to train on Hopper with Triton 3.4.0 to 3.7.0 it needs tilelang"
 WITH_MAMBA = (
     "on a GPU, flash-linear-attention or mamba-ssm makes it one kernel call; to train on Hopper "
