@@ -747,6 +747,9 @@ def test_the_gated_delta_rule_by_chunks(slots, lengths, key_heads, device, monke
         row.requires_grad_()
     out, state = delta_rule.chunked_gated_delta_rule(packed, *rows, True, True)
     assert not out[:, ~real].any()
+    with torch.autocast(device.type, torch.bfloat16):  # computes in float32 too
+        again, _ = delta_rule.chunked_gated_delta_rule(packed, *rows, True, True)
+    assert torch.equal(again, out)
     expected, last = torch.zeros_like(out), torch.zeros_like(state)
     begins = packed.cu_seqlens_padded.tolist()
     for begin, n in zip(begins, lengths, strict=False):

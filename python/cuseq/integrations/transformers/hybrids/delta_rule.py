@@ -13,7 +13,8 @@ A head's state S follows S' = exp(g) S + k (beta (v - exp(g) S^T k))^T, and a to
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,17 +110,17 @@ def chunked_gated_delta_rule(
         [query, key, value, g, beta], index, inverse, [index.shape[0]], 2, [0] * 5
     )
     wide = torch.promote_types(query.dtype, torch.float32)
+    of_groups = zip(*(one.split([group.slots for group in groups]) for one in inputs), strict=True)
     outputs, state = [], None
-    for group, *slots in zip(
-        groups, *(one.split([group.slots for group in groups]) for one in inputs), strict=True
-    ):
-        q, k, v, log_decay, rate = (_by_heads(one, heads, wide) for one in slots)
-        if normalise:
-            q, k = _normalised(q), _normalised(k)
-        out, last = _rule(q * key_dim**-0.5, k, v, log_decay, rate, group, heads)
-        state = state if last is None else last
-        by_token = out.view(-1, heads, _CHUNK, value_dim).transpose(1, 2)
-        outputs.append(by_token.flatten(0, 1).to(query.dtype))
+    with torch.autocast(value.device.type, enabled=False):
+        for group, slots in zip(groups, of_groups, strict=True):
+            q, k, v, log_decay, rate = (_by_heads(one, heads, wide) for one in slots)
+            if normalise:
+                q, k = _normalised(q), _normalised(k)
+            out, last = _rule(q * key_dim**-0.5, k, v, log_decay, rate, group, heads)
+            state = state if last is None else last
+            by_token = out.view(-1, heads, _CHUNK, value_dim).transpose(1, 2)
+            outputs.append(by_token.flatten(0, 1).to(query.dtype))
     (rows,) = _ops.gather_rows([torch.cat(outputs)], inverse, index, [tokens], 1, [0])
     return rows.unsqueeze(0), state.view(1, heads, key_dim, value_dim) if keeps_state else None
 
@@ -159,22 +160,64 @@ def _rule(
     values, reads = solved.split((v.shape[2], k.shape[2]), dim=2)
 
     counts = [documents * heads for documents in group.counts]
-    state = v.new_zeros(counts[0], k.shape[2], v.shape[2])
-    states, written, last_state = [], [], None
-    parts = zip(
-        *(one.split(counts) for one in (values, reads, k * until_end, since_start[:, -1:])),
-        strict=True,
-    )
-    for step, (value, read, write, decay) in enumerate(parts):
-        state = state[: counts[step]]
-        new = torch.baddbmm(value, read, state, alpha=-1)
-        states.append(state)
-        written.append(new)
-        state = torch.baddbmm(state * decay, write.mT, new)
-        if group.last is not None and step == group.last_step:
-            last_state = state[group.last * heads : (group.last + 1) * heads]
-    within = (q @ k.mT) * between
-    return (q * since_start) @ torch.cat(states) + within @ torch.cat(written), last_state
+    writes, decays = k * until_end, since_start[:, -1:]
+    states, written = _Scan.apply(values, reads, writes, decays, counts)
+    out = (q * since_start) @ states + ((q @ k.mT) * between) @ written
+    if group.last is None:
+        return out, None
+    begin = sum(counts[: group.last_step]) + group.last * heads
+    own = slice(begin, begin + heads)
+    return out, states[own] * decays[own] + writes[own].mT @ written[own]
+
+
+class _Scan(torch.autograd.Function):
+    """The states before all chunks, and what each chunk writes, by chunks of `[n, 64, ...]`.
+
+    new = values - reads S, and S' = decays S + writes^T new, where S' is the state before the next
+    chunk of the document. Its backward is written out: autograd's would note each step.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, reads: Tensor, writes: Tensor, decays: Tensor, counts: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        states = values.new_empty(values.shape[0], reads.shape[2], values.shape[2])
+        states[: counts[0]] = 0
+        written = torch.empty_like(values)
+        for now, lasting, following in _steps(counts):
+            torch.baddbmm(values[now], reads[now], states[now], alpha=-1, out=written[now])
+            decayed = states[lasting] * decays[lasting]
+            torch.baddbmm(decayed, writes[lasting].mT, written[lasting], out=states[following])
+        ctx.save_for_backward(reads, writes, decays, states, written)
+        ctx.counts = counts
+        return states, written
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        reads, writes, decays, states, written = ctx.saved_tensors
+        of_states, of_written = (grad.clone() for grad in grads)
+        of_writes, of_decays = torch.zeros_like(writes), torch.zeros_like(decays)
+        for now, lasting, following in reversed(list(_steps(ctx.counts))):
+            later = of_states[following]
+            of_written[lasting].baddbmm_(writes[lasting], later)
+            of_states[lasting].addcmul_(later, decays[lasting])
+            torch.bmm(written[lasting], later.mT, out=of_writes[lasting])
+            of_decays[lasting] = (later * states[lasting]).sum((1, 2), keepdim=True)
+            of_states[now].baddbmm_(reads[now].mT, of_written[now], alpha=-1)
+        return of_written, -(of_written @ states.mT), of_writes, of_decays, None
+
+
+def _steps(counts: list[int]) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield the chunks of each step, those of them whose document goes on, and where it does.
+
+    Args:
+        counts: chunks of each step; documents that end are the last ones of a step.
+    """
+    begin = 0
+    for count, further in zip(counts, [*counts[1:], 0], strict=True):
+        end = begin + count
+        yield slice(begin, end), slice(begin, begin + further), slice(end, end + further)
+        begin = end
 
 
 def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
