@@ -176,10 +176,4 @@ TORCH_LIBRARY(cuseq, m) {
   m.def(("cached_mask_ranges(" + rule + ") -> Tensor").c_str(), pure);
   m.def(("cached_dense_mask(" + dense).c_str(), pure);
   m.def(("cached_block_mask(" + rule + blocks).c_str(), pure);
-  // The eight lists of block_mask, the ranges, and bool [total_tokens], True on padding and tail.
-  m.def(("flex_mask(Tensor cu_seqlens, SymInt total_tokens, bool causal=True, int? window=None, "
-         "Tensor? spans=None, Tensor? cu_seqlens_padded=None" +
-         blocks)
-            .c_str(),
-        pure);
 }

@@ -1,7 +1,5 @@
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
@@ -11,12 +9,10 @@
 #include "cuseq/cache.h"
 #include "cuseq/ops.h"
 #include "ops/checks.h"
-#include "ops/dispatch.h"
 #include "ops/mask_options.h"
 
-// The cached ops decompose into the pure ones, but for flex_mask, which copies. If a call is traced
-// or runs under a dispatch mode they only do that, so that a cached tensor never becomes the output
-// of an op in a traced graph.
+// The cached ops decompose into the pure ones. If a call is traced or runs under a dispatch mode
+// they only do that, so that a cached tensor never becomes the output of an op in a traced graph.
 namespace cuseq {
 namespace {
 
@@ -71,15 +67,6 @@ CachedTensors compute_block_mask(const CacheQuery& query) {
   return {tensors.begin(), tensors.end()};
 }
 
-CachedTensors compute_flex_mask(const CacheQuery& query) {
-  static const auto token_metadata = find_op<std::tuple<Tensor, Tensor, Tensor>(
-      const Tensor&, c10::SymInt, const OptionalTensor&)>("cuseq::token_metadata");
-  CachedTensors parts = compute_block_mask(query);
-  const int64_t tokens = query.parameters.total_tokens;
-  parts.push_back(std::get<2>(token_metadata.call(query.key, tokens, other(query, 1))));
-  return parts;
-}
-
 int64_t rows_of(const CacheParameters& parameters) {
   return parameters.row_length == 0 ? 1 : parameters.total_tokens / parameters.row_length;
 }
@@ -120,8 +107,6 @@ constexpr std::array<CachedOpRow, kCachedOps> kRows{{
     {CachedOp::kDenseMask, "dense_mask", Turn::kMasksAndObjects, &compute_dense_mask,
      &bytes_of_dense_mask},
     {CachedOp::kBlockMask, "block_mask", Turn::kMasksAndObjects, &compute_block_mask,
-     &bytes_of_block_mask},
-    {CachedOp::kFlexMask, "flex_mask", Turn::kMasksAndObjects, &compute_flex_mask,
      &bytes_of_block_mask},
     {CachedOp::kObject, "object", Turn::kMasksAndObjects, nullptr, nullptr},
 }};
@@ -324,27 +309,6 @@ Tensor cached_dense_mask(const MaskOptions& options, const OptionalSymInt& row_l
   return cached_value(dense_mask_query(options, concrete(row_length), dtype, finite))->tensors[0];
 }
 
-// Return copies of the parts of a flex mask: the compiler of the code that calls this may write
-// over them once it needs them no more.
-std::vector<Tensor> flex_mask_kernel(const Tensor& cu_seqlens, int64_t total_tokens, bool causal,
-                                     OptionalInt window, const OptionalTensor& spans,
-                                     const OptionalTensor& cu_seqlens_padded,
-                                     OptionalInt row_length, int64_t query_block,
-                                     int64_t key_block) {
-  const MaskOptions options{cu_seqlens, total_tokens, /*from_cu_seqlens=*/true, causal,
-                            window,     spans,        cu_seqlens_padded};
-  CacheQuery query = block_mask_query(options, row_length, query_block, key_block);
-  query.op = CachedOp::kFlexMask;
-  const bool is_kept = IdentityCache::instance().usable_for(query);
-  const auto value = cached_value(query);
-  std::vector<Tensor> parts(value->tensors.begin(), value->tensors.end());
-  if (!is_kept) return parts;
-  const std::vector<Tensor> kept = parts;
-  for (Tensor& part : parts) part = at::empty_like(part);
-  at::_foreach_copy_(parts, kept);  // one kernel for each dtype
-  return parts;
-}
-
 std::vector<Tensor> cached_block_mask(const MaskOptions& options, const OptionalSymInt& row_length,
                                       int64_t query_block, int64_t key_block) {
   if (!is_concrete(options, row_length)) {
@@ -365,8 +329,6 @@ static void register_cached_ops(torch::Library& m) {
 }
 
 TORCH_LIBRARY_IMPL(cuseq, CompositeImplicitAutograd, m) { register_cached_ops(m); }
-
-CUSEQ_REGISTER(m) { m.impl("flex_mask", TORCH_FN(flex_mask_kernel)); }
 
 // functorch and torch.jit.trace remove themselves from the dispatch keys before the composite
 // kernel runs. Registering here, before them, keeps them visible.

@@ -25,7 +25,6 @@ TORCH_LIBRARY_IMPL(cuseq, FuncTorchBatched, m) {
         "apply_qk_norm_rope_backward", "causal_conv1d", "causal_conv1d_backward", "gather_rows"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_vmap>());
   }
-  m.impl("flex_mask", torch::CppFunction::makeFromBoxedFunction<&refuse_vmap_of_masks>());
   m.impl("block_mask", torch::CppFunction::makeFromBoxedFunction<&refuse_vmap_of_masks>());
 }
 

@@ -30,7 +30,6 @@ enum class CachedOp : uint8_t {
   kMaskRanges,
   kDenseMask,
   kBlockMask,
-  kFlexMask,
   kObject,  // made by the caller; CacheParameters::fact identifies the kind
 };
 constexpr size_t kCachedOps = static_cast<size_t>(CachedOp::kObject) + 1;

@@ -190,34 +190,13 @@ def _(
 
 @register_fake("cuseq::block_mask")
 def _(ranges, row_length=None, query_block=128, key_block=128):
-    return _block_lists(ranges, ranges.shape[1], row_length, query_block, key_block)
-
-
-@register_fake("cuseq::flex_mask")
-def _(
-    cu_seqlens,
-    total_tokens,
-    causal=True,
-    window=None,
-    spans=None,
-    cu_seqlens_padded=None,
-    row_length=None,
-    query_block=128,
-    key_block=128,
-):
-    lists = _block_lists(cu_seqlens, total_tokens, row_length, query_block, key_block)
-    is_pad = cu_seqlens.new_empty(total_tokens, dtype=torch.bool)
-    return [*lists, _int32(cu_seqlens, 2, total_tokens), is_pad]
-
-
-def _block_lists(like, total_tokens, row_length, query_block, key_block):
-    rows, length = _rows(total_tokens, row_length)
+    rows, length = _rows(ranges.shape[1], row_length)
     queries = ceil_div(length, query_block)
     keys = ceil_div(length, key_block)
     shapes = []
     for blocks, others in ((queries, keys), (keys, queries)):
         shapes += [(rows, 1, blocks), (rows, 1, blocks, others)] * 2
-    return [_int32(like, *shape) for shape in shapes]
+    return [_int32(ranges, *shape) for shape in shapes]
 
 
 @register_fake("cuseq::varlen_attention")

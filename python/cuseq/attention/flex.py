@@ -28,8 +28,7 @@ from cuseq._base.modes import is_capturing
 from cuseq.attention import packages
 from cuseq.attention.call import WIDEST_FLASH, Call, as_autocast, is_wide
 from cuseq.attention.table import COMMAND, Facts
-from cuseq.layout import StaticLayout
-from cuseq.layout.masks import flex_mask
+from cuseq.layout import PackedLayout, StaticLayout
 
 _WIDEST = 512  # head_dim
 # Bytes of shared memory that a block can have. Triton supports sm_80 and newer (its README), where
@@ -41,7 +40,7 @@ _WIDE_MEMORY = 224 * 1024
 # Below this many tokens flex is not chosen: compiling it takes longer than it ever saves.
 LEAST_TOKENS = 512
 # How far flex must be ahead where another backend has one kernel too: layers that are compiled one
-# by one each copy the block mask, and their kernels take longer to compile.
+# by one each make the block mask again, and their kernels take longer to compile.
 _HANDICAP = 1.05
 _POWERS = tuple(2**power for power in range(6, 21))
 _SHORT_DOCUMENT = 256  # tokens; rows of compiled code are judged from one document to these
@@ -361,7 +360,8 @@ def attend(call: Call) -> Tensor:
     """
     q, k, v, packed, causal, window, spans, scale, softcap, sinks, _ = call
     q, k, v = as_autocast(q, k, v)
-    mask, is_pad = flex_mask(packed, causal, window, spans)
+    mask = packed.block_mask(causal=causal, window=window, spans=spans)
+    is_pad = _is_pad(packed, q.shape[0]) if is_compiling() else packed.moe_padding_mask
     cap = None if softcap is None else torch.full((), softcap, device=q.device)
     run = flex_rows if is_compiling() else _compiled_for(q, k, v, scale, cap, sinks)
     return run(q, k, v, mask, is_pad, scale, cap, sinks)
@@ -420,6 +420,12 @@ def _capped(cap: Tensor) -> Callable[..., Tensor]:
         return cap * torch.tanh(score / cap)
 
     return score_mod
+
+
+def _is_pad(packed: PackedLayout, total_tokens: int) -> Tensor:
+    padded = packed.cu_seqlens_padded_static
+    offsets = packed.cu_seqlens_static
+    return torch.ops.cuseq.token_metadata(offsets, total_tokens, padded)[2]
 
 
 def _compiled_for(

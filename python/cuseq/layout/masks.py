@@ -78,36 +78,12 @@ def block_mask(
         return trees.block_mask(packed, facts.window, sizes)
     offsets, tokens = facts.offsets, facts.total_tokens
     if is_compiling():
-        return _compiled_block_mask(facts, causal, sizes)[0]
+        ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, *facts.rule[:3])
+        parts = _ops.block_mask(ranges, facts.row_length, *sizes)
+        has_spans = facts.spans is not None
+        return masks.build_block_mask(ranges, parts, facts.row_length, sizes, causal, has_spans)
     build = masks.build_block_mask
     return _C.cached_block_mask(offsets, tokens, causal, *facts.rule, *sizes, build)
-
-
-def flex_mask(
-    packed: PackedLayout, causal: bool, window: int | None, spans: Spans | None
-) -> tuple[BlockMask, Tensor]:
-    """Return `block_mask` of the whole row, and where padding and tail are, bool `[tokens]`.
-
-    Functions that are compiled one by one, such as a model's layers, find both in the cache.
-    """
-    if not is_compiling():
-        mask = block_mask(packed, causal, window, spans, None, 128)
-        return mask, packed.moe_padding_mask
-    facts = _facts(packed, causal, window, spans, None)
-    sizes = masks.block_sizes(128)
-    if not facts.is_tree:
-        return _compiled_block_mask(facts, causal, sizes)
-    is_pad = _ops.token_metadata(facts.offsets, facts.total_tokens, facts.padded)[2]
-    return trees.block_mask(packed, facts.window, sizes), is_pad
-
-
-def _compiled_block_mask(
-    facts: _Facts, causal: bool, sizes: tuple[int, int]
-) -> tuple[BlockMask, Tensor]:
-    offsets, tokens, has_spans = facts.offsets, facts.total_tokens, facts.spans is not None
-    *lists, ranges, is_pad = _ops.flex_mask(offsets, tokens, causal, *facts.rule, *sizes)
-    build = masks.build_block_mask
-    return build(ranges, lists, facts.row_length, sizes, causal, has_spans), is_pad
 
 
 def xformers_bias(packed: PackedLayout, window: int | None) -> Any:

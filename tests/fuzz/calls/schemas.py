@@ -204,14 +204,6 @@ schema("cached_dense_mask", check=judge.dense_mask)(_dense)
 schema("cached_block_mask")(lambda draw: {**_rule(draw), **_blocks(draw)})
 
 
-@schema("flex_mask")
-def _(draw):
-    rule = _rule(draw)
-    lengths, is_offsets = rule.pop("source"), rule.pop("from_cu_seqlens")
-    offsets = lengths if is_offsets else torch.ops.cuseq.cu_seqlens(lengths)
-    return {"cu_seqlens": offsets, **rule, **_blocks(draw)}
-
-
 @schema("block_mask")
 def _(draw):
     return {"ranges": torch.ops.cuseq.mask_ranges(*_rule(draw).values()), **_blocks(draw)}

@@ -417,35 +417,6 @@ def test_made_inside_a_compiled_region(made, device, fresh_compiler, fresh_cache
     assert unique_graphs() == 1
 
 
-SHARED = [{}, {"causal": False}, {"window": 3}, {"spans": [(1, 3)]}, {"row_length": 12}]
-
-
-@pytest.mark.parametrize("options", SHARED, ids=str)
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_functions_that_are_compiled_one_by_one_share_a_mask(
-    options, multiple, device, fresh_compiler, fresh_cache
-):
-    packed = PackedLayout.from_lengths([4, 0, 5], 24, device=device, segment_multiple=multiple)
-    if "spans" in options:
-        options = {"spans": spans_tensor(options["spans"], device)}
-
-    def tables():
-        block = packed.block_mask(**options)
-        return [getattr(block, name) for name in TABLES]
-
-    expected = [table.clone() for table in tables()]
-    before = cuseq.cache.stats()
-    for layer in range(3):
-        torch.compiler.reset()
-        mine = torch.compile(tables, backend="aot_eager", fullgraph=True)()
-        for name, one, other in zip(TABLES, mine, expected, strict=True):
-            assert torch.equal(one, other), (layer, name)
-            one.fill_(7)  # as a compiler may that needs the memory
-    after = cuseq.cache.stats()
-    assert after["hits"] - before["hits"] >= 2
-    assert after["entries"] - before["entries"] == 1
-
-
 def test_tables_compiled(device, fresh_compiler):
     def tables(lengths):
         block = cuseq.ops.block_mask(lengths, 40, block_size=16)

@@ -122,12 +122,6 @@ CASES = {
         (ints(d, [2, 3]), 6),
         (ints(d, [0, 2, 4], torch.int32), 4, True, False, 1, None, None, 2, 2, 1),
     ],
-    "flex_mask": lambda d: [
-        (ints(d, [0, 2, 5], torch.int32), 6),
-        (ints(d, [0, 2, 4], torch.int32), 4, True, 1, None, None, 2, 2, 1),
-        (ints(d, [0, 2, 5], torch.int32), 9, False, None, None, ints(d, [0, 4, 9], torch.int32)),
-        (ints(d, [0], torch.int32), 0),
-    ],
     "layout_metadata": lambda d: [
         *lengths_cases(d, 6, 4, False),
         (ints(d, [0, 2, 5]), 6, 2, True),
