@@ -8,7 +8,7 @@
 // Short rows take a few microseconds, most of them latency. So the arguments fill few lines of the
 // constant cache, the compiler knows where positions come from, and a warp has the loads of all its
 // rows in flight at once, in registers. On an H200, with 48 heads of 128 in bf16, that takes 256 to
-// 1,024 tokens from 6.4, 8.1 and 10.8 us to 5.9, 7.3 and 10.4, where a copy takes 5.7, 7.3
+// 1,024 tokens from 6.4, 8.1 and 10.8 us to 5.9, 7.2 and 10.6, where a copy takes 5.7, 7.3
 // and 10.5.
 namespace cuseq::cuda {
 
@@ -61,9 +61,11 @@ inline PlainSource plain_source(const RopeArgs& args) {
       return PlainSource::kIds;
     case PositionSource::kSegments:
       return PlainSource::kSegments;
-    default:
-      return PlainSource::kRow;
+    case PositionSource::kDense:
+    case PositionSource::kToken:
+      break;
   }
+  return PlainSource::kRow;
 }
 
 inline PlainHeads plain_heads(const HeadMemory& heads) {
@@ -295,7 +297,7 @@ __global__ void __maxnreg__(kRegisters)
   const int64_t position = lane.template asked_position<kSource>(args);
   Pair<T, V> grads[kRows];
   Pair<T, V> inputs[kRows];
-  float rstds[kRows];
+  float rstds[kRows] = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (lane.head(r) < tensor.heads) {

@@ -75,7 +75,7 @@ bool takes(const Call& call, std::string* why) {
   if (call.backend == "auto" && is_capturing(call.q)) {
     return refuse(why,
                   "auto leaves graph captures to others: its plan there has the offsets' capacity "
-                  "at the bound of the lengths, and was seen to fail in the capture of a step");
+                  "at the bound of the lengths, and cuDNN cannot always make it inside a capture");
   }
   if (at::globalContext().deterministicAlgorithms()) {
     return refuse(why,

@@ -12,26 +12,28 @@ A head's state S follows S' = exp(g) S + k (beta (v - exp(g) S^T k))^T, and a to
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from cuseq._base.modes import outside_inference_mode
-from cuseq._base.transfer import copy_pair
 from cuseq.cache import remember
-from cuseq.integrations.transformers.hybrids.segments import inverse_of
+from cuseq.integrations.transformers.hybrids.segments import (
+    CHUNK,
+    Slots,
+    chunks_of,
+    documents_of,
+    tokens_of,
+)
 from cuseq.layout import PackedLayout
 
-_CHUNK = 64  # tokens, as in transformers and flash-linear-attention
-_EPS = 1e-6  # of the norm of queries and keys, as there
+_EPS = 1e-6  # of the norm of queries and keys, as in transformers and flash-linear-attention
 # Slots that are computed at a time. A CPU is fastest with tensors that stay small: it then uses
 # memory again that it has touched.
 _GPU_SLOTS, _CPU_SLOTS = 1 << 20, 512
-
-_ops = torch.ops.cuseq
 
 
 class _Group(NamedTuple):
@@ -49,20 +51,18 @@ class _Group(NamedTuple):
 
     @property
     def slots(self) -> int:
-        return sum(self.counts) * _CHUNK
+        return sum(self.counts) * CHUNK
 
 
 class _Chunks(NamedTuple):
     """The chunks of a row.
 
     Attributes:
-        index: int32, the token of each slot, group after group; -1 on padding.
-        inverse: int32 `[total_tokens]`, the slot of each token; -1 on padding and tail.
+        slots: the slots of all chunks, group after group.
         groups: the groups.
     """
 
-    index: Tensor
-    inverse: Tensor
+    slots: Slots
     groups: list[_Group]
 
 
@@ -100,34 +100,31 @@ def chunked_gated_delta_rule(
             "chunks_of_documents",
             lambda: _make_chunks(packed, value.device),
             device=value.device,
-            tensors=lambda made: made[:2],
+            tensors=lambda made: made.slots,
         )
-    index, inverse, groups = chunks
+    groups = chunks.groups
     if not groups:
         empty = torch.zeros(1, heads, key_dim, value_dim, device=value.device)
         return query.new_zeros(1, tokens, heads, value_dim), empty if keeps_state else None
-    inputs = _ops.gather_rows(
-        [query, key, value, g, beta], index, inverse, [index.shape[0]], 2, [0] * 5
-    )
-    wide = torch.promote_types(query.dtype, torch.float32)
+    inputs = chunks.slots.fill((query, key, value, g, beta))
     of_groups = zip(*(one.split([group.slots for group in groups]) for one in inputs), strict=True)
     outputs, state = [], None
     with torch.autocast(value.device.type, enabled=False):
         for group, slots in zip(groups, of_groups, strict=True):
-            q, k, v, log_decay, rate = (_by_heads(one, heads, wide) for one in slots)
+            q, k, v, log_decay, rate = (_by_heads(one, heads) for one in slots)
             if normalise:
                 q, k = _normalised(q), _normalised(k)
             out, last = _rule(q * key_dim**-0.5, k, v, log_decay, rate, group, heads)
             state = state if last is None else last
-            by_token = out.view(-1, heads, _CHUNK, value_dim).transpose(1, 2)
+            by_token = out.view(-1, heads, CHUNK, value_dim).transpose(1, 2)
             outputs.append(by_token.flatten(0, 1).to(query.dtype))
-    (rows,) = _ops.gather_rows([torch.cat(outputs)], inverse, index, [tokens], 1, [0])
-    return rows.unsqueeze(0), state.view(1, heads, key_dim, value_dim) if keeps_state else None
+    out = chunks.slots.row_of(torch.cat(outputs))
+    return out, state.view(1, heads, key_dim, value_dim) if keeps_state else None
 
 
-def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Return `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
-    chunks = slots.unflatten(0, (-1, _CHUNK)).transpose(1, 2).to(dtype)
+def _by_heads(slots: Tensor, heads: int) -> Tensor:
+    """Return fp32 `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
+    chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2).float()
     if chunks.shape[1] != heads:
         chunks = chunks.repeat_interleave(heads // chunks.shape[1], dim=1)
     return chunks.reshape(-1, *chunks.shape[2:])
@@ -147,13 +144,14 @@ def _rule(
     heads: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the rule of `[chunks * heads, 64, ...]`; return the outputs and the last's state."""
-    above = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decayed = log_decay.cumsum(1)  # from the start of the chunk
     between = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).masked_fill(above, -torch.inf).exp()
     since_start = decayed.exp().unsqueeze(2)
     until_end = (decayed[:, -1:] - decayed).exp().unsqueeze(2)
 
-    # What the tokens of a chunk write depends on those before them: a triangular system.
+    # A token writes its value less what the state holds for its key, and the tokens before it in
+    # the chunk have changed that state: a unit triangular system over the chunk's tokens.
     system = ((rate.unsqueeze(2) * k) @ k.mT) * between
     sides = rate.unsqueeze(2) * torch.cat((v, k * since_start), dim=2)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -174,7 +172,8 @@ class _Scan(torch.autograd.Function):
     """The states before all chunks, and what each chunk writes, by chunks of `[n, 64, ...]`.
 
     new = values - reads S, and S' = decays S + writes^T new, where S' is the state before the next
-    chunk of the document. Its backward is written out: autograd's would note each step.
+    chunk of the document. Its backward is written out: autograd's would note each step. It has no
+    second derivative.
     """
 
     @staticmethod
@@ -193,6 +192,7 @@ class _Scan(torch.autograd.Function):
         return states, written
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         reads, writes, decays, states, written = ctx.saved_tensors
         of_states, of_written = (grad.clone() for grad in grads)
@@ -221,39 +221,29 @@ def _steps(counts: list[int]) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
-    lengths = packed.lengths_on_host().tolist()
-    begins = itertools.accumulate(packed.segments.lengths_on_host().tolist(), initial=0)
-    documents = [(n, begin) for n, begin in zip(lengths, begins, strict=False) if n > 0]
+    documents = documents_of(packed)
     most = _GPU_SLOTS if device.type == "cuda" else _CPU_SLOTS
     groups, pieces = [], [torch.empty(0, dtype=torch.int32)]
     for members in _grouped(documents, most):
-        steps = _chunks(members[0][0])
-        counts = [sum(_chunks(n) > step for n, _ in members) for step in range(steps)]
+        steps = chunks_of(members[0][0])
+        counts = [sum(chunks_of(n) > step for n, _ in members) for step in range(steps)]
         for step, count in enumerate(counts):
-            ends, starts = torch.tensor(members[:count], dtype=torch.int32).split(1, dim=1)
-            tokens = torch.arange(step * _CHUNK, (step + 1) * _CHUNK, dtype=torch.int32)
-            pieces.append(torch.where(tokens < ends, starts + tokens, -1).flatten())
+            pieces.append(tokens_of(members[:count], step * CHUNK, (step + 1) * CHUNK))
         last = documents[-1]
         place = members.index(last) if last in members else None
-        groups.append(_Group(counts, place, _chunks(last[0]) - 1))
-    index = torch.cat(pieces)
-    inverse = inverse_of(index, packed.total_tokens)
-    return _Chunks(*copy_pair(index, inverse, device), groups)
+        groups.append(_Group(counts, place, chunks_of(last[0]) - 1))
+    return _Chunks(Slots.of(pieces, packed.total_tokens, device), groups)
 
 
 def _grouped(documents: list[tuple[int, int]], most_slots: int) -> list[list[tuple[int, int]]]:
     """Return the documents, longest first, in groups of so many slots, or of one document."""
     groups: list[list[tuple[int, int]]] = []
     room = 0
-    for document in sorted(documents, key=lambda one: -_chunks(one[0])):
-        slots = _chunks(document[0]) * _CHUNK
+    for document in sorted(documents, key=lambda one: -chunks_of(one[0])):
+        slots = chunks_of(document[0]) * CHUNK
         if not groups or slots > room:
             groups.append([])
             room = most_slots
         groups[-1].append(document)
         room -= slots
     return groups
-
-
-def _chunks(tokens: int) -> int:
-    return -(-tokens // _CHUNK)

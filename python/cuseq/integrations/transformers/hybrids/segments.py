@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,9 @@ from cuseq.layout import PackedLayout
 
 Run = Callable[..., tuple[Tensor, Tensor | None]]
 
-_CHUNK = 64  # tokens; the functions pad rows to chunks of this or a larger size
-# What a call costs beside its tokens, in tokens: on a GPU one call of a chunked rule launches a
-# thousand kernels, and a few dozen more for each chunk of its longest document.
+CHUNK = 64  # tokens; the functions pad rows to chunks of this or a larger size
+# The fixed cost of a call, and of each chunk of its longest document, as the number of tokens that
+# take as long: on a GPU a call of a chunked rule launches a thousand kernels, and a chunk dozens.
 _GPU_CALL, _GPU_CHUNK = 8192, 256
 _CPU_CALL, _CPU_CHUNK = 256, 0
 _ROWS = 2  # a batch holds at most this many times the tokens of the row
@@ -35,17 +35,75 @@ def slow_warning(what: str, remedy: str) -> str:
     )
 
 
-class _Batches(NamedTuple):
-    """Padded batches of the documents of a row.
+class Slots(NamedTuple):
+    """Where the tokens of a row's documents lie in padded batches or chunks of them.
 
     Attributes:
-        index: int32, the token of each slot of all batches, batch after batch; -1 on padding.
+        index: int32, the token of each slot; -1 on padding.
         inverse: int32 `[total_tokens]`, the slot of each token; -1 on padding and tail.
-        shapes: documents and tokens of each batch; the last sequence with tokens is in the first.
     """
 
     index: Tensor
     inverse: Tensor
+
+    @staticmethod
+    def of(pieces: list[Tensor], total_tokens: int, device: torch.device) -> Slots:
+        """Make them of the tokens of all slots, in pieces on the host."""
+        index = torch.cat(pieces)
+        slots = torch.nonzero(index >= 0).flatten()
+        inverse = torch.full((total_tokens,), -1, dtype=torch.int32)
+        inverse[index[slots].long()] = slots.int()
+        return Slots(*copy_pair(index, inverse, device))
+
+    def fill(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return `[slots, ...]` of rows `[1, total_tokens, ...]`, zero on padding."""
+        dense = [_with_rows(row) for row in rows]
+        count = self.index.shape[0]
+        return _ops.gather_rows(dense, self.index, self.inverse, [count], 2, [0] * len(rows))
+
+    def row_of(self, slots: Tensor) -> Tensor:
+        """Return the row `[1, total_tokens, ...]` of `[slots, ...]`, zero on padding and tail."""
+        count = self.inverse.shape[0]
+        dense = [_with_rows(slots)]
+        return _ops.gather_rows(dense, self.inverse, self.index, [count], 1, [0])[0].unsqueeze(0)
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """Return a tensor whose last dimension is contiguous, as gather_rows takes it."""
+    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def documents_of(packed: PackedLayout) -> list[tuple[int, int]]:
+    """Return the tokens of each sequence that has some, and where it begins in the row."""
+    lengths = packed.lengths_on_host().tolist()
+    begins = itertools.accumulate(packed.segments.lengths_on_host().tolist(), initial=0)
+    return [(n, begin) for n, begin in zip(lengths, begins, strict=False) if n > 0]
+
+
+def tokens_of(documents: list[tuple[int, int]], begin: int, end: int) -> Tensor:
+    """Return int32 `[documents * (end - begin)]`: the tokens from `begin` up to `end` of each
+    document, as places in the row; -1 after its end.
+    """
+    counts, starts = torch.tensor(documents, dtype=torch.int32).split(1, dim=1)
+    columns = torch.arange(begin, end, dtype=torch.int32)
+    return torch.where(columns < counts, starts + columns, -1).flatten()
+
+
+def chunks_of(tokens: int) -> int:
+    """Return the chunks of a document."""
+    return -(-tokens // CHUNK)
+
+
+class _Batches(NamedTuple):
+    """Padded batches of the documents of a row.
+
+    Attributes:
+        slots: the slots of all batches, batch after batch.
+        shapes: documents and tokens of each batch; the last sequence with tokens is in the first,
+            if its state is wanted.
+    """
+
+    slots: Slots
     shapes: list[tuple[int, int]]
 
 
@@ -74,30 +132,15 @@ def by_batches(
 
     Returns:
         The output `[1, total_tokens, ...]`, zero on padding and tail, and the state after the last
-        sequence, or None.
+        sequence, or None. A row without tokens of a sequence is given to `run` as it is.
     """
     warn_once(slow_warning(what, remedy))
-    device = rows[0].device
-    if not (packed.lengths_on_host() == packed.total_tokens).any():  # else one document is the row
-        with outside_inference_mode():
-            batches: _Batches | None = remember(
-                packed.row.lengths,
-                "document_batches",
-                lambda: _make_batches(packed, keeps_state, device),
-                keeps_state,
-                device=device,
-                tensors=lambda made: () if made is None else made[:2],
-            )
-    else:
-        batches = None
+    batches = _batches(packed, keeps_state, rows[0].device)
     if batches is None:
         return run(keeps_state, *rows)
-    index, inverse, shapes = batches
-    padded = _ops.gather_rows(
-        [_with_rows(row) for row in rows], index, inverse, [index.shape[0]], 2, [0] * len(rows)
-    )
+    padded = batches.slots.fill(rows)
     outputs, state, begin = [], None, 0
-    for n, longest in shapes:
+    for n, longest in batches.shapes:
         end = begin + n * longest
         batch = (row[begin:end].unflatten(0, (n, longest)) for row in padded)
         keeps = keeps_state and begin == 0
@@ -105,45 +148,33 @@ def by_batches(
         outputs.append(output.flatten(0, 1))
         state = found if keeps else state
         begin = end
-    total = packed.total_tokens
-    joined = torch.cat(outputs)
-    (out,) = _ops.gather_rows([_with_rows(joined)], inverse, index, [total], 1, [0])
-    return out.unsqueeze(0), state
+    return batches.slots.row_of(torch.cat(outputs)), state
 
 
-def _with_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension is contiguous, as gather_rows takes it."""
-    return tensor if tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 else tensor.contiguous()
+def _batches(packed: PackedLayout, keeps_state: bool, device: torch.device) -> _Batches | None:
+    """Return the batches of a row; None if it is one document, or none has tokens."""
+    if (packed.lengths_on_host() == packed.total_tokens).any():
+        return None
+    with outside_inference_mode():
+        return remember(
+            packed.row.lengths,
+            "document_batches",
+            lambda: _make_batches(packed, keeps_state, device),
+            keeps_state,
+            device=device,
+            tensors=lambda made: () if made is None else made.slots,
+        )
 
 
 def _make_batches(packed: PackedLayout, keeps_state: bool, device: torch.device) -> _Batches | None:
-    """Return the batches; None if no sequence has tokens."""
-    lengths = packed.lengths_on_host().tolist()
-    segments = packed.segments.lengths_on_host().tolist()
-    begins = itertools.accumulate(segments, initial=0)
-    documents = [(n, begin) for n, begin in zip(lengths, begins, strict=False) if n > 0]
+    documents = documents_of(packed)
     if not documents:
         return None
     plan = [[documents.pop()]] if keeps_state else []
     plan += batches_of(documents, packed.total_tokens, device.type == "cuda")
-    pieces, shapes = [], []
-    for batch in plan:
-        longest = max(n for n, _ in batch)
-        counts, starts = torch.tensor(batch, dtype=torch.int32).split(1, dim=1)
-        columns = torch.arange(longest, dtype=torch.int32)
-        pieces.append(torch.where(columns < counts, starts + columns, -1).flatten())
-        shapes.append((len(batch), longest))
-    index = torch.cat(pieces)
-    inverse = inverse_of(index, packed.total_tokens)
-    return _Batches(*copy_pair(index, inverse, device), shapes)
-
-
-def inverse_of(index: Tensor, tokens: int) -> Tensor:
-    """Return the slot of each token, given the token of each slot; in both, -1 means none."""
-    slots = torch.nonzero(index >= 0).flatten()
-    inverse = torch.full((tokens,), -1, dtype=torch.int32)
-    inverse[index[slots].long()] = slots.int()
-    return inverse
+    shapes = [(len(batch), max(n for n, _ in batch)) for batch in plan]
+    pieces = [tokens_of(batch, 0, n) for batch, (_, n) in zip(plan, shapes, strict=True)]
+    return _Batches(Slots.of(pieces, packed.total_tokens, device), shapes)
 
 
 def batches_of(documents: list[Any], total_tokens: int, on_gpu: bool) -> list[list[Any]]:
@@ -155,10 +186,11 @@ def batches_of(documents: list[Any], total_tokens: int, on_gpu: bool) -> list[li
         on_gpu: whether calls cost what they do on a GPU.
     """
     call, chunk = (_GPU_CALL, _GPU_CHUNK) if on_gpu else (_CPU_CALL, _CPU_CHUNK)
-    chunks = lambda document: -(-document[0] // _CHUNK)  # noqa: E731
     ordered = sorted(documents, key=lambda document: document[0])
-    groups = [(size, list(same)) for size, same in itertools.groupby(ordered, key=chunks)]
-    # Of the first `end` groups: the least cost, and where the batch that ends there begins.
+    by_chunks = itertools.groupby(ordered, key=lambda document: chunks_of(document[0]))
+    groups = [(size, list(same)) for size, same in by_chunks]
+    # best[end]: the least cost of the documents of groups[:end], and the group at which the last of
+    # their batches begins.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(groups) + 1):
         size, count, options = groups[end - 1][0], 0, []
@@ -166,7 +198,7 @@ def batches_of(documents: list[Any], total_tokens: int, on_gpu: bool) -> list[li
         for begin in range(end - 1, -1, -1):
             count += len(groups[begin][1])
             calls = -(-count // most)
-            cost = calls * (call + chunk * size) + count * size * _CHUNK
+            cost = calls * (call + chunk * size) + count * size * CHUNK
             options.append((best[begin][0] + cost, begin))
         best.append(min(options))
     batches: list[list[Any]] = []
@@ -181,7 +213,7 @@ def batches_of(documents: list[Any], total_tokens: int, on_gpu: bool) -> list[li
 
 
 def _most_documents(chunks: int, total_tokens: int) -> int:
-    return max(1, _ROWS * total_tokens // (chunks * _CHUNK))
+    return max(1, _ROWS * total_tokens // (chunks * CHUNK))
 
 
 def last_sequence(packed: PackedLayout) -> int:
@@ -191,12 +223,5 @@ def last_sequence(packed: PackedLayout) -> int:
     this is the last segment.
     """
     offsets = packed.cu_seqlens_recurrent_on_host().tolist()
-    lengths = packed.lengths_on_host().tolist()
-    padded = packed.segments.lengths_on_host().tolist()
-    begin = 0
-    last = None
-    for length, whole in zip(lengths, padded, strict=True):
-        if length > 0:
-            last = begin
-        begin += whole
-    return len(offsets) - 2 if last is None else offsets.index(last)
+    documents = documents_of(packed)
+    return offsets.index(documents[-1][1]) if documents else len(offsets) - 2
