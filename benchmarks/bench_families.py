@@ -5,9 +5,10 @@
 A step is forward, loss and backward of 8 layers of hidden size 1,024 with 16 query and 8 key-value
 heads of 64 (GPT-NeoX: 16 of each), bf16, over packed rows of lognormal lengths (mean 350): with
 transformers' sdpa and its own mask ("stock"), and enabled ("cuseq"). "times" is stock over cuseq,
-"of the first's" is it divided by that of the first family. "replaced" is what `enable` did to the
-rotation, and "device" are the times without the host, which limits families whose norms and
-activations are many small kernels.
+"of the first's" is it divided by that of the first family. "longest document" is that of the timed
+rows: an indexer chooses keys only for documents that have more than it may choose. "replaced" is
+what `enable` did to the rotation, and "device" are the times without the host, which limits
+families whose norms and activations are many small kernels.
 
 glm_moe_dsa, qwen4_exp and qwen3_5, only if named, have layers of a published shape, with an indexer
 or a state. Stock takes seconds a step there: see --steps.
@@ -117,9 +118,12 @@ def make_model(family: str, device: torch.device) -> torch.nn.Module:
 
 
 def measure(
-    model: torch.nn.Module, rows: list[dict[str, Any]], device: torch.device
+    model: torch.nn.Module, rows: list[dict[str, Any]], steps: int, device: torch.device
 ) -> dict[str, float]:
-    """Return milliseconds of a step, as the wall and as the device has it, and GiB."""
+    """Return milliseconds of a step, as the wall and as the device has it, and GiB.
+
+    The last `steps` rows count; the device's time is that of the last one.
+    """
 
     def step(row: dict[str, Any]) -> None:
         moved = {name: value.to(device, non_blocking=True) for name, value in row.items()}
@@ -135,7 +139,7 @@ def measure(
         step(row)
         timer.synchronize(device)
         walls.append((time.perf_counter() - begun) * 1e3)
-    found = {"step": statistics.median(walls[min(WARMUP, len(walls) - 1) :])}
+    found = {"step": statistics.median(walls[-steps:])}
     if device.type == "cuda":
         found["gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["device"] = timer.device_time(
@@ -147,19 +151,21 @@ def measure(
 def family_row(family: str, tokens: int, steps: int, device: torch.device) -> dict[str, Any]:
     """Return the figures of a family."""
     collate = cuseq.PackingCollator(total_tokens=tokens)
-    rows = []
+    rows, lengths = [], []
     for seed in range(WARMUP + steps):
         docs = documents(lognormal_lengths(tokens, MEAN, seed), SHAPE["vocab_size"], seed)
+        lengths.append(max(map(len, docs)))
         row = collate([{"input_ids": doc} for doc in docs])
         rows.append({name: x.pin_memory() if device.type == "cuda" else x
                      for name, x in row.items()})  # fmt: skip
     model = make_model(family, device)
     told = [{name: x for name, x in row.items() if name != "packed"} for row in rows]
-    stock = measure(model, told if steps >= STEPS else told[-2:], device)
+    stock = measure(model, told if steps >= STEPS else told[-steps - 1 :], steps, device)
     enabled = cuseq.enable(model)
-    ours = measure(model, rows, device)
+    ours = measure(model, rows, steps, device)
     fused = [name for name in enabled.replaced if name.startswith(("rope", "qk_norm"))]
-    found: dict[str, Any] = {"family": family, "fused": ", ".join(fused) or "-"}
+    longest = max(lengths[-steps:])
+    found: dict[str, Any] = {"family": family, "longest": longest, "fused": ", ".join(fused) or "-"}
     for kind, values in (("stock", stock), ("cuseq", ours)):
         found |= {f"{kind}_{name}": value for name, value in values.items()}
     found["times"] = stock["step"] / ours["step"]
@@ -182,7 +188,7 @@ def main() -> None:
         "--steps",
         type=int,
         default=STEPS,
-        help=f"timed steps, default {STEPS}; if fewer, stock runs the last two, and one counts",
+        help=f"timed steps, default {STEPS}; if fewer, stock runs these and one before them",
     )
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -193,7 +199,8 @@ def main() -> None:
         f"{args.families[0]}'s; 'device' is without the host's time."
     )
     columns = {
-        "family": "family", "stock_step": "stock, ms", "cuseq_step": "cuseq, ms", "times": "times",
+        "family": "family", "longest": "longest document",
+        "stock_step": "stock, ms", "cuseq_step": "cuseq, ms", "times": "times",
         "of_first": "of the first's", "stock_device": "stock, device", "cuseq_device":
         "cuseq, device", "times_device": "times, device", "of_first_device": "of the first's",
         "stock_gib": "stock, GiB", "cuseq_gib": "cuseq, GiB", "fused": "replaced",

@@ -1,6 +1,6 @@
 """Benchmark RoPE against a copy of equal size, unsloth, Liger, torch.compile and transformers.
 
-    python -m benchmarks rope [--device cpu] [--quick]
+    python -m benchmarks rope [--device cpu] [--quick] [--tokens N ...]
 
 bf16 on CUDA; a reduced run in fp32 and bf16 on a CPU. A packed row of T tokens (lognormal lengths,
 mean 350), positions restarting in each sequence, q and k of (query + key heads) x head size.
@@ -706,15 +706,16 @@ def run_worker(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "unsloth.json"
         command = [sys.executable, __file__, "--device", args.device, "--worker", str(answer)]
+        own_sizes = ["--quick"] * args.quick
+        if args.tokens:
+            own_sizes += ["--tokens", *map(str, args.tokens)]
         surroundings = {
             **os.environ, **offline, "UNSLOTH_DISABLE_STATISTICS": "1",
             "UNSLOTH_COMPILE_LOCATION": str(Path(scratch) / "compiled"),
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }  # fmt: skip
         try:
-            done = subprocess.run(
-                command + ["--quick"] * args.quick, env=surroundings, timeout=WORKER_LIMIT_S
-            )
+            done = subprocess.run(command + own_sizes, env=surroundings, timeout=WORKER_LIMIT_S)
         except subprocess.TimeoutExpired:
             return {"failed": f"not done after {WORKER_LIMIT_S} s"}
         if answer.exists():
@@ -785,6 +786,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true", help="few sizes")
     parser.add_argument(
+        "--tokens", type=int, nargs="+", help="these sizes of the first shape alone"
+    )
+    parser.add_argument(
         "--compile-all", action="store_true", help="torch.compile for every shape, which is slow"
     )
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -793,6 +797,8 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     shapes = QUICK_SHAPES if args.quick else SHAPES
     sweep_sizes = SWEEP_SIZES
+    if args.tokens:
+        shapes = {MAIN: args.tokens}
     if not on_gpu:
         shapes = {heads: sizes[: 1 if args.quick else None] for heads, sizes in CPU_SHAPES.items()}
         sweep_sizes = SWEEP_SIZES[:2]

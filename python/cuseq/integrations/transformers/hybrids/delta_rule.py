@@ -12,7 +12,8 @@ A head's state S follows S' = exp(g) S + k (beta (v - exp(g) S^T k))^T, and a to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,10 @@ _EPS = 1e-6  # of the norm of queries and keys, as in transformers and flash-lin
 _GPU_SLOTS, _CPU_SLOTS = 1 << 20, 512
 
 
+# The chunks of a step, those of them whose document goes on, and where it does.
+_Step = tuple[slice, slice, slice]
+
+
 class _Group(NamedTuple):
     """Documents that are computed together: the first chunk of each, then the second ones, ...
 
@@ -52,6 +57,23 @@ class _Group(NamedTuple):
     @property
     def slots(self) -> int:
         return sum(self.counts) * CHUNK
+
+    def steps(self, heads: int) -> list[_Step]:
+        """Return the steps, in chunks times heads."""
+        found, begin = [], 0
+        for count, further in itertools.pairwise((*self.counts, 0)):
+            end, lasting = begin + count * heads, further * heads
+            found.append(
+                (slice(begin, end), slice(begin, begin + lasting), slice(end, end + lasting))
+            )
+            begin = end
+        return found
+
+    def last_chunk(self, heads: int) -> slice:
+        """Return the heads of the last chunk of the row's last sequence."""
+        assert self.last is not None
+        begin = (sum(self.counts[: self.last_step]) + self.last) * heads
+        return slice(begin, begin + heads)
 
 
 class _Chunks(NamedTuple):
@@ -109,115 +131,247 @@ def chunked_gated_delta_rule(
     inputs = chunks.slots.fill((query, key, value, g, beta))
     of_groups = zip(*(one.split([group.slots for group in groups]) for one in inputs), strict=True)
     outputs, state = [], None
-    with torch.autocast(value.device.type, enabled=False):
-        for group, slots in zip(groups, of_groups, strict=True):
-            q, k, v, log_decay, rate = (_by_heads(one, heads) for one in slots)
-            if normalise:
-                q, k = _normalised(q), _normalised(k)
-            out, last = _rule(q * key_dim**-0.5, k, v, log_decay, rate, group, heads)
-            state = state if last is None else last
-            by_token = out.view(-1, heads, CHUNK, value_dim).transpose(1, 2)
-            outputs.append(by_token.flatten(0, 1).to(query.dtype))
+    for group, slots in zip(groups, of_groups, strict=True):
+        out, last = _Rule.apply(*slots, group, normalise)
+        state = state if last is None else last
+        outputs.append(out)
     out = chunks.slots.row_of(torch.cat(outputs))
     return out, state.view(1, heads, key_dim, value_dim) if keeps_state else None
 
 
-def _by_heads(slots: Tensor, heads: int) -> Tensor:
-    """Return fp32 `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
-    chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2).float()
-    if chunks.shape[1] != heads:
-        chunks = chunks.repeat_interleave(heads // chunks.shape[1], dim=1)
-    return chunks.reshape(-1, *chunks.shape[2:])
+class _Rule(torch.autograd.Function):
+    """The rule of a group's chunks, in fp32, of slots `[chunks * 64, heads, ...]`.
 
+    Per chunk and head, with c the sum of g up to a token, b its beta, s and r the factors that
+    normalise its query and key, and S the state before the chunk, for tokens j <= i:
 
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)
+        P[i, j] = exp(c_i - c_j) s_i r_j q_i k_j
+        N[i, j] = exp(c_i - c_j) r_i r_j k_i k_j, but 0 for i = j
+        A       = (1 + diag(b) N)^-1 diag(b): the tokens before i in the chunk changed what i reads
+        new     = A (V - diag(exp(c) r) K S)
+        out     = P new + diag(exp(c) s) Q S
+        S'      = exp(c_63) S + (diag(exp(c_63 - c) r) K)^T new
 
-
-def _rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    rate: Tensor,
-    group: _Group,
-    heads: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the rule of `[chunks * heads, 64, ...]`; return the outputs and the last's state."""
-    above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    decayed = log_decay.cumsum(1)  # from the start of the chunk
-    between = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).masked_fill(above, -torch.inf).exp()
-    since_start = decayed.exp().unsqueeze(2)
-    until_end = (decayed[:, -1:] - decayed).exp().unsqueeze(2)
-
-    # A token writes its value less what the state holds for its key, and the tokens before it in
-    # the chunk have changed that state: a unit triangular system over the chunk's tokens.
-    system = ((rate.unsqueeze(2) * k) @ k.mT) * between
-    sides = rate.unsqueeze(2) * torch.cat((v, k * since_start), dim=2)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    values, reads = solved.split((v.shape[2], k.shape[2]), dim=2)
-
-    counts = [documents * heads for documents in group.counts]
-    writes, decays = k * until_end, since_start[:, -1:]
-    states, written = _Scan.apply(values, reads, writes, decays, counts)
-    out = (q * since_start) @ states + ((q @ k.mT) * between) @ written
-    if group.last is None:
-        return out, None
-    begin = sum(counts[: group.last_step]) + group.last * heads
-    own = slice(begin, begin + heads)
-    return out, states[own] * decays[own] + writes[own].mT @ written[own]
-
-
-class _Scan(torch.autograd.Function):
-    """The states before all chunks, and what each chunk writes, by chunks of `[n, 64, ...]`.
-
-    new = values - reads S, and S' = decays S + writes^T new, where S' is the state before the next
-    chunk of the document. Its backward is written out: autograd's would note each step. It has no
-    second derivative.
+    Factors are applied to the small matrices of a chunk where that is possible. The backward is
+    written out, because autograd would keep every step of this. It has no second derivative.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, reads: Tensor, writes: Tensor, decays: Tensor, counts: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        states = values.new_empty(values.shape[0], reads.shape[2], values.shape[2])
-        states[: counts[0]] = 0
-        written = torch.empty_like(values)
-        for now, lasting, following in _steps(counts):
-            torch.baddbmm(values[now], reads[now], states[now], alpha=-1, out=written[now])
-            decayed = states[lasting] * decays[lasting]
-            torch.baddbmm(decayed, writes[lasting].mT, written[lasting], out=states[following])
-        ctx.save_for_backward(reads, writes, decays, states, written)
-        ctx.counts = counts
-        return states, written
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        group: _Group,
+        normalise: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        heads = value.shape[1]
+        with torch.autocast(value.device.type, enabled=False):
+            terms = _Terms.of(query, key, value, g, beta, normalise)
+            system = terms.keys_by_keys().mul_(terms.beta.unsqueeze(2))
+            eye = torch.eye(CHUNK, device=system.device).expand_as(system)
+            inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
+            of_values, of_keys = terms.mixing(inverse)
+            writes = terms.writes()
+            states, new = _scan(
+                of_values @ terms.v, of_keys @ terms.k, writes, terms.decay, group.steps(heads)
+            )
+            out = terms.queries_by_keys() @ new
+            out.baddbmm_(terms.reads(), states)
+            last = None
+            if group.last is not None:
+                own = group.last_chunk(heads)
+                last = states[own] * terms.decay[own] + writes[own].mT @ new[own]
+            slots = _by_slots(out, heads, value).to(query.dtype)
+        ctx.save_for_backward(query, key, value, g, beta, inverse, states, new)
+        ctx.group, ctx.normalise = group, normalise
+        return slots, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        reads, writes, decays, states, written = ctx.saved_tensors
-        of_states, of_written = (grad.clone() for grad in grads)
-        of_writes, of_decays = torch.zeros_like(writes), torch.zeros_like(decays)
-        for now, lasting, following in reversed(list(_steps(ctx.counts))):
-            later = of_states[following]
-            of_written[lasting].baddbmm_(writes[lasting], later)
-            of_states[lasting].addcmul_(later, decays[lasting])
-            torch.bmm(written[lasting], later.mT, out=of_writes[lasting])
-            of_decays[lasting] = (later * states[lasting]).sum((1, 2), keepdim=True)
-            of_states[now].baddbmm_(reads[now].mT, of_written[now], alpha=-1)
-        return of_written, -(of_written @ states.mT), of_writes, of_decays, None
+        query, key, value, g, beta, inverse, states, new = ctx.saved_tensors
+        group, heads = ctx.group, value.shape[1]
+        with torch.autocast(value.device.type, enabled=False):
+            terms = _Terms.of(query, key, value, g, beta, ctx.normalise)
+            of_values, of_keys = terms.mixing(inverse)
+            reads, writes, decay = of_keys @ terms.k, terms.writes(), terms.decay
+            out_grad = _by_heads(grads[0], heads)
+
+            # From the outputs to the states, and along these from each document's last chunk.
+            states_grad = terms.reads().mT @ out_grad
+            new_grad = terms.queries_by_keys().mT @ out_grad
+            writes_grad = torch.zeros_like(writes)
+            decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
+            if group.last is not None:
+                own, grad = group.last_chunk(heads), grads[1]
+                last = states[own] * decay[own] + writes[own].mT @ new[own]
+                decayed_grad[own, -1] = (grad * last).sum((1, 2))
+                writes_grad[own] = new[own] @ grad.mT
+                new_grad[own] += writes[own] @ grad
+                states_grad[own] += grad * decay[own]
+            for now, lasting, following in reversed(group.steps(heads)):
+                later = states_grad[following]
+                torch.bmm(new[lasting], later.mT, out=writes_grad[lasting])
+                new_grad[lasting].baddbmm_(writes[lasting], later)
+                states_grad[lasting].addcmul_(later, decay[lasting])
+                states_grad[now].baddbmm_(reads[now].mT, new_grad[now], alpha=-1)
+            at_start = (states_grad * states).sum((1, 2))
+            for _, lasting, following in group.steps(heads):
+                decayed_grad[lasting, -1] = at_start[following]
+
+            # Queries, keys and values, as if the factors of the norm were constant.
+            pairs_grad = out_grad @ new.mT
+            pairs_grad *= terms.pairs * terms.query_scale.unsqueeze(2)
+            q_grad = pairs_grad @ terms.k
+            q_grad.addcmul_(out_grad @ states.mT, terms.query_in.unsqueeze(2))
+            k_grad = pairs_grad.mT @ terms.q
+            reads_grad = -(new_grad @ states.mT)
+            of_keys_grad = reads_grad @ terms.k.mT
+            k_grad.baddbmm_(of_keys.mT, reads_grad)
+            k_grad.addcmul_(writes_grad, terms.key_out.unsqueeze(2))
+            v_grad = of_values.mT @ new_grad
+            mixing_grad = new_grad @ terms.v.mT
+            mixing_grad.addcmul_(of_keys_grad, terms.key_in.unsqueeze(1))
+            beta_grad = (mixing_grad * inverse).sum(1)
+            system_grad = inverse.mT @ (mixing_grad * terms.beta.unsqueeze(1)) @ inverse.mT
+            system_grad = system_grad.tril_(-1).neg_()
+            by_system = (system_grad * terms.keys_by_keys()).sum(2)
+            beta_grad += by_system
+            system_grad *= terms.pairs * (terms.beta * terms.key_norm).unsqueeze(2)
+            k_grad.baddbmm_(system_grad + system_grad.mT, terms.k)
+
+            # A factor's gradient is in the products of vectors and their gradients. Those of a key
+            # hold what c adds as a reader and what it takes away as one that is read, alike.
+            by_query, by_key = (q_grad * terms.q).sum(2), (k_grad * terms.k).sum(2)
+            by_reader = terms.beta * by_system + (of_keys_grad * of_keys).sum(1)
+            decayed_grad += by_query - by_key + 2 * by_reader
+            g_grad = decayed_grad.flip(1).cumsum(1).flip(1)
+            if ctx.normalise:
+                q_grad.addcmul_(
+                    terms.q, (by_query * terms.query_norm.square()).unsqueeze(2), value=-1
+                )
+                k_grad.addcmul_(terms.k, (by_key * terms.key_norm.square()).unsqueeze(2), value=-1)
+            found = (q_grad, k_grad, v_grad, g_grad, beta_grad)
+            inputs = (query, key, value, g, beta)
+            pairs = zip(found, inputs, strict=True)
+            return *(_by_slots(grad, heads, one) for grad, one in pairs), None, None
 
 
-def _steps(counts: list[int]) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield the chunks of each step, those of them whose document goes on, and where it does.
+@dataclass(frozen=True)
+class _Terms:
+    """What forward and backward compute alike. `n` is chunks times heads.
 
-    Args:
-        counts: chunks of each step; documents that end are the last ones of a step.
+    Attributes:
+        q, k, v: `[n, 64, dim]`.
+        beta, decayed: `[n, 64]`, b and c.
+        query_norm, key_norm: `[n, 64]`, one over the lengths of queries and keys, or ones.
+        query_scale: `[n, 64]`, s; r is `key_norm`.
+        pairs: `[n, 64, 64]`, exp(c_i - c_j) r_j; zero for j > i.
     """
-    begin = 0
-    for count, further in zip(counts, [*counts[1:], 0], strict=True):
-        end = begin + count
-        yield slice(begin, end), slice(begin, begin + further), slice(end, end + further)
-        begin = end
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    decayed: Tensor
+    query_norm: Tensor
+    key_norm: Tensor
+    query_scale: Tensor
+    pairs: Tensor
+
+    @staticmethod
+    def of(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool
+    ) -> _Terms:
+        heads = value.shape[1]
+        q, k, v, log_decay, rate = (_by_heads(one, heads) for one in (query, key, value, g, beta))
+        norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (torch.ones_like(rate),) * 2
+        decayed = log_decay.cumsum(1)
+        above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu_(1)
+        pairs = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).masked_fill_(above, -torch.inf).exp_()
+        pairs *= norms[1].unsqueeze(1)
+        return _Terms(q, k, v, rate, decayed, *norms, norms[0] * q.shape[2] ** -0.5, pairs)
+
+    @property
+    def decay(self) -> Tensor:
+        """`[n, 1, 1]`, of the state over the chunk."""
+        return self.decayed[:, -1:, None].exp()
+
+    @property
+    def query_in(self) -> Tensor:
+        """`[n, 64]`, the factor of a query that reads the state before the chunk."""
+        return self.query_scale * self.decayed.exp()
+
+    @property
+    def key_in(self) -> Tensor:
+        """`[n, 64]`, the factor of a key that reads the state before the chunk."""
+        return self.key_norm * self.decayed.exp()
+
+    @property
+    def key_out(self) -> Tensor:
+        """`[n, 64]`, the factor of a key that writes to the state after the chunk."""
+        return self.key_norm * (self.decayed[:, -1:] - self.decayed).exp()
+
+    def reads(self) -> Tensor:
+        """`[n, 64, key_dim]`, what outputs read of the state before the chunk."""
+        return self.q * self.query_in.unsqueeze(2)
+
+    def writes(self) -> Tensor:
+        """`[n, 64, key_dim]`, where new values go in the state."""
+        return self.k * self.key_out.unsqueeze(2)
+
+    def queries_by_keys(self) -> Tensor:
+        """P."""
+        return (self.q @ self.k.mT).mul_(self.pairs).mul_(self.query_scale.unsqueeze(2))
+
+    def keys_by_keys(self) -> Tensor:
+        """N, with values on the diagonal that nobody may read."""
+        return (self.k @ self.k.mT).mul_(self.pairs).mul_(self.key_norm.unsqueeze(2))
+
+    def mixing(self, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """A of the inverse of 1 + diag(b) N, and A diag(exp(c) r)."""
+        of_values = inverse * self.beta.unsqueeze(1)
+        return of_values, of_values * self.key_in.unsqueeze(1)
+
+
+def _inverse_norm(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().sum(2) + _EPS)
+
+
+def _by_heads(slots: Tensor, heads: int) -> Tensor:
+    """Return fp32 `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
+    chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+    if chunks.shape[1] != heads:
+        chunks = chunks.repeat_interleave(heads // chunks.shape[1], dim=1)
+    return chunks.float().reshape(-1, *chunks.shape[2:])
+
+
+def _by_slots(chunks: Tensor, all_heads: int, like: Tensor) -> Tensor:
+    """Return `[chunks * 64, heads, ...]` in the shape and dtype of `like`, the inverse of that;
+    parts that one head was repeated for are summed.
+    """
+    by_head = chunks.unflatten(0, (-1, all_heads))
+    heads = like.shape[1]
+    if heads != all_heads:
+        by_head = by_head.unflatten(1, (heads, -1)).sum(2)
+    return by_head.transpose(1, 2).to(like.dtype).flatten(0, 1)
+
+
+def _scan(
+    values: Tensor, reads: Tensor, writes: Tensor, decay: Tensor, steps: list[_Step]
+) -> tuple[Tensor, Tensor]:
+    """Return the states before all chunks, and what each chunk writes, in the place of `values`."""
+    states = values.new_empty(values.shape[0], reads.shape[2], values.shape[2])
+    states[steps[0][0]] = 0
+    new = values
+    for now, lasting, following in steps:
+        new[now].baddbmm_(reads[now], states[now], alpha=-1)
+        after = torch.mul(states[lasting], decay[lasting], out=states[following])
+        after.baddbmm_(writes[lasting].mT, new[lasting])
+    return states, new
 
 
 def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
