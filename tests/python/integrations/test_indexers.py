@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -93,6 +96,25 @@ def output(model: nn.Module, ids: Tensor, **told: Any) -> Tensor:
     return model(input_ids=ids, use_cache=False, **told)[0]
 
 
+class _Double:
+    """torch with float64 in the place of float32."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, "float64" if name == "float32" else name)
+
+
+def one_by_one(model: nn.Module, docs: list[Tensor]) -> Tensor:
+    """Return the output of each document alone, with transformers' gated delta rule in fp64."""
+    code = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        if own := getattr(code, "torch_chunk_gated_delta_rule", None):
+            plain = inspect.unwrap(own)
+            names = plain.__globals__ | {"torch": _Double()}
+            exact = types.FunctionType(plain.__code__, names, argdefs=plain.__defaults__)
+            patch.setattr(code, "torch_chunk_gated_delta_rule", exact)
+        return torch.cat([output(model, ids) for ids in docs], dim=1)
+
+
 def row_of(lengths: tuple[int, ...], total: int | None = None, **options: Any):
     packed = cuseq.PackedLayout.from_lengths(lengths, total, **options)
     return packed, {"packed": packed, "position_ids": packed.position_ids[None].long()}
@@ -136,7 +158,7 @@ def test_packed_rows_are_their_documents_one_by_one(model, lengths, monkeypatch)
     Models in fp64 compute their norms and softmax in fp32.
     """
     docs = documents(lengths)
-    expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+    expected = one_by_one(model, docs)
     wanted = gradients(model, expected)
     assert len(indexed(model)) >= 1
     seen = count_calls(monkeypatch, model)
@@ -154,9 +176,9 @@ def test_packed_rows_are_their_documents_one_by_one(model, lengths, monkeypatch)
 
 
 def test_offsets_positions_and_batches_of_rows_say_the_same(model):
-    docs = documents(MIXED)
+    docs, others = documents(MIXED), documents((6, 3, 2, 7))
     with torch.no_grad():
-        expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+        expected, of_others = one_by_one(model, docs), one_by_one(model, others)
         cuseq.enable(model)
         packed, told = row_of(MIXED)
         row = torch.cat(docs, dim=1)
@@ -167,12 +189,10 @@ def test_offsets_positions_and_batches_of_rows_say_the_same(model):
         assert difference(by_offsets, expected) < 1e-6
         assert difference(by_positions, expected) < 1e-6
         # Two rows of nine tokens, whose documents end where the rows do.
-        docs = documents((6, 3, 2, 7))
-        expected = torch.cat([output(model, ids) for ids in docs], dim=1)
         packed, _ = row_of((6, 3, 2, 7))
         told = {"packed": packed, "position_ids": packed.position_ids.view(2, 9).long()}
-        found = output(model, torch.cat(docs, dim=1).view(2, 9), **told)
-        assert difference(found.flatten(0, 1), expected[0]) < 1e-6
+        found = output(model, torch.cat(others, dim=1).view(2, 9), **told)
+        assert difference(found.flatten(0, 1), of_others[0]) < 1e-6
 
 
 def test_padding_between_documents_and_tails(model):
@@ -260,7 +280,7 @@ def test_compiled_models_count_inside_documents(model, told):
     lengths = (3, 8)
     docs = documents(lengths)
     with torch.no_grad():
-        expected = torch.cat([output(model, ids) for ids in docs], dim=1)
+        expected = one_by_one(model, docs)
         cuseq.enable(model)
         packed, _ = row_of(lengths)
         offsets = packed.cu_seqlens

@@ -140,7 +140,9 @@ def chunked_gated_delta_rule(
 
 
 class _Rule(torch.autograd.Function):
-    """The rule of a group's chunks, in fp32, of slots `[chunks * 64, heads, ...]`.
+    """The rule of a group's chunks, of slots `[chunks * 64, heads, ...]`.
+
+    Slots of fp16 and bf16 are computed in fp32.
 
     Per chunk and head, with c the sum of g up to a token, b its beta, s and r the factors that
     normalise its query and key, and S the state before the chunk, for tokens j <= i:
@@ -171,7 +173,7 @@ class _Rule(torch.autograd.Function):
         with torch.autocast(value.device.type, enabled=False):
             terms = _Terms.of(query, key, value, g, beta, normalise)
             system = terms.keys_by_keys().mul_(terms.beta.unsqueeze(2))
-            eye = torch.eye(CHUNK, device=system.device).expand_as(system)
+            eye = torch.eye(CHUNK, dtype=system.dtype, device=system.device).expand_as(system)
             inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
             of_values, of_keys = terms.mixing(inverse)
             writes = terms.writes()
@@ -183,7 +185,7 @@ class _Rule(torch.autograd.Function):
             last = None
             if group.last is not None:
                 own = group.last_chunk(heads)
-                last = states[own] * terms.decay[own] + writes[own].mT @ new[own]
+                last = (states[own] * terms.decay[own] + writes[own].mT @ new[own]).float()
             slots = _by_slots(out, heads, value).to(query.dtype)
         ctx.save_for_backward(query, key, value, g, beta, inverse, states, new)
         ctx.group, ctx.normalise = group, normalise
@@ -198,7 +200,7 @@ class _Rule(torch.autograd.Function):
             terms = _Terms.of(query, key, value, g, beta, ctx.normalise)
             of_values, of_keys = terms.mixing(inverse)
             reads, writes, decay = of_keys @ terms.k, terms.writes(), terms.decay
-            out_grad = _by_heads(grads[0], heads)
+            out_grad = _by_heads(grads[0], heads, states.dtype)
 
             # From the outputs to the states, and along these from each document's last chunk.
             states_grad = terms.reads().mT @ out_grad
@@ -206,7 +208,7 @@ class _Rule(torch.autograd.Function):
             writes_grad = torch.zeros_like(writes)
             decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
             if group.last is not None:
-                own, grad = group.last_chunk(heads), grads[1]
+                own, grad = group.last_chunk(heads), grads[1].to(states.dtype)
                 last = states[own] * decay[own] + writes[own].mT @ new[own]
                 decayed_grad[own, -1] = (grad * last).sum((1, 2))
                 writes_grad[own] = new[own] @ grad.mT
@@ -287,7 +289,9 @@ class _Terms:
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool
     ) -> _Terms:
         heads = value.shape[1]
-        q, k, v, log_decay, rate = (_by_heads(one, heads) for one in (query, key, value, g, beta))
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        inputs = (query, key, value, g, beta)
+        q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in inputs)
         norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (torch.ones_like(rate),) * 2
         decayed = log_decay.cumsum(1)
         above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu_(1)
@@ -341,12 +345,12 @@ def _inverse_norm(x: Tensor) -> Tensor:
     return torch.rsqrt(x.square().sum(2) + _EPS)
 
 
-def _by_heads(slots: Tensor, heads: int) -> Tensor:
-    """Return fp32 `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
+def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """Return `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
     chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2)
     if chunks.shape[1] != heads:
         chunks = chunks.repeat_interleave(heads // chunks.shape[1], dim=1)
-    return chunks.float().reshape(-1, *chunks.shape[2:])
+    return chunks.to(dtype).reshape(-1, *chunks.shape[2:])
 
 
 def _by_slots(chunks: Tensor, all_heads: int, like: Tensor) -> Tensor:
