@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
+
+HOLD = "_cuseq_hold"
+"""The attribute of enabled models and layers that keeps what they use replaced."""
 
 
 def text_config(model: Any) -> Any:
@@ -97,3 +104,69 @@ def mark_separated(config: Any) -> Separated:
 def unmark_separated(mark: Separated) -> None:
     """Undo a `mark_separated`."""
     _marks.remove(mark)
+
+
+# --------------------------------------------------------------------------- rows that nobody reads
+
+_DENSE = ("eager", "flex_attention", "sdpa")
+# The class whose calls are watched; False once a warning was given.
+_watched: Any = None
+
+
+def watch_models() -> None:
+    """Warn once, from now on, if a transformers model gets a packed row and was not enabled.
+
+    transformers hands `packed` on to its attention, which ignores it. Collators call this: without
+    their rows nothing is watched. Does nothing before transformers is imported.
+    """
+    global _watched
+    module = sys.modules.get("transformers.modeling_utils")
+    if _watched is not None or module is None or "unsloth" in sys.modules:
+        return
+    if "__call__" in vars(module.PreTrainedModel):  # another package's
+        return
+    try:
+        from torch._dynamo.eval_frame import skip_code  # which transformers has imported
+    except ImportError:
+        return
+    # As for the __call__ of nn.Module: torch.compile compiles what it calls, each hook alone.
+    skip_code(_watched_call.__code__)
+    _watched = module.PreTrainedModel
+    _watched.__call__ = _watched_call
+
+
+def _watched_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("packed") is not None and not torch.compiler.is_compiling():
+        _check_reader(model)
+    return nn.Module.__call__(model, *args, **kwargs)
+
+
+def _check_reader(model: nn.Module) -> None:
+    """Warn if nothing in a model reads `packed`, and end the watch then."""
+    global _watched
+    if not _watched or _reads_packed(model):
+        return
+    del _watched.__call__
+    _watched = False
+    name = type(model).__name__
+    warnings.warn(
+        f"LEAKS: {name} got a packed row, but cuseq.enable was not called for it, and without that "
+        "it ignores packed. With a KV cache (use_cache=True, transformers' default) its documents "
+        "attend to each other; without one transformers may keep them apart by a dense mask. Call "
+        "cuseq.enable(model) for every model that is made or loaded",
+        stacklevel=3,  # the caller of the model
+    )
+
+
+def _reads_packed(model: nn.Module) -> bool:
+    """Return whether a model was enabled, or may read `packed` by code of the user's."""
+    names = {
+        str(getattr(config, "_attn_implementation", None) or "sdpa")
+        for config in (getattr(model, "config", None), text_config(model))
+    }
+    return (
+        any(name.startswith("cuseq") for name in names)
+        or not all(name in _DENSE or "flash" in name for name in names)  # one of the user's
+        or "packed" in inspect.signature(type(model).forward).parameters
+        or any(hasattr(module, HOLD) for module in model.modules())
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_tensor, round_up, shown
 from cuseq._base.labels import IGNORE_INDEX
+from cuseq._base.models import watch_models
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
 from cuseq.distributed import ContextParallel, cp_partition
@@ -170,6 +171,7 @@ class PackingCollator:
         self.cp: ContextParallel | None = None
         if cp is not None:
             self._share(cp)
+        watch_models()  # where the models are; the rows may be made in another process
 
     def __setstate__(self, pickled: Any) -> None:
         """Check what a pickle says as arguments are; a subclass may hold more."""
@@ -218,6 +220,7 @@ class PackingCollator:
 
     def _row(self, examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], PackedLayout]:
         """Return the per-token tensors of the examples' row, each `[1, total_tokens, ...]`."""
+        watch_models()
         examples = checked_examples(examples)
         if self.max_seqs is not None and len(examples) > self.max_seqs:
             raise ValueError(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from cuseq.distributed import ContextParallel
@@ -81,13 +83,67 @@ class Enabled:
             with "LEAKS" names layers through which documents of one row leak into each other. One
             that starts with "SLOW" names a recurrence that runs without one kernel. One that
             starts with "DROPOUT" names attention layers whose dropout packed rows refuse in
-            training mode.
+            training mode. One that starts with "PADDED" names a data collator that pads.
+        attention: which backend computes the attention of packed rows, for which of them, and why;
+            empty where that is not known. Not compared.
+
+    `print` shows all of it, and what to do next.
     """
 
     kind: str
     replaced: tuple[str, ...]
     left_alone: tuple[str, ...]
     warnings: tuple[str, ...]
+    attention: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        parts: dict[str, list[str]] = {}
+        for one in self.replaced:
+            part, _, name = one.partition(":")
+            parts.setdefault(part, []).append(name.rpartition(".")[2])
+        sections = {
+            "replaced": [
+                f"{_PARTS.get(part, part)}: {', '.join(names)}" for part, names in parts.items()
+            ],
+            "attention": [self.attention or "not known before a row comes"],
+            "left alone": list(self.left_alone),
+            "warnings": list(self.warnings) or ["none"],
+            "next": [_NEXT[self.kind]],
+        }
+        lines = [f"cuseq is enabled for this {self.kind}"]
+        for title, entries in sections.items():
+            headings = itertools.chain([title], itertools.repeat(""))
+            for heading, entry in zip(headings, entries or ["nothing"], strict=False):
+                first = f"  {heading:<12}"
+                lines.append(
+                    textwrap.fill(entry, 98, initial_indent=first, subsequent_indent=" " * 16)
+                )
+        return "\n".join(lines)
+
+
+_PARTS = {
+    "qk_norm": "norm of queries and keys, in the rotation's kernel",
+    "rope": "rotation",
+    "tower": "attention of images or audio",
+    "conv": "convolution",
+    "collator": "data collator",
+    "training_step": "training step, in a CUDA graph",
+    "context_parallel": "rows, shared by ranks",
+    "rows": "padded batches, run as packed rows",
+    "trees": "padded batches, run as trees",
+    "micro_batches": "micro-batches, of as many tokens as were asked for",
+}
+_NEXT = {
+    "model": (
+        "give it rows of cuseq.PackingCollator(); cuseq.check_packing(model, documents) shows "
+        "whether documents leak into each other"
+    ),
+    "trainer": (
+        "trainer.train(); cuseq.check_packing(trainer.model, documents) shows whether documents "
+        "leak into each other"
+    ),
+    "unsloth": "make the trainer, with packing=True; cuseq.enable(trainer) for one made before",
+}
 
 
 def check_same_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -555,6 +555,30 @@ def test_what_enable_returns():
     assert "Enabled" not in cuseq.__all__
 
 
+def test_what_enable_says():
+    text = str(cuseq.enable(make_model("qwen3")))
+    assert text.splitlines()[:5] == [
+        "cuseq is enabled for this model",
+        "  replaced    attention: Qwen3Attention",
+        "              rotation: modeling_qwen3",
+        "              norm of queries and keys, in the rotation's kernel: Qwen3Attention",
+        '  attention   "segments" on the CPU, where the model is; chosen anew where it moves',
+    ]
+    assert "  left alone  nothing\n  warnings    none\n  next        give it rows of" in text
+    assert max(map(len, text.splitlines())) <= 98
+    flex = str(cuseq.enable(make_model("llama"), backend="flex"))
+    assert 'attention   not in torch.float32 on cpu: backend="flex" cannot take this call' in flex
+    config = make_model("llama").config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert "attention   not known before a row comes" in str(cuseq.enable(model))
+
+
+def test_enable_names_the_backend_of_a_gpu(cuda):
+    enabled = cuseq.enable(make_model("qwen3", cuda).bfloat16())
+    assert "for eager rows of 4,096 tokens in 8 documents in torch.bfloat16 on cuda" in str(enabled)
+
+
 @pytest.mark.parametrize("default", ["meta", "cuda"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_a_default_device_changes_nothing(family, default, request):

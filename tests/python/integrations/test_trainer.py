@@ -162,7 +162,7 @@ def test_a_trainer_is_enabled_by_its_model(make_trainer, seen):
         "rope:transformers.models.llama.modeling_llama",
     )
     (left,) = enabled.left_alone
-    assert left.startswith("the data collator function: a Trainer keeps the one it is given")
+    assert left.startswith("the data collator collate: a Trainer keeps the one it is given")
     assert enabled.warnings == ()
     assert cuseq.enable(trainer) is enabled
     with pytest.raises(ValueError, match="rope must stay True until cuseq.disable, got False"):
@@ -191,6 +191,17 @@ def test_the_callback_counts_models_of_every_kind(family, make_trainer):
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["sequences_per_step"] >= 1 for entry in logs)
     cuseq.disable(trainer)
+
+
+def test_a_collator_that_pads_is_said(make_trainer):
+    pads = transformers.DataCollatorForSeq2Seq(tokenizer=None)
+    with pytest.warns(UserWarning, match="PADDED: the trainer's DataCollatorForSeq2Seq pads its"):
+        enabled = cuseq.enable(make_trainer(collator=pads))
+    assert enabled.warnings[0].startswith("PADDED")
+    for collator in (None, transformers.DataCollatorWithFlattening(), collate):
+        assert cuseq.enable(make_trainer(collator=collator)).warnings == ()
+    packs = make_trainer(collator=pads)
+    assert cuseq.enable(packs, collator=cuseq.PackingCollator()).warnings == ()
 
 
 def test_a_collator_that_packs_is_left_alone(make_trainer):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cuseq._base.arguments import check_flag
 from cuseq._base.models import recurrent_layers, recurrent_types, text_config
-from cuseq.attention import check_installed
+from cuseq.attention import attention_backend, check_installed
 from cuseq.integrations._enabled import (
     Enabled,
     ModelOptions,
@@ -90,6 +90,7 @@ from cuseq.integrations.transformers.hybrids.plan import (
     separate,
 )
 from cuseq.integrations.transformers.names import BACKEND, HOLD, NAME, parameters_of
+from cuseq.layout import PackedLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -137,6 +138,7 @@ class _Aid(NamedTuple):
 
 
 _STATE = "_cuseq_state"
+_TYPICAL = 4096  # tokens of the row for which the report of `enable` names the backend
 # The models that were enabled and not disabled, apart from their copies.
 _models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 # The trainers of each model that a trainer enabled.
@@ -203,6 +205,7 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
         ),
         left_alone=tuple(left_alone),
         warnings=(*leaks, *plan.slow, *dropout_warnings(rates)),
+        attention=_describe_attention(layers, backend),
     )
     with uninterrupted(), contextlib.ExitStack() as undo:  # an error part-way undoes everything
         hold_registration()
@@ -274,6 +277,39 @@ def enable_model(model: nn.Module, **options: Unpack[ModelOptions]) -> Enabled:
     for leak in leaks:
         warn(leak, stacklevel=3)  # the caller of cuseq.enable
     return enabled
+
+
+def _describe_attention(layers: list[nn.Module], backend: str) -> str:
+    """Return what the attention of a typical row runs on where the first layer is; "" if unknown.
+
+    Sizes are those of the layer, since the layers of a config may differ.
+    """
+    first = layers[0] if layers else nn.Module()
+    weight = next(first.parameters(), None)
+    head_dim = getattr(first, "qk_head_dim", None) or getattr(first, "head_dim", None)
+    if weight is None or weight.is_meta or not weight.is_floating_point() or not head_dim:
+        return ""
+    keys = getattr(getattr(first, "k_proj", None), "out_features", None)
+    kv_heads = getattr(first, "num_heads", 0) if keys is None else keys // head_dim
+    heads = kv_heads * getattr(first, "num_key_value_groups", 1)
+    if not heads:
+        return ""
+    value_dim = getattr(first, "v_head_dim", head_dim)
+    one = torch.empty(1, 1, max(head_dim, value_dim), dtype=weight.dtype, device=weight.device)
+    q = one[..., :head_dim].expand(_TYPICAL, heads, head_dim)
+    v = one[..., :value_dim].expand(_TYPICAL, kv_heads, value_dim)
+    packed = PackedLayout.from_lengths([_TYPICAL // 8] * 8).to(weight.device)
+    softcap = getattr(first, "attn_logit_softcapping", None)
+    try:
+        chosen = attention_backend(q, q[:, :kv_heads], v, packed, softcap=softcap, backend=backend)
+    except (ValueError, TypeError) as refusal:
+        return f"not in {weight.dtype} on {weight.device}: {refusal}"
+    if weight.device.type == "cpu":
+        return f'"{chosen.name}" on the CPU, where the model is; chosen anew where it moves'
+    return (
+        f'"{chosen.name}", for eager rows of {_TYPICAL:,} tokens in 8 documents in {weight.dtype} '
+        f"on {weight.device}: {chosen.reason}"
+    )
 
 
 def disable_model(model: nn.Module) -> None:

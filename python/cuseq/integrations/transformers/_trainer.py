@@ -5,6 +5,7 @@ With `cp` the collator is replaced by a copy that deals rows to the ranks that s
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +49,12 @@ if TYPE_CHECKING:
 
 
 _COLLATORS = (PackingCollator, MultimodalPackingCollator)
+PADDED = (
+    "PADDED: the trainer's {} pads its batches, and the model computes the padding as before, so "
+    "that cuseq gains little, unless the examples are packed rows already. Make the Trainer with "
+    "data_collator=cuseq.PackingCollator(), or call "
+    "cuseq.enable(trainer, collator=cuseq.PackingCollator())"
+)
 
 
 class _State(NamedTuple):
@@ -104,7 +111,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     if training is not None:
         training.check()
     model = enable_model_of_trainer(trainer, options)
-    name = type(before).__name__
+    name = before.__name__ if inspect.isfunction(before) else type(before).__name__
     replaced, left_alone = model.replaced, model.left_alone
     if dealing is not None:
         _put_collator(trainer, dealing)
@@ -125,13 +132,21 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
-    warnings = (*model.warnings, *_dropped_columns(trainer))
+    pads = collator is None and dealing is None and _pads(before)
+    padded = (PADDED.format(name),) if pads else ()
+    warnings = (*model.warnings, *padded, *_dropped_columns(trainer))
     for warning in warnings[len(model.warnings) :]:
         warn_once(warning)
-    enabled = Enabled("trainer", replaced, left_alone, warnings)
+    enabled = Enabled("trainer", replaced, left_alone, warnings, model.attention)
     own = None if dealing is None and collator is None else before
     _states[trainer] = _State(enabled, options, own)
     return enabled
+
+
+def _pads(collator: Any) -> bool:
+    """Return whether a collator is one of transformers' that pad by the tokenizer."""
+    is_theirs = type(collator).__module__ == "transformers.data.data_collator"
+    return is_theirs and hasattr(collator, "tokenizer")
 
 
 def disable_trainer(trainer: Trainer) -> None:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from cuseq._base.models import HOLD as HOLD
+
 NAME = "cuseq"
 """What `attn_implementation` is called."""
 
@@ -20,9 +22,6 @@ BACKEND = "_cuseq_backend"
 
 DOCUMENTS = "_cuseq_documents"
 """The attribute of a mask that cuseq made of the documents of a row."""
-
-HOLD = "_cuseq_hold"
-"""The attribute of enabled models and layers that keeps what they use replaced."""
 
 UNSUPPORTED = (
     "position_bias",

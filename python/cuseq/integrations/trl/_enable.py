@@ -137,7 +137,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{name}")
-    enabled = Enabled("trainer", replaced, model.left_alone, model.warnings)
+    enabled = Enabled("trainer", replaced, model.left_alone, model.warnings, model.attention)
     _states[trainer] = _State(enabled, options, collator, before)
     return enabled
 

@@ -124,6 +124,7 @@ def enable_padded(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enable
         tuple(dict.fromkeys([*(part for one in found for part in one.replaced), *bodies])),
         tuple(dict.fromkeys(left_alone)),
         tuple(dict.fromkeys(warning for one in found for warning in one.warnings)),
+        found[0].attention,
     )
     _states[trainer] = _State(enabled, options, [weakref.ref(model) for model in models])
     return enabled
