@@ -6,6 +6,8 @@ import inspect
 import sys
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -133,6 +135,17 @@ def watch_models() -> None:
     skip_code(_watched_call.__code__)
     _watched = module.PreTrainedModel
     _watched.__call__ = _watched_call
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Say nothing of the models that are called in this block: `check_packing` says more."""
+    global _watched
+    before, _watched = _watched, _watched and None
+    try:
+        yield
+    finally:
+        _watched = before if _watched is None else _watched
 
 
 def _watched_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

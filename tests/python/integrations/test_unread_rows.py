@@ -125,6 +125,14 @@ def test_other_calls_are_left_alone(collate):
     assert heard(lambda: model(input_ids=ids, packed=None)) == []
 
 
+def test_check_packing_keeps_the_warning_for_the_training(collate):
+    model = make_model()
+    documents = [example["input_ids"] for example in DOCUMENTS]
+    assert heard(lambda: cuseq.check_packing(model, documents)) == []
+    assert len(heard(lambda: model(**collate(DOCUMENTS)))) == 1
+    assert heard(lambda: cuseq.check_packing(model, documents)) == []
+
+
 def test_compiled_models_have_the_graphs_that_they_have_without(collate):
     model = make_model()
     model.register_forward_pre_hook(lambda module, args: None)

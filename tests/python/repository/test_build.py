@@ -71,7 +71,7 @@ def examples(page: str) -> list[str]:
 
 
 PAGES = {
-    "README.md": 2,
+    "README.md": 1,
     "docs/attention.md": 1,
     "docs/cache.md": 1,
     "docs/check.md": 4,

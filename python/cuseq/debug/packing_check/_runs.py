@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from cuseq._base.labels import IGNORE_INDEX
+from cuseq._base.models import unwatched
 from cuseq.debug.packing_check._batch import OwnBatch
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._dtypes import DtypesAtWork
@@ -136,7 +137,7 @@ class Runs:
     def packed(self, documents: Sequence[Document], row: Row | None = None) -> Outcome:
         """Run all documents at once, from a given row or a new one."""
         row = self.row(documents) if row is None else row
-        with self._captured(row.slots, row.ids) as (embeddings, lookups):
+        with unwatched(), self._captured(row.slots, row.ids) as (embeddings, lookups):
             if self.forward is not None:
                 output = self.forward(self.model, [document.example() for document in documents])
             else:
