@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -415,11 +415,17 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return devices.pop()
 
 
+def _is_sharded(parameter: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, whose module takes 37 MiB to import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
 def _obstacle(optimizer: Optimizer, device: torch.device) -> str | None:
     """Return why a step of the optimizer cannot be captured, or None."""
     if device.type != "cuda":
         return f"the parameters are on {device}, and CUDA graphs need a GPU"
-    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+    if any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return "the parameters are sharded: a captured step runs on one GPU"
     if not all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         return (

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
@@ -292,6 +295,20 @@ def test_wrong_arguments_are_named():
     parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))]
     with pytest.raises(ValueError, match="on one device, got them on cpu, meta"):
         make(optimizer=torch.optim.SGD(parameters))
+
+
+def test_sharded_parameters_are_not_captured():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for weight, why in (
+            (distribute_tensor(torch.ones(4), mesh), "the parameters are sharded"),
+            (torch.ones(4), "Adam decides on the host"),
+        ):
+            optimizer = torch.optim.Adam([nn.Parameter(weight)])
+            assert graphed_step._obstacle(optimizer, torch.device("cuda")).startswith(why)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
