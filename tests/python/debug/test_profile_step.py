@@ -23,7 +23,7 @@ import cuseq
 from cuseq import PackedLayout, PackingCollator
 from cuseq.debug.profile.lines import LineLog, is_users, name_line
 from cuseq.debug.profile.result import StepProfile
-from cuseq.debug.profile.step import profile_step, summarise
+from cuseq.debug.profile.step import check_no_waits, profile_step, summarise
 from cuseq.debug.profile.trace import WINDOW, Trace, record
 
 HERE = Path(__file__)
@@ -239,6 +239,61 @@ def test_waits_have_the_line_of_their_moment():
         *(call("cudaStreamSynchronize", start, 2) for start in (10, 20, 30)), lines=lines
     )
     assert [(w.line, w.count) for w in profile.syncs] == [("a.py:1 in f", 2), ("a.py:2 in f", 1)]
+
+
+def test_a_gate_names_the_waits_and_lets_other_steps_pass():
+    lines = Lines((5, "a.py:1 in f"), (25, "a.py:2 in g"))
+    waits = profile_of(
+        *(call("cudaStreamSynchronize", start, 2) for start in (10, 15)),
+        call("cudaEventSynchronize", 30, 2),
+        lines=lines,
+    )
+    with pytest.raises(
+        RuntimeError, match=r"wait for the GPU, .*: 2 x stream in a.py:1 in f; 1 x event in a.py:2"
+    ):
+        check_no_waits(waits)
+    check_no_waits(profile_of(call("cudaLaunchKernel", 10, 2), lines=lines))
+    x = torch.ones(4)
+    with pytest.raises(
+        RuntimeError, match=r"1 x _local_scalar_dense in .*test_profile_step.py:\d+"
+    ):
+        profile_step(lambda: x.sum().item(), fail_on_wait=True)
+    assert profile_step(lambda: x.sum(), fail_on_wait=True).read_count == 0
+    with pytest.raises(TypeError, match="fail_on_wait must be True or False, got 1"):
+        profile_step(lambda: x.sum(), fail_on_wait=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "qwen3_5_text"])
+def test_a_gate_lets_an_enabled_model_pass_and_names_a_read(family, device):
+    pytest.importorskip("transformers")
+    from tests.families.models import family_names, small_model
+
+    if family not in family_names():
+        pytest.skip("this transformers does not have it")
+    model = small_model(family).train().to(device)
+    cuseq.enable(model)
+    batch = PackingCollator(total_tokens=16)([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    batch = {name: value.to(device) for name, value in batch.items()}
+
+    def step():
+        model(**batch, use_cache=False).loss.backward()
+
+    def reads():
+        loss = model(**batch, use_cache=False).loss
+        if loss > 0:  # planted
+            loss.backward()
+
+    profile_step(step, fail_on_wait=True)
+    with pytest.raises(RuntimeError, match=re.escape(line_of("planted").partition(" ")[0])):
+        profile_step(reads, fail_on_wait=True)
+    cuseq.disable(model)
+
+
+def test_a_gate_over_a_real_step(cuda):
+    x = torch.ones(4, device=cuda)
+    with pytest.raises(RuntimeError, match=r"1 x stream in .*test_profile_step.py:\d+"):
+        profile_step(lambda: x.sum().item(), fail_on_wait=True)
+    assert profile_step(lambda: x.sum(), fail_on_wait=True).sync_count() == 0
 
 
 def test_backward_threads_have_the_line_of_the_forward_op():

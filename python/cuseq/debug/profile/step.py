@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.arguments import as_int, check_tensor, shown
+from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
 from cuseq.debug.profile.lines import LineLog
 from cuseq.debug.profile.report import Timeline
 from cuseq.debug.profile.result import Copy, HostRead, StepProfile, Tokens, Wait, Work
@@ -41,6 +41,7 @@ def profile_step(
     warmup: int = 1,
     steps: int = 1,
     batch: Mapping[str, Any] | PackedLayout | Sequence[Any] | None = None,
+    fail_on_wait: bool = False,
 ) -> StepProfile:
     """Measure what one training step does besides arithmetic: waits, copies, launches, padding.
 
@@ -74,10 +75,12 @@ def profile_step(
             anything else: a token with label -100 or with the pad token's id may be real, and the
             number of tokens in attention cannot be seen from outside. A mask
             with `input_ids` also tells how many tokens repeat the beginning of another row.
+        fail_on_wait: raise if the step waited for the GPU, with the lines: a gate for tests. Where
+            no GPU is in use, if it read values of tensors, each of which would wait on one.
 
     Raises:
         TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
-        RuntimeError: another profiler is at work.
+        RuntimeError: another profiler is at work, or a wait that `fail_on_wait` does not let pass.
 
     Examples:
         >>> model = torch.nn.Linear(4, 4)
@@ -88,6 +91,7 @@ def profile_step(
     if not callable(fn):
         raise TypeError(f"fn must be a function without arguments, got {shown(fn)}")
     warmup, steps = as_int(warmup, "warmup", 0), as_int(steps, "steps", 1)
+    check_flag(fail_on_wait, "fail_on_wait")
     batches = _batches(batch)
     if torch.autograd._profiler_enabled():
         raise RuntimeError("profile_step must not run inside another profiler, got an active one")
@@ -107,7 +111,22 @@ def profile_step(
     # Counted last: counting may wait, and would make the layout's values known to the step.
     tokens = _count_tokens(batches)
     name = torch.cuda.get_device_name() if gpu else None
-    return summarise(trace, log, steps=steps, wall_us=wall_us, gpu=name, tokens=tokens, notes=notes)
+    made = summarise(trace, log, steps=steps, wall_us=wall_us, gpu=name, tokens=tokens, notes=notes)
+    if fail_on_wait:
+        check_no_waits(made)
+    return made
+
+
+def check_no_waits(profile: StepProfile) -> None:
+    """Raise RuntimeError, with kinds and lines, if a step waited or would wait on a GPU."""
+    if profile.gpu:
+        rule = "must not wait for the GPU"
+        found = [f"{wait.count} x {wait.kind} in {wait.line}" for wait in profile.syncs]
+    else:
+        rule = "must not read values of tensors, each of which would wait on a GPU"
+        found = [f"{read.count} x {read.op} in {read.line}" for read in profile.host_reads]
+    if found:
+        raise RuntimeError(f"fn {rule}, got in {profile.steps} steps: {'; '.join(found)}")
 
 
 def summarise(
