@@ -230,9 +230,9 @@ class _Rule(torch.autograd.Function):
             q_grad = pairs_grad @ terms.k
             q_grad.addcmul_(out_grad @ states.mT, terms.query_in.unsqueeze(2))
             k_grad = pairs_grad.mT @ terms.q
-            reads_grad = -(new_grad @ states.mT)
-            of_keys_grad = reads_grad @ terms.k.mT
-            k_grad.baddbmm_(of_keys.mT, reads_grad)
+            less_reads_grad = new_grad @ states.mT
+            of_keys_grad = (less_reads_grad @ terms.k.mT).neg_()
+            k_grad.baddbmm_(of_keys.mT, less_reads_grad, alpha=-1)
             k_grad.addcmul_(writes_grad, terms.key_out.unsqueeze(2))
             v_grad = of_values.mT @ new_grad
             mixing_grad = new_grad @ terms.v.mT
@@ -342,7 +342,7 @@ class _Terms:
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    return torch.rsqrt(x.square().sum(2) + _EPS)
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=2).square() + _EPS)
 
 
 def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
