@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,20 +111,23 @@ def unmark_separated(mark: Separated) -> None:
 
 # --------------------------------------------------------------------------- rows that nobody reads
 
-_DENSE = ("eager", "flex_attention", "sdpa")
-# The class whose calls are watched; False once a warning was given.
+_lock = threading.Lock()
+_here = threading.local()  # `inside`: whether a watched model calls this, or `unwatched` does
+# The class whose calls are watched, once there is one; nothing is watched again after a warning.
 _watched: Any = None
+_judge: Any = None  # `_warn_if_it_leaks`, which torch.compile does not look into
+_warned = False
 
 
 def watch_models() -> None:
-    """Warn once, from now on, if a transformers model gets a packed row and was not enabled.
+    """Warn once, from now on, if a transformers model leaks because it was not enabled.
 
     transformers hands `packed` on to its attention, which ignores it. Collators call this: without
     their rows nothing is watched. Does nothing before transformers is imported.
     """
-    global _watched
+    global _watched, _judge
     module = sys.modules.get("transformers.modeling_utils")
-    if _watched is not None or module is None or "unsloth" in sys.modules:
+    if _watched is not None or _warned or module is None or "unsloth" in sys.modules:
         return
     if "__call__" in vars(module.PreTrainedModel):  # another package's
         return
@@ -133,6 +137,7 @@ def watch_models() -> None:
         return
     # As for the __call__ of nn.Module: torch.compile compiles what it calls, each hook alone.
     skip_code(_watched_call.__code__)
+    _judge = torch.compiler.disable(_warn_if_it_leaks)
     _watched = module.PreTrainedModel
     _watched.__call__ = _watched_call
 
@@ -140,46 +145,74 @@ def watch_models() -> None:
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Say nothing of the models that are called in this block: `check_packing` says more."""
-    global _watched
-    before, _watched = _watched, _watched and None
+    before, _here.inside = getattr(_here, "inside", False), True
     try:
         yield
     finally:
-        _watched = before if _watched is None else _watched
+        _here.inside = before
 
 
 def _watched_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("packed") is not None and not torch.compiler.is_compiling():
-        _check_reader(model)
-    return nn.Module.__call__(model, *args, **kwargs)
+    call = super(_watched, model).__call__
+    if kwargs.get("packed") is None or _warned or torch.compiler.is_compiling():
+        return call(*args, **kwargs)
+    if getattr(_here, "inside", False):  # a part of a model that was judged
+        return call(*args, **kwargs)
+    _judge(model, kwargs)
+    _here.inside = True
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _here.inside = False
 
 
-def _check_reader(model: nn.Module) -> None:
-    """Warn if nothing in a model reads `packed`, and end the watch then."""
-    global _watched
-    if not _watched or _reads_packed(model):
+def _warn_if_it_leaks(model: nn.Module, given: Mapping[str, Any]) -> None:
+    global _warned
+    if not _leaks(model, given):
         return
-    del _watched.__call__
-    _watched = False
-    name = type(model).__name__
+    with _lock:
+        if _warned:
+            return
+        _warned = True
+        if vars(_watched).get("__call__") is _watched_call:  # nobody has wrapped it since
+            del _watched.__call__
     warnings.warn(
-        f"LEAKS: {name} got a packed row, but cuseq.enable was not called for it, and without that "
-        "it ignores packed. With a KV cache (use_cache=True, transformers' default) its documents "
-        "attend to each other; without one transformers may keep them apart by a dense mask. Call "
-        "cuseq.enable(model) for every model that is made or loaded",
-        stacklevel=3,  # the caller of the model
+        f"LEAKS: {type(model).__name__} got a packed row and ignores packed, because it is not "
+        "enabled: its documents reach each other. Call cuseq.enable(model) for every model that is "
+        "made or loaded",
+        stacklevel=4,  # the caller of the model, through the wrapper of `disable`
     )
 
 
-def _reads_packed(model: nn.Module) -> bool:
-    """Return whether a model was enabled, or may read `packed` by code of the user's."""
+def _leaks(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Return whether documents of a packed row reach each other in a model.
+
+    transformers keeps them apart by positions that begin again: over flash attention, and without a
+    mask and a cache by a dense mask. Code of the user's may read `packed`.
+    """
+    config = text_config(model)
     names = {
-        str(getattr(config, "_attn_implementation", None) or "sdpa")
-        for config in (getattr(model, "config", None), text_config(model))
+        str(getattr(one, "_attn_implementation", None) or "sdpa")
+        for one in (getattr(model, "config", None), config)
     }
-    return (
-        any(name.startswith("cuseq") for name in names)
-        or not all(name in _DENSE or "flash" in name for name in names)  # one of the user's
-        or "packed" in inspect.signature(type(model).forward).parameters
-        or any(hasattr(module, HOLD) for module in model.modules())
-    )
+    dense = {"eager", "flex_attention", "sdpa"}
+    if not all(name in dense or name.startswith("flash") for name in names):
+        return False  # cuseq's, or one of the user's
+    if any(hasattr(module, HOLD) for module in model.modules()) or _may_read_packed(model):
+        return False
+    if given.get("position_ids") is None or recurrent_types(config):
+        return True
+    if not names & dense:
+        return False
+    recomputes = model.training and getattr(model, "is_gradient_checkpointing", False)
+    cached = given.get("use_cache", getattr(config, "use_cache", False)) and not recomputes
+    return bool(cached) or given.get("attention_mask") is not None
+
+
+def _may_read_packed(model: nn.Module) -> bool:
+    if model._forward_pre_hooks_with_kwargs:
+        return True
+    try:
+        return "packed" in inspect.signature(model.forward).parameters
+    except ValueError:  # not written in Python
+        return True

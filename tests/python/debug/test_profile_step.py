@@ -259,8 +259,24 @@ def test_a_gate_names_the_waits_and_lets_other_steps_pass():
     ):
         profile_step(lambda: x.sum().item(), fail_on_wait=True)
     assert profile_step(lambda: x.sum(), fail_on_wait=True).read_count == 0
+    assert profile_step(lambda: x.tolist(), fail_on_wait=True).read_count == 0  # not seen
     with pytest.raises(TypeError, match="fail_on_wait must be True or False, got 1"):
         profile_step(lambda: x.sum(), fail_on_wait=1)
+
+
+def test_a_gate_does_not_trust_a_profiler_that_miscounts(monkeypatch):
+    from cuseq.debug.profile import step
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(step, "check_gpu_profiler", lambda: "it counts nothing")
+    monkeypatch.setattr(step, "_wall_us", lambda fn, steps: 1.0)
+    monkeypatch.setattr(step, "record", lambda *args, **named: None)
+    monkeypatch.setattr(step, "_notes", lambda *args: ())
+    monkeypatch.setattr(step, "summarise", lambda *args, **named: profile_of())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    with pytest.raises(RuntimeError, match="cannot count the waits here: it counts nothing"):
+        profile_step(lambda: None, fail_on_wait=True)
+    profile_step(lambda: None)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "qwen3_5_text"])

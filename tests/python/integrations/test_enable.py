@@ -574,6 +574,24 @@ def test_what_enable_says():
     assert "attention   not known before a row comes" in str(cuseq.enable(model))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3", "deepseek_v3", "gemma2", "mamba2"])
+def test_a_line_of_the_report_never_stops_enable(family, monkeypatch):
+    from cuseq.integrations.transformers import _enable
+    from tests.families.models import small_model
+
+    model = small_model(family)
+    known = family not in ("mamba2",)
+    assert bool(cuseq.enable(model).attention) is known
+    cuseq.disable(model)
+
+    def fail(*args, **named):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(_enable, "attention_backend", fail)
+    assert cuseq.enable(model).attention == ""
+    cuseq.disable(model)
+
+
 def test_enable_names_the_backend_of_a_gpu(cuda):
     enabled = cuseq.enable(make_model("qwen3", cuda).bfloat16())
     assert "for eager rows of 4,096 tokens in 8 documents in torch.bfloat16 on cuda" in str(enabled)

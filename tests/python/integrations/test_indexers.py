@@ -111,7 +111,13 @@ def one_by_one(model: nn.Module, docs: list[Tensor]) -> Tensor:
             plain = inspect.unwrap(own)
             names = plain.__globals__ | {"torch": _Double()}
             exact = types.FunctionType(plain.__code__, names, argdefs=plain.__defaults__)
-            patch.setattr(code, "torch_chunk_gated_delta_rule", exact)
+
+            def checked(*rows: Tensor, **options: Any) -> Any:
+                out, state = exact(*rows, **options | {"output_final_state": True})
+                assert state.dtype is torch.float64
+                return out, state
+
+            patch.setattr(code, "torch_chunk_gated_delta_rule", checked)
         return torch.cat([output(model, ids) for ids in docs], dim=1)
 
 

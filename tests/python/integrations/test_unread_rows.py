@@ -6,7 +6,9 @@ import copy
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ def collate(monkeypatch):
     """Return a collator that begins a new watch, which ends with the test."""
     end_watch()
     monkeypatch.setattr(models, "_watched", None)
+    monkeypatch.setattr(models, "_warned", False)
     yield cuseq.PackingCollator()
     end_watch()
 
@@ -53,7 +56,7 @@ def heard(call):
 def test_a_model_that_nobody_enabled_is_named_once(collate):
     model = make_model()
     batch = collate(DOCUMENTS)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM got a packed row, but") as found:
+    with pytest.warns(UserWarning, match="LlamaForCausalLM got a packed row and ignores") as found:
         model(**batch)
     assert found[0].filename == __file__
     assert heard(lambda: model(**batch)) == []
@@ -103,7 +106,7 @@ def test_models_that_read_packed_are_quiet(collate, kind):
             cuseq.integrations.transformers.unregister()
 
 
-def test_code_of_the_users_that_reads_packed_is_quiet(collate):
+def test_code_of_the_users_that_reads_packed_is_quiet(collate, monkeypatch):
     class Own(transformers.LlamaForCausalLM):
         def forward(self, packed=None, **inputs):
             return super().forward(**inputs)
@@ -113,8 +116,16 @@ def test_code_of_the_users_that_reads_packed_is_quiet(collate):
     def attention(module, query, key, value, mask, packed=None, **options):
         return value.transpose(1, 2).contiguous(), None
 
-    transformers.AttentionInterface.register("own_packed", attention)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "own_packed", attention)
     model = make_model(attn_implementation="own_packed")
+    assert heard(lambda: model(**collate(DOCUMENTS))) == []
+
+    model = make_model()
+    read = lambda module, args, kwargs: (args, {**kwargs, "packed": None})  # noqa: E731
+    model.register_forward_pre_hook(read, with_kwargs=True)
+    assert heard(lambda: model(**collate(DOCUMENTS))) == []
+    model = make_model()
+    model.forward = lambda packed, **inputs: None
     assert heard(lambda: model(**collate(DOCUMENTS))) == []
 
 
@@ -123,6 +134,79 @@ def test_other_calls_are_left_alone(collate):
     ids = torch.tensor([[5, 6, 7]])
     assert heard(lambda: model(input_ids=ids)) == []
     assert heard(lambda: model(input_ids=ids, packed=None)) == []
+
+
+@pytest.mark.parametrize(
+    "given, implementation, leaks",
+    [
+        ({"position_ids": 1}, "sdpa", True),
+        ({"position_ids": 1, "use_cache": False}, "sdpa", False),
+        ({"position_ids": 1, "use_cache": False, "attention_mask": 1}, "sdpa", True),
+        ({"use_cache": False}, "eager", True),
+        ({"position_ids": 1}, "flash_attention_2", False),
+        ({}, "flash_attention_2", True),
+    ],
+)
+def test_what_transformers_keeps_apart_by_positions_is_quiet(given, implementation, leaks):
+    model = make_model()
+    model.config._attn_implementation_internal = implementation
+    assert models._leaks(model, given) is leaks
+
+
+def test_the_warning_is_true(collate):
+    """Documents reach each other where it is given, and do not with use_cache=False."""
+    model, batch = make_model().eval(), collate(DOCUMENTS)
+    other = batch["input_ids"].clone()
+    other[:, :3] = 1
+    with torch.no_grad():
+        for cache in (True, False):
+            models._warned = True
+            first, second = (
+                model(**batch | {"input_ids": ids}, use_cache=cache).logits[0, 3:]
+                for ids in (batch["input_ids"], other)
+            )
+            assert torch.equal(first, second) is not cache
+            given = {"position_ids": batch["position_ids"], "use_cache": cache}
+            assert models._leaks(model, given) is cache
+
+
+def test_threads_warn_once(collate):
+    batch, together = collate(DOCUMENTS), threading.Barrier(4)
+    mine = [make_model() for _ in range(4)]
+
+    def call(model):
+        together.wait()
+        model(**batch)
+
+    def all_call():
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(call, mine))
+
+    assert len(heard(all_call)) == 1
+
+
+def test_a_wrapper_that_came_later_stays(collate):
+    ours = transformers.PreTrainedModel.__call__
+
+    def later(model, *args, **kwargs):
+        return ours(model, *args, **kwargs)
+
+    transformers.PreTrainedModel.__call__ = later
+    model, batch = make_model(), collate(DOCUMENTS)
+    assert len(heard(lambda: model(**batch))) == 1
+    assert vars(transformers.PreTrainedModel)["__call__"] is later
+    assert heard(lambda: model(**batch)) == []
+
+
+def test_a_class_beside_the_model_keeps_its_call(collate):
+    class Beside(nn.Module):
+        def __call__(self, *args, **kwargs):
+            return "beside"
+
+    class Both(transformers.LlamaForCausalLM, Beside):
+        pass
+
+    assert Both(make_model().config)(**collate(DOCUMENTS)) == "beside"
 
 
 def test_check_packing_keeps_the_warning_for_the_training(collate):

@@ -76,7 +76,8 @@ def profile_step(
             number of tokens in attention cannot be seen from outside. A mask
             with `input_ids` also tells how many tokens repeat the beginning of another row.
         fail_on_wait: raise if the step waited for the GPU, with the lines: a gate for tests. Where
-            no GPU is in use, if it read values of tensors, each of which would wait on one.
+            CUDA was not initialised, if ops read values of tensors, each of which would wait on a
+            GPU; `tolist`, `.cpu()` and `.numpy()` of a CPU tensor call no op and pass.
 
     Raises:
         TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
@@ -113,6 +114,8 @@ def profile_step(
     name = torch.cuda.get_device_name() if gpu else None
     made = summarise(trace, log, steps=steps, wall_us=wall_us, gpu=name, tokens=tokens, notes=notes)
     if fail_on_wait:
+        if broken:
+            raise RuntimeError(f"fail_on_wait cannot count the waits here: {broken}")
         check_no_waits(made)
     return made
 

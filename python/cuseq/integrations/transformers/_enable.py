@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cuseq._base.arguments import check_flag
-from cuseq._base.models import recurrent_layers, recurrent_types, text_config
+from cuseq._base.models import HOLD, recurrent_layers, recurrent_types, text_config
 from cuseq.attention import attention_backend, check_installed
 from cuseq.integrations._enabled import (
     Enabled,
@@ -89,7 +89,7 @@ from cuseq.integrations.transformers.hybrids.plan import (
     restore_modules,
     separate,
 )
-from cuseq.integrations.transformers.names import BACKEND, HOLD, NAME, parameters_of
+from cuseq.integrations.transformers.names import BACKEND, NAME, parameters_of
 from cuseq.layout import PackedLayout
 
 if TYPE_CHECKING:
@@ -284,22 +284,29 @@ def _describe_attention(layers: list[nn.Module], backend: str) -> str:
 
     Sizes are those of the layer, since the layers of a config may differ.
     """
-    first = layers[0] if layers else nn.Module()
-    weight = next(first.parameters(), None)
-    head_dim = getattr(first, "qk_head_dim", None) or getattr(first, "head_dim", None)
-    if weight is None or weight.is_meta or not weight.is_floating_point() or not head_dim:
+    try:
+        return _attention_of_a_row(layers[0], backend) if layers else ""
+    except Exception:  # a layer of a kind that nobody has seen must not stop `enable`
         return ""
-    keys = getattr(getattr(first, "k_proj", None), "out_features", None)
-    kv_heads = getattr(first, "num_heads", 0) if keys is None else keys // head_dim
-    heads = kv_heads * getattr(first, "num_key_value_groups", 1)
-    if not heads:
+
+
+def _attention_of_a_row(layer: nn.Module, backend: str) -> str:
+    weight = next(layer.parameters())
+    if weight.is_meta or weight.dtype.itemsize == 1:  # quantised: the rows have another dtype
         return ""
-    value_dim = getattr(first, "v_head_dim", head_dim)
+    names = ("qk_head_dim", "head_dim", "head_size")
+    head_dim = next(size for name in names if (size := getattr(layer, name, None)))
+    value_dim = getattr(layer, "v_head_dim", head_dim)
+    if (keys := getattr(layer, "k_proj", None)) is not None:
+        kv_heads = keys.out_features // head_dim
+    else:
+        kv_heads = getattr(layer, "num_heads", None) or layer.config.num_attention_heads
+    heads = kv_heads * getattr(layer, "num_key_value_groups", 1)
     one = torch.empty(1, 1, max(head_dim, value_dim), dtype=weight.dtype, device=weight.device)
     q = one[..., :head_dim].expand(_TYPICAL, heads, head_dim)
     v = one[..., :value_dim].expand(_TYPICAL, kv_heads, value_dim)
     packed = PackedLayout.from_lengths([_TYPICAL // 8] * 8).to(weight.device)
-    softcap = getattr(first, "attn_logit_softcapping", None)
+    softcap = getattr(layer, "attn_logit_softcapping", None) or None
     try:
         chosen = attention_backend(q, q[:, :kv_heads], v, packed, softcap=softcap, backend=backend)
     except (ValueError, TypeError) as refusal:

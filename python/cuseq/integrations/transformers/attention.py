@@ -38,6 +38,7 @@ from transformers.utils.import_utils import is_tracing
 
 import cuseq
 from cuseq._base.arguments import as_size
+from cuseq._base.models import HOLD
 from cuseq.attention import load_backends
 from cuseq.integrations.transformers._indexers import (
     CHOICES,
@@ -57,7 +58,6 @@ from cuseq.integrations.transformers.masks import DeferredMask, RowMask
 from cuseq.integrations.transformers.names import (
     BACKEND,
     DOCUMENTS,
-    HOLD,
     NAME,
     UNSUPPORTED,
 )

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from cuseq._base.models import rotations_by_length, text_config
+from cuseq._base.models import HOLD, rotations_by_length, text_config
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers._features import (
@@ -62,7 +62,6 @@ from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers._warn import warn_once
 from cuseq.integrations.transformers.names import (
     DOCUMENTS,
-    HOLD,
     MASK_BESIDE_LENGTHS,
     NAME,
     cache_names,

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from cuseq._base.models import HOLD as HOLD
-
 NAME = "cuseq"
 """What `attn_implementation` is called."""
 

@@ -12,6 +12,7 @@ A head's state S follows S' = exp(g) S + k (beta (v - exp(g) S^T k))^T, and a to
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -186,7 +187,7 @@ class _Rule(torch.autograd.Function):
             if group.last is not None:
                 own = group.last_chunk(heads)
                 last = (states[own] * terms.decay[own] + writes[own].mT @ new[own]).float()
-            slots = _by_slots(out, heads, value).to(query.dtype)
+            slots = _by_slots(out, heads, heads, query.dtype)
         ctx.save_for_backward(query, key, value, g, beta, inverse, states, new)
         ctx.group, ctx.normalise = group, normalise
         return slots, last
@@ -256,10 +257,9 @@ class _Rule(torch.autograd.Function):
                     terms.q, (by_query * terms.query_norm.square()).unsqueeze(2), value=-1
                 )
                 k_grad.addcmul_(terms.k, (by_key * terms.key_norm.square()).unsqueeze(2), value=-1)
-            found = (q_grad, k_grad, v_grad, g_grad, beta_grad)
-            inputs = (query, key, value, g, beta)
-            pairs = zip(found, inputs, strict=True)
-            return *(_by_slots(grad, heads, one) for grad, one in pairs), None, None
+            own = ((query, q_grad), (key, k_grad), (value, v_grad), (g, g_grad), (beta, beta_grad))
+            slots = [_by_slots(grad, heads, one.shape[1], one.dtype) for one, grad in own]
+            return *slots, None, None
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,9 @@ class _Terms:
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool
     ) -> _Terms:
         heads = value.shape[1]
-        dtype = torch.promote_types(query.dtype, torch.float32)
+        dtype = functools.reduce(
+            torch.promote_types, (key.dtype, value.dtype, torch.float32), query.dtype
+        )
         inputs = (query, key, value, g, beta)
         q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in inputs)
         norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (torch.ones_like(rate),) * 2
@@ -353,15 +355,15 @@ def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return chunks.to(dtype).reshape(-1, *chunks.shape[2:])
 
 
-def _by_slots(chunks: Tensor, all_heads: int, like: Tensor) -> Tensor:
-    """Return `[chunks * 64, heads, ...]` in the shape and dtype of `like`, the inverse of that;
-    parts that one head was repeated for are summed.
+def _by_slots(chunks: Tensor, heads: int, parts: int, dtype: torch.dtype) -> Tensor:
+    """Return `[chunks * 64, parts, ...]` of `[chunks * heads, 64, ...]`; undoes `_by_heads`.
+
+    Heads that were repeated from one part are summed.
     """
-    by_head = chunks.unflatten(0, (-1, all_heads))
-    heads = like.shape[1]
-    if heads != all_heads:
-        by_head = by_head.unflatten(1, (heads, -1)).sum(2)
-    return by_head.transpose(1, 2).to(like.dtype).flatten(0, 1)
+    by_head = chunks.unflatten(0, (-1, heads))
+    if parts != heads:
+        by_head = by_head.unflatten(1, (parts, -1)).sum(2)
+    return by_head.transpose(1, 2).to(dtype).flatten(0, 1)
 
 
 def _scan(
