@@ -115,7 +115,7 @@ _lock = threading.Lock()
 _here = threading.local()  # `inside`: whether a watched model calls this, or `unwatched` does
 # The class whose calls are watched, once there is one; nothing is watched again after a warning.
 _watched: Any = None
-_judge: Any = None  # `_warn_if_it_leaks`, which torch.compile does not look into
+_judge: Any = None  # `_first_warning`, which torch.compile does not look into
 _warned = False
 
 
@@ -137,7 +137,7 @@ def watch_models() -> None:
         return
     # As for the __call__ of nn.Module: torch.compile compiles what it calls, each hook alone.
     skip_code(_watched_call.__code__)
-    _judge = torch.compiler.disable(_warn_if_it_leaks)
+    _judge = torch.compiler.disable(_first_warning)
     _watched = module.PreTrainedModel
     _watched.__call__ = _watched_call
 
@@ -158,7 +158,8 @@ def _watched_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
     if getattr(_here, "inside", False):  # a part of a model that was judged
         return call(*args, **kwargs)
-    _judge(model, kwargs)
+    if warning := _judge(model, kwargs):
+        warnings.warn(warning, stacklevel=2)
     _here.inside = True
     try:
         return call(*args, **kwargs)
@@ -166,21 +167,21 @@ def _watched_call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         _here.inside = False
 
 
-def _warn_if_it_leaks(model: nn.Module, given: Mapping[str, Any]) -> None:
+def _first_warning(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Return the warning of a model that leaks, and end the watch; None if there is none."""
     global _warned
     if not _leaks(model, given):
-        return
+        return None
     with _lock:
         if _warned:
-            return
+            return None
         _warned = True
         if vars(_watched).get("__call__") is _watched_call:  # nobody has wrapped it since
             del _watched.__call__
-    warnings.warn(
+    return (
         f"LEAKS: {type(model).__name__} got a packed row and ignores packed, because it is not "
         "enabled: its documents reach each other. Call cuseq.enable(model) for every model that is "
-        "made or loaded",
-        stacklevel=4,  # the caller of the model, through the wrapper of `disable`
+        "made or loaded"
     )
 
 
