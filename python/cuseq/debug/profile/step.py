@@ -122,14 +122,15 @@ def profile_step(
 
 def check_no_waits(profile: StepProfile) -> None:
     """Raise RuntimeError, with kinds and lines, if a step waited or would wait on a GPU."""
-    if profile.gpu:
-        rule = "must not wait for the GPU"
-        found = [f"{wait.count} x {wait.kind} in {wait.line}" for wait in profile.syncs]
-    else:
-        rule = "must not read values of tensors, each of which would wait on a GPU"
-        found = [f"{read.count} x {read.op} in {read.line}" for read in profile.host_reads]
-    if found:
-        raise RuntimeError(f"fn {rule}, got in {profile.steps} steps: {'; '.join(found)}")
+    waits = "; ".join(f"{wait.count} x {wait.kind} in {wait.line}" for wait in profile.syncs)
+    reads = "; ".join(f"{read.count} x {read.op} in {read.line}" for read in profile.host_reads)
+    if profile.gpu and waits:
+        raise RuntimeError(f"fn must not wait for the GPU, got in {profile.steps} steps: {waits}")
+    if not profile.gpu and reads:
+        raise RuntimeError(
+            "fn must not read values of tensors, each of which would wait on a GPU, got in "
+            f"{profile.steps} steps: {reads}"
+        )
 
 
 def summarise(
