@@ -27,6 +27,12 @@ def text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def uses_cache(config: Any, given: Mapping[str, Any]) -> bool:
+    """Return whether a model of this config keeps a cache in a call with these keywords."""
+    use_cache = given.get("use_cache")
+    return bool(getattr(config, "use_cache", False) if use_cache is None else use_cache)
+
+
 def eps_of(norm: nn.Module) -> float | None:
     """Return the epsilon of a norm, under transformers' name or torch's; None if it has none."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
@@ -206,8 +212,8 @@ def _leaks(model: nn.Module, given: Mapping[str, Any]) -> bool:
     if not names & dense:
         return False
     recomputes = model.training and getattr(model, "is_gradient_checkpointing", False)
-    cached = given.get("use_cache", getattr(config, "use_cache", False)) and not recomputes
-    return bool(cached) or given.get("attention_mask") is not None
+    caches = uses_cache(config, given) and not recomputes
+    return caches or given.get("attention_mask") is not None
 
 
 def _may_read_packed(model: nn.Module) -> bool:

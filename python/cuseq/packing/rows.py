@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_flag, check_tensor, shown
 from cuseq._base.labels import IGNORE_INDEX
-from cuseq._base.models import recurrent_layers, recurrent_types, text_config
+from cuseq._base.models import recurrent_layers, recurrent_types, text_config, uses_cache
 from cuseq.data.collator import mask_boundary_labels
 from cuseq.layout import PackedLayout, check_layout, positions_for_models
 from cuseq.layout.build import common_multiple
@@ -428,8 +428,7 @@ def _check_takes_rows(model: Callable[..., Any], more: dict[str, Any]) -> None:
         )
     if attention == "cuseq" or recurrent_types(config):
         return
-    use_cache = more.get("use_cache")
-    if getattr(config, "use_cache", False) if use_cache is None else use_cache:
+    if uses_cache(config, more):
         raise ValueError(
             "model must be enabled by cuseq.enable(model), or made with "
             f'attn_implementation="cuseq", got attn_implementation={attention!r}, which separates '
