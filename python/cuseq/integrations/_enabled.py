@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import signal
 import textwrap
 import threading
@@ -112,12 +111,12 @@ class Enabled:
         }
         lines = [f"cuseq is enabled for this {self.kind}"]
         for title, entries in sections.items():
-            headings = itertools.chain([title], itertools.repeat(""))
-            for heading, entry in zip(headings, entries or ["nothing"], strict=False):
-                first = f"  {heading:<12}"
+            first = f"  {title:<12}"
+            for entry in entries or ["nothing"]:
                 lines.append(
                     textwrap.fill(entry, 98, initial_indent=first, subsequent_indent=" " * 16)
                 )
+                first = " " * 14
         return "\n".join(lines)
 
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 _COLLATORS = (PackingCollator, MultimodalPackingCollator)
-PADDED = (
+_PADDED = (
     "PADDED: the trainer's {} pads its batches, and the model computes the padding as before, so "
     "that cuseq gains little, unless the examples are packed rows already. Make the Trainer with "
     "data_collator=cuseq.PackingCollator(), or call "
@@ -113,6 +113,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     model = enable_model_of_trainer(trainer, options)
     name = before.__name__ if inspect.isfunction(before) else type(before).__name__
     replaced, left_alone = model.replaced, model.left_alone
+    padded: tuple[str, ...] = ()
     if dealing is not None:
         _put_collator(trainer, dealing)
         SharedRows(trainer, cp).install()
@@ -128,12 +129,11 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             "Trainer(..., data_collator=cuseq.PackingCollator())"
         )
         left_alone = (*left_alone, reason)
+        padded = (_PADDED.format(name),) if _pads(before) else ()
     count_real_tokens(trainer)
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
-    pads = collator is None and dealing is None and _pads(before)
-    padded = (PADDED.format(name),) if pads else ()
     warnings = (*model.warnings, *padded, *_dropped_columns(trainer))
     for warning in warnings[len(model.warnings) :]:
         warn_once(warning)

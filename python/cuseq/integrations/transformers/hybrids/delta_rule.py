@@ -186,7 +186,7 @@ class _Rule(torch.autograd.Function):
             last = None
             if group.last is not None:
                 own = group.last_chunk(heads)
-                last = (states[own] * terms.decay[own] + writes[own].mT @ new[own]).float()
+                last = _after(own, states, terms.decay, writes, new).float()
             slots = _by_slots(out, heads, heads, query.dtype)
         ctx.save_for_backward(query, key, value, g, beta, inverse, states, new)
         ctx.group, ctx.normalise = group, normalise
@@ -210,7 +210,7 @@ class _Rule(torch.autograd.Function):
             decayed_grad = torch.zeros_like(terms.decayed)  # of the sums c
             if group.last is not None:
                 own, grad = group.last_chunk(heads), grads[1].to(states.dtype)
-                last = states[own] * decay[own] + writes[own].mT @ new[own]
+                last = _after(own, states, decay, writes, new)
                 decayed_grad[own, -1] = (grad * last).sum((1, 2))
                 writes_grad[own] = new[own] @ grad.mT
                 new_grad[own] += writes[own] @ grad
@@ -264,7 +264,9 @@ class _Rule(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Terms:
-    """What forward and backward compute alike. `n` is chunks times heads.
+    """Queries, keys and values of a group's chunks by heads, and the factors of their products.
+
+    Forward and backward both make them. `n` is chunks times heads.
 
     Attributes:
         q, k, v: `[n, 64, dim]`.
@@ -289,9 +291,8 @@ class _Terms:
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool
     ) -> _Terms:
         heads = value.shape[1]
-        dtype = functools.reduce(
-            torch.promote_types, (key.dtype, value.dtype, torch.float32), query.dtype
-        )
+        dtypes = (one.dtype for one in (query, key, value))
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         inputs = (query, key, value, g, beta)
         q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in inputs)
         norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (torch.ones_like(rate),) * 2
@@ -378,6 +379,11 @@ def _scan(
         after = torch.mul(states[lasting], decay[lasting], out=states[following])
         after.baddbmm_(writes[lasting].mT, new[lasting])
     return states, new
+
+
+def _after(own: slice, states: Tensor, decay: Tensor, writes: Tensor, new: Tensor) -> Tensor:
+    """Return the states after some chunks, of what all chunks begin with and write."""
+    return states[own] * decay[own] + writes[own].mT @ new[own]
 
 
 def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
