@@ -26,6 +26,7 @@ import cuseq
 pytest.importorskip("transformers")
 
 import transformers
+from hybrid_models import ARE_SEPARATED
 from transformers.models.ctrl import modeling_ctrl
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
@@ -579,8 +580,10 @@ def test_a_line_of_the_report_never_stops_enable(family, monkeypatch):
     from cuseq.integrations.transformers import _enable
     from tests.families.models import small_model
 
-    model = small_model(family)
     has_attention = family != "mamba2"
+    if not (has_attention or ARE_SEPARATED):
+        pytest.skip("recurrent layers of this transformers get no keywords")
+    model = small_model(family)
     assert bool(cuseq.enable(model).attention) is has_attention
     cuseq.disable(model)
 

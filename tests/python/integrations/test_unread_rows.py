@@ -21,6 +21,8 @@ from cuseq._base import models
 
 transformers = pytest.importorskip("transformers")
 
+from hybrid_models import ARE_SEPARATED  # noqa: E402
+
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9, 10, 11]}]
 
 
@@ -81,6 +83,8 @@ def test_a_model_loaded_after_another_was_enabled_is_named(collate, tmp_path):
 def test_models_that_read_packed_are_quiet(collate, kind):
     batch = collate(DOCUMENTS)
     if kind == "hybrid":
+        if not ARE_SEPARATED:
+            pytest.skip("recurrent layers of this transformers get no keywords")
         config = transformers.Mamba2Config(
             vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8,
             state_size=8, n_groups=1, chunk_size=8,
