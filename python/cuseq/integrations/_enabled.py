@@ -74,9 +74,11 @@ class Enabled:
             "conv:CLASS" and "recurrence:CLASS" for a class of recurrent layers whose convolution or
             recurrence starts each document anew,
             "collator:CLASS" for a trainer's data collator, "training_step:CLASS" for its step,
-            "context_parallel:CLASS" for a trainer whose rows are shared by ranks, "rows:CLASS" and
-        "trees:CLASS" for the body of a model that runs padded batches as packed rows or as trees,
-        "micro_batches:CLASS" for a trainer whose samples are dealt to the micro-batches of a step.
+            "context_parallel:CLASS" for a trainer whose rows are shared by ranks,
+            "planned_rows:CLASS" for one whose rows are planned, "rows:CLASS" and "trees:CLASS" for
+            the body of a model that runs padded batches as packed rows or as trees,
+            "micro_batches:CLASS" for a trainer whose samples are dealt to the micro-batches of a
+            step.
         left_alone: the parts that were not replaced, with the reason.
         warnings: conditions that make training on packed rows wrong or slow. An entry that starts
             with "LEAKS" names layers through which documents of one row leak into each other. One
@@ -128,6 +130,7 @@ _PARTS = {
     "collator": "data collator",
     "training_step": "training step, in a CUDA graph",
     "context_parallel": "rows, shared by ranks",
+    "planned_rows": "rows, full ones of one cost on every rank",
     "rows": "padded batches, run as packed rows",
     "trees": "padded batches, run as trees",
     "micro_batches": "micro-batches, of as many tokens as were asked for",

@@ -78,8 +78,12 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
             packs the training dataset again, all of it together and not a thousand examples at a
             time. Evaluation keeps its rows. Documents longer than `capacity` are split with
             `packing_strategy="bfd_split"`, and otherwise truncated.
-        capacity: for an SFTTrainer with `bin_pack`: the maximum number of tokens in a row, default
-            the trainer's `max_length`.
+        capacity: the maximum number of tokens in a row. For an SFTTrainer with `bin_pack`, default
+            the trainer's `max_length`. For a Trainer with a packing collator, default None: the
+            `per_device_train_batch_size` examples that it drew are a row. Given, each training
+            batch is a row of a `cuseq.data.PackedBatchSampler`: full, shuffled by (seed, epoch),
+            balanced by attention over the ranks, as many on each; evaluation stays as it is. A
+            column `length` (`length_column_name`) of the dataset saves counting tokens.
         cp: for a Trainer or an SFTTrainer, default None: this rank's
             `cuseq.distributed.ContextParallel`. Its ranks share each packed row; losses, evaluation
             and the sampling of rows are made right for that (docs/trainer.md). A Trainer must have

@@ -228,7 +228,7 @@ def test_a_model_that_was_enabled_before_stays_so(make_trainer):
     "options, error, message",
     [
         ({"bin_pack": True}, ValueError, "bin_pack must not be given for a Trainer.*got True"),
-        ({"capacity": 8}, ValueError, "capacity must not be given for a Trainer.*got 8"),
+        ({"capacity": 8}, ValueError, "capacity must not be given for a trainer.*does not pack"),
         ({"graph": 1}, TypeError, "graph must be True or False, got 1"),
         ({"cpu": True}, TypeError, "a Trainer takes backend and .* and rope and tree, got cpu"),
         ({"rope": None}, TypeError, "rope must be True or False, got None"),

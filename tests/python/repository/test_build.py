@@ -84,7 +84,7 @@ PAGES = {
     "docs/index.md": 1,
     "docs/many_gpus.md": 1,
     "docs/masks.md": 3,
-    "docs/packing.md": 6,
+    "docs/packing.md": 5,
     "docs/quickstart.md": 4,
     "docs/thd.md": 8,
     "docs/trainer.md": 2,

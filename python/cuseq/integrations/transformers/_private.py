@@ -33,6 +33,7 @@ MASK_PREPARATION = "_preprocess_mask_arguments"
 CP_INPUTS = "_prepare_context_parallel_inputs"
 NUM_ITEMS = "_get_num_items_in_batch"
 PREPARE_CP = "_prepare_cp"
+PREPARE_INPUTS = "_prepare_inputs"
 COUNT_TOKENS = "_track_num_input_tokens"  # of Trainer, for `include_num_input_tokens_seen`
 DATA_MESH = "_prepare_device_mesh"
 _PREPARATION_PARAMETERS = [
@@ -149,10 +150,33 @@ def check_shared_rows(trainer: Trainer) -> None:
     """
     private(trainer, CP_INPUTS, signature=["model", "inputs"], package="transformers")
     private(trainer, NUM_ITEMS, signature=["batch_samples", "device"], package="transformers")
-    private(trainer, "_prepare_inputs", signature=["inputs"], package="transformers")
+    private(trainer, PREPARE_INPUTS, signature=["inputs"], package="transformers")
     private(trainer.accelerator, PREPARE_CP, signature="(*args)", package="accelerate")
     private(trainer.accelerator, DATA_MESH, signature=[], package="accelerate")
     private(trainer.accelerator, "_models", package="accelerate")
+
+
+_REMOVE = "_remove_unused_columns", "_get_collator_with_removed_columns"
+
+
+def check_planned_rows(trainer: Trainer) -> None:
+    """Check the methods of a trainer by which planned rows are loaded.
+
+    Raises:
+        UnknownRelease: one is missing or takes other arguments.
+    """
+    private(trainer, PREPARE_INPUTS, signature=["inputs"], package="transformers")
+    for name, first in zip(_REMOVE, ("dataset", "data_collator"), strict=True):
+        private(trainer, name, signature=[first, "description"], package="transformers")
+
+
+def without_unused_columns(trainer: Trainer) -> tuple[Any, Callable[..., Any]]:
+    """Return a trainer's training dataset and collator, one of which drops unused columns."""
+    dataset, collator = trainer.train_dataset, trainer.data_collator
+    datasets = sys.modules.get("datasets")
+    if datasets is not None and isinstance(dataset, datasets.Dataset):
+        return getattr(trainer, _REMOVE[0])(dataset, "training"), collator
+    return dataset, getattr(trainer, _REMOVE[1])(collator, "training")
 
 
 def check_cache_name(cls: type[nn.Module]) -> None:
@@ -183,7 +207,7 @@ def shifts_labels(trainer: Trainer) -> bool:
 
 def prepare_inputs(trainer: Trainer, inputs: dict[str, Any]) -> dict[str, Any]:
     """Move a batch to a trainer's device."""
-    return private(trainer, "_prepare_inputs", package="transformers")(inputs)
+    return private(trainer, PREPARE_INPUTS, package="transformers")(inputs)
 
 
 def is_prepared(accelerator: Any) -> bool:
@@ -208,7 +232,7 @@ def check_training_loop() -> None:
         check_attribute(loop, name)
     private(Trainer, _CLIP, signature=["self", "model"])
     private(Trainer, _NORM, signature=["self", "model", "grad_norm"])
-    private(Trainer, "_prepare_inputs", signature=["self", "inputs"])
+    private(Trainer, PREPARE_INPUTS, signature=["self", "inputs"])
 
 
 def gradient_norm_names() -> tuple[str, str]:

@@ -1,6 +1,7 @@
 """Implementation of `cuseq.enable` for a transformers Trainer, which keeps its data collator.
 
-With `cp` the collator is replaced by a copy that deals rows to the ranks that share them.
+With `cp` the collator is replaced by a copy that deals rows to the ranks that share them; with
+`capacity` the trainer's rows are planned.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from cuseq.data.collator import PackingCollator
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
 from cuseq.integrations._enabled import (
-    DEFAULTS,
     Enabled,
     TrainerOptions,
     check_not_given,
@@ -29,6 +29,11 @@ from cuseq.integrations.transformers._enable import (
     release_model_of_trainer,
 )
 from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
+from cuseq.integrations.transformers._planned_rows import (
+    PlannedRows,
+    check_planned_rows,
+    planned_rows_of,
+)
 from cuseq.integrations.transformers._private import (
     COUNT_TOKENS,
     check_token_count,
@@ -77,12 +82,10 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         options, ("tree", "micro_batch_tokens"), trainer,
         "it is for trainers of TRL whose samples share their prompts",
     )  # fmt: skip
-    for name in ("bin_pack", "capacity"):
-        if (value := options[name]) != DEFAULTS[name]:
-            raise ValueError(
-                f"{name} must not be given for a {type(trainer).__name__}, whose dataset may hold "
-                f"anything, got {value!r}: cuseq.data.bin_pack plans its rows (docs/trainer.md)"
-            )
+    check_not_given(
+        options, ("bin_pack",), trainer,
+        "capacity plans its rows; bin_pack is for an SFTTrainer, which packs its dataset"
+    )  # fmt: skip
     if trainer in _states:
         state = _states[trainer]
         check_same_options(state.options, options)
@@ -107,6 +110,10 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         )
     check_token_count()
     dealing = None if cp is None else _dealing_collator(trainer, packing, cp)
+    planned = None
+    if (capacity := options["capacity"]) is not None:
+        check_planned_rows(trainer, packing, isinstance(packing, _COLLATORS))
+        planned = PlannedRows(trainer, capacity, cp)
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
         training.check()
@@ -130,6 +137,9 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         )
         left_alone = (*left_alone, reason)
         padded = (_PADDED.format(name),) if _pads(before) else ()
+    if planned is not None:
+        planned.install()
+        replaced = (*replaced, f"planned_rows:{type(trainer).__name__}")
     count_real_tokens(trainer)
     if training is not None:
         training.install()
@@ -186,6 +196,9 @@ def restore_methods(trainer: Trainer) -> None:
         training.remove()
     delattr(trainer, COUNT_TOKENS)
     release_model_of_trainer(trainer)
+    planned = planned_rows_of(trainer)
+    if planned is not None:
+        planned.restore()
     shared = shared_rows_of(trainer)
     if shared is not None:
         shared.restore()

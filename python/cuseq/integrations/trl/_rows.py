@@ -18,6 +18,7 @@ from cuseq._base.arguments import round_up
 from cuseq._base.labels import IGNORE_INDEX
 from cuseq.data.collator import part_of
 from cuseq.distributed import ContextParallel
+from cuseq.integrations.transformers._planned_rows import list_lengths
 from cuseq.layout import positions_for_models
 
 
@@ -152,10 +153,7 @@ def most_documents(rows: Any, batch_size: int) -> int:
     elif "seq_lengths" not in rows.column_names:
         counts = torch.ones(len(rows), dtype=torch.int64)
     else:
-        tables = rows.select_columns("seq_lengths").with_format("arrow").iter(batch_size=10_000)
-        counts = torch.cat(
-            [_numbers(pyarrow.compute.list_value_length(t["seq_lengths"])) for t in tables]
-        )
+        counts = list_lengths(rows, "seq_lengths")
     return int(counts.topk(min(batch_size, len(counts))).values.sum())
 
 
@@ -196,22 +194,14 @@ def _row(pieces: Sequence[Sequence[int]], total: int, fill: int) -> torch.Tensor
 
 def _documents(dataset: datasets.Dataset) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each document's row, its first token in that row and its length, int64 `[n_docs]`."""
-    packed = "seq_lengths" in dataset.column_names
-    column = "seq_lengths" if packed else "input_ids"
-    sizes, flat = [], []  # the sizes of the lists in a column, and their concatenated elements
-    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000):
-        sizes.append(_numbers(pyarrow.compute.list_value_length(table[column])))
-        if packed:
-            flat.append(_numbers(pyarrow.compute.list_flatten(table[column])))
-    sizes = torch.cat(sizes)
-    if not packed:
+    if "seq_lengths" not in dataset.column_names:
+        sizes = list_lengths(dataset, "input_ids")
         return torch.arange(len(sizes)), torch.zeros_like(sizes), sizes
-    lengths = torch.cat(flat)
+    sizes = list_lengths(dataset, "seq_lengths")
+    tables = dataset.select_columns("seq_lengths").with_format("arrow").iter(batch_size=10_000)
+    flat = [pyarrow.compute.list_flatten(table["seq_lengths"]).to_numpy() for table in tables]
+    lengths = torch.cat([torch.tensor(one, dtype=torch.int64) for one in flat])
     rows = torch.repeat_interleave(sizes)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     first = offsets[sizes.cumsum(0) - sizes]  # offset of each row's first token
     return rows, offsets[:-1] - first[rows], lengths
-
-
-def _numbers(column: Any) -> torch.Tensor:
-    return torch.tensor(column.to_numpy(), dtype=torch.int64)

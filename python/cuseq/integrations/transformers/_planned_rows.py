@@ -1,0 +1,176 @@
+"""Full rows for a Trainer, of one cost on every rank: `cuseq.enable(trainer, capacity=...)`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import seed_worker
+
+from cuseq._base.arguments import as_int
+from cuseq.data import PackedBatchSampler
+from cuseq.distributed import ContextParallel
+from cuseq.integrations.transformers import _private as private
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_COLLATORS = "data_collator=cuseq.PackingCollator()"
+# What train_sampling_strategy says about the order of rows.
+_SHUFFLES = {"random": True, "sequential": False}
+
+
+class PlannedRows:
+    """The training rows of a trainer until `restore`: those of a `PackedBatchSampler`.
+
+    A batch is a row of at most `capacity` tokens. The rows of an epoch depend on its number and the
+    seed alone, so a run that Trainer resumes on as many ranks reads those that are left.
+    """
+
+    def __init__(self, trainer: Trainer, capacity: int, cp: ContextParallel | None):
+        args = trainer.args
+        sharing = 1 if cp is None else cp.size
+        self._trainer = trainer
+        self.sampler = PackedBatchSampler(
+            lengths_of(trainer.train_dataset, args.length_column_name),
+            as_int(capacity, "capacity", least=1),
+            rank=args.process_index // sharing,
+            world_size=args.world_size // sharing,
+            accumulation=args.gradient_accumulation_steps,
+            balance="attention",
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=_SHUFFLES[args.train_sampling_strategy],
+            drop_last=args.dataloader_drop_last,
+        )
+        self._epochs = _Epochs(self.sampler)
+        self._prepare = getattr(trainer, private.PREPARE_INPUTS)
+
+    def install(self) -> None:
+        trainer = self._trainer
+        trainer.get_train_dataloader = self._loader
+        setattr(trainer, private.PREPARE_INPUTS, self._prepare_inputs)
+        trainer.add_callback(self._epochs)
+
+    def restore(self) -> None:
+        trainer = self._trainer
+        del trainer.get_train_dataloader
+        delattr(trainer, private.PREPARE_INPUTS)
+        trainer.remove_callback(self._epochs)
+
+    def _loader(self) -> DataLoader:
+        """Return the loader of this rank's rows, for `get_train_dataloader`.
+
+        accelerate does not prepare it, which would deal the rows to ranks once more.
+        """
+        args = self._trainer.args
+        workers = args.dataloader_num_workers
+        dataset, collate = private.without_unused_columns(self._trainer)
+        return DataLoader(
+            dataset,
+            batch_sampler=self.sampler,
+            collate_fn=collate,
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
+        )
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Move a batch with its layout, which accelerate's loaders do elsewhere."""
+        args = self._trainer.args
+        moved = send_to_device(inputs, args.device, non_blocking=args.dataloader_pin_memory)
+        return self._prepare(moved)
+
+
+class _Epochs(TrainerCallback):
+    """Tells the sampler its epoch. Not all releases hand it on, after a resumption none did."""
+
+    def __init__(self, sampler: PackedBatchSampler):
+        self._sampler = sampler
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        self._sampler.set_epoch(int(state.epoch))
+
+
+def planned_rows_of(trainer: Trainer) -> PlannedRows | None:
+    """Return what `enable(trainer, capacity=...)` made, or None."""
+    owner = getattr(vars(trainer).get("get_train_dataloader"), "__self__", None)
+    return owner if isinstance(owner, PlannedRows) else None
+
+
+def check_planned_rows(trainer: Trainer, collator: Any, packs: bool) -> None:
+    """Raise ValueError unless a trainer's rows can be planned.
+
+    Args:
+        trainer: the trainer.
+        collator: what will collate its batches.
+        packs: whether that makes one packed row of its examples.
+    """
+    private.check_planned_rows(trainer)
+    if not packs:
+        raise ValueError(
+            f"capacity must not be given for a trainer whose collator is a "
+            f"{type(collator).__name__}, which does not pack: make the Trainer with {_COLLATORS}"
+        )
+    dataset, strategy = trainer.train_dataset, trainer.args.train_sampling_strategy
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            "capacity must not be given for a stream of examples, whose lengths are not known, got "
+            f"a {type(dataset).__name__}: cuseq.data.PackedStream packs it"
+        )
+    if strategy not in _SHUFFLES:
+        raise ValueError(
+            'train_sampling_strategy must be "random" or "sequential" with capacity, which plans '
+            f"the rows, got {strategy!r}"
+        )
+    if not private.is_of_library(trainer.get_train_dataloader):
+        raise ValueError(
+            "trainer must have the get_train_dataloader of transformers with capacity, which "
+            f"replaces it, got that of {type(trainer).__name__}"
+        )
+
+
+def lengths_of(dataset: Any, column: str) -> Tensor:
+    """Return the tokens of each example, int64 `[n_examples]`.
+
+    Args:
+        dataset: a map-style dataset whose examples have `input_ids`, or a `datasets.Dataset`, which
+            is read without making Python objects.
+        column: the name of a column that has the lengths already, if the dataset has it.
+    """
+    names = getattr(dataset, "column_names", None) or ()
+    if column in names:
+        return torch.as_tensor(list(dataset[column]), dtype=torch.int64)
+    datasets = sys.modules.get("datasets")
+    is_table = datasets is not None and isinstance(dataset, datasets.Dataset)
+    if is_table and "input_ids" in names and dataset.format["type"] != "custom":
+        return list_lengths(dataset, "input_ids")
+    return torch.tensor([_tokens(dataset[i], i) for i in range(len(dataset))], dtype=torch.int64)
+
+
+def list_lengths(dataset: Any, column: str) -> Tensor:
+    """Return the lengths of the lists in a column of a `datasets.Dataset`, int64 `[n_rows]`."""
+    import pyarrow.compute
+
+    tables = dataset.select_columns(column).with_format("arrow").iter(batch_size=10_000)
+    sizes = [pyarrow.compute.list_value_length(table[column]).to_numpy() for table in tables]
+    return torch.cat([torch.tensor(one, dtype=torch.int64) for one in sizes])
+
+
+def _tokens(example: Any, number: int) -> int:
+    if not isinstance(example, Mapping) or "input_ids" not in example:
+        raise ValueError(
+            "examples must have input_ids with capacity, which counts their tokens, got "
+            f"train_dataset[{number}] without them"
+        )
+    return len(example["input_ids"])
