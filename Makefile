@@ -1,5 +1,5 @@
 # make train     build, then train a small model on real documents, padded and packed
-# make train NPROC=2  build, then train one model on two ranks, over NCCL or on CPUs over gloo
+# make train NPROC=2  build, then train by transformers' Trainer on two ranks, GPUs or CPUs
 # make test      build, then run the fast tier of the tests
 # make test-all  build, then run every test, those that build the package too
 # make matrix CELL=torch213  build and test with the versions of a cell of scripts/versions.json, in an
@@ -27,7 +27,7 @@ PY := $(VENV)/bin/python
 .PHONY: train test test-all matrix versions tsan asan bench format lint linters docs build environment clean
 
 train: build
-	$(PY) $(if $(NPROC),-m torch.distributed.run --standalone --nproc-per-node $(NPROC)) examples/train.py $(ARGS)
+	$(PY) $(if $(NPROC),-m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/trainer.py,examples/compare.py) $(ARGS)
 
 test: TIER := -m "not full"
 test test-all: build

@@ -40,8 +40,8 @@ BENCHMARKS = {
     "rope": ("apply_rope and apply_qk_norm_rope", "PEERS for Liger and unsloth"),
     "thd": ("pack, unpack and context-parallel partition", "nothing"),
     "train_ranks": (
-        "the example's training on several GPUs, beside one GPU and FSDP2 with flex attention",
-        "tokenizers, tqdm and matplotlib; two GPUs for figures that count",
+        "the loop of examples/fsdp2.py on several GPUs, beside one GPU and flex attention",
+        "tokenizers, datasets and tqdm; two GPUs for figures that count",
     ),
     "training_step": ("a training step of a transformers model", "transformers; PEERS for Liger"),
     "training_turns": (

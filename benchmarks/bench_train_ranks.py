@@ -1,8 +1,7 @@
-"""Benchmark training on several GPUs: the job of examples/train.py under torchrun.
+"""Benchmark training on several GPUs: the loop of examples/fsdp2.py.
 
     python -m benchmarks train_ranks [--shapes 0.6b 1.7b 8b] [--ranks 2] [--cp 2 ...]
-        [--variants one dp cp ddp ddp_cp stock] [--row-length 8192] [--steps N] [--saves N]
-        [--recompute 8b]
+        [--variants one dp cp stock] [--row-length 8192] [--steps N] [--recompute 8b]
 
 Starts a process for each GPU, anew for each variant, as a run of training has them; on the CPU
 these are small models over gloo. Each step trains on a row of --row-length tokens for each rank:
@@ -14,8 +13,6 @@ and backward are bf16; weights, gradients and AdamW are fp32. Variants:
 - `dp`: FSDP2, a row for each rank, balanced by the attention of their documents;
 - `cp`: FSDP2, as many ranks as --cp says share a row as long as theirs together, once for each
   number given; by default all ranks share one;
-- `ddp`, `ddp_cp`: as `dp` and `cp`, but every rank has the whole model, under autocast, and DDP
-  averages the gradients;
 - `stock`: as `dp`, but transformers' flex attention, and rows in the documents' order.
 
 All but `stock` pack the same documents into rows, each step into others; `stock` takes them in
@@ -27,11 +24,6 @@ fullest rank while it trains. "balance" is the query-key pairs of the slowest ra
 virtual machine then launches its kernels late, and "least", the fastest step, tells what the GPUs
 can do. "first" is the first step, with what it compiles; a later variant finds some of that in the
 compiler's cache.
-
-After `dp` it saves --saves checkpoints to TMPDIR, one after the other, while training goes on. A
-checkpoint's cost is the time of its steps above that of as many others in the same loop, and of the
-wait for the checkpoint if it takes longer than 100 steps. "s in its step" is the copy to the host,
-during which no step runs; the first one also allocates. 8b saves none: 98 GB.
 """
 
 from __future__ import annotations
@@ -40,46 +32,36 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
 from processes import default_ranks, run_ranks
-from rank_models import SHAPES, Unsharded, use_flex_attention
+from rank_models import SHAPES, Flops, Unsharded, peak_flops
 from report import ROOT, Report, Table, arguments, environment
 from timer import synchronize
+from transformers import AutoModelForCausalLM, Qwen3Config
 from workload import lognormal_lengths
 
 import cuseq
 
 sys.path.insert(0, str(ROOT / "examples"))
-import _sharding  # noqa: E402
-from _checkpoint import Checkpoints  # noqa: E402
-from _flops import Flops, peak_flops  # noqa: E402
-from _mesh import Ranks, joined_ranks, make_ranks  # noqa: E402
-from _model import ModelSource, compile_layers_and_loss, enable  # noqa: E402
-from _rank_data import LENGTHS, TOKENS, Collate, RankRows, TokenStore  # noqa: E402
-from _rank_training import Trained  # noqa: E402
-from _ranks_options import parse_options  # noqa: E402
-from transformers import PreTrainedModel, Qwen3Config  # noqa: E402
+import fsdp2  # noqa: E402
+from _ranks import KIND, context_parallel, make_mesh  # noqa: E402
 
 WARMUP = 4  # steps before the first that counts
-EVERY = 100  # steps from one checkpoint to the next
 STEPS = 300  # in the documents of an epoch, more than a variant makes
 MEAN_LENGTH = 350
-WHOLE = ("ddp", "ddp_cp")  # variants whose ranks hold whole models
-SHARING = ("cp", "ddp_cp")  # variants whose ranks share rows
 ROWS = "rows.json"  # what the variants so far gave
 
 
@@ -126,9 +108,7 @@ class Bench:
         name: of the shape.
         variant: of the table.
         cp: ranks that share a row.
-        ranks: this rank's place without context parallelism.
-        alone: a group of this rank only.
-        store: the documents.
+        documents: with columns `input_ids` and `length`.
         args: of the benchmark.
     """
 
@@ -137,134 +117,121 @@ class Bench:
         name: str,
         variant: str,
         cp: int,
-        ranks: Ranks,
-        alone: Any,
-        store: TokenStore,
+        documents: datasets.Dataset,
         args: argparse.Namespace,
     ):
-        self.name, self.variant = name, variant
-        self.ranks, self.alone, self.store = ranks, alone, store
-        self.row_length, self.cp = args.row_length, cp
-        self.shape = SHAPES[name]
+        self.name, self.variant, self.cp = name, variant, cp
+        self.documents, self.args, self.shape = documents, args, SHAPES[name]
         self.steps = args.steps or self.shape.steps
-        self.saves = self.shape.saves if args.saves is None else args.saves
-        self.source = ModelSource(Qwen3Config(**self.shape.config, max_position_embeddings=2**18))
-        given = ["--device", ranks.device.type, "--row-length", str(self.row_length)]
-        given += ["--steps", str(STEPS), "--compile"]  # the steps shape the learning rate alone
-        given += ["--recompute"] if name in args.recompute else []
-        self.options = parse_options(None, given)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
-    def measure(self) -> dict[str, list[dict[str, Any]]]:
-        """Return rows of the tables `steps` and `checkpoints`, the same on all ranks."""
+    def measure(self) -> dict[str, Any]:
+        """Return the variant's row of the table, the same on all ranks."""
+        alone, _ = dist.new_subgroups(group_size=1)
         mine: dict[str, Any] | None = None
-        if self.variant != "one" or self.ranks.is_first:
-            mine = self.run()
-        everyone: list[Any] = [None] * self.ranks.world_size
+        if self.variant != "one" or self.rank == 0:
+            mine = self.run(alone)
+        everyone: list[Any] = [None] * self.ranks
         # The others wait here for the first one if it runs alone.
-        dist.all_gather_object(everyone, mine, group=self.ranks.host_group)
-        found = [one for one in everyone if one is not None]
-        row = self.summary(found)
-        saves = [{"shape": self.name} | save for save in found[0]["saves"]]
-        return {"steps": [row], "checkpoints": saves}
+        dist.all_gather_object(everyone, mine)
+        return self.summary([one for one in everyone if one is not None])
 
-    def run(self) -> dict[str, Any]:
-        """Make the steps of the variant on this rank."""
-        ranks = self.ranks
+    def run(self, alone: Any) -> dict[str, Any]:
+        """Make the steps of the variant on this rank; `alone` is a group of it."""
+        torch.manual_seed(0)
+        config = Qwen3Config(**self.shape.config, max_position_embeddings=2**18, use_cache=False)
+        with torch.device(KIND):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        if self.variant == "stock":
+            model.set_attn_implementation("flex_attention")
+        else:
+            cuseq.enable(model)
+        if self.name in self.args.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        flops, weights = Flops(model), model
         if self.variant == "one":
-            ranks = replace(ranks, rank=0, world_size=1)
-        elif self.cp > 1:
-            ranks = make_ranks(ranks.device.type, 1, cp=self.cp)
-        model, trained = self.model(ranks)
-        whole = self.row_length * self.ranks.world_size
-        flops = Flops(model)
-        given = {"flops_per_step": flops.per_token * whole, "flops_per_pair": flops.per_pair}
-        batches = self.batches(ranks)
-        count = cuseq.distributed.ContextParallel.num_items
-        counting = mock.patch.object(
-            cuseq.distributed.ContextParallel, "num_items", partial(count, group=self.alone)
-        )
-        with counting if self.variant == "one" else nullcontext():
-            timed = self.timed(trained, batches)
-        saves = []
-        if self.variant == "dp" and self.saves > 0:
-            saves = self.checkpoints(trained, batches)
-        batches.close()
-        return {**given, **timed, "saves": saves}
-
-    def model(self, ranks: Ranks) -> tuple[PreTrainedModel, Trained]:
+            for layer in model.model.layers:
+                layer.compile(fullgraph=True, dynamic=False)
+            model.loss_function = torch.compile(model.loss_function, dynamic=False)
+            weights = Unsharded(model, torch.bfloat16 if KIND == "cuda" else torch.float32)
+        else:
+            fsdp2.shard(model, compile_layers=True)
+        optimizer = torch.optim.AdamW(weights.parameters(), lr=1e-5, fused=KIND == "cuda")
+        averaged = 1 if self.variant == "one" else self.ranks
+        step = partial(fsdp2.make_step, weights, optimizer, ranks=averaged)
+        without_others = nullcontext()
         if self.variant == "one":
-            dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float32
-            model = self.source.build(ranks.device, self.options.seed, dtype=torch.float32)
-            enable(model)
-            compile_layers_and_loss(model)
-            unsharded = Unsharded(model, dtype)
-            trained = Trained(unsharded, ranks, self.options)
-            trained.optimizer.register_step_post_hook(unsharded.copy_weights)
-            return model, trained
-        options = argparse.Namespace(**vars(self.options) | {"shard": self.variant not in WHOLE})
-        prepare = use_flex_attention if self.variant == "stock" else enable
-        with mock.patch.object(_sharding, "enable", prepare):
-            model, _ = _sharding.make_model(self.source, ranks, options)
-        return model, Trained(model, ranks, options)
+            optimizer.register_step_post_hook(weights.copy_weights)
+            count = cuseq.distributed.ContextParallel.num_items
+            without_others = mock.patch.multiple(
+                cuseq.distributed.ContextParallel, num_items=partial(count, group=alone)
+            )
+        with without_others:
+            timed = self.timed(step, self.batches(config))
+        whole = self.args.row_length * self.ranks
+        return {"flops_per_step": flops.per_token * whole, "flops_per_pair": flops.per_pair} | timed
 
-    def batches(self, ranks: Ranks) -> Iterator[list[dict[str, Any]]]:
+    def batches(self, config: Qwen3Config) -> Iterator[list[dict[str, Any]]]:
         """Yield the batches of each step."""
         if self.variant == "stock":
             yield from self.rows_in_order()
             return
-        yield from RankRows(
-            self.store,
-            ranks,
-            row_length=self.row_length * ranks.cp_size,
-            accumulation=self.ranks.world_size if self.variant == "one" else 1,
-            seed=self.options.seed,
-            workers=self.options.workers,
-            cp=ranks.context_parallel(self.source.config),
-        )
+        row_length, accumulation, cp = self.args.row_length, 1, None
+        if self.variant == "one":
+            mesh: Any = {"dp": mock.Mock(get_local_rank=lambda: 0, size=lambda: 1)}
+            accumulation = self.ranks
+        else:
+            mesh = make_mesh(self.cp, row_length)
+            cp, row_length = context_parallel(mesh, config), row_length * self.cp
+        options = argparse.Namespace(accumulation=accumulation, row_length=row_length, seed=0)
+        yield from fsdp2.Rows(self.documents, mesh, cp, options)
 
     def rows_in_order(self) -> Iterator[list[dict[str, Any]]]:
         """Yield rows of documents in order, without layouts; made before the steps."""
-        number = (np.cumsum(self.store.lengths) - 1) // self.row_length
-        collate = Collate(self.row_length, None)
+        number = (np.cumsum(self.documents["length"]) - 1) // self.args.row_length
+        collate = cuseq.PackingCollator(total_tokens=self.args.row_length)
         rows = []
         for step in range(WARMUP + self.steps):
-            (mine,) = np.nonzero(number == step * self.ranks.world_size + self.ranks.rank)
-            batch = collate([self.store[index] for index in mine])
+            (mine,) = np.nonzero(number == step * self.ranks + self.rank)
+            batch = collate([{"input_ids": self.documents[int(i)]["input_ids"]} for i in mine])
             del batch["packed"]  # transformers finds the documents where position_ids restart
-            if self.ranks.device.type == "cuda":
+            if KIND == "cuda":
                 batch = {k: v.pin_memory() if torch.is_tensor(v) else v for k, v in batch.items()}
             rows.append([batch])
         yield from rows
 
-    def timed(self, trained: Trained, batches: Iterator[list[dict[str, Any]]]) -> dict[str, Any]:
+    def timed(self, step: Any, batches: Iterator[list[dict[str, Any]]]) -> dict[str, Any]:
         """Return what this rank's steps took and were given."""
-        device = self.ranks.device
+        device = torch.device(KIND)
         first = next(batches)
         begun = time.perf_counter()
-        trained.step(first, 0)
+        step(first)
         synchronize(device)
         first_s = time.perf_counter() - begun
-        for number in range(1, WARMUP):
-            trained.step(next(batches), number)
+        for _ in range(1, WARMUP):
+            step(next(batches))
         synchronize(device)
-        if device.type == "cuda":
+        if KIND == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        clock, numbers, stolen = Clock(device), [], None
+        clock, losses, counts, stolen = Clock(device), [], [], None
         before = busy_and_stolen()
         clock.mark()
-        for number in range(WARMUP, WARMUP + self.steps):
-            numbers.append(trained.step(next(batches), number))
+        for _ in range(self.steps):
+            given = next(batches)
+            counts.append(np.sum([tokens_and_pairs(batch) for batch in given], axis=0))
+            losses.append(step(given))
             clock.mark()
         synchronize(device)
         if before is not None:
             busy, taken = busy_and_stolen() - before
             stolen = 100 * float(taken / max(1, busy))
-        peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
+        peak = torch.cuda.max_memory_allocated() / 2**30 if KIND == "cuda" else None
         return {
             "first": first_s,
             "stolen": stolen,
             "seconds": clock.intervals(),
-            "numbers": torch.stack(numbers).cpu().numpy(),
+            "loss": float(losses[-1]),
+            "counts": np.array(counts),
             "peak": peak,
         }
 
@@ -272,8 +239,8 @@ class Bench:
         """Return the variant's row, from what its ranks found."""
         # [steps] each, of all ranks.
         seconds = np.max([one["seconds"] for one in found], axis=0)
-        losses, tokens, pairs = np.moveaxis([one["numbers"][:, :3] for one in found], 2, 0)
-        peak, mfu = peak_flops(self.ranks.device, self.options.precision), None
+        tokens, pairs = np.moveaxis([one["counts"] for one in found], 2, 0)
+        peak, mfu = peak_flops(), None
         if peak is not None:
             pair_flops = found[0]["flops_per_pair"] * pairs.sum(0)
             flops = found[0]["flops_per_step"] + pair_flops
@@ -292,85 +259,47 @@ class Bench:
             "peak": None if found[0]["peak"] is None else max(one["peak"] for one in found),
             "stolen": found[0]["stolen"],
             "first": max(one["first"] for one in found),
-            "loss": float(losses.sum(0)[-1]),
+            "loss": sum(one["loss"] for one in found),
         }
 
-    def checkpoints(
-        self, trained: Trained, batches: Iterator[list[dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
-        """Save checkpoints while training goes on; return a row for each."""
-        ranks, rows = self.ranks, []
-        (folder,) = ranks.on_first(lambda: [tempfile.mkdtemp(dir=self.store.folder)])
-        checkpoints = Checkpoints(Path(folder), ranks, keep=1)
-        begun = self.together()
-        self.steps_while(lambda: True, trained, batches, most=self.steps)
-        step_s = (self.together() - begun) / self.steps
-        for number in range(1, self.saves + 1):
-            begun = self.together()
-            checkpoints.save(trained.state_dict(), number, {})
-            began_s = time.perf_counter() - begun
-            steps = self.steps_while(lambda: checkpoints.is_saving, trained, batches, most=EVERY)
-            if (error := checkpoints.wait()) is not None:
-                raise RuntimeError(error)
-            whole_s = self.together() - begun
-            extra_s = whole_s - steps * step_s
-            rows.append({
-                "save": number, "began_s": began_s, "steps": steps, "whole_s": whole_s,
-                "without": step_s * 1e3, "meanwhile": (whole_s - began_s) / steps * 1e3,
-                "extra_s": extra_s, "share": 100 * extra_s / (EVERY * step_s),
-            })  # fmt: skip
-        ranks.on_first(lambda: shutil.rmtree(folder))
-        return rows
 
-    def together(self) -> float:
-        """Wait for the device and for all ranks, and return the time."""
-        synchronize(self.ranks.device)
-        dist.barrier(group=self.ranks.host_group)
-        return time.perf_counter()
-
-    def steps_while(
-        self,
-        condition: Callable[[], bool],
-        trained: Trained,
-        batches: Iterator[list[dict[str, Any]]],
-        most: int,
-    ) -> int:
-        """Train while rank 0 says so, for `most` steps at most; return how many were made."""
-        for steps in range(1, most + 1):
-            trained.step(next(batches), WARMUP + self.steps)
-            goes_on = torch.tensor(condition())
-            dist.broadcast(goes_on, 0, group=self.ranks.host_group)
-            if not goes_on:
-                return steps
-        return most
+def tokens_and_pairs(batch: dict[str, Any]) -> tuple[int, int]:
+    """Return a batch's tokens without padding, and its query-key pairs."""
+    real = (
+        batch["labels"][0] != -100 if "packed" not in batch else ~batch["packed"].moe_padding_mask
+    )
+    # A token sees all earlier tokens of its document, whichever rank holds them, and itself.
+    pairs = ((batch["position_ids"][0] + 1) * real).sum()
+    return int(real.sum()), int(pairs)
 
 
-def write_documents(folder: Path, rows: int, row_length: int, vocab_size: int) -> None:
-    """Write a TokenStore whose documents fill `rows` rows exactly, one row after the other."""
+def make_documents(rows: int, row_length: int, vocab_size: int) -> datasets.Dataset:
+    """Return documents that fill `rows` rows exactly, one row after the other."""
     lengths = [n for row in range(rows) for n in lognormal_lengths(row_length, MEAN_LENGTH, row)]
-    draw = np.random.default_rng(0)
-    np.save(folder / LENGTHS, np.array(lengths))
-    np.save(folder / TOKENS, draw.integers(0, vocab_size, rows * row_length, dtype=np.int32))
+    tokens = np.random.default_rng(0).integers(0, vocab_size, rows * row_length)
+    cut = np.split(tokens, np.cumsum(lengths)[:-1])
+    return datasets.Dataset.from_dict({"input_ids": cut, "length": lengths})
 
 
 def work(
     rank: int, port: int, folder: Path, name: str, variant: str, cp: int, args: argparse.Namespace
 ) -> None:
-    """Measure a variant as one rank; rank 0 adds its rows to `folder / ROWS`."""
+    """Measure a variant as one rank; rank 0 adds its row to `folder / ROWS`."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    with joined_ranks(args.device, 1, 1) as ranks:
-        alone, _ = dist.new_subgroups(group_size=1)
-        found = Bench(name, variant, cp, ranks, alone, TokenStore(folder), args).measure()
+    if KIND == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if KIND == "cuda" else "gloo")
+    documents = datasets.load_from_disk(str(folder / "documents"))
+    row = Bench(name, variant, cp, documents, args).measure()
+    dist.destroy_process_group()
     if rank == 0:
-        tables = json.loads((folder / ROWS).read_text())
-        for table, rows in found.items():
-            tables[table] += rows
-        add_scaling(tables["steps"])
-        (folder / ROWS).write_text(json.dumps(tables))
-        make_report(tables, args).write(args.out)
+        rows = [*json.loads((folder / ROWS).read_text()), row]
+        add_scaling(rows)
+        (folder / ROWS).write_text(json.dumps(rows))
+        make_report(rows, args).write(args.out)
 
 
 def add_scaling(rows: list[dict[str, Any]]) -> None:
@@ -381,19 +310,12 @@ def add_scaling(rows: list[dict[str, Any]]) -> None:
             row["scaling"] = row["speed"] / one["speed"]
 
 
-def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespace) -> Report:
-    steps = {
+def make_report(rows: list[dict[str, Any]], args: argparse.Namespace) -> Report:
+    columns = {
         "shape": "shape", "variant": "variant", "ranks": "GPUs", "cp": "of which share a row",
         "ms": "ms a step", "least": "least", "most": "most",
         "speed": "tokens/s", "mfu": "MFU", "scaling": "times one GPU", "balance": "balance",
         "peak": "peak GiB", "stolen": "stolen, %", "first": "first s", "loss": "last loss",
-    }  # fmt: skip
-    saving = {
-        "shape": "shape", "save": "checkpoint", "began_s": "s in its step",
-        "steps": "steps until its end",
-        "whole_s": "s until its end", "without": "ms a step without",
-        "meanwhile": "ms a step meanwhile", "extra_s": "s above other steps",
-        "share": f"% of {EVERY} steps",
     }  # fmt: skip
     report = Report("train_ranks", environment(args.device))
     recomputed = ", ".join(args.recompute) or "none"
@@ -402,9 +324,7 @@ def make_report(tables: dict[str, list[dict[str, Any]]], args: argparse.Namespac
         f"recomputed for: {recomputed}; documents' lengths lognormal of mean {MEAN_LENGTH}; each "
         "variant in processes of its own."
     )
-    report.tables.append(Table("Training steps", steps, tables["steps"]))
-    if tables["checkpoints"]:
-        report.tables.append(Table("Checkpoints", saving, tables["checkpoints"]))
+    report.tables.append(Table("Training steps", columns, rows))
     return report
 
 
@@ -415,16 +335,17 @@ def main() -> None:
     parser.add_argument(
         "--cp", type=int, nargs="+", metavar="N", help="ranks that share a row of cp; default all"
     )
-    parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", *WHOLE, "stock"])
+    parser.add_argument("--variants", nargs="+", choices=["one", "dp", "cp", "stock"])
     parser.add_argument("--steps", type=int, help="that are timed; default 16, of 8b 6")
     parser.add_argument("--row-length", type=int, help="tokens; default 8192, on the CPU 1024")
-    parser.add_argument("--saves", type=int, help="checkpoints to save; default 2, of 8b none")
     parser.add_argument(
         "--recompute", nargs="*", choices=SHAPES, default=["8b"], metavar="SHAPE",
         help="models that recompute their layers in the backward; default 8b",
     )  # fmt: skip
     args = parser.parse_args()
     on_gpu = args.device == "cuda"
+    if on_gpu != (KIND == "cuda"):
+        parser.error(f"--device must be {KIND} here: hide the GPUs to measure on the CPU")
     if not on_gpu and "stock" in (args.variants or ()):
         parser.error("--variants stock needs a GPU: flex attention has no gradients on a CPU")
     args.ranks = args.ranks or default_ranks()
@@ -437,11 +358,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cuseq-train-ranks-") as scratch:
         folder = Path(scratch)
         vocab_size = min(SHAPES[name].config["vocab_size"] for name in args.shapes)
-        write_documents(folder, STEPS * args.ranks, args.row_length, vocab_size)
-        (folder / ROWS).write_text(json.dumps({"steps": [], "checkpoints": []}))
+        documents = make_documents(STEPS * args.ranks, args.row_length, vocab_size)
+        documents.save_to_disk(folder / "documents")
+        (folder / ROWS).write_text("[]")
         for name in args.shapes:
             for variant in args.variants or SHAPES[name].variants:
-                for cp in args.cp if variant in SHARING else [1]:
+                for cp in args.cp if variant == "cp" else [1]:
                     begun = time.perf_counter()
                     run_ranks(work, args.ranks, folder, name, variant, cp, args)
                     spent = time.perf_counter() - begun

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from report import ROOT
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy, linear, rms_norm, silu
 
 import cuseq
-
-sys.path.insert(0, str(ROOT / "examples"))
-from _sharding import UNIT_WEIGHTS, group_layers  # noqa: E402
-from _updates import AdamW  # noqa: E402
 
 # layers, hidden, intermediate, query heads, key heads; head_dim is 128.
 SHAPES = {
@@ -98,11 +92,10 @@ class Trainer:
         for layer in self.model.layers if compiled else ():
             # The forward alone: FSDP2 gathers the weights in hooks around it.
             layer.forward = torch.compile(layer.forward)
-        # The units of train.py; gathered weights are kept whatever the model's size.
-        for unit in group_layers(self.model.layers, UNIT_WEIGHTS):
-            fully_shard(unit, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
+        for layer in self.model.layers:  # gathered weights are kept whatever the model's size
+            fully_shard(layer, mp_policy=MixedPrecisionPolicy(), reshard_after_forward=False)
         fully_shard(self.model)
-        self.optimizer = AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(
         self, ids: Tensor, positions: Tensor, labels: Tensor, attend: Attend, kept: int

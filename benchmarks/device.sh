@@ -257,7 +257,7 @@ stage_bench() {
 }
 
 stage_example() {
-  step example 400 "$PYTHON" examples/train.py --out "$results/example"
+  step example 400 "$PYTHON" examples/compare.py --out "$results/example"
 }
 
 for stage in "${stages[@]}"; do

@@ -19,22 +19,21 @@ class Shape:
     config: dict[str, Any]
     variants: tuple[str, ...]
     steps: int
-    saves: int
 
 
 SHAPES = {
     "tiny": Shape(
         QWEN3["0.6b"] | dict(vocab_size=512, hidden_size=64, intermediate_size=128,
         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16),
-        ("one", "dp", "cp", "ddp", "ddp_cp"), 3, 2),
-    "0.6b": Shape(QWEN3["0.6b"], ("one", "dp", "cp", "ddp", "ddp_cp", "stock"), 16, 2),
+        ("one", "dp", "cp"), 3),
+    "0.6b": Shape(QWEN3["0.6b"], ("one", "dp", "cp", "stock"), 16),
     "1.7b": Shape(
         QWEN3["0.6b"] | dict(hidden_size=2048, intermediate_size=6144),
-        ("one", "dp", "cp", "ddp", "ddp_cp", "stock"), 16, 2),
+        ("one", "dp", "cp", "stock"), 16),
     # Its fp32 weights, gradients and AdamW are 131 GB: more than one GPU has room for.
     "8b": Shape(
         QWEN3["14b"] | dict(hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,
-        num_attention_heads=32), ("dp", "cp", "stock"), 6, 0),
+        num_attention_heads=32), ("dp", "cp", "stock"), 6),
 }  # fmt: skip
 
 
@@ -74,7 +73,33 @@ def _add_gradient(weight: nn.Parameter, copy: nn.Parameter) -> None:
         weight.grad += gradient
 
 
-def use_flex_attention(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """Stand in for cuseq's `enable`."""
-    model.set_attn_implementation("flex_attention")
-    return [], []
+# Dense bf16 on tensor cores, in TFLOP/s, from NVIDIA's data sheets (SXM modules).
+PEAK_TFLOPS = {"A100": 312.0, "H100": 989.0, "H200": 989.0, "B200": 2250.0}
+
+
+class Flops:
+    """FLOPs of forward and backward of a dense model, without recomputation.
+
+    Attributes:
+        per_token: of the products with weights.
+        per_pair: of the attention of all layers, for each query-key pair.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        looked_up = 0 if embedding is head else embedding.numel()
+        # The backward computes two products for each one of the forward.
+        self.per_token = 3 * 2 * (weights - looked_up)
+        # Query times key, and probability times value: 2 * head_dim operations each.
+        per_layer = 3 * 4 * config.head_dim * config.num_attention_heads
+        self.per_pair = per_layer * config.num_hidden_layers
+
+
+def peak_flops() -> float | None:
+    """Return the FLOP/s of this GPU in bf16; None if they are not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)

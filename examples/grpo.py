@@ -1,7 +1,7 @@
 """Teach a tiny language model by GRPO, with its batches padded and as trees of shared prompts.
 
-    python examples/grpo.py          # a few minutes on a CPU
-    python examples/grpo.py --quick  # 20 steps, too few to learn
+    python examples/grpo.py             # a few minutes on a CPU
+    python examples/grpo.py --steps 20  # too few to learn
 
 A prompt is a row of digits, and the task is to say its first digit four times. A program checks the
 answers: each right token is a quarter of the reward, and an early end loses the rest. The model
@@ -11,18 +11,16 @@ two updates for each batch of answers, clipped ratios).
 The loop is a plain one. The model is trained twice from the same weights, prompts and random
 numbers: on padded batches in transformers alone, and by `cuseq.run_packed(..., tree=True)`, which
 computes no padding and each prompt once for all answers to it. Prints how far the rewards are
-apart, and tokens and seconds of the updates. Writes grpo.json, and both curves to grpo.png.
+apart, and tokens and seconds of the updates.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -30,7 +28,6 @@ from torch import Tensor
 
 import cuseq
 
-QUICK_STEPS = 20
 GROUP, UPDATES, CLIP = 8, 2, 0.2  # answers to a prompt, updates for them, bound of their ratios
 DIGITS, ANSWER = 10, 4  # tokens 0 to 9 are the digits; most tokens of an answer
 ASK, END, PAD, VOCABULARY = range(10, 14)
@@ -49,8 +46,8 @@ class Run:
     tokens: int  # that the model computed
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train both ways, print the comparison and write it."""
+def main(arguments: Sequence[str] | None = None) -> list[Run]:
+    """Train both ways, print the comparison and return it."""
     options = parse_options(arguments)
     model = make_model(options.seed)
     padded = train("transformers, padded", model, padded_forward(model), options)
@@ -69,11 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"The rewards of {same} of {len(apart)} steps are the same, all differ by at most "
         f"{max(apart):.3f}.\nUpdates by trees are {padded.seconds / trees.seconds:.1f}x as fast."
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    results = json.dumps([asdict(padded), asdict(trees)], indent=2)
-    (options.out / "grpo.json").write_text(results + "\n", encoding="utf-8")
-    draw(options.out / "grpo.png", [padded, trees])
-    print(f"Written: grpo.json and, with matplotlib, grpo.png in {options.out}")
+    return [padded, trees]
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,10 +79,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--longest", type=int, default=40, metavar="N",
         help="most digits of a prompt (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
-    add("--out", type=Path, metavar="PATH", default=Path(__file__).parent / "out",
-        help="folder for grpo.json and grpo.png (default: examples/out)")  # fmt: skip
-    add("--quick", action="store_const", const=QUICK_STEPS, dest="steps",
-        help=f"the same as --steps {QUICK_STEPS}")  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -206,27 +195,6 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def draw(path: Path, runs: list[Run]) -> None:
-    """Draw both curves, if matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    # A thin line over a wide pale one, so that equal curves both stay visible.
-    lines = dict(linewidth=7, color="#4c78a8", alpha=0.4), dict(linewidth=2, color="#f58518")
-    for run, line in zip(runs, lines):
-        label = f"{run.name}: updates {run.seconds:.1f} s"
-        axes.plot(range(1, len(run.rewards) + 1), run.rewards, label=label, **line)
-    axes.set_title("Mean reward of a tiny model that learns by GRPO")
-    axes.set_xlabel("step")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,34 @@
-"""Import of single files of examples/, which is not a package."""
+"""Import of files of examples/, which is not a package, and runs of their main function."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @contextmanager
 def imported(name: str) -> Iterator[ModuleType]:
-    """Import examples/NAME.py until the end of the block."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up there
+    """Import examples/NAME.py, and the modules that it shares, until the end of the block."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(EXAMPLES))
     try:
-        spec.loader.exec_module(module)
-        yield module
+        yield importlib.import_module(name)
     finally:
-        del sys.modules[name]
+        sys.path.remove(str(EXAMPLES))
+        for other in set(sys.modules) - before:
+            if (EXAMPLES / f"{other}.py").exists():
+                del sys.modules[other]
+
+
+def run(name: str, *options: object) -> None:
+    """Run examples/NAME.py in this process."""
+    argv = [f"{name}.py", *map(str, options)]
+    with imported(name) as module, mock.patch.object(sys, "argv", argv):
+        module.main()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-
 import pytest
 import torch
 from example_modules import imported
@@ -21,17 +18,14 @@ def example():
 
 
 @pytest.mark.slow
-def test_both_ways_learn_the_same(example, tmp_path, capsys):
-    example.main(["--steps", "30", "--prompts", "12", "--longest", "8", "--out", str(tmp_path)])
-    padded, trees = json.loads((tmp_path / "grpo.json").read_text())
+def test_both_ways_learn_the_same(example, capsys):
+    padded, trees = map(vars, example.main(["--steps", "30", "--prompts", "12", "--longest", "8"]))
     assert len(padded["rewards"]) == 30
     assert trees["rewards"][:5] == padded["rewards"][:5]
     assert trees["rewards"] == pytest.approx(padded["rewards"], abs=0.2)
     assert sum(trees["rewards"][-5:]) > 2 * sum(trees["rewards"][:5])
     assert 3 * trees["tokens"] < padded["tokens"]
     assert "as fast" in capsys.readouterr().out
-    if importlib.util.find_spec("matplotlib"):
-        assert (tmp_path / "grpo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_gradients_are_those_of_padded_batches(example):

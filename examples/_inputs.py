@@ -1,0 +1,210 @@
+"""The documents and the model of the examples: yours, or Python's own sources and a small Qwen3."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from _ranks import say
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers.hf_argparser import HfArg
+from transformers.utils import logging
+
+END = "<|endoftext|>"
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+TEXTS = {".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js"}
+TEXT_TYPES = ("string", "large_string")
+SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
+# Longer texts are cut there before they are tokenised, which takes 90 bytes a character.
+MOST_CHARACTERS = 1 << 20
+SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=32)  # fmt: skip
+LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+             num_key_value_heads=8, head_dim=128)  # fmt: skip
+
+datasets.disable_progress_bars()
+logging.disable_progress_bar()
+
+
+@dataclass
+class Inputs:
+    """What every example takes."""
+
+    data: str | None = HfArg(
+        default=None,
+        help='a text file, JSONL or Parquet with a column "text", or a folder of them (default: '
+        "the source files of Python's standard library)",
+    )
+    model: str | None = HfArg(
+        default=None,
+        help="a name on the Hub, a checkpoint's folder, or a config file, which starts from random "
+        "weights (default: a Qwen3 of 1 million weights, on a GPU of 0.6 billion)",
+    )
+    row_length: int = HfArg(
+        default=8192 if torch.cuda.is_available() else 4096, help="tokens of a packed row"
+    )
+    longest: int | None = HfArg(
+        default=None,
+        help="tokens of the longest sequence (default: --row_length; for the standard library a "
+        "quarter of that, which leaves a mix of lengths as in fine-tuning)",
+    )
+    longer: str | None = HfArg(
+        default=None,
+        help="split or drop longer ones (default: split, for the standard library drop)",
+    )
+
+    def __post_init__(self) -> None:
+        own = self.data is None
+        if self.longest is None:
+            self.longest = self.row_length // (4 if own else 1)
+        self.longer = self.longer or ("drop" if own else "split")
+        if self.longer not in ("split", "drop"):
+            raise SystemExit(f"--longer must be split or drop, got {self.longer}")
+        if not 2 <= self.longest <= self.row_length:
+            raise SystemExit(
+                f"--longest must be from 2 to --row_length ({self.row_length}), got {self.longest}"
+            )
+
+
+def load(inputs: Inputs) -> tuple[datasets.Dataset, PreTrainedTokenizerBase]:
+    """Return sequences (`input_ids`, `length`) and the tokenizer; print what became of them."""
+    texts = read_texts(inputs.data)
+    tokenizer = tokenizer_of(inputs.model, texts)
+    end, most, splits = tokenizer.eos_token_id, inputs.longest, inputs.longer == "split"
+
+    def cut(batch: dict[str, list[str]]) -> dict[str, list]:
+        parts = [t[at : at + MOST_CHARACTERS] for t in batch["text"]
+                 for at in range(0, len(t), MOST_CHARACTERS)]  # fmt: skip
+        found = []
+        for ids in tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else ():
+            ids = ids if end is None else [*ids, end]
+            if len(ids) <= most or splits:
+                found += [ids[at : at + most] for at in range(0, len(ids), most)]
+        found = [ids for ids in found if len(ids) > 1]  # a single token has nothing to predict
+        return {"input_ids": found, "length": [len(ids) for ids in found]}
+
+    sequences = texts.map(cut, batched=True, batch_size=100, remove_columns="text")
+    if len(sequences) == 0:
+        raise SystemExit(
+            f"--data {inputs.data}: no text of 2 to {most} tokens in {len(texts)} texts"
+        )
+    say(
+        f"Documents: {len(texts):,} from {inputs.data or 'the standard library'}; with longer ones "
+        f"{'cut' if splits else 'dropped'}, {len(sequences):,} sequences of at "
+        f"most {most:,} tokens, {sum(sequences['length']):,} in all."
+    )
+    return sequences, tokenizer
+
+
+def read_texts(path: str | None) -> datasets.Dataset:
+    """Return a dataset with the column `text`, without blank ones."""
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    if not root.exists():
+        raise SystemExit(f"--data {path}: no such file or folder")
+    kinds = {".py"} if path is None else {*BUILDERS, *TEXTS}
+    files = [root] if root.is_file() else sorted(
+        file for file in root.rglob("*")
+        if file.suffix.lower() in kinds and not SKIPPED & {*file.relative_to(root).parts}
+    )  # fmt: skip
+    if not files:
+        raise SystemExit(f"--data {path}: no file there ends in {' '.join(sorted(kinds))}")
+    parts, plain, undecodable = [], [], 0
+    for file in files:
+        builder = BUILDERS.get(file.suffix.lower())
+        try:
+            if builder is None:
+                plain.append(file.read_text(encoding="utf-8"))
+                continue
+            if file.stat().st_size == 0:
+                continue
+            rows = datasets.load_dataset(builder, data_files=str(file), split="train")
+        except UnicodeDecodeError:
+            undecodable += 1
+            continue
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            reason = str(error.__cause__ or error).strip().splitlines()[0]
+            raise SystemExit(f"{file}: cannot be read ({reason})") from error
+        if "text" not in rows.column_names or rows.features["text"].dtype not in TEXT_TYPES:
+            raise SystemExit(f'{file}: must have a column "text" of strings, has {rows.features}')
+        parts.append(rows.select_columns("text").cast_column("text", datasets.Value("string")))
+    if plain:
+        parts.append(datasets.Dataset.from_dict({"text": plain}))
+    texts = datasets.concatenate_datasets(parts or [datasets.Dataset.from_dict({"text": [""]})])
+    found = texts.filter(lambda one: bool(one["text"] and one["text"].strip()))
+    if len(found) == 0:
+        raise SystemExit(f"--data {path}: no text in {len(files)} files")
+    if skipped := len(texts) - len(found):
+        say(f"Skipped, without text: {skipped:,}.")
+    if undecodable:
+        say(f"Skipped, files that are not in UTF-8: {undecodable:,}.")
+    return found
+
+
+def tokenizer_of(model: str | None, texts: datasets.Dataset) -> PreTrainedTokenizerBase:
+    """Return a model's tokenizer, or a byte-level BPE trained on the first texts if it has none."""
+    vocab_size, folder = 4096, Path(model or __file__)
+    try:
+        # transformers makes an empty tokenizer for a folder that has none.
+        if not folder.exists() or any(folder.glob("tokenizer*")):
+            found = AutoTokenizer.from_pretrained(model)
+            found.pad_token = found.pad_token or found.eos_token
+            return found
+        if model is not None:
+            config = AutoConfig.from_pretrained(model).get_text_config()
+            vocab_size = min(vocab_size, config.vocab_size)
+    except (OSError, ValueError) as error:
+        raise unusable(model, error) from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[END],
+                                  initial_alphabet=alphabet, show_progress=False)  # fmt: skip
+    first = (texts[i]["text"][:MOST_CHARACTERS] for i in range(min(1000, len(texts))))
+    tokenizer.train_from_iterator(first, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def make_model(
+    inputs: Inputs, vocab_size: int, device: str = "cpu", **options: Any
+) -> PreTrainedModel:
+    """Return the model; `options` are those of `from_pretrained`. Seed torch before."""
+    try:
+        if inputs.model is None:
+            shape = LARGE if torch.cuda.is_available() else SMALL
+            config = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=inputs.row_length,
+                                 tie_word_embeddings=True, **shape)  # fmt: skip
+        else:
+            config = AutoConfig.from_pretrained(inputs.model)
+        folder = Path(inputs.model or __file__)
+        if not folder.exists() or any(folder.glob("*.safetensors")):
+            model = AutoModelForCausalLM.from_pretrained(inputs.model, **options)
+        else:
+            with torch.device(device):  # drawing large weights on the host takes long
+                model = AutoModelForCausalLM.from_config(config, **options)
+    except (OSError, ValueError) as error:
+        raise unusable(inputs.model, error) from error
+    if (has := model.get_input_embeddings().num_embeddings) < vocab_size:
+        raise SystemExit(
+            f"--model {inputs.model}: its vocabulary must hold the {vocab_size} tokens of the "
+            f"tokenizer, got {has}"
+        )
+    model.config.use_cache = False
+    return model.to(device)
+
+
+def unusable(model: str | None, error: Exception) -> SystemExit:
+    return SystemExit(f"--model {model}: cannot be loaded ({str(error).strip().splitlines()[0]})")

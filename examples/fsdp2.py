@@ -1,0 +1,213 @@
+"""A training loop of one's own on several GPUs: FSDP2, rows over ranks, checkpoints that reshard.
+
+    torchrun --nproc-per-node 8 examples/fsdp2.py --data my_texts --model config.json --out run
+    torchrun --nproc-per-node 8 examples/fsdp2.py ... --cp 2            # two ranks share each row
+    torchrun --nproc-per-node 4 examples/fsdp2.py ... --resume          # on fewer ranks too
+
+Weights, gradients and AdamW are sharded over all ranks. On as many ranks a resumed run is
+bit-equal; on others each document of the epoch that was not used is used once. Checkpoints are
+safetensors and JSON: loading one runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from _inputs import Inputs, load, make_model
+from _ranks import (
+    KIND,
+    check_same_on_ranks,
+    context_parallel,
+    make_mesh,
+    newest_checkpoint,
+    options_of,
+    say,
+)
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers.hf_argparser import HfArg
+
+import cuseq
+
+FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
+OF_THE_ROW = ("num_label_tokens", "row_checksum")  # of a batch, not for the model
+Batch = dict[str, Any]
+
+
+@dataclass
+class Options(Inputs):
+    """What this example takes."""
+
+    cp: int = HfArg(default=1, help="ranks that share a row")
+    accumulation: int = HfArg(default=1, help="rows of each rank in a step")
+    steps: int = HfArg(default=30, help="optimizer steps")
+    save_every: int = HfArg(default=10, help="steps from checkpoint to checkpoint")
+    learning_rate: float = HfArg(default=3e-4, help="the highest of AdamW")
+    compile_layers: bool = HfArg(default=False, help="one graph for all rows")
+    seed: int = HfArg(default=0, help="of weights and rows")
+    out: Path = HfArg(default=Path("run_fsdp2"), help="folder of the run")
+    resume: bool = HfArg(default=False, help="go on from the newest checkpoint")
+
+
+def main() -> None:
+    (options,) = HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if KIND == "cuda" else "gloo")
+    if KIND == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    train(options)
+    dist.destroy_process_group()
+
+
+def train(options: Options) -> list[float]:
+    """Train, and return the loss of each step."""
+    check_same_on_ranks(**options_of(options))
+    mesh = make_mesh(options.cp, options.row_length)
+    saved = newest_checkpoint(options.out, "step-*/state.json", options.resume)
+    documents, tokenizer = load(options)
+    check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
+    torch.manual_seed(options.seed)
+    model = make_model(options, len(tokenizer), KIND).train()
+    say(str(cuseq.enable(model)))  # before it is compiled and sharded
+    shard(model, options.compile_layers)
+    optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, fused=KIND == "cuda")
+    rows = Rows(documents, mesh, context_parallel(mesh, model.config), options)
+    first, losses = 0 if saved is None else restore(Path(saved), model, optimizer, rows), []
+    progress = tqdm(range(first, options.steps), unit="step", disable=dist.get_rank() != 0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
+    for _ in range(first):
+        schedule.step()
+    for step, batches in zip(progress, rows):
+        loss = make_step(model, optimizer, batches, dist.get_world_size())
+        schedule.step()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        progress.set_postfix(loss=f"{losses[-1]:.4f}")
+        if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
+            save(options.out / f"step-{step + 1:08d}", model, optimizer, rows, step + 1)
+    return losses
+
+
+def shard(model: PreTrainedModel, compile_layers: bool) -> None:
+    """Shard each layer and the rest over all ranks; compute in bf16 on GPUs."""
+    # Rotations that a model makes in fp32 stay so: only weights are cast.
+    bf16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(**(bf16 if KIND == "cuda" else {}), cast_forward_inputs=False)
+    if compile_layers:
+        model.loss_function = torch.compile(model.loss_function, dynamic=False)
+    for layer in model.get_decoder().layers:
+        if compile_layers:
+            layer.compile(fullgraph=True, dynamic=False)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+
+
+class Rows:
+    """This rank's rows, epoch after epoch, in lists of one step."""
+
+    def __init__(self, documents: Any, mesh: DeviceMesh, cp: Any, options: Options):
+        self._accumulation, self._used = options.accumulation, 0
+        self._sampler = cuseq.data.PackedBatchSampler(
+            documents["length"],
+            options.row_length,
+            rank=mesh["dp"].get_local_rank(),
+            world_size=mesh["dp"].size(),
+            balance="attention",
+            accumulation=options.accumulation,
+            seed=options.seed,
+        )
+        self._loader = DataLoader(
+            documents.select_columns("input_ids"),
+            batch_sampler=self._sampler,
+            collate_fn=cuseq.PackingCollator(total_tokens=options.row_length, cp=cp),
+            num_workers=2 if KIND == "cuda" else 0,
+            pin_memory=KIND == "cuda",
+        )
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        step: list[Batch] = []
+        while True:
+            for batch in self._loader:
+                step.append(batch)
+                if len(step) == self._accumulation:
+                    self._used += len(step)
+                    yield step
+                    step = []
+            self._sampler.set_epoch(self._sampler.epoch + 1)
+            self._used = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._sampler.state_dict(steps=self._used)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._used = self._sampler.state_dict()["step"]
+
+
+def make_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], ranks: int
+) -> torch.Tensor:
+    """Make one optimizer step on `ranks` ranks, and return this one's part of the loss."""
+    batches = [{k: v.to(KIND, non_blocking=True) if hasattr(v, "to") else v for k, v in one.items()}
+               for one in batches]  # fmt: skip
+    for batch in batches:  # a part of a row has them already, since its neighbours are elsewhere
+        batch.setdefault("shift_labels", pad(batch["labels"][:, 1:], (0, 1), value=-100))
+    kept = cuseq.distributed.ContextParallel.num_items(batches)  # labels of all ranks
+    total = torch.zeros((), device=KIND)
+    for batch in batches:
+        inputs = {key: value for key, value in batch.items() if key not in OF_THE_ROW}
+        # The sum of the token losses, over the kept labels of all ranks.
+        loss = model(**inputs, num_items_in_batch=kept, use_cache=False).loss
+        (loss * ranks).backward()  # FSDP2 averages over the ranks
+        total += loss.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def state_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[dict, dict, dict]:
+    """Return the state dicts of model and optimizer, and their tensors by name, tied ones once."""
+    weights, moments = states.get_state_dict(model, optimizer, options=FLAT)
+    every, own = model.named_parameters(remove_duplicate=False), dict(model.named_parameters())
+    tied = {name for name, _ in every} - own.keys()
+    tensors = {f"model.{k}": v for k, v in weights.items() if k not in tied}
+    tensors |= {f"optimizer.{k}": v for k, v in moments.items() if torch.is_tensor(v)}
+    return weights, moments, tensors
+
+
+def save(path: Path, model: Any, optimizer: Any, rows: Rows, steps: int) -> None:
+    """Write a checkpoint. It counts once its state.json is there, which comes last."""
+    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    dcp.save(state_of(model, optimizer)[2], storage_writer=writer)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        facts = {"steps": steps, "rows": rows.state_dict()}
+        (path / "state.json").write_text(json.dumps(facts))
+
+
+def restore(path: Path, model: Any, optimizer: Any, rows: Rows) -> int:
+    """Read a checkpoint, and return the number of steps that it is after."""
+    facts = json.loads((path / "state.json").read_text())
+    rows.load_state_dict(facts["rows"])
+    weights, moments, tensors = state_of(model, optimizer)
+    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))  # in place
+    given = dict(model_state_dict=weights, optim_state_dict=moments)
+    states.set_state_dict(model, optimizer, **given, options=FLAT)
+    return facts["steps"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Train with transformers' Trainer on full packed rows: one process, DDP, FSDP2, rows over ranks.
+
+    python examples/trainer.py --data my_texts --model Qwen/Qwen3-0.6B --output_dir run
+    torchrun --nproc-per-node 8 examples/trainer.py ...                    # DDP
+    torchrun --nproc-per-node 8 examples/trainer.py ... --fsdp true --fsdp_config '{"version": 2}'
+    torchrun --nproc-per-node 8 examples/trainer.py ... --cp 2             # two ranks share a row
+    torchrun --nproc-per-node 8 --max-restarts 3 examples/trainer.py ... --save_steps 100
+
+Options beside these are Trainer's own: --max_steps, --gradient_accumulation_steps, --report_to, ...
+SIGTERM and Ctrl-C end the run on all ranks after one step, with a checkpoint; --resume goes on from
+the newest one, as do the ranks that torchrun starts again after one of them died.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _inputs import Inputs, load, make_model
+from _ranks import (
+    check_same_on_ranks,
+    context_parallel,
+    make_mesh,
+    newest_checkpoint,
+    options_of,
+    say,
+)
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers.hf_argparser import HfArg
+
+import cuseq
+from cuseq.integrations.transformers import PackingCallback
+
+ON_GPU = torch.cuda.is_available()
+# Without it Trainer trains a model on each CPU process alone.
+CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and not ON_GPU else None
+OWN_TO_A_RANK = {"local_rank", "deepspeed_plugin", "distributed_state", "_n_gpu", "hub_token"}
+
+
+@dataclass
+class Options(Inputs):
+    """What this example takes beside Trainer's options."""
+
+    cp: int = HfArg(default=1, help="ranks that share a row (default: 1)")
+    compile_layers: bool = HfArg(default=False, help="one graph for all rows")
+    resume: bool = HfArg(default=False, help="go on from the newest checkpoint")
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    """Trainer's options, with other defaults."""
+
+    output_dir: str | None = HfArg(default="run", help="folder of the run")
+    max_steps: int = HfArg(default=30, help="optimizer steps; -1 for whole epochs")
+    learning_rate: float = HfArg(default=3e-4, help="of AdamW")
+    lr_scheduler_type: str = HfArg(default="cosine", help="of the learning rate")
+    per_device_train_batch_size: int = HfArg(default=1, help="not used: a row is one")
+    per_device_eval_batch_size: int = HfArg(default=8, help="documents of a row")
+    bf16: bool = HfArg(default=ON_GPU, help="compute in bf16 (default: on a GPU)")
+    use_cpu: bool = HfArg(default=not ON_GPU, help="(default: without a GPU)")
+    ddp_backend: str | None = HfArg(
+        default=CPU_RANKS, help="of the ranks (default: NCCL, gloo without a GPU)"
+    )
+    logging_steps: float = HfArg(default=1, help="steps from log to log")
+    save_steps: float = HfArg(default=500, help="steps from save to save")
+    report_to: str | None = HfArg(default="none", help="trackers")
+
+
+class StopTogether(TrainerCallback):
+    """Saves and stops on all ranks after the same step, once one of them got a signal.
+
+    It asks the other ranks when Trainer logs, which waits for the device anyway.
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._asked = 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % max(1, int(args.logging_steps)):
+            return
+        asked = torch.tensor(self._asked, device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked.item():
+            say(f"Stopped after step {state.global_step}; --resume goes on from there.")
+            control.should_save = control.should_training_stop = True
+
+
+def main() -> None:
+    options, args = HfArgumentParser(
+        (Options, Arguments), description=__doc__
+    ).parse_args_into_dataclasses()
+    check_same_on_ranks(
+        **{name: value for name, value in options_of(options, args).items()
+           if name not in OWN_TO_A_RANK}
+    )  # fmt: skip
+    checkpoint = newest_checkpoint(
+        args.output_dir, "checkpoint-*/trainer_state.json", options.resume
+    )
+    with args.main_process_first(desc="reading the documents"):
+        documents, tokenizer = load(options)
+    check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
+    torch.manual_seed(args.seed)
+    model = make_model(options, len(tokenizer))
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=documents,
+        data_collator=cuseq.PackingCollator(total_tokens=options.row_length),
+        processing_class=tokenizer,
+        callbacks=[StopTogether()],
+    )
+    PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
+    mesh = make_mesh(options.cp, options.row_length) if options.cp != 1 else None
+    cp = None if mesh is None else context_parallel(mesh, model.config)
+    say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp)))
+    if options.compile_layers:
+        for layer in model.get_decoder().layers:
+            layer.compile(fullgraph=True, dynamic=False)
+    if not ON_GPU:  # else Trainer resumes on "cpu:0", which torch.load does not know
+        vars(args)["_setup_devices"] = torch.device("cpu")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model(f"{args.output_dir}/model")
+    say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Fine-tune with TRL's SFTTrainer on packed rows, whole or with LoRA.
+
+    python examples/trl_sft.py --model Qwen/Qwen3-0.6B --conversations trl-lib/Capybara
+    python examples/trl_sft.py --model Qwen/Qwen3-0.6B --conversations chats.jsonl --lora 16
+    python examples/trl_sft.py                                # Python's own sources, a small Qwen3
+
+--conversations is a data set of the Hub, or a JSONL or Parquet file, with the columns that TRL
+reads: `messages`, or `prompt` and `completion`. Without it the documents of --data are trained on.
+Other options are SFTConfig's: --assistant_only_loss, --learning_rate, --save_steps, ...
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from _inputs import BUILDERS, Inputs, load, make_model
+from _ranks import check_same_on_ranks, say
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, HfArgumentParser
+from transformers.hf_argparser import HfArg
+from trl import SFTConfig, SFTTrainer
+
+import cuseq
+from cuseq.integrations.transformers import PackingCallback
+
+ON_GPU = torch.cuda.is_available()
+# Without it Trainer trains a model on each CPU process alone.
+CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and not ON_GPU else None
+
+
+@dataclass
+class Options(Inputs):
+    """What this example takes beside SFTConfig's options."""
+
+    conversations: str | None = HfArg(
+        default=None, help="a data set of the Hub, or a JSONL or Parquet file"
+    )
+    lora: int = HfArg(default=0, help="rank of LoRA (default: 0, all weights train)")
+
+
+@dataclass
+class Arguments(SFTConfig):
+    """SFTConfig's options, with other defaults."""
+
+    output_dir: str | None = HfArg(default="run_sft", help="folder of the run")
+    max_steps: int = HfArg(default=30, help="optimizer steps; -1 for whole epochs")
+    packing: bool = HfArg(default=True, help="rows of several documents")
+    per_device_train_batch_size: int = HfArg(default=1, help="rows of a batch")
+    bf16: bool = HfArg(default=ON_GPU, help="compute in bf16 (default: on a GPU)")
+    use_cpu: bool = HfArg(default=not ON_GPU, help="(default: without a GPU)")
+    ddp_backend: str | None = HfArg(
+        default=CPU_RANKS, help="of the ranks (default: NCCL, gloo without a GPU)"
+    )
+    logging_steps: float = HfArg(default=1, help="steps from log to log")
+    report_to: str | None = HfArg(default="none", help="trackers")
+
+
+def main() -> None:
+    options, args = HfArgumentParser(
+        (Options, Arguments), description=__doc__
+    ).parse_args_into_dataclasses()
+    with args.main_process_first(desc="reading the documents"):
+        if options.conversations is None:
+            documents, tokenizer = load(options)
+            documents = documents.select_columns("input_ids")
+        else:
+            documents = read_conversations(options.conversations)
+            if options.model is None:
+                raise SystemExit(
+                    "--conversations needs a --model, whose tokenizer has a chat template"
+                )
+            tokenizer = AutoTokenizer.from_pretrained(options.model)
+    check_same_on_ranks(documents=len(documents), vocabulary=tokenizer.get_vocab())
+    args.max_length = options.row_length
+    torch.manual_seed(args.seed)
+    adapter = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = SFTTrainer(
+        make_model(options, len(tokenizer)),
+        args,
+        train_dataset=documents,
+        processing_class=tokenizer,
+        peft_config=adapter if options.lora else None,
+    )
+    PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
+    say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model(f"{args.output_dir}/model")
+    say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+
+
+def read_conversations(name: str) -> Dataset:
+    """Return a data set of the Hub, or of a file."""
+    builder = BUILDERS.get(Path(name).suffix.lower())
+    try:
+        if builder is None:
+            return load_dataset(name, split="train")
+        return load_dataset(builder, data_files=name, split="train")
+    except (OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise SystemExit(f"--conversations {name}: cannot be read ({reason})") from error
+
+
+if __name__ == "__main__":
+    main()

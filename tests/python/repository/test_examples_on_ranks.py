@@ -1,0 +1,180 @@
+"""Test the examples on two ranks: losses of one rank, resumption, signals and killed ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import distributed
+import pytest
+import torch.distributed as dist
+from example_modules import EXAMPLES, imported
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+safetensors = pytest.importorskip("safetensors.torch")
+pytest.importorskip("accelerate")
+pytest.importorskip("tqdm")
+
+STEPS, HALF = 6, 3
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("inputs")
+    lines = [json.dumps({"text": f"{i} green bottles. " * (i % 7 + 1)}) for i in range(300)]
+    (folder / "bottles.jsonl").write_text("\n".join(lines))
+    transformers.Qwen3Config(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=256,
+        tie_word_embeddings=True,
+    ).save_pretrained(folder)  # fmt: skip
+    return dict(data=f"{folder}/bottles.jsonl", model=f"{folder}/config.json", row_length=256)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch, tmp_path):
+    """The processes of these tests see no GPU, and keep tables of `datasets` in a folder."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def trained(folder: Path, inputs: dict[str, Any], **options: Any) -> list[float]:
+    """Train by fsdp2.py in this process's group, and return the loss of each step."""
+    given = dict(steps=STEPS, save_every=HALF, learning_rate=1e-2, out=folder)
+    with imported("fsdp2") as example:
+        return example.train(example.Options(**inputs | given | options))
+
+
+def copied(source: Path, target: Path) -> Path:
+    """Copy a run as it was after half of its steps, once for all ranks."""
+    if dist.get_rank() == 0:
+        shutil.copytree(source / f"step-{HALF:08d}", target / f"step-{HALF:08d}")
+    dist.barrier()
+    return target
+
+
+def on_two_ranks(rank: int, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"whole": trained(folder / "whole", inputs)}
+    half = copied(folder / "whole", folder / "half")
+    found["resumed"] = trained(half, inputs, resume=True)
+    found["cp"] = trained(folder / "cp", inputs, cp=2, accumulation=2)
+    for name, options in {
+        "seed": dict(seed=rank),
+        "taken": dict(out=folder / "whole"),
+        "nothing": dict(out=folder / "other", resume=True),
+        "cp=3": dict(cp=3),
+    }.items():
+        with pytest.raises(SystemExit) as raised:
+            trained(folder / name, inputs, **options)
+        found[name] = str(raised.value)
+    return found
+
+
+def on_one_rank(rank: int, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
+    whole = trained(folder / "one", inputs, accumulation=2)
+    half = copied(folder / "whole", folder / "of two")
+    return {"whole": whole, "resumed": trained(half, inputs, resume=True, accumulation=2)}
+
+
+def tensors(checkpoint: Path) -> dict[str, Any]:
+    parts = [safetensors.load_file(file) for file in sorted(checkpoint.glob("*.safetensors"))]
+    return {f"{i}.{name}": value for i, part in enumerate(parts) for name, value in part.items()}
+
+
+@pytest.mark.slow
+def test_fsdp2(inputs, tmp_path):
+    first, second = distributed.run(on_two_ranks, tmp_path, inputs, limit=300)
+    assert first == second
+    assert len(first["whole"]) == STEPS and first["whole"][-1] < first["whole"][0]
+    assert first["resumed"] == first["whole"][HALF:]
+    last = f"step-{STEPS:08d}"
+    whole, again = tensors(tmp_path / "whole" / last), tensors(tmp_path / "half" / last)
+    assert whole.keys() == again.keys() and any("exp_avg" in name for name in whole)
+    assert all(value.equal(again[name]) for name, value in whole.items())
+    assert not list(tmp_path.rglob("*.metadata")) + list(tmp_path.rglob("*.pt"))
+    assert first["cp"] == pytest.approx(first["whole"], rel=1e-4)
+    assert first["seed"].startswith("seed must be the same on all ranks, rank 0 has 0, rank 1 1")
+    assert "has checkpoints of another run: --resume goes on from them" in first["taken"]
+    assert "has no checkpoint" in first["nothing"]
+    assert first["cp=3"].startswith("--cp must divide the 2 ranks")
+    (one,) = distributed.run(on_one_rank, tmp_path, inputs, processes=1, limit=200)
+    assert one["whole"] == pytest.approx(first["whole"], rel=1e-4)
+    # The same documents are left, in rows that are planned anew.
+    assert one["resumed"] == pytest.approx(first["whole"][HALF:], rel=0.05)
+
+
+def torchrun(out: Path, inputs: dict[str, Any], *options: object) -> list[str]:
+    launcher, trainer = [], []
+    for option in options:
+        (launcher if option in ("--max-restarts", "2") else trainer).append(str(option))
+    given = [str(one) for name, value in inputs.items() for one in (f"--{name}", value)]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(*launcher, str(EXAMPLES / "trainer.py"), *given, "--output_dir", str(out), *trainer),
+    ]
+
+
+def wait_for(pattern: str, out: Path, process: subprocess.Popen) -> None:
+    """Wait until a run has a checkpoint of this name."""
+    end = time.monotonic() + 120
+    while not list(out.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+
+
+def started(command: list[str], output: Path) -> subprocess.Popen:
+    with output.open("a") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def losses(out: Path) -> list[float]:
+    states = out.glob("checkpoint-*/trainer_state.json")
+    newest = max(states, key=lambda one: int(one.parent.name.split("-")[1]))
+    return [log["loss"] for log in json.loads(newest.read_text())["log_history"] if "loss" in log]
+
+
+@pytest.mark.full
+def test_a_trainer_that_sigterm_stopped_goes_on(inputs, tmp_path):
+    out, output = tmp_path / "run", tmp_path / "output.txt"
+    options = ["--max_steps", 300, "--save_steps", 5, "--learning_rate", 1e-3]
+    process = started(torchrun(out, inputs, *options), output)
+    wait_for("checkpoint-5/trainer_state.json", out, process)
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=90)
+    assert "--resume goes on from there" in output.read_text()
+    before = losses(out)
+    assert 5 <= len(before) < 300
+    process = started(torchrun(out, inputs, *options, "--resume"), output)
+    assert process.wait(timeout=200) == 0, output.read_text()
+    whole = tmp_path / "whole"
+    process = started(torchrun(whole, inputs, *options), output)
+    assert process.wait(timeout=200) == 0, output.read_text()
+    assert losses(out) == losses(whole)
+    assert losses(out)[: len(before)] == before
+
+
+@pytest.mark.full
+def test_torchrun_restarts_a_trainer_after_a_killed_rank(inputs, tmp_path):
+    out, output = tmp_path / "run", tmp_path / "output.txt"
+    options = ["--max_steps", 100, "--save_steps", 5, "--max-restarts", "2"]
+    process = started(torchrun(out, inputs, *options), output)
+    wait_for("checkpoint-10/trainer_state.json", out, process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    assert process.wait(timeout=200) == 0, output.read_text()
+    assert len(losses(out)) == 100
+
+
+def test_ranks_that_do_not_meet_are_told(monkeypatch):
+    """Trainer would train a model on each of them alone, without a word."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with imported("_ranks") as example, pytest.raises(SystemExit, match="the ranks did not meet"):
+        example.check_same_on_ranks(seed=0)
