@@ -6,7 +6,6 @@ import inspect
 import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -73,18 +72,11 @@ _STATELESS_LAYERS = {
 }
 
 
-class Separated:
-    """A mark that an enabled model of a config keeps documents apart in its recurrent layers.
-
-    Configs compare by value, but a copy of a model must not count as enabled, so marks are compared
-    by identity.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.config = weakref.ref(config)
-
-
-_marks: list[Separated] = []
+# How many enabled models of a config keep documents apart in its recurrent layers, by the config's
+# id: configs compare by value, but a copy of a model must not count as enabled. Code that is being
+# compiled asks whether the dict has a key, and guards on that alone. If it read more, a model that
+# is freed in the meantime would end the compilation.
+_separated: dict[int, int] = {}
 
 
 def recurrent_layers(config: Any) -> list[str]:
@@ -92,7 +84,7 @@ def recurrent_layers(config: Any) -> list[str]:
 
     These are the layers that carry a state from token to token, unless `mark_separated` was called.
     """
-    if any(mark.config() is config for mark in _marks):
+    if id(config) in _separated:
         return []
     return sorted(set(recurrent_types(config)))
 
@@ -103,16 +95,16 @@ def recurrent_types(config: Any) -> list[str]:
     return [kind for kind in types or () if kind not in _STATELESS_LAYERS]
 
 
-def mark_separated(config: Any) -> Separated:
-    """Note that an enabled model of this config keeps documents apart; return the mark."""
-    mark = Separated(config)
-    _marks.append(mark)
-    return mark
+def mark_separated(config: Any) -> None:
+    """Note that an enabled model of this config, which it holds, keeps documents apart."""
+    _separated[id(config)] = _separated.get(id(config), 0) + 1
 
 
-def unmark_separated(mark: Separated) -> None:
-    """Undo a `mark_separated`."""
-    _marks.remove(mark)
+def unmark_separated(config_id: int) -> None:
+    """Undo a `mark_separated` of the config with this id."""
+    _separated[config_id] -= 1
+    if not _separated[config_id]:
+        del _separated[config_id]
 
 
 # --------------------------------------------------------------------------- rows that nobody reads

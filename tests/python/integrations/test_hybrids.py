@@ -934,7 +934,34 @@ def test_a_dropped_model_gives_its_family_back(name, device):
     del dropped
     gc.collect()
     assert functions_of(kept) == before
-    assert base_models._marks == []
+    assert base_models._separated == {}
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_a_model_that_is_freed_while_another_compiles(name, device):
+    """Garbage collection may come at any time; what it frees must not be in the graph's guards."""
+    from tests.families.models import small_model
+
+    dropped = [make_model(name, device) for _ in range(2)]
+    compiled = small_model("llama").to(device)
+    for model in (*dropped, compiled):
+        cuseq.enable(model)
+    del model
+
+    def backend(graph, example_inputs):
+        dropped.clear()
+        gc.collect()
+        assert base_models._separated == {}
+        return graph.forward
+
+    ids = torch.arange(5, 12, device=device)[None]
+    packed = cuseq.PackedLayout.from_lengths([3, 4]).to(device)
+    given = dict(position_ids=packed.position_ids[None], packed=packed, use_cache=False)
+    expected = compiled(input_ids=ids, **given).logits
+    torch.compiler.reset()
+    logits = torch.compile(compiled, backend=backend)(input_ids=ids, **given).logits
+    assert not dropped
+    torch.testing.assert_close(logits, expected)
 
 
 @every_kind

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from cuseq._base.models import Separated, mark_separated, text_config, unmark_separated
+from cuseq._base.models import mark_separated, text_config, unmark_separated
 from cuseq.integrations.transformers._functions import (
     Place,
     hold_function,
@@ -58,8 +58,11 @@ class Hold:
         self.separated = separated
         self.has_forwards = has_forwards
         self.lacks_forwards = lacks_forwards
-        mark = None if separated is None else mark_separated(separated)
-        self._release = weakref.finalize(self, _release, self.functions, mark)
+        marked = None
+        if separated is not None:
+            mark_separated(separated)
+            marked = id(separated)  # of nothing else, as long as this holds the config
+        self._release = weakref.finalize(self, _release, self.functions, marked)
         self._release.atexit = False
 
     def release(self) -> None:
@@ -82,11 +85,11 @@ def _loaded(had_forwards: bool) -> Hold:
     return Hold([], None, had_forwards, lacks_forwards=had_forwards)
 
 
-def _release(functions: list[Place], mark: Separated | None) -> None:
+def _release(functions: list[Place], marked: int | None) -> None:
     for place in functions:
         restore_function(*place)
-    if mark is not None:
-        unmark_separated(mark)
+    if marked is not None:
+        unmark_separated(marked)
     release_registration()
 
 
