@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cuseq import _C
 from cuseq._base.fakes import arguments_of
@@ -49,12 +53,45 @@ def _pairs_with_ancestors(cu_seqlens: Tensor, tree_rows: Tensor) -> int:
     return int((lengths.long() * below).sum())
 
 
-@register_flop_formula(_ops.varlen_attention, get_raw=True)
 def _forward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
     return _attention_flops("varlen_attention", given, named, products=2)
 
 
-@register_flop_formula(_ops.varlen_attention_backward, get_raw=True)
 def _backward_flops(*given: Any, out_val: Any = None, **named: Any) -> int:
     # The backward computes the scores again, and two products for each of the forward's two.
     return _attention_flops("varlen_attention_backward", given, named, products=5)
+
+
+def _register(counter: ModuleType) -> None:
+    counter.register_flop_formula(_ops.varlen_attention, get_raw=True)(_forward_flops)
+    counter.register_flop_formula(_ops.varlen_attention_backward, get_raw=True)(_backward_flops)
+
+
+class _Registration(MetaPathFinder):
+    """Registers the formulas when torch.utils.flop_counter is imported.
+
+    That module imports triton: a third of a second and 36 MiB, which few processes need.
+    """
+
+    name = "torch.utils.flop_counter"
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _register(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if _Registration.name in sys.modules:
+    _register(sys.modules[_Registration.name])
+else:
+    sys.meta_path.insert(0, _Registration())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -400,6 +402,22 @@ def test_flop_counter_sees_the_op(device):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         op(*(t.to("meta") for t in (q, k, v)), packed.cu_seqlens.to("meta"))
     assert counter.get_total_flops() == 2 * 2 * 6 * 6 * (8 + 8)
+
+
+@pytest.mark.parametrize("first", ["cuseq", "torch.utils.flop_counter"])
+def test_flops_are_counted_whichever_is_imported_first(first):
+    code = f"""
+import sys, torch
+import {first}
+import cuseq
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.randn(6, 2, 8)
+with FlopCounterMode(display=False) as counter:
+    cuseq.varlen_attention(q, q, q, cuseq.PackedLayout.from_lengths([6]))
+assert counter.get_total_flops() == 2 * 2 * 6 * 6 * (8 + 8)
+assert not [one for one in sys.meta_path if type(one).__module__.startswith("cuseq")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_autocast_takes_the_dtype_of_the_region(device):

@@ -53,7 +53,7 @@ def test_every_op_answers_on_both_devices(op):
 
 def test_importing_cuseq_leaves_large_packages_alone():
     """Each of these takes longer to import than the rest of cuseq."""
-    large = ["torch._dynamo", "torch.distributed.tensor", "sympy", "transformers"]
+    large = ["torch._dynamo", "torch.distributed.tensor", "triton", "sympy", "transformers"]
     code = f"import sys, cuseq; print([name for name in {large} if name in sys.modules])"
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
