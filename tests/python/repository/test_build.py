@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,37 @@ def test_importing_cuseq_leaves_large_packages_alone():
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["[]"]
+
+
+def test_the_command_says_what_runs_here():
+    command = [sys.executable, "-m", "cuseq"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert {"cuseq", "running", "GPU", "frameworks", "kernels", "next"} <= lines.keys()
+    assert lines["cuseq"].startswith(f"{cuseq.__version__}, built with torch {torch.__version__}")
+    assert f"torch {torch.__version__}, Python" in lines["running"]
+    assert ("attention" in lines) == (torch.cuda.is_available() and cuseq.build_info()["cuda"])
+    if not torch.cuda.is_available():
+        assert (lines["GPU"], lines["next"]) == ("none that torch finds", "nothing is missing")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "gpu", "reasons", "said"),
+    [
+        (False, (9, 0), {}, "cuseq has no kernels for it: build it again with nvcc"),
+        (True, (8, 6), {"fa4": ""}, "were not built for sm_86: with CUSEQ_CUDA_ARCHS=86"),
+        (True, (9, 0), {"fa4": "no", "cudnn": "no"}, r"cuDNN, or FlashAttention 4 \(pip install"),
+        (True, (9, 0), {"fa4": "", "cudnn": "no"}, None),
+    ],
+)
+def test_the_command_says_what_is_missing(cuda, gpu, reasons, said):
+    from cuseq.__main__ import advices
+
+    build = {"cuda": cuda, "cuda_archs": "80,90"}
+    gpus = [types.SimpleNamespace(major=gpu[0], minor=gpu[1])]
+    found = [one for one in advices(build, gpus, reasons) if "cuseq[fla]" not in one]
+    assert len(found) == (said is not None)
+    assert said is None or re.search(said, found[0])
 
 
 @pytest.mark.skipif(cuseq.build_info()["cuda"], reason="this build has CUDA kernels")

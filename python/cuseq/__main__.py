@@ -1,0 +1,96 @@
+"""`python -m cuseq` prints what runs here, and what is missing for more speed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import torch
+
+import cuseq
+from cuseq.attention.choice import PACKAGES, check_installed
+
+# What trains on packed rows with cuseq, and what makes it faster.
+FRAMEWORKS = ("transformers", "trl", "peft", "accelerate", "unsloth", "megatron-core", "deepspeed")
+KERNELS = ("flash-attn-4", "flash-attn-3", "flash-linear-attention", "liger-kernel", "mamba-ssm")
+
+
+def main() -> None:
+    """Print versions, the GPU, backends of attention and packages, and what to do."""
+    build = cuseq.build_info()
+    kernels = f"CUDA kernels for {_architectures(build)}" if build["cuda"] else "CPU kernels alone"
+    _line("cuseq", f"{cuseq.__version__}, built with torch {build['torch']}, {kernels}")
+    _line("running", f"torch {torch.__version__}, Python {platform.python_version()}")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    for gpu in gpus:
+        memory = gpu.total_memory / 2**30
+        _line("GPU", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {memory:.0f} GiB")
+    if not gpus:
+        _line("GPU", "none that torch finds")
+    reasons = missing_backends() if gpus and build["cuda"] else {}
+    for name, reason in reasons.items():
+        _line("attention", f'"{name}" {"is there" if not reason else f"cannot be used: {reason}"}')
+    for title, names in (("frameworks", FRAMEWORKS), ("kernels", KERNELS)):
+        found = {name: version for name in names if (version := _version(name))}
+        _line(title, ", ".join(f"{name} {version}" for name, version in found.items()) or "none")
+    for advice in advices(build, gpus, reasons) or ["nothing is missing"]:
+        _line("next", advice)
+
+
+def missing_backends() -> dict[str, str]:
+    """Return why each backend of attention that not every installation has is missing, or ""."""
+    reasons = {}
+    for name in ("cudnn", *PACKAGES):
+        try:
+            check_installed(name)
+            reasons[name] = ""
+        except ValueError as error:
+            reasons[name] = str(error).partition("cannot be used: ")[2] or str(error)
+    return reasons
+
+
+def advices(build: dict, gpus: list, reasons: dict[str, str]) -> list[str]:
+    """Return what to do for more speed.
+
+    Args:
+        build: of `cuseq.build_info`.
+        gpus: the properties of each GPU.
+        reasons: of `missing_backends`.
+    """
+    found = []
+    if gpus and not build["cuda"]:
+        found.append("there is a GPU, and cuseq has no kernels for it: build it again with nvcc")
+    compiled = {one.strip() for one in str(build["cuda_archs"]).replace(";", ",").split(",")}
+    for name in {f"{gpu.major}{gpu.minor}" for gpu in gpus if build["cuda"]} - compiled:
+        found.append(
+            f"the kernels were not built for sm_{name}: with CUSEQ_CUDA_ARCHS={name} before the "
+            "build they are"
+        )
+    if reasons and all(reasons.values()):
+        found.append(
+            "PyTorch's flash kernels compute attention: torch 2.15 with cuDNN, or FlashAttention 4 "
+            "(pip install 'cuseq[fa4]'), is faster on Hopper and Blackwell (docs/attention.md)"
+        )
+    if not _version("flash-linear-attention") and gpus:
+        found.append("for hybrid models such as Qwen3.5: pip install 'cuseq[fla]'")
+    return found
+
+
+def _architectures(build: dict) -> str:
+    names = str(build["cuda_archs"]).replace(";", ",").split(",")
+    return ", ".join(f"sm_{name.strip()}" for name in names)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _line(title: str, text: str) -> None:
+    print(f"{title:<12}{text}")
+
+
+if __name__ == "__main__":
+    main()
