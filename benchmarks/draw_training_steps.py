@@ -3,9 +3,9 @@
     python benchmarks/draw_training_steps.py RUN.json [RUN.json ...]
 
 Each run is a result of `training_step` or of `training_turns` and becomes a panel. A panel shows
-the variants below that its run measured. All bars of a panel are from one run, and each ratio is
-over its first bar: stock packed sdpa, or flex attention in a run without it. Writes
-`training_step.png` beside the first run.
+the variants below that its run measured, and beside it their peaks of memory, if each had a process
+of its own. All bars of a panel are from one run, and each ratio is over its first bar: stock packed
+sdpa, or flex attention in a run without it. Writes `training_step.png` beside the first run.
 """
 
 from __future__ import annotations
@@ -48,43 +48,52 @@ TURNS = {
 BARS = STEPS | TURNS
 
 
-def times_of(run: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds of a step of each variant in `BARS` that the run measured."""
-    measured = {row["variant"]: row.get("step") for row in run["tables"][0]["rows"]}
-    return {name: measured[name] for name in BARS if measured.get(name) is not None}
+def measured(run: dict[str, Any], column: str) -> dict[str, float]:
+    """Return a column of each variant in `BARS` that the run measured."""
+    found = {row["variant"]: row.get(column) for row in run["tables"][0]["rows"]}
+    return {name: found[name] for name in BARS if found.get(name) is not None}
 
 
-def draw_panel(axes: pyplot.Axes, run: dict[str, Any]) -> None:
-    """Draw the bars of one run."""
-    times = times_of(run)
-    first = next(iter(times.values()))
-    labels, colours = zip(*(BARS[name] for name in times), strict=True)
-    bars = axes.barh(range(len(times)), list(times.values()), color=colours, height=0.75)
-    notes = [f"{time:,.0f} ms, {first / time:.2f}x" for time in times.values()]
+def draw_panel(axes: pyplot.Axes, run: dict[str, Any], column: str) -> None:
+    """Draw the bars of one run: times of a step, or the peak of memory."""
+    values = measured(run, column)
+    first = next(iter(values.values()))
+    labels, colours = zip(*(BARS[name] for name in values), strict=True)
+    bars = axes.barh(range(len(values)), list(values.values()), color=colours, height=0.75)
+    if column == "step":
+        notes = [f"{time:,.0f} ms, {first / time:.2f}x" for time in values.values()]
+    else:
+        notes = [f"{memory:.1f} GiB" for memory in values.values()]
     axes.bar_label(bars, notes, padding=3, fontsize=8)
-    axes.set_xlim(0, 1.35 * max(times.values()))
-    how = next(how for name, how in HOW.items() if run["name"].startswith(name))
-    tokens = run["tables"][0]["rows"][0]["tokens"]
-    axes.set_title(f"rows of {tokens:,} tokens, {how}", fontsize=10)
-    axes.set_xlabel("ms a step", fontsize=8)
+    axes.set_xlim(0, 1.35 * max(values.values()))
+    axes.set_xlabel("ms a step" if column == "step" else "GiB at the peak", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_yticks(range(len(times)), labels, fontsize=9)
+    axes.set_yticks(range(len(values)), labels if column == "step" else [], fontsize=9)
     axes.invert_yaxis()
 
 
 def main(paths: list[Path]) -> None:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     for path, run in zip(paths, runs, strict=True):
-        if not times_of(run):
+        if not measured(run, "step"):
             sys.exit(f"{path}: must have times of {', '.join(BARS)}, got none")
-    heights = [1 + len(times_of(run)) for run in runs]
+    heights = [1 + len(measured(run, "step")) for run in runs]
     figure, panels = pyplot.subplots(
-        len(runs), 1, figsize=(8, 0.42 * sum(heights) + 0.5), layout="constrained", squeeze=False,
-        height_ratios=heights,
+        len(runs), 2, figsize=(9.6, 0.42 * sum(heights) + 0.5), layout="constrained",
+        squeeze=False, height_ratios=heights, width_ratios=[3, 2],
     )  # fmt: skip
-    for axes, run in zip(panels[:, 0], runs, strict=True):
-        draw_panel(axes, run)
+    for (times, memory), run in zip(panels, runs, strict=True):
+        draw_panel(times, run, "step")
+        how = next(how for name, how in HOW.items() if run["name"].startswith(name))
+        tokens = run["tables"][0]["rows"][0]["tokens"]
+        times.set_title(f"rows of {tokens:,} tokens, {how}", fontsize=10)
+        # In turns in one process, the peak is that of all variants.
+        if run["name"].startswith("training_step") and measured(run, "peak_gib"):
+            draw_panel(memory, run, "peak_gib")
+            memory.set_title("memory", fontsize=10)
+        else:
+            memory.axis("off")
     environment = runs[0]["environment"]
     figure.suptitle(
         "A training step on packed rows: Qwen3-0.6B's shape, full fine-tuning, bf16, "
