@@ -143,6 +143,20 @@ def test_lengths_are_those_of_the_dataset(kind, tmp_path):
     assert [[tuple(map(int, one)) for one in row] for row in rows] == expected
 
 
+def test_what_is_changed_after_enable_counts(tmp_path):
+    """A dataset of other lengths would be packed by the lengths of the first one."""
+    trainer = make_trainer(tmp_path)
+    cuseq.enable(trainer, capacity=CAPACITY)
+    trainer.train_dataset = examples(20)[::-1]
+    trainer.args.data_seed, trainer.args.gradient_accumulation_steps = 3, 2
+    trainer.train()
+    options = dict(data_seed=3, gradient_accumulation_steps=2)
+    assert (
+        trainer.data_collator.rows
+        == trained(make_trainer(tmp_path, examples(20)[::-1], **options))[0]
+    )
+
+
 def test_sequential_rows_are_not_shuffled(tmp_path):
     trainer = make_trainer(tmp_path, train_sampling_strategy="sequential", num_train_epochs=2)
     rows, _, _ = trained(trainer)

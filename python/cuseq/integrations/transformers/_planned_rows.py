@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from cuseq._base.arguments import as_int
@@ -27,7 +27,7 @@ _COLLATORS = "data_collator=cuseq.PackingCollator()"
 _SHUFFLES = {"random": True, "sequential": False}
 
 
-class PlannedRows:
+class PlannedRows(TrainerCallback):
     """The training rows of a trainer until `restore`: those of a `PackedBatchSampler`.
 
     A batch is a row of at most `capacity` tokens. The rows of an epoch depend on its number and the
@@ -35,34 +35,46 @@ class PlannedRows:
     """
 
     def __init__(self, trainer: Trainer, capacity: int, cp: ContextParallel | None):
-        args = trainer.args
-        sharing = 1 if cp is None else cp.size
-        self._trainer = trainer
-        self.sampler = PackedBatchSampler(
-            lengths_of(trainer.train_dataset, args.length_column_name),
-            as_int(capacity, "capacity", least=1),
-            rank=args.process_index // sharing,
-            world_size=args.world_size // sharing,
-            accumulation=args.gradient_accumulation_steps,
-            balance="attention",
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=_SHUFFLES[args.train_sampling_strategy],
-            drop_last=args.dataloader_drop_last,
-        )
-        self._epochs = _Epochs(self.sampler)
+        self._trainer, self._sharing = trainer, 1 if cp is None else cp.size
+        self._capacity = as_int(capacity, "capacity", least=1)
+        self._counted: tuple[Any, Tensor] | None = None  # a dataset and its lengths
+        self._sampler = self._plan()
         self._prepare = getattr(trainer, private.PREPARE_INPUTS)
 
     def install(self) -> None:
         trainer = self._trainer
         trainer.get_train_dataloader = self._loader
         setattr(trainer, private.PREPARE_INPUTS, self._prepare_inputs)
-        trainer.add_callback(self._epochs)
+        trainer.add_callback(self)
 
     def restore(self) -> None:
         trainer = self._trainer
         del trainer.get_train_dataloader
         delattr(trainer, private.PREPARE_INPUTS)
-        trainer.remove_callback(self._epochs)
+        trainer.remove_callback(self)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        """Tell the sampler its epoch. Not all releases do, and none for a resumed epoch."""
+        self._sampler.set_epoch(int(state.epoch or 0))
+
+    def _plan(self) -> PackedBatchSampler:
+        """Return the sampler of the trainer's dataset and arguments as they are now."""
+        args, dataset = self._trainer.args, self._trainer.train_dataset
+        if self._counted is None or self._counted[0] is not dataset:
+            self._counted = dataset, lengths_of(dataset, args.length_column_name)
+        return PackedBatchSampler(
+            self._counted[1],
+            self._capacity,
+            rank=args.process_index // self._sharing,
+            world_size=args.world_size // self._sharing,
+            accumulation=args.gradient_accumulation_steps,
+            balance="attention",
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            shuffle=_SHUFFLES[args.train_sampling_strategy],
+            drop_last=args.dataloader_drop_last,
+        )
 
     def _loader(self) -> DataLoader:
         """Return the loader of this rank's rows, for `get_train_dataloader`.
@@ -72,9 +84,10 @@ class PlannedRows:
         args = self._trainer.args
         workers = args.dataloader_num_workers
         dataset, collate = private.without_unused_columns(self._trainer)
+        self._sampler = self._plan()
         return DataLoader(
             dataset,
-            batch_sampler=self.sampler,
+            batch_sampler=self._sampler,
             collate_fn=collate,
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -88,18 +101,6 @@ class PlannedRows:
         args = self._trainer.args
         moved = send_to_device(inputs, args.device, non_blocking=args.dataloader_pin_memory)
         return self._prepare(moved)
-
-
-class _Epochs(TrainerCallback):
-    """Tells the sampler its epoch. Not all releases hand it on, after a resumption none did."""
-
-    def __init__(self, sampler: PackedBatchSampler):
-        self._sampler = sampler
-
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any
-    ) -> None:
-        self._sampler.set_epoch(int(state.epoch))
 
 
 def planned_rows_of(trainer: Trainer) -> PlannedRows | None:
