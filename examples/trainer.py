@@ -2,7 +2,7 @@
 
     python examples/trainer.py --data my_texts --model Qwen/Qwen3-0.6B --output_dir run
     torchrun --nproc-per-node 8 examples/trainer.py ...                    # DDP
-    torchrun --nproc-per-node 8 examples/trainer.py ... --fsdp true --fsdp_config '{"version": 2}'
+    torchrun --nproc-per-node 8 examples/trainer.py ... --fsdp --fsdp_config '{"version": 2}'
     torchrun --nproc-per-node 8 examples/trainer.py ... --cp 2             # two ranks share a row
     torchrun --nproc-per-node 8 --max-restarts 3 examples/trainer.py ... --save_steps 100
 
