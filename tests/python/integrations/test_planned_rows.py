@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -152,7 +153,7 @@ def test_what_is_changed_after_enable_counts(tmp_path):
     """A dataset of other lengths would be packed by the lengths of the first one."""
     trainer = make_trainer(tmp_path)
     cuseq.enable(trainer, capacity=CAPACITY)
-    trainer.train_dataset = examples(20)[::-1]
+    trainer.train_dataset[:] = examples(20)[::-1]
     trainer.args.data_seed, trainer.args.gradient_accumulation_steps = 3, 2
     trainer.train()
     options = dict(data_seed=3, gradient_accumulation_steps=2)
@@ -219,11 +220,17 @@ class OwnLoader(transformers.Trainer):
         return super().get_train_dataloader()
 
 
+class OwnSampler(transformers.Trainer):
+    def _get_train_sampler(self, *args):
+        return [0, 1, 2]
+
+
 REFUSED = [
     (dict(collator=transformers.default_data_collator), "collator is a function, which does not"),
     (dict(data=Stream(), max_steps=3), "stream of examples.*PackedStream packs it"),
     (dict(train_sampling_strategy="group_by_length"), 'must be "random".*got .group_by_length'),
     (dict(kind=OwnLoader), "get_train_dataloader of transformers.*got that of OwnLoader"),
+    (dict(kind=OwnSampler), "_get_train_sampler of transformers.*got that of OwnSampler"),
     (dict(data=[{"ids": [1, 2]}]), r"must have input_ids.*train_dataset\[0\] without them"),
     (dict(data=[{"input_ids": [1] * 41}]), r"at most capacity = 40, got lengths\[0\] = 41"),
 ]
@@ -236,6 +243,52 @@ def test_what_cannot_be_planned_is_refused(options, message, tmp_path):
         cuseq.enable(trainer, capacity=CAPACITY)
     assert "get_train_dataloader" not in vars(trainer)
     assert trainer.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("shared", ["gpus", "tp", "sp", "cp"])
+def test_ranks_that_read_the_same_rows_are_refused(shared, tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    message = r"ranks of the trainer's ParallelismConfig read the same rows"
+    if shared == "gpus":
+        monkeypatch.setattr(type(trainer.args), "n_gpu", property(lambda args: 2))
+        message = "a process for each GPU, got 2 GPUs in one"
+    else:
+        given = {f"{name}_enabled": name == shared for name in ("tp", "sp", "cp")}
+        monkeypatch.setattr(
+            type(trainer.accelerator), "parallelism_config", SimpleNamespace(**given)
+        )
+    with pytest.raises(ValueError, match=message):
+        cuseq.enable(trainer, capacity=CAPACITY)
+
+
+class StopsEpochs(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+
+def test_an_epoch_after_one_that_was_stopped_has_other_rows(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(StopsEpochs())
+    rows, _, _ = trained(trainer)
+    assert len(rows) == 6 and rows[:3] != rows[3:]
+    trainer.train()
+    assert trainer.data_collator.rows[6:9] == rows[:3]
+
+
+def test_examples_that_are_repeated_are_said(tmp_path):
+    data = [{"input_ids": [i] * CAPACITY} for i in range(5)]
+    trainer = make_trainer(tmp_path, data, gradient_accumulation_steps=4, num_train_epochs=1)
+    with pytest.warns(UserWarning, match="3 examples are repeated in an epoch"):
+        rows, _, _ = trained(trainer)
+    assert len(rows) == 8
+
+
+def test_a_wrong_column_of_lengths_is_named(tmp_path):
+    data = datasets.Dataset.from_list([one | {"length": 1} for one in examples()])
+    trainer = make_trainer(tmp_path, data)
+    cuseq.enable(trainer, capacity=CAPACITY)
+    with pytest.raises(ValueError, match="column 'length' must have the tokens of each example"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("capacity, error", [(0, ValueError), (4.5, TypeError), ("8", TypeError)])

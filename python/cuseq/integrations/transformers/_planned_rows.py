@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ class PlannedRows(TrainerCallback):
     def __init__(self, trainer: Trainer, capacity: int, cp: ContextParallel | None):
         self._trainer, self._sharing = trainer, 1 if cp is None else cp.size
         self._capacity = as_int(capacity, "capacity", least=1)
-        self._counted: tuple[Any, Tensor] | None = None  # a dataset and its lengths
+        self._epoch = -1  # the last one that began
         self._sampler = self._plan()
         self._prepare = getattr(trainer, private.PREPARE_INPUTS)
 
@@ -53,19 +54,24 @@ class PlannedRows(TrainerCallback):
         delattr(trainer, private.PREPARE_INPUTS)
         trainer.remove_callback(self)
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
+        self._epoch = -1
+
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
     ) -> None:
-        """Tell the sampler its epoch. Not all releases do, and none for a resumed epoch."""
-        self._sampler.set_epoch(int(state.epoch or 0))
+        """Tell the sampler its epoch, which Trainer does in some releases and epochs alone."""
+        # The state's is that of a resumed run. It stands still after an epoch that was stopped.
+        self._epoch = max(int(state.epoch or 0), self._epoch + 1)
+        self._sampler.set_epoch(self._epoch)
 
     def _plan(self) -> PackedBatchSampler:
         """Return the sampler of the trainer's dataset and arguments as they are now."""
-        args, dataset = self._trainer.args, self._trainer.train_dataset
-        if self._counted is None or self._counted[0] is not dataset:
-            self._counted = dataset, lengths_of(dataset, args.length_column_name)
+        args = self._trainer.args
         return PackedBatchSampler(
-            self._counted[1],
+            lengths_of(self._trainer.train_dataset, args.length_column_name),
             self._capacity,
             rank=args.process_index // self._sharing,
             world_size=args.world_size // self._sharing,
@@ -85,10 +91,19 @@ class PlannedRows(TrainerCallback):
         workers = args.dataloader_num_workers
         dataset, collate = private.without_unused_columns(self._trainer)
         self._sampler = self._plan()
+        if repeated := self._sampler.repeated:
+            warnings.warn(
+                f"cuseq: {repeated} examples are repeated in an epoch, so that all of "
+                f"{args.world_size} ranks and {args.gradient_accumulation_steps} accumulated rows "
+                "have one: there are too few examples",
+                stacklevel=2,
+            )
         return DataLoader(
             dataset,
             batch_sampler=self._sampler,
-            collate_fn=collate,
+            collate_fn=_Checked(collate, self._capacity, args.length_column_name),
+            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            in_order=getattr(args, "dataloader_in_order", True),
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
@@ -103,19 +118,38 @@ class PlannedRows(TrainerCallback):
         return self._prepare(moved)
 
 
+class _Checked:
+    """A collator of rows that were planned by a dataset's own lengths, which may be wrong."""
+
+    def __init__(self, collate: Callable[..., Any], capacity: int, column: str):
+        self._collate, self._capacity, self._column = collate, capacity, column
+
+    def __call__(self, examples: list[Any]) -> Any:
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        if tokens > self._capacity:
+            raise ValueError(
+                f"the dataset's column {self._column!r} must have the tokens of each example, got "
+                f"a row of {tokens} tokens, with capacity = {self._capacity}"
+            )
+        return self._collate(examples)
+
+
 def planned_rows_of(trainer: Trainer) -> PlannedRows | None:
     """Return what `enable(trainer, capacity=...)` made, or None."""
     owner = getattr(vars(trainer).get("get_train_dataloader"), "__self__", None)
     return owner if isinstance(owner, PlannedRows) else None
 
 
-def check_planned_rows(trainer: Trainer, collator: Any, packs: bool) -> None:
+def check_planned_rows(
+    trainer: Trainer, collator: Any, packs: bool, cp: ContextParallel | None
+) -> None:
     """Raise ValueError unless a trainer's rows can be planned.
 
     Args:
         trainer: the trainer.
         collator: what will collate its batches.
         packs: whether that makes one packed row of its examples.
+        cp: whether ranks share rows by cuseq.
     """
     private.check_planned_rows(trainer)
     if not packs:
@@ -134,10 +168,26 @@ def check_planned_rows(trainer: Trainer, collator: Any, packs: bool) -> None:
             'train_sampling_strategy must be "random" or "sequential" with capacity, which plans '
             f"the rows, got {strategy!r}"
         )
-    if not private.is_of_library(trainer.get_train_dataloader):
+    for name in ("get_train_dataloader", private.TRAIN_SAMPLER):
+        if not private.is_of_library(getattr(trainer, name)):
+            raise ValueError(
+                f"trainer must have the {name} of transformers with capacity, which replaces it, "
+                f"got that of {type(trainer).__name__}"
+            )
+    if trainer.args.n_gpu > 1:
         raise ValueError(
-            "trainer must have the get_train_dataloader of transformers with capacity, which "
-            f"replaces it, got that of {type(trainer).__name__}"
+            f"capacity needs a process for each GPU, got {trainer.args.n_gpu} GPUs in one, whose "
+            "DataParallel cannot split a row: start the script by torchrun, or set "
+            "CUDA_VISIBLE_DEVICES to one GPU"
+        )
+    parallelism = trainer.accelerator.parallelism_config
+    if parallelism is None:
+        return
+    own_cp = parallelism.cp_enabled and cp is None
+    if parallelism.tp_enabled or parallelism.sp_enabled or own_cp:
+        raise ValueError(
+            "capacity must not be given if ranks of the trainer's ParallelismConfig read the same "
+            f"rows (tp_size, sp_size, cp_size without cp), got {parallelism}"
         )
 
 

@@ -33,7 +33,7 @@ MASK_PREPARATION = "_preprocess_mask_arguments"
 CP_INPUTS = "_prepare_context_parallel_inputs"
 NUM_ITEMS = "_get_num_items_in_batch"
 PREPARE_CP = "_prepare_cp"
-PREPARE_INPUTS = "_prepare_inputs"
+PREPARE_INPUTS, TRAIN_SAMPLER = "_prepare_inputs", "_get_train_sampler"
 COUNT_TOKENS = "_track_num_input_tokens"  # of Trainer, for `include_num_input_tokens_seen`
 DATA_MESH = "_prepare_device_mesh"
 _PREPARATION_PARAMETERS = [
@@ -166,6 +166,7 @@ def check_planned_rows(trainer: Trainer) -> None:
         UnknownRelease: one is missing or takes other arguments.
     """
     private(trainer, PREPARE_INPUTS, signature=["inputs"], package="transformers")
+    private(trainer, TRAIN_SAMPLER, package="transformers")
     for name, first in zip(_REMOVE, ("dataset", "data_collator"), strict=True):
         private(trainer, name, signature=[first, "description"], package="transformers")
 

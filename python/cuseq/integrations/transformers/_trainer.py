@@ -112,7 +112,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     dealing = None if cp is None else _dealing_collator(trainer, packing, cp)
     planned = None
     if (capacity := options["capacity"]) is not None:
-        check_planned_rows(trainer, packing, isinstance(packing, _COLLATORS))
+        check_planned_rows(trainer, packing, isinstance(packing, _COLLATORS), cp)
         planned = PlannedRows(trainer, capacity, cp)
     training = GraphedTraining(trainer) if graph else None
     if training is not None:
