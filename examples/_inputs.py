@@ -26,6 +26,7 @@ from transformers.utils import logging
 END = "<|endoftext|>"
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 TEXTS = {".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js"}
+WEIGHTS = ("*.safetensors", "*.bin")
 TEXT_TYPES = ("string", "large_string")
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 # Longer texts are cut there before they are tokenised, which takes 90 bytes a character.
@@ -87,6 +88,7 @@ def load(inputs: Inputs) -> tuple[datasets.Dataset, PreTrainedTokenizerBase]:
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list]:
         parts = [t[at : at + MOST_CHARACTERS] for t in batch["text"]
+                 if splits or len(t) <= MOST_CHARACTERS
                  for at in range(0, len(t), MOST_CHARACTERS)]  # fmt: skip
         found = []
         for ids in tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else ():
@@ -155,13 +157,15 @@ def read_texts(path: str | None) -> datasets.Dataset:
 
 def tokenizer_of(model: str | None, texts: datasets.Dataset) -> PreTrainedTokenizerBase:
     """Return a model's tokenizer, or a byte-level BPE trained on the first texts if it has none."""
-    vocab_size, folder = 4096, Path(model or __file__)
+    vocab_size = 4096
     try:
         # transformers makes an empty tokenizer for a folder that has none.
-        if not folder.exists() or any(folder.glob("tokenizer*")):
+        if has_files(model, "tokenizer*", "vocab*", "*.model"):
             found = AutoTokenizer.from_pretrained(model)
             found.pad_token = found.pad_token or found.eos_token
             return found
+        if has_files(model, *WEIGHTS):
+            raise ValueError("it has weights and no tokenizer, whose ids they would know")
         if model is not None:
             config = AutoConfig.from_pretrained(model).get_text_config()
             vocab_size = min(vocab_size, config.vocab_size)
@@ -181,7 +185,8 @@ def tokenizer_of(model: str | None, texts: datasets.Dataset) -> PreTrainedTokeni
 def make_model(
     inputs: Inputs, vocab_size: int, device: str = "cpu", **options: Any
 ) -> PreTrainedModel:
-    """Return the model; `options` are those of `from_pretrained`. Seed torch before."""
+    """Return the model, in fp32 unless `options` of `from_pretrained` say else; seed first."""
+    options = {"dtype": torch.float32} | options
     try:
         if inputs.model is None:
             shape = LARGE if torch.cuda.is_available() else SMALL
@@ -189,8 +194,7 @@ def make_model(
                                  tie_word_embeddings=True, **shape)  # fmt: skip
         else:
             config = AutoConfig.from_pretrained(inputs.model)
-        folder = Path(inputs.model or __file__)
-        if not folder.exists() or any(folder.glob("*.safetensors")):
+        if has_files(inputs.model, *WEIGHTS):
             model = AutoModelForCausalLM.from_pretrained(inputs.model, **options)
         else:
             with torch.device(device):  # drawing large weights on the host takes long
@@ -204,6 +208,24 @@ def make_model(
         )
     model.config.use_cache = False
     return model.to(device)
+
+
+def has_files(model: str | None, *patterns: str) -> bool:
+    """Return whether a model's folder has such files; a name on the Hub has all of them."""
+    folder = Path(model or __file__)
+    return not folder.exists() or any(file for name in patterns for file in folder.glob(name))
+
+
+def read_rows(name: str, option: str) -> datasets.Dataset:
+    """Return a data set of the Hub, or of a JSONL or Parquet file."""
+    builder = BUILDERS.get(Path(name).suffix.lower())
+    try:
+        if builder is None:
+            return datasets.load_dataset(name, split="train")
+        return datasets.load_dataset(builder, data_files=name, split="train")
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise SystemExit(f"{option} {name}: cannot be read ({reason})") from error
 
 
 def unusable(model: str | None, error: Exception) -> SystemExit:

@@ -16,6 +16,36 @@ from transformers import PretrainedConfig
 import cuseq
 
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
+# Without it Trainer trains a model on each CPU process alone.
+CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and KIND == "cpu" else None
+OWN_TO_A_RANK = {"local_rank", "deepspeed_plugin", "distributed_state", "_n_gpu", "hub_token"}
+
+
+def join_ranks() -> None:
+    """Join the ranks that torchrun started, if it did; Trainer takes the group that is there.
+
+    torchrun's own store outlives a restart, with the addresses of dead ranks, so each attempt has a
+    part of it for itself. Machines count attempts differently, so several need stores of their own.
+
+    Raises:
+        SystemExit: torchrun is to restart several machines and keeps its store.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return
+    keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if keeps_store and machines > 1 and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0:
+        raise SystemExit(
+            "torchrun --max-restarts on several machines must have "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+        )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if keeps_store else "0"
+    if KIND == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{attempt}", store)
+    backend = "cpu:gloo,cuda:nccl" if KIND == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
 
 def say(text: str) -> None:
@@ -54,17 +84,18 @@ def newest_checkpoint(folder: str | Path, last_file: str, resume: bool) -> str |
     restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device=KIND)
     if dist.is_initialized():
         dist.all_reduce(restarts, dist.ReduceOp.MAX)
+    check_same_on_ranks(checkpoint=newest)
     if resume and not found:
         raise SystemExit(f"--resume: {folder} has no checkpoint")
     if found and not resume and restarts == 0:
         raise SystemExit(f"{folder} has checkpoints of another run: --resume goes on from them")
-    check_same_on_ranks(checkpoint=newest)
     return newest
 
 
 def options_of(*given: Any) -> dict[str, Any]:
-    """Return the fields of dataclasses by name, for `check_same_on_ranks`."""
-    return {f.name: getattr(one, f.name) for one in given for f in dataclasses.fields(one)}
+    """Return the fields of dataclasses by name, but those that differ between ranks."""
+    found = {f.name: getattr(one, f.name) for one in given for f in dataclasses.fields(one)}
+    return {name: value for name, value in found.items() if name not in OWN_TO_A_RANK}
 
 
 def make_mesh(cp: int, row_length: int) -> DeviceMesh:

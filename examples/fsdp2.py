@@ -25,6 +25,7 @@ from _ranks import (
     KIND,
     check_same_on_ranks,
     context_parallel,
+    join_ranks,
     make_mesh,
     newest_checkpoint,
     options_of,
@@ -64,9 +65,7 @@ class Options(Inputs):
 
 def main() -> None:
     (options,) = HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if KIND == "cuda" else "gloo")
-    if KIND == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
+    join_ranks()
     train(options)
     dist.destroy_process_group()
 

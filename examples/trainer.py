@@ -13,7 +13,6 @@ the newest one, as do the ranks that torchrun starts again after one of them die
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,10 @@ import torch
 import torch.distributed as dist
 from _inputs import Inputs, load, make_model
 from _ranks import (
+    CPU_RANKS,
     check_same_on_ranks,
     context_parallel,
+    join_ranks,
     make_mesh,
     newest_checkpoint,
     options_of,
@@ -36,9 +37,6 @@ import cuseq
 from cuseq.integrations.transformers import PackingCallback
 
 ON_GPU = torch.cuda.is_available()
-# Without it Trainer trains a model on each CPU process alone.
-CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and not ON_GPU else None
-OWN_TO_A_RANK = {"local_rank", "deepspeed_plugin", "distributed_state", "_n_gpu", "hub_token"}
 
 
 @dataclass
@@ -59,7 +57,6 @@ class Arguments(TrainingArguments):
     learning_rate: float = HfArg(default=3e-4, help="of AdamW")
     lr_scheduler_type: str = HfArg(default="cosine", help="of the learning rate")
     per_device_train_batch_size: int = HfArg(default=1, help="not used: a row is one")
-    per_device_eval_batch_size: int = HfArg(default=8, help="documents of a row")
     bf16: bool = HfArg(default=ON_GPU, help="compute in bf16 (default: on a GPU)")
     use_cpu: bool = HfArg(default=not ON_GPU, help="(default: without a GPU)")
     ddp_backend: str | None = HfArg(
@@ -96,13 +93,11 @@ class StopTogether(TrainerCallback):
 
 
 def main() -> None:
+    join_ranks()
     options, args = HfArgumentParser(
         (Options, Arguments), description=__doc__
     ).parse_args_into_dataclasses()
-    check_same_on_ranks(
-        **{name: value for name, value in options_of(options, args).items()
-           if name not in OWN_TO_A_RANK}
-    )  # fmt: skip
+    check_same_on_ranks(**options_of(options, args))
     checkpoint = newest_checkpoint(
         args.output_dir, "checkpoint-*/trainer_state.json", options.resume
     )
@@ -130,6 +125,7 @@ def main() -> None:
         vars(args)["_setup_devices"] = torch.device("cpu")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(f"{args.output_dir}/model")
+    trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
     say(f"Written: the model and its tokenizer in {args.output_dir}/model")
 
 

@@ -16,8 +16,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from _inputs import BUILDERS, Inputs, load, make_model
-from datasets import load_dataset
+from _inputs import Inputs, load, make_model, read_rows
 from torch import Tensor
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
 from transformers.hf_argparser import HfArg
@@ -84,12 +83,11 @@ def logprobs(model: PreTrainedModel, tree: cuseq.PackedTree) -> Tensor:
 def read_pairs(options: Options) -> tuple[list[Pair], int]:
     """Return the pairs and the size of the tokenizer's vocabulary."""
     if options.pairs is not None:
-        builder = BUILDERS.get(options.pairs[options.pairs.rfind(".") :])
-        if builder is None or options.model is None:
-            raise SystemExit("--pairs must be a JSONL or Parquet file, and needs a --model")
+        if options.model is None:
+            raise SystemExit("--pairs needs a --model, whose tokenizer reads them")
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-        rows = load_dataset(builder, data_files=options.pairs, split="train")
+        rows = read_rows(options.pairs, "--pairs")
         found = [(ids(r["prompt"]), [ids(r["chosen"]), ids(r["rejected"])]) for r in rows]
         return found, len(tokenizer)
     documents, tokenizer = load(options)

@@ -11,14 +11,11 @@ Other options are SFTConfig's: --assistant_only_loss, --learning_rate, --save_st
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from _inputs import BUILDERS, Inputs, load, make_model
-from _ranks import check_same_on_ranks, say
-from datasets import Dataset, load_dataset
+from _inputs import Inputs, load, make_model, read_rows
+from _ranks import CPU_RANKS, check_same_on_ranks, join_ranks, options_of, say
 from peft import LoraConfig
 from transformers import AutoTokenizer, HfArgumentParser
 from transformers.hf_argparser import HfArg
@@ -28,8 +25,6 @@ import cuseq
 from cuseq.integrations.transformers import PackingCallback
 
 ON_GPU = torch.cuda.is_available()
-# Without it Trainer trains a model on each CPU process alone.
-CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and not ON_GPU else None
 
 
 @dataclass
@@ -48,6 +43,7 @@ class Arguments(SFTConfig):
 
     output_dir: str | None = HfArg(default="run_sft", help="folder of the run")
     max_steps: int = HfArg(default=30, help="optimizer steps; -1 for whole epochs")
+    max_length: int | None = HfArg(default=None, help="of a row (default: --row_length)")
     packing: bool = HfArg(default=True, help="rows of several documents")
     per_device_train_batch_size: int = HfArg(default=1, help="rows of a batch")
     bf16: bool = HfArg(default=ON_GPU, help="compute in bf16 (default: on a GPU)")
@@ -60,22 +56,25 @@ class Arguments(SFTConfig):
 
 
 def main() -> None:
+    join_ranks()
     options, args = HfArgumentParser(
         (Options, Arguments), description=__doc__
     ).parse_args_into_dataclasses()
+    check_same_on_ranks(**options_of(options, args))
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
             documents = documents.select_columns("input_ids")
         else:
-            documents = read_conversations(options.conversations)
+            documents = read_rows(options.conversations, "--conversations")
             if options.model is None:
                 raise SystemExit(
                     "--conversations needs a --model, whose tokenizer has a chat template"
                 )
             tokenizer = AutoTokenizer.from_pretrained(options.model)
     check_same_on_ranks(documents=len(documents), vocabulary=tokenizer.get_vocab())
-    args.max_length = options.row_length
+    if args.max_length is None:
+        args.max_length = options.row_length
     torch.manual_seed(args.seed)
     adapter = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = SFTTrainer(
@@ -89,19 +88,8 @@ def main() -> None:
     say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(f"{args.output_dir}/model")
+    trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
     say(f"Written: the model and its tokenizer in {args.output_dir}/model")
-
-
-def read_conversations(name: str) -> Dataset:
-    """Return a data set of the Hub, or of a file."""
-    builder = BUILDERS.get(Path(name).suffix.lower())
-    try:
-        if builder is None:
-            return load_dataset(name, split="train")
-        return load_dataset(builder, data_files=name, split="train")
-    except (OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise SystemExit(f"--conversations {name}: cannot be read ({reason})") from error
 
 
 if __name__ == "__main__":

@@ -9,13 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import distributed
 import pytest
 import torch.distributed as dist
 from example_modules import EXAMPLES, imported
+
+import cuseq
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -61,8 +66,23 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
+@contextmanager
+def rows_of(name: str, found: dict[str, Any]) -> Iterator[None]:
+    """Note the documents of each row that is collated."""
+    found[name], collate = [], cuseq.PackingCollator.__call__
+
+    def noted(self: Any, examples: list[Any]) -> Any:
+        found[name].append([tuple(one["input_ids"]) for one in examples])
+        return collate(self, examples)
+
+    with mock.patch.object(cuseq.PackingCollator, "__call__", noted):
+        yield
+
+
 def on_two_ranks(rank: int, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"whole": trained(folder / "whole", inputs)}
+    found: dict[str, Any] = {}
+    with rows_of("rows", found):
+        found["whole"] = trained(folder / "whole", inputs)
     half = copied(folder / "whole", folder / "half")
     found["resumed"] = trained(half, inputs, resume=True)
     found["cp"] = trained(folder / "cp", inputs, cp=2, accumulation=2)
@@ -81,7 +101,10 @@ def on_two_ranks(rank: int, folder: Path, inputs: dict[str, Any]) -> dict[str, A
 def on_one_rank(rank: int, folder: Path, inputs: dict[str, Any]) -> dict[str, Any]:
     whole = trained(folder / "one", inputs, accumulation=2)
     half = copied(folder / "whole", folder / "of two")
-    return {"whole": whole, "resumed": trained(half, inputs, resume=True, accumulation=2)}
+    found: dict[str, Any] = {"whole": whole}
+    with rows_of("rows", found):
+        found["resumed"] = trained(half, inputs, resume=True, accumulation=2)
+    return found
 
 
 def tensors(checkpoint: Path) -> dict[str, Any]:
@@ -92,6 +115,7 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_fsdp2(inputs, tmp_path):
     first, second = distributed.run(on_two_ranks, tmp_path, inputs, limit=300)
+    used = sum(first.pop("rows")[:HALF] + second.pop("rows")[:HALF], [])
     assert first == second
     assert len(first["whole"]) == STEPS and first["whole"][-1] < first["whole"][0]
     assert first["resumed"] == first["whole"][HALF:]
@@ -107,8 +131,10 @@ def test_fsdp2(inputs, tmp_path):
     assert first["cp=3"].startswith("--cp must divide the 2 ranks")
     (one,) = distributed.run(on_one_rank, tmp_path, inputs, processes=1, limit=200)
     assert one["whole"] == pytest.approx(first["whole"], rel=1e-4)
-    # The same documents are left, in rows that are planned anew.
-    assert one["resumed"] == pytest.approx(first["whole"][HALF:], rel=0.05)
+    # Of the epoch those documents are left that were not used, in rows that are planned anew.
+    left = sum(one["rows"], [])
+    assert len(used) == len(set(used)) and len(left) == len(set(left)) > 20
+    assert not set(used) & set(left) and len(one["resumed"]) == STEPS - HALF
 
 
 def torchrun(out: Path, inputs: dict[str, Any], *options: object) -> list[str]:
@@ -171,6 +197,35 @@ def test_torchrun_restarts_a_trainer_after_a_killed_rank(inputs, tmp_path):
     os.kill(int(children[-1]), signal.SIGKILL)
     assert process.wait(timeout=200) == 0, output.read_text()
     assert len(losses(out)) == 100
+
+
+@pytest.mark.parametrize(
+    ("machines", "restarts", "own_store", "prefix"),
+    [(1, 3, True, "attempt-2"), (2, 0, True, "attempt-2"), (2, 3, False, "attempt-0"),
+     (2, 3, True, None)],
+)  # fmt: skip
+def test_a_restart_meets_in_a_store_without_dead_ranks(
+    machines, restarts, own_store, prefix, monkeypatch
+):
+    torchrun = {
+        "WORLD_SIZE": 4, "LOCAL_RANK": 0, "GROUP_WORLD_SIZE": machines,
+        "TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_RESTART_COUNT": 2,
+        "TORCHELASTIC_USE_AGENT_STORE": own_store,
+    }  # fmt: skip
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, str(value))
+    with imported("_ranks") as example, mock.patch.multiple(
+        example.dist, rendezvous=mock.DEFAULT, PrefixStore=mock.DEFAULT,
+        init_process_group=mock.DEFAULT,
+    ) as calls, mock.patch.object(example, "KIND", "cpu"):  # fmt: skip
+        calls["rendezvous"].return_value = iter([("store", 1, 4)])
+        if prefix is None:
+            with pytest.raises(SystemExit, match="must have TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+                example.join_ranks()
+            return
+        example.join_ranks()
+        calls["PrefixStore"].assert_called_once_with(prefix, "store")
+        assert calls["init_process_group"].call_args.kwargs["world_size"] == 4
 
 
 def test_ranks_that_do_not_meet_are_told(monkeypatch):
