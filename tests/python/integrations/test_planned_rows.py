@@ -245,19 +245,12 @@ def test_what_cannot_be_planned_is_refused(options, message, tmp_path):
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("shared", ["gpus", "tp", "sp", "cp"])
+@pytest.mark.parametrize("shared", ["tp", "sp", "cp"])
 def test_ranks_that_read_the_same_rows_are_refused(shared, tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path)
-    message = r"ranks of the trainer's ParallelismConfig read the same rows"
-    if shared == "gpus":
-        monkeypatch.setattr(type(trainer.args), "n_gpu", property(lambda args: 2))
-        message = "a process for each GPU, got 2 GPUs in one"
-    else:
-        given = {f"{name}_enabled": name == shared for name in ("tp", "sp", "cp")}
-        monkeypatch.setattr(
-            type(trainer.accelerator), "parallelism_config", SimpleNamespace(**given)
-        )
-    with pytest.raises(ValueError, match=message):
+    given = {f"{name}_enabled": name == shared for name in ("tp", "sp", "cp")}
+    monkeypatch.setattr(type(trainer.accelerator), "parallelism_config", SimpleNamespace(**given))
+    with pytest.raises(ValueError, match="the trainer's ParallelismConfig read the same rows"):
         cuseq.enable(trainer, capacity=CAPACITY)
 
 

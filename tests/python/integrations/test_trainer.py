@@ -241,6 +241,19 @@ def test_options_of_other_trainers_are_refused(options, error, message, make_tra
     assert trainer.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("packs", [True, False])
+def test_several_gpus_in_one_process_are_refused(packs, make_trainer, monkeypatch):
+    """Trainer would multiply the loss of a row, which is on one of them, by their number."""
+    trainer = make_trainer(collator=cuseq.PackingCollator() if packs else collate)
+    monkeypatch.setattr(type(trainer.args), "n_gpu", property(lambda args: 2))
+    if not packs:
+        cuseq.enable(trainer)  # its batches may have a row for each GPU
+        return
+    with pytest.raises(ValueError, match="a process for each GPU, got 2 GPUs in one"):
+        cuseq.enable(trainer)
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
 def test_a_trainer_that_makes_its_model_is_refused(make_trainer):
     """Training would begin with another model than the enabled one."""
     trainer = make_trainer(model_init=lambda: make_model("sdpa"))

@@ -359,6 +359,20 @@ def disable_model(model: nn.Module) -> None:
     state.hold.release()
 
 
+def check_one_gpu(trainer: Any) -> None:
+    """Raise ValueError if a trainer of packed rows would split them over several GPUs.
+
+    A row is one batch entry, so that DataParallel gives it to one GPU, and Trainer multiplies its
+    loss by the number of GPUs.
+    """
+    if (n_gpu := trainer.args.n_gpu) > 1:
+        raise ValueError(
+            f"a trainer of packed rows must have a process for each GPU, got {n_gpu} GPUs in one, "
+            f"whose loss Trainer would multiply by {n_gpu}: start the script by torchrun, or set "
+            "CUDA_VISIBLE_DEVICES to one GPU"
+        )
+
+
 def enable_model_of_trainer(
     trainer: Any, options: TrainerOptions, model: nn.Module | None = None
 ) -> Enabled:

@@ -174,12 +174,6 @@ def check_planned_rows(
                 f"trainer must have the {name} of transformers with capacity, which replaces it, "
                 f"got that of {type(trainer).__name__}"
             )
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"capacity needs a process for each GPU, got {trainer.args.n_gpu} GPUs in one, whose "
-            "DataParallel cannot split a row: start the script by torchrun, or set "
-            "CUDA_VISIBLE_DEVICES to one GPU"
-        )
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is None:
         return

@@ -25,6 +25,7 @@ from cuseq.integrations._enabled import (
     check_same_options,
 )
 from cuseq.integrations.transformers._enable import (
+    check_one_gpu,
     enable_model_of_trainer,
     release_model_of_trainer,
 )
@@ -109,6 +110,8 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             "got None: the trainer would give each rank other rows"
         )
     check_token_count()
+    if isinstance(packing, _COLLATORS):
+        check_one_gpu(trainer)
     dealing = None if cp is None else _dealing_collator(trainer, packing, cp)
     planned = None
     if (capacity := options["capacity"]) is not None:

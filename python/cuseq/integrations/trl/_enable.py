@@ -18,6 +18,7 @@ from cuseq.integrations._enabled import (
     check_same_options,
 )
 from cuseq.integrations.transformers._enable import (
+    check_one_gpu,
     enable_model_of_trainer,
     release_model_of_trainer,
 )
@@ -102,6 +103,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
         enable_model_of_trainer(trainer, options)
         return state.enabled
     _check_packs(trainer, cp is not None)
+    check_one_gpu(trainer)
     _check_collator(trainer.data_collator)
     check_no_virtual_tokens(trainer.model)
     check_token_count()
