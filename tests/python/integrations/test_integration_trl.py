@@ -618,6 +618,9 @@ def refusals():
     def transform(trainer):
         trainer.train_dataset = trainer.train_dataset.with_transform(lambda batch: batch)
 
+    def gpus(trainer):
+        trainer.args._n_gpu = 2
+
     nothing = lambda trainer: None  # noqa: E731
     padded = dict(packing=False)
     wrapped = dict(packing_strategy="wrapped")
@@ -629,6 +632,7 @@ def refusals():
         "columns": ({}, columns, {}, ValueError, "seq_lengths.*remove_unused_columns"),
         "arrays": ({}, array, {}, ValueError, "return_tensors must be \"pt\", got 'np'"),
         "split": ({}, split, {}, ValueError, "cp_size and sp_size must be 1"),
+        "gpus": ({}, gpus, {}, ValueError, "a process for each GPU, got 2 GPUs in one"),
         "wrapped": (wrapped, nothing, pack, ValueError, 'not be "wrapped" with bin_pack'),
         "stream": ({}, stream, pack, TypeError, "got IterableDataset; cuseq.data.PackedStream"),
         "transform": ({}, transform, pack, TypeError, "without a transform.*got Dataset"),
