@@ -57,7 +57,7 @@ import cuseq
 
 sys.path.insert(0, str(ROOT / "examples"))
 import fsdp2  # noqa: E402
-from _ranks import KIND, context_parallel, make_mesh  # noqa: E402
+from _ranks import KIND, context_parallel, join_ranks, make_mesh  # noqa: E402
 
 WARMUP = 4  # steps before the first that counts
 STEPS = 300  # in the documents of an epoch, more than a variant makes
@@ -176,15 +176,16 @@ class Bench:
         if self.variant == "stock":
             yield from self.rows_in_order()
             return
-        row_length, accumulation, cp = self.args.row_length, 1, None
+        options = argparse.Namespace(
+            accumulation=1, row_length=self.args.row_length * self.cp, seed=0
+        )
         if self.variant == "one":
-            mesh: Any = {"dp": mock.Mock(get_local_rank=lambda: 0, size=lambda: 1)}
-            accumulation = self.ranks
-        else:
-            mesh = make_mesh(self.cp, row_length)
-            cp, row_length = context_parallel(mesh, config), row_length * self.cp
-        options = argparse.Namespace(accumulation=accumulation, row_length=row_length, seed=0)
-        yield from fsdp2.Rows(self.documents, mesh, cp, options)
+            options.accumulation = self.ranks
+            yield from fsdp2.Rows(self.documents, options, rank=0, ranks=1, cp=None)
+            return
+        mesh = make_mesh(self.cp, options.row_length)
+        dp, cp = mesh["dp"], context_parallel(mesh, config)
+        yield from fsdp2.Rows(self.documents, options, dp.get_local_rank(), dp.size(), cp)
 
     def rows_in_order(self) -> Iterator[list[dict[str, Any]]]:
         """Yield rows of documents in order, without layouts; made before the steps."""
@@ -289,9 +290,7 @@ def work(
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    if KIND == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if KIND == "cuda" else "gloo")
+    join_ranks()
     documents = datasets.load_from_disk(str(folder / "documents"))
     row = Bench(name, variant, cp, documents, args).measure()
     dist.destroy_process_group()

@@ -126,19 +126,17 @@ def read_texts(path: str | None) -> datasets.Dataset:
     parts, plain, undecodable = [], [], 0
     for file in files:
         builder = BUILDERS.get(file.suffix.lower())
-        try:
-            if builder is None:
+        if builder is None:
+            try:
                 plain.append(file.read_text(encoding="utf-8"))
-                continue
-            if file.stat().st_size == 0:
-                continue
-            rows = datasets.load_dataset(builder, data_files=str(file), split="train")
-        except UnicodeDecodeError:
-            undecodable += 1
+            except UnicodeDecodeError:
+                undecodable += 1
+            except OSError as error:
+                raise SystemExit(f"{file}: cannot be read ({error.strerror})") from error
             continue
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            reason = str(error.__cause__ or error).strip().splitlines()[0]
-            raise SystemExit(f"{file}: cannot be read ({reason})") from error
+        if file.is_file() and file.stat().st_size == 0:
+            continue
+        rows = read_rows(str(file))
         if "text" not in rows.column_names or rows.features["text"].dtype not in TEXT_TYPES:
             raise SystemExit(f'{file}: must have a column "text" of strings, has {rows.features}')
         parts.append(rows.select_columns("text").cast_column("text", datasets.Value("string")))
@@ -216,8 +214,8 @@ def has_files(model: str | None, *patterns: str) -> bool:
     return not folder.exists() or any(file for name in patterns for file in folder.glob(name))
 
 
-def read_rows(name: str, option: str) -> datasets.Dataset:
-    """Return a data set of the Hub, or of a JSONL or Parquet file."""
+def read_rows(name: str, option: str = "") -> datasets.Dataset:
+    """Return a data set of the Hub, or of a JSONL or Parquet file; `option` named it."""
     builder = BUILDERS.get(Path(name).suffix.lower())
     try:
         if builder is None:
@@ -225,7 +223,7 @@ def read_rows(name: str, option: str) -> datasets.Dataset:
         return datasets.load_dataset(builder, data_files=name, split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise SystemExit(f"{option} {name}: cannot be read ({reason})") from error
+        raise SystemExit(f"{option} {name}: cannot be read ({reason})".lstrip()) from error
 
 
 def unusable(model: str | None, error: Exception) -> SystemExit:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PretrainedConfig
+from transformers.hf_argparser import HfArg
 
 import cuseq
 
@@ -19,6 +20,20 @@ KIND = "cuda" if torch.cuda.is_available() else "cpu"
 # Without it Trainer trains a model on each CPU process alone.
 CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and KIND == "cpu" else None
 OWN_TO_A_RANK = {"local_rank", "deepspeed_plugin", "distributed_state", "_n_gpu", "hub_token"}
+
+
+@dataclasses.dataclass
+class Defaults:
+    """Defaults of the examples for options of transformers' Trainer and of TRL's."""
+
+    max_steps: int = HfArg(default=30, help="optimizer steps; -1 for whole epochs")
+    bf16: bool = HfArg(default=KIND == "cuda", help="compute in bf16 (default: on a GPU)")
+    use_cpu: bool = HfArg(default=KIND == "cpu", help="(default: without a GPU)")
+    ddp_backend: str | None = HfArg(
+        default=CPU_RANKS, help="of the ranks (default: NCCL, gloo without a GPU)"
+    )
+    logging_steps: float = HfArg(default=1, help="steps from log to log")
+    report_to: str | None = HfArg(default="none", help="trackers")
 
 
 def join_ranks() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from _inputs import Inputs, load, make_model
+from _ranks import KIND
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel
@@ -27,8 +28,7 @@ from transformers.hf_argparser import HfArg
 
 import cuseq
 
-ON_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if ON_GPU else "cpu"
+ON_GPU = KIND == "cuda"
 WAYS = {
     "padded": "padded, sdpa",
     "packed": "packed, sdpa",
@@ -95,7 +95,7 @@ def main() -> None:
     runs: list[Run] = []
     for way in options.ways:
         torch.manual_seed(options.seed)
-        model = make_model(options, len(tokenizer), DEVICE, attn_implementation="sdpa",
+        model = make_model(options, len(tokenizer), KIND, attn_implementation="sdpa",
                            dtype=torch.bfloat16 if ON_GPU else torch.float32)  # fmt: skip
         runs.append(train(way, model.train(), steps, tokenizer.pad, options))
         del model
@@ -140,10 +140,10 @@ def train(
         for step, row in enumerate(tqdm(steps, desc=WAYS[way], unit="step")):
             if step == options.warmup:
                 begin = now()
-            total = torch.zeros((), device=DEVICE)
+            total = torch.zeros((), device=KIND)
             for batch in batches_of(way, row, pad, options):
                 given += batch["input_ids"].numel() if step >= options.warmup else 0
-                inputs = {k: v.to(DEVICE, non_blocking=True) if hasattr(v, "to") else v
+                inputs = {k: v.to(KIND, non_blocking=True) if hasattr(v, "to") else v
                           for k, v in batch.items()}  # fmt: skip
                 loss = model(**inputs, use_cache=False).loss
                 loss.backward()

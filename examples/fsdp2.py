@@ -33,7 +33,6 @@ from _ranks import (
 )
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint import state_dict as states
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader
@@ -82,7 +81,8 @@ def train(options: Options) -> list[float]:
     say(str(cuseq.enable(model)))  # before it is compiled and sharded
     shard(model, options.compile_layers)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, fused=KIND == "cuda")
-    rows = Rows(documents, mesh, context_parallel(mesh, model.config), options)
+    dp, cp = mesh["dp"], context_parallel(mesh, model.config)
+    rows = Rows(documents, options, dp.get_local_rank(), dp.size(), cp)
     first, losses = 0 if saved is None else restore(Path(saved), model, optimizer, rows), []
     progress = tqdm(range(first, options.steps), unit="step", disable=dist.get_rank() != 0)
     schedule = get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
@@ -116,13 +116,13 @@ def shard(model: PreTrainedModel, compile_layers: bool) -> None:
 class Rows:
     """This rank's rows, epoch after epoch, in lists of one step."""
 
-    def __init__(self, documents: Any, mesh: DeviceMesh, cp: Any, options: Options):
+    def __init__(self, documents: Any, options: Options, rank: int, ranks: int, cp: Any):
         self._accumulation, self._used = options.accumulation, 0
         self._sampler = cuseq.data.PackedBatchSampler(
             documents["length"],
             options.row_length,
-            rank=mesh["dp"].get_local_rank(),
-            world_size=mesh["dp"].size(),
+            rank=rank,
+            world_size=ranks,
             balance="attention",
             accumulation=options.accumulation,
             seed=options.seed,

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from _inputs import Inputs, load, make_model
 from _ranks import (
-    CPU_RANKS,
+    KIND,
+    Defaults,
     check_same_on_ranks,
     context_parallel,
     join_ranks,
@@ -36,8 +37,6 @@ from transformers.hf_argparser import HfArg
 import cuseq
 from cuseq.integrations.transformers import PackingCallback
 
-ON_GPU = torch.cuda.is_available()
-
 
 @dataclass
 class Options(Inputs):
@@ -49,22 +48,14 @@ class Options(Inputs):
 
 
 @dataclass
-class Arguments(TrainingArguments):
+class Arguments(Defaults, TrainingArguments):
     """Trainer's options, with other defaults."""
 
     output_dir: str | None = HfArg(default="run", help="folder of the run")
-    max_steps: int = HfArg(default=30, help="optimizer steps; -1 for whole epochs")
     learning_rate: float = HfArg(default=3e-4, help="of AdamW")
     lr_scheduler_type: str = HfArg(default="cosine", help="of the learning rate")
     per_device_train_batch_size: int = HfArg(default=1, help="not used: a row is one")
-    bf16: bool = HfArg(default=ON_GPU, help="compute in bf16 (default: on a GPU)")
-    use_cpu: bool = HfArg(default=not ON_GPU, help="(default: without a GPU)")
-    ddp_backend: str | None = HfArg(
-        default=CPU_RANKS, help="of the ranks (default: NCCL, gloo without a GPU)"
-    )
-    logging_steps: float = HfArg(default=1, help="steps from log to log")
     save_steps: float = HfArg(default=500, help="steps from save to save")
-    report_to: str | None = HfArg(default="none", help="trackers")
 
 
 class StopTogether(TrainerCallback):
@@ -115,13 +106,14 @@ def main() -> None:
         callbacks=[StopTogether()],
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
-    mesh = make_mesh(options.cp, options.row_length) if options.cp != 1 else None
-    cp = None if mesh is None else context_parallel(mesh, model.config)
+    cp = None
+    if options.cp != 1:
+        cp = context_parallel(make_mesh(options.cp, options.row_length), model.config)
     say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp)))
     if options.compile_layers:
         for layer in model.get_decoder().layers:
             layer.compile(fullgraph=True, dynamic=False)
-    if not ON_GPU:  # else Trainer resumes on "cpu:0", which torch.load does not know
+    if KIND == "cpu":  # else Trainer resumes on "cpu:0", which torch.load does not know
         vars(args)["_setup_devices"] = torch.device("cpu")
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(f"{args.output_dir}/model")

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from _inputs import Inputs, load, make_model, read_rows
+from _ranks import KIND
 from torch import Tensor
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 import cuseq
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Pair = tuple[list[int], list[list[int]]]  # a prompt, and the chosen and the rejected answer
 
 
@@ -45,8 +45,8 @@ def main() -> None:
     (options,) = HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses()
     pairs, vocab_size = read_pairs(options)
     torch.manual_seed(options.seed)
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    policy = make_model(options, vocab_size, DEVICE, dtype=dtype)
+    dtype = torch.bfloat16 if KIND == "cuda" else torch.float32
+    policy = make_model(options, vocab_size, KIND, dtype=dtype)
     reference = copy.deepcopy(policy).requires_grad_(False)
     print(cuseq.enable(policy))
     cuseq.enable(reference)
@@ -54,7 +54,7 @@ def main() -> None:
     for step in range(options.steps):
         begin = step * options.batch_size % len(pairs)
         tree = cuseq.PackedTree.from_groups(*zip(*pairs[begin : begin + options.batch_size]))
-        tree = tree.to(DEVICE)
+        tree = tree.to(KIND)
         with torch.no_grad():
             before = logprobs(reference, tree)
         gains = logprobs(policy, tree) - before  # [pairs, 2]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from _inputs import Inputs, load, make_model, read_rows
-from _ranks import CPU_RANKS, check_same_on_ranks, join_ranks, options_of, say
+from _ranks import Defaults, check_same_on_ranks, join_ranks, options_of, say
 from peft import LoraConfig
 from transformers import AutoTokenizer, HfArgumentParser
 from transformers.hf_argparser import HfArg
@@ -23,8 +23,6 @@ from trl import SFTConfig, SFTTrainer
 
 import cuseq
 from cuseq.integrations.transformers import PackingCallback
-
-ON_GPU = torch.cuda.is_available()
 
 
 @dataclass
@@ -38,21 +36,13 @@ class Options(Inputs):
 
 
 @dataclass
-class Arguments(SFTConfig):
+class Arguments(Defaults, SFTConfig):
     """SFTConfig's options, with other defaults."""
 
     output_dir: str | None = HfArg(default="run_sft", help="folder of the run")
-    max_steps: int = HfArg(default=30, help="optimizer steps; -1 for whole epochs")
     max_length: int | None = HfArg(default=None, help="of a row (default: --row_length)")
     packing: bool = HfArg(default=True, help="rows of several documents")
     per_device_train_batch_size: int = HfArg(default=1, help="rows of a batch")
-    bf16: bool = HfArg(default=ON_GPU, help="compute in bf16 (default: on a GPU)")
-    use_cpu: bool = HfArg(default=not ON_GPU, help="(default: without a GPU)")
-    ddp_backend: str | None = HfArg(
-        default=CPU_RANKS, help="of the ranks (default: NCCL, gloo without a GPU)"
-    )
-    logging_steps: float = HfArg(default=1, help="steps from log to log")
-    report_to: str | None = HfArg(default="none", help="trackers")
 
 
 def main() -> None:

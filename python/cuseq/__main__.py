@@ -10,7 +10,7 @@ import torch
 import cuseq
 from cuseq.attention.choice import PACKAGES, check_installed
 
-# What trains on packed rows with cuseq, and what makes it faster.
+# Packages that train on packed rows with cuseq, and packages of faster kernels.
 FRAMEWORKS = ("transformers", "trl", "peft", "accelerate", "unsloth", "megatron-core", "deepspeed")
 KERNELS = ("flash-attn-4", "flash-attn-3", "flash-linear-attention", "liger-kernel", "mamba-ssm")
 
@@ -18,7 +18,7 @@ KERNELS = ("flash-attn-4", "flash-attn-3", "flash-linear-attention", "liger-kern
 def main() -> None:
     """Print versions, the GPU, backends of attention and packages, and what to do."""
     build = cuseq.build_info()
-    kernels = f"CUDA kernels for {_architectures(build)}" if build["cuda"] else "CPU kernels alone"
+    kernels = f"CUDA kernels for sm {build['cuda_archs']}" if build["cuda"] else "CPU kernels alone"
     _line("cuseq", f"{cuseq.__version__}, built with torch {build['torch']}, {kernels}")
     _line("running", f"torch {torch.__version__}, Python {platform.python_version()}")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -60,7 +60,7 @@ def advices(build: dict, gpus: list, reasons: dict[str, str]) -> list[str]:
     found = []
     if gpus and not build["cuda"]:
         found.append("there is a GPU, and cuseq has no kernels for it: build it again with nvcc")
-    compiled = {one.strip() for one in str(build["cuda_archs"]).replace(";", ",").split(",")}
+    compiled = set(build["cuda_archs"].split(","))
     for name in {f"{gpu.major}{gpu.minor}" for gpu in gpus if build["cuda"]} - compiled:
         found.append(
             f"the kernels were not built for sm_{name}: with CUSEQ_CUDA_ARCHS={name} before the "
@@ -74,11 +74,6 @@ def advices(build: dict, gpus: list, reasons: dict[str, str]) -> list[str]:
     if not _version("flash-linear-attention") and gpus:
         found.append("for hybrid models such as Qwen3.5: pip install 'cuseq[fla]'")
     return found
-
-
-def _architectures(build: dict) -> str:
-    names = str(build["cuda_archs"]).replace(";", ",").split(",")
-    return ", ".join(f"sm_{name.strip()}" for name in names)
 
 
 def _version(package: str) -> str | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 _COLLATORS = "data_collator=cuseq.PackingCollator()"
-# What train_sampling_strategy says about the order of rows.
+# Whether rows are shuffled, by `train_sampling_strategy`.
 _SHUFFLES = {"random": True, "sequential": False}
 
 
@@ -168,12 +168,7 @@ def check_planned_rows(
             'train_sampling_strategy must be "random" or "sequential" with capacity, which plans '
             f"the rows, got {strategy!r}"
         )
-    for name in ("get_train_dataloader", private.TRAIN_SAMPLER):
-        if not private.is_of_library(getattr(trainer, name)):
-            raise ValueError(
-                f"trainer must have the {name} of transformers with capacity, which replaces it, "
-                f"got that of {type(trainer).__name__}"
-            )
+    private.check_methods(trainer, ("get_train_dataloader", private.TRAIN_SAMPLER), "capacity")
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is None:
         return

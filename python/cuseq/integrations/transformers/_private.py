@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +192,16 @@ def check_cache_name(cls: type[nn.Module]) -> None:
 def is_of_library(method: Callable[..., Any]) -> bool:
     """Return whether a trainer's method is that of transformers or TRL, and not a user's own."""
     return method.__module__.partition(".")[0] in ("transformers", "trl")
+
+
+def check_methods(trainer: Trainer, names: Iterable[str], option: str) -> None:
+    """Raise ValueError if an option would replace a method of a trainer that is a user's own."""
+    for name in names:
+        if not is_of_library(getattr(trainer, name)):
+            raise ValueError(
+                f"trainer must have the {name} of transformers or TRL with {option}, which "
+                f"replaces it, got that of {type(trainer).__name__}"
+            )
 
 
 def shifts_labels(trainer: Trainer) -> bool:

@@ -202,7 +202,7 @@ def check_shared_rows(trainer: Trainer, cp: Any) -> None:
         raise TypeError(f"cp must be a ContextParallel or None, got {shown(cp)}")
     private.check_shared_rows(trainer)
     _check_ranks(trainer, cp)
-    _check_methods(trainer)
+    private.check_methods(trainer, ("prediction_step", private.CP_INPUTS, private.NUM_ITEMS), "cp")
     _check_loss(trainer)
     _check_data(trainer)
     config = text_config(trainer.model)
@@ -256,15 +256,6 @@ def _check_ranks(trainer: Trainer, cp: ContextParallel) -> None:
             "cp must be given before the trainer trains or evaluates, got a model that accelerate "
             "has prepared: its hooks drop attention masks"
         )
-
-
-def _check_methods(trainer: Trainer) -> None:
-    for name in ("prediction_step", private.CP_INPUTS, private.NUM_ITEMS):
-        if not private.is_of_library(getattr(trainer, name)):
-            raise ValueError(
-                f"trainer must have the {name} of transformers or TRL with cp, which replaces it, "
-                f"got that of {type(trainer).__name__}"
-            )
 
 
 def _check_loss(trainer: Trainer) -> None:
