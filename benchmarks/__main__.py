@@ -30,6 +30,10 @@ BENCHMARKS = {
     "cp_plan": ("plans of context parallelism: host time and quality", "nothing; it needs no GPU"),
     "bits": ("a document's bits in other rows, by family and backend", "transformers"),
     "families": ("what `enable` gains for models of several families", "transformers"),
+    "graphed_ranks": (
+        "captured steps on several GPUs, beside one, DDP, and flex attention in FSDP2",
+        "two GPUs for figures that count",
+    ),
     "images": (
         "vision towers, and steps over rows with images, beside padding and stock transformers",
         "transformers; a GPU for figures that count",

@@ -29,7 +29,6 @@ compiler's cache.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -49,7 +48,7 @@ import torch.distributed as dist
 from processes import default_ranks, run_ranks
 from rank_models import SHAPES, Flops, Unsharded, peak_flops
 from report import ROOT, Report, Table, arguments, environment
-from timer import synchronize
+from timer import Clock, synchronize
 from transformers import AutoModelForCausalLM, Qwen3Config
 from workload import lognormal_lengths
 
@@ -63,28 +62,6 @@ WARMUP = 4  # steps before the first that counts
 STEPS = 300  # in the documents of an epoch, more than a variant makes
 MEAN_LENGTH = 350
 ROWS = "rows.json"  # what the variants so far gave
-
-
-class Clock:
-    """Marks moments on the device, without waiting for it; on the CPU those of the host."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        if self._on_gpu:
-            self._marks.append(torch.cuda.Event(enable_timing=True))
-            self._marks[-1].record()
-        else:
-            self._marks.append(time.perf_counter())
-
-    def intervals(self) -> list[float]:
-        """Return the seconds from each mark to the next, after a synchronization."""
-        pairs = itertools.pairwise(self._marks)
-        if self._on_gpu:
-            return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-        return [end - begin for begin, end in pairs]
 
 
 def busy_and_stolen() -> np.ndarray | None:

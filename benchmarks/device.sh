@@ -15,7 +15,8 @@
 #   BENCHES   benchmarks of the bench stage (metadata cache attention rope masks conv thd tree
 #             training_step);
 #             others, of up to 10 minutes each: unsloth, training_turns, attention_backends,
-#             families, bits, trl, and with several GPUs cp_attention and train_ranks
+#             families, bits, trl, and with several GPUs cp_attention, graphed_ranks and
+#             train_ranks
 #   PEERS     the folder with the peers' packages, for rope, masks, training_step and unsloth
 #   (.peers);
 #             benchmarks/peers.txt says how to fill it
@@ -246,7 +247,7 @@ stage_bench() {
     [[ $name == rope ]] && limit=240
     [[ $name == masks ]] && limit=200
     [[ $name == tree || $name == conv ]] && limit=200
-    [[ $name =~ ^(unsloth|training_turns|attention_backends|cp_attention|train_ranks|trl)$ ]] && limit=560
+    [[ $name =~ ^(unsloth|training_turns|attention_backends|cp_attention|graphed_ranks|train_ranks|trl)$ ]] && limit=560
     [[ $name != attention_backends ]] || options+=(--table python/cuseq/attention/table.csv)
     if [[ $name == training_step ]]; then
       limit=560

@@ -50,6 +50,28 @@ class Timing:
         return Timing(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
 
 
+class Clock:
+    """Marks moments on the device, without waiting for it; on the CPU those of the host."""
+
+    def __init__(self, device: torch.device):
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        if self._on_gpu:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Return the seconds from each mark to the next, after a synchronization."""
+        pairs = itertools.pairwise(self._marks)
+        if self._on_gpu:
+            return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+        return [end - begin for begin, end in pairs]
+
+
 def device_time(
     fn: Callable[[], object],
     *,

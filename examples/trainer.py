@@ -44,6 +44,7 @@ class Options(Inputs):
 
     cp: int = HfArg(default=1, help="ranks that share a row (default: 1)")
     compile_layers: bool = HfArg(default=False, help="one graph for all rows")
+    graph: bool = HfArg(default=False, help="a step is one CUDA graph; not with --cp")
     resume: bool = HfArg(default=False, help="go on from the newest checkpoint")
 
 
@@ -96,12 +97,14 @@ def main() -> None:
         documents, tokenizer = load(options)
     check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
     torch.manual_seed(args.seed)
+    # A graph has room for so many documents in a row.
+    max_seqs = options.row_length // 8 if options.graph else None
     model = make_model(options, len(tokenizer))
     trainer = Trainer(
         model,
         args,
         train_dataset=documents,
-        data_collator=cuseq.PackingCollator(total_tokens=options.row_length),
+        data_collator=cuseq.PackingCollator(total_tokens=options.row_length, max_seqs=max_seqs),
         processing_class=tokenizer,
         callbacks=[StopTogether()],
     )
@@ -109,7 +112,7 @@ def main() -> None:
     cp = None
     if options.cp != 1:
         cp = context_parallel(make_mesh(options.cp, options.row_length), model.config)
-    say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp)))
+    say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp, graph=options.graph)))
     if options.compile_layers:
         for layer in model.get_decoder().layers:
             layer.compile(fullgraph=True, dynamic=False)

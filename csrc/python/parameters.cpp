@@ -27,9 +27,19 @@ bool visit_all(py::handle groups, const Visit& visit) {
     return visit_items(group, [&](py::handle parameter) {
       TORCH_CHECK_TYPE(THPVariable_Check(parameter.ptr()), "groups must hold tensors, got ",
                        Py_TYPE(parameter.ptr())->tp_name);
-      return visit(THPVariable_Unpack(parameter.ptr()));
+      return visit(parameter);
     });
   });
+}
+
+const at::Tensor& unpacked(py::handle parameter) { return THPVariable_Unpack(parameter.ptr()); }
+
+// Where the values of a parameter are: a DTensor has none itself, but its part on this rank.
+const void* place_of(py::handle parameter) {
+  constexpr const char* kLocal = "_local_tensor";
+  if (!py::hasattr(parameter, kLocal)) return unpacked(parameter).const_data_ptr();
+  const py::object local = parameter.attr(kLocal);
+  return unpacked(local).const_data_ptr();
 }
 
 // The parameters that a captured step updates and the gradients that its replays write. A loop over
@@ -37,8 +47,9 @@ bool visit_all(py::handle groups, const Visit& visit) {
 class CapturedParameters {
  public:
   explicit CapturedParameters(const py::list& groups) {
-    visit_all(groups, [&](const at::Tensor& parameter) {
-      known_.push_back({parameter.const_data_ptr(), parameter.requires_grad(), parameter.grad()});
+    visit_all(groups, [&](py::handle item) {
+      const at::Tensor& parameter = unpacked(item);
+      known_.push_back({place_of(item), parameter.requires_grad(), parameter.grad()});
       return true;
     });
   }
@@ -46,11 +57,10 @@ class CapturedParameters {
   // Return whether parameters are where they were, and trained if they were.
   bool are(const py::list& groups) const {
     size_t next = 0;
-    const bool same = visit_all(groups, [&](const at::Tensor& parameter) {
+    const bool same = visit_all(groups, [&](py::handle item) {
       if (next == known_.size()) return false;
       const Known& known = known_[next++];
-      return parameter.const_data_ptr() == known.data &&
-             parameter.requires_grad() == known.requires_grad;
+      return place_of(item) == known.data && unpacked(item).requires_grad() == known.requires_grad;
     });
     return same && next == known_.size();
   }
@@ -58,8 +68,8 @@ class CapturedParameters {
   // Give parameters the gradients that a replay writes. They must be those of the capture.
   void set_gradients(const py::list& groups) const {
     size_t next = 0;
-    visit_all(groups, [&](const at::Tensor& parameter) {
-      parameter.mutable_grad() = known_.at(next++).gradient;
+    visit_all(groups, [&](py::handle item) {
+      unpacked(item).mutable_grad() = known_.at(next++).gradient;
       return true;
     });
   }

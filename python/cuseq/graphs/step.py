@@ -10,13 +10,15 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
 from cuseq.graphs.batch import StaticBatch
+from cuseq.graphs.ranks import Begun, Ranks, group_of_ranks
 
 
 class GraphedStep:
@@ -33,9 +35,16 @@ class GraphedStep:
     attends over: the most of any row so far, rounded up to a power of two. Modes of modules
     (`train`, `eval`) are those of the capture.
 
+    On several ranks, each with the whole model, gradients are averaged over `group` as
+    DistributedDataParallel does, inside the graph and while the backward runs. The gradients of
+    parameters that FSDP2 sharded are its own business, which the graph has in it too. All ranks
+    make each step alike: if one cannot replay, all run the plain step or capture anew, and if one
+    raises, the others do.
+
     Args:
         loss_fn: called with a batch, returns the loss, a scalar tensor. It must not read values of
-            GPU tensors on the host. Mappings arrive as dict.
+            GPU tensors on the host. Mappings arrive as dict. On several ranks it calls the model
+            itself, not a DistributedDataParallel.
         optimizer: all parameters on one device. To be captured it must be `fused=True` or
             `capturable=True`.
         example_batch: a batch of the form of all others: mappings, lists and tuples of tensors,
@@ -46,10 +55,14 @@ class GraphedStep:
             whatever makes it a mean.
         autocast: `torch.bfloat16` for an autocast region around `loss_fn`.
         warmup: plain steps before the capture, at least 1. They compile and tune kernels.
+        group: process group of the ranks that have a copy of the model or a shard, all of which
+            make this object at the same time. Default: all ranks, if `torch.distributed` is
+            initialised. A group of this process alone averages nothing.
+        model: the module that FSDP2 sharded, if it did.
 
     Raises:
-        ValueError: an argument has a wrong value, or the optimizer's parameters are on several
-            devices.
+        ValueError: an argument has a wrong value, the optimizer's parameters are on several
+            devices, or weights or options differ between ranks.
         TypeError: an argument has a wrong type.
 
     Examples:
@@ -74,6 +87,8 @@ class GraphedStep:
         accumulation: int = 1,
         autocast: torch.dtype | None = None,
         warmup: int = 3,
+        group: ProcessGroup | None = None,
+        model: nn.Module | None = None,
     ):
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of a batch, got {shown(loss_fn)}")
@@ -87,6 +102,8 @@ class GraphedStep:
                 "scheduler must step without a metric, got ReduceLROnPlateau: call its "
                 "step(metric) yourself, after this step"
             )
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module or None, got {shown(model)}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
         if autocast not in (None, torch.bfloat16):
@@ -114,9 +131,25 @@ class GraphedStep:
         for batch in self._batches:
             batch.expect(self._rooms)
         self._obstacle: str | None = None
-        obstacle = _obstacle(optimizer, self._device)
+        obstacle = _obstacle(optimizer, self._device, model)
         if obstacle is not None:
             self._give_up(obstacle)
+        self._ranks: Ranks | None = None
+        self._are_sharded = _are_sharded(optimizer)
+        # A forward elsewhere may leave them gathered, with the weights of then.
+        modules = () if model is None else model.modules()
+        self._gathering: list[Any] = [one for one in modules if hasattr(one, "reshard")]
+        together = group_of_ranks(group)
+        if together is not None:
+            self._ranks = Ranks(
+                together,
+                [p for group in _parameters(optimizer) for p in group],
+                are_sharded=self._are_sharded,
+                accumulation=len(self._batches),
+                warmup=self._plain_steps_left,
+                max_grad_norm=max_grad_norm,
+                layouts=len(self._rooms),
+            )
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._grad_norm: Tensor | None = None
@@ -154,18 +187,51 @@ class GraphedStep:
             ValueError: a batch has another form, and nothing has been run; or `loss_fn` returned
                 more than one value.
             TypeError: `loss_fn` did not return a tensor.
+            RuntimeError: another rank raised, or is gone.
         """
-        given = self._check(batch)
+        with nullcontext() if self._ranks is None else self._ranks.telling():
+            given = self._check(batch)
         for static, leaves in zip(self._batches, given, strict=True):
             static.fill(leaves)
         self._rooms = _larger(self._rooms, self._needed_rooms())
+        stale = self._graph is not None and not self._graph.is_of(self._optimizer)
+        if self._ranks is not None:
+            stale = self._agree(self._ranks, stale)
         if self._obstacle is not None or self._plain_steps_left > 0:
             loss = self._plain_step()
         else:
-            loss = self._replayed_step()
+            loss = self._replayed_step(stale)
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
+
+    def average_gradients(self) -> None:
+        """Average the gradients that the parameters have over the ranks, as each step does.
+
+        For a step of your own in between, such as the last one of an epoch, which has fewer
+        batches. All ranks call it. On one rank, or of sharded parameters, it does nothing.
+
+        Raises:
+            RuntimeError: another rank raised, or is gone.
+        """
+        if self._ranks is not None:
+            with self._ranks.averaging(self._averaged()):
+                pass
+
+    def _averaged(self) -> list[Tensor]:
+        """Return the parameters whose gradients are averaged here."""
+        if self._are_sharded:
+            return []
+        parameters = (p for group in _parameters(self._optimizer) for p in group)
+        return [p for p in parameters if p.requires_grad]
+
+    def _agree(self, ranks: Ranks, stale: bool) -> bool:
+        """Make this step as the other ranks do; return whether the graph of one is stale."""
+        plain = 0 if self._obstacle is None else 1 + ranks.rank
+        plain, any_stale, *self._rooms = ranks.agree([plain, stale, *self._rooms])
+        if plain and self._obstacle is None:
+            self._give_up(f"rank {plain - 1} runs plain steps: its reason says why")
+        return bool(any_stale)
 
     def _needed_rooms(self) -> list[int]:
         """Return the room that each layout of a batch needs in the static batches."""
@@ -185,6 +251,7 @@ class GraphedStep:
     def _give_up(self, obstacle: str) -> None:
         """Run plain steps from now on, because of an obstacle to a capture."""
         self._obstacle = obstacle
+        self._graph = None
         for batch in self._batches:
             batch.mark_plain()
 
@@ -205,17 +272,28 @@ class GraphedStep:
 
     def _run(self) -> Tensor:
         """Run the step over the static batches; gradients must be None before."""
+        if self._ranks is None:
+            loss = self._make_gradients(nullcontext)
+        else:
+            with self._ranks.averaging(self._averaged()) as begun:
+                loss = self._make_gradients(begun)
+        if self._max_grad_norm is not None:
+            parameters = [p for group in _parameters(self._optimizer) for p in group]
+            norm: Any = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+            self._grad_norm = norm.full_tensor() if self._are_sharded else norm
+        self._optimizer.step()
+        return loss
+
+    def _make_gradients(self, around_last: Begun) -> Tensor:
+        """Return the loss of all batches, with the last backward inside a context."""
         total: Tensor | None = None
         for batch in self._batches:
             with self._autocast_region():
                 loss = _checked_loss(self._loss_fn(batch.value))
-            loss.backward()
+            with around_last() if batch is self._batches[-1] else nullcontext():
+                loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
-        if self._max_grad_norm is not None:
-            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-            self._grad_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
-        self._optimizer.step()
         return total
 
     def _autocast_region(self) -> AbstractContextManager[Any]:
@@ -223,10 +301,11 @@ class GraphedStep:
             return nullcontext()
         return torch.autocast(self._device.type, self._autocast)
 
-    def _replayed_step(self) -> Tensor:
-        if self._graph is not None and not self._graph.still_fits(self._optimizer, self._rooms):
+    def _replayed_step(self, stale: bool) -> Tensor:
+        for module in self._gathering:
+            module.reshard()
+        if stale or self._graph is None or not self._graph.has_room(self._rooms):
             self._graph = None
-        if self._graph is None:
             self._capture()
         if self._graph is None:
             return self._plain_step()
@@ -238,6 +317,7 @@ class GraphedStep:
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         cause: Exception | None = None
+        begun = False
         rates = [_as_rate(group["lr"], self._device) for group in self._optimizer.param_groups]
         try:
             with (
@@ -250,17 +330,21 @@ class GraphedStep:
             ):
                 for batch in self._batches:
                     promises.enter_context(batch.captured_for(self._rooms))
+                begun = True
                 try:
                     loss = self._run()
                 except Exception as error:
                     cause = error  # the end of the capture raises another
                     raise
+            self._graph = _Graph(graph, loss, rates, self._optimizer, self._rooms)
         except Exception as error:
             self._optimizer.zero_grad(set_to_none=True)
             cause = cause or error
             self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
-            return
-        self._graph = _Graph(graph, loss, rates, self._optimizer, self._rooms)
+            if self._ranks is not None and not begun:
+                self._ranks.tell()
+        if self._ranks is not None:
+            self._agree(self._ranks, stale=False)
 
 
 def _larger(rooms: list[int], others: list[int]) -> list[int]:
@@ -297,13 +381,14 @@ class _Graph:
         self._options = _options(optimizer)
         self._parameters = _C.CapturedParameters(_parameters(optimizer))
 
-    def still_fits(self, optimizer: Optimizer, rooms: list[int]) -> bool:
-        """Return whether the optimizer has the parameters, state and options of the capture, which
-        had room for so many sequences in each layout.
-        """
+    def has_room(self, rooms: list[int]) -> bool:
+        """Return whether the capture had room for so many sequences in each layout."""
+        return _larger(rooms, self._rooms) == self._rooms
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer has the parameters, state and options of the capture."""
         return (
-            _larger(rooms, self._rooms) == self._rooms
-            and optimizer.state is self._state
+            optimizer.state is self._state
             and self._parameters.are(_parameters(optimizer))
             and _options(optimizer) == self._options
         )
@@ -415,18 +500,19 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return devices.pop()
 
 
-def _is_sharded(parameter: Tensor) -> bool:
+def _are_sharded(optimizer: Optimizer) -> bool:
     """Return whether a parameter is a DTensor, whose module takes 37 MiB to import."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
+    parameters = (p for group in _parameters(optimizer) for p in group)
+    return module is not None and any(isinstance(p, module.DTensor) for p in parameters)
 
 
-def _obstacle(optimizer: Optimizer, device: torch.device) -> str | None:
+def _obstacle(optimizer: Optimizer, device: torch.device, model: nn.Module | None) -> str | None:
     """Return why a step of the optimizer cannot be captured, or None."""
     if device.type != "cuda":
         return f"the parameters are on {device}, and CUDA graphs need a GPU"
-    if any(_is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-        return "the parameters are sharded: a captured step runs on one GPU"
+    if model is None and _are_sharded(optimizer):
+        return "the parameters are sharded, and model, the module that FSDP2 sharded, is not given"
     if not all(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
         return (
             f"{type(optimizer).__name__} decides on the host: make it with fused=True or "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import distributed
 import pytest
 import torch
 from torch.testing import assert_close
@@ -256,6 +257,7 @@ def test_disable_restores_the_trainer(tmp_path):
     cuseq.disable(trainer)
     assert graph_of(trainer) is None
     assert not {"training_step", "_clip_grad_norm", "_get_grad_norm"} & vars(trainer).keys()
+    assert "prepare_model" not in vars(trainer.accelerator)
     trainer.train()
     cuseq.enable(trainer, graph=True)
     trainer.train()
@@ -294,11 +296,16 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match="cp must be None with graph=True"):
         cuseq.enable(make_trainer(tmp_path, graph=False), graph=True, cp=object())
-    for name, shown in (("MULTI_GPU", "DDP"), ("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")):
+    for name in ("FSDP", "DEEPSPEED"):
         kind = accelerate.DistributedType[name]
         with monkeypatch.context() as patch:
             patch.setattr(accelerate.Accelerator, "distributed_type", kind)
-            refused(f"one process without {shown}, for graph=True, got {name}")
+            refused(f"or sharded by FSDP2, for graph=True, got {name} on 1 ranks")
+    handler = accelerate.DistributedDataParallelKwargs(comm_hook="fp16")
+    refused(
+        "no communication hook of DDP, for graph=True, got fp16",
+        change=lambda trainer: setattr(trainer.accelerator, "ddp_handler", handler),
+    )
     trainer = make_trainer(tmp_path, graph=True)
     trainer.add_callback(BeforeTheStep())
     with pytest.raises(ValueError, match="got BeforeTheStep"):
@@ -337,3 +344,87 @@ def test_a_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):
         ]
         assert_close(losses[0], losses[1], rtol=2e-2 if "bf16" in options else 1e-3, atol=1e-3)
         assert type(trainer.optimizer.state_dict()["param_groups"][0]["lr"]) is float
+
+
+# --------------------------------------------------------------------------------- several ranks
+
+ON_RANKS = [
+    {},
+    {"gradient_accumulation_steps": 4},
+    {"gradient_accumulation_steps": 3, "count": 14},  # the last step of an epoch has one batch
+    {"gradient_accumulation_steps": 3, "count": 2, "max_steps": 3},  # and so has every step
+    {"max_grad_norm": 0.1, "optim": "sgd", "weight_decay": 0.1},  # which feels a gradient's size
+    {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "count": 14},
+    {"loss": my_loss, "average_tokens_across_devices": False},
+    {"eval_strategy": "steps", "eval_steps": 5},
+]
+
+
+class NotesCapture(transformers.TrainerCallback):
+    """Notes whether the last step was captured."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step = None if self.graph is None else self.graph.step
+        self.captured = step is not None and (step.captured, step.reason)
+
+
+def train_on_ranks(rank: int, folder: str, device: str, options: dict, seed: int) -> dict:
+    found = {}
+    for graph in (True, False):
+        notes = NotesCapture()
+        trainer = make_trainer(
+            folder, graph=graph, callbacks=[notes], device=device,
+            ddp_backend="nccl" if device == "cuda" else "gloo", **options
+        )  # fmt: skip
+        notes.graph = graph_of(trainer)
+        if seed and rank == 1:  # accelerate gives all ranks the weights of the first
+            for parameter in trainer.model.parameters():
+                parameter.data += 1
+        trainer.train()
+        weights = [distributed.whole(p).detach().cpu() for p in trainer.model.parameters()]
+        found[graph] = {"logs": logs_of(trainer), "weights": weights, "captured": notes.captured}
+    return found
+
+
+def check_on_ranks(ranks: list[dict], rounding: float) -> None:
+    for found in ranks:
+        mine, theirs = found[True], found[False]
+        for log, expected in zip(mine["logs"], theirs["logs"], strict=True):
+            assert log.keys() == expected.keys()
+            for name, value in expected.items():
+                assert_close(log[name], value, rtol=rounding, atol=rounding, msg=name)
+        assert_close(mine["weights"], theirs["weights"], rtol=rounding, atol=rounding)
+    assert all(map(torch.equal, ranks[0][True]["weights"], ranks[1][True]["weights"]))
+
+
+@pytest.mark.parametrize("options", ON_RANKS, ids=lambda options: "-".join(options) or "plain")
+def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
+    ranks = distributed.run(train_on_ranks, str(tmp_path), "cpu", options, 0, limit=240)
+    check_on_ranks(ranks, rounding=1e-4)
+
+
+def test_ranks_begin_with_the_weights_of_the_first(tmp_path):
+    ranks = distributed.run(train_on_ranks, str(tmp_path), "cpu", {}, 1, limit=240)
+    check_on_ranks(ranks, rounding=1e-4)
+
+
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+}
+ON_GPUS = [
+    *ON_RANKS,
+    FSDP2,
+    FSDP2 | {"gradient_accumulation_steps": 3, "count": 14, "bf16": True},
+]
+
+
+@pytest.mark.parametrize("options", ON_GPUS, ids=lambda options: "-".join(options) or "plain")
+def test_two_gpus_have_the_numbers_of_ddp(options, second_gpu, tmp_path):
+    del second_gpu
+    ranks = distributed.run(
+        train_on_ranks, str(tmp_path), "cuda", options, 0, limit=240, backend="nccl"
+    )
+    check_on_ranks(ranks, rounding=2e-3)
+    if "count" not in options and "optim" not in options:  # then its last step may be captured
+        assert [found[True]["captured"] for found in ranks] == [(True, None)] * 2

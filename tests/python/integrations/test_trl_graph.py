@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import distributed
 import pytest
 import torch
 from torch.testing import assert_close
@@ -176,3 +177,27 @@ def test_an_sft_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):
     twin.train()
     assert captured[-1] == (True, None)
     compare(trainer, twin, rounding=1e-2)
+
+
+def train_on_ranks(rank: int, folder: str, options: dict) -> list[dict]:
+    found = []
+    for graph in (True, False):
+        # Otherwise accelerate leaves a rank out of TRL's metrics at the end of an epoch.
+        options = options | dict(ddp_backend="gloo", dataloader_drop_last=True)
+        trainer = make_trainer(f"{folder}/{rank}", graph=graph, **options)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        weights = [p.detach() for p in trainer.model.parameters()]
+        found.append({"logs": logs, "weights": weights})
+    return found
+
+
+@needs_a_head
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3, "count": 60}])
+def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
+    for mine, theirs in distributed.run(train_on_ranks, str(tmp_path), options, limit=240):
+        for log, expected in zip(mine["logs"], theirs["logs"], strict=True):
+            assert log.keys() == expected.keys()
+            for name in METRICS:
+                assert_close(log[name], expected[name], rtol=1e-3, atol=1e-3, msg=name)
+        assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-3)

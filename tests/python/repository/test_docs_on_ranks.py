@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import cuseq
 
 ROOT = Path(__file__).parents[3]
-PAGES = {"docs/context_parallel.md": 2, "docs/trainer.md": 1}
+PAGES = {"docs/context_parallel.md": 2, "docs/cuda_graphs.md": 1, "docs/trainer.md": 1}
 VOCABULARY = 32
 DOCUMENTS = [{"input_ids": [1 + (7 * i + j) % 31 for j in range(n)]} for i, n in enumerate((40, 9))]
 
@@ -130,3 +131,27 @@ def test_the_example_of_a_trainer(tmp_path):
     assert len(alone) == 3
     for losses in distributed.run(trainer, str(tmp_path / "two")):
         assert losses == pytest.approx(alone, rel=1e-4)
+
+
+def graphed_step(rank: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the last loss of the example's steps, and the weights after them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    numbers = torch.Generator().manual_seed(rank)
+    batches = [{"x": torch.randn(8, 4, generator=numbers).double()} for _ in range(3)]
+    given = {
+        "torch": torch, "fully_shard": fully_shard, "model": model, "layers": list(model),
+        "loss_fn": lambda batch: model(batch["x"]).square().mean(), "batches": batches,
+    }  # fmt: skip
+    step = run("docs/cuda_graphs.md", 0, given)
+    return step["loss"], [distributed.whole(p).detach() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_the_example_of_a_graphed_step():
+    (loss, weights), (other_loss, others) = distributed.run(graphed_step)
+    assert loss != other_loss and all(map(torch.equal, weights, others))
+    torch.manual_seed(0)
+    before = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    for weight, first in zip(weights, before.parameters(), strict=True):
+        assert (weight - first).abs().max() > 2e-4  # three steps of 1e-4

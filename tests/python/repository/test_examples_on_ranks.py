@@ -188,6 +188,18 @@ def test_a_trainer_that_sigterm_stopped_goes_on(inputs, tmp_path):
 
 
 @pytest.mark.full
+def test_a_trainer_whose_steps_are_graphs_learns_the_same(inputs, tmp_path):
+    found = []
+    for options in ([], ["--graph"]):
+        out, output = tmp_path / f"run{len(found)}", tmp_path / "output.txt"
+        options = ["--max_steps", 6, "--save_steps", 6, "--learning_rate", 1e-3, *options]
+        process = started(torchrun(out, inputs, *options), output)
+        assert process.wait(timeout=200) == 0, output.read_text()
+        found.append(losses(out))
+    assert len(found[0]) == 6 and found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.full
 def test_torchrun_restarts_a_trainer_after_a_killed_rank(inputs, tmp_path):
     out, output = tmp_path / "run", tmp_path / "output.txt"
     options = ["--max_steps", 100, "--save_steps", 5, "--max-restarts", "2"]

@@ -4,10 +4,15 @@ Trainer's loop calls `training_step` for each batch, then clips, steps the optim
 schedule. Here `training_step` keeps the batches until the last one of the step, and that call runs
 all of them, with clipping and the optimizer, as one GraphedStep. The loop's own clipping and
 optimizer calls then do nothing; its schedule call sets the learning rate of the next step.
+
+On several ranks that have the whole model, the step averages gradients itself, and accelerate
+prepares the model without DistributedDataParallel; steps that the trainer runs itself are averaged
+before their clipping. FSDP2 reduces the gradients of what it sharded.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -32,12 +38,7 @@ from cuseq.integrations.transformers._private import (
 from cuseq.integrations.transformers.callback import PackingCallback
 
 _WARMUP = 3
-_PROCESSES = {
-    "MULTI_GPU": "DDP",
-    "MULTI_CPU": "DDP",
-    "FSDP": "FSDP",
-    "DEEPSPEED": "DeepSpeed",
-}
+_WHOLE_COPIES = ("MULTI_GPU", "MULTI_CPU")  # accelerate's kinds of run with the model on each rank
 
 
 class GraphedTraining(TrainerCallback):
@@ -60,8 +61,15 @@ class GraphedTraining(TrainerCallback):
         args, accelerator = trainer.args, trainer.accelerator
         check_training_loop()
         kind = accelerator.distributed_type.name
-        if kind != "NO" or args.world_size > 1:
-            raise _refused(f"one process without {_PROCESSES.get(kind, kind)}", kind)
+        runs = (*_WHOLE_COPIES, *(["FSDP"] if accelerator.is_fsdp2 else []))
+        if kind not in (runs if args.world_size > 1 else ("NO", *runs)):
+            raise _refused(
+                "one rank, or the model whole on each (DDP) or sharded by FSDP2",
+                f"{kind} on {args.world_size} ranks",
+            )
+        handler = accelerator.ddp_handler
+        if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+            raise _refused("no communication hook of DDP", handler.comm_hook)
         if accelerator.parallelism_config is not None:
             raise _refused("no parallelism_config", accelerator.parallelism_config)
         if args.n_gpu > 1 or trainer.is_model_parallel:
@@ -109,6 +117,7 @@ class GraphedTraining(TrainerCallback):
         methods = {"training_step": self._training_step, clip: self._clip, norm: self._norm}
         for name, method in (methods | self.more_methods()).items():
             setattr(self.trainer, name, method)
+        self.trainer.accelerator.prepare_model = self._prepare_model
         self.trainer.callback_handler.callbacks.append(self)
 
     def remove(self) -> None:
@@ -116,11 +125,30 @@ class GraphedTraining(TrainerCallback):
         self.end()
         for name in ("training_step", *gradient_norm_names(), *self.more_methods()):
             delattr(self.trainer, name)
+        del self.trainer.accelerator.prepare_model
         self.trainer.callback_handler.callbacks.remove(self)
 
     def more_methods(self) -> dict[str, Callable[..., Any]]:
         """Return further methods of the trainer to replace."""
         return {}
+
+    def _prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Prepare a model as accelerate does, with the weights of rank 0 but without DDP.
+
+        It prepares models that FSDP2 shards elsewhere.
+        """
+        accelerator = self.trainer.accelerator
+        prepare = type(accelerator).prepare_model
+        made = prepare(accelerator, model, device_placement, evaluation_mode=True)
+        if accelerator.distributed_type.name in _WHOLE_COPIES and not evaluation_mode:
+            for tensor in itertools.chain(model.parameters(), model.buffers()):
+                torch.distributed.broadcast(tensor.detach(), 0)
+        return made
 
     # ---------------------------------------------------------------------------------- the loop
 
@@ -136,7 +164,7 @@ class GraphedTraining(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._batches, self._stepped = [], False
+        self._batches, self._stepped, self._averaged = [], False, False
         # Trainer's filter reads the loss on the host; `_add_losses` does the same on the device.
         args.logging_nan_inf_filter = self._filter and not self._takes_this_step()
 
@@ -160,6 +188,7 @@ class GraphedTraining(TrainerCallback):
         self.step = None
         self._batches: list[dict[str, Any]] = []
         self._stepped = False  # whether the optimizer has made this step
+        self._averaged = False  # whether gradients of the trainer's own step are those of all ranks
         self._steps = 0
         self._told = False
         self.values: Tensor | None = None  # static: of each batch its loss and its metrics
@@ -181,6 +210,7 @@ class GraphedTraining(TrainerCallback):
             if self._stepped:
                 optimizer._opt_called = True
             else:
+                self._average()
                 step(closure)
 
         held._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
@@ -201,6 +231,9 @@ class GraphedTraining(TrainerCallback):
     ) -> Tensor:
         trainer = self.trainer
         if not self._takes_this_step():
+            if self.step is None:
+                given = {"inputs": dict(prepare_inputs(trainer, inputs))}
+                self.step = self._make_step(model, given | {"num_items": num_items_in_batch})
             return self.step_of_the_trainer(model, inputs, num_items_in_batch)
         self._batches.append({"inputs": inputs, "num_items": num_items_in_batch})
         if self._nothing is None:
@@ -265,6 +298,7 @@ class GraphedTraining(TrainerCallback):
             max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
             accumulation=steps,
             warmup=_WARMUP,
+            model=model,
         )
 
     def loss(
@@ -308,15 +342,23 @@ class GraphedTraining(TrainerCallback):
                 f"the trainer's steps run without a CUDA graph: {self.step.reason}", stacklevel=2
             )
 
+    def _average(self) -> None:
+        """Average the gradients of a step that the trainer runs itself, once."""
+        if self.step is not None and not self._averaged:
+            self.step.average_gradients()
+            self._averaged = True
+
     def _clip(self, model: nn.Module) -> Tensor | None:
         if self._stepped:
             return None  # `_norm` has it
+        self._average()
         return getattr(type(self.trainer), gradient_norm_names()[0])(self.trainer, model)
 
     def _norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
         if self._stepped:
             assert self.step is not None
             return self.step.grad_norm
+        self._average()
         return getattr(type(self.trainer), gradient_norm_names()[1])(self.trainer, model, grad_norm)
 
 

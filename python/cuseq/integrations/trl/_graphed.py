@@ -49,8 +49,6 @@ class GraphedSFT(GraphedTraining):
 
     def __init__(self, trainer: SFTTrainer, collator: FixedCollator):
         self._collator = collator
-        self._sums: Tensor | None = None  # of the metrics since the last log
-        self._counted = 0  # batches in these sums
         super().__init__(trainer)
 
     def check(self) -> None:
@@ -106,38 +104,43 @@ class GraphedSFT(GraphedTraining):
                 losses = losses * outputs.log_probs.exp().detach()
             kept = outputs.label_mask.sum()
             loss = losses.sum() / (kept if num_items is None else num_items).clamp(min=1)
+            if num_items is not None and trainer.args.average_tokens_across_devices:
+                loss = loss * trainer.accelerator.num_processes
             if trainer.aux_loss_enabled:
                 steps = 1 if num_items is None else trainer.current_gradient_accumulation_steps
                 loss = loss + trainer.router_aux_loss_coef * outputs.aux_loss / steps
         loss = self.scaled(loss, num_items)
-        sums = (outputs.entropy.detach().sum(), outputs.is_top1.sum())
-        metrics = [torch.where(kept > 0, value / kept, 0.0) for value in sums]
-        return loss, [*metrics, outputs.aux_loss] if trainer.aux_loss_enabled else metrics
+        sums = [outputs.entropy.detach().sum(), outputs.is_top1.sum(), kept]
+        return loss, [*sums, outputs.aux_loss] if trainer.aux_loss_enabled else sums
 
     def step_of_the_trainer(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
     ) -> Tensor:
-        before, tokens = self.trainer._total_train_tokens, self._tokens(inputs)
+        before, tokens = self.trainer._total_train_tokens, self._tokens_of(inputs)
         loss = super().step_of_the_trainer(model, inputs, num_items)
-        self._set_tokens(before + tokens)
+        self.trainer._total_train_tokens = before  # TRL has counted the padding too
+        self._tokens += tokens
         return loss
 
     def count(self, batches: list[dict[str, Any]]) -> None:
         super().count(batches)
-        metrics = self.values[:, 1:].sum(0)
-        self._sums = metrics if self._sums is None else self._sums + metrics
+        assert self.values is not None
+        # Over the ranks as TRL does, but without reading anything.
+        entropy, correct, kept, *aux = self._sum_over_ranks(self.values[:, 1:].clone()).unbind(1)
+        metrics = [torch.where(kept > 0, value / kept, 0.0) for value in (entropy, correct)]
+        metrics += [value / self.trainer.accelerator.num_processes for value in aux]
+        sums = torch.stack(metrics, 1).sum(0)
+        self._sums = sums if self._sums is None else self._sums + sums
         self._counted += len(batches)
-        tokens = sum(self._tokens(batch["inputs"]) for batch in batches)
-        self._set_tokens(self.trainer._total_train_tokens + tokens)
+        self._tokens += sum(self._tokens_of(batch["inputs"]) for batch in batches)
 
-    def _tokens(self, inputs: dict[str, Any]) -> int:
+    def _tokens_of(self, inputs: dict[str, Any]) -> int:
         """Return the tokens of the row as it would be without graph=True."""
         multiple = self._collator.pad_to_multiple_of or 1
         return round_up(inputs["packed"].num_real_tokens, multiple)
 
-    def _set_tokens(self, tokens: int) -> None:
-        self.trainer._total_train_tokens = tokens
-        self.trainer._metrics["train"]["num_tokens"] = [tokens]
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        return self.trainer.accelerator.reduce(values, "sum")
 
     def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         trainer = self.trainer
@@ -146,11 +149,18 @@ class GraphedSFT(GraphedTraining):
                 mean = total / self._counted
                 trainer._metrics["train"][name].extend([mean] * self._counted)
             self._sums, self._counted = None, 0
+        if trainer.model.training and self._tokens:
+            tokens = torch.tensor(self._tokens, device=trainer.args.device)
+            trainer._total_train_tokens += int(self._sum_over_ranks(tokens))
+            trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+            self._tokens = 0
         type(trainer).log(trainer, logs, start_time)
 
     def _forget(self) -> None:
         super()._forget()
-        self._sums, self._counted = None, 0
+        self._sums: Tensor | None = None  # of the metrics since the last log
+        self._counted = 0  # batches in these sums
+        self._tokens = 0  # of this rank since the last log
 
 
 @contextlib.contextmanager
