@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -35,14 +36,22 @@ def _source() -> str:
     return shlex.quote(str(tree)) if (tree / "setup.py").is_file() else "."
 
 
-def _rebuild() -> str:
-    """Return how to build cuseq again, in the environment that runs now.
+def _rebuild(running: str = torch.__version__) -> str:
+    """Return how to get a cuseq for the torch that runs now, into the same environment.
 
-    pip's isolated build fetches the build's tools and finds the installed torch. uv's does not find
-    it, so what uv installed was built without isolation, with tools that are still there.
+    What scripts/wheels.py made has its torch in the version, such as 0.2.0+torch2.11.cpu. pip's
+    isolated build fetches the build's tools and finds the installed torch. uv's does not find it,
+    so what uv installed was built without isolation, with tools that are still there.
     """
     python, source = shlex.quote(sys.executable), _source()
     install = f"{python} -m pip install"
+    made_for = re.search(r"^Version: \S+\+torch[\d.]+\.(\w+)$", _metadata("METADATA"), re.MULTILINE)
+    if made_for and source == ".":
+        page = f"torch{'.'.join(running.split('.')[:2])}-{made_for[1]}/index.html"
+        return (
+            f"install the wheel for it with `{install} --force-reinstall --no-deps cuseq "
+            f"--find-links .../{page}`, from the page beside the one that this wheel came from"
+        )
     if _metadata("INSTALLER").strip() == "uv":
         install = f"uv pip install --python {python} --no-build-isolation"
     setting = "CUSEQ_CUDA=off " if _build_config.CUSEQ_CUDA == "off" else ""
@@ -59,7 +68,8 @@ def _check_torch(built_for: str, running: str) -> None:
     """
     if built_for.split(".")[:2] != running.split(".")[:2]:
         raise ImportError(
-            f"cuseq was built with torch {built_for}, but torch {running} is running: {_rebuild()}"
+            f"cuseq was built with torch {built_for}, but torch {running} is running: "
+            f"{_rebuild(running)}"
         )
 
 

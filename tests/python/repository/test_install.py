@@ -290,7 +290,7 @@ def test_make_builds_by_itself_what_the_machine_can(tree, tmp_path, facts, setti
 def remedy(monkeypatch, folder: Path, *, installer: str, record: dict, cuda: str = "auto") -> str:
     """Return the command for a cuseq in the folder, which an installer has recorded."""
     files = {"INSTALLER": installer + "\n", "direct_url.json": json.dumps(record)}
-    monkeypatch.setattr(_load, "_metadata", lambda name: files[name])
+    monkeypatch.setattr(_load, "_metadata", lambda name: files.get(name, ""))
     monkeypatch.setattr(_load, "__file__", str(folder / "python" / "cuseq" / "_base" / "load.py"))
     monkeypatch.setattr(_build_config, "CUSEQ_CUDA", cuda, raising=False)
     with pytest.raises(ImportError) as error:
@@ -317,6 +317,16 @@ def test_the_remedy_names_what_was_installed(monkeypatch, tree, tmp_path):
     for unknown in ({}, {"url": (tmp_path / "gone").as_uri()}):
         said = remedy(monkeypatch, away, installer="pip", record=unknown)
         assert said == f" in its source tree with `{python} -m pip install {end} .`"
+
+
+def test_a_wheel_of_another_torch_names_its_own(monkeypatch):
+    files = {"METADATA": "Name: cuseq\nVersion: 0.2.0+torch2.11.cu130\n"}
+    monkeypatch.setattr(_load, "_metadata", lambda name: files.get(name, ""))
+    monkeypatch.setattr(_load, "_source", lambda: ".")
+    with pytest.raises(ImportError) as raised:
+        _load._check_torch("2.11.0+cu130", "2.15.0+cu132")
+    assert "install the wheel for it with `" in str(raised.value)
+    assert "--no-deps cuseq --find-links .../torch2.15-cu130/index.html`" in str(raised.value)
 
 
 @pytest.mark.full
