@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from cuseq._base.arguments import shown
 
-Begun = Callable[[], AbstractContextManager[None]]
+LastBackward = Callable[[], AbstractContextManager[None]]
 
 _BUCKET_BYTES = 64 << 20  # of gradients that are averaged together
 _PATIENCE = timedelta(seconds=60)  # of a rank that raised, with the others
+# Of hosts with one that evaluates or saves alone; the end of a process is noticed at once.
+_LONG = timedelta(days=1)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# The groups of our own by the group that was given, for the hosts and for gradients: graphs share
-# their communicators.
-_own_groups: weakref.WeakKeyDictionary[ProcessGroup, tuple[ProcessGroup, ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+# The groups of our own, for the hosts and for gradients, by the group that was given and the type
+# of the device: graphs share their communicators.
+_Groups = dict[str, tuple[ProcessGroup, ProcessGroup]]
+_own_groups: weakref.WeakKeyDictionary[ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
 
 
 class OtherRankRaised(RuntimeError):
@@ -45,6 +48,7 @@ class Ranks:
         group: of all ranks that hold a copy of the model or a shard.
         parameters: of the model.
         are_sharded: whether they are DTensors, whose gradients FSDP2 reduces, and not copies.
+        numbers: most numbers that the ranks agree on at once, beside one a parameter.
         facts: what must be the same on all ranks, by name.
 
     Raises:
@@ -57,14 +61,15 @@ class Ranks:
         parameters: Sequence[Tensor],
         *,
         are_sharded: bool,
+        numbers: int,
         **facts: object,
     ):
-        self._hosts, self._group = _groups_of_our_own(group, parameters[0].device)
+        self._given, self._device = group, parameters[0].device
+        self._hosts, self._group = _groups_of_our_own(group, self._device)
         self.rank = dist.get_rank(group)
-        # Whether NCCL has averages, and the device streams on which a capture sees them.
-        self._on_gpu = parameters[0].is_cuda
         self._expected: list[int] = []  # which parameters had a gradient on any rank
-        self._width = 8 + len(parameters)
+        self._width = 8 + numbers + len(parameters)
+        self._is_broken = False
         for number, parameter in enumerate(parameters):
             kind = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
             facts[f"shape, dtype and requires_grad of parameter {number}"] = kind
@@ -82,7 +87,7 @@ class Ranks:
                 if first != other:
                     raise ValueError(
                         f"{name} must be the same on all ranks of group, got {first} on rank 0 and "
-                        f"{other} on rank {rank}: seed all ranks alike or load the same weights"
+                        f"{other} on rank {rank}"
                     )
 
     # ---------------------------------------------------------------------------------- the hosts
@@ -91,31 +96,49 @@ class Ranks:
         """Return the largest of each number on any rank.
 
         Raises:
-            RuntimeError: a rank raised, or is gone.
+            OtherRankRaised: a rank raised.
+            RuntimeError: a rank is gone, or a rank raised earlier in the middle of a step.
         """
+        if self._is_broken:
+            raise RuntimeError(
+                "this GraphedStep cannot go on, since a rank raised in the middle of a step that "
+                "the others began: load a checkpoint and make the GraphedStep again on all ranks"
+            )
         failed, *largest = self._largest([0, *numbers])
         if failed:
+            self._break_if(failed % 2 == 1)
             raise OtherRankRaised(
-                f"this rank of a GraphedStep stops since rank {failed - 1} of its group raised: "
-                "see that rank's error"
+                f"this rank of a GraphedStep stops since rank {failed // 2 - 1} of its group "
+                "raised: see that rank's error"
             )
         return largest[: len(numbers)]
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the others if the body raises."""
+    def telling(self, *, has_begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Tell the others if the body raises.
+
+        Args:
+            has_begun: whether the step has then changed weights, or begun an average that the
+                others wait for, so that none can go on.
+        """
         try:
             yield
         except OtherRankRaised:
             raise
         except Exception:
-            self.tell()
+            self.tell(has_begun())
             raise
 
-    def tell(self) -> None:
-        """Say that this rank raised, to the others, which wait in `agree`."""
+    def tell(self, has_begun: bool) -> None:
+        """Say that this rank raised, to the others, which wait in `agree` or will."""
+        self._break_if(has_begun)
         with contextlib.suppress(RuntimeError):  # they may be gone, or wait for the device
-            self._largest([self.rank + 1], _PATIENCE)
+            self._largest([2 * (self.rank + 1) + has_begun], _PATIENCE)
+
+    def _break_if(self, is_broken: bool) -> None:
+        if is_broken:
+            self._is_broken = True
+            _own_groups.get(self._given, {}).pop(self._device.type, None)
 
     def _largest(self, numbers: Sequence[int], patience: timedelta | None = None) -> list[int]:
         # Of one length, since a rank that raises does not know what the others agree on. gloo's
@@ -133,32 +156,51 @@ class Ranks:
     # ------------------------------------------------------------------------------ the gradients
 
     @contextlib.contextmanager
-    def averaging(self, parameters: Sequence[Tensor]) -> Iterator[Begun]:
+    def averaging(
+        self, parameters: Sequence[Tensor], *, is_captured: bool
+    ) -> Iterator[LastBackward]:
         """Average the gradients of the body's batches over the ranks, when it ends.
 
         It yields a context for the last backward, in which averages begin as gradients come, in an
         order that is the same on all ranks; no rank enters it if another has raised before. A
         parameter without a gradient on this rank counts as one of zeros if another rank has one.
 
+        Args:
+            parameters: with gradients, or None.
+            is_captured: whether a graph is captured, so that nothing runs.
+
         Raises:
+            ValueError: other parameters require gradients on another rank.
             RuntimeError: a parameter got its gradient twice in the last backward; or another rank
                 raised.
         """
         if len(self._expected) != len(parameters):
             self._expected = [True] * len(parameters)
-            self._width = max(self._width, 8 + len(parameters))
-        averages = _Averages(self._group, self._on_gpu, parameters, self._expected)
+        averages = _Averages(self._group, parameters, self._expected)
+        backward_began = False
 
         @contextlib.contextmanager
-        def begun() -> Iterator[None]:
+        def last_backward() -> Iterator[None]:
+            nonlocal backward_began
             # While a step is captured, NCCL waits on the host for the other ranks.
-            self.agree([])
+            shapes = zlib.crc32(repr([p.shape for p in parameters]).encode())
+            largest, smallest = self.agree([shapes, -shapes])
+            if largest != -smallest:
+                raise ValueError(
+                    "the parameters that require gradients must be the same on all ranks of group, "
+                    f"got others on some: {len(parameters)} here"
+                )
+            backward_began = not is_captured
             with averages.begun_by_hooks():
                 yield
 
-        with self.telling():
-            yield begun
-        self._expected = self.agree([p.grad is not None for p in parameters])
+        with self.telling(has_begun=lambda: backward_began):
+            yield last_backward
+        try:
+            self._expected = self.agree([p.grad is not None for p in parameters])
+        except OtherRankRaised:
+            self._break_if(backward_began)
+            raise
         averages.finish(self._expected)
 
 
@@ -167,7 +209,6 @@ class _Averages:
 
     Args:
         group: of the ranks.
-        on_gpu: whether NCCL does it.
         parameters: that require gradients.
         expected: whether each had a gradient in the step before.
     """
@@ -175,11 +216,11 @@ class _Averages:
     def __init__(
         self,
         group: ProcessGroup,
-        on_gpu: bool,
         parameters: Sequence[Tensor],
         expected: Sequence[int],
     ):
-        self._group, self._on_gpu, self._parameters = group, on_gpu, parameters
+        self._group, self._parameters = group, parameters
+        self._on_gpu = any(p.is_cuda for p in parameters)  # NCCL averages
         self._buckets = _buckets(
             [p for p, is_used in zip(parameters, expected, strict=True) if is_used]
         )
@@ -268,29 +309,49 @@ def _groups_of_our_own(
     NCCL orders captured and plain operations of one communicator, which costs time; and what the
     hosts say must not queue behind averages that a rank which raised never joins.
     """
-    if group not in _own_groups:
+    groups = _own_groups.setdefault(group, {})
+    if device.type not in groups:
         ranks = dist.get_process_group_ranks(group)
-        hosts, gradients = (
-            dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-            for backend in ("gloo", "nccl" if device.type == "cuda" else "gloo")
-        )
-        _own_groups[group] = hosts, gradients
-    return _own_groups[group]
+        hosts = dist.new_group(ranks, _LONG, "gloo", use_local_synchronization=True)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        gradients = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        groups[device.type] = hosts, gradients
+    return groups[device.type]
 
 
-def group_of_ranks(group: ProcessGroup | None) -> ProcessGroup | None:
+def group_of_ranks(group: ProcessGroup | Literal[False] | None) -> ProcessGroup | None:
     """Return the group whose ranks make a step together, None if this process is alone.
 
     Raises:
-        TypeError: `group` is not a process group.
+        TypeError: `group` is not a process group, None or False.
         ValueError: this process is not in it.
     """
+    if group is False:
+        return None
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return None
         group = dist.group.WORLD
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"group must be a ProcessGroup or None, got {shown(group)}")
+        raise TypeError(f"group must be a ProcessGroup, None or False, got {shown(group)}")
     if dist.get_rank(group) < 0:
         raise ValueError("group must contain this process, got a group without it")
     return group if dist.get_world_size(group) > 1 else None
+
+
+@contextlib.contextmanager
+def without_ddp() -> Iterator[None]:
+    """Refuse a DistributedDataParallel that the body calls: gradients are averaged here."""
+    forward = DistributedDataParallel.forward
+
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(
+            "loss_fn must call the model itself, got a DistributedDataParallel, which averages the "
+            "gradients too: call its .module"
+        )
+
+    DistributedDataParallel.forward = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel.forward = forward  # type: ignore[method-assign]

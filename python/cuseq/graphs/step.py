@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
+from cuseq._base.modes import is_capturing
 from cuseq.graphs.batch import StaticBatch
-from cuseq.graphs.ranks import Begun, Ranks, group_of_ranks
+from cuseq.graphs.ranks import LastBackward, Ranks, group_of_ranks, without_ddp
 
 
 class GraphedStep:
@@ -57,12 +58,14 @@ class GraphedStep:
         warmup: plain steps before the capture, at least 1. They compile and tune kernels.
         group: process group of the ranks that have a copy of the model or a shard, all of which
             make this object at the same time. Default: all ranks, if `torch.distributed` is
-            initialised. A group of this process alone averages nothing.
-        model: the module that FSDP2 sharded, if it did.
+            initialised. False for a model of this process alone.
+        model: the module that `loss_fn` calls. Needed if FSDP2 sharded it; else it has the frozen
+            weights compared too.
 
     Raises:
         ValueError: an argument has a wrong value, the optimizer's parameters are on several
-            devices, or weights or options differ between ranks.
+            devices, or some are sharded and others not; or between ranks the parameters, their
+            values (not of shards), this object's options or the optimizer's differ.
         TypeError: an argument has a wrong type.
 
     Examples:
@@ -87,7 +90,7 @@ class GraphedStep:
         accumulation: int = 1,
         autocast: torch.dtype | None = None,
         warmup: int = 3,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | Literal[False] | None = None,
         model: nn.Module | None = None,
     ):
         if not callable(loss_fn):
@@ -135,20 +138,34 @@ class GraphedStep:
         if obstacle is not None:
             self._give_up(obstacle)
         self._ranks: Ranks | None = None
+        self._is_first = True
         self._are_sharded = _are_sharded(optimizer)
-        # A forward elsewhere may leave them gathered, with the weights of then.
         modules = () if model is None else model.modules()
-        self._gathering: list[Any] = [one for one in modules if hasattr(one, "reshard")]
+        # A forward elsewhere may leave them gathered, with the weights of then.
+        self._gathering: list[Any] = [one for one in modules if _gathers(one)]
+        if self._are_sharded and model is not None and not self._gathering:
+            raise ValueError(
+                "model must be sharded by FSDP2 (fully_shard), or have no DTensor, got "
+                f"{type(model).__name__} without it"
+            )
         together = group_of_ranks(group)
         if together is not None:
+            own = [p for group in _parameters(optimizer) for p in group]
+            held = set(map(id, own))
+            others: list[Tensor] = [] if model is None else list(model.parameters())
+            frozen = [p for p in others if id(p) not in held and not self._are_sharded]
             self._ranks = Ranks(
                 together,
-                [p for group in _parameters(optimizer) for p in group],
+                own + frozen,
                 are_sharded=self._are_sharded,
+                numbers=len(self._rooms),
                 accumulation=len(self._batches),
                 warmup=self._plain_steps_left,
                 max_grad_norm=max_grad_norm,
+                autocast=autocast,
                 layouts=len(self._rooms),
+                optimizer=type(optimizer).__name__,
+                options=[_numbers(group) for group in optimizer.param_groups],
             )
         self._graph: _Graph | None = None
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -176,8 +193,8 @@ class GraphedStep:
         return None if self._grad_norm is None else self._grad_norm.clone()
 
     def __call__(self, batch: Any) -> Tensor:
-        """Run one step and return its loss, detached, on the device. Never synchronises if it
-        replays a graph.
+        """Run one step and return its loss, detached, on the device. Never waits for the GPU if
+        it replays a graph; on several ranks it waits for the hosts of the others.
 
         Args:
             batch: of the form of `example_batch`, on the host (best in pinned memory) or on the
@@ -191,8 +208,8 @@ class GraphedStep:
         """
         with nullcontext() if self._ranks is None else self._ranks.telling():
             given = self._check(batch)
-        for static, leaves in zip(self._batches, given, strict=True):
-            static.fill(leaves)
+            for static, leaves in zip(self._batches, given, strict=True):
+                static.fill(leaves)
         self._rooms = _larger(self._rooms, self._needed_rooms())
         stale = self._graph is not None and not self._graph.is_of(self._optimizer)
         if self._ranks is not None:
@@ -215,8 +232,9 @@ class GraphedStep:
             RuntimeError: another rank raised, or is gone.
         """
         if self._ranks is not None:
-            with self._ranks.averaging(self._averaged()):
-                pass
+            with self._ranks.averaging(self._averaged(), is_captured=False) as last_backward:
+                with last_backward():
+                    pass
 
     def _averaged(self) -> list[Tensor]:
         """Return the parameters whose gradients are averaged here."""
@@ -275,16 +293,27 @@ class GraphedStep:
         if self._ranks is None:
             loss = self._make_gradients(nullcontext)
         else:
-            with self._ranks.averaging(self._averaged()) as begun:
-                loss = self._make_gradients(begun)
+            is_captured = is_capturing(self._device)
+            averaging = self._ranks.averaging(self._averaged(), is_captured=is_captured)
+            with averaging as last_backward, without_ddp() if self._is_first else nullcontext():
+                loss = self._make_gradients(last_backward)
+            self._is_first = False
+            if not is_captured:  # after a capture the ranks agree anyway
+                with self._ranks.telling(has_begun=lambda: True):
+                    self._update()
+                return loss
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        """Clip the gradients and step the optimizer."""
         if self._max_grad_norm is not None:
             parameters = [p for group in _parameters(self._optimizer) for p in group]
             norm: Any = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
             self._grad_norm = norm.full_tensor() if self._are_sharded else norm
         self._optimizer.step()
-        return loss
 
-    def _make_gradients(self, around_last: Begun) -> Tensor:
+    def _make_gradients(self, around_last: LastBackward) -> Tensor:
         """Return the loss of all batches, with the last backward inside a context."""
         total: Tensor | None = None
         for batch in self._batches:
@@ -317,7 +346,7 @@ class GraphedStep:
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         cause: Exception | None = None
-        begun = False
+        in_run = False
         rates = [_as_rate(group["lr"], self._device) for group in self._optimizer.param_groups]
         try:
             with (
@@ -330,7 +359,7 @@ class GraphedStep:
             ):
                 for batch in self._batches:
                     promises.enter_context(batch.captured_for(self._rooms))
-                begun = True
+                in_run = True
                 try:
                     loss = self._run()
                 except Exception as error:
@@ -341,8 +370,8 @@ class GraphedStep:
             self._optimizer.zero_grad(set_to_none=True)
             cause = cause or error
             self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
-            if self._ranks is not None and not begun:
-                self._ranks.tell()
+            if self._ranks is not None and not in_run:
+                self._ranks.tell(has_begun=False)
         if self._ranks is not None:
             self._agree(self._ranks, stale=False)
 
@@ -417,6 +446,12 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
         {name: value for name, value in group.items() if name not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group, with numbers in place of tensors."""
+    options = {name: value for name, value in group.items() if name != "params"}
+    return {n: v.tolist() if isinstance(v, Tensor) else v for n, v in options.items()}
 
 
 def _number(rate: float | Tensor) -> float | Tensor:
@@ -501,10 +536,27 @@ def _device_of(optimizer: Optimizer) -> torch.device:
 
 
 def _are_sharded(optimizer: Optimizer) -> bool:
-    """Return whether a parameter is a DTensor, whose module takes 37 MiB to import."""
+    """Return whether the parameters are DTensors, whose module takes 37 MiB to import.
+
+    Raises:
+        ValueError: some are, and some are not.
+    """
     module = sys.modules.get("torch.distributed.tensor")
-    parameters = (p for group in _parameters(optimizer) for p in group)
-    return module is not None and any(isinstance(p, module.DTensor) for p in parameters)
+    if module is None:
+        return False
+    found = [isinstance(p, module.DTensor) for group in _parameters(optimizer) for p in group]
+    if any(found) and not all(found):
+        raise ValueError(
+            "optimizer must have parameters that are all sharded or all whole, got "
+            f"{sum(found)} of {len(found)} sharded"
+        )
+    return any(found)
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Return whether FSDP2 gathers parameters of a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def _obstacle(optimizer: Optimizer, device: torch.device, model: nn.Module | None) -> str | None:

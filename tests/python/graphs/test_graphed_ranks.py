@@ -219,6 +219,101 @@ def test_a_rank_that_raises_ends_the_step_of_the_others(where, kind):
     assert (other, "since rank 1 of its group raised" in message) == ("OtherRankRaised", True)
 
 
+def cannot_go_on(rank: int, where: str) -> list[str]:
+    """A rank raises after the others began; caught, no step may mix two steps' gradients."""
+    graphed_ranks._BUCKET_BYTES = 1 << 30
+    model = made()
+    plain = make_loss(model)
+    optimizer = sgd(model)
+
+    def loss_fn(batch):
+        loss = plain(batch)
+        return loss.detach() if where == "backward" and is_faulty else loss
+
+    def fault(*args):
+        if is_faulty:
+            raise MemoryError("of rank 1")
+
+    is_faulty = False
+    optimizer.register_step_pre_hook(fault if where == "optimizer" else lambda *args: None)
+    step = GraphedStep(loss_fn, optimizer, BATCHES[0])
+    step(BATCHES[rank])
+    errors = []
+    for is_faulty in (rank == 1, False, False):
+        try:
+            step(BATCHES[rank])
+        except (RuntimeError, MemoryError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    again = GraphedStep(loss_fn, optimizer, BATCHES[0]) if where == "backward" else None
+    if again is not None:  # the weights are still the same
+        again(BATCHES[rank])
+        errors += [str(p.detach().sum()) for p in model.parameters()]
+    return errors
+
+
+@pytest.mark.parametrize("where", ["backward", "optimizer"])
+def test_no_step_follows_one_that_a_rank_left_in_the_middle(where):
+    first, second = distributed.run(cannot_go_on, where)
+    own = "MemoryError: of rank 1" if where == "optimizer" else "RuntimeError: element 0 of tensors"
+    assert second[0].startswith(own)
+    later = second[1:3]
+    others = first[:2] if where == "optimizer" else first[1:3]
+    assert all("this GraphedStep cannot go on" in error for error in later)
+    assert "rank 1 of its group raised" in first[0] and "cannot go on" in others[1]
+    assert first[3:] == second[3:]
+
+
+def differs(rank: int, what: str) -> str:
+    model = made()
+    optimizer = sgd(model)
+    if what == "ddp":
+        loss_fn = make_loss(nn.parallel.DistributedDataParallel(model))
+    else:
+        loss_fn = make_loss(model)
+    if what == "rate" and rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.2
+    if what == "base":
+        model.head.weight.requires_grad_(False)
+        model.head.weight.data += rank
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(ValueError) as raised:
+        step = GraphedStep(loss_fn, optimizer, BATCHES[0], model=model)
+        step(BATCHES[rank])
+        if what == "frozen" and rank == 1:
+            model.head.bias.requires_grad_(False)
+        step(BATCHES[rank])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("rate", "options must be the same on all ranks of group, got [{'lr': 0.1"),
+        ("base", "the values of parameter 3 must be the same"),
+        ("frozen", "the parameters that require gradients must be the same on all ranks"),
+        ("ddp", "loss_fn must call the model itself, got a DistributedDataParallel"),
+    ],
+)
+def test_what_would_let_ranks_drift_apart_is_refused(what, message):
+    for error in distributed.run(differs, what):
+        assert message in error
+
+
+def mixed(rank: int) -> str:
+    model = made()
+    fully_shard(model.qkv, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError) as raised:
+        GraphedStep(make_loss(model), sgd(model), BATCHES[0], model=model)
+    return str(raised.value)
+
+
+def test_parameters_of_which_some_are_sharded_are_refused():
+    for error in distributed.run(mixed):
+        assert error == (
+            "optimizer must have parameters that are all sharded or all whole, got 1 of 4 sharded"
+        )
+
+
 def one_dies(rank: int) -> str:
     model = made()
     step = GraphedStep(make_loss(model), make_optimizer(model), BATCHES[0])
@@ -259,16 +354,17 @@ def test_a_gradient_that_comes_twice_is_refused():
     distributed.run(reentrant)
 
 
-def alone(rank: int) -> list[torch.Tensor]:
-    mine, _ = dist.new_subgroups(group_size=1)
+def alone(rank: int, group: bool) -> list[torch.Tensor]:
+    mine = dist.new_subgroups(group_size=1)[0] if group else False
     model = made(seed=rank)
     step = GraphedStep(make_loss(model), make_optimizer(model), BATCHES[0], group=mine)
     step(BATCHES[rank])
     return [p.detach() for p in model.parameters()]
 
 
-def test_a_group_of_one_averages_nothing():
-    for rank, parameters in enumerate(distributed.run(alone)):
+@pytest.mark.parametrize("group", [True, False])
+def test_a_group_of_one_averages_nothing(group):
+    for rank, parameters in enumerate(distributed.run(alone, group)):
         model = made(seed=rank)
         optimizer = make_optimizer(model)
         make_loss(model)(BATCHES[rank]).backward()
@@ -300,7 +396,7 @@ def test_what_group_and_model_must_be():
     model = TinyModel()
     with pytest.raises(TypeError, match="model must be a torch.nn.Module or None, got 3"):
         GraphedStep(make_loss(model), make_optimizer(model), BATCHES[0], model=3)
-    with pytest.raises(TypeError, match="group must be a ProcessGroup or None, got 'dp'"):
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, None or False, got 'dp'"):
         GraphedStep(make_loss(model), make_optimizer(model), BATCHES[0], group="dp")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import distributed
@@ -406,6 +407,54 @@ def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
 def test_ranks_begin_with_the_weights_of_the_first(tmp_path):
     ranks = distributed.run(train_on_ranks, str(tmp_path), "cpu", {}, 1, limit=240)
     check_on_ranks(ranks, rounding=1e-4)
+
+
+def train_again(rank: int, folder: str, kind: str) -> dict:
+    """Train with and without the graph, one after the other, or each process for itself."""
+    options = {"ddp_backend": "gloo", "bf16": True}
+    if kind == "graph_first":
+        trainer = make_trainer(folder, graph=True, **options)
+        trainer.train()
+        cuseq.disable(trainer)
+        trainer.train()
+        wrapped = type(trainer.model_wrapped).__name__
+        return {"wrapped": wrapped, "weights": [p.detach() for p in trainer.model.parameters()]}
+    trainer = make_trainer(folder, graph=False, **options)
+    trainer.train()
+    cuseq.disable(trainer)
+    with pytest.raises(ValueError, match="got the DistributedDataParallel of an earlier run"):
+        cuseq.enable(trainer, graph=True)
+    return {"wrapped": None, "weights": []}
+
+
+def test_a_model_is_prepared_again_for_ddp_after_the_graph(tmp_path):
+    first, second = distributed.run(train_again, str(tmp_path), "graph_first", limit=240)
+    assert first["wrapped"] == "DistributedDataParallel"
+    assert all(map(torch.equal, first["weights"], second["weights"]))
+
+
+def test_a_model_that_ddp_holds_is_refused(tmp_path):
+    distributed.run(train_again, str(tmp_path), "ddp_first", limit=240)
+
+
+def apart(rank: int, folder: str) -> list[list[torch.Tensor]]:
+    """Train with torch.distributed initialised, but not by torchrun: each process has its model."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    found = []
+    for graph in (True, False):
+        trainer = make_trainer(f"{folder}/{rank}", graph=graph)
+        trainer.model.lm_head.weight.data += rank
+        trainer.train()
+        found.append([p.detach() for p in trainer.model.parameters()])
+    return found
+
+
+def test_processes_that_train_apart_stay_apart(tmp_path):
+    first, second = distributed.run(apart, str(tmp_path), limit=240)
+    for mine, theirs in (first, second):
+        assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(first[0][-1], second[0][-1])
 
 
 FSDP2 = {

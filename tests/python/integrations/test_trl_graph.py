@@ -179,6 +179,22 @@ def test_an_sft_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):
     compare(trainer, twin, rounding=1e-2)
 
 
+@needs_a_head
+def test_tokens_are_counted_for_each_log(tmp_path):
+    options = dict(logging_steps=4, eval_strategy="steps", eval_steps=3, max_steps=7)
+    found = []
+    for graph in (True, False):
+        trainer = make_trainer(tmp_path, graph=graph, **options)
+        trainer.train()
+        trainer.train()
+        logs = [
+            {k: v for k, v in log.items() if "num_tokens" in k} for log in trainer.state.log_history
+        ]
+        found.append((logs, trainer._total_train_tokens))
+    assert found[0] == found[1]
+    assert any("eval_num_tokens" in log for log in found[0][0])
+
+
 def train_on_ranks(rank: int, folder: str, options: dict) -> list[dict]:
     found = []
     for graph in (True, False):
@@ -188,12 +204,18 @@ def train_on_ranks(rank: int, folder: str, options: dict) -> list[dict]:
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         weights = [p.detach() for p in trainer.model.parameters()]
-        found.append({"logs": logs, "weights": weights})
+        evaluated = [log.get("eval_num_tokens") for log in trainer.state.log_history]
+        if rank == 0:
+            trainer.log({"mine": 1.0})  # of a callback on the first rank alone
+        found.append({"logs": logs, "weights": weights, "evaluated": evaluated})
     return found
 
 
 @needs_a_head
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 3, "count": 60}])
+@pytest.mark.parametrize(
+    "options",
+    [{"eval_strategy": "steps", "eval_steps": 3}, {"gradient_accumulation_steps": 3, "count": 60}],
+)
 def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
     for mine, theirs in distributed.run(train_on_ranks, str(tmp_path), options, limit=240):
         for log, expected in zip(mine["logs"], theirs["logs"], strict=True):
@@ -201,3 +223,4 @@ def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
             for name in METRICS:
                 assert_close(log[name], expected[name], rtol=1e-3, atol=1e-3, msg=name)
         assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-3)
+        assert mine["evaluated"] == theirs["evaluated"]

@@ -22,6 +22,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from cuseq._base.arguments import check_flag
@@ -49,6 +50,7 @@ class GraphedTraining(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.step: GraphedStep | None = None
+        self._prepared: nn.Module | None = None  # of a run on several ranks, without DDP
         self._filter = False  # the run's logging_nan_inf_filter
         self._run = ExitStack()  # undoes what a run changed
         self._forget()
@@ -66,6 +68,10 @@ class GraphedTraining(TrainerCallback):
             raise _refused(
                 "one rank, or the model whole on each (DDP) or sharded by FSDP2",
                 f"{kind} on {args.world_size} ranks",
+            )
+        if isinstance(trainer.model_wrapped, DistributedDataParallel):
+            raise _refused(
+                "a model that is not wrapped yet", "the DistributedDataParallel of an earlier run"
             )
         handler = accelerator.ddp_handler
         if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
@@ -123,6 +129,7 @@ class GraphedTraining(TrainerCallback):
     def remove(self) -> None:
         """Restore the trainer's methods."""
         self.end()
+        self._forget_prepared()
         for name in ("training_step", *gradient_norm_names(), *self.more_methods()):
             delattr(self.trainer, name)
         del self.trainer.accelerator.prepare_model
@@ -144,11 +151,23 @@ class GraphedTraining(TrainerCallback):
         """
         accelerator = self.trainer.accelerator
         prepare = type(accelerator).prepare_model
+        is_copy = accelerator.distributed_type.name in _WHOLE_COPIES and not evaluation_mode
+        if is_copy:
+            self._forget_prepared()
         made = prepare(accelerator, model, device_placement, evaluation_mode=True)
-        if accelerator.distributed_type.name in _WHOLE_COPIES and not evaluation_mode:
+        if is_copy:
+            self._prepared = made
             for tensor in itertools.chain(model.parameters(), model.buffers()):
                 torch.distributed.broadcast(tensor.detach(), 0)
         return made
+
+    def _forget_prepared(self) -> None:
+        """Let accelerate prepare the model of the last run again, for others with DDP."""
+        if self._prepared is not None:
+            accelerator = self.trainer.accelerator
+            vars(self._prepared).pop("_is_accelerate_prepared", None)
+            accelerator.unwrap_model(self._prepared, keep_fp32_wrapper=False)
+            self._prepared = None
 
     # ---------------------------------------------------------------------------------- the loop
 
@@ -178,6 +197,7 @@ class GraphedTraining(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.end()
+        self._forget_prepared()
 
     def end(self) -> None:
         """Release the graph and its memory, and undo what the run changed, if there was one."""
@@ -298,6 +318,7 @@ class GraphedTraining(TrainerCallback):
             max_grad_norm=args.max_grad_norm if args.max_grad_norm > 0 else float("inf"),
             accumulation=steps,
             warmup=_WARMUP,
+            group=None if args.world_size > 1 else False,
             model=model,
         )
 
@@ -366,7 +387,7 @@ def check_option(graph: object, cp: object) -> None:
     """Raise if `graph`, an option of `cuseq.enable`, is not a bool or comes with `cp`."""
     check_flag(graph, "graph")
     if graph and cp is not None:
-        raise ValueError(f"cp must be None with graph=True, which takes one process, got {cp!r}")
+        raise ValueError(f"cp must be None with graph=True, got {cp!r}")
 
 
 def graph_of(trainer: Trainer) -> GraphedTraining | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor, nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from trl import SFTTrainer
 from trl.trainer import utils
 
@@ -116,10 +117,10 @@ class GraphedSFT(GraphedTraining):
     def step_of_the_trainer(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
     ) -> Tensor:
-        before, tokens = self.trainer._total_train_tokens, self._tokens_of(inputs)
+        before = self.trainer._total_train_tokens
         loss = super().step_of_the_trainer(model, inputs, num_items)
         self.trainer._total_train_tokens = before  # TRL has counted the padding too
-        self._tokens += tokens
+        self._count_tokens(self._tokens_of(inputs))
         return loss
 
     def count(self, batches: list[dict[str, Any]]) -> None:
@@ -132,7 +133,7 @@ class GraphedSFT(GraphedTraining):
         sums = torch.stack(metrics, 1).sum(0)
         self._sums = sums if self._sums is None else self._sums + sums
         self._counted += len(batches)
-        self._tokens += sum(self._tokens_of(batch["inputs"]) for batch in batches)
+        self._count_tokens(sum(self._tokens_of(batch["inputs"]) for batch in batches))
 
     def _tokens_of(self, inputs: dict[str, Any]) -> int:
         """Return the tokens of the row as it would be without graph=True."""
@@ -142,6 +143,44 @@ class GraphedSFT(GraphedTraining):
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         return self.trainer.accelerator.reduce(values, "sum")
 
+    def _count_tokens(self, tokens: int) -> None:
+        """Add a step's tokens of this rank to those of all, on several ranks without reading it."""
+        if self.trainer.accelerator.num_processes == 1:
+            self._add_tokens(tokens)
+            return
+        mine = torch.full((), tokens, device=self.trainer.args.device)
+        counted = self._sum_over_ranks(mine)
+        self._tokens = counted if self._tokens is None else self._tokens + counted
+
+    def _add_tokens(self, tokens: int) -> None:
+        trainer = self.trainer
+        trainer._total_train_tokens += tokens
+        trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
+
+    def _read_tokens(self) -> None:
+        """Give TRL the tokens of the steps so far, before it logs or evaluates."""
+        if self._tokens is not None:
+            self._add_tokens(int(self._tokens))
+            self._tokens = None
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._read_tokens()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._read_tokens()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._read_tokens()
+        super().on_train_end(args, state, control, **kwargs)
+
     def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         trainer = self.trainer
         if trainer.model.training and self._sums is not None:
@@ -149,18 +188,13 @@ class GraphedSFT(GraphedTraining):
                 mean = total / self._counted
                 trainer._metrics["train"][name].extend([mean] * self._counted)
             self._sums, self._counted = None, 0
-        if trainer.model.training and self._tokens:
-            tokens = torch.tensor(self._tokens, device=trainer.args.device)
-            trainer._total_train_tokens += int(self._sum_over_ranks(tokens))
-            trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
-            self._tokens = 0
         type(trainer).log(trainer, logs, start_time)
 
     def _forget(self) -> None:
         super()._forget()
         self._sums: Tensor | None = None  # of the metrics since the last log
         self._counted = 0  # batches in these sums
-        self._tokens = 0  # of this rank since the last log
+        self._tokens: Tensor | None = None  # of all ranks, that TRL has not been given
 
 
 @contextlib.contextmanager
