@@ -73,6 +73,10 @@ docs: linters # ruff also formats the signatures of the API pages
 	$(PY) -m pip install -q "mkdocs-material==9.8.1" "mkdocstrings[python]==1.0.8"
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict -f .github/mkdocs.yml
 
+DIST := dist
+release: lint docs
+	$(PY) scripts/release.py $(DIST)
+
 build: environment
 	bash scripts/build.sh "$(PY)" -q
 
@@ -80,4 +84,4 @@ environment:
 	PYTHON="$(PYTHON)" bash scripts/environment.sh "$(VENV)" "$(TORCH)" "$(TRANSFORMERS)"
 
 clean:
-	rm -rf build dist python/*.egg-info python/cuseq/lib python/cuseq/include python/cuseq/*.so python/cuseq/_build_config.py
+	rm -rf build dist python/*.egg-info python/cuseq/lib python/cuseq/include python/cuseq/share python/cuseq/*.so python/cuseq/_build_config.py

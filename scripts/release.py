@@ -1,0 +1,86 @@
+"""Check that everything of a release is there: `make release` after the wheels were built.
+
+    release.py DIST     DIST has the source distribution and the folders of scripts/wheels.py
+
+Prints a line for each check, and what to do where it fails. Publishes nothing. Exits with 1 if
+something is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+Check = tuple[str, str | None]  # what is checked, and what to do if it fails
+
+
+def version_of(root: Path) -> str:
+    (version,) = re.findall(
+        r'^__version__ = "(.*)"$', (root / "python/cuseq/_version.py").read_text(), re.M
+    )
+    return version
+
+
+def checks(root: Path, dist: Path) -> Iterator[Check]:
+    """Yield the checks of a tree and of its built files."""
+    version = version_of(root)
+    changed = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True
+    ).stdout.strip()
+    yield "the tree is committed", changed and "commit or drop what `git status` shows"
+    newest = re.findall(r"^## (.*)$", (root / "CHANGELOG.md").read_text(), re.M)[0]
+    dated = re.fullmatch(re.escape(version) + r" \(\d{4}-\d\d-\d\d\)", newest)
+    yield (
+        f"CHANGELOG.md begins with {version} and its date",
+        None if dated else f'begin it with "## {version} (year-month-day)", not "## {newest}"',
+    )
+    cells = json.loads((root / "scripts/versions.json").read_text())["cells"]
+    records = {one["cell"]: one for one in json.loads((root / "docs/versions.json").read_text())}
+    for cell in cells:
+        record = records.get(cell)
+        passed = record is not None and record["failed"] == 0
+        yield f"cell {cell} has passed", None if passed else f"make matrix CELL={cell}"
+    source = dist / f"cuseq-{version}.tar.gz"
+    yield (
+        "the source distribution is built",
+        None if source.is_file() else f"python -m build --sdist --outdir {dist}",
+    )
+    minors = {minor_of(cell["packages"]["torch"]) for cell in cells.values()} - {None}
+    for minor in sorted(minors):
+        for kind in ("cpu", "cu"):
+            found = [*dist.glob(f"torch{minor}-{kind}*/cuseq-{version}+torch{minor}.{kind}*.whl")]
+            yield (
+                f"there are wheels for torch {minor}, {kind}",
+                None if found else f"python scripts/wheels.py {dist} PYTHON, with that torch",
+            )
+    pages = [folder for folder in dist.glob("torch*") if not (folder / "index.html").is_file()]
+    yield "wheels have their pages", pages and f"python scripts/wheels.py --index {dist}" or None
+
+
+def minor_of(torch: str) -> str | None:
+    """Return 2.11 of 2.11.0; None of `newest`, which has no number."""
+    found = re.match(r"\d+\.\d+", torch)
+    return found and found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("dist", type=Path, metavar="DIST")
+    missing = 0
+    for what, remedy in checks(ROOT, parser.parse_args().dist.resolve()):
+        print(f"{'missing' if remedy else 'ok':<8} {what}" + (f": {remedy}" if remedy else ""))
+        missing += bool(remedy)
+    print(f"{missing} missing" if missing else f"cuseq {version_of(ROOT)} is ready to be published")
+    sys.exit(missing > 0)
+
+
+if __name__ == "__main__":
+    main()
