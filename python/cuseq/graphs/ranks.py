@@ -74,8 +74,9 @@ class Ranks:
             kind = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
             facts[f"shape, dtype and requires_grad of parameter {number}"] = kind
         if not are_sharded:
-            sums = torch.stack([_sum_of_bits(p.detach()) for p in parameters]).tolist()
-            facts |= {f"the values of parameter {n}": total for n, total in enumerate(sums)}
+            sums = [_sum_of_bits(p.detach()).to(self._device) for p in parameters]
+            values = torch.stack(sums).tolist()  # one wait
+            facts |= {f"the values of parameter {n}": total for n, total in enumerate(values)}
         self._check_equal(facts)
 
     def _check_equal(self, facts: dict[str, object]) -> None:

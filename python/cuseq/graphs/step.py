@@ -449,9 +449,10 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a group, with numbers in place of tensors."""
-    options = {name: value for name, value in group.items() if name != "params"}
-    return {n: v.tolist() if isinstance(v, Tensor) else v for n, v in options.items()}
+    """Return the options of a group that are numbers or words, as Python's, without its objects."""
+    options = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items()}
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return {n: v for n, v in options.items() if isinstance(v, plain) and n != "params"}
 
 
 def _number(rate: float | Tensor) -> float | Tensor:
