@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from processes import default_ranks, run_ranks
+from processes import become_rank, default_ranks, run_ranks
 from rank_models import SHAPES
 from report import Report, Table, arguments, environment
 from timer import WHOLE, Clock, synchronize
@@ -180,8 +179,7 @@ def work(
     rank: int, port: int, folder: Path, name: str, tokens: int, args: argparse.Namespace
 ) -> None:
     """Measure the variants of a shape and a row length as one rank; rank 0 writes their rows."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank)}
+    become_rank(rank, args.ranks, port)
     device = torch.device(args.device, rank if args.device == "cuda" else None)
     if args.device == "cuda":
         torch.cuda.set_device(device)

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -45,7 +44,7 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
-from processes import default_ranks, run_ranks
+from processes import become_rank, default_ranks, run_ranks
 from rank_models import SHAPES, Flops, Unsharded, peak_flops
 from report import ROOT, Report, Table, arguments, environment
 from timer import Clock, synchronize
@@ -263,10 +262,7 @@ def work(
     rank: int, port: int, folder: Path, name: str, variant: str, cp: int, args: argparse.Namespace
 ) -> None:
     """Measure a variant as one rank; rank 0 adds its row to `folder / ROWS`."""
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+    become_rank(rank, args.ranks, port)
     join_ranks()
     documents = datasets.load_from_disk(str(folder / "documents"))
     row = Bench(name, variant, cp, documents, args).measure()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,14 @@ import torch.multiprocessing
 def default_ranks() -> int:
     """Return how many ranks a benchmark of several has: the GPUs, or 2 where there are fewer."""
     return max(2, torch.cuda.device_count())
+
+
+def become_rank(rank: int, ranks: int, port: int) -> None:
+    """Give this process of `run_ranks` the environment that torchrun gives a rank."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def run_ranks(work: Callable[..., None], ranks: int, *given: Any) -> None:

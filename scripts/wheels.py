@@ -30,11 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ARCHS = "80;90;100;120"
 # Torch and CUDA come with the torch that is installed, which is imported first.
 NOT_OURS = ("libtorch*", "libc10*", "libcuda*", "libcublas*", "libcudnn*", "libnccl*", "libnvrtc*")
-FACTS = """
-import json, torch
-cuda = torch.version.cuda
-print(json.dumps({"torch": torch.__version__, "cuda": cuda}))
-"""
 
 
 def run(*command: str | Path, **environment: str) -> str:
@@ -49,9 +44,9 @@ def run(*command: str | Path, **environment: str) -> str:
 
 def label_of(python: str) -> str:
     """Return what tells the wheels of an interpreter's torch from others: torch2.11.cpu."""
-    facts = json.loads(run(python, "-c", FACTS))
-    minor = ".".join(facts["torch"].split(".")[:2])
-    has_kernels = facts["cuda"] is not None and os.environ.get("CUSEQ_CUDA") != "off"
+    facts = json.loads(run(python, ROOT / "cmake" / "torch_info.py"))
+    minor = ".".join(facts["version"].split(".")[:2])
+    has_kernels = facts["cuda"] and os.environ.get("CUSEQ_CUDA") != "off"
     return f"torch{minor}.{'cu' + facts['cuda'].replace('.', '') if has_kernels else 'cpu'}"
 
 
@@ -61,14 +56,9 @@ def build(python: str, out: Path) -> Path:
     folder = out / label.replace(".c", "-c")
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        options = (
-            {}
-            if label.endswith("cpu")
-            else {"CUSEQ_CUDA_ARCHS": ARCHS}
-            | {name: value for name, value in os.environ.items() if name == "CUSEQ_CUDA_ARCHS"}
-        )
+        archs = os.environ.get("CUSEQ_CUDA_ARCHS", ARCHS)
         pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-        run(*pip, "-w", work / "built", ROOT, **options)
+        run(*pip, "-w", work / "built", ROOT, CUSEQ_CUDA_ARCHS=archs)
         labelled = relabelled(next((work / "built").glob("*.whl")), label, work)
         excluded = [word for name in NOT_OURS for word in ("--exclude", name)]
         repair = [sys.executable, "-m", "auditwheel", "repair", *excluded]

@@ -1,8 +1,9 @@
-"""Import of files of examples/, which is not a package, and runs of their main function."""
+"""Import of files of examples/ and scripts/, which are no packages, and runs of examples."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def script(name: str) -> ModuleType:
+    """Return the module scripts/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager

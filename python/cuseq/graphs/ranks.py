@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from cuseq._base.arguments import shown
+from cuseq._base.modes import is_capturing
 
 LastBackward = Callable[[], AbstractContextManager[None]]
 
@@ -48,7 +49,7 @@ class Ranks:
         group: of all ranks that hold a copy of the model or a shard.
         parameters: of the model.
         are_sharded: whether they are DTensors, whose gradients FSDP2 reduces, and not copies.
-        numbers: most numbers that the ranks agree on at once, beside one a parameter.
+        layouts: number of the layouts of a batch, for each of which the ranks agree on a number.
         facts: what must be the same on all ranks, by name.
 
     Raises:
@@ -61,15 +62,16 @@ class Ranks:
         parameters: Sequence[Tensor],
         *,
         are_sharded: bool,
-        numbers: int,
+        layouts: int,
         **facts: object,
     ):
         self._given, self._device = group, parameters[0].device
         self._hosts, self._group = _groups_of_our_own(group, self._device)
         self.rank = dist.get_rank(group)
         self._expected: list[int] = []  # which parameters had a gradient on any rank
-        self._width = 8 + numbers + len(parameters)
+        self._width = 8 + layouts + len(parameters)
         self._is_broken = False
+        facts["layouts"] = layouts
         for number, parameter in enumerate(parameters):
             kind = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
             facts[f"shape, dtype and requires_grad of parameter {number}"] = kind
@@ -157,21 +159,16 @@ class Ranks:
     # ------------------------------------------------------------------------------ the gradients
 
     @contextlib.contextmanager
-    def averaging(
-        self, parameters: Sequence[Tensor], *, is_captured: bool
-    ) -> Iterator[LastBackward]:
+    def averaging(self, parameters: Sequence[Tensor]) -> Iterator[LastBackward]:
         """Average the gradients of the body's batches over the ranks, when it ends.
 
         It yields a context for the last backward, in which averages begin as gradients come, in an
         order that is the same on all ranks; no rank enters it if another has raised before. A
         parameter without a gradient on this rank counts as one of zeros if another rank has one.
 
-        Args:
-            parameters: with gradients, or None.
-            is_captured: whether a graph is captured, so that nothing runs.
-
         Raises:
-            ValueError: other parameters require gradients on another rank.
+            ValueError: other parameters require gradients on another rank; or the body called a
+                DistributedDataParallel.
             RuntimeError: a parameter got its gradient twice in the last backward; or another rank
                 raised.
         """
@@ -191,11 +188,11 @@ class Ranks:
                     "the parameters that require gradients must be the same on all ranks of group, "
                     f"got others on some: {len(parameters)} here"
                 )
-            backward_began = not is_captured
+            backward_began = not is_capturing(self._device)  # else nothing runs
             with averages.begun_by_hooks():
                 yield
 
-        with self.telling(has_begun=lambda: backward_began):
+        with self.telling(has_begun=lambda: backward_began), _without_ddp():
             yield last_backward
         try:
             self._expected = self.agree([p.grad is not None for p in parameters])
@@ -203,6 +200,12 @@ class Ranks:
             self._break_if(backward_began)
             raise
         averages.finish(self._expected)
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Return a context for what follows the averages, which changes the weights."""
+        if is_capturing(self._device):
+            return contextlib.nullcontext()  # nothing runs, and after a capture the ranks agree
+        return self.telling(has_begun=lambda: True)
 
 
 class _Averages:
@@ -341,7 +344,7 @@ def group_of_ranks(group: ProcessGroup | Literal[False] | None) -> ProcessGroup 
 
 
 @contextlib.contextmanager
-def without_ddp() -> Iterator[None]:
+def _without_ddp() -> Iterator[None]:
     """Refuse a DistributedDataParallel that the body calls: gradients are averaged here."""
     forward = DistributedDataParallel.forward
 

@@ -17,9 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
-from cuseq._base.modes import is_capturing
 from cuseq.graphs.batch import StaticBatch
-from cuseq.graphs.ranks import LastBackward, Ranks, group_of_ranks, without_ddp
+from cuseq.graphs.ranks import LastBackward, Ranks, group_of_ranks
 
 
 class GraphedStep:
@@ -138,7 +137,6 @@ class GraphedStep:
         if obstacle is not None:
             self._give_up(obstacle)
         self._ranks: Ranks | None = None
-        self._is_first = True
         self._are_sharded = _are_sharded(optimizer)
         modules = () if model is None else model.modules()
         # A forward elsewhere may leave them gathered, with the weights of then.
@@ -150,7 +148,7 @@ class GraphedStep:
             )
         together = group_of_ranks(group)
         if together is not None:
-            own = [p for group in _parameters(optimizer) for p in group]
+            own = _all_parameters(optimizer)
             held = set(map(id, own))
             others: list[Tensor] = [] if model is None else list(model.parameters())
             frozen = [p for p in others if id(p) not in held and not self._are_sharded]
@@ -158,7 +156,6 @@ class GraphedStep:
                 together,
                 own + frozen,
                 are_sharded=self._are_sharded,
-                numbers=len(self._rooms),
                 accumulation=len(self._batches),
                 warmup=self._plain_steps_left,
                 max_grad_norm=max_grad_norm,
@@ -232,7 +229,7 @@ class GraphedStep:
             RuntimeError: another rank raised, or is gone.
         """
         if self._ranks is not None:
-            with self._ranks.averaging(self._averaged(), is_captured=False) as last_backward:
+            with self._ranks.averaging(self._averaged()) as last_backward:
                 with last_backward():
                     pass
 
@@ -240,8 +237,7 @@ class GraphedStep:
         """Return the parameters whose gradients are averaged here."""
         if self._are_sharded:
             return []
-        parameters = (p for group in _parameters(self._optimizer) for p in group)
-        return [p for p in parameters if p.requires_grad]
+        return [p for p in _all_parameters(self._optimizer) if p.requires_grad]
 
     def _agree(self, ranks: Ranks, stale: bool) -> bool:
         """Make this step as the other ranks do; return whether the graph of one is stale."""
@@ -292,23 +288,18 @@ class GraphedStep:
         """Run the step over the static batches; gradients must be None before."""
         if self._ranks is None:
             loss = self._make_gradients(nullcontext)
-        else:
-            is_captured = is_capturing(self._device)
-            averaging = self._ranks.averaging(self._averaged(), is_captured=is_captured)
-            with averaging as last_backward, without_ddp() if self._is_first else nullcontext():
-                loss = self._make_gradients(last_backward)
-            self._is_first = False
-            if not is_captured:  # after a capture the ranks agree anyway
-                with self._ranks.telling(has_begun=lambda: True):
-                    self._update()
-                return loss
-        self._update()
+            self._update()
+            return loss
+        with self._ranks.averaging(self._averaged()) as last_backward:
+            loss = self._make_gradients(last_backward)
+        with self._ranks.updating():
+            self._update()
         return loss
 
     def _update(self) -> None:
         """Clip the gradients and step the optimizer."""
         if self._max_grad_norm is not None:
-            parameters = [p for group in _parameters(self._optimizer) for p in group]
+            parameters = _all_parameters(self._optimizer)
             norm: Any = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
             self._grad_norm = norm.full_tensor() if self._are_sharded else norm
         self._optimizer.step()
@@ -448,6 +439,10 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def _all_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in _parameters(optimizer) for p in group]
+
+
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a group that are numbers or words, as Python's, without its objects."""
     options = {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items()}
@@ -527,7 +522,7 @@ def _undone_if_it_fails(device: torch.device) -> Iterator[Any]:
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
-    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    devices = {p.device for p in _all_parameters(optimizer)}
     if len(devices) != 1:
         raise ValueError(
             "optimizer must have its parameters on one device, got them on "
@@ -545,7 +540,7 @@ def _are_sharded(optimizer: Optimizer) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return False
-    found = [isinstance(p, module.DTensor) for group in _parameters(optimizer) for p in group]
+    found = [isinstance(p, module.DTensor) for p in _all_parameters(optimizer)]
     if any(found) and not all(found):
         raise ValueError(
             "optimizer must have parameters that are all sharded or all whole, got "

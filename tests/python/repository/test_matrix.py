@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -14,19 +13,13 @@ from pathlib import Path
 
 import conftest
 import pytest
+from example_modules import script
 
 ROOT = Path(__file__).resolve().parents[3]
 MINOR = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def load_matrix():
-    spec = importlib.util.spec_from_file_location("matrix", ROOT / "scripts" / "matrix.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix = load_matrix()
+matrix = script("matrix")
 VERSIONS, CELLS = matrix.VERSIONS, matrix.CELLS
 
 

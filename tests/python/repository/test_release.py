@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from example_modules import script
 
-ROOT = Path(__file__).parents[3]
 CELLS = {"old": {"packages": {"torch": "2.11.0"}}, "new": {"packages": {"torch": "newest"}}}
 
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("release")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -13,18 +12,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from example_modules import script
 
-ROOT = Path(__file__).parents[3]
 METADATA = "Metadata-Version: 2.4\nName: cuseq\nVersion: 0.2.0\nRequires-Dist: torch>=2.11\n"
 
 
 @pytest.fixture(scope="module")
 def wheels() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wheels", ROOT / "scripts" / "wheels.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("wheels")
 
 
 @pytest.fixture
@@ -82,6 +77,8 @@ def test_the_label_follows_torch_and_the_setting(
 ):
     (tmp_path / "torch").mkdir()
     facts = f"from types import SimpleNamespace\n__version__ = {version!r}\n"
+    facts += "compiled_with_cxx11_abi = lambda: True\n"
+    facts += "cuda = SimpleNamespace(is_available=lambda: False)\n"
     (tmp_path / "torch" / "__init__.py").write_text(
         facts + f"version = SimpleNamespace(cuda={cuda!r})\n"
     )
