@@ -20,9 +20,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files to the site."""
     found = dict(PAGES)
     found |= {
-        f"examples/{path.name}": f"examples/{path.name}"
-        for path in ROOT.glob("examples/*")
-        if path.suffix in (".py", ".sh")
+        str(path.relative_to(ROOT)): str(path.relative_to(ROOT))
+        for path in ROOT.glob("examples/**/*")
+        if path.suffix in (".py", ".sh", ".cpp")
     }
     for path in sorted((ROOT / "benchmarks" / "results").glob("*/*")):
         if path.suffix in (".md", ".png"):
