@@ -9,17 +9,9 @@ from typing import Any
 
 import datasets
 import torch
+import transformers
 from _ranks import say
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
@@ -35,6 +27,8 @@ SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_at
              num_key_value_heads=2, head_dim=32)  # fmt: skip
 LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
              num_key_value_heads=8, head_dim=128)  # fmt: skip
+
+Tokens = transformers.PreTrainedTokenizerBase
 
 datasets.disable_progress_bars()
 logging.disable_progress_bar()
@@ -64,7 +58,8 @@ class Inputs:
     )
     longer: str | None = HfArg(
         default=None,
-        help="split or drop longer ones (default: split, for the standard library drop)",
+        help="what becomes of longer ones (default: split, for the standard library drop)",
+        metadata={"choices": ["split", "drop"]},
     )
 
     def __post_init__(self) -> None:
@@ -72,15 +67,13 @@ class Inputs:
         if self.longest is None:
             self.longest = self.row_length // (4 if own else 1)
         self.longer = self.longer or ("drop" if own else "split")
-        if self.longer not in ("split", "drop"):
-            raise SystemExit(f"--longer must be split or drop, got {self.longer}")
         if not 2 <= self.longest <= self.row_length:
             raise SystemExit(
                 f"--longest must be from 2 to --row_length ({self.row_length}), got {self.longest}"
             )
 
 
-def load(inputs: Inputs) -> tuple[datasets.Dataset, PreTrainedTokenizerBase]:
+def load(inputs: Inputs) -> tuple[datasets.Dataset, Tokens]:
     """Return sequences (`input_ids`, `length`) and the tokenizer; print what became of them."""
     texts = read_texts(inputs.data)
     tokenizer = tokenizer_of(inputs.model, texts)
@@ -123,14 +116,14 @@ def read_texts(path: str | None) -> datasets.Dataset:
     )  # fmt: skip
     if not files:
         raise SystemExit(f"--data {path}: no file there ends in {' '.join(sorted(kinds))}")
-    parts, plain, undecodable = [], [], 0
+    parts, plain = [], []
     for file in files:
         builder = BUILDERS.get(file.suffix.lower())
         if builder is None:
             try:
                 plain.append(file.read_text(encoding="utf-8"))
             except UnicodeDecodeError:
-                undecodable += 1
+                plain.append("")
             except OSError as error:
                 raise SystemExit(f"{file}: cannot be read ({error.strerror})") from error
             continue
@@ -147,25 +140,23 @@ def read_texts(path: str | None) -> datasets.Dataset:
     if len(found) == 0:
         raise SystemExit(f"--data {path}: no text in {len(files)} files")
     if skipped := len(texts) - len(found):
-        say(f"Skipped, without text: {skipped:,}.")
-    if undecodable:
-        say(f"Skipped, files that are not in UTF-8: {undecodable:,}.")
+        say(f"Skipped, without text or not in UTF-8: {skipped:,}.")
     return found
 
 
-def tokenizer_of(model: str | None, texts: datasets.Dataset) -> PreTrainedTokenizerBase:
+def tokenizer_of(model: str | None, texts: datasets.Dataset) -> Tokens:
     """Return a model's tokenizer, or a byte-level BPE trained on the first texts if it has none."""
     vocab_size = 4096
     try:
         # transformers makes an empty tokenizer for a folder that has none.
         if has_files(model, "tokenizer*", "vocab*", "*.model"):
-            found = AutoTokenizer.from_pretrained(model)
+            found = transformers.AutoTokenizer.from_pretrained(model)
             found.pad_token = found.pad_token or found.eos_token
             return found
         if has_files(model, *WEIGHTS):
             raise ValueError("it has weights and no tokenizer, whose ids they would know")
         if model is not None:
-            config = AutoConfig.from_pretrained(model).get_text_config()
+            config = transformers.AutoConfig.from_pretrained(model).get_text_config()
             vocab_size = min(vocab_size, config.vocab_size)
     except (OSError, ValueError) as error:
         raise unusable(model, error) from error
@@ -177,26 +168,27 @@ def tokenizer_of(model: str | None, texts: datasets.Dataset) -> PreTrainedTokeni
                                   initial_alphabet=alphabet, show_progress=False)  # fmt: skip
     first = (texts[i]["text"][:MOST_CHARACTERS] for i in range(min(1000, len(texts))))
     tokenizer.train_from_iterator(first, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    special = dict(eos_token=END, pad_token=END)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def make_model(
     inputs: Inputs, vocab_size: int, device: str = "cpu", **options: Any
-) -> PreTrainedModel:
+) -> transformers.PreTrainedModel:
     """Return the model, in fp32 unless `options` of `from_pretrained` say else; seed first."""
     options = {"dtype": torch.float32} | options
     try:
         if inputs.model is None:
-            shape = LARGE if torch.cuda.is_available() else SMALL
-            config = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=inputs.row_length,
-                                 tie_word_embeddings=True, **shape)  # fmt: skip
+            shape = dict(LARGE if torch.cuda.is_available() else SMALL, vocab_size=vocab_size)
+            shape["max_position_embeddings"] = inputs.row_length
+            config = transformers.Qwen3Config(tie_word_embeddings=True, **shape)
         else:
-            config = AutoConfig.from_pretrained(inputs.model)
+            config = transformers.AutoConfig.from_pretrained(inputs.model)
         if has_files(inputs.model, *WEIGHTS):
-            model = AutoModelForCausalLM.from_pretrained(inputs.model, **options)
+            model = transformers.AutoModelForCausalLM.from_pretrained(inputs.model, **options)
         else:
             with torch.device(device):  # drawing large weights on the host takes long
-                model = AutoModelForCausalLM.from_config(config, **options)
+                model = transformers.AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError) as error:
         raise unusable(inputs.model, error) from error
     if (has := model.get_input_embeddings().num_embeddings) < vocab_size:

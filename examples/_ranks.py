@@ -63,6 +63,12 @@ def join_ranks() -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
 
+def on_device(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with its tensors, and its layout, on this process's device."""
+    return {name: value.to(KIND, non_blocking=True) if hasattr(value, "to") else value
+            for name, value in batch.items()}  # fmt: skip
+
+
 def say(text: str) -> None:
     """Print on the first rank alone."""
     if int(os.environ.get("RANK", "0")) == 0:

@@ -14,13 +14,14 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from _inputs import Inputs, load, make_model
-from _ranks import KIND
+from _ranks import KIND, on_device
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel
@@ -29,6 +30,7 @@ from transformers.hf_argparser import HfArg
 import cuseq
 
 ON_GPU = KIND == "cuda"
+RATE = 3e-4 if ON_GPU else 3e-3
 WAYS = {
     "padded": "padded, sdpa",
     "packed": "packed, sdpa",
@@ -45,21 +47,18 @@ class Options(Inputs):
 
     ways: list[str] = HfArg(
         default_factory=lambda: list(WAYS)[: 4 if ON_GPU else 3],
-        help=f"some of {' '.join(WAYS)} (default: all, on a CPU without the last)",
+        help="(default: all, on a CPU without the last)",
+        metadata={"choices": list(WAYS)},
     )
     steps: int = HfArg(default=25, help="optimizer steps, a row each")
     warmup: int = HfArg(default=2, help="first steps that are not timed")
     batch_size: int = HfArg(default=8, help="documents of a padded batch")
-    learning_rate: float = HfArg(
-        default=3e-4 if ON_GPU else 3e-3, help="of AdamW; for a checkpoint try 2e-5"
-    )
+    learning_rate: float = HfArg(default=RATE, help="of AdamW; for a checkpoint try 2e-5")
     seed: int = HfArg(default=0, help="of the weights and the documents' order")
     out: Path = HfArg(default=Path(__file__).parent / "out", help="folder of results")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if unknown := set(self.ways) - set(WAYS):
-            raise SystemExit(f"--ways must be some of {' '.join(WAYS)}, got {unknown.pop()}")
         if not 0 <= self.warmup < self.steps:
             raise SystemExit(f"--warmup must be below --steps ({self.steps}), got {self.warmup}")
         if self.batch_size < 1:
@@ -71,7 +70,7 @@ class Run:
     """What one way of training gave."""
 
     way: str
-    losses: list[float] = field(default_factory=list)
+    losses: list[float]
     tokens_per_second: float | None = None
     ms_per_step: float | None = None
     padding: float = 0.0
@@ -85,16 +84,15 @@ def main() -> None:
     except OSError as error:
         raise SystemExit(f"--out {options.out}: cannot be made ({error.strerror})") from error
     sequences, tokenizer = load(options)
-    sampler = cuseq.data.PackedBatchSampler(
-        sequences["length"], options.row_length, seed=options.seed
-    )
+    seed, row_length = options.seed, options.row_length
+    sampler = cuseq.data.PackedBatchSampler(sequences["length"], row_length, seed=seed)
     chosen = itertools.islice(itertools.cycle(sampler), options.steps)
     steps = [[{"input_ids": sequences[i]["input_ids"]} for i in row] for row in chosen]
     for row in steps:  # a sampler's rows begin with the longest, which would save padding
-        random.Random(options.seed).shuffle(row)
+        random.Random(seed).shuffle(row)
     runs: list[Run] = []
     for way in options.ways:
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
         model = make_model(options, len(tokenizer), KIND, attn_implementation="sdpa",
                            dtype=torch.bfloat16 if ON_GPU else torch.float32)  # fmt: skip
         runs.append(train(way, model.train(), steps, tokenizer.pad, options))
@@ -133,34 +131,29 @@ def train(
             layer.compile(fullgraph=True, dynamic=False)
         model.loss_function = torch.compile(model.loss_function, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=ON_GPU)
-    run, losses, real, given, begin = Run(way), [], 0, 0, 0.0
+    losses, real, given, begin = [], 0, 0, now()
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
-    try:
+    with suppress(KeyboardInterrupt):
         for step, row in enumerate(tqdm(steps, desc=WAYS[way], unit="step")):
             if step == options.warmup:
-                begin = now()
+                real, given, begin = 0, 0, now()
             total = torch.zeros((), device=KIND)
             for batch in batches_of(way, row, pad, options):
-                given += batch["input_ids"].numel() if step >= options.warmup else 0
-                inputs = {k: v.to(KIND, non_blocking=True) if hasattr(v, "to") else v
-                          for k, v in batch.items()}  # fmt: skip
-                loss = model(**inputs, use_cache=False).loss
+                given += batch["input_ids"].numel()
+                loss = model(**on_device(batch), use_cache=False).loss
                 loss.backward()
                 total += loss.detach()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(total)
-            real += sum(len(one["input_ids"]) for one in row) if step >= options.warmup else 0
-    except KeyboardInterrupt:
-        pass
+            real += sum(len(one["input_ids"]) for one in row)
     seconds, timed = now() - begin, len(losses) - options.warmup
-    run.losses = [loss.item() for loss in losses]
+    run = Run(way, [loss.item() for loss in losses])
     if timed > 0:
         run.tokens_per_second, run.ms_per_step = real / seconds, 1e3 * seconds / timed
         run.padding = 1 - real / given
-    if ON_GPU:
-        run.gib = torch.cuda.max_memory_allocated() / 2**30
+    run.gib = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
     return run
 
 
@@ -174,9 +167,7 @@ def report(runs: list[Run], options: Options) -> None:
     """Print the table, and write it as JSON and as a picture."""
     packed = next((run.tokens_per_second for run in runs if run.way == "packed"), None)
     print(f"\n{'':24}  tokens/s  of packed  ms/step  padding    GiB    loss")
-    for run in runs:
-        if run.tokens_per_second is None:
-            continue
+    for run in (run for run in runs if run.tokens_per_second is not None):
         speed = f"{run.tokens_per_second / packed:.2f}x" if packed else "-"
         gib = "-" if run.gib is None else f"{run.gib:.1f}"
         print(
@@ -187,11 +178,7 @@ def report(runs: list[Run], options: Options) -> None:
     if {"packed", "cuseq"} <= losses.keys():
         apart = max(abs(a - b) for a, b in zip(losses["packed"], losses["cuseq"]))
         print(f"Losses of packed sdpa and packed cuseq differ by at most {apart:.1e}.")
-    results = {
-        "options": asdict(options),
-        "torch": torch.__version__,
-        "runs": list(map(vars, runs)),
-    }
+    results = dict(options=asdict(options), torch=torch.__version__, runs=[vars(r) for r in runs])
     (options.out / "compare.json").write_text(json.dumps(results, indent=2, default=str) + "\n")
 
     figure = Figure(figsize=(12, 4.5), layout="constrained")
@@ -200,10 +187,7 @@ def report(runs: list[Run], options: Options) -> None:
         curves.plot(run.losses, color=COLORS[run.way], label=WAYS[run.way], linewidth=width)
     curves.set(title="Loss", xlabel="optimizer step")
     curves.legend(frameon=False)
-    names, colors = (
-        [WAYS[run.way].replace(", ", "\n") for run in runs],
-        [COLORS[r.way] for r in runs],
-    )
+    names, colors = zip(*((WAYS[run.way].replace(", ", "\n"), COLORS[run.way]) for run in runs))
     for axes, name, title in zip(bars, ("tokens_per_second", "gib"), ("Real tokens/s", "Peak GiB")):
         drawn = axes.bar(names, [getattr(run, name) or 0 for run in runs], color=colors)
         axes.bar_label(drawn, fmt="{:,.0f}" if name == "tokens_per_second" else "{:.1f}")

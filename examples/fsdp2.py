@@ -28,13 +28,12 @@ from _ranks import (
     join_ranks,
     make_mesh,
     newest_checkpoint,
+    on_device,
     options_of,
     say,
 )
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import pad
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
@@ -63,9 +62,8 @@ class Options(Inputs):
 
 
 def main() -> None:
-    (options,) = HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses()
     join_ranks()
-    train(options)
+    train(*HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses())
     dist.destroy_process_group()
 
 
@@ -83,7 +81,7 @@ def train(options: Options) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, fused=KIND == "cuda")
     dp, cp = mesh["dp"], context_parallel(mesh, model.config)
     rows = Rows(documents, options, dp.get_local_rank(), dp.size(), cp)
-    first, losses = 0 if saved is None else restore(Path(saved), model, optimizer, rows), []
+    first, losses = restore(saved, model, optimizer, rows) if saved else 0, []
     progress = tqdm(range(first, options.steps), unit="step", disable=dist.get_rank() != 0)
     schedule = get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
     for _ in range(first):
@@ -119,21 +117,14 @@ class Rows:
     def __init__(self, documents: Any, options: Options, rank: int, ranks: int, cp: Any):
         self._accumulation, self._used = options.accumulation, 0
         self._sampler = cuseq.data.PackedBatchSampler(
-            documents["length"],
-            options.row_length,
-            rank=rank,
-            world_size=ranks,
-            balance="attention",
-            accumulation=options.accumulation,
-            seed=options.seed,
-        )
+            documents["length"], options.row_length, rank=rank, world_size=ranks,
+            balance="attention", accumulation=options.accumulation, seed=options.seed,
+        )  # fmt: skip
         self._loader = DataLoader(
-            documents.select_columns("input_ids"),
-            batch_sampler=self._sampler,
+            documents.select_columns("input_ids"), batch_sampler=self._sampler,
             collate_fn=cuseq.PackingCollator(total_tokens=options.row_length, cp=cp),
-            num_workers=2 if KIND == "cuda" else 0,
-            pin_memory=KIND == "cuda",
-        )
+            num_workers=2 if KIND == "cuda" else 0, pin_memory=KIND == "cuda",
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[list[Batch]]:
         step: list[Batch] = []
@@ -155,14 +146,12 @@ class Rows:
         self._used = self._sampler.state_dict()["step"]
 
 
-def make_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch], ranks: int
-) -> torch.Tensor:
+def make_step(model: Any, optimizer: Any, batches: list[Batch], ranks: int) -> torch.Tensor:
     """Make one optimizer step on `ranks` ranks, and return this one's part of the loss."""
-    batches = [{k: v.to(KIND, non_blocking=True) if hasattr(v, "to") else v for k, v in one.items()}
-               for one in batches]  # fmt: skip
+    batches = [on_device(batch) for batch in batches]
     for batch in batches:  # a part of a row has them already, since its neighbours are elsewhere
-        batch.setdefault("shift_labels", pad(batch["labels"][:, 1:], (0, 1), value=-100))
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        batch.setdefault("shift_labels", shifted)
     kept = cuseq.distributed.ContextParallel.num_items(batches)  # labels of all ranks
     total = torch.zeros((), device=KIND)
     for batch in batches:
@@ -189,22 +178,21 @@ def state_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[
 
 def save(path: Path, model: Any, optimizer: Any, rows: Rows, steps: int) -> None:
     """Write a checkpoint. It counts once its state.json is there, which comes last."""
-    writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
+    writer = dcp.HuggingFaceStorageWriter(str(path), save_distributed=True)
     dcp.save(state_of(model, optimizer)[2], storage_writer=writer)
     dist.barrier()
     if dist.get_rank() == 0:
-        facts = {"steps": steps, "rows": rows.state_dict()}
-        (path / "state.json").write_text(json.dumps(facts))
+        (path / "state.json").write_text(json.dumps({"steps": steps, "rows": rows.state_dict()}))
 
 
-def restore(path: Path, model: Any, optimizer: Any, rows: Rows) -> int:
+def restore(path: str, model: Any, optimizer: Any, rows: Rows) -> int:
     """Read a checkpoint, and return the number of steps that it is after."""
-    facts = json.loads((path / "state.json").read_text())
+    facts = json.loads(Path(path, "state.json").read_text())
     rows.load_state_dict(facts["rows"])
     weights, moments, tensors = state_of(model, optimizer)
-    dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))  # in place
-    given = dict(model_state_dict=weights, optim_state_dict=moments)
-    states.set_state_dict(model, optimizer, **given, options=FLAT)
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))  # in place
+    given = dict(model_state_dict=weights, optim_state_dict=moments, options=FLAT)
+    states.set_state_dict(model, optimizer, **given)
     return facts["steps"]
 
 

@@ -16,15 +16,17 @@ apart, and tokens and seconds of the updates.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 import transformers
 from torch import Tensor
+from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 import cuseq
 
@@ -32,8 +34,18 @@ GROUP, UPDATES, CLIP = 8, 2, 0.2  # answers to a prompt, updates for them, bound
 DIGITS, ANSWER = 10, 4  # tokens 0 to 9 are the digits; most tokens of an answer
 ASK, END, PAD, VOCABULARY = range(10, 14)
 
-# What a batch of ids and its mask give: logits [batch, seqlen, vocabulary].
-Forward = Callable[[Tensor, Tensor], Tensor]
+# What a model makes of a batch of ids and its mask: logits [batch, seqlen, vocabulary].
+Forward = Callable[[torch.nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Options:
+    """What this example takes."""
+
+    steps: int = HfArg(default=200, help="of training")
+    prompts: int = HfArg(default=24, help="of a step")
+    longest: int = HfArg(default=40, help="most digits of a prompt")
+    seed: int = HfArg(default=0, help="of weights and prompts")
 
 
 @dataclass
@@ -48,17 +60,17 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Train both ways, print the comparison and return it."""
-    options = parse_options(arguments)
+    parser = HfArgumentParser(Options, description=__doc__)
+    (options,) = parser.parse_args_into_dataclasses(arguments)
     model = make_model(options.seed)
-    padded = train("transformers, padded", model, padded_forward(model), options)
+    padded = train("transformers, padded", model, padded_forward, options)
     model = make_model(options.seed)
     cuseq.enable(model)
-    trees = train("cuseq, trees", model, tree_forward(model), options)
+    trees = train("cuseq, trees", model, tree_forward, options)
     for run in (padded, trees):
-        print(
-            f"{run.name:22}  rewards {mean(run.rewards[:10]):.3f} to {mean(run.rewards[-10:]):.3f},"
-            f" updates {run.seconds:6.1f} s over {run.tokens:,} tokens"
-        )
+        first, last = fmean(run.rewards[:10]), fmean(run.rewards[-10:])
+        print(f"{run.name:22}  rewards {first:.3f} to {last:.3f}, updates {run.seconds:6.1f} s "
+              f"over {run.tokens:,} tokens")  # fmt: skip
     apart = [abs(a - b) for a, b in zip(padded.rewards, trees.rewards)]
     # Rounding can turn one sampled token into another, after which the runs go their own ways.
     same = next((step for step, one in enumerate(apart) if one > 1e-6), len(apart))
@@ -67,19 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
         f"{max(apart):.3f}.\nUpdates by trees are {padded.seconds / trees.seconds:.1f}x as fast."
     )
     return [padded, trees]
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--steps", type=int, default=200, metavar="N", help="of training (default: %(default)s)")
-    add("--prompts", type=int, default=24, metavar="N", help="of a step (default: %(default)s)")
-    add("--longest", type=int, default=40, metavar="N",
-        help="most digits of a prompt (default: %(default)s)")  # fmt: skip
-    add("--seed", type=int, default=0, help="of weights and prompts (default: %(default)s)")
-    return parser.parse_args(arguments)
 
 
 def make_model(seed: int) -> transformers.PreTrainedModel:
@@ -93,28 +92,17 @@ def make_model(seed: int) -> transformers.PreTrainedModel:
     return transformers.Qwen3ForCausalLM(config)
 
 
-def padded_forward(model: torch.nn.Module) -> Forward:
-    def forward(ids: Tensor, mask: Tensor) -> Tensor:
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        return model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False
-        ).logits
-
-    return forward
+def padded_forward(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
 
 
-def tree_forward(model: torch.nn.Module) -> Forward:
-    def forward(ids: Tensor, mask: Tensor) -> Tensor:
-        return cuseq.run_packed(model, ids, mask, tree=True, use_cache=False).logits
-
-    return forward
+def tree_forward(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    return cuseq.run_packed(model, ids, mask, tree=True, use_cache=False).logits
 
 
 def train(
-    name: str,
-    model: transformers.PreTrainedModel,
-    forward: Forward,
-    options: argparse.Namespace,
+    name: str, model: transformers.PreTrainedModel, forward: Forward, options: Options
 ) -> Run:
     """Train a model by GRPO."""
     rng = random.Random(options.seed)
@@ -141,7 +129,7 @@ def train(
         counting = model.model.layers[0].register_forward_pre_hook(count)
         old = None
         for _ in range(UPDATES):
-            logprobs = logprobs_of(forward(ids, mask), ids)
+            logprobs = logprobs_of(forward(model, ids, mask), ids)
             old = logprobs.detach() if old is None else old
             ratio = (logprobs - old).exp()
             clipped = ratio.clamp(1 - CLIP, 1 + CLIP)
@@ -191,10 +179,6 @@ def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the log-probabilities `[batch, ANSWER]` of the answers' tokens."""
     answers = logits[:, -ANSWER - 1 : -1].log_softmax(-1)
     return answers.gather(2, ids[:, -ANSWER:, None]).squeeze(2)
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ second.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import time
@@ -23,11 +22,11 @@ from dataclasses import dataclass
 import torch
 import transformers
 from torch import Tensor
+from transformers.hf_argparser import HfArg
 
 import cuseq
 
 LEARNING_RATE, WARMUP = 3e-3, 20
-
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token, and frames of a patch
 CELL = PATCH * MERGE  # pixels of a token, and of a digit with its margins
 # The digits 0 to 9 in 5 x 7 pixels: a byte is a line, its bit 4 the pixel on the left.
@@ -39,8 +38,16 @@ GLYPHS = torch.tensor(list(FONT)).reshape(10, 7, 1).bitwise_right_shift(torch.ar
 
 # Tokens 0 to 9 are the digits. A model is asked for these and for END, which have labels.
 END, VISION_START, VISION_END, IMAGE, VIDEO, VOCABULARY = range(10, 16)
-
 Document = dict[str, Tensor]
+
+
+@dataclass
+class Options:
+    """What this example takes."""
+
+    steps: int = HfArg(default=500, help="of training")
+    documents: int = HfArg(default=32, help="of a step")
+    seed: int = HfArg(default=0, help="of weights and documents")
 
 
 @dataclass
@@ -55,7 +62,8 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Train both ways, print the comparison and return it."""
-    options = parse_options(arguments)
+    parser = transformers.HfArgumentParser(Options, description=__doc__)
+    (options,) = parser.parse_args_into_dataclasses(arguments)
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     drawn = (make_document(rng.choice([0, 1, 1, 2, 2]), rng) for _ in itertools.count())
@@ -78,17 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
           f"{max(apart):.1e}.\nPacked training is "
           f"{packed.tokens_per_second / alone.tokens_per_second:.1f}x as fast.")  # fmt: skip
     return [packed, alone]
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--steps", type=int, default=500, metavar="N", help="of training (default: %(default)s)")
-    add("--documents", type=int, default=32, metavar="N", help="of a step (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and documents (default: %(default)s)")
-    return parser.parse_args(arguments)
 
 
 def make_model(seed: int) -> torch.nn.Module:
@@ -151,23 +148,17 @@ def make_document(images: int, rng: random.Random) -> Document:
         first = rng.randrange(10)
         ids = [*(digit % 10 for digit in range(first, first + rng.randint(3, 20))), END]
     row = torch.tensor([ids])
-    document = {
-        "input_ids": row,
-        "labels": row.masked_fill(row > END, -100),
-        "mm_token_type_ids": (row == IMAGE).long(),
-    }
+    document = dict(input_ids=row, labels=row.masked_fill(row > END, -100))
+    document["mm_token_type_ids"] = (row == IMAGE).long()
     if images:
         document |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
     return document
 
 
 def train(
-    name: str,
-    model: torch.nn.Module,
-    steps: list[list[Document]],
-    unseen: list[Document],
+    name: str, model: torch.nn.Module, steps: list[list[Document]], unseen: list[Document],
     batches_of: Callable[[list[Document]], list[dict]],
-) -> Run:
+) -> Run:  # fmt: skip
     """Train on the documents of each step, in the batches that `batches_of` makes of them."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -68,8 +68,7 @@ def inputs(texts, model) -> list[object]:
 def test_compare(inputs, tmp_path, capsys):
     run("compare", *inputs, "--steps", 4, "--warmup", 1, "--out", tmp_path / "made")
     said = capsys.readouterr().out
-    assert "Skipped, without text: 2." in said
-    assert "Skipped, files that are not in UTF-8: 1." in said
+    assert "Skipped, without text or not in UTF-8: 3." in said
     assert "Documents: 152 from" in said and "with longer ones cut" in said
     results = json.loads((tmp_path / "made" / "compare.json").read_text())
     runs = {one["way"]: one for one in results["runs"]}
@@ -130,8 +129,6 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
         (["--data", "nowhere"], "--data nowhere: no such file or folder"),
         (["--model", "nowhere/at all"], "--model nowhere/at all: cannot be loaded ("),
         (["--longest", "9999", "--row_length", "512"], "--longest must be from 2 to --row_length"),
-        (["--longer", "cut"], "--longer must be split or drop, got cut"),
-        (["--ways", "fast"], "--ways must be some of padded packed cuseq compiled, got fast"),
         (["--steps", "2", "--warmup", "2"], "--warmup must be below --steps (2), got 2"),
         (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
         (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be made (Not a directory)"),
@@ -141,6 +138,13 @@ def test_a_bad_option_is_named(options, message, texts):
     with pytest.raises(SystemExit) as raised:
         run("compare", "--data", texts, *options)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("options", [("--longer", "cut"), ("--ways", "packed", "fast")])
+def test_choices_are_named(options, texts, capsys):
+    with pytest.raises(SystemExit):
+        run("compare", "--data", texts, *options)
+    assert f"{options[0]}: invalid choice: '{options[-1]}' (choose from " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -38,10 +38,10 @@ def test_gradients_are_those_of_padded_batches(example):
     mask = torch.tensor([[0, *[1] * 7], [0, *[1] * 5, 0, 0], [1] * 8])
     weights = torch.randn(3, example.ANSWER, dtype=torch.float64) * mask[:, -example.ANSWER :]
     found = []
-    for forward in (example.padded_forward(model), example.tree_forward(model)):
+    for forward in (example.padded_forward, example.tree_forward):
         if found:
             cuseq.enable(model)
-        loss = (example.logprobs_of(forward(ids, mask), ids) * weights).sum()
+        loss = (example.logprobs_of(forward(model, ids, mask), ids) * weights).sum()
         found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
