@@ -12,6 +12,9 @@ import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
@@ -59,6 +62,37 @@ def load(module: str, part: str) -> ModuleType:
     if least is not None and TorchVersion(version) < least:
         raise ImportError(f"{needs}, got {version}: {install}")
     return loaded
+
+
+def after_import(module: str, act: Callable[[ModuleType], None]) -> None:
+    """Call `act` with a module once it is imported, which it may be already, and import nothing."""
+    if module in sys.modules:
+        act(sys.modules[module])
+    else:
+        sys.meta_path.insert(0, _AfterImport(module, act))
+
+
+class _AfterImport(MetaPathFinder):
+    """Finds nothing itself: it adds a call to the module that the other finders find."""
+
+    def __init__(self, module: str, act: Callable[[ModuleType], None]) -> None:
+        self.module = module
+        self._act = act
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._act(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 class UnknownRelease(ValueError):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from cuseq import _C
 from cuseq._base.fakes import arguments_of
+from cuseq._base.foreign import after_import
 
 _ops = torch.ops.cuseq
 
@@ -67,31 +64,5 @@ def _register(counter: ModuleType) -> None:
     counter.register_flop_formula(_ops.varlen_attention_backward, get_raw=True)(_backward_flops)
 
 
-class _Registration(MetaPathFinder):
-    """Registers the formulas when torch.utils.flop_counter is imported.
-
-    That module imports triton: a third of a second and 36 MiB, which few processes need.
-    """
-
-    name = "torch.utils.flop_counter"
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _register(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
-if _Registration.name in sys.modules:
-    _register(sys.modules[_Registration.name])
-else:
-    sys.meta_path.insert(0, _Registration())
+# The module imports triton: a third of a second and 36 MiB, which few processes need.
+after_import("torch.utils.flop_counter", _register)

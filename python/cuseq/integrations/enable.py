@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from torch import nn
 
+from cuseq._base.foreign import after_import
 from cuseq.integrations._enabled import (
     DEFAULTS,
     Enabled,
@@ -209,3 +211,23 @@ def _entry_of(x: Any) -> _Entry:
         "x must be a transformers model, a Trainer of transformers or of TRL, or the "
         f"unsloth module, got {type(x).__name__}"
     )
+
+
+def _name_the_call(modeling: ModuleType) -> None:
+    """Let transformers' error for an implementation "cuseq" that it does not know name the call."""
+    choose = modeling.PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(choose)
+    def named(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+        known = modeling.ALL_ATTENTION_FUNCTIONS.valid_keys()
+        if requested_attention == "cuseq" and requested_attention not in known:
+            raise ValueError(
+                'attn_implementation="cuseq" needs cuseq.integrations.transformers.register() '
+                "before it; or make the model without it, and call cuseq.enable(model)"
+            )
+        return choose(self, requested_attention, *args, **kwargs)
+
+    modeling.PreTrainedModel.get_correct_attn_implementation = named
+
+
+after_import("transformers.modeling_utils", _name_the_call)

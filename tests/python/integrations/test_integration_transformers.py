@@ -989,3 +989,35 @@ def test_importing_cuseq_imports_no_framework(run_python):
     names = ["transformers", "trl", "accelerate", "peft", "unsloth", "xformers", "megatron"]
     done = run_python(f"import sys, cuseq; sys.exit(any(n in sys.modules for n in {names}))")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["cuseq", "transformers"])
+def test_the_name_before_its_registration_names_the_call(first, run_python):
+    done = run_python(f"""
+import {first}
+import cuseq, transformers
+
+def error_of(act, *args, **kwargs):
+    try:
+        act(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+
+def config():
+    return transformers.LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8,
+                                    num_hidden_layers=1, num_attention_heads=1)
+
+make = transformers.AutoModelForCausalLM.from_config
+call = "cuseq.integrations.transformers.register()"
+assert call in error_of(make, config(), attn_implementation="cuseq")
+assert "another" in (error := error_of(make, config(), attn_implementation="another"))
+assert call not in error
+assert call in error_of(make(config()).set_attn_implementation, "cuseq")
+import cuseq.integrations.transformers
+cuseq.integrations.transformers.register()
+assert error_of(make, config(), attn_implementation="cuseq") is None
+cuseq.integrations.transformers.unregister()
+assert call in error_of(make, config(), attn_implementation="cuseq")
+assert error_of(make, config(), attn_implementation="eager") is None
+""")
+    assert done.returncode == 0, done.stderr
