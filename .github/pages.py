@@ -24,7 +24,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for path in ROOT.glob("examples/**/*")
         if path.suffix in (".py", ".sh", ".cpp")
     }
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*/*")):
+    for path in sorted((ROOT / "benchmarks" / "results").rglob("*")):
         if path.suffix in (".md", ".png"):
             found[str(path.relative_to(ROOT))] = str(path.relative_to(ROOT / "benchmarks"))
     for source, target in found.items():
@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri in PAGES.values():
         return markdown.replace("](docs/", "](")
     if page.file.src_uri.startswith("results/"):
-        return markdown.replace("](../../../docs/", "](../../")
+        return markdown.replace("](../../docs/", "](../")
     markdown = markdown.replace("](../benchmarks/results/", "](results/")
     markdown = markdown.replace("](../examples/", "](examples/")
     for source, target in PAGES.items():

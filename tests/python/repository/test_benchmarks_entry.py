@@ -28,7 +28,7 @@ def pages() -> list[Path]:
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("benchmarks/results/*/README.md"),
+        ROOT / "benchmarks/results/README.md",
     ]
 
 
@@ -64,27 +64,30 @@ def test_the_guide_names_every_list_of_benchmarks():
     assert all(name in section for name in ("`BENCHMARKS`", "`bench`", "`BENCHES`"))
 
 
-def test_published_results_are_few_and_each_is_read():
+def test_published_results_are_few_and_listed_once():
     results = ROOT / "benchmarks/results"
-    indexes = {path.parent: path.read_text() for path in results.glob("*/README.md")}
-    files = [path for folder in indexes for path in folder.iterdir()]
+    files = {str(path.relative_to(results)) for path in results.glob("*/*")}
     assert 0 < len(files) <= 60
-    texts = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
-    links = set(re.findall(r"results/(\w+/[\w.]+)", "".join(path.read_text() for path in texts)))
-    drawn = {
-        (folder / name).resolve()
-        for folder, index in indexes.items()
-        for name in re.findall(r"[\w./]*\w\.json", index)
-    }
-    assert {path for path in files if path.suffix == ".json"} == drawn
-    pages = [path for path in files if path.suffix in (".md", ".png") and path.stem != "README"]
-    unread = [
-        path
-        for path in pages
-        if str(path.relative_to(results)) not in links
-        and f"`{path.stem}`" not in indexes[path.parent]
-    ]
-    assert not unread
+    index = (results / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\S+)\]\((\S+)\) \|", index, re.MULTILINE)
+    assert sorted(page for _, page in rows) == sorted(f for f in files if f.endswith(".md"))
+    assert all(page == f"{name}.md" for name, page in rows)
+    drawn = set(re.findall(r"`(\w+/\w+\.json)`", index))
+    assert drawn == {name for name in files if name.endswith(".json")}
+    pictures = {Path(name).name for name in files if name.endswith(".png")}
+    assert pictures == set(re.findall(r"`(\w+\.png)`", index))
+
+
+def test_commands_of_results_name_options_that_there_are():
+    index = (ROOT / "benchmarks/results/README.md").read_text()
+    shared = "".join(path.read_text() for path in ROOT.glob("benchmarks/*.py")
+                     if not path.stem.startswith("bench_"))  # fmt: skip
+    commands = re.findall(r"`python -m benchmarks (\w+)(.*?)`", index)
+    assert len(commands) == len(re.findall(r"^\| \[", index, re.MULTILINE))
+    for name, options in commands:
+        source = (ROOT / f"benchmarks/bench_{name}.py").read_text() + shared
+        for option in re.findall(r" (--\S+)", options):
+            assert f'"{option}"' in source, (name, option)
 
 
 def test_another_name_is_refused():
