@@ -146,6 +146,35 @@ class CMakeBuild(build_ext):
                 raise SystemExit("cuseq was not built: the reason is above")
 
 
+def about() -> dict[str, object]:
+    """Return the README and the addresses of the project, for a package registry.
+
+    CUSEQ_REPOSITORY, such as https://github.com/OWNER/cuseq, is where the README's links, relative
+    in the repository, lead to. Without it they stay as they are.
+    """
+    readme = (ROOT / "README.md").read_text()
+    repository = os.environ.get("CUSEQ_REPOSITORY", "").rstrip("/")
+    if not repository:
+        return {"long_description": readme, "long_description_content_type": "text/markdown"}
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "python/cuseq/_version.py").read_text())[1]
+
+    def absolute(found: re.Match[str]) -> str:
+        is_picture, text, path = found.groups()
+        kind = "raw" if is_picture else "blob"
+        query = "?sanitize=true" if path.endswith(".svg") else ""  # as a picture, not as text
+        return f"{is_picture}[{text}]({repository}/{kind}/v{version}/{path}{query})"
+
+    return {
+        "long_description": re.sub(r"(!?)\[([^]]*)\]\((?!https?:|#)([^)]+)\)", absolute, readme),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {
+            "Repository": repository,
+            "Issues": f"{repository}/issues",
+            "Changelog": f"{repository}/blob/v{version}/CHANGELOG.md",
+        },
+    }
+
+
 check_setuptools()
 if is_install():
     environment_with_torch()
@@ -153,4 +182,5 @@ setup(
     ext_modules=[Extension("cuseq._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     options={"build": {"build_base": str(BUILD)}},
+    **about(),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import re
@@ -91,6 +92,38 @@ def test_metadata_for_another_purpose_need_no_torch(environment, tmp_path, calle
     assert made.returncode == 0, made.stderr
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
     assert f"Version: {cuseq.__version__}" in metadata.read_text()
+
+
+def described(environment: Environment, folder: Path) -> tuple[dict[str, str], str]:
+    """Return the addresses and the description that a package registry would show."""
+    made = environment.setup("dist_info", "--output-dir", str(folder), caller="wheel")
+    assert made.returncode == 0, made.stderr
+    (path,) = folder.glob("*.dist-info/METADATA")
+    found = email.message_from_string(path.read_text())
+    urls = dict(one.split(", ") for one in found.get_all("Project-URL", []))
+    assert found["Description-Content-Type"] == "text/markdown"
+    return urls, found.get_payload()
+
+
+def test_the_readme_is_the_description(environment, tmp_path):
+    urls, text = described(environment, tmp_path)
+    assert urls == {} and text.strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_links_of_the_description_hold_outside_of_the_repository(environment, tmp_path):
+    home = "https://example.org/them/cuseq"
+    environment.variables["CUSEQ_REPOSITORY"] = home + "/"
+    urls, text = described(environment, tmp_path)
+    version = f"v{cuseq.__version__}"
+    assert urls["Repository"] == home
+    assert urls["Changelog"] == f"{home}/blob/{version}/CHANGELOG.md"
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]+)\)", text)
+    given = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(links) == len(given) > 20
+    for (is_picture, link), path in zip(links, given, strict=True):
+        kind = "raw" if is_picture else "blob"
+        assert link.removesuffix("?sanitize=true") == f"{home}/{kind}/{version}/{path}"
+        assert (ROOT / path.partition("#")[0]).exists()
 
 
 def test_a_source_distribution_needs_no_torch(environment, tmp_path):
