@@ -6,15 +6,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cuseq.attention import flops as flops
 from cuseq.attention.call import check_rows, checked
 from cuseq.attention.choice import check_installed as check_installed
-from cuseq.attention.choice import load_backends as load_backends
-from cuseq.attention.choice import route
+from cuseq.attention.choice import load_backends, route
 from cuseq.layout import PackedLayout, Spans
 
 
@@ -149,3 +150,29 @@ def attention_backend(
     call = checked(q, k, v, packed, causal, window, spans, scale, softcap, sinks, backend)
     name, reason, _ = route(call, explain=True)
     return AttentionBackend(name, reason)
+
+
+def attention_by_offsets(
+    rows: Sequence[Tensor],
+    offsets: Tensor,
+    causal: bool,
+    scale: float | None,
+    bound: int | None = None,
+    *,
+    padded: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Compute attention inside the sequences of offsets `[n_seqs + 1]`, without host lengths.
+
+    For compiled code, which can make no layout. `rows` are q, k and v; no sequence is longer than
+    `bound`, in tokens, and without it kernels start for one as long as the row.
+    """
+    if rows[0].is_cuda:
+        load_backends()
+    out, *_ = torch.ops.cuseq.varlen_attention(
+        *rows, offsets.to(torch.int32), None, causal, window, scale, bound, None, padded, softcap,
+        backend,
+    )  # fmt: skip
+    return out

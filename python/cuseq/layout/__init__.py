@@ -12,6 +12,7 @@ from cuseq.layout.packed import (
     own_positions,
     positions_for_models,
     remember_offsets_on_host,
+    remembered_layout,
     special_kind,
 )
 from cuseq.layout.records import Part, Recipe, Records, Row, Tree
@@ -34,6 +35,7 @@ __all__ = [
     "special_kind",
     "positions_for_models",
     "remember_offsets_on_host",
+    "remembered_layout",
     "graph_room",
 ]
 

@@ -105,7 +105,7 @@ def examples(page: str) -> list[str]:
 
 PAGES = {
     "README.md": 1,
-    "docs/attention.md": 1,
+    "docs/attention.md": 2,
     "docs/cache.md": 1,
     "docs/check.md": 4,
     "docs/compile.md": 3,

@@ -39,7 +39,7 @@ from transformers.utils.import_utils import is_tracing
 import cuseq
 from cuseq._base.arguments import as_size
 from cuseq._base.models import HOLD
-from cuseq.attention import load_backends
+from cuseq.attention import attention_by_offsets
 from cuseq.integrations.transformers._indexers import (
     CHOICES,
     masks_of_long_documents,
@@ -221,7 +221,7 @@ def cuseq_attention(
             options = {"s_aux": s_aux, "softcap": softcap, "scaling": scaling}
             out = _among_chosen_keys(module, rows, out, query, attention_mask, chosen, options)
     else:
-        out = _attention_by_offsets(
+        out = attention_by_offsets(
             rows, offsets, causal, scaling, bound, window=window, softcap=softcap, backend=backend
         )
     return _as_batch(out, query), None
@@ -254,7 +254,7 @@ def cuseq_tower_attention(
     # images and windows compiled code makes one symbol, so it has one graph for all grids.
     bound = max_length_q if isinstance(max_length_q, int) else None  # a tensor in old releases
     rows = _rows_of(query, key, value)
-    out = _attention_by_offsets(rows, cu_seq_lens_q, False, kwargs.get("scaling"), bound)
+    out = attention_by_offsets(rows, cu_seq_lens_q, False, kwargs.get("scaling"), bound)
     return _as_batch(out, query), None
 
 
@@ -264,37 +264,6 @@ def _rows_of(*states: Tensor) -> list[Tensor]:
     Those of models' tensors are views.
     """
     return [one.transpose(1, 2).flatten(0, 1) for one in states]
-
-
-def _attention_by_offsets(
-    rows: list[Tensor],
-    offsets: Tensor,
-    causal: bool,
-    scaling: float | None,
-    bound: int | None,
-    *,
-    padded: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Compute attention inside the sequences of offsets `[n_seqs + 1]`, without host lengths."""
-    if rows[0].is_cuda:
-        load_backends()
-    out, *_ = torch.ops.cuseq.varlen_attention(
-        *rows,
-        offsets.to(torch.int32),
-        None,
-        causal,
-        window,
-        scaling,
-        bound,
-        None,
-        padded,
-        softcap,
-        backend,
-    )
-    return out
 
 
 def _was_chosen(mask: RowMask, chosen: dict[str, Any]) -> bool:
@@ -349,7 +318,7 @@ def _chunks_in_compiled_code(
         offsets, padded = packed.cu_seqlens_static, packed.cu_seqlens_padded_static
     room = offsets.shape[0] - 1 + rows[0].shape[0] // chunk
     chunks, padded = offsets_of_chunks(offsets.to(torch.int32), padded, chunk, room)
-    return _attention_by_offsets(
+    return attention_by_offsets(
         rows, chunks, True, scaling, chunk, padded=padded, softcap=softcap, backend=backend
     )
 

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from cuseq._base.models import HOLD, rotations_by_length, text_config
-from cuseq._base.modes import is_capturing, outside_inference_mode
-from cuseq.cache import remember
+from cuseq._base.modes import is_capturing
 from cuseq.integrations.transformers._features import (
     Rows,
     check_taken,
@@ -66,7 +65,13 @@ from cuseq.integrations.transformers.names import (
     NAME,
     cache_names,
 )
-from cuseq.layout import PackedLayout, StaticLayout, check_layout, own_positions
+from cuseq.layout import (
+    PackedLayout,
+    StaticLayout,
+    check_layout,
+    own_positions,
+    remembered_layout,
+)
 from cuseq.layout.build import of_lengths_and_segments
 from cuseq.layout.records import Records
 from cuseq.vision.positions import LAYOUTS, MODEL_TYPES, PIXELS, has_mrope
@@ -563,7 +568,7 @@ def layout_of_positions(
         layout = PackedLayout.from_position_ids(rows)
         return None if layout.num_sequences == batch else layout
 
-    return _kept(positions, "packed_positions", several, batch, has_cache)
+    return remembered_layout(positions, "packed_positions", several, batch, has_cache)
 
 
 def layout_of_lengths(lengths: Tensor, total_tokens: int) -> PackedLayout:
@@ -572,7 +577,7 @@ def layout_of_lengths(lengths: Tensor, total_tokens: int) -> PackedLayout:
     def layout() -> PackedLayout:
         return PackedLayout.from_lengths(lengths.clone(), total_tokens)
 
-    return _kept(lengths, "packed_lengths", layout, total_tokens)
+    return remembered_layout(lengths, "packed_lengths", layout, total_tokens)
 
 
 def layout_of_numbers(numbers: Tensor, batch: int) -> PackedLayout:
@@ -581,7 +586,7 @@ def layout_of_numbers(numbers: Tensor, batch: int) -> PackedLayout:
     def layout() -> PackedLayout:
         return PackedLayout.from_position_ids(counted(numbers.reshape(batch, -1)))
 
-    return _kept(numbers, "packed_numbers", layout, batch)
+    return remembered_layout(numbers, "packed_numbers", layout, batch)
 
 
 def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
@@ -596,12 +601,12 @@ def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
     def layout() -> PackedLayout:
         return PackedLayout.from_cu_seqlens(cu_seqlens.clone(), total_tokens)
 
-    return _kept(cu_seqlens, "packed_offsets", layout, total_tokens)
+    return remembered_layout(cu_seqlens, "packed_offsets", layout, total_tokens)
 
 
 def note_layout_of_offsets(cu_seqlens: Tensor, layout: PackedLayout) -> None:
     """Make `layout_of_offsets` return this layout for offsets that the layout does not hold."""
-    _kept(cu_seqlens, "packed_offsets", lambda: layout, layout.total_tokens)
+    remembered_layout(cu_seqlens, "packed_offsets", lambda: layout, layout.total_tokens)
 
 
 def offsets_of_static(layout: StaticLayout) -> Tensor:
@@ -617,17 +622,6 @@ def offsets_of_static(layout: StaticLayout) -> Tensor:
 def static_layout_of(cu_seqlens: Tensor) -> StaticLayout | None:
     """Return the static layout that these are the offsets of, or None."""
     return getattr(cu_seqlens, _STATIC, None)
-
-
-def _kept(tensor: Tensor, fact: str, make: Any, *parts: Any) -> Any:
-    with outside_inference_mode():
-        return remember(tensor, fact, make, *parts, tensors=_tensors_of)
-
-
-def _tensors_of(layout: PackedLayout | None) -> tuple[Tensor, ...]:
-    if layout is None:
-        return ()
-    return layout.row.lengths, layout.row.cu_seqlens_static, layout.row.host_meta
 
 
 def document_numbers(positions: Tensor | None, mask: Tensor | None = None) -> Tensor:
