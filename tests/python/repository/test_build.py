@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def test_a_build_without_cuda_says_how_to_get_it():
 
 
 def examples(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    found = re.findall(r"^ *```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL | re.M)
+    return [textwrap.dedent(one) for one in found]
 
 
 PAGES = {
