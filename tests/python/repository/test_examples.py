@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -376,3 +377,29 @@ def test_make_train_starts_an_example(variables, started):
     )
     last = process.stdout.splitlines()[-1].split()
     assert last == ["env/bin/python", *started.split(), "--steps", "3"]
+
+
+def test_the_quickstarts_script_goes_from_a_name_to_text(texts, tmp_path, monkeypatch, capsys):
+    page = (EXAMPLES.parent / "docs" / "quickstart.md").read_text()
+    (code,) = re.findall(r"```python3\n(.*?)```", page, re.DOTALL)
+    name, data = "Qwen/Qwen3-0.6B", "roneneldan/TinyStories"
+    with imported("_inputs") as inputs:
+        tokenizer = inputs.tokenizer_of(None, inputs.read_texts(str(texts)))
+    transformers.set_seed(0)
+    transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES | {"vocab_size": len(tokenizer)})
+    ).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert code.count(name) == code.count(data) == 1
+    loaded = datasets.load_dataset
+
+    def local(path: str, split: str) -> datasets.Dataset:
+        assert path == data
+        return loaded("json", data_files=str(texts / "bottles.jsonl"), split=split)
+
+    monkeypatch.setattr(datasets, "load_dataset", local)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code.replace(name, str(tmp_path / "model")), "quickstart.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "eval_loss" in said and "train_loss" in said and "Once upon a time" in said
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
