@@ -48,7 +48,8 @@ def flash_attn_varlen_func(
     `scaled_dot_product_attention`; with `causal` the last query then sees all keys.
 
     Args:
-        q: `[total_q, heads, head_dim]`; k: `[total_k, key_heads, head_dim]`; v likewise.
+        q: `[total_q, heads, head_dim]`.
+        k, v: `[total_k, key_heads, head_dim]`.
         cu_seqlens_q, cu_seqlens_k: integer `[n_seqs + 1]`, offsets of the sequences.
         max_seqlen_q, max_seqlen_k: not used; the offsets say it.
         softmax_scale: factor of the scores, default `head_dim ** -0.5`.
@@ -108,9 +109,11 @@ def flash_attn_func(
 ) -> Tensor:
     """Compute attention in each row of a batch without padding, called as flash-attn's function.
 
+    The arguments that are not named here are those of `flash_attn_varlen_func`.
+
     Args:
-        q: `[batch, seqlen_q, heads, head_dim]`; k, v: `[batch, seqlen_k, key_heads, head_dim]`.
-        The others are those of `flash_attn_varlen_func`.
+        q: `[batch, seqlen_q, heads, head_dim]`.
+        k, v: `[batch, seqlen_k, key_heads, head_dim]`.
 
     Returns:
         `[batch, seqlen_q, heads, head_dim]`.
