@@ -50,13 +50,13 @@ c10::intrusive_ptr<c10d::Work> all_to_all(ProcessGroup& group, Tensor& to, Tenso
   }
 }
 
-using Facts = std::vector<int64_t>;
+using RankFacts = std::vector<int64_t>;
 
 // Return the ranks whose facts are not those of most ranks, or of rank 0 if there is no majority.
-std::vector<int64_t> odd_ranks(const std::vector<Facts>& all) {
-  std::map<Facts, int64_t> count;
-  for (const Facts& facts : all) ++count[facts];
-  const Facts* usual = &all.front();
+std::vector<int64_t> odd_ranks(const std::vector<RankFacts>& all) {
+  std::map<RankFacts, int64_t> count;
+  for (const RankFacts& facts : all) ++count[facts];
+  const RankFacts* usual = &all.front();
   for (const auto& [facts, ranks] : count) {
     if (ranks > count[*usual]) usual = &facts;
   }
@@ -67,9 +67,9 @@ std::vector<int64_t> odd_ranks(const std::vector<Facts>& all) {
   return odd;
 }
 
-std::vector<Facts> only(const std::vector<Facts>& all, size_t begin, size_t end) {
-  std::vector<Facts> found;
-  for (const Facts& facts : all) found.emplace_back(facts.begin() + begin, facts.begin() + end);
+std::vector<RankFacts> only(const std::vector<RankFacts>& all, size_t begin, size_t end) {
+  std::vector<RankFacts> found;
+  for (const RankFacts& facts : all) found.emplace_back(facts.begin() + begin, facts.begin() + end);
   return found;
 }
 
@@ -104,12 +104,12 @@ Group::~Group() = default;
 
 void Group::check_alike(const RankShare& share, const Tensor& like,
                         const Agreement& agreement) const {
-  const Facts own = {share.at(RankMetaSlot::kHashLow),
-                     share.at(RankMetaSlot::kHashHigh),
-                     agreement.is_backward ? 1 : 0,
-                     agreement.heads,
-                     agreement.key_heads,
-                     agreement.row_bytes};
+  const RankFacts own = {share.at(RankMetaSlot::kHashLow),
+                         share.at(RankMetaSlot::kHashHigh),
+                         agreement.is_backward ? 1 : 0,
+                         agreement.heads,
+                         agreement.key_heads,
+                         agreement.row_bytes};
   constexpr size_t kHashes = 2;
   const auto count = static_cast<int64_t>(own.size());
   const int64_t ranks = share.at(RankMetaSlot::kCpSize);
@@ -117,7 +117,7 @@ void Group::check_alike(const RankShare& share, const Tensor& like,
   Tensor to = at::empty({ranks * count}, from.options());
   all_gather(*group_, to, from)->wait();
   const Tensor host = to.cpu();
-  std::vector<Facts> all;
+  std::vector<RankFacts> all;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const auto* begin = host.const_data_ptr<int64_t>() + rank * count;
     all.emplace_back(begin, begin + count);

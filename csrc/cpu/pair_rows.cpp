@@ -10,7 +10,7 @@
 namespace cuseq::cpu {
 namespace {
 
-constexpr int64_t kGrain = 64;  // rows
+constexpr int64_t kGrainRows = 64;
 
 // Call run.template operator()<T, S>() for the dtypes of the part and of the sum.
 template <typename Run>
@@ -47,7 +47,7 @@ void merge_row(const MergeRowsArgs& args, int64_t row) {
 
 void merge_rows(const MergeRowsArgs& args) {
   dispatch_sum(args.type, args.sum_type, [&]<typename T, typename S>() {
-    at::parallel_for(0, args.count, kGrain, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, args.count, kGrainRows, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         if (args.rows.has(row)) merge_row<T, S>(args, row);
       }
@@ -58,7 +58,7 @@ void merge_rows(const MergeRowsArgs& args) {
 void add_rows(const AddRowsArgs& args) {
   dispatch_sum(args.type, args.sum_type, [&]<typename T, typename S>() {
     using A = Arithmetic<T>;
-    at::parallel_for(0, args.count, kGrain, [&](int64_t first, int64_t last) {
+    at::parallel_for(0, args.count, kGrainRows, [&](int64_t first, int64_t last) {
       for (int64_t row = first; row < last; ++row) {
         if (!args.rows.has(row)) continue;
         S* sum = static_cast<S*>(args.sum) + row * args.width;

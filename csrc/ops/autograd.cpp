@@ -8,6 +8,14 @@
 
 namespace cuseq {
 
+std::vector<Tensor> defined(at::ArrayRef<OptionalTensor> tensors) {
+  std::vector<Tensor> found;
+  for (const OptionalTensor& tensor : tensors) {
+    if (tensor.has_value()) found.push_back(*tensor);
+  }
+  return found;
+}
+
 bool any_requires_grad(TensorList tensors) {
   return at::GradMode::is_enabled() &&
          std::ranges::any_of(tensors, [](const Tensor& tensor) { return tensor.requires_grad(); });

@@ -3,9 +3,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 // Helpers shared by the autograd kernels of the ops.
 namespace cuseq {
+
+// Return the tensors that are there.
+std::vector<at::Tensor> defined(at::ArrayRef<std::optional<at::Tensor>> tensors);
 
 bool any_requires_grad(at::TensorList tensors);
 

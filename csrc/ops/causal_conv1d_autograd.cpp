@@ -115,21 +115,12 @@ class CausalConv1dBackward : public torch::autograd::Function<CausalConv1dBackwa
   }
 };
 
-// Return the tensors that are there.
-std::vector<Tensor> defined(at::ArrayRef<OptionalTensor> tensors) {
-  std::vector<Tensor> found;
-  for (const OptionalTensor& tensor : tensors) {
-    if (tensor.has_value()) found.push_back(*tensor);
-  }
-  return found;
-}
-
-std::vector<Tensor> forward_autograd(const Tensor& x, const Tensor& weight,
-                                     const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
-                                     const OptionalTensor& cu_seqlens_padded,
-                                     const OptionalTensor& seq_idx,
-                                     const OptionalTensor& initial_states, bool silu,
-                                     bool final_states) {
+std::vector<Tensor> conv_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                                  const OptionalTensor& cu_seqlens,
+                                  const OptionalTensor& cu_seqlens_padded,
+                                  const OptionalTensor& seq_idx,
+                                  const OptionalTensor& initial_states, bool silu,
+                                  bool final_states) {
   const ConvOptions options{cu_seqlens, cu_seqlens_padded, seq_idx, initial_states,
                             silu,       final_states};
   const std::vector<Tensor> inputs = defined({x, weight, bias, initial_states});
@@ -141,12 +132,11 @@ std::vector<Tensor> forward_autograd(const Tensor& x, const Tensor& weight,
   return CausalConv1d::apply(x, weight, bias, initial_states, options);
 }
 
-std::vector<Tensor> backward_autograd(const Tensor& grad_out, const Tensor& x, const Tensor& weight,
-                                      const OptionalTensor& bias, const OptionalTensor& cu_seqlens,
-                                      const OptionalTensor& cu_seqlens_padded,
-                                      const OptionalTensor& seq_idx,
-                                      const OptionalTensor& initial_states, bool silu,
-                                      const OptionalTensor& grad_final_states, bool weight_grads) {
+std::vector<Tensor> conv_backward_autograd(
+    const Tensor& grad_out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+    const OptionalTensor& cu_seqlens, const OptionalTensor& cu_seqlens_padded,
+    const OptionalTensor& seq_idx, const OptionalTensor& initial_states, bool silu,
+    const OptionalTensor& grad_final_states, bool weight_grads) {
   const ConvOptions options{cu_seqlens, cu_seqlens_padded, seq_idx, initial_states, silu};
   const std::vector<Tensor> inputs =
       defined({grad_out, x, weight, bias, initial_states, grad_final_states});
@@ -183,8 +173,8 @@ std::vector<Tensor> causal_conv1d(const Tensor& x, const Tensor& weight, const O
 }
 
 TORCH_LIBRARY_IMPL(cuseq, Autograd, m) {
-  m.impl("causal_conv1d", TORCH_FN(forward_autograd));
-  m.impl("causal_conv1d_backward", TORCH_FN(backward_autograd));
+  m.impl("causal_conv1d", TORCH_FN(conv_autograd));
+  m.impl("causal_conv1d_backward", TORCH_FN(conv_backward_autograd));
 }
 
 TORCH_LIBRARY_IMPL(cuseq, AutocastCPU, m) {

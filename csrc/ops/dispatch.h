@@ -65,12 +65,11 @@ class Registry {
 
 // Register one block of `m.impl(NAME, KERNEL)` for the CPU and for CUDA. In a build without CUDA,
 // calling these ops with CUDA tensors raises an error that explains how to build the kernels.
-#define CUSEQ_REGISTER(m)                                                                         \
-  static void register_kernels(const cuseq::Registry& m);                                         \
-  TORCH_LIBRARY_IMPL(cuseq, CPU, library) { register_kernels({library, c10::DispatchKey::CPU}); } \
-  TORCH_LIBRARY_IMPL(cuseq, CUDA, library) {                                                      \
-    register_kernels({library, c10::DispatchKey::CUDA});                                          \
-  }                                                                                               \
-  static void register_kernels(const cuseq::Registry& m)
+#define CUSEQ_REGISTER(m) CUSEQ_REGISTER_BY(m, C10_ANONYMOUS_VARIABLE(register_kernels_))
+#define CUSEQ_REGISTER_BY(m, block)                                                      \
+  static void block(const cuseq::Registry& m);                                           \
+  TORCH_LIBRARY_IMPL(cuseq, CPU, library) { block({library, c10::DispatchKey::CPU}); }   \
+  TORCH_LIBRARY_IMPL(cuseq, CUDA, library) { block({library, c10::DispatchKey::CUDA}); } \
+  static void block(const cuseq::Registry& m)
 
 }  // namespace cuseq

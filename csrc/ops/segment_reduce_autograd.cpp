@@ -7,7 +7,7 @@
 #include "ops/types.h"
 
 // Autograd of cuseq::segment_reduce; its kernels are in segment_reduce.cpp.
-namespace cuseq {
+namespace cuseq::autograd::segment_reduce {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -118,4 +118,4 @@ TORCH_LIBRARY_IMPL(cuseq, Autograd, m) {
   m.impl("segment_reduce_backward", TORCH_FN(backward_autograd));
 }
 
-}  // namespace cuseq
+}  // namespace cuseq::autograd::segment_reduce

@@ -9,7 +9,7 @@
 #include "ops/types.h"
 
 // Autograd of cuseq::token_logprobs; its kernels are in token_logprobs.cpp.
-namespace cuseq {
+namespace cuseq::autograd::token_logprobs {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -23,15 +23,6 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 // The arguments after the tensors: temperature, chunk_size, entropy, scale, softcap.
 using Options = std::tuple<double, OptionalInt, bool, double, OptionalDouble>;
 constexpr size_t kEntropy = 2;
-
-// Return the tensors that are there.
-std::vector<Tensor> defined(at::ArrayRef<OptionalTensor> tensors) {
-  std::vector<Tensor> found;
-  for (const OptionalTensor& tensor : tensors) {
-    if (tensor.has_value()) found.push_back(*tensor);
-  }
-  return found;
-}
 
 template <typename>
 struct Autograd;
@@ -167,4 +158,4 @@ TORCH_LIBRARY_IMPL(cuseq, Autograd, m) {
   m.impl("token_logprobs_backward", TORCH_FN(Autograd<Options>::backward));
 }
 
-}  // namespace cuseq
+}  // namespace cuseq::autograd::token_logprobs

@@ -27,7 +27,7 @@
 // Exact attention, one segment at a time, with PyTorch's dense kernels. The work is the sum of the
 // squared lengths, or with a window the sum of length times window. Masks are built for one run of
 // queries at a time. Used on the CPU, and for CUDA inputs that no varlen kernel takes.
-namespace cuseq::attention {
+namespace cuseq::attention::segments_backend {
 namespace {
 
 // Queries [query_begin, query_end) see only keys in [key_begin, key_end). Both are tokens of their
@@ -446,4 +446,4 @@ std::optional<Gradients> backward(const Call& call, const Outer& outer) {
 const RegisterBackend registered({"segments", /*preference=*/0, takes, forward, backward, warn});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::segments_backend

@@ -15,7 +15,7 @@
 // documents. Beside it, another stream exchanges the keys that cut pieces need, and attends over
 // these pieces when their keys are all there. The pieces of cut documents are the first rows of a
 // rank; the keys and values of a token travel as one row, and so do their gradients.
-namespace cuseq::attention {
+namespace cuseq::attention::compositions::context_parallel {
 namespace {
 
 template <typename Void>
@@ -253,4 +253,4 @@ Gradients backward(const Row& row, const Outer& outer) {
 const RegisterComposition registered({"context_parallel", fits, forward, backward});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::compositions::context_parallel

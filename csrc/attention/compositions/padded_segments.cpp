@@ -8,7 +8,7 @@
 
 // A row with padded segments: gather, attend, scatter. The real tokens are gathered into a row
 // without padding, so that padding costs no attention. Outputs and gradients of padding are zero.
-namespace cuseq::attention {
+namespace cuseq::attention::compositions::padded_segments {
 namespace {
 
 struct RealTokens {
@@ -84,4 +84,4 @@ Gradients backward(const Row& row, const Outer& outer) {
 const RegisterComposition registered({"padded_segments", fits, forward, backward});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::compositions::padded_segments

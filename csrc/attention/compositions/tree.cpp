@@ -6,7 +6,7 @@
 // Attention over a tree: each node with itself, causal, and for each depth the descendants of the
 // nodes there with those nodes. The results are merged by their logsumexp. Given the merged
 // results, the backward of each call is exact, and the gradients are sums.
-namespace cuseq::attention {
+namespace cuseq::attention::compositions::tree {
 namespace {
 
 // Return the call of each node with itself. A window that reaches over the longest path hides
@@ -67,4 +67,4 @@ Gradients backward(const Row& row, const Outer& outer) {
 const RegisterComposition registered({"tree", fits, forward, backward});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::compositions::tree

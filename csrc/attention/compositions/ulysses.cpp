@@ -11,7 +11,7 @@
 // A rank's part of a row that is dealt in its order: exchange heads instead of keys, so that each
 // rank attends with its share of the heads over the whole row (Jacobs et al. 2023,
 // arXiv:2309.14509). If there are fewer key heads than ranks, several ranks get the same one.
-namespace cuseq::attention {
+namespace cuseq::attention::compositions::ulysses {
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes; attention kernels load as many at a time
@@ -182,4 +182,4 @@ Gradients backward(const Row& row, const Outer& outer) {
 const RegisterComposition registered({"ulysses", fits, forward, backward});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::compositions::ulysses

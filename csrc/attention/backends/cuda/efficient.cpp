@@ -20,7 +20,7 @@
 #include "ops/dtype_name.h"
 
 // PyTorch's memory-efficient kernel: for fp32, wide heads and GPUs without flash attention.
-namespace cuseq::attention {
+namespace cuseq::attention::efficient_backend {
 namespace {
 
 bool takes(const Call& call, std::string* why) {
@@ -210,4 +210,4 @@ std::optional<Gradients> backward(const Call& call, const Outer& outer) {
 const RegisterBackend registered({"efficient", /*preference=*/50, takes, forward, backward, warn});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::efficient_backend

@@ -14,7 +14,7 @@
 
 // PyTorch's flash attention. It is called through the dispatcher, so that FA3 or FA4 replaces it
 // after torch.nn.attention.activate_flash_attention_impl.
-namespace cuseq::attention {
+namespace cuseq::attention::flash_backend {
 namespace {
 
 bool takes(const Call& call, std::string* why) {
@@ -127,4 +127,4 @@ std::optional<Gradients> backward(const Call& call, const Outer& outer) {
 const RegisterBackend registered({"flash", /*preference=*/100, takes, forward, backward});
 
 }  // namespace
-}  // namespace cuseq::attention
+}  // namespace cuseq::attention::flash_backend
