@@ -44,7 +44,14 @@ if "cuseq" not in sys.modules:  # its ops can be registered once in a process
         del sys.modules["cuseq"]
         raise
 import cuseq
-from cuseq.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+
+try:
+    from cuseq.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
+except ImportError as error:
+    raise ImportError(
+        f"cuseq {cuseq.__version__} was imported before this kernel and lacks what it exports: one "
+        "cuseq serves a process, so update that one, or load the kernel first"
+    ) from error
 
 __all__ = ["cuseq", "flash_attn_func", "flash_attn_varlen_func"]
 '''

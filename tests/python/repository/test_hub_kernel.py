@@ -123,6 +123,19 @@ def test_a_cuseq_that_was_imported_stays(repository):
     assert done.returncode == 0, done.stderr
 
 
+def test_an_older_cuseq_that_was_imported_is_named(repository):
+    (variant,) = repository.glob("build/*")
+    done = run(f"""{LOAD}
+import types
+sys.modules["cuseq"] = types.SimpleNamespace(__version__="0.1")
+try:
+    load("{variant}")
+except ImportError as error:
+    assert "cuseq 0.1 was imported before this kernel" in str(error)
+""")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_package_that_does_not_load_leaves_nothing_behind(repository, tmp_path, hub, wheel):
     hub.lay_out([wheel], tmp_path)
     config = tmp_path / "cuseq" / "_build_config.py"
