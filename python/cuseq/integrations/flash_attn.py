@@ -54,7 +54,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: not used; the offsets say it.
         softmax_scale: factor of the scores, default `head_dim ** -0.5`.
         window_size: keys that a token sees to the left and to the right of its own; -1 or None is
-            all. With `causal` the right one must be -1, None or 0, else the two must be equal.
+            all. With `causal` it sees none to the right, whatever that one is; else the two must be
+            equal.
         softcap: bound of the scores (arXiv:2408.00118); 0 means none.
         s_aux: floating point `[heads]`, a sink for each head (arXiv:2309.17453).
         dropout_p, alibi_slopes, return_attn_probs, block_table: must be left at their defaults.
@@ -176,12 +177,11 @@ def _check_unused(
 def _window(window_size: tuple[int | None, int | None], causal: bool) -> int | None:
     """Return flash-attn's window, keys beside a token's own, as the number of keys with its own."""
     left, right = (-1 if side is None else int(side) for side in window_size)
-    if causal and right <= 0:
+    if causal or left == right or max(left, right) < 0:
         return None if left < 0 else left + 1
-    if not causal and left == right or max(left, right) < 0:
-        return None if left < 0 else left + 1
-    rule = "(left, 0) or (left, -1) with causal" if causal else "as wide on both sides"
-    raise ValueError(f"window_size must be {rule}, got {tuple(window_size)}")
+    raise ValueError(
+        f"window_size must be as wide on both sides without causal, got {tuple(window_size)}"
+    )
 
 
 def _layout(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:

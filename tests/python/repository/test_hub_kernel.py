@@ -32,22 +32,25 @@ def load(variant):
 BY_NAME = """
 import sys, torch
 torch.version.cuda = None  # the variant without CUDA, whatever this torch was built with
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-def model(name):
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2)
+
+def model(config, name):
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    return AutoModelForCausalLM.from_config(config(), attn_implementation=name)
 
-ours, stock = model("me/cuseq"), model("sdpa")
-ids, positions = torch.randint(0, 64, (1, 12)), torch.tensor([[*range(5), *range(3), *range(4)]])
-logits = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
-alone = [stock(input_ids=one).logits for one in ids.split([5, 3, 4], 1)]
-torch.testing.assert_close(logits, torch.cat(alone, 1))
-padded, mask = torch.randint(0, 64, (2, 6)), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-assert ours.generate(padded, **options).equal(stock.generate(padded, **options))
+for config in (lambda: LlamaConfig(**SIZES), lambda: MistralConfig(**SIZES, sliding_window=3)):
+    ours, stock = model(config, "me/cuseq"), model(config, "sdpa")
+    ids = torch.randint(0, 64, (1, 12))
+    positions = torch.tensor([[*range(5), *range(3), *range(4)]])
+    logits = ours(input_ids=ids, position_ids=positions, use_cache=False).logits
+    alone = [stock(input_ids=one, use_cache=False).logits for one in ids.split([5, 3, 4], 1)]
+    torch.testing.assert_close(logits, torch.cat(alone, 1))
+    padded, mask = torch.randint(0, 64, (2, 6)), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    options = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    assert ours.generate(padded, **options).equal(stock.generate(padded, **options))
 assert "kernel" in sys.modules["cuseq"].__file__
 """
 
