@@ -66,8 +66,9 @@ def load(module: str, part: str) -> ModuleType:
 
 def after_import(module: str, act: Callable[[ModuleType], None]) -> None:
     """Call `act` with a module once it is imported, which it may be already, and import nothing."""
-    if module in sys.modules:
-        act(sys.modules[module])
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        act(loaded)
     else:
         sys.meta_path.insert(0, _AfterImport(module, act))
 

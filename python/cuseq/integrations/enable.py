@@ -215,6 +215,8 @@ def _entry_of(x: Any) -> _Entry:
 
 def _name_the_call(modeling: ModuleType) -> None:
     """Let transformers' error for an implementation "cuseq" that it does not know name the call."""
+    if not hasattr(modeling, "PreTrainedModel"):
+        return  # something that it imports has imported cuseq
     choose = modeling.PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(choose)

@@ -783,8 +783,9 @@ def test_a_model_that_is_refused_holds_nothing(monkeypatch):
     assert modeling_llama.apply_rotary_pos_emb.__module__ == modeling_llama.__name__
 
 
+# `import cuseq` alone wraps the first function, for the message of one error.
 _PATCHED = """
-import sys, transformers
+import sys, cuseq, transformers
 from transformers import masking_utils
 
 def functions():
