@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -79,20 +80,29 @@ class _AfterImport(MetaPathFinder):
     def __init__(self, module: str, act: Callable[[ModuleType], None]) -> None:
         self.module = module
         self._act = act
+        self._asking = threading.local()  # the other finders, for a spec
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != self.module:
+        if name != self.module or getattr(self._asking, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        self._asking.now = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._asking.now = False
+        if spec is None or spec.loader is None:
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
+        def exec_module(module: ModuleType) -> None:
+            loader.exec_module = execute
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
                 self._act(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module
         return spec
 
 

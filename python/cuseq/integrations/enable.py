@@ -215,14 +215,16 @@ def _entry_of(x: Any) -> _Entry:
 
 def _name_the_call(modeling: ModuleType) -> None:
     """Let transformers' error for an implementation "cuseq" that it does not know name the call."""
-    if not hasattr(modeling, "PreTrainedModel"):
-        return  # something that it imports has imported cuseq
-    choose = modeling.PreTrainedModel.get_correct_attn_implementation
+    # Its other releases lack the method, and a module that it imports may import cuseq.
+    model = getattr(modeling, "PreTrainedModel", None)
+    choose = getattr(model, "get_correct_attn_implementation", None)
+    registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
+    if choose is None or not hasattr(registry, "valid_keys"):
+        return
 
     @functools.wraps(choose)
     def named(self: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        known = modeling.ALL_ATTENTION_FUNCTIONS.valid_keys()
-        if requested_attention == "cuseq" and requested_attention not in known:
+        if requested_attention == "cuseq" and "cuseq" not in registry.valid_keys():
             raise ValueError(
                 'attn_implementation="cuseq" needs cuseq.integrations.transformers.register() '
                 "before it; or make the model without it, and call cuseq.enable(model)"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuseq._base.modes import outside_inference_mode
+from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.attention import attention_by_offsets, varlen_attention
 from cuseq.layout import PackedLayout, remembered_layout
 
@@ -45,17 +45,19 @@ def flash_attn_varlen_func(
     A layout is made of the offsets once a forward, whatever the number of layers that get the same
     tensors, and the first layer waits for the event of one small copy if they are on a GPU. Where
     queries are fewer than keys, as in decoding with a cache, sequences run one after the other by
-    `scaled_dot_product_attention`; with `causal` the last query then sees all keys.
+    `scaled_dot_product_attention`; with `causal` the last query then sees all keys. In compiled
+    code and CUDA graphs, whose lengths are read on the device, the two must be equal.
 
     Args:
         q: `[total_q, heads, head_dim]`.
         k, v: `[total_k, key_heads, head_dim]`.
         cu_seqlens_q, cu_seqlens_k: integer `[n_seqs + 1]`, offsets of the sequences.
-        max_seqlen_q, max_seqlen_k: not used; the offsets say it.
+        max_seqlen_q: no sequence is longer, in compiled code and CUDA graphs; else the offsets say
+            it, as for max_seqlen_k.
         softmax_scale: factor of the scores, default `head_dim ** -0.5`.
         window_size: keys that a token sees to the left and to the right of its own; -1 or None is
-            all. With `causal` it sees none to the right, whatever that one is; else the two must be
-            equal.
+            all. With `causal` it sees none to the right, whatever that one is, and 0 there means
+            `causal`; else the two must be equal.
         softcap: bound of the scores (arXiv:2408.00118); 0 means none.
         s_aux: floating point `[heads]`, a sink for each head (arXiv:2309.17453).
         dropout_p, alibi_slopes, return_attn_probs, block_table: must be left at their defaults.
@@ -75,15 +77,11 @@ def flash_attn_varlen_func(
         torch.Size([5, 4, 16])
     """
     _check_unused(dropout_p, alibi_slopes, return_attn_probs, deterministic, block_table)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": _window(window_size, causal),
-        "scale": softmax_scale,
-        "softcap": softcap or None,
-        "sinks": s_aux,
-    }
-    if torch.compiler.is_compiling():  # where lengths of q and k are those of training
-        return _in_compiled_code((q, k, v), cu_seqlens_q, None, options)
+    options = _options(causal, window_size, softmax_scale, softcap, s_aux)
+    if torch.compiler.is_compiling() or is_capturing(q.device):
+        _check_equal(q, k, cu_seqlens_q, cu_seqlens_k)
+        bound = max_seqlen_q if isinstance(max_seqlen_q, int) else None
+        return _by_offsets((q, k, v), cu_seqlens_q, bound, options)
     packed = _layout(cu_seqlens_q, q.shape[0])
     if cu_seqlens_k is not cu_seqlens_q:
         keys = _layout(cu_seqlens_k, k.shape[0])
@@ -130,17 +128,16 @@ def flash_attn_func(
     """
     _check_unused(dropout_p, alibi_slopes, return_attn_probs, deterministic, None)
     (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": _window(window_size, causal),
-        "scale": softmax_scale,
-        "softcap": softcap or None,
-        "sinks": s_aux,
-    }
+    if k.shape[0] != batch or v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            "k and v must have the batch size of q and one length, got shapes "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    options = _options(causal, window_size, softmax_scale, softcap, s_aux)
     rows = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-    if seqlen_q == seqlen_k and torch.compiler.is_compiling():
+    if seqlen_q == seqlen_k and (torch.compiler.is_compiling() or is_capturing(q.device)):
         offsets = seqlen_q * torch.arange(batch + 1, dtype=torch.int32, device=q.device)
-        out = _in_compiled_code(rows, offsets, seqlen_q, options)
+        out = _by_offsets(rows, offsets, seqlen_q, options)
     elif seqlen_q == seqlen_k:
         out = varlen_attention(*rows, _even_layout(batch, seqlen_q, q.device), **options)
     else:
@@ -174,14 +171,27 @@ def _check_unused(
         )
 
 
-def _window(window_size: tuple[int | None, int | None], causal: bool) -> int | None:
-    """Return flash-attn's window, keys beside a token's own, as the number of keys with its own."""
+def _options(
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> dict[str, Any]:
+    """Return the options of `varlen_attention`, whose window counts a token's own key too."""
     left, right = (-1 if side is None else int(side) for side in window_size)
-    if causal or left == right or max(left, right) < 0:
-        return None if left < 0 else left + 1
-    raise ValueError(
-        f"window_size must be as wide on both sides without causal, got {tuple(window_size)}"
-    )
+    if not causal and right != 0 and left != right and max(left, right) >= 0:
+        raise ValueError(
+            "window_size must be as wide on both sides without causal, or 0 on the right, got "
+            f"{tuple(window_size)}"
+        )
+    return {
+        "causal": causal or right == 0,
+        "window": None if left < 0 else left + 1,
+        "scale": scale,
+        "softcap": softcap or None,
+        "sinks": sinks,
+    }
 
 
 def _layout(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
@@ -194,19 +204,34 @@ def _layout(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
 @functools.lru_cache(maxsize=64)
 def _even_layout(batch: int, seqlen: int, device: torch.device) -> PackedLayout:
     with outside_inference_mode():
-        return PackedLayout.from_lengths([seqlen] * batch, device=device)
+        return PackedLayout.from_lengths([seqlen] * batch, max_seqs=max(batch, 1), device=device)
 
 
-def _in_compiled_code(
+def _check_equal(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Raise unless each sequence has as many keys as queries; values are compared on the device."""
+    if q.shape[0] != k.shape[0] or cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            "cu_seqlens_k must be equal to cu_seqlens_q in compiled code and CUDA graphs, got "
+            f"{q.shape[0]} queries and {k.shape[0]} keys"
+        )
+    if cu_seqlens_k is not cu_seqlens_q:
+        torch._assert_async(
+            (cu_seqlens_q == cu_seqlens_k).all(),
+            "cu_seqlens_k must be equal to cu_seqlens_q in compiled code and CUDA graphs",
+        )
+
+
+def _by_offsets(
     rows: tuple[Tensor, Tensor, Tensor],
     offsets: Tensor,
     bound: int | None,
     options: dict[str, Any],
 ) -> Tensor:
+    """Compute attention where no layout can be made."""
     if options["sinks"] is not None:
         raise ValueError(
-            "s_aux must be None in compiled code, where cuseq's attention needs a layout for it: "
-            "call cuseq.varlen_attention"
+            "s_aux must be None in compiled code and CUDA graphs, where cuseq's attention needs a "
+            "layout for it: call cuseq.varlen_attention"
         )
     causal, window, softcap = options["causal"], options["window"], options["softcap"]
     scale = options["scale"]
@@ -233,17 +258,25 @@ def _with_more_keys(
             "cu_seqlens_q and cu_seqlens_k must have equally many sequences, got "
             f"{len(queries)} and {len(keys)}"
         )
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"v must have as many tokens as k, got shapes {list(v.shape)} and {list(k.shape)}"
+        )
+    parts: list[Tensor] = []
     at_q = at_k = 0
     for n_q, n_k in zip(queries, keys, strict=True):
         at_q, at_k = at_q + n_q, at_k + n_k
         # Queries before the first key see none, or with a window those of its right side.
         reach = 0 if options["causal"] else (options["window"] or n_q) - 1
         seeing = min(n_q, n_k + reach) if n_k else 0
+        if seeing < n_q:
+            parts.append(q.new_zeros(n_q - seeing, q.shape[1], v.shape[2]))
         if seeing:
             rows = q[at_q - seeing : at_q], k[at_k - n_k : at_k], v[at_k - n_k : at_k]
-            out[at_q - seeing : at_q] = _last_tokens(*rows, options)
-    return out
+            parts.append(_last_tokens(*rows, options))
+    if at_q < q.shape[0]:
+        parts.append(q.new_zeros(q.shape[0] - at_q, q.shape[1], v.shape[2]))
+    return torch.cat(parts) if parts else q.new_zeros(0, q.shape[1], v.shape[2])
 
 
 def _last_tokens(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -257,6 +290,6 @@ def _last_tokens(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Te
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         attn_mask=seen,
         scale=options["scale"],
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=bool(q.shape[1] != k.shape[1]),
     )
     return out[0].transpose(0, 1)

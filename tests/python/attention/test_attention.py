@@ -410,6 +410,8 @@ def test_flops_are_counted_whichever_is_imported_first(first):
 import sys, torch
 import {first}
 import cuseq
+from importlib.util import find_spec
+assert find_spec("torch.utils.flop_counter")
 from torch.utils.flop_counter import FlopCounterMode
 q = torch.randn(6, 2, 8)
 with FlopCounterMode(display=False) as counter:

@@ -20,6 +20,7 @@ CASES = [
     pytest.param({"causal": True, "window_size": (None, None)}, id="no window"),
     pytest.param({"causal": True, "window_size": (0, 0)}, id="itself alone"),
     pytest.param({"window_size": (1, 1)}, id="window on both sides"),
+    pytest.param({"window_size": (2, 0)}, id="window on the left"),
     pytest.param({"causal": True, "softcap": 1.5, "softmax_scale": 0.7}, id="softcap"),
     pytest.param({"causal": True, "s_aux": True}, id="sinks"),
 ]
@@ -91,7 +92,7 @@ def test_a_batch(options, device):
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("options", CASES[:8])
+@pytest.mark.parametrize("options", CASES[:9])
 @pytest.mark.parametrize(
     ("queries", "keys"),
     [([1, 1, 1], [5, 1, 9]), ([3, 0, 2], [4, 2, 2]), ([5, 2, 6], [2, 0, 6])],
@@ -155,8 +156,14 @@ def test_a_batch_in_compiled_code(device):
         ({"block_table": torch.zeros(1)}, "block_table must be None"),
         ({"return_attn_probs": True}, "return_attn_probs must be False"),
         ({"deterministic": True}, "deterministic must be False, got True"),
-        ({"window_size": (2, 1)}, "window_size must be as wide on both sides without causal, got"),
-        ({"window_size": (2, -1)}, "window_size must be as wide on both sides without causal, got"),
+        (
+            {"window_size": (2, 1)},
+            "window_size must be as wide on both sides without causal, or 0 on",
+        ),
+        (
+            {"window_size": (2, -1)},
+            "window_size must be as wide on both sides without causal, or 0 on",
+        ),
     ],
 )
 def test_what_it_does_not_compute_is_refused(options, message):
@@ -164,6 +171,32 @@ def test_what_it_does_not_compute_is_refused(options, message):
     starts = offsets([3], "cpu")
     with pytest.raises(ValueError, match=re.escape(message)):
         flash_attn_varlen_func(q, k, v, starts, starts, 3, 3, **options)
+
+
+def test_compiled_code_needs_as_many_keys_as_queries():
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="eager")
+    q, k, v = rows([2, 3], [3, 2], "cpu", torch.float32)
+    with pytest.raises(RuntimeError, match="cu_seqlens_k must be equal to cu_seqlens_q"):
+        compiled(q, k, v, offsets([2, 3], "cpu"), offsets([3, 2], "cpu"), 3, 3)
+    starts = offsets([2, 3], "cpu")
+    torch.testing.assert_close(
+        compiled(q, k, v, starts, starts.clone(), 3, 3),
+        looped(q, k, v, [2, 3], [2, 3]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        ((3, 4), (3, 4), "k and v must have the batch size of q"),
+        ((1, 4), (1, 4), "k and v must have the batch size of q"),
+        ((2, 3), (2, 4), "k and v must have the batch size of q and one length"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(k, v, message):
+    k, v = torch.randn(*k, 2, 8), torch.randn(*v, 2, 8)
+    with pytest.raises(ValueError, match=message):
+        flash_attn_func(torch.randn(2, 4, 2, 8), k, v)
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux"])

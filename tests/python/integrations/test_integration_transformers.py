@@ -1021,3 +1021,19 @@ assert call in error_of(make, config(), attn_implementation="cuseq")
 assert error_of(make, config(), attn_implementation="eager") is None
 """)
     assert done.returncode == 0, done.stderr
+
+
+def test_another_transformers_imports_beside_cuseq(tmp_path, run_python):
+    """Its models lack the method that the message is added to."""
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "modeling_utils.py").write_text("class PreTrainedModel: pass\n")
+    done = run_python(f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import cuseq
+import transformers.modeling_utils
+assert transformers.__file__.startswith({str(tmp_path)!r})
+""")
+    assert done.returncode == 0, done.stderr
