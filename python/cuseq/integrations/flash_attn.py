@@ -9,15 +9,17 @@ the backend that `varlen_attention` chooses. transformers calls them where a mod
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuseq._base.modes import is_capturing, outside_inference_mode
+from cuseq._base.modes import is_capturing
 from cuseq.attention import attention_by_offsets, varlen_attention
-from cuseq.layout import PackedLayout, remembered_layout
+from cuseq.cache import new_key
+from cuseq.layout import PackedLayout, layout_of_offsets, remembered_layout
+
+_EVEN = new_key()  # of layouts of batches, which have no tensor of lengths
 
 
 def flash_attn_varlen_func(
@@ -82,9 +84,9 @@ def flash_attn_varlen_func(
         _check_equal(q, k, cu_seqlens_q, cu_seqlens_k)
         bound = max_seqlen_q if isinstance(max_seqlen_q, int) else None
         return _by_offsets((q, k, v), cu_seqlens_q, bound, options)
-    packed = _layout(cu_seqlens_q, q.shape[0])
+    packed = layout_of_offsets(cu_seqlens_q, q.shape[0])
     if cu_seqlens_k is not cu_seqlens_q:
-        keys = _layout(cu_seqlens_k, k.shape[0])
+        keys = layout_of_offsets(cu_seqlens_k, k.shape[0])
         lengths = packed.lengths_on_host(), keys.lengths_on_host()
         if not torch.equal(*lengths):
             return _with_more_keys(q, k, v, *(one.tolist() for one in lengths), options)
@@ -194,17 +196,11 @@ def _options(
     }
 
 
-def _layout(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
-    def layout() -> PackedLayout:
-        return PackedLayout.from_cu_seqlens(cu_seqlens.clone(), total_tokens)
-
-    return remembered_layout(cu_seqlens, "packed_offsets", layout, total_tokens)
-
-
-@functools.lru_cache(maxsize=64)
 def _even_layout(batch: int, seqlen: int, device: torch.device) -> PackedLayout:
-    with outside_inference_mode():
+    def layout() -> PackedLayout:
         return PackedLayout.from_lengths([seqlen] * batch, max_seqs=max(batch, 1), device=device)
+
+    return remembered_layout(_EVEN, "flash_attn_batch", layout, batch, seqlen, device=device)
 
 
 def _check_equal(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:

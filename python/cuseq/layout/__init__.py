@@ -5,6 +5,13 @@ from __future__ import annotations
 import pickle
 from typing import NoReturn
 
+from cuseq.layout.offsets import (
+    layout_of_offsets,
+    note_layout_of_offsets,
+    offsets_of_static,
+    remembered_layout,
+    static_layout_of,
+)
 from cuseq.layout.packed import (
     PackedLayout,
     check_documents,
@@ -12,7 +19,6 @@ from cuseq.layout.packed import (
     own_positions,
     positions_for_models,
     remember_offsets_on_host,
-    remembered_layout,
     special_kind,
 )
 from cuseq.layout.records import Part, Recipe, Records, Row, Tree
@@ -31,11 +37,15 @@ __all__ = [
     "check_documents",
     "check_layout",
     "checked_spans",
+    "layout_of_offsets",
+    "note_layout_of_offsets",
+    "offsets_of_static",
     "own_positions",
     "special_kind",
     "positions_for_models",
     "remember_offsets_on_host",
     "remembered_layout",
+    "static_layout_of",
     "graph_room",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -1023,21 +1023,3 @@ def remember_offsets_on_host(packed: PackedLayout) -> None:
         with outside_inference_mode():
             packed._derived.offsets_on_host = _ops.cu_seqlens(packed.lengths_on_host())
     _C.remember_on_host(packed.cu_seqlens_static, packed._derived.offsets_on_host)
-
-
-def remembered_layout(
-    tensor: Tensor, fact: str, make: Callable[[], PackedLayout | None], *parameters: Hashable
-) -> Any:
-    """Return the layout that `make` makes of a tensor, made once until the tensor is edited.
-
-    Args:
-        tensor, fact, make, parameters: as `cuseq.cache.remember`.
-    """
-    with outside_inference_mode():
-        return cache.remember(tensor, fact, make, *parameters, tensors=_cached_tensors)
-
-
-def _cached_tensors(layout: PackedLayout | None) -> tuple[Tensor, ...]:
-    if layout is None:
-        return ()
-    return layout.row.lengths, layout.row.cu_seqlens_static, layout.row.host_meta

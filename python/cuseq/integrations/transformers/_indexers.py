@@ -25,12 +25,11 @@ from cuseq._base.modes import is_capturing
 from cuseq.integrations.transformers._forwards import our_forward
 from cuseq.integrations.transformers._layers import keywords_of
 from cuseq.integrations.transformers.documents import (
-    layout_of_offsets,
     positions_in_compiled_code,
 )
 from cuseq.integrations.transformers.masks import DeferredMask, RowMask
 from cuseq.integrations.transformers.names import cache_names
-from cuseq.layout import PackedLayout, StaticLayout, check_documents
+from cuseq.layout import PackedLayout, StaticLayout, check_documents, layout_of_offsets
 
 ROW = "_cuseq_row"  # on an indexer, while its layer runs: the layout of the packed row
 

@@ -16,9 +16,9 @@ import cuseq
 from cuseq.integrations.transformers._forwards import is_replaced, our_forward
 from cuseq.integrations.transformers._layers import calls_of
 from cuseq.integrations.transformers._private import has_accelerate_forward
-from cuseq.integrations.transformers.documents import layout_of_offsets
 from cuseq.integrations.transformers.masks import LayoutMask
 from cuseq.integrations.transformers.names import cache_names
+from cuseq.layout import layout_of_offsets
 
 
 def can_pool(model: PreTrainedModel) -> bool:

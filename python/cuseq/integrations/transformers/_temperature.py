@@ -17,12 +17,11 @@ from cuseq.integrations.transformers._layers import calls_of, code_of
 from cuseq.integrations.transformers._private import attention_of
 from cuseq.integrations.transformers.documents import (
     check_total,
-    layout_of_offsets,
     positions_in_compiled_code,
 )
 from cuseq.integrations.transformers.masks import DeferredMask
 from cuseq.integrations.transformers.names import pop_cache
-from cuseq.layout import PackedLayout, check_layout
+from cuseq.layout import PackedLayout, check_layout, layout_of_offsets
 
 _SETTINGS = ("attn_temperature_tuning", "use_rope", "floor_scale", "attn_scale")
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")

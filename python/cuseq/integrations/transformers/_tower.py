@@ -35,11 +35,14 @@ from cuseq.integrations.transformers._layers import attends, calls_of, code_of
 from cuseq.integrations.transformers.documents import (
     NAMES,
     names_of_call,
+)
+from cuseq.layout import (
+    PackedLayout,
+    StaticLayout,
     note_layout_of_offsets,
     offsets_of_static,
     static_layout_of,
 )
-from cuseq.layout import PackedLayout, StaticLayout
 from cuseq.vision.positions import LAYOUTS
 
 _GRIDS = ("grid_thw", "image_grid_thw")

@@ -53,7 +53,7 @@ from cuseq.integrations.transformers._lengths import (
 )
 from cuseq.integrations.transformers._recurrent import leak_warning, leak_warning_by_name
 from cuseq.integrations.transformers._warn import warn_once
-from cuseq.integrations.transformers.documents import check_total, layout_of_offsets
+from cuseq.integrations.transformers.documents import check_total
 from cuseq.integrations.transformers.masks import DeferredMask, RowMask
 from cuseq.integrations.transformers.names import (
     BACKEND,
@@ -61,7 +61,7 @@ from cuseq.integrations.transformers.names import (
     NAME,
     UNSUPPORTED,
 )
-from cuseq.layout import check_layout
+from cuseq.layout import check_layout, layout_of_offsets
 from cuseq.layout.build import offsets_of_chunks
 
 

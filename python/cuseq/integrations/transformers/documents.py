@@ -67,8 +67,8 @@ from cuseq.integrations.transformers.names import (
 )
 from cuseq.layout import (
     PackedLayout,
-    StaticLayout,
     check_layout,
+    layout_of_offsets,
     own_positions,
     remembered_layout,
 )
@@ -93,7 +93,6 @@ _POOLING = (
     "DoubleHeadsModel",
 )  # how the names of models end that give one result for each row
 _OTHER_INPUTS = ("pixel", "image", "video", "input_features", "audio")  # how their names begin
-_STATIC = "_cuseq_static_layout"  # an attribute of offsets
 _DOOR = "_cuseq_door"  # on a model that has the hooks
 
 
@@ -587,41 +586,6 @@ def layout_of_numbers(numbers: Tensor, batch: int) -> PackedLayout:
         return PackedLayout.from_position_ids(counted(numbers.reshape(batch, -1)))
 
     return remembered_layout(numbers, "packed_numbers", layout, batch)
-
-
-def layout_of_offsets(cu_seqlens: Tensor, total_tokens: int) -> PackedLayout:
-    """Return the layout of offsets `[n_seqs + 1]`, made once for each tensor.
-
-    The first use of a host value waits for one event if the offsets are on a GPU.
-    """
-    static = static_layout_of(cu_seqlens)
-    if static is not None:
-        return static
-
-    def layout() -> PackedLayout:
-        return PackedLayout.from_cu_seqlens(cu_seqlens.clone(), total_tokens)
-
-    return remembered_layout(cu_seqlens, "packed_offsets", layout, total_tokens)
-
-
-def note_layout_of_offsets(cu_seqlens: Tensor, layout: PackedLayout) -> None:
-    """Make `layout_of_offsets` return this layout for offsets that the layout does not hold."""
-    remembered_layout(cu_seqlens, "packed_offsets", lambda: layout, layout.total_tokens)
-
-
-def offsets_of_static(layout: StaticLayout) -> Tensor:
-    """Return the offsets of a static layout, by which `layout_of_offsets` finds it.
-
-    They have an attribute for it, since nothing is cached while a CUDA graph is captured.
-    """
-    offsets = layout.cu_seqlens_static.detach()
-    setattr(offsets, _STATIC, layout)
-    return offsets
-
-
-def static_layout_of(cu_seqlens: Tensor) -> StaticLayout | None:
-    """Return the static layout that these are the offsets of, or None."""
-    return getattr(cu_seqlens, _STATIC, None)
 
 
 def document_numbers(positions: Tensor | None, mask: Tensor | None = None) -> Tensor:

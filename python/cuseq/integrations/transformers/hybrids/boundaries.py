@@ -25,13 +25,12 @@ from cuseq.integrations.transformers._private import inside_checkpoint
 from cuseq.integrations.transformers.documents import (
     DESCRIPTIONS,
     check_total,
-    layout_of_offsets,
     warn_of_compiled_positions,
     warn_of_dense_mask,
 )
 from cuseq.integrations.transformers.hybrids.functions import inside_packed_row
 from cuseq.integrations.transformers.names import cache_names
-from cuseq.layout import PackedLayout, check_documents, check_layout
+from cuseq.layout import PackedLayout, check_documents, check_layout, layout_of_offsets
 
 # Attributes of modules, for the forwards here.
 HANDS_ON_SEQ_IDX = "_cuseq_hands_on_seq_idx"  # whether its layers hand on `seq_idx` alone
