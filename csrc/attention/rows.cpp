@@ -3,15 +3,18 @@
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "ops/checks.h"
 #include "ops/dispatch.h"
+#include "ops/head_and_tail.h"
 #include "ops/token_metadata.h"
-#include "ops/zero_tail.h"
 
 namespace cuseq::attention {
 namespace {
 
-RowBytes bytes_of(const Tensor& rows) {
+// Return the rows of a tensor, each in as few parts as it and `other` allow, if there is one.
+RowBytes bytes_of(const Tensor& rows, const Tensor* other = nullptr) {
   const auto element = static_cast<int64_t>(rows.element_size());
   const int64_t width = rows.dim() == 3 ? rows.size(2) : 1;
   TORCH_INTERNAL_ASSERT(width == 1 || rows.stride(2) == 1, "a head's values are not consecutive");
@@ -21,7 +24,8 @@ RowBytes bytes_of(const Tensor& rows) {
   found.part_stride = rows.stride(1) * element;
   found.row_stride = rows.stride(0) * element;
   found.bytes = width * element;
-  if (found.part_stride == found.bytes) {
+  const auto has_whole_rows = [&](const Tensor& one) { return one.stride(1) == width; };
+  if (has_whole_rows(rows) && (other == nullptr || has_whole_rows(*other))) {
     found.bytes *= found.parts;
     found.parts = 1;
   }
@@ -78,6 +82,27 @@ void zero_tail(at::TensorList rows, const Sequences& sequences) {
   args.first = sequences.offsets.const_data_ptr<int32_t>() + sequences.count();
   args.num_rows = total_tokens;
   CUSEQ_RUN(zero_tail, sequences.offsets, args);
+}
+
+void copy_head(at::TensorList to, at::TensorList from, const Sequences& sequences) {
+  TORCH_INTERNAL_ASSERT(to.size() == from.size() && to.size() <= CopyHeadArgs::kMostTensors,
+                        "not as many tensors to copy from as to");
+  CopyHeadArgs args;
+  args.num_rows = to.front().size(0);
+  for (size_t i = 0; i < to.size(); ++i) {
+    TORCH_INTERNAL_ASSERT(
+        to[i].sizes() == from[i].sizes() && to[i].scalar_type() == from[i].scalar_type() &&
+            to[i].size(0) == args.num_rows && to[i].device() == sequences.offsets.device() &&
+            from[i].device() == sequences.offsets.device(),
+        "the tensors of a pair are not alike");
+    RowBytes& target = args.to[args.num_tensors];
+    RowBytes& source = args.from[args.num_tensors++];
+    target = bytes_of(to[i], &from[i]);
+    source = bytes_of(from[i], &to[i]);
+    target.unit = source.unit = std::min(target.unit, source.unit);
+  }
+  args.end = sequences.offsets.const_data_ptr<int32_t>() + sequences.count();
+  CUSEQ_RUN(copy_head, sequences.offsets, args);
 }
 
 Gradients with_zero_tails(const Call& call, Gradients gradients) {

@@ -25,6 +25,11 @@ Tensor unpad_last_dim(const Tensor& tensor, int64_t size);
 // NaN.
 CUSEQ_API void zero_tail(at::TensorList rows, const Sequences& sequences);
 
+// Copy the rows of the sequences, which must begin at row 0, from the tensors of the second list to
+// those of the first: one or two each, [tokens, heads] or [tokens, heads, head_dim]. Only the
+// device may know how many rows these are.
+CUSEQ_API void copy_head(at::TensorList to, at::TensorList from, const Sequences& sequences);
+
 // Zero the tails of the gradients of q, k and v, in place, and return them.
 Gradients with_zero_tails(const Call& call, Gradients gradients);
 

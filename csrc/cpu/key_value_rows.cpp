@@ -44,8 +44,9 @@ void sum(const SumKeyValuesArgs& args) {
     std::vector<Sum> sums(args.key_width + args.value_width);
     Sum* const value_sums = sums.data() + args.key_width;
     for (int64_t row = first; row < last; ++row) {
-      std::fill(sums.begin(), sums.end(), Sum(0));
       const Terms terms = Terms::of(args, row);
+      if (terms.empty()) continue;
+      std::fill(sums.begin(), sums.end(), Sum(0));
       for (int64_t j = terms.begin; j < terms.end; ++j) {
         if (!args.sources.has(args.terms[j])) continue;
         const auto from = args.sources.row<T>(args.terms[j]);

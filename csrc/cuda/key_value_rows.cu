@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kThreads)
   using Sum = Arithmetic<T>;
   using Elements = Vec<T, V>;
   const Terms terms = Terms::of(args, blockIdx.x);
+  if (terms.empty()) return;
   const auto to = KeyValueRow<T>::of(args.out, blockIdx.x);
   const int64_t width = args.key_width + args.value_width;
   for (int64_t at = threadIdx.x * V; at < width; at += kThreads * V) {

@@ -66,7 +66,8 @@ struct GatherKeyValuesArgs {
 };
 
 // Arguments of a sum, in fp32 (fp64 for fp64) and in the order of the terms, so that the result
-// does not depend on the schedule of threads. Terms without a source add nothing.
+// does not depend on the schedule of threads. Terms without a source add nothing; a row without
+// terms stays as it is.
 //
 //   out[i] = sum of row(terms[j]) for j in [offsets[i], offsets[i + 1])
 //
@@ -93,6 +94,8 @@ struct Terms {
     const int64_t end = args.offsets[row + 1];
     return {begin < 0 ? 0 : begin, end > args.num_terms ? args.num_terms : end};
   }
+
+  CUSEQ_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 
 namespace cpu {

@@ -1,5 +1,4 @@
-// Tests of zeroing the rows after the last sequence, where only the device knows how many there
-// are.
+// Tests of writing the first or the last rows of tensors, where only the device knows how many.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -13,6 +12,7 @@
 namespace {
 
 using at::Tensor;
+using cuseq::attention::copy_head;
 using cuseq::attention::Sequences;
 using cuseq::attention::zero_tail;
 
@@ -71,6 +71,44 @@ TEST(ZeroTail, WritesTheTailAloneWhateverTheStrides) { check(at::kCPU); }
 TEST(ZeroTail, WritesTheTailAloneOnAGpu) {
   if (!at::hasCUDA()) GTEST_SKIP() << "no GPU";
   check(at::kCUDA);
+}
+
+void check_copies(at::Device device) {
+  for (const int64_t end : {-7L, 0L, 1L, 128L, 299L, kTokens, kTokens + 9}) {
+    const int64_t rows = std::clamp<int64_t>(end, 0, kTokens);
+    const Sequences sequences = sequences_until(end, device);
+    for (const Tensor& to : views(device)) {
+      // From rows of the same strides, and from contiguous ones.
+      for (const Tensor& from : {at::zeros_like(to), at::zeros(to.sizes(), to.options())}) {
+        to.fill_(1);
+        const Tensor memory = to.as_strided(
+            {static_cast<int64_t>(to.storage().nbytes() / to.element_size())}, {1}, 0);
+        Tensor expected = memory.clone();
+        expected.as_strided(to.sizes(), to.strides(), to.storage_offset())
+            .slice(0, 0, rows)
+            .zero_();
+        copy_head({to}, {from}, sequences);
+        EXPECT_TRUE(at::equal(memory, expected)) << to.sizes() << to.strides() << " up to " << end;
+      }
+    }
+  }
+  // Two at once, of other widths.
+  const std::vector<Tensor> to = {at::zeros({kTokens, 2, 8}, device),
+                                  at::zeros({2, kTokens}, device)};
+  const Tensor values = at::rand({kTokens, 2, 8}, device);
+  const Tensor numbers = at::rand({2, kTokens}, device);
+  copy_head({to[0], to[1].t()}, {values, numbers.t()}, sequences_until(5, device));
+  EXPECT_TRUE(at::equal(to[0].slice(0, 0, 5), values.slice(0, 0, 5)));
+  EXPECT_TRUE(at::equal(to[1].slice(1, 0, 5), numbers.slice(1, 0, 5)));
+  EXPECT_TRUE(to[0].slice(0, 5).eq(0).all().item<bool>());
+  EXPECT_TRUE(to[1].slice(1, 5).eq(0).all().item<bool>());
+}
+
+TEST(CopyHead, WritesTheHeadAloneWhateverTheStrides) { check_copies(at::kCPU); }
+
+TEST(CopyHead, WritesTheHeadAloneOnAGpu) {
+  if (!at::hasCUDA()) GTEST_SKIP() << "no GPU";
+  check_copies(at::kCUDA);
 }
 
 TEST(ZeroTail, KnowsTheTailOfLengthsOnTheHost) {

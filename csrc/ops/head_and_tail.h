@@ -8,7 +8,8 @@
 
 namespace cuseq {
 
-// The rows of a tensor, for a kernel that zeroes the last ones. A row has `parts` parts, such as
+// The rows of a tensor, for kernels that write the first or the last ones, as many as only the
+// device knows. A row has `parts` parts, such as
 // heads, of `bytes` consecutive bytes each. Strides are in bytes.
 //
 // Worked example: a logsumexp [heads, tokens] in fp32 has a row for each token, with `heads` parts
@@ -20,6 +21,9 @@ struct RowBytes {
   int64_t row_stride = 0;
   int64_t bytes = 0;
   int64_t unit = 1;  // bytes of one store, up to 16: divides the address and the numbers above
+
+  // Stores into so many rows.
+  CUSEQ_HOST_DEVICE int64_t stores(int64_t rows) const { return rows * parts * (bytes / unit); }
 
   // Return where the i-th store into the rows [first, end) goes.
   CUSEQ_HOST_DEVICE char* store(int64_t i, int64_t first, int64_t end) const {
@@ -46,12 +50,32 @@ struct ZeroTailArgs {
   }
 };
 
+// Arguments of copying the rows before *end, of several pairs of tensors with as many rows. The
+// tensors of a pair have the same parts, bytes and unit.
+struct CopyHeadArgs {
+  static constexpr int kMostTensors = 2;
+
+  RowBytes to[kMostTensors];
+  RowBytes from[kMostTensors];
+  int num_tensors = 0;
+  const int32_t* end = nullptr;
+  int64_t num_rows = 0;
+
+  // Return *end, inside the rows whatever it holds.
+  CUSEQ_HOST_DEVICE int64_t end_row() const {
+    const int64_t row = *end;
+    return row < 0 ? 0 : row > num_rows ? num_rows : row;
+  }
+};
+
 namespace cpu {
 void zero_tail(const ZeroTailArgs& args);
+void copy_head(const CopyHeadArgs& args);
 }  // namespace cpu
 
 namespace cuda {
 void zero_tail(const ZeroTailArgs& args, Stream stream);
+void copy_head(const CopyHeadArgs& args, Stream stream);
 }  // namespace cuda
 
 }  // namespace cuseq
