@@ -95,10 +95,11 @@ std::optional<RankShare> share_of(const Tensor& q, const AttentionOptions& optio
                     "rank_rows and rank_meta must be given together, got ",
                     options.rank_rows.has_value() ? "rank_rows" : "rank_meta", " alone");
   if (!options.rank_meta.has_value()) return std::nullopt;
-  TORCH_CHECK(!is_capturing(q),
-              "attention over a rank's part of a row cannot be captured in a CUDA graph: its plan "
-              "is read on the host; capture the layers between");
   const auto share = RankShare::of(*options.rank_rows, *options.rank_meta, options.rank_group, q);
+  TORCH_CHECK(share.is_of_replays() || !is_capturing(q),
+              "attention over a rank's part of a row can be captured in a CUDA graph by "
+              "cuseq.GraphedStep alone, which gives the plans of all rows one size; capture the "
+              "layers between");
   share.check_options(options.causal, options.window, options.spans.has_value());
   if (options.spans.has_value() && values_can_be_read(options.cu_seqlens)) {
     const int64_t row = share.at(RankMetaSlot::kCpSize) * share.at(RankMetaSlot::kRowTokens);

@@ -27,15 +27,18 @@ std::vector<int64_t> numbers_of(const Tensor& rank_meta) {
   return numbers;
 }
 
-// Check offsets on the host: they ascend from `first` to `last`.
-void check_ascending(const Tensor& offsets, int64_t first, int64_t last) {
+// Check offsets on the host: they ascend from `first` to `last`, or at most to it if it is a bound.
+// Return the last one.
+int64_t check_ascending(const Tensor& offsets, int64_t first, int64_t last, bool is_bound) {
   const auto* values = offsets.const_data_ptr<int32_t>();
   const int64_t size = offsets.size(0);
-  TORCH_CHECK_VALUE(
-      values[0] == first && values[size - 1] == last && std::is_sorted(values, values + size),
-      "rank_rows must be of the same layout as rank_meta, got offsets that do not "
-      "ascend from ",
-      first, " to ", last);
+  const int64_t end = values[size - 1];
+  TORCH_CHECK_VALUE(values[0] == first && (is_bound ? end <= last : end == last) &&
+                        std::is_sorted(values, values + size),
+                    "rank_rows must be of the same layout as rank_meta, got offsets that do not "
+                    "ascend from ",
+                    first, " to ", last);
+  return end;
 }
 
 }  // namespace
@@ -90,10 +93,12 @@ RankShare RankShare::of(const Tensor& rank_rows, const Tensor& rank_meta, std::s
                     "q must have at least the tokens of the rank's pieces, ",
                     share.at(RankMetaSlot::kNumTokens), ", got ", row);
   if (!rank_rows.is_cpu()) return share;
-  const int64_t cut = share.at(RankMetaSlot::kNumCutTokens);
-  check_ascending(share.cut_queries().offsets, 0, cut);
-  check_ascending(share.cut_keys().offsets, 0, share.at(RankMetaSlot::kNumKeyRows));
-  check_ascending(share.whole_queries().offsets, cut, share.at(RankMetaSlot::kNumTokens));
+  const bool are_bounds = share.is_of_replays();
+  const int64_t cut = check_ascending(share.cut_queries().offsets, 0,
+                                      share.at(RankMetaSlot::kNumCutTokens), are_bounds);
+  check_ascending(share.cut_keys().offsets, 0, share.at(RankMetaSlot::kNumKeyRows), are_bounds);
+  check_ascending(share.whole_queries().offsets, cut, share.at(RankMetaSlot::kNumTokens),
+                  are_bounds);
   return share;
 }
 
@@ -104,7 +109,7 @@ Sequences RankShare::sequences(int64_t begin, int64_t count, int64_t longest,
   sequences.cu_seqlens = rows_;
   sequences.first = begin;
   sequences.longest = longest;
-  sequences.num_real_tokens = tokens;
+  if (!is_of_replays()) sequences.num_real_tokens = tokens;
   return sequences;
 }
 

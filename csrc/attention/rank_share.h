@@ -22,6 +22,8 @@ class RankShare {
   bool is_ulysses() const {
     return at(RankMetaSlot::kUlysses) != 0 && at(RankMetaSlot::kCpSize) > 1;
   }
+  // Whether the numbers are those of a room and bounds, which the rows of a replay stay inside.
+  bool is_of_replays() const { return at(RankMetaSlot::kOfReplays) != 0; }
   // Whether the backward uses the far rows that the forward returned.
   bool saves_far_rows() const { return at(RankMetaSlot::kSavesFarRows) != 0; }
   const std::string& group() const { return group_; }

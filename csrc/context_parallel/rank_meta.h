@@ -16,6 +16,7 @@ inline constexpr int64_t kTokensPerKeptRow = 16;
 enum class RankMetaSlot : int32_t {
   kCpSize,
   kRank,
+  kOfReplays,     // 1: the numbers below are those of a room that a CUDA graph has, and bounds
   kUlysses,       // 1: heads are exchanged, and the pieces are the documents of the whole row
   kWindow,        // keys that a token sees at most; 0: all
   kAnyFar,        // whether any rank of the plan receives rows

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 
 namespace cuseq::cp {
@@ -87,20 +89,27 @@ class CutDocuments {
   int64_t window_;
 };
 
+void check_room(const char* what, int64_t needed, int64_t room) {
+  if (needed <= room) return;
+  throw std::invalid_argument("room must have " + std::to_string(needed) + " " + what + ", got " +
+                              std::to_string(room));
+}
+
 class Writer {
  public:
-  Writer(const Plan& plan, int64_t rank, int64_t max_seqs)
-      : plan_(plan), rank_(rank), capacities_(Capacities::of(plan, max_seqs)) {
+  Writer(const Plan& plan, int64_t rank, int64_t max_seqs, const std::optional<Room>& room)
+      : plan_(plan), rank_(rank), capacities_(Capacities::of(plan, max_seqs)), room_(room) {
     share_.rows.assign(capacities_.total(), -1);
     const int64_t ranks = plan.options.cp_size;
     share_.meta.assign(static_cast<int64_t>(RankMetaSlot::kSize) + 2 * ranks, 0);
     set(RankMetaSlot::kCpSize, ranks);
     set(RankMetaSlot::kRank, rank);
+    set(RankMetaSlot::kOfReplays, room.has_value());
     set(RankMetaSlot::kUlysses, plan.options.policy == Policy::kUlysses);
     set(RankMetaSlot::kWindow, plan.options.window);
-    set(RankMetaSlot::kAnyFar, plan.costs.far_rows > 0);
-    set(RankMetaSlot::kSavesFarRows,
-        plan.costs.max_far_rows <= plan.tokens_per_rank() / kTokensPerKeptRow);
+    const int64_t far = room ? (ranks - 1) * room->far : plan.costs.max_far_rows;
+    set(RankMetaSlot::kAnyFar, room ? far > 0 : plan.costs.far_rows > 0);
+    set(RankMetaSlot::kSavesFarRows, far <= plan.tokens_per_rank() / kTokensPerKeptRow);
     set(RankMetaSlot::kHashLow, static_cast<int32_t>(plan.hash));
     set(RankMetaSlot::kHashHigh, static_cast<int32_t>(plan.hash >> 32));
     set(RankMetaSlot::kRowTokens, plan.tokens_per_rank());
@@ -145,25 +154,61 @@ class Writer {
     share_.meta[static_cast<size_t>(slot)] = static_cast<int32_t>(value);
   }
 
+  // Write the offsets of the pieces' queries, the first `cut` of which are cut.
   void write_pieces(const Runs& runs, size_t cut) {
-    int32_t* offsets = share_.rows.data();
+    if (room_) {
+      check_room("cut pieces", static_cast<int64_t>(cut), room_->cut);
+      check_room("whole pieces", static_cast<int64_t>(runs.size() - cut), room_->whole);
+    }
+    int32_t* offset = share_.rows.data();
     int64_t tokens = 0, cut_tokens = 0, longest_cut = 0, longest_whole = 0;
-    offsets[0] = 0;
+    *offset = 0;
     for (size_t i = 0; i < runs.size(); ++i) {
+      if (i == cut && room_)
+        offset = without_tokens(offset, room_->cut - static_cast<int64_t>(cut));
       tokens += runs[i].size();
       if (i < cut) cut_tokens = tokens;
       int64_t& longest = i < cut ? longest_cut : longest_whole;
       longest = std::max(longest, runs[i].size());
-      offsets[i + 1] = static_cast<int32_t>(tokens);
+      *++offset = static_cast<int32_t>(tokens);
     }
-    std::fill(offsets + runs.size() + 1, offsets + capacities_.pieces + 1,
+    if (room_) check_room("tokens of cut pieces", cut_tokens, room_->cut_tokens);
+    std::fill(offset + 1, share_.rows.data() + capacities_.pieces + 1,
               static_cast<int32_t>(tokens));
-    set(RankMetaSlot::kNumPieces, static_cast<int64_t>(runs.size()));
-    set(RankMetaSlot::kNumCut, static_cast<int64_t>(cut));
+    if (room_) {
+      const int64_t held = plan_.options.policy == Policy::kUlysses ? plan_.row.total_tokens
+                                                                    : plan_.tokens_per_rank();
+      set_pieces(room_->cut + room_->whole, room_->cut, held, room_->cut_tokens, held,
+                 room_->cut_tokens);
+    } else {
+      set_pieces(static_cast<int64_t>(runs.size()), static_cast<int64_t>(cut), tokens, cut_tokens,
+                 longest_whole, longest_cut);
+    }
+  }
+
+  // Write pieces without tokens behind an offset; return the place of the last one.
+  static int32_t* without_tokens(int32_t* offset, int64_t count) {
+    return std::fill_n(offset + 1, count, *offset) - 1;
+  }
+
+  void set_pieces(int64_t pieces, int64_t cut, int64_t tokens, int64_t cut_tokens,
+                  int64_t longest_whole, int64_t longest_cut) {
+    set(RankMetaSlot::kNumPieces, pieces);
+    set(RankMetaSlot::kNumCut, cut);
     set(RankMetaSlot::kNumTokens, tokens);
     set(RankMetaSlot::kNumCutTokens, cut_tokens);
-    set(RankMetaSlot::kLongestCut, longest_cut);
     set(RankMetaSlot::kLongestWhole, longest_whole);
+    set(RankMetaSlot::kLongestCut, longest_cut);
+  }
+
+  // Return the place of another rank's first row among those of all others, if all have room.
+  int64_t room_of(int64_t peer) const { return (peer < rank_ ? peer : peer - 1) * room_->far; }
+
+  // Set how many rows this rank sends to each, or receives from each, if there is room.
+  void set_room_of_peers(int32_t* rows) const {
+    for (int64_t peer = 0; peer < plan_.options.cp_size; ++peer) {
+      rows[peer] = peer == rank_ ? 0 : static_cast<int32_t>(room_->far);
+    }
   }
 
   // Return the far rows of this rank by document and position; `start` is their place among the
@@ -177,11 +222,15 @@ class Writer {
     int32_t* from =
         share_.meta.data() + static_cast<size_t>(RankMetaSlot::kSize) + plan_.options.cp_size;
     for (Run& run : runs) {
-      run.start = own + rows;
+      run.start = own + (room_ ? room_of(run.rank) + from[run.rank] : rows);
       rows += run.size();
       from[run.rank] += static_cast<int32_t>(run.size());
     }
-    set(RankMetaSlot::kNumFarRows, rows);
+    if (room_) {
+      check_room("far rows", *std::max_element(from, from + plan_.options.cp_size), room_->far);
+      set_room_of_peers(from);
+    }
+    set(RankMetaSlot::kNumFarRows, room_ ? (plan_.options.cp_size - 1) * room_->far : rows);
     std::sort(runs.begin(), runs.end());
     return runs;
   }
@@ -213,8 +262,10 @@ class Writer {
     }
     std::fill(offsets + cut.size() + 1, offsets + capacities_.pieces + 1,
               static_cast<int32_t>(count));
-    set(RankMetaSlot::kLongestKeys, longest);
-    set(RankMetaSlot::kNumKeyRows, count);
+    if (room_) check_room("keys", count, room_->keys);
+    set(RankMetaSlot::kLongestKeys,
+        room_ ? std::min(room_->keys, plan_.row.total_tokens) : longest);
+    set(RankMetaSlot::kNumKeyRows, room_ ? room_->keys : count);
   }
 
   void write_sent(const CutDocuments& documents) {
@@ -223,14 +274,17 @@ class Writer {
     int64_t count = 0;
     for (int64_t peer = 0; peer < plan_.options.cp_size; ++peer) {
       if (peer == rank_) continue;
+      if (room_) count = room_of(peer);
       for (const Run& run : documents.needed(peer, rank_)) {
+        if (room_) check_room("far rows", to[peer] + run.size(), room_->far);
         for (int64_t i = 0; i < run.size(); ++i) {
           rows[count++] = static_cast<int32_t>(run.start + i);
         }
         to[peer] += static_cast<int32_t>(run.size());
       }
     }
-    set(RankMetaSlot::kNumSentRows, count);
+    if (room_) set_room_of_peers(to);
+    set(RankMetaSlot::kNumSentRows, room_ ? (plan_.options.cp_size - 1) * room_->far : count);
   }
 
   // Write, for each source, where the terms of its gradient are.
@@ -244,11 +298,13 @@ class Writer {
       return term < num_keys ? keys[term] : sent_section()[term - num_keys];
     };
     std::fill(offsets, terms, 0);
-    for (int32_t term = 0; term < num_keys + num_sent; ++term) ++offsets[source_of(term) + 1];
+    for (int32_t term = 0; term < num_keys + num_sent; ++term) {
+      if (source_of(term) >= 0) ++offsets[source_of(term) + 1];
+    }
     std::partial_sum(offsets, terms, offsets);
     std::vector<int32_t> next(offsets, terms);
     for (int32_t term = 0; term < num_keys + num_sent; ++term) {
-      terms[next[source_of(term)]++] = term;
+      if (source_of(term) >= 0) terms[next[source_of(term)]++] = term;
     }
   }
 
@@ -259,6 +315,7 @@ class Writer {
   const Plan& plan_;
   int64_t rank_;
   Capacities capacities_;
+  std::optional<Room> room_;
   Share share_;
 };
 
@@ -272,11 +329,30 @@ Capacities Capacities::of(const Plan& plan, int64_t max_seqs) {
   const int64_t others = plan.row.total_tokens - own;
   const int64_t received = std::min(others, plan.options.max_far_rows.value_or(others));
   const int64_t sent = std::min(others, received * (plan.options.cp_size - 1));
-  return {pieces, 2 * (own + received), sent, own + received};
+  // Of the pieces all may be cut or whole, and a room has both; it has as many far rows as sent
+  // ones.
+  return {2 * pieces, 2 * (own + received), sent, own + sent};
 }
 
-Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs) {
-  Writer writer(plan, rank, max_seqs);
+Room most_room(const Plan& plan, int64_t max_seqs) {
+  const Capacities capacities = Capacities::of(plan, max_seqs);
+  const bool cuts = plan.options.policy != Policy::kUlysses && plan.options.cp_size > 1;
+  const int64_t pieces = cuts ? capacities.pieces / 2 : capacities.pieces;
+  const int64_t peers = std::max<int64_t>(1, plan.options.cp_size - 1);
+  return {pieces, cuts ? pieces : 0, cuts ? plan.tokens_per_rank() : 0, capacities.keys,
+          capacities.sent / peers};
+}
+
+Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs, const std::optional<Room>& room) {
+  if (room) {
+    const Room most = most_room(plan, max_seqs);
+    if (std::min({room->whole, room->cut, room->cut_tokens, room->keys, room->far}) < 0 ||
+        room->whole > most.whole || room->cut > most.cut || room->cut_tokens > most.cut_tokens ||
+        room->keys > most.keys || room->far > most.far) {
+      throw std::invalid_argument("room must have no more than the sections of the share");
+    }
+  }
+  Writer writer(plan, rank, max_seqs, room);
   return plan.options.policy == Policy::kUlysses ? std::move(writer).documents()
                                                  : std::move(writer).exchange();
 }

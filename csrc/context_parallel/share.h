@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "context_parallel/plan.h"
@@ -9,10 +10,26 @@
 
 namespace cuseq::cp {
 
+// What a CUDA graph has room for on each rank: it attends over as many pieces and exchanges as many
+// rows in every replay, whatever the plan.
+struct Room {
+  int64_t whole = 0;       // pieces after the cut ones
+  int64_t cut = 0;         // cut pieces
+  int64_t cut_tokens = 0;  // tokens of the cut pieces together
+  int64_t keys = 0;        // keys of the cut pieces together
+  int64_t far = 0;         // rows that one rank sends to another
+};
+
 // One rank's share of a plan, as the two tensors that its attention reads. Its sources are the rows
 // that are keys of its cut pieces: first the own ones, which are the tokens of the cut pieces, then
 // the far rows, received from rank 0, then from rank 1 and so on, for each rank by document and
 // position.
+//
+// The share of a room has the same sections. There, cut pieces without queries fill up to room.cut,
+// so that the first whole piece is always the same; the own sources are the first room.cut_tokens
+// tokens of the rank; and each other rank has places for room.far rows among the far ones and the
+// sent ones, of which it uses the first. Places that are not used have source -1. Its meta says
+// room instead of what the plan needs.
 struct Share {
   // Sections of fixed capacity, so that one compiled graph serves every plan:
   //   [piece_capacity + 1] offsets of the pieces' queries, the last one repeated;
@@ -43,6 +60,12 @@ struct Capacities {
   int64_t total() const { return 2 * (pieces + 1 + keys + sent) + sources + 1; }
 };
 
-CUSEQ_API Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs);
+// Return the most room that the sections have.
+CUSEQ_API Room most_room(const Plan& plan, int64_t max_seqs);
+
+// Return the share of a rank. Raises std::invalid_argument if the room has not what it needs, or
+// the sections have not the room.
+CUSEQ_API Share share_of(const Plan& plan, int64_t rank, int64_t max_seqs,
+                         const std::optional<Room>& room = std::nullopt);
 
 }  // namespace cuseq::cp

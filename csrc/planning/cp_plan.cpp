@@ -159,13 +159,21 @@ Tensor cp_pieces(const cp::Plan& plan, int64_t rank) {
   return tensor_of(std::move(numbers)).view({-1, 3});
 }
 
-std::tuple<Tensor, Tensor, Tensor> cp_share(const cp::Plan& plan, int64_t rank, int64_t max_seqs) {
+std::tuple<Tensor, Tensor, Tensor> cp_share(const cp::Plan& plan, int64_t rank, int64_t max_seqs,
+                                            const std::optional<RoomNumbers>& room) {
   check_rank(plan, rank);
   TORCH_CHECK_VALUE(plan.row.size() - 1 <= max_seqs, "packed must have room for the plan's ",
                     plan.row.size() - 1, " documents, got a layout of max_seqs = ", max_seqs);
-  cp::Share share = cp::share_of(plan, rank, max_seqs);
+  std::optional<cp::Room> of_graph;
+  if (room) of_graph = {(*room)[0], (*room)[1], (*room)[2], (*room)[3], (*room)[4]};
+  cp::Share share = cp::share_of(plan, rank, max_seqs, of_graph);
   return {tensor_of(plan.piece_lengths(rank)), tensor_of(std::move(share.rows)),
           tensor_of(std::move(share.meta))};
+}
+
+RoomNumbers cp_most_room(const cp::Plan& plan, int64_t max_seqs) {
+  const cp::Room most = cp::most_room(plan, max_seqs);
+  return {most.whole, most.cut, most.cut_tokens, most.keys, most.far};
 }
 
 }  // namespace cuseq

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -64,9 +65,13 @@ CUSEQ_API at::Tensor cp_pieces(const cp::Plan& plan, int64_t rank);
 
 // Return the lengths of the rank's pieces without padding, int32, and its share of the plan as
 // rank_rows and rank_meta (csrc/context_parallel/share.h). `max_seqs` is the capacity of the row's
-// offsets.
-CUSEQ_API std::tuple<at::Tensor, at::Tensor, at::Tensor> cp_share(const cp::Plan& plan,
-                                                                  int64_t rank, int64_t max_seqs);
+// offsets; `room` has the numbers of a cp::Room, for a CUDA graph.
+using RoomNumbers = std::array<int64_t, 5>;
+CUSEQ_API std::tuple<at::Tensor, at::Tensor, at::Tensor> cp_share(
+    const cp::Plan& plan, int64_t rank, int64_t max_seqs, const std::optional<RoomNumbers>& room);
+
+// Return the numbers of the most room that such a share can have.
+CUSEQ_API RoomNumbers cp_most_room(const cp::Plan& plan, int64_t max_seqs);
 
 // How a model with M-RoPE counts the positions of images and videos.
 struct MropeRule {

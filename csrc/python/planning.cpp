@@ -19,6 +19,7 @@ void bind_rank_meta_slots(py::module_& m) {
   };
   add("CP_SIZE", RankMetaSlot::kCpSize);
   add("RANK", RankMetaSlot::kRank);
+  add("OF_REPLAYS", RankMetaSlot::kOfReplays);
   add("ULYSSES", RankMetaSlot::kUlysses);
   add("WINDOW", RankMetaSlot::kWindow);
   add("ANY_FAR", RankMetaSlot::kAnyFar);
@@ -63,6 +64,7 @@ void bind_cp_plan(py::module_& m) {
       .def("is_for", &cp_plan_is_for, Released())
       .def("pieces", &cp_pieces, Released())
       .def("share", &cp_share, Released())
+      .def("most_room", &cp_most_room, Released())
       .def_readonly("num_whole", &cp::Plan::num_whole)
       .def_readonly("num_cut", &cp::Plan::num_cut)
       .def_readonly("hash", &cp::Plan::hash)

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <random>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -93,9 +94,11 @@ void check_terms(const Share& share, int32_t num_sources) {
   const int32_t* terms = offsets + share.at(RankMetaSlot::kSourceCapacity) + 1;
   const int32_t num_keys = share.at(RankMetaSlot::kNumKeyRows);
   std::vector<std::vector<int32_t>> expected(num_sources);
-  for (int32_t i = 0; i < num_keys; ++i) expected.at(keys[i]).push_back(i);
+  for (int32_t i = 0; i < num_keys; ++i) {
+    if (keys[i] >= 0) expected.at(keys[i]).push_back(i);
+  }
   for (int32_t i = 0; i < share.at(RankMetaSlot::kNumSentRows); ++i) {
-    expected.at(sent[i]).push_back(num_keys + i);
+    if (sent[i] >= 0) expected.at(sent[i]).push_back(num_keys + i);
   }
   for (int32_t source = 0; source < num_sources; ++source) {
     ASSERT_EQ(std::vector<int32_t>(terms + offsets[source], terms + offsets[source + 1]),
@@ -165,6 +168,118 @@ void check_shares(const Plan& plan, int64_t max_seqs) {
   EXPECT_EQ(far_rows, plan.costs.far_rows);
 }
 
+// Send the rows of shares that have room, and check that each cut piece gets exactly its keys.
+void check_shares_of_a_room(const Plan& plan, int64_t max_seqs, const Room& spare) {
+  const int64_t ranks = plan.options.cp_size;
+  Room room;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const Share share = share_of(plan, rank, max_seqs);
+    const auto grow = [](int64_t& most, int64_t number) { most = std::max(most, number); };
+    grow(room.whole, share.at(RankMetaSlot::kNumPieces) - share.at(RankMetaSlot::kNumCut));
+    grow(room.cut, share.at(RankMetaSlot::kNumCut));
+    grow(room.cut_tokens, share.at(RankMetaSlot::kNumCutTokens));
+    grow(room.keys, share.at(RankMetaSlot::kNumKeyRows));
+    for (auto i = static_cast<size_t>(RankMetaSlot::kSize); i < share.meta.size(); ++i) {
+      grow(room.far, share.meta[i]);
+    }
+  }
+  const Room most = most_room(plan, max_seqs);
+  room.whole = std::min(room.whole + spare.whole, most.whole);
+  room.cut = std::min(room.cut + spare.cut, most.cut);
+  room.cut_tokens = std::min(room.cut_tokens + spare.cut_tokens, most.cut_tokens);
+  room.keys = std::min(room.keys + spare.keys, most.keys);
+  room.far = std::min(room.far + spare.far, most.far);
+  const Key none{-1, -1};
+  std::vector<Share> shares;
+  std::vector<std::vector<Key>> own;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    shares.push_back(share_of(plan, rank, max_seqs, room));
+    own.push_back(tokens_of(plan, rank));
+    ASSERT_EQ(static_cast<int64_t>(shares.back().rows.size()),
+              Capacities::of(plan, max_seqs).total());
+  }
+  const auto place_of = [](int64_t of, int64_t peer) { return peer < of ? peer : peer - 1; };
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const Share& share = shares[rank];
+    const Share exact = share_of(plan, rank, max_seqs);
+    const int64_t cut = exact.at(RankMetaSlot::kNumCut);
+    const int64_t pieces = exact.at(RankMetaSlot::kNumPieces);
+    std::vector<Key> sources(
+        own[rank].begin(),
+        own[rank].begin() + std::min<int64_t>(room.cut_tokens, own[rank].size()));
+    sources.resize(room.cut_tokens, none);
+    for (int64_t peer = 0; peer < ranks; ++peer) {
+      if (peer == rank) continue;
+      const int32_t* sent = sent_section(shares[peer]) + place_of(peer, rank) * room.far;
+      for (int64_t i = 0; i < room.far; ++i) {
+        sources.push_back(sent[i] < 0 ? none : own[peer].at(sent[i]));
+      }
+    }
+    check_terms(share, static_cast<int32_t>(sources.size()));
+    EXPECT_EQ(share.at(RankMetaSlot::kOfReplays), 1);
+    EXPECT_EQ(share.at(RankMetaSlot::kNumPieces), room.cut + room.whole);
+    EXPECT_EQ(share.at(RankMetaSlot::kNumCut), room.cut);
+    EXPECT_EQ(share.at(RankMetaSlot::kNumCutTokens), room.cut_tokens);
+    EXPECT_EQ(share.at(RankMetaSlot::kNumKeyRows), room.keys);
+    EXPECT_EQ(share.at(RankMetaSlot::kNumFarRows), (ranks - 1) * room.far);
+    EXPECT_EQ(share.at(RankMetaSlot::kAnyFar), room.far > 0 && ranks > 1);
+    const int32_t capacity = share.at(RankMetaSlot::kPieceCapacity);
+    const int32_t* queries = share.rows.data();
+    const int32_t* keys = queries + capacity + 1;
+    const int32_t* rows = keys + capacity + 1;
+    const int32_t* exact_queries = exact.rows.data();
+    const int32_t* exact_keys = exact_queries + capacity + 1;
+    for (int64_t piece = 0; piece <= room.cut; ++piece) {
+      ASSERT_EQ(queries[piece], exact_queries[std::min(piece, cut)]);
+      ASSERT_EQ(keys[piece], exact_keys[std::min(piece, cut)]);
+    }
+    for (int64_t piece = 0; piece <= room.whole; ++piece) {
+      ASSERT_EQ(queries[room.cut + piece], exact_queries[std::min(cut + piece, pieces)]);
+    }
+    for (int64_t piece = 0; piece < cut; ++piece) {
+      const Key first = own[rank].at(queries[piece]);
+      const auto begin = static_cast<int32_t>(first_key(first.second, plan.options.window));
+      for (int32_t i = 0; i < keys[piece + 1] - keys[piece]; ++i) {
+        ASSERT_EQ(sources.at(rows[keys[piece] + i]), Key(first.first, begin + i));
+      }
+    }
+    for (int64_t i = exact.at(RankMetaSlot::kNumKeyRows); i < room.keys; ++i) {
+      ASSERT_EQ(rows[i], -1);
+    }
+  }
+  const auto lacks = [&](int64_t Room::* number) {
+    Room less = room;
+    if (--(less.*number) < 0) return;
+    bool raised = false;
+    for (int64_t rank = 0; rank < ranks && !raised; ++rank) {
+      try {
+        share_of(plan, rank, max_seqs, less);
+      } catch (const std::invalid_argument&) {
+        raised = true;
+      }
+    }
+    EXPECT_TRUE(raised);
+  };
+  const bool is_tight = spare.whole + spare.cut + spare.cut_tokens + spare.keys + spare.far == 0;
+  if (!is_tight) return;
+  for (const auto number : {&Room::whole, &Room::cut, &Room::cut_tokens, &Room::keys, &Room::far}) {
+    lacks(number);
+  }
+}
+
+TEST(ContextParallelPlan, RoomHasItsLimits) {
+  const Plan plan = make_plan(row_of({2, 6}, 10), options_of(2, Policy::kContiguous));
+  Room room = most_room(plan, 2);
+  EXPECT_NO_THROW(share_of(plan, 0, 2, room));
+  for (const auto number : {&Room::whole, &Room::cut, &Room::cut_tokens, &Room::keys, &Room::far}) {
+    Room more = room;
+    ++(more.*number);
+    EXPECT_THROW(share_of(plan, 0, 2, more), std::invalid_argument);
+    more.*number = -1;
+    EXPECT_THROW(share_of(plan, 0, 2, more), std::invalid_argument);
+  }
+}
+
 TEST(ContextParallelPlan, TheWorkedExample) {
   const Plan plan = make_plan(row_of({2, 6}, 10), options_of(2, Policy::kContiguous));
   EXPECT_EQ(plan.deal[0], (Pieces{{1, 0, 3}, {0, 0, 2}}));
@@ -196,7 +311,10 @@ TEST(ContextParallelPlan, AnyRow) {
       const Plan plan = make_plan(row, options_of(ranks, policy, window));
       SCOPED_TRACE(testing::Message() << "round " << round << ", policy " << int(policy));
       check_deal(plan);
-      check_shares(plan, static_cast<int64_t>(lengths.size()));
+      const auto max_seqs = static_cast<int64_t>(lengths.size());
+      check_shares(plan, max_seqs);
+      check_shares_of_a_room(plan, max_seqs, {});
+      check_shares_of_a_room(plan, max_seqs, {3, 2, 17, 21, 5});
       if (HasFatalFailure()) return;
     }
   }

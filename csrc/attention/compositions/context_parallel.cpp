@@ -2,10 +2,12 @@
 
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
 #include "attention/choice.h"
 #include "attention/composition.h"
 #include "attention/exchange.h"
+#include "attention/rows.h"
 #include "attention/side_stream.h"
 #include "ops/checks.h"
 #include "ops/dispatch.h"
@@ -14,7 +16,8 @@
 // A rank's part of a row whose documents are dealt. The current stream attends over whole
 // documents. Beside it, another stream exchanges the keys that cut pieces need, and attends over
 // these pieces when their keys are all there. The pieces of cut documents are the first rows of a
-// rank; the keys and values of a token travel as one row, and so do their gradients.
+// rank; the keys and values of a token travel as one row, and so do their gradients. In a CUDA
+// graph only the device knows how many of the first rows are those of cut pieces.
 namespace cuseq::attention::compositions::context_parallel {
 namespace {
 
@@ -100,6 +103,13 @@ class Part {
   }
 
   void wait() { arrival_.wait(); }
+
+  // Write the rows of the cut pieces, [cut tokens, ...], to those of all.
+  void place(at::TensorList all, at::TensorList cut) const {
+    std::vector<Tensor> heads;
+    for (const Tensor& rows : all) heads.push_back(rows.narrow(0, 0, cut_tokens_));
+    copy_head(heads, cut, share_.cut_queries());
+  }
 
   // Start the return of the gradients of far rows, given those of the keys of `cut`.
   void send_gradients(const Gradients& cut) {
@@ -217,8 +227,7 @@ Output forward(const Row& row) {
   const auto reading = side.join();
   if (part.cut_tokens() == 0) return {out, logsumexp};
   const auto& [cut_out, cut_logsumexp] = cut;
-  out.narrow(0, 0, part.cut_tokens()).copy_(cut_out);
-  logsumexp.narrow(1, 0, part.cut_tokens()).copy_(cut_logsumexp);
+  part.place({out, logsumexp.t()}, {cut_out, cut_logsumexp.t()});
   return {out, logsumexp};
 }
 
@@ -245,7 +254,7 @@ Gradients backward(const Row& row, const Outer& outer) {
     part.wait();
   }
   const auto reading = side.join();
-  grad_q.narrow(0, 0, tokens).copy_(std::get<0>(cut));
+  if (tokens > 0) part.place({grad_q}, {std::get<0>(cut)});
   part.write_gradients(grad_k, grad_v);
   return {grad_q, grad_k, grad_v};
 }

@@ -138,7 +138,7 @@ def _local_layout(
     positions: Tensor,
     group: str | None,
 ) -> PackedLayout:
-    lengths, rows, meta = plan.share(packed, rank)
+    lengths, rows, meta = plan.share(rank, packed.row.max_seqs)
     own = packed.total_tokens // plan.cp_size
     # A rank has at most two pieces of a document, and no empty ones.
     max_seqs = min(own, 2 * (packed.row.max_seqs))
@@ -167,6 +167,13 @@ class _Source(NamedTuple):
     @property
     def own_tokens(self) -> int:
         return self.plan.total_tokens // self.plan.cp_size
+
+    def share_of_room(self, room: Sequence[int]) -> tuple[Tensor, Tensor]:
+        _, rows, meta = self.plan.share(self.rank, self.max_seqs, room)
+        return rows, meta
+
+    def most_room(self) -> list[int]:
+        return self.plan.most_room(self.max_seqs)
 
     def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
         padded = None if self.segment_lengths is None else build.as_bytes(self.segment_lengths)

@@ -181,18 +181,24 @@ class ContextParallelPlan:
         self._check_sequences(packed)
         return self._deal_on(packed.device)
 
-    def share(self, packed: PackedLayout, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    def share(
+        self, rank: int, max_seqs: int, room: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the lengths of a rank's pieces, and its share of the plan for a layout's state.
 
         Args:
-            packed: a layout that `deal` accepts; the capacity of its offsets decides that of the
-                share.
             rank: from 0 to `cp_size - 1`.
+            max_seqs: capacity of the whole row's offsets, which decides that of the share.
+            room: what a CUDA graph has room for, up to `most_room(max_seqs)`.
 
         Returns:
             lengths, rows and meta, int32 on the host, as csrc/context_parallel/share.h says.
         """
-        return self._plan.share(rank, packed.cu_seqlens_static.shape[0] - 1)
+        return self._plan.share(rank, max_seqs, room)
+
+    def most_room(self, max_seqs: int) -> list[int]:
+        """Return the most of each number of a room, as csrc/context_parallel/share.h says."""
+        return self._plan.most_room(max_seqs)
 
     def _deal_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device in self._deals:

@@ -23,7 +23,7 @@ from cuseq.layout.packed import (
 )
 from cuseq.layout.records import Part, Recipe, Records, Row, Tree
 from cuseq.layout.spans import Spans, checked_spans
-from cuseq.layout.static import StaticLayout, graph_room
+from cuseq.layout.static import StaticLayout, graph_room, needed_room
 
 __all__ = [
     "PackedLayout",
@@ -38,6 +38,7 @@ __all__ = [
     "check_layout",
     "checked_spans",
     "layout_of_offsets",
+    "needed_room",
     "note_layout_of_offsets",
     "offsets_of_static",
     "own_positions",

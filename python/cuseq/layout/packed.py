@@ -21,6 +21,7 @@ from cuseq.layout.records import (
     NUM_REAL_TOKENS,
     NUM_SEQS,
     Batch,
+    Part,
     Recipe,
     Records,
 )
@@ -100,6 +101,12 @@ class PackedLayout:
             for path, tensor in records.tensors_of(held).items():
                 if "segments" not in path:
                     self._note_versions(**{_NAMES.get(path, path[-1]): tensor})
+
+    def _hold_part(self, part: Part) -> None:
+        """Take another form of the same part, of which nothing was computed."""
+        self.part = part
+        if CHECKING:
+            self._note_versions(**{"part.rows": part.rows, "part.meta": part.meta})
 
     @property
     def _records(self) -> Records:

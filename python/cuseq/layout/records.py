@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -18,6 +18,12 @@ TOTAL_TOKENS: int = _C.HostMeta.TOTAL_TOKENS
 NUM_REAL_TOKENS: int = _C.HostMeta.NUM_REAL_TOKENS
 
 Recipe = tuple[Callable[..., Any], tuple[Any, ...]]
+
+NUMBERS_OF_ROOM = 5  # that `Part.needed_room` returns
+
+# The least room of a graph for a rank's part; less gains nothing.
+_LEAST_PIECES = 8
+_LEAST_ROWS = 256
 
 # Named tuples and no dataclasses: Dynamo reads all fields of a dataclass and would guard on its
 # ints.
@@ -69,6 +75,12 @@ class PartSource(Protocol):
     def own_tokens(self) -> int:
         """Tokens of the part as it was dealt."""
 
+    def share_of_room(self, room: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return `Part.rows` and `Part.meta` on the host, for a graph that has this room."""
+
+    def most_room(self) -> list[int]:
+        """Return the most room that `share_of_room` takes."""
+
     def recipe(self, total_tokens: int, group: str | None, device: str) -> Recipe:
         """Return a function that makes the part again, and its arguments, which can be pickled.
 
@@ -77,6 +89,11 @@ class PartSource(Protocol):
             group: name of the process group.
             device: device of the layout.
         """
+
+
+def power_of_two(number: int, least: int) -> int:
+    """Return the next power of two of a number above 0, or a larger one that is the least."""
+    return max(least, 1 << (number - 1).bit_length())
 
 
 class Part(NamedTuple):
@@ -112,6 +129,24 @@ class Part(NamedTuple):
         tail = torch.arange(added, added + more, dtype=torch.int32, device=self.positions.device)
         positions = torch.cat([self.positions, tail])
         return self._replace(positions=positions, rows=self.rows.clone())
+
+    def needed_room(self) -> list[int]:
+        """Return what a graph needs room for: whole pieces, cut ones, their tokens and keys, and
+        rows that one rank sends to another (csrc/context_parallel/share.h).
+
+        Powers of two, so that few rows need more and a new graph.
+        """
+        numbers = self.meta.tolist()
+        cut = numbers[_C.RankMeta.NUM_CUT]
+        needed = (
+            (numbers[_C.RankMeta.NUM_PIECES] - cut, _LEAST_PIECES),
+            (cut, _LEAST_PIECES),
+            (numbers[_C.RankMeta.NUM_CUT_TOKENS], _LEAST_ROWS),
+            (numbers[_C.RankMeta.NUM_KEY_ROWS], _LEAST_ROWS),
+            (max(numbers[_C.RankMeta.SIZE :]), _LEAST_ROWS),
+        )
+        rounded = [power_of_two(number, least) if number else 0 for number, least in needed]
+        return list(map(min, rounded, self.source.most_room()))
 
 
 class Tree(NamedTuple):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from cuseq import _C
+from cuseq import _C, cache
 from cuseq._base.modes import is_capturing, outside_inference_mode
+from cuseq._base.transfer import copy_without_wait
 from cuseq.layout import records
 from cuseq.layout.packed import PackedLayout
-from cuseq.layout.records import NUM_SEQS, Records
+from cuseq.layout.records import NUM_SEQS, NUMBERS_OF_ROOM, Records, power_of_two
 
 _LEAST_ROOM = 8  # sequences; fewer gain nothing
 
@@ -21,7 +22,16 @@ def graph_room(sequences: int) -> int:
 
     The next power of two, so that few rows have more and need a new graph.
     """
-    return max(_LEAST_ROOM, 1 << (sequences - 1).bit_length())
+    return power_of_two(sequences, _LEAST_ROOM)
+
+
+def needed_room(packed: PackedLayout) -> list[int]:
+    """Return how many sequences a graph needs room for; a tree's nodes have all their room.
+
+    For a rank's part of a row then what `Part.needed_room` says.
+    """
+    sequences = packed.row.max_seqs if packed.is_tree else graph_room(packed.num_sequences)
+    return [sequences] if packed.part is None else [sequences, *packed.part.needed_room()]
 
 
 class StaticLayout(PackedLayout):
@@ -67,9 +77,25 @@ class StaticLayout(PackedLayout):
         """Raise ValueError unless `load(packed)` is possible."""
         records.check_like(self._records, packed._records)
 
-    def needed_room(self) -> int:
-        """Return how many sequences a graph needs room for; a tree's nodes have all their room."""
-        return self.row.max_seqs if self.is_tree else graph_room(self.num_sequences)
+    @property
+    def numbers_of_room(self) -> int:
+        """How many numbers `needed_room` returns."""
+        return 1 if self.part is None else 1 + NUMBERS_OF_ROOM
+
+    def fit(self, room: Sequence[int]) -> None:
+        """Bring what was loaded to the form that a graph with this room reads, if it is a rank's
+        part of a row; on a GPU asynchronously.
+
+        Raises:
+            ValueError: the row needs more room.
+        """
+        if self.part is None:
+            return
+        rows, meta = self.part.source.share_of_room(room[1:])
+        with outside_inference_mode():
+            self.part.rows.copy_(copy_without_wait(rows, self.device))
+        cache.invalidate(self.part.rows)
+        self._hold_part(self.part._replace(meta=meta))
 
     def stop_replays(self) -> None:
         """Say that no graph will read the layout, so that it gives lengths to the host."""
@@ -78,7 +104,7 @@ class StaticLayout(PackedLayout):
             layout.is_replayed = False
 
     @contextmanager
-    def captured_for(self, at_most: int) -> Iterator[None]:
+    def captured_for(self, room: Sequence[int]) -> Iterator[None]:
         """Let a capture count on it that replays have at most so many sequences.
 
         Meanwhile the `host_meta` is one of replays (csrc/attention/capture_room.h). That of all
@@ -90,7 +116,7 @@ class StaticLayout(PackedLayout):
         for layout, row in held:
             meta = row.host_meta.clone()
             only_row = layout is self and self.tree is None
-            meta[NUM_SEQS] = min(at_most, row.max_seqs) if only_row else row.max_seqs
+            meta[NUM_SEQS] = min(room[0], row.max_seqs) if only_row else row.max_seqs
             meta[_C.HostMeta.STATUS] = _C.HostMeta.OF_REPLAYS
             layout.row = row._replace(host_meta=meta)
         try:

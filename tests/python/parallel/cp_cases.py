@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import cuseq
 from cuseq import PackedLayout
 from cuseq.distributed import cp_partition, cp_plan
+from cuseq.layout import StaticLayout, needed_room
 
 HEAD_DIM = 8
 
@@ -112,8 +113,20 @@ def drawn(seed: int, cp_size: int, policy: str) -> Case:
     return case
 
 
+def in_a_room(local: PackedLayout, group: dist.ProcessGroup) -> StaticLayout:
+    """Return the layout in the form of a CUDA graph that has room for the parts of all ranks."""
+    static = StaticLayout.like(local, local.device)
+    needed = torch.tensor(needed_room(static), device=local.device)
+    dist.all_reduce(needed, dist.ReduceOp.MAX, group=group)
+    static.fit(needed.tolist())
+    return static
+
+
 def check(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> PackedLayout:
-    """Compare this rank's attention, forward and backward, with that of the whole row."""
+    """Compare this rank's attention, forward and backward, with that of the whole row.
+
+    Once as the plan says, and once in the form that a CUDA graph reads.
+    """
     rank, cp_size = dist.get_rank(group), dist.get_world_size(group)
     where = torch.device(device)
     packed = case.packed(cp_size).to(where)
@@ -149,9 +162,11 @@ def check(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> PackedLa
         own = [torch.nn.functional.pad(rows, lengthen, value=3.0) for rows in own]
         own_grad = torch.nn.functional.pad(own_grad, lengthen, value=2.0)
         expected = [torch.nn.functional.pad(rows, lengthen) for rows in expected]
-    found, found_grads, found_sinks = run(own, local, own_grad)
-    assert_close([found, *found_grads], expected, msg=lambda text: f"{case}\nrank {rank}: {text}")
-    if found_sinks is not None:
-        dist.all_reduce(found_sinks, group=group)  # each rank has its tokens' share
-        assert_close(found_sinks, grad_sinks)
+    for form, layout in (("planned", local), ("in a room", in_a_room(local, group))):
+        found, found_grads, found_sinks = run(own, layout, own_grad)
+        where_it_was = f"{case}\nrank {rank}, {form}: "
+        assert_close([found, *found_grads], expected, msg=lambda text, at=where_it_was: at + text)
+        if found_sinks is not None:
+            dist.all_reduce(found_sinks, group=group)  # each rank has its tokens' share
+            assert_close(found_sinks, grad_sinks)
     return local
