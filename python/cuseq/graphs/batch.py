@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch.utils import _pytree as pytree
 
 from cuseq._base.arguments import check_tensor, shown
 from cuseq.data._lengths import is_array
-from cuseq.layout import PackedLayout, StaticLayout
+from cuseq.layout import PackedLayout, StaticLayout, needed_room
 from cuseq.vision import VisionLayout
 from cuseq.vision.static import StaticVisionLayout
+
+# Bytes of a tensor on the host whose copy takes longer than two events and a copy on the GPU.
+_LARGE = 1 << 20
 
 _STATIC = (Tensor, StaticLayout, StaticVisionLayout)
 
@@ -53,6 +57,17 @@ def _check_capacity(packed: PackedLayout, name: str) -> None:
         )
 
 
+def _layouts_of(leaves: Iterable[Any]) -> list[PackedLayout]:
+    """Return the layouts of sequences of a batch, those of towers among them."""
+    found: list[PackedLayout] = []
+    for leaf in leaves:
+        if isinstance(leaf, PackedLayout):
+            found.append(leaf)
+        elif isinstance(leaf, VisionLayout | StaticVisionLayout):
+            found += (one for one in (leaf.images, leaf.windows) if one is not None)
+    return found
+
+
 class StaticBatch:
     """Static tensors and layouts of the form of an example batch.
 
@@ -88,39 +103,55 @@ class StaticBatch:
                 )
             self._leaves.append(leaf)
         self.value = pytree.tree_unflatten(self._leaves, self._structure)
+        self._arrivals: dict[int, _Arrival] = {}  # of large tensors, by the number of the leaf
 
     def mark_plain(self) -> None:
         """Say that no graph will read the batch, so that its layouts give lengths to the host."""
         for packed in self._layouts():
             packed.stop_replays()
 
-    def needed_rooms(self) -> list[int]:
-        """Return the sequences that a graph needs room for in each layout."""
-        return [packed.needed_room() for packed in self._layouts()]
+    def needed_rooms(self, leaves: Sequence[Any] | None = None) -> list[int]:
+        """Return what a graph needs room for in each layout, the sequences of each among it.
+
+        Args:
+            leaves: of a batch, as `check` returned them. Default: those of the example.
+        """
+        layouts = _layouts_of(self._leaves if leaves is None else leaves)
+        return [number for packed in layouts for number in needed_room(packed)]
 
     def expect(self, rooms: list[int]) -> None:
         """Say how many sequences the layouts are expected to have: attention is chosen for them."""
-        for packed, room in zip(self._layouts(), rooms, strict=True):
+        for packed, room in self._rooms_of(rooms):
             if not packed.is_tree:  # whose attention does not run sequence by sequence
-                packed.expected_sequences = room
+                packed.expected_sequences = room[0]
+
+    def fit(self, rooms: list[int]) -> None:
+        """Bring the layouts to the form that a graph with these rooms reads."""
+        for packed, room in self._rooms_of(rooms):
+            packed.fit(room)
 
     @contextmanager
     def captured_for(self, rooms: list[int]) -> Iterator[None]:
-        """Let a capture count on it that replays have at most so many sequences in each layout."""
+        """Let a capture count on it that replays need at most this room in each layout."""
         with ExitStack() as promises:
-            for packed, room in zip(self._layouts(), rooms, strict=True):
+            for packed, room in self._rooms_of(rooms):
                 promises.enter_context(packed.captured_for(room))
             yield
 
+    def _rooms_of(self, rooms: list[int]) -> Iterator[tuple[StaticLayout, list[int]]]:
+        """Yield each layout with its own of the numbers that `needed_rooms` returned."""
+        numbers = iter(rooms)
+        for packed in self._layouts():
+            yield packed, list(islice(numbers, packed.numbers_of_room))
+
+    def groups(self) -> set[str | None]:
+        """Return the names of the process groups that share rows; None is the default group."""
+        return {packed.part.group for packed in self._layouts() if packed.part is not None}
+
     def _layouts(self) -> list[StaticLayout]:
         """Return the layouts of sequences, those of towers among them."""
-        found: list[StaticLayout] = []
-        for leaf in self._leaves:
-            if isinstance(leaf, StaticLayout):
-                found.append(leaf)
-            elif isinstance(leaf, StaticVisionLayout):
-                found += leaf.layouts
-        return found
+        found = _layouts_of(self._leaves)
+        return [packed for packed in found if isinstance(packed, StaticLayout)]
 
     def check(self, batch: object, name: str) -> list[Any]:
         """Return the leaves of a batch; raise ValueError unless it has the form of the example.
@@ -154,14 +185,42 @@ class StaticBatch:
 
     def fill(self, leaves: list[Any]) -> None:
         """Copy leaves that `check` returned into the static tensors; asynchronous on a GPU."""
-        for static, leaf in zip(self._leaves, leaves, strict=True):
+        for number, (static, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
             if isinstance(static, StaticLayout | StaticVisionLayout):
                 static.load(leaf)
             elif isinstance(static, Tensor):
                 to_gpu = static.is_cuda and leaf.device.type == "cpu"
                 # Only a copy from pinned memory is asynchronous.
                 source = leaf.pin_memory() if to_gpu and not leaf.is_pinned() else leaf
+                if to_gpu and static.nbytes >= _LARGE:
+                    if number not in self._arrivals:
+                        self._arrivals[number] = _Arrival(static)
+                    source = self._arrivals[number].of(source)
                 static.copy_(source, non_blocking=True)
+                if number in self._arrivals:
+                    self._arrivals[number].note_read()
+
+
+class _Arrival:
+    """Where a large tensor arrives on the GPU while the step before still reads the static one."""
+
+    def __init__(self, static: Tensor):
+        self._tensor = torch.empty_like(static)
+        self._stream = torch.cuda.Stream(static.device)
+        self._was_read = torch.cuda.Event()
+        self.note_read()
+
+    def of(self, pinned: Tensor) -> Tensor:
+        """Copy a tensor here, beside the current stream, which waits for it."""
+        self._stream.wait_event(self._was_read)
+        with torch.cuda.stream(self._stream):
+            self._tensor.copy_(pinned, non_blocking=True)
+        torch.cuda.current_stream(self._tensor.device).wait_stream(self._stream)
+        return self._tensor
+
+    def note_read(self) -> None:
+        """Say that what the current stream has so far reads this."""
+        self._was_read.record(torch.cuda.current_stream(self._tensor.device))
 
 
 def _check_layout(static: StaticLayout | StaticVisionLayout, packed: Any, name: str) -> None:

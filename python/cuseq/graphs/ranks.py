@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.nn.parallel import DistributedDataParallel
 
 from cuseq._base.arguments import shown
@@ -49,7 +50,7 @@ class Ranks:
         group: of all ranks that hold a copy of the model or a shard.
         parameters: of the model.
         are_sharded: whether they are DTensors, whose gradients FSDP2 reduces, and not copies.
-        layouts: number of the layouts of a batch, for each of which the ranks agree on a number.
+        rooms: how many numbers of a graph's room the ranks agree on.
         facts: what must be the same on all ranks, by name.
 
     Raises:
@@ -62,16 +63,16 @@ class Ranks:
         parameters: Sequence[Tensor],
         *,
         are_sharded: bool,
-        layouts: int,
+        rooms: int,
         **facts: object,
     ):
         self._given, self._device = group, parameters[0].device
         self._hosts, self._group = _groups_of_our_own(group, self._device)
         self.rank = dist.get_rank(group)
         self._expected: list[int] = []  # which parameters had a gradient on any rank
-        self._width = 8 + layouts + len(parameters)
+        self._width = 8 + rooms + len(parameters)
         self._is_broken = False
-        facts["layouts"] = layouts
+        facts["numbers of room for the layouts"] = rooms
         for number, parameter in enumerate(parameters):
             kind = (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
             facts[f"shape, dtype and requires_grad of parameter {number}"] = kind
@@ -102,19 +103,28 @@ class Ranks:
             OtherRankRaised: a rank raised.
             RuntimeError: a rank is gone, or a rank raised earlier in the middle of a step.
         """
+        return self.begin_to_agree(numbers)()
+
+    def begin_to_agree(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Return a function that returns what `agree` does, and raises what it raises."""
         if self._is_broken:
             raise RuntimeError(
                 "this GraphedStep cannot go on, since a rank raised in the middle of a step that "
                 "the others began: load a checkpoint and make the GraphedStep again on all ranks"
             )
-        failed, *largest = self._largest([0, *numbers])
-        if failed:
-            self._break_if(failed % 2 == 1)
-            raise OtherRankRaised(
-                f"this rank of a GraphedStep stops since rank {failed // 2 - 1} of its group "
-                "raised: see that rank's error"
-            )
-        return largest[: len(numbers)]
+        largest_of_all = self._begin([0, *numbers])
+
+        def finish() -> list[int]:
+            failed, *largest = largest_of_all()
+            if failed:
+                self._break_if(failed % 2 == 1)
+                raise OtherRankRaised(
+                    f"this rank of a GraphedStep stops since rank {failed // 2 - 1} of its group "
+                    "raised: see that rank's error"
+                )
+            return largest[: len(numbers)]
+
+        return finish
 
     @contextlib.contextmanager
     def telling(self, *, has_begun: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -136,25 +146,29 @@ class Ranks:
         """Say that this rank raised, to the others, which wait in `agree` or will."""
         self._break_if(has_begun)
         with contextlib.suppress(RuntimeError):  # they may be gone, or wait for the device
-            self._largest([2 * (self.rank + 1) + has_begun], _PATIENCE)
+            self._begin([2 * (self.rank + 1) + has_begun])(_PATIENCE)
 
     def _break_if(self, is_broken: bool) -> None:
         if is_broken:
             self._is_broken = True
             _own_groups.get(self._given, {}).pop(self._device.type, None)
 
-    def _largest(self, numbers: Sequence[int], patience: timedelta | None = None) -> list[int]:
+    def _begin(self, numbers: Sequence[int]) -> Callable[..., list[int]]:
+        """Tell the others numbers; return a function that waits for the largest of each."""
         # Of one length, since a rank that raises does not know what the others agree on. gloo's
         # all_reduce of so few numbers takes five times as long.
         mine = torch.zeros(self._width, dtype=torch.int64)
         mine[: len(numbers)] = torch.tensor(numbers)
         everyone = mine.new_empty(dist.get_world_size(self._hosts) * self._width)
-        try:
+
+        def largest(*patience: timedelta) -> list[int]:
+            with _naming_who_is_gone():
+                work.wait(*patience)
+            return everyone.view(-1, self._width).amax(0).tolist()
+
+        with _naming_who_is_gone():
             work = dist.all_gather_into_tensor(everyone, mine, self._hosts, async_op=True)
-            work.wait(*([] if patience is None else [patience]))
-        except RuntimeError as error:
-            raise RuntimeError(f"a rank of this GraphedStep's group is gone: {error}") from error
-        return everyone.view(-1, self._width).amax(0).tolist()
+        return largest
 
     # ------------------------------------------------------------------------------ the gradients
 
@@ -206,6 +220,14 @@ class Ranks:
         if is_capturing(self._device):
             return contextlib.nullcontext()  # nothing runs, and after a capture the ranks agree
         return self.telling(has_begun=lambda: True)
+
+
+@contextlib.contextmanager
+def _naming_who_is_gone() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(f"a rank of this GraphedStep's group is gone: {error}") from error
 
 
 class _Averages:
@@ -341,6 +363,21 @@ def group_of_ranks(group: ProcessGroup | Literal[False] | None) -> ProcessGroup 
     if dist.get_rank(group) < 0:
         raise ValueError("group must contain this process, got a group without it")
     return group if dist.get_world_size(group) > 1 else None
+
+
+def check_groups_of_rows(names: Iterable[str | None], group: ProcessGroup | None) -> None:
+    """Raise ValueError if a group that shares rows, by its name, has ranks outside `group`."""
+    together = [] if group is None else dist.get_process_group_ranks(group)
+    for name in names:
+        if not dist.is_initialized():
+            continue  # attention says so
+        shares = dist.group.WORLD if name is None else _resolve_process_group(GroupName(name))
+        ranks = dist.get_process_group_ranks(shares)
+        if len(ranks) > 1 and not set(ranks) <= set(together):
+            raise ValueError(
+                f"group must contain the ranks that share example_batch's rows, {ranks}, got "
+                f"{together or 'none'}: leave it out, or give the group of all ranks"
+            )
 
 
 @contextlib.contextmanager

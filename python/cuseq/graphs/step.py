@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from cuseq import _C
 from cuseq._base.arguments import as_float, as_int, shown
 from cuseq.graphs.batch import StaticBatch
-from cuseq.graphs.ranks import LastBackward, Ranks, group_of_ranks
+from cuseq.graphs.ranks import LastBackward, Ranks, check_groups_of_rows, group_of_ranks
 
 
 class GraphedStep:
@@ -56,15 +56,16 @@ class GraphedStep:
         autocast: `torch.bfloat16` for an autocast region around `loss_fn`.
         warmup: plain steps before the capture, at least 1. They compile and tune kernels.
         group: process group of the ranks that have a copy of the model or a shard, all of which
-            make this object at the same time. Default: all ranks, if `torch.distributed` is
-            initialised. False for a model of this process alone.
+            make this object at the same time; those that share a row among them. Default: all
+            ranks, if `torch.distributed` is initialised. False for a model of this process alone.
         model: the module that `loss_fn` calls. Needed if FSDP2 sharded it; else it has the frozen
             weights compared too.
 
     Raises:
-        ValueError: an argument has a wrong value, the optimizer's parameters are on several
-            devices, or some are sharded and others not; or between ranks the parameters, their
-            values (not of shards), this object's options or the optimizer's differ.
+        ValueError: an argument has a wrong value, ranks outside `group` share the batch's rows, the
+            optimizer's parameters are on several devices, or some are sharded and others not; or
+            between ranks the parameters, their values (not of shards), this object's options or the
+            optimizer's differ.
         TypeError: an argument has a wrong type.
 
     Examples:
@@ -128,8 +129,8 @@ class GraphedStep:
             StaticBatch(example_batch, self._device, "example_batch")
             for _ in range(as_int(accumulation, "accumulation", least=1))
         ]
-        # A graph attends over as many sequences in each layout of a batch.
-        self._rooms = self._needed_rooms()
+        # What a graph has room for in each layout of a batch.
+        self._rooms = self._needed_rooms([None] * len(self._batches))
         for batch in self._batches:
             batch.expect(self._rooms)
         self._obstacle: str | None = None
@@ -147,6 +148,7 @@ class GraphedStep:
                 f"{type(model).__name__} without it"
             )
         together = group_of_ranks(group)
+        check_groups_of_rows(self._batches[0].groups(), together)
         if together is not None:
             own = _all_parameters(optimizer)
             held = set(map(id, own))
@@ -160,7 +162,7 @@ class GraphedStep:
                 warmup=self._plain_steps_left,
                 max_grad_norm=max_grad_norm,
                 autocast=autocast,
-                layouts=len(self._rooms),
+                rooms=len(self._rooms),
                 optimizer=type(optimizer).__name__,
                 options=[_numbers(group) for group in optimizer.param_groups],
             )
@@ -194,8 +196,9 @@ class GraphedStep:
         it replays a graph; on several ranks it waits for the hosts of the others.
 
         Args:
-            batch: of the form of `example_batch`, on the host (best in pinned memory) or on the
-                device; with accumulation a list of as many batches, whose losses are added.
+            batch: of the form of `example_batch`, on the host (best in pinned memory, from which
+                the GPU copies while it works on the step before) or on the device; with
+                accumulation a list of as many batches, whose losses are added.
 
         Raises:
             ValueError: a batch has another form, and nothing has been run; or `loss_fn` returned
@@ -203,14 +206,16 @@ class GraphedStep:
             TypeError: `loss_fn` did not return a tensor.
             RuntimeError: another rank raised, or is gone.
         """
-        with nullcontext() if self._ranks is None else self._ranks.telling():
+        with self._telling():
             given = self._check(batch)
+            self._rooms = _larger(self._rooms, self._needed_rooms(given))
+            stale = self._graph is not None and not self._graph.is_of(self._optimizer)
+            agreed = self._begin_to_agree(stale)
+        # The other ranks may replay by now, and would wait for this one.
+        with self._telling(has_begun=lambda: self._graph is not None):
             for static, leaves in zip(self._batches, given, strict=True):
                 static.fill(leaves)
-        self._rooms = _larger(self._rooms, self._needed_rooms())
-        stale = self._graph is not None and not self._graph.is_of(self._optimizer)
-        if self._ranks is not None:
-            stale = self._agree(self._ranks, stale)
+        stale = agreed()
         if self._obstacle is not None or self._plain_steps_left > 0:
             loss = self._plain_step()
         else:
@@ -218,6 +223,12 @@ class GraphedStep:
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
+
+    def _telling(
+        self, has_begun: Callable[[], bool] = lambda: False
+    ) -> AbstractContextManager[None]:
+        """Return a context that tells the other ranks, if there are any, when the body raises."""
+        return nullcontext() if self._ranks is None else self._ranks.telling(has_begun=has_begun)
 
     def average_gradients(self) -> None:
         """Average the gradients that the parameters have over the ranks, as each step does.
@@ -239,17 +250,28 @@ class GraphedStep:
             return []
         return [p for p in _all_parameters(self._optimizer) if p.requires_grad]
 
-    def _agree(self, ranks: Ranks, stale: bool) -> bool:
-        """Make this step as the other ranks do; return whether the graph of one is stale."""
+    def _begin_to_agree(self, stale: bool) -> Callable[[], bool]:
+        """Return a function that lets this step be made as the other ranks do, and returns whether
+        the graph of one is stale.
+        """
+        ranks = self._ranks
+        if ranks is None:
+            return lambda: stale
         plain = 0 if self._obstacle is None else 1 + ranks.rank
-        plain, any_stale, *self._rooms = ranks.agree([plain, stale, *self._rooms])
-        if plain and self._obstacle is None:
-            self._give_up(f"rank {plain - 1} runs plain steps: its reason says why")
-        return bool(any_stale)
+        agreed = ranks.begin_to_agree([plain, stale, *self._rooms])
 
-    def _needed_rooms(self) -> list[int]:
-        """Return the room that each layout of a batch needs in the static batches."""
-        return functools.reduce(_larger, (batch.needed_rooms() for batch in self._batches))
+        def finish() -> bool:
+            plain, any_stale, *self._rooms = agreed()
+            if plain and self._obstacle is None:
+                self._give_up(f"rank {plain - 1} runs plain steps: its reason says why")
+            return bool(any_stale)
+
+        return finish
+
+    def _needed_rooms(self, given: Sequence[Sequence[Any] | None]) -> list[int]:
+        """Return the room that each layout needs for the batches of a step, by their leaves."""
+        batches = zip(self._batches, given, strict=True)
+        return functools.reduce(_larger, (batch.needed_rooms(leaves) for batch, leaves in batches))
 
     def _check(self, batch: Any) -> list[list[Any]]:
         if len(self._batches) == 1:
@@ -324,6 +346,8 @@ class GraphedStep:
     def _replayed_step(self, stale: bool) -> Tensor:
         for module in self._gathering:
             module.reshard()
+        for batch in self._batches:
+            batch.fit(self._rooms)
         if stale or self._graph is None or not self._graph.has_room(self._rooms):
             self._graph = None
             self._capture()
@@ -363,8 +387,7 @@ class GraphedStep:
             self._give_up(f"the step cannot be captured: {type(cause).__name__}: {cause}")
             if self._ranks is not None and not in_run:
                 self._ranks.tell(has_begun=False)
-        if self._ranks is not None:
-            self._agree(self._ranks, stale=False)
+        self._begin_to_agree(stale=False)()
 
 
 def _larger(rooms: list[int], others: list[int]) -> list[int]:
@@ -402,7 +425,7 @@ class _Graph:
         self._parameters = _C.CapturedParameters(_parameters(optimizer))
 
     def has_room(self, rooms: list[int]) -> bool:
-        """Return whether the capture had room for so many sequences in each layout."""
+        """Return whether the capture had as much room in each layout."""
         return _larger(rooms, self._rooms) == self._rooms
 
     def is_of(self, optimizer: Optimizer) -> bool:

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import distributed
 import pytest
 import torch
 import torch.distributed as dist
-from test_graphed_step import BATCHES, MAX_SEQS, TinyModel, make_batch, make_loss, make_optimizer
-from torch import nn
+from test_graphed_step import (
+    BATCHES,
+    MAX_SEQS,
+    TOKENS,
+    VOCABULARY,
+    TinyModel,
+    make_batch,
+    make_loss,
+    make_optimizer,
+)
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from cuseq import _C, GraphedStep
+from cuseq import _C, GraphedStep, PackedLayout
+from cuseq.distributed import cp_partition, cp_plan
 from cuseq.graphs import ranks as graphed_ranks
 from cuseq.graphs import step as graphed_step
 
@@ -123,6 +135,127 @@ def test_captured_ranks_learn_what_one_process_learns(accumulation, bucket, seco
         torch.testing.assert_close(one["norm"], norm, rtol=2e-2, atol=0)
     assert found[0]["losses"] != found[1]["losses"]  # each has its own
     assert torch.equal(found[0]["norm"], found[1]["norm"])
+
+
+# ------------------------------------------------------------------------ rows that ranks share
+
+# Documents that fit on a rank, that are cut, that ranks with tail alone get; each needs other room.
+SHARED_ROWS = (
+    [30, 34, 40, 20],
+    [128],
+    [100, 9, 3],
+    [3] * 20,
+    [0, 70, 1],
+    [64, 64],
+    [16] * 8,
+)
+
+
+def shared_batches(policy: str) -> Iterator[tuple[PackedLayout, Any, Tensor]]:
+    """Yield whole rows with their plans and tokens."""
+    for seed in itertools.count():
+        packed = PackedLayout.from_lengths(
+            SHARED_ROWS[seed % len(SHARED_ROWS)],
+            2 * TOKENS,
+            max_seqs=20,
+            segment_multiple=2 * RANKS if policy == "zigzag" else 1,
+        )
+        plan = cp_plan(packed, RANKS, policy=policy, heads=(2, 2), head_dim=16)
+        numbers = torch.Generator().manual_seed(seed)
+        yield packed, plan, torch.randint(VOCABULARY, (2 * TOKENS,), generator=numbers)
+
+
+def shared_steps(
+    rank: int, kind: str, policy: str, steps: int, accumulation: int
+) -> dict[str, Any]:
+    device = torch.device(kind, rank if kind == "cuda" else None)
+    group = dist.new_group(backend="nccl" if kind == "cuda" else "gloo")
+    model = made().to(device)
+
+    def part(packed: PackedLayout, plan: Any, ids: Tensor) -> dict[str, Any]:
+        local, own, labels = cp_partition(packed, plan, rank, ids, ids.roll(-1), group=group)
+        return {"input_ids": own, "labels": labels, "packed": local}
+
+    parts = (part(*row) for row in shared_batches(policy))
+    example = next(parts)
+    step = GraphedStep(
+        make_loss(model, accumulation), sgd(model), example,
+        accumulation=accumulation, max_grad_norm=1.0, warmup=PLAIN,
+    )  # fmt: skip
+    rooms = []
+    for _ in range(steps):
+        batches = [next(parts) for _ in range(accumulation)]
+        step(batches if accumulation > 1 else batches[0])
+        rooms.append(tuple(step._rooms))
+    return {
+        "parameters": [p.detach().cpu() for p in model.parameters()],
+        "norm": step.grad_norm.cpu(),
+        "captured": step.captured,
+        "reason": step.reason,
+        "rooms": rooms,
+    }
+
+
+def one_of_shared(
+    model: nn.Module, policy: str, steps: int, accumulation: int
+) -> tuple[list[Tensor], Tensor]:
+    """Train on the whole rows; return the parameters, and the norm of the last step."""
+    optimizer = sgd(model)
+    rows = shared_batches(policy)
+    next(rows)  # the example
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for packed, _, ids in itertools.islice(rows, accumulation):
+            batch = {"input_ids": ids, "labels": ids.roll(-1), "packed": packed}
+            (loss_of(model, batch) / accumulation).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()], norm.cpu()
+
+
+@pytest.mark.parametrize("policy", ["auto", "contiguous", "zigzag", "ulysses"])
+def test_ranks_that_share_rows_learn_what_one_process_learns(policy):
+    expected, norm = one_of_shared(made(), policy, 8, 2)
+    for one in distributed.run(shared_steps, "cpu", policy, 8, 2):
+        torch.testing.assert_close(one["parameters"], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one["norm"], norm, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("policy", ["auto", "contiguous", "zigzag", "ulysses"])
+def test_captured_ranks_that_share_rows(policy, accumulation, second_gpu):
+    expected, norm = one_of_shared(made().cuda(), policy, 50, accumulation)
+    found = distributed.run(
+        shared_steps, "cuda", policy, 50, accumulation, backend="nccl", limit=300
+    )
+    assert found[0]["rooms"] == found[1]["rooms"]
+    if policy != "ulysses" and accumulation == 1:
+        assert len(set(found[0]["rooms"])) > 1  # captured anew on the way
+    for one in found:
+        assert one["captured"], one["reason"]
+        torch.testing.assert_close(one["parameters"], expected, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(one["norm"], norm, rtol=2e-2, atol=0)
+
+
+def shares_apart(rank: int) -> str:
+    packed, plan, ids = next(shared_batches("auto"))
+    local, own, labels = cp_partition(packed, plan, rank, ids, ids)
+    model = made()
+    with pytest.raises(ValueError) as raised:
+        GraphedStep(
+            make_loss(model),
+            sgd(model),
+            {"input_ids": own, "labels": labels, "packed": local},
+            group=False,
+        )
+    return str(raised.value)
+
+
+def test_ranks_that_share_rows_must_step_together():
+    for error in distributed.run(shares_apart):
+        assert error.startswith(
+            "group must contain the ranks that share example_batch's rows, [0, 1], got none"
+        )
 
 
 # ------------------------------------------------------------------------- parameters without use
@@ -428,7 +561,7 @@ def stood_in(rank: int, failing: bool) -> dict[str, Any]:
             self._give_up("a fault of the capture")
         else:
             self._graph = Replays(self)
-        self._agree(self._ranks, stale=False)
+        self._begin_to_agree(stale=False)()
 
     graphed_step._obstacle = lambda *_: None
     GraphedStep._capture = capture

@@ -31,7 +31,7 @@ class TinyModel(nn.Module):
         self.qkv = nn.Linear(32, 96, bias=False)  # a bias of keys has no gradient but rounding
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(32, VOCABULARY)
-        cos, sin = cuseq.rope_table(TOKENS, 16)
+        cos, sin = cuseq.rope_table(2 * TOKENS, 16)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 
@@ -653,7 +653,7 @@ def test_what_is_expected_of_rows_stays(device):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_replay_attends_over_the_promised_sequences(compiled, cuda, monkeypatch):
     """With a count that is wrong on purpose, later sequences get no attention and no gradient."""
-    monkeypatch.setattr(graphed_step.StaticBatch, "needed_rooms", lambda self: [8])
+    monkeypatch.setattr(graphed_step.StaticBatch, "needed_rooms", lambda self, *_: [8])
     packed = PackedLayout.from_lengths([4] * 12, TOKENS, max_seqs=40)
     weight = nn.Parameter(torch.randn(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16))
     out = torch.zeros(TOKENS, 2, 64, device=cuda, dtype=torch.bfloat16)
@@ -698,6 +698,45 @@ def test_rows_of_more_sequences_are_captured_anew(cuda, monkeypatch):
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4)
 
 
+def large_batch(seed: int) -> dict:
+    numbers = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(TOKENS, 1 << 13, generator=numbers)  # 2 MiB
+    return make_batch(ROWS[seed % len(ROWS)], seed) | {"pixels": pixels.pin_memory()}
+
+
+def test_large_tensors_arrive_while_the_step_before_runs(cuda):
+    model = nn.Linear(1 << 13, 8).to(cuda)
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=1e-3, fused=True) for m in (model, twin))
+
+    def loss_of(model, batch):
+        return model(batch["pixels"]).square().mean()
+
+    step = GraphedStep(lambda batch: loss_of(model, batch), optimizer, large_batch(0), warmup=1)
+    for seed in range(12):
+        torch.cuda._sleep(10**8)
+        running = torch.cuda.Event()
+        running.record()
+        batch = large_batch(seed)
+        given = step._check(batch)
+        step._batches[0].fill(given[0])
+        (arrival,) = step._batches[0]._arrivals.values()
+        with torch.cuda.stream(arrival._stream):
+            arrived = arrival._tensor.to("cpu")
+        assert seed == 0 or not running.query()
+        assert torch.equal(arrived, batch["pixels"])
+        loss = step(batch)
+        other.zero_grad()
+        expected = loss_of(twin, moved(batch, cuda))
+        expected.backward()
+        other.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=0)
+    assert step.captured
+    torch.testing.assert_close(
+        list(model.parameters()), list(twin.parameters()), rtol=1e-5, atol=1e-6
+    )
+
+
 @pytest.mark.parametrize("at_most, said", [(1, 1), (2, 2), (3, 3), (8, 3)])
 def test_a_promise_is_a_number_of_the_sequences_there_is_room_for(at_most, said):
     packed = PackedLayout.from_lengths([2, 3], segment_multiple=4, max_seqs=3)
@@ -708,7 +747,7 @@ def test_a_promise_is_a_number_of_the_sequences_there_is_room_for(at_most, said)
     slots = [_C.HostMeta.NUM_SEQS, _C.HostMeta.STATUS]
     before = [layout.host_meta for layout in (*layouts, packed)]
     values = [meta.tolist() for meta in before]
-    with pytest.raises(KeyError), static.captured_for(at_most):
+    with pytest.raises(KeyError), static.captured_for([at_most]):
         found = [layout.host_meta[slots].tolist() for layout in layouts]
         rooms = [said, 3, chunks.row.max_seqs]
         assert found == [[room, _C.HostMeta.OF_REPLAYS] for room in rooms]
