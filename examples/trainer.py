@@ -44,7 +44,7 @@ class Options(Inputs):
 
     cp: int = HfArg(default=1, help="ranks that share a row (default: 1)")
     compile_layers: bool = HfArg(default=False, help="one graph for all rows")
-    graph: bool = HfArg(default=False, help="a step is one CUDA graph; not with --cp")
+    graph: bool = HfArg(default=False, help="a step is one CUDA graph")
     resume: bool = HfArg(default=False, help="go on from the newest checkpoint")
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
-    max_seqs = options.row_length // 8 if options.graph else None
+    max_seqs = options.row_length // (8 * max(1, options.cp)) if options.graph else None
     model = make_model(options, len(tokenizer))
     trainer = Trainer(
         model,

@@ -95,7 +95,8 @@ def enable(x: Any, **options: Unpack[Options]) -> Enabled:
         graph: for a Trainer or an SFTTrainer, default False: run each training step as a
             `cuseq.GraphedStep`, with clipping and the optimizer. Rows must have one shape; an
             SFTTrainer's get it. docs/cuda_graphs.md says what is refused. If the steps cannot be
-            captured, a UserWarning says why, and plain steps give the same numbers.
+            captured, a UserWarning says why, and plain steps give the same numbers. With `cp` for a
+            Trainer whose rows have no images.
         collator: for a Trainer or an SFTTrainer, default None: a `cuseq.PackingCollator` or a
             `cuseq.data.MultimodalPackingCollator` in the place of the trainer's own. An SFTTrainer
             is then made with `packing=False` and `max_length=None`, and its dataset has what a

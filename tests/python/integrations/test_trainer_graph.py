@@ -8,9 +8,11 @@ import warnings
 import distributed
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
 import cuseq
+from cuseq.distributed import ContextParallel
 from cuseq.graphs import step as graphed_step
 
 transformers = pytest.importorskip("transformers")
@@ -89,7 +91,9 @@ def make_model(dtype: torch.dtype = torch.float32, **options):
     return small_model(transformers.LlamaConfig, dtype=dtype, **options)
 
 
-def make_trainer(folder, *, graph, count=64, callbacks=(), loss=None, device="cpu", **options):
+def make_trainer(
+    folder, *, graph, count=64, callbacks=(), loss=None, device="cpu", shared=False, **options
+):
     settings = dict(
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
@@ -115,7 +119,11 @@ def make_trainer(folder, *, graph, count=64, callbacks=(), loss=None, device="cp
         callbacks=list(callbacks),
         compute_loss_func=loss,
     )
-    cuseq.enable(trainer, graph=graph)
+    cp = None
+    if shared:
+        mesh = init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "cp"))
+        cp = ContextParallel(mesh["cp"], heads=(2, 1), head_dim=16)
+    cuseq.enable(trainer, graph=graph, cp=cp)
     return trainer
 
 
@@ -295,8 +303,6 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path, monkeypatch):
         "the training_step of transformers or TRL",
         change=lambda trainer: setattr(trainer, "training_step", print),
     )
-    with pytest.raises(ValueError, match="cp must be None with graph=True"):
-        cuseq.enable(make_trainer(tmp_path, graph=False), graph=True, cp=object())
     for name in ("FSDP", "DEEPSPEED"):
         kind = accelerate.DistributedType[name]
         with monkeypatch.context() as patch:
@@ -311,6 +317,16 @@ def test_what_would_be_wrong_in_silence_is_refused(tmp_path, monkeypatch):
     trainer.add_callback(BeforeTheStep())
     with pytest.raises(ValueError, match="got BeforeTheStep"):
         trainer.train()
+
+
+def test_images_of_shared_rows_are_refused(tmp_path):
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False
+    )
+    collator = cuseq.data.MultimodalPackingCollator.__new__(cuseq.data.MultimodalPackingCollator)
+    trainer = transformers.Trainer(make_model(), arguments, data_collator=collator)
+    with pytest.raises(ValueError, match="cp must be None with graph=True for a Multimodal"):
+        cuseq.enable(trainer, graph=True, cp=object())
 
 
 def test_rows_without_one_shape_are_refused_by_name(tmp_path):
@@ -358,6 +374,8 @@ ON_RANKS = [
     {"max_grad_norm": 0.0, "gradient_accumulation_steps": 3, "count": 14},
     {"loss": my_loss, "average_tokens_across_devices": False},
     {"eval_strategy": "steps", "eval_steps": 5},
+    {"shared": True},
+    {"shared": True, "gradient_accumulation_steps": 3, "count": 7, "eval_strategy": "epoch"},
 ]
 
 
@@ -465,6 +483,7 @@ ON_GPUS = [
     *ON_RANKS,
     FSDP2,
     FSDP2 | {"gradient_accumulation_steps": 3, "count": 14, "bf16": True},
+    FSDP2 | {"shared": True},
 ]
 
 

@@ -76,6 +76,16 @@ def make_trainer(
     return trainer
 
 
+def test_shared_rows_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, graph=False)
+    cuseq.disable(trainer)
+    with pytest.raises(
+        ValueError, match="cp must be None with graph=True for an SFTTrainer, got 3"
+    ):
+        cuseq.enable(trainer, graph=True, cp=3)
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
 def compare(trainer, twin, rounding: float):
     kinds = [[log for log in one.state.log_history if "loss" in log] for one in (trainer, twin)]
     for mine, theirs in zip(*kinds, strict=True):

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from cuseq._base.arguments import check_flag
 from cuseq._base.models import rotations_by_length, text_config
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.graphs import GraphedStep
@@ -36,6 +35,7 @@ from cuseq.integrations.transformers._private import (
     loop_values,
     prepare_inputs,
 )
+from cuseq.integrations.transformers._shared_rows import inputs_of_model
 from cuseq.integrations.transformers.callback import PackingCallback
 
 _WARMUP = 3
@@ -252,7 +252,7 @@ class GraphedTraining(TrainerCallback):
         trainer = self.trainer
         if not self._takes_this_step():
             if self.step is None:
-                given = {"inputs": dict(prepare_inputs(trainer, inputs))}
+                given = {"inputs": self._inputs(inputs)}
                 self.step = self._make_step(model, given | {"num_items": num_items_in_batch})
             return self.step_of_the_trainer(model, inputs, num_items_in_batch)
         self._batches.append({"inputs": inputs, "num_items": num_items_in_batch})
@@ -263,10 +263,7 @@ class GraphedTraining(TrainerCallback):
         model.train()
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
-        batches = [
-            batch | {"inputs": dict(prepare_inputs(trainer, batch["inputs"]))}
-            for batch in self._batches
-        ]
+        batches = [batch | {"inputs": self._inputs(batch["inputs"])} for batch in self._batches]
         if self.step is None:
             self.step = self._make_step(model, batches[0])
         self.step(batches if len(batches) > 1 else batches[0])
@@ -275,6 +272,10 @@ class GraphedTraining(TrainerCallback):
         self._add_losses()
         self.count(batches)
         return self._nothing
+
+    def _inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch as the model takes it; of a shared row, this rank's part."""
+        return inputs_of_model(prepare_inputs(self.trainer, batch))
 
     def step_of_the_trainer(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None
@@ -381,13 +382,6 @@ class GraphedTraining(TrainerCallback):
             return self.step.grad_norm
         self._average()
         return getattr(type(self.trainer), gradient_norm_names()[1])(self.trainer, model, grad_norm)
-
-
-def check_option(graph: object, cp: object) -> None:
-    """Raise if `graph`, an option of `cuseq.enable`, is not a bool or comes with `cp`."""
-    check_flag(graph, "graph")
-    if graph and cp is not None:
-        raise ValueError(f"cp must be None with graph=True, got {cp!r}")
 
 
 def graph_of(trainer: Trainer) -> GraphedTraining | None:

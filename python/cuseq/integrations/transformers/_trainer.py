@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from transformers import Trainer
 
-from cuseq._base.arguments import shown
+from cuseq._base.arguments import check_flag, shown
 from cuseq.data.collator import PackingCollator
 from cuseq.data.multimodal import MultimodalPackingCollator
 from cuseq.distributed import ContextParallel
@@ -29,7 +29,7 @@ from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,
 )
-from cuseq.integrations.transformers._graphed import GraphedTraining, check_option, graph_of
+from cuseq.integrations.transformers._graphed import GraphedTraining, graph_of
 from cuseq.integrations.transformers._planned_rows import (
     PlannedRows,
     check_planned_rows,
@@ -76,7 +76,7 @@ _states: weakref.WeakKeyDictionary[Trainer, _State] = weakref.WeakKeyDictionary(
 def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabled:
     """Enable the model of a Trainer; `cuseq.enable` calls this with all options."""
     cp, graph, collator = options["cp"], options["graph"], options["collator"]
-    check_option(graph, cp)
+    check_flag(graph, "graph")
     if collator is not None:
         _check_collator(trainer, collator)
     check_not_given(
@@ -104,6 +104,11 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
             "data_collator"
         )
     packing = before if collator is None else collator
+    if graph and cp is not None and isinstance(packing, MultimodalPackingCollator):
+        raise ValueError(
+            f"cp must be None with graph=True for a MultimodalPackingCollator, got {cp!r}: the "
+            "images of a rank have no fixed number"
+        )
     if cp is None and isinstance(packing, _COLLATORS) and packing.cp is not None:
         raise ValueError(
             f"cp must be given to cuseq.enable if the trainer's {type(packing).__name__} has one, "

@@ -9,7 +9,7 @@ import datasets
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from cuseq._base.arguments import round_up
+from cuseq._base.arguments import check_flag, round_up
 from cuseq._base.foreign import check_fields, private
 from cuseq.integrations._enabled import (
     Enabled,
@@ -22,7 +22,7 @@ from cuseq.integrations.transformers._enable import (
     enable_model_of_trainer,
     release_model_of_trainer,
 )
-from cuseq.integrations.transformers._graphed import GraphedTraining, check_option
+from cuseq.integrations.transformers._graphed import GraphedTraining
 from cuseq.integrations.transformers._private import (
     check_token_count,
     forget_evaluation_loaders,
@@ -94,7 +94,12 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     )
     if options["collator"] is not None:
         return _enable_with_collator(trainer, **options)
-    check_option(graph, cp)
+    check_flag(graph, "graph")
+    if graph and cp is not None:
+        raise ValueError(
+            f"cp must be None with graph=True for an SFTTrainer, got {cp!r}: its metrics are of "
+            "whole rows; a Trainer takes both"
+        )
     strategy = "bfd" if bin_pack is True or (cp is not None and bin_pack is False) else bin_pack
     options["bin_pack"] = strategy
     if trainer in _states:
