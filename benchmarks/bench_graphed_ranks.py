@@ -1,7 +1,7 @@
 """Benchmark training steps in CUDA graphs on several GPUs, each with the whole model.
 
     python -m benchmarks graphed_ranks [--shapes 0.6b 1.7b] [--tokens 2048 8192] [--ranks 2]
-        [--variants one graph plain ddp sharded fsdp2 stock] [--steps N]
+        [--variants one graph plain ddp cp cp_plain sharded fsdp2 stock] [--steps N]
 
 Starts a process for each GPU. Each step trains on a row of --tokens tokens for each rank:
 documents of lognormal lengths, mean 350, of random tokens, new ones in each step. Weights,
@@ -11,6 +11,8 @@ gradients and AdamW are bf16; layers and the loss are compiled. Variants, one af
 - `graph`: a `cuseq.GraphedStep` on all ranks, gradients averaged in the graph;
 - `plain`: the same steps without a graph;
 - `ddp`: `cuseq.enable(model)` in PyTorch's DistributedDataParallel;
+- `cp`: `graph` with one row of ranks x --tokens tokens, which all ranks share;
+- `cp_plain`: the same steps without a graph;
 - `sharded`: a `cuseq.GraphedStep` of the model sharded by FSDP2 in units of a layer;
 - `fsdp2`: the same steps without a graph;
 - `stock`: the same with transformers' flex attention, without cuseq.
@@ -47,28 +49,39 @@ from workload import documents, lognormal_lengths
 
 import cuseq
 from cuseq.debug.profile.trace import record, union
+from cuseq.distributed import ContextParallel
 
 MEAN_LENGTH = 350
 WARMUP = 6  # steps before the first that counts; a GraphedStep has captured by then
 PROFILED = 3
 ALONE = 8  # steps on an idle GPU
-VARIANTS = ("one", "graph", "plain", "ddp", "sharded", "fsdp2", "stock")
-CAPTURED = ("one", "graph", "sharded")
+VARIANTS = ("one", "graph", "plain", "ddp", "cp", "cp_plain", "sharded", "fsdp2", "stock")
+CAPTURED = ("one", "graph", "cp", "sharded")
+SHARED = ("cp", "cp_plain")
 SHARDED = ("sharded", "fsdp2", "stock")
 Batch = dict[str, Any]
 Step = Callable[[Batch], object]
 
 
-def batches(rank: int, tokens: int, vocab_size: int, stock: bool, pin: bool) -> Iterator[Batch]:
-    """Yield a rank's rows, made before they are used."""
-    collate = cuseq.PackingCollator(total_tokens=tokens, max_seqs=max(16, tokens // 64))
+def batches(
+    rank: int, tokens: int, config: Qwen3Config, variant: str, shared: dist.ProcessGroup, pin: bool
+) -> Iterator[Batch]:
+    """Yield a rank's rows, made before they are used; or its parts of rows of all ranks."""
+    cp = None
+    if variant in SHARED:
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        cp = ContextParallel(shared, heads=heads, head_dim=config.head_dim)
+        tokens, rank = tokens * cp.size, 0
+    collate = cuseq.PackingCollator(total_tokens=tokens, max_seqs=max(16, tokens // 64), cp=cp)
     for number in range(10**6):
         seed = 1000 * number + rank
-        row = documents(lognormal_lengths(tokens, MEAN_LENGTH, seed), vocab_size, seed)
+        row = documents(lognormal_lengths(tokens, MEAN_LENGTH, seed), config.vocab_size, seed)
         batch = collate([{"input_ids": one} for one in row])
-        if stock:
+        for name in ("num_label_tokens", "row_checksum") if cp is not None else ():
+            del batch[name]
+        if variant == "stock":
             del batch["packed"]  # transformers finds the documents where position_ids restart
-        yield {k: v.pin_memory() if pin and torch.is_tensor(v) else v for k, v in batch.items()}
+        yield {k: v.pin_memory() if pin and hasattr(v, "to") else v for k, v in batch.items()}
 
 
 def make_model(config: Qwen3Config, variant: str, device: torch.device) -> PreTrainedModel:
@@ -101,13 +114,13 @@ def make_step(
     def loss_of(batch: Batch) -> torch.Tensor:
         return model(**batch, use_cache=False).loss
 
-    if variant in ("one", "graph", "plain", "sharded"):
+    if variant in (*CAPTURED, "plain", "cp_plain"):
         step = cuseq.GraphedStep(
             loss_of,
             optimizer,
             example,
             max_grad_norm=1.0,
-            warmup=10**6 if variant == "plain" else 3,
+            warmup=3 if variant in CAPTURED else 10**6,
             group=alone if variant == "one" else None,
             model=model,
         )
@@ -185,6 +198,7 @@ def work(
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     hosts = dist.new_group(backend="gloo")
+    shared = dist.new_group()
     alone, _ = dist.new_subgroups(group_size=1, backend="gloo")
     config = Qwen3Config(**SHAPES[name].config, max_position_embeddings=2**18, use_cache=False)
     rows: list[dict[str, Any]] = json.loads((folder / "rows.json").read_text())
@@ -193,9 +207,7 @@ def work(
         if variant != "one" or rank == 0:
             torch._dynamo.reset()
             model = make_model(config, variant, device)
-            given = batches(
-                rank, tokens, config.vocab_size, variant == "stock", device.type != "cpu"
-            )
+            given = batches(rank, tokens, config, variant, shared, device.type != "cpu")
             step = make_step(model, variant, alone, next(given))
             mine = measure(step, given, args.steps, device, alone if variant == "one" else hosts)
             del model, step
