@@ -50,6 +50,12 @@ def _listed(places: list[str]) -> str:
 
 def _check_capacity(packed: PackedLayout, name: str) -> None:
     max_seqs = packed.row.max_seqs
+    if max_seqs >= packed.total_tokens and packed.part is not None:
+        raise ValueError(
+            f"{name} must be a part of a row with 2 * max_seqs below its total_tokens / cp_size = "
+            f"{packed.total_tokens}, got room for {max_seqs} pieces: give "
+            "PackedLayout.from_lengths or PackingCollator a smaller max_seqs"
+        )
     if max_seqs >= packed.total_tokens:
         raise ValueError(
             f"{name} must have max_seqs below total_tokens = {packed.total_tokens}, its default, "
@@ -146,7 +152,8 @@ class StaticBatch:
 
     def groups(self) -> set[str | None]:
         """Return the names of the process groups that share rows; None is the default group."""
-        return {packed.part.group for packed in self._layouts() if packed.part is not None}
+        parts = (packed.part for packed in self._layouts())
+        return {part.group for part in parts if part is not None and part.cp_size > 1}
 
     def _layouts(self) -> list[StaticLayout]:
         """Return the layouts of sequences, those of towers among them."""

@@ -51,6 +51,7 @@ class Ranks:
         parameters: of the model.
         are_sharded: whether they are DTensors, whose gradients FSDP2 reduces, and not copies.
         rooms: how many numbers of a graph's room the ranks agree on.
+        share_rows: whether a forward exchanges keys with other ranks.
         facts: what must be the same on all ranks, by name.
 
     Raises:
@@ -64,11 +65,13 @@ class Ranks:
         *,
         are_sharded: bool,
         rooms: int,
+        share_rows: bool,
         **facts: object,
     ):
         self._given, self._device = group, parameters[0].device
         self._hosts, self._group = _groups_of_our_own(group, self._device)
         self.rank = dist.get_rank(group)
+        self._share_rows = share_rows
         self._expected: list[int] = []  # which parameters had a gradient on any rank
         self._width = 8 + rooms + len(parameters)
         self._is_broken = False
@@ -206,12 +209,14 @@ class Ranks:
             with averages.begun_by_hooks():
                 yield
 
-        with self.telling(has_begun=lambda: backward_began), _without_ddp():
+        # The exchange of keys in a forward waits for all ranks too.
+        others_wait = self._share_rows and not is_capturing(self._device)
+        with self.telling(has_begun=lambda: backward_began or others_wait), _without_ddp():
             yield last_backward
         try:
             self._expected = self.agree([p.grad is not None for p in parameters])
         except OtherRankRaised:
-            self._break_if(backward_began)
+            self._break_if(backward_began or others_wait)
             raise
         averages.finish(self._expected)
 

@@ -148,7 +148,9 @@ class GraphedStep:
                 f"{type(model).__name__} without it"
             )
         together = group_of_ranks(group)
-        check_groups_of_rows(self._batches[0].groups(), together)
+        groups_of_rows = self._batches[0].groups()
+        check_groups_of_rows(groups_of_rows, together)
+        self._share_rows = bool(groups_of_rows)
         if together is not None:
             own = _all_parameters(optimizer)
             held = set(map(id, own))
@@ -163,6 +165,7 @@ class GraphedStep:
                 max_grad_norm=max_grad_norm,
                 autocast=autocast,
                 rooms=len(self._rooms),
+                share_rows=self._share_rows,
                 optimizer=type(optimizer).__name__,
                 options=[_numbers(group) for group in optimizer.param_groups],
             )
@@ -196,9 +199,10 @@ class GraphedStep:
         it replays a graph; on several ranks it waits for the hosts of the others.
 
         Args:
-            batch: of the form of `example_batch`, on the host (best in pinned memory, from which
-                the GPU copies while it works on the step before) or on the device; with
-                accumulation a list of as many batches, whose losses are added.
+            batch: of the form of `example_batch`, on the host or on the device; with accumulation a
+                list of as many batches, whose losses are added. Best in pinned memory, from which
+                the GPU copies large tensors while it works on the step before: it must have been
+                filled when this is called, not by a copy that is still to come.
 
         Raises:
             ValueError: a batch has another form, and nothing has been run; or `loss_fn` returned
@@ -211,8 +215,7 @@ class GraphedStep:
             self._rooms = _larger(self._rooms, self._needed_rooms(given))
             stale = self._graph is not None and not self._graph.is_of(self._optimizer)
             agreed = self._begin_to_agree(stale)
-        # The other ranks may replay by now, and would wait for this one.
-        with self._telling(has_begun=lambda: self._graph is not None):
+        with self._telling(self._others_wait):
             for static, leaves in zip(self._batches, given, strict=True):
                 static.fill(leaves)
         stale = agreed()
@@ -223,6 +226,12 @@ class GraphedStep:
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
+
+    def _others_wait(self) -> bool:
+        """Return whether the other ranks may have begun what waits for this one: a replay, or an
+        exchange of keys.
+        """
+        return self._graph is not None or self._share_rows
 
     def _telling(
         self, has_begun: Callable[[], bool] = lambda: False
@@ -346,8 +355,9 @@ class GraphedStep:
     def _replayed_step(self, stale: bool) -> Tensor:
         for module in self._gathering:
             module.reshard()
-        for batch in self._batches:
-            batch.fit(self._rooms)
+        with self._telling(self._others_wait):
+            for batch in self._batches:
+                batch.fit(self._rooms)
         if stale or self._graph is None or not self._graph.has_room(self._rooms):
             self._graph = None
             self._capture()

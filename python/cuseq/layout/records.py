@@ -120,7 +120,20 @@ class Part(NamedTuple):
 
     def form(self) -> dict[str, Any]:
         """As `Batch.form`."""
-        return {"process group": self.group, **_shapes("part", self)}
+        numbers = self.meta.tolist()  # of these a CUDA graph makes constants
+        slots = {
+            "rank": _C.RankMeta.RANK,
+            "cp_size": _C.RankMeta.CP_SIZE,
+            "exchange of heads": _C.RankMeta.ULYSSES,
+            "window of the plan": _C.RankMeta.WINDOW,
+        }
+        facts = {name: numbers[slot] for name, slot in slots.items()}
+        return {"process group": self.group, **facts, **_shapes("part", self)}
+
+    @property
+    def cp_size(self) -> int:
+        """How many ranks share the row."""
+        return int(self.meta[_C.RankMeta.CP_SIZE])
 
     def lengthened(self, more: int) -> Part:
         """As `Batch.lengthened`."""

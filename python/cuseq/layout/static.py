@@ -86,12 +86,15 @@ class StaticLayout(PackedLayout):
         """Bring what was loaded to the form that a graph with this room reads, if it is a rank's
         part of a row; on a GPU asynchronously.
 
+        Ranks that share no rows may have agreed on more room than these rows can have.
+
         Raises:
             ValueError: the row needs more room.
         """
         if self.part is None:
             return
-        rows, meta = self.part.source.share_of_room(room[1:])
+        source = self.part.source
+        rows, meta = source.share_of_room(list(map(min, room[1:], source.most_room())))
         with outside_inference_mode():
             self.part.rows.copy_(copy_without_wait(rows, self.device))
         cache.invalidate(self.part.rows)

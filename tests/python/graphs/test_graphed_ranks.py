@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import distributed
@@ -31,6 +32,8 @@ from cuseq import _C, GraphedStep, PackedLayout
 from cuseq.distributed import cp_partition, cp_plan
 from cuseq.graphs import ranks as graphed_ranks
 from cuseq.graphs import step as graphed_step
+from cuseq.graphs.batch import StaticBatch
+from cuseq.layout import StaticLayout, needed_room
 
 RANKS = 2
 PLAIN = 2  # steps before a capture
@@ -256,6 +259,75 @@ def test_ranks_that_share_rows_must_step_together():
         assert error.startswith(
             "group must contain the ranks that share example_batch's rows, [0, 1], got none"
         )
+
+
+def fails_in_a_forward(rank: int) -> list[str]:
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = made()
+    plain = make_loss(model)
+
+    def loss_fn(batch):
+        if rank == 1 and is_faulty:
+            raise KeyError("a fault of rank 1")
+        return plain(batch)
+
+    def part(lengths: list[int]) -> dict[str, Any]:
+        packed = PackedLayout.from_lengths(lengths, 2 * TOKENS, max_seqs=20)
+        plan = cp_plan(packed, RANKS, heads=(2, 2), head_dim=16)
+        ids = torch.zeros(2 * TOKENS, dtype=torch.int64)
+        local, own = cp_partition(packed, plan, rank, ids, group=group)
+        return {"input_ids": own, "labels": own, "packed": local}
+
+    is_faulty = False
+    step = GraphedStep(loss_fn, sgd(model), part([128]))
+    step(part([100, 9, 3]))
+    errors = []
+    for is_faulty in (True, False):
+        try:
+            step(part([128]))
+        except (RuntimeError, KeyError) as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_no_step_follows_an_exchange_that_a_rank_left():
+    for errors in distributed.run(fails_in_a_forward):
+        assert len(errors) == 2 and "this GraphedStep cannot go on" in errors[1]
+
+
+def local_part(rank: int = 0, max_seqs: int = 20, cp_size: int = 2, window: int | None = None):
+    packed = PackedLayout.from_lengths([100, 9, 3], 2 * TOKENS, max_seqs=max_seqs)
+    return cp_partition(packed, cp_plan(packed, cp_size, window=window), rank)[0]
+
+
+def test_parts_that_a_graph_cannot_take_are_refused():
+    static = StaticBatch({"packed": local_part()}, torch.device("cpu"), "example_batch")
+    static.check({"packed": local_part()}, "batch")
+    for other, message in [
+        (local_part(rank=1), "must have the same rank: 0, got 1"),
+        (local_part(window=32), "must have the same window of the plan: 0, got 32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            static.check({"packed": other}, "batch")
+    message = r"2 \* max_seqs below its total_tokens / cp_size = 64, got room for 64 pieces"
+    with pytest.raises(ValueError, match=message):
+        StaticBatch({"packed": local_part(max_seqs=100)}, torch.device("cpu"), "example_batch")
+
+
+def test_a_rank_that_shares_rows_with_none_needs_no_group():
+    static = StaticBatch({"packed": local_part(cp_size=1)}, torch.device("cpu"), "example_batch")
+    assert static.groups() == set()
+
+
+def test_rows_take_no_more_room_than_they_can_have():
+    """Ranks that share no rows agree on the largest rooms, of rows with another max_seqs."""
+    small, large = local_part(max_seqs=4), local_part(max_seqs=30)
+    static = StaticLayout.like(small, torch.device("cpu"))
+    room = [max(pair) for pair in zip(needed_room(small), [8, 60, 60, 64, 64, 64], strict=True)]
+    static.fit(room)
+    most = small.part.source.most_room()
+    numbers = static.part.meta.tolist()
+    assert numbers[_C.RankMeta.NUM_CUT] == most[1] < large.part.source.most_room()[1]
 
 
 # ------------------------------------------------------------------------- parameters without use
