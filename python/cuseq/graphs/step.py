@@ -213,8 +213,8 @@ class GraphedStep:
         with self._telling():
             given = self._check(batch)
             self._rooms = _larger(self._rooms, self._needed_rooms(given))
-            stale = self._graph is not None and not self._graph.is_of(self._optimizer)
-            agreed = self._begin_to_agree(stale)
+        stale = self._graph is not None and not self._graph.is_of(self._optimizer)
+        agreed = self._begin_to_agree(stale)  # the hosts hear of each other while they copy
         with self._telling(self._others_wait):
             for static, leaves in zip(self._batches, given, strict=True):
                 static.fill(leaves)
