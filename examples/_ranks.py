@@ -69,6 +69,16 @@ def on_device(batch: dict[str, Any]) -> dict[str, Any]:
             for name, value in batch.items()}  # fmt: skip
 
 
+def with_labels_of_all_ranks(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a step's batches as the model takes them, with the kept labels of all ranks."""
+    for batch in batches:  # a part of a row has them already, since its neighbours are elsewhere
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        batch.setdefault("shift_labels", shifted)
+    kept = {"num_items_in_batch": cuseq.distributed.ContextParallel.num_items(batches)}
+    of_the_row = ("num_label_tokens", "row_checksum")
+    return [{k: v for k, v in one.items() if k not in of_the_row} | kept for one in batches]
+
+
 def say(text: str) -> None:
     """Print on the first rank alone."""
     if int(os.environ.get("RANK", "0")) == 0:

@@ -17,21 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _inputs import Inputs, load, make_model
-from _ranks import (
-    KIND,
-    check_same_on_ranks,
-    context_parallel,
-    join_ranks,
-    make_mesh,
-    newest_checkpoint,
-    on_device,
-    options_of,
-    say,
-)
+from _ranks import KIND
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
@@ -42,7 +33,6 @@ from transformers.hf_argparser import HfArg
 import cuseq
 
 FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
-OF_THE_ROW = ("num_label_tokens", "row_checksum")  # of a batch, not for the model
 Batch = dict[str, Any]
 
 
@@ -56,38 +46,41 @@ class Options(Inputs):
     save_every: int = HfArg(default=10, help="steps from checkpoint to checkpoint")
     learning_rate: float = HfArg(default=3e-4, help="the highest of AdamW")
     compile_layers: bool = HfArg(default=False, help="one graph for all rows")
+    graph: bool = HfArg(default=False, help="a step is one CUDA graph")
     seed: int = HfArg(default=0, help="of weights and rows")
     out: Path = HfArg(default=Path("run_fsdp2"), help="folder of the run")
     resume: bool = HfArg(default=False, help="go on from the newest checkpoint")
 
 
 def main() -> None:
-    join_ranks()
+    _ranks.join_ranks()
     train(*HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses())
     dist.destroy_process_group()
 
 
 def train(options: Options) -> list[float]:
     """Train, and return the loss of each step."""
-    check_same_on_ranks(**options_of(options))
-    mesh = make_mesh(options.cp, options.row_length)
-    saved = newest_checkpoint(options.out, "step-*/state.json", options.resume)
+    _ranks.check_same_on_ranks(**_ranks.options_of(options))
+    mesh = _ranks.make_mesh(options.cp, options.row_length)
+    saved = _ranks.newest_checkpoint(options.out, "step-*/state.json", options.resume)
     documents, tokenizer = load(options)
-    check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
+    _ranks.check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
     torch.manual_seed(options.seed)
     model = make_model(options, len(tokenizer), KIND).train()
-    say(str(cuseq.enable(model)))  # before it is compiled and sharded
+    _ranks.say(str(cuseq.enable(model)))  # before it is compiled and sharded
     shard(model, options.compile_layers)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, fused=KIND == "cuda")
-    dp, cp = mesh["dp"], context_parallel(mesh, model.config)
+    dp, cp = mesh["dp"], _ranks.context_parallel(mesh, model.config)
     rows = Rows(documents, options, dp.get_local_rank(), dp.size(), cp)
     first, losses = restore(saved, model, optimizer, rows) if saved else 0, []
     progress = tqdm(range(first, options.steps), unit="step", disable=dist.get_rank() != 0)
     schedule = get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
     for _ in range(first):
         schedule.step()
-    for step, batches in zip(progress, rows):
-        loss = make_step(model, optimizer, batches, dist.get_world_size())
+    make_step = None
+    for step, batches in zip(progress, map(_ranks.with_labels_of_all_ranks, rows)):
+        make_step = make_step or step_of(model, optimizer, options, batches[0])
+        loss = make_step(batches) / dist.get_world_size()
         schedule.step()
         dist.all_reduce(loss)
         losses.append(loss.item())
@@ -116,13 +109,14 @@ class Rows:
 
     def __init__(self, documents: Any, options: Options, rank: int, ranks: int, cp: Any):
         self._accumulation, self._used = options.accumulation, 0
+        room = options.row_length // (2 * options.cp) - 1 if options.graph else None
         self._sampler = cuseq.data.PackedBatchSampler(
             documents["length"], options.row_length, rank=rank, world_size=ranks,
             balance="attention", accumulation=options.accumulation, seed=options.seed,
         )  # fmt: skip
         self._loader = DataLoader(
             documents.select_columns("input_ids"), batch_sampler=self._sampler,
-            collate_fn=cuseq.PackingCollator(total_tokens=options.row_length, cp=cp),
+            collate_fn=cuseq.PackingCollator(total_tokens=options.row_length, max_seqs=room, cp=cp),
             num_workers=2 if KIND == "cuda" else 0, pin_memory=KIND == "cuda",
         )  # fmt: skip
 
@@ -146,24 +140,29 @@ class Rows:
         self._used = self._sampler.state_dict()["step"]
 
 
-def make_step(model: Any, optimizer: Any, batches: list[Batch], ranks: int) -> torch.Tensor:
-    """Make one optimizer step on `ranks` ranks, and return this one's part of the loss."""
-    batches = [on_device(batch) for batch in batches]
-    for batch in batches:  # a part of a row has them already, since its neighbours are elsewhere
-        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        batch.setdefault("shift_labels", shifted)
-    kept = cuseq.distributed.ContextParallel.num_items(batches)  # labels of all ranks
-    total = torch.zeros((), device=KIND)
-    for batch in batches:
-        inputs = {key: value for key, value in batch.items() if key not in OF_THE_ROW}
-        # The sum of the token losses, over the kept labels of all ranks.
-        loss = model(**inputs, num_items_in_batch=kept, use_cache=False).loss
-        (loss * ranks).backward()  # FSDP2 averages over the ranks
-        total += loss.detach()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return total
+def step_of(model: Any, optimizer: Any, options: Options, example: Batch) -> Any:
+    """Return a function that makes a step of batches, and returns this rank's loss, times ranks."""
+
+    def loss_of(batch: Batch) -> torch.Tensor:
+        loss = model(**batch, use_cache=False).loss  # token losses, over the labels of all ranks
+        return loss * dist.get_world_size()  # FSDP2 averages over the ranks
+
+    def plain(batches: list[Batch]) -> torch.Tensor:
+        total = torch.zeros((), device=KIND)
+        for batch in batches:
+            loss = loss_of(_ranks.on_device(batch))
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    if not options.graph:
+        return plain
+    more = dict(max_grad_norm=1.0, accumulation=options.accumulation, model=model)
+    step = cuseq.GraphedStep(loss_of, optimizer, example, **more)
+    return lambda batches: step(batches if len(batches) > 1 else batches[0])
 
 
 def state_of(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> tuple[dict, dict, dict]:

@@ -98,7 +98,7 @@ def main() -> None:
     check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
-    max_seqs = options.row_length // (8 * max(1, options.cp)) if options.graph else None
+    max_seqs = options.row_length // (2 * max(1, options.cp)) - 1 if options.graph else None
     model = make_model(options, len(tokenizer))
     trainer = Trainer(
         model,

@@ -86,6 +86,7 @@ def on_two_ranks(rank: int, folder: Path, inputs: dict[str, Any]) -> dict[str, A
     half = copied(folder / "whole", folder / "half")
     found["resumed"] = trained(half, inputs, resume=True)
     found["cp"] = trained(folder / "cp", inputs, cp=2, accumulation=2)
+    found["graph"] = trained(folder / "graph", inputs, graph=True)  # without a GPU plain steps
     for name, options in {
         "seed": dict(seed=rank),
         "taken": dict(out=folder / "whole"),
@@ -125,6 +126,7 @@ def test_fsdp2(inputs, tmp_path):
     assert all(value.equal(again[name]) for name, value in whole.items())
     assert not list(tmp_path.rglob("*.metadata")) + list(tmp_path.rglob("*.pt"))
     assert first["cp"] == pytest.approx(first["whole"], rel=1e-4)
+    assert first["graph"] == pytest.approx(first["whole"], rel=1e-4)
     assert first["seed"].startswith("seed must be the same on all ranks, rank 0 has 0, rank 1 1")
     assert "has checkpoints of another run: --resume goes on from them" in first["taken"]
     assert "has no checkpoint" in first["nothing"]
@@ -188,11 +190,13 @@ def test_a_trainer_that_sigterm_stopped_goes_on(inputs, tmp_path):
 
 
 @pytest.mark.full
-def test_a_trainer_whose_steps_are_graphs_learns_the_same(inputs, tmp_path):
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_trainer_whose_steps_are_graphs_learns_the_same(cp, inputs, tmp_path):
     found = []
     for options in ([], ["--graph"]):
         out, output = tmp_path / f"run{len(found)}", tmp_path / "output.txt"
         options = ["--max_steps", 6, "--save_steps", 6, "--learning_rate", 1e-3, *options]
+        options += ["--cp", cp]
         process = started(torchrun(out, inputs, *options), output)
         assert process.wait(timeout=200) == 0, output.read_text()
         found.append(losses(out))
