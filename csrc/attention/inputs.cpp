@@ -179,6 +179,8 @@ Row row_of(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionOpt
   call.k = k;
   call.v = v;
   call.queries = sequences_of(q, options, meta, bound);
+  // A share in the form of a graph has places for all tokens, outside of captures too.
+  if (row.share.has_value() && row.share->is_of_replays()) call.queries.num_real_tokens.reset();
   call.keys = call.queries;
   call.causal = options.causal;
   call.scale = options.scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(2))));

@@ -329,8 +329,8 @@ Capacities Capacities::of(const Plan& plan, int64_t max_seqs) {
   const int64_t others = plan.row.total_tokens - own;
   const int64_t received = std::min(others, plan.options.max_far_rows.value_or(others));
   const int64_t sent = std::min(others, received * (plan.options.cp_size - 1));
-  // Of the pieces all may be cut or whole, and a room has both; it has as many far rows as sent
-  // ones.
+  // All pieces of a rank may be cut, or all may be whole, and a room has places for both. A room
+  // has as many places for far rows as for sent rows.
   return {2 * pieces, 2 * (own + received), sent, own + sent};
 }
 

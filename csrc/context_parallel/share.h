@@ -10,8 +10,8 @@
 
 namespace cuseq::cp {
 
-// What a CUDA graph has room for on each rank: it attends over as many pieces and exchanges as many
-// rows in every replay, whatever the plan.
+// The room of a CUDA graph: how many pieces a rank attends over and how many rows it exchanges, the
+// same numbers in every replay, whatever the plan.
 struct Room {
   int64_t whole = 0;       // pieces after the cut ones
   int64_t cut = 0;         // cut pieces

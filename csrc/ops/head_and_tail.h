@@ -34,6 +34,12 @@ struct RowBytes {
   }
 };
 
+// Return a row's number that the device holds, inside the rows whatever it holds.
+CUSEQ_HOST_DEVICE int64_t inside(const int32_t* number, int64_t num_rows) {
+  const int64_t row = *number;
+  return row < 0 ? 0 : row > num_rows ? num_rows : row;
+}
+
 // Arguments of zeroing the rows from *first on, of several tensors with as many rows.
 struct ZeroTailArgs {
   static constexpr int kMostTensors = 5;
@@ -43,11 +49,7 @@ struct ZeroTailArgs {
   const int32_t* first = nullptr;
   int64_t num_rows = 0;
 
-  // Return *first, inside the rows whatever it holds.
-  CUSEQ_HOST_DEVICE int64_t first_row() const {
-    const int64_t row = *first;
-    return row < 0 ? 0 : row > num_rows ? num_rows : row;
-  }
+  CUSEQ_HOST_DEVICE int64_t first_row() const { return inside(first, num_rows); }
 };
 
 // Arguments of copying the rows before *end, of several pairs of tensors with as many rows. The
@@ -61,11 +63,7 @@ struct CopyHeadArgs {
   const int32_t* end = nullptr;
   int64_t num_rows = 0;
 
-  // Return *end, inside the rows whatever it holds.
-  CUSEQ_HOST_DEVICE int64_t end_row() const {
-    const int64_t row = *end;
-    return row < 0 ? 0 : row > num_rows ? num_rows : row;
-  }
+  CUSEQ_HOST_DEVICE int64_t end_row() const { return inside(end, num_rows); }
 };
 
 namespace cpu {

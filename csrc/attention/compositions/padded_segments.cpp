@@ -24,10 +24,7 @@ struct RealTokens {
     const auto rows = are_sections
                           ? segment_rows(sequences.offsets, padded, total_tokens)
                           : cached_segment_rows(sequences.cu_seqlens, padded, total_tokens);
-    // A share in the form of a graph counts on all tokens, in other calls too.
-    const bool in_a_room = row.share.has_value() && row.share->is_of_replays();
-    const int64_t real =
-        in_a_room ? total_tokens : sequences.num_real_tokens.value_or(total_tokens);
+    const int64_t real = sequences.num_real_tokens.value_or(total_tokens);
     places = std::get<0>(rows).narrow(0, 0, real);
     ranks = std::get<1>(rows);
   }
