@@ -73,6 +73,11 @@ def round_up(size: Any, multiple: Any) -> Any:
     return ceil_div(size, multiple) * multiple
 
 
+def power_of_two(number: int, least: int) -> int:
+    """Return the least power of two that is at least both; `least` is one, `number` at least 0."""
+    return max(least, 1 << max(0, number - 1).bit_length())
+
+
 def as_float(value: Any, name: str) -> Any:
     """Return a real number of Python or NumPy as a float; return a symbol unchanged."""
     if isinstance(value, torch.SymInt | torch.SymFloat):

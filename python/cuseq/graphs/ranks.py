@@ -71,7 +71,7 @@ class Ranks:
         self._given, self._device = group, parameters[0].device
         self._hosts, self._group = _groups_of_our_own(group, self._device)
         self.rank = dist.get_rank(group)
-        self._share_rows = share_rows
+        self.share_rows = share_rows
         self._expected: list[int] = []  # which parameters had a gradient on any rank
         self._width = 8 + rooms + len(parameters)
         self._is_broken = False
@@ -210,7 +210,7 @@ class Ranks:
                 yield
 
         # The exchange of keys in a forward waits for all ranks too.
-        others_wait = self._share_rows and not is_capturing(self._device)
+        others_wait = self.share_rows and not is_capturing(self._device)
         with self.telling(has_begun=lambda: backward_began or others_wait), _without_ddp():
             yield last_backward
         try:

@@ -129,7 +129,8 @@ class GraphedStep:
             StaticBatch(example_batch, self._device, "example_batch")
             for _ in range(as_int(accumulation, "accumulation", least=1))
         ]
-        # What a graph has room for in each layout of a batch.
+        # The room of a graph: the numbers of sequences that it attends over in the layouts of a
+        # batch, and for a rank's part of a row those of `Part.needed_room`.
         self._rooms = self._needed_rooms([None] * len(self._batches))
         for batch in self._batches:
             batch.expect(self._rooms)
@@ -150,7 +151,6 @@ class GraphedStep:
         together = group_of_ranks(group)
         groups_of_rows = self._batches[0].groups()
         check_groups_of_rows(groups_of_rows, together)
-        self._share_rows = bool(groups_of_rows)
         if together is not None:
             own = _all_parameters(optimizer)
             held = set(map(id, own))
@@ -165,7 +165,7 @@ class GraphedStep:
                 max_grad_norm=max_grad_norm,
                 autocast=autocast,
                 rooms=len(self._rooms),
-                share_rows=self._share_rows,
+                share_rows=bool(groups_of_rows),
                 optimizer=type(optimizer).__name__,
                 options=[_numbers(group) for group in optimizer.param_groups],
             )
@@ -231,7 +231,8 @@ class GraphedStep:
         """Return whether the other ranks may have begun what waits for this one: a replay, or an
         exchange of keys.
         """
-        return self._graph is not None or self._share_rows
+        shares_rows = self._ranks is not None and self._ranks.share_rows
+        return self._graph is not None or shares_rows
 
     def _telling(
         self, has_begun: Callable[[], bool] = lambda: False

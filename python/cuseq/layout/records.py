@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cuseq import _C
+from cuseq._base.arguments import power_of_two
 from cuseq._base.transfer import copy_pair
 
 # Slots of host_meta.
@@ -89,11 +90,6 @@ class PartSource(Protocol):
             group: name of the process group.
             device: device of the layout.
         """
-
-
-def power_of_two(number: int, least: int) -> int:
-    """Return the next power of two of a number above 0, or a larger one that is the least."""
-    return max(least, 1 << (number - 1).bit_length())
 
 
 class Part(NamedTuple):

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import torch
 
 from cuseq import _C, cache
+from cuseq._base.arguments import power_of_two
 from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq._base.transfer import copy_without_wait
 from cuseq.layout import records
 from cuseq.layout.packed import PackedLayout
-from cuseq.layout.records import NUM_SEQS, NUMBERS_OF_ROOM, Records, power_of_two
+from cuseq.layout.records import NUM_SEQS, NUMBERS_OF_ROOM, Records
 
 _LEAST_ROOM = 8  # sequences; fewer gain nothing
 

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from cuseq._base.arguments import as_device, as_float, as_int, check_dtype, check_tensor
+from cuseq._base.arguments import (
+    as_device,
+    as_float,
+    as_int,
+    check_dtype,
+    check_tensor,
+    power_of_two,
+)
 from cuseq.cache import keeps, new_key, remember
 
 _FIRST_ROWS = 1024
@@ -94,7 +101,7 @@ def rope_table(
     make = (rotary_dim, theta, inv_freq, attention_factor, dtype, device)
     if not keeps(key, device):
         return _make(length, *make)
-    rows = max(_FIRST_ROWS, 1 << max(0, length - 1).bit_length())
+    rows = power_of_two(length, _FIRST_ROWS)
     cos, sin = remember(
         key,
         "rope_table",

@@ -61,12 +61,6 @@ class StaticVisionLayout(VisionLayout):
         self._derived: dict[Hashable, tuple[FromGrids, tuple[Tensor, ...]]] = {}
         self._text_tokens: int | None = None
 
-    @property
-    def layouts(self) -> list[StaticLayout]:
-        """The layouts that attention gets."""
-        found = (self.images, self.windows)
-        return [one for one in found if isinstance(one, StaticLayout)]
-
     def derived(self, key: Hashable, make: FromGrids) -> tuple[Tensor, ...]:
         """Return tensors on the device that are those of `make(grids)`, and follow `load`.
 
