@@ -769,7 +769,7 @@ def test_a_captured_call_attends_over_the_sequences_that_are_promised(padded, cu
     static = StaticLayout.like(packed, cuda)
     for promised, end in ((2, 64 if padded else 50), (3, packed.total_tokens)):
         graph = torch.cuda.CUDAGraph()
-        with static.captured_for(promised), torch.cuda.graph(graph):
+        with static.captured_for([promised]), torch.cuda.graph(graph):
             out = cuseq.varlen_attention(q, k, v, static, backend="flash")
         graph.replay()
         torch.testing.assert_close(out[:end], expected[:end], rtol=2e-2, atol=2e-2)
