@@ -76,9 +76,7 @@ def batches(
     for number in range(10**6):
         seed = 1000 * number + rank
         row = documents(lognormal_lengths(tokens, MEAN_LENGTH, seed), config.vocab_size, seed)
-        batch = collate([{"input_ids": one} for one in row])
-        for name in ("num_label_tokens", "row_checksum") if cp is not None else ():
-            del batch[name]
+        batch = ContextParallel.model_inputs(collate([{"input_ids": one} for one in row]))
         if variant == "stock":
             del batch["packed"]  # transformers finds the documents where position_ids restart
         yield {k: v.pin_memory() if pin and hasattr(v, "to") else v for k, v in batch.items()}

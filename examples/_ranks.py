@@ -74,9 +74,9 @@ def with_labels_of_all_ranks(batches: list[dict[str, Any]]) -> list[dict[str, An
     for batch in batches:  # a part of a row has them already, since its neighbours are elsewhere
         shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         batch.setdefault("shift_labels", shifted)
-    kept = {"num_items_in_batch": cuseq.distributed.ContextParallel.num_items(batches)}
-    of_the_row = ("num_label_tokens", "row_checksum")
-    return [{k: v for k, v in one.items() if k not in of_the_row} | kept for one in batches]
+    cp = cuseq.distributed.ContextParallel
+    kept = {"num_items_in_batch": cp.num_items(batches)}
+    return [cp.model_inputs(batch) | kept for batch in batches]
 
 
 def say(text: str) -> None:

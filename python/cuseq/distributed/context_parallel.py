@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# The keys of a rank's batch that describe the whole row.
+_OF_THE_ROW = ("num_label_tokens", "row_checksum")
+
+
 class ContextParallel:
     """This rank's place among the ranks that share packed rows, and how rows are dealt to them.
 
@@ -156,6 +160,20 @@ class ContextParallel:
             kept += count.to(device, non_blocking=kind != "cpu")
         torch.distributed.all_reduce(kept, group=group)
         return kept
+
+    @staticmethod
+    def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a batch of `PackingCollator(cp=...)` without the numbers of its whole row.
+
+        Those are ints, new in each row: a model does not take them, and compiled code and a
+        `GraphedStep` would hold them as constants.
+
+        Examples:
+            >>> batch = {"input_ids": torch.tensor([[5, 7]]), "num_label_tokens": 9}
+            >>> cuseq.distributed.ContextParallel.model_inputs(batch)
+            {'input_ids': tensor([[5, 7]])}
+        """
+        return {name: value for name, value in batch.items() if name not in _OF_THE_ROW}
 
     def __eq__(self, other: object) -> bool:
         """Return whether both stand for the same rank of the same group and deal rows alike."""

@@ -69,6 +69,7 @@ def test_a_batch_is_the_part_of_the_whole_batch(one_rank, size, policy):
         assert batch["packed"].part.group == cp.group_name
     assert kept == int((shifted != -100).sum())
     assert set(batch) == {*whole, "shift_labels", "num_label_tokens", "row_checksum"}
+    assert set(cp.model_inputs(batch)) == {*whole, "shift_labels"}
 
 
 def test_labels_are_those_of_the_next_token_of_the_same_document(one_rank):

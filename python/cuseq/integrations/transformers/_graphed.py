@@ -27,6 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from cuseq._base.models import rotations_by_length, text_config
 from cuseq.data.multimodal import MultimodalPackingCollator
+from cuseq.distributed import ContextParallel
 from cuseq.graphs import GraphedStep
 from cuseq.integrations.transformers._private import (
     check_training_loop,
@@ -35,7 +36,6 @@ from cuseq.integrations.transformers._private import (
     loop_values,
     prepare_inputs,
 )
-from cuseq.integrations.transformers._shared_rows import inputs_of_model
 from cuseq.integrations.transformers.callback import PackingCallback
 
 _WARMUP = 3
@@ -275,7 +275,7 @@ class GraphedTraining(TrainerCallback):
 
     def _inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch as the model takes it; of a shared row, this rank's part."""
-        return inputs_of_model(prepare_inputs(self.trainer, batch))
+        return ContextParallel.model_inputs(prepare_inputs(self.trainer, batch))
 
     def step_of_the_trainer(
         self, model: nn.Module, inputs: dict[str, Any], num_items: Tensor | None

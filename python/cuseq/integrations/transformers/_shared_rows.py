@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,6 @@ from cuseq.integrations.transformers._whole_rows import check_balance_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-# Keys of a dealt batch that describe the whole row. The model does not take them.
-_OF_THE_ROW = ("num_label_tokens", "row_checksum")
 
 
 class DataMesh:
@@ -96,7 +93,7 @@ class SharedRows:
 
     def _take_inputs(self, model: Any, inputs: dict[str, Any]) -> tuple[Callable, dict[str, Any]]:
         """Return the inputs as the collator dealt them, for `_prepare_context_parallel_inputs`."""
-        return nullcontext, inputs_of_model(inputs)
+        return nullcontext, ContextParallel.model_inputs(inputs)
 
     def _num_items(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Any:
         """Count the labels of a step on all ranks, for `_get_num_items_in_batch`."""
@@ -123,7 +120,7 @@ class SharedRows:
         inputs = private.prepare_inputs(trainer, inputs)
         self._compare_rows([inputs], "eval")
         kept = torch.tensor(inputs["num_label_tokens"], device=trainer.args.device)
-        inputs = inputs_of_model(inputs)
+        inputs = ContextParallel.model_inputs(inputs)
         with torch.no_grad(), trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=kept)
         # The trainer multiplies losses by the number of processes, which average gradients.
@@ -173,11 +170,6 @@ class SharedRows:
                 f"other {stage} rows than rank {first}: a sampler or data loader of your own must "
                 f"take process_index // {self._cp.size} for the rank"
             )
-
-
-def inputs_of_model(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch without what describes the row that ranks share."""
-    return {key: value for key, value in inputs.items() if key not in _OF_THE_ROW}
 
 
 def shared_rows_of(trainer: Trainer) -> SharedRows | None:
