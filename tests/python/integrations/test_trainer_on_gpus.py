@@ -217,6 +217,7 @@ def test_two_gpus_that_share_rows_learn_what_one_learns(kind, second_gpu, alone,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ddp"])
-def test_processes_that_shard_a_model_learn_what_one_learns(kind, alone, tmp_path):
+def test_processes_that_shard_a_model_learn_what_one_learns(kind, alone, tmp_path, monkeypatch):
     """DDP in processes is tested in test_trainer_shared_rows.py."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # accelerate takes the GPU that it sees
     check("cpu", kind, alone, tmp_path)

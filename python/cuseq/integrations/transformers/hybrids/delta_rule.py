@@ -350,10 +350,9 @@ def _inverse_norm(x: Tensor) -> Tensor:
 
 def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     """Return `[chunks * heads, 64, ...]` of `[chunks * 64, heads or a part of them, ...]`."""
-    chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2)
-    if chunks.shape[1] != heads:
-        chunks = chunks.repeat_interleave(heads // chunks.shape[1], dim=1)
-    return chunks.to(dtype).reshape(-1, *chunks.shape[2:])
+    chunks = slots.unflatten(0, (-1, CHUNK)).transpose(1, 2).unsqueeze(2)
+    chunks = chunks.expand(-1, -1, heads // chunks.shape[1], *chunks.shape[3:])
+    return _in_order(chunks, dtype).flatten(0, 2)
 
 
 def _by_slots(chunks: Tensor, heads: int, parts: int, dtype: torch.dtype) -> Tensor:
@@ -364,7 +363,12 @@ def _by_slots(chunks: Tensor, heads: int, parts: int, dtype: torch.dtype) -> Ten
     by_head = chunks.unflatten(0, (-1, heads))
     if parts != heads:
         by_head = by_head.unflatten(1, (parts, -1)).sum(2)
-    return by_head.transpose(1, 2).to(dtype).flatten(0, 1)
+    return _in_order(by_head.transpose(1, 2), dtype).flatten(0, 1)
+
+
+def _in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a dtype in the order of its dimensions in memory, by one pass."""
+    return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _scan(
