@@ -1,17 +1,19 @@
-"""What the examples need of several ranks: who shares a row, and that all were started alike."""
+"""What the examples share: their options, who shares a row, that ranks were started alike."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+from argparse import Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PretrainedConfig
+from transformers import HfArgumentParser, PretrainedConfig
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -34,6 +36,20 @@ class Defaults:
     )
     logging_steps: float = HfArg(default=1, help="steps from log to log")
     report_to: str | None = HfArg(default="none", help="trackers")
+
+
+class _Help(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Help that keeps the lines of a description, and adds defaults that are not told."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        told = action.default is None or "(default: " in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
+
+
+def parsed(about: str | None, *kinds: Any, given: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Return the options of the command line, or those given, as one dataclass of each kind."""
+    parser = HfArgumentParser(kinds, description=about, formatter_class=_Help)
+    return parser.parse_args_into_dataclasses(given)
 
 
 def join_ranks() -> None:

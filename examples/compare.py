@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from _inputs import Inputs, load, make_model
-from _ranks import KIND, on_device
+from _ranks import KIND, on_device, parsed
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -78,7 +78,7 @@ class Run:
 
 
 def main() -> None:
-    (options,) = HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses()
+    (options,) = parsed(__doc__, Options)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -54,7 +54,7 @@ class Options(Inputs):
 
 def main() -> None:
     _ranks.join_ranks()
-    train(*HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses())
+    train(*_ranks.parsed(__doc__, Options))
     dist.destroy_process_group()
 
 

@@ -24,8 +24,8 @@ from statistics import fmean
 
 import torch
 import transformers
+from _ranks import parsed
 from torch import Tensor
-from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -60,8 +60,7 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Train both ways, print the comparison and return it."""
-    parser = HfArgumentParser(Options, description=__doc__)
-    (options,) = parser.parse_args_into_dataclasses(arguments)
+    (options,) = parsed(__doc__, Options, given=arguments)
     model = make_model(options.seed)
     padded = train("transformers, padded", model, padded_forward, options)
     model = make_model(options.seed)

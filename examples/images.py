@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from _ranks import parsed
 from torch import Tensor
 from transformers.hf_argparser import HfArg
 
@@ -62,8 +63,7 @@ class Run:
 
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Train both ways, print the comparison and return it."""
-    parser = transformers.HfArgumentParser(Options, description=__doc__)
-    (options,) = parser.parse_args_into_dataclasses(arguments)
+    (options,) = parsed(__doc__, Options, given=arguments)
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     drawn = (make_document(rng.choice([0, 1, 1, 2, 2]), rng) for _ in itertools.count())

@@ -29,9 +29,10 @@ from _ranks import (
     make_mesh,
     newest_checkpoint,
     options_of,
+    parsed,
     say,
 )
-from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -86,9 +87,7 @@ class StopTogether(TrainerCallback):
 
 def main() -> None:
     join_ranks()
-    options, args = HfArgumentParser(
-        (Options, Arguments), description=__doc__
-    ).parse_args_into_dataclasses()
+    options, args = parsed(__doc__, Options, Arguments)
     check_same_on_ranks(**options_of(options, args))
     checkpoint = newest_checkpoint(
         args.output_dir, "checkpoint-*/trainer_state.json", options.resume

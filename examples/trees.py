@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 from _inputs import Inputs, load, make_model, read_rows
-from _ranks import KIND
+from _ranks import KIND, parsed
 from torch import Tensor
-from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -42,7 +42,7 @@ class Options(Inputs):
 
 
 def main() -> None:
-    (options,) = HfArgumentParser(Options, description=__doc__).parse_args_into_dataclasses()
+    (options,) = parsed(__doc__, Options)
     pairs, vocab_size = read_pairs(options)
     torch.manual_seed(options.seed)
     dtype = torch.bfloat16 if KIND == "cuda" else torch.float32

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from _inputs import Inputs, load, make_model, read_rows
-from _ranks import Defaults, check_same_on_ranks, join_ranks, options_of, say
+from _ranks import Defaults, check_same_on_ranks, join_ranks, options_of, parsed, say
 from peft import LoraConfig
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 from trl import SFTConfig, SFTTrainer
 
@@ -47,9 +47,7 @@ class Arguments(Defaults, SFTConfig):
 
 def main() -> None:
     join_ranks()
-    options, args = HfArgumentParser(
-        (Options, Arguments), description=__doc__
-    ).parse_args_into_dataclasses()
+    options, args = parsed(__doc__, Options, Arguments)
     check_same_on_ranks(**options_of(options, args))
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:

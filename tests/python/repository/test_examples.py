@@ -318,6 +318,9 @@ def test_help_names_every_option(name, capsys):
              "fsdp2": ["--cp", "--resume", "--save_every", "--accumulation"]}  # fmt: skip
     for option in ["--data", "--model", "--row_length", *named.get(name, [])]:
         assert option in said
+    commands = (EXAMPLES / f"{name}.py").read_text().split('"""')[1]
+    assert commands in said  # its lines as they are
+    assert not re.search(r"\(default: [^)]*\)\s+\(default: ", said)
 
 
 # -------------------------------------------------------------------------------------- launchers
