@@ -28,20 +28,17 @@ VERSION = 1
 CODE = '''\
 """cuseq as a kernel of the Hub: the functions of flash-attn over cuseq's attention."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
 if "cuseq" not in sys.modules:  # its ops can be registered once in a process
-    _folder = Path(__file__).parent / "cuseq"
-    _spec = importlib.util.spec_from_file_location(
-        "cuseq", _folder / "__init__.py", submodule_search_locations=[str(_folder)]
-    )
-    sys.modules["cuseq"] = importlib.util.module_from_spec(_spec)
+    # Processes that this one spawns, as for loading data, search here too.
+    _folder = str(Path(__file__).parent)
+    sys.path.insert(0, _folder)
     try:
-        _spec.loader.exec_module(sys.modules["cuseq"])
+        import cuseq
     except BaseException:
-        del sys.modules["cuseq"]
+        sys.path.remove(_folder)
         raise
 import cuseq
 

@@ -117,6 +117,18 @@ assert load("{variant}").cuseq is kernel.cuseq
     assert done.returncode == 0, done.stderr
 
 
+def test_a_process_that_was_spawned_reads_its_layouts(repository):
+    (variant,) = repository.glob("build/*")
+    done = run(f"""{LOAD}
+import multiprocessing
+kernel = load("{variant}")
+packed = kernel.cuseq.PackedLayout.from_lengths([2, 3])
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    assert pool.apply(repr, (packed,)) == repr(packed)
+""")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_cuseq_that_was_imported_stays(repository):
     (variant,) = repository.glob("build/*")
     done = run(
@@ -149,7 +161,7 @@ for _ in range(2):
         load("{tmp_path}")
     except ImportError as error:
         assert "cuseq was built with torch 1.0" in str(error)
-        assert "cuseq" not in sys.modules
+        assert "cuseq" not in sys.modules and "{tmp_path}" not in sys.path
 """)
     assert done.returncode == 0, done.stderr
 
