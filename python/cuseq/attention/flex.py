@@ -15,13 +15,12 @@ import functools
 import itertools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cuseq import _C
 from cuseq._base.modes import is_capturing
@@ -29,6 +28,9 @@ from cuseq.attention import packages
 from cuseq.attention.call import WIDEST_FLASH, Call, as_autocast, is_wide
 from cuseq.attention.table import COMMAND, Facts
 from cuseq.layout import PackedLayout, StaticLayout
+
+if TYPE_CHECKING:  # it imports sympy
+    from torch.nn.attention.flex_attention import BlockMask
 
 _WIDEST = 512  # head_dim
 # Bytes of shared memory that a block can have. Triton supports sm_80 and newer (its README), where
@@ -385,6 +387,8 @@ def flex_rows(
         cap: soft cap, `[]`, or None.
         sinks: `[heads]`, or None.
     """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
     pads = is_pad[:, None, None]
     query, key, value = (t.masked_fill(pads, 0).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     found: Any = flex_attention(

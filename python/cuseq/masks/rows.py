@@ -14,14 +14,16 @@ Tokens of tail and padding see only themselves, because softmax over no keys giv
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.attention.flex_attention import BlockMask
 
 from cuseq._base.arguments import as_int, as_size, check_dtype, check_flag, check_tensor, shown
+
+if TYPE_CHECKING:  # it imports sympy
+    from torch.nn.attention.flex_attention import BlockMask
 
 _ops = torch.ops.cuseq
 
@@ -233,6 +235,8 @@ def block_mask_of(
         keys: the key blocks of each query block.
         queries: the query blocks of each key block.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     return BlockMask(
         seq_lengths=(tokens, tokens),
         kv_num_blocks=keys[0],

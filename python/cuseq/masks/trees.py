@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn.attention.flex_attention import BlockMask
 
 from cuseq import _C
 from cuseq._base.modes import is_capturing
@@ -19,6 +18,8 @@ from cuseq.cache import remember
 from cuseq.masks.rows import block_mask_of
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from cuseq.layout import PackedLayout, Tree
 
 _ops = torch.ops.cuseq
