@@ -4,10 +4,14 @@
 
 A folder of wheels, torch2.11-cu130, becomes a variant, build/torch211-cxx11-cu130-x86_64-linux, for
 all Pythons whose wheels are there. Publishes nothing; `hf upload OWNER/cuseq OUT --repo-type
-kernel` does. A program then needs no build and no pip:
+kernel --revision v1` does. A program then needs no build and no pip. It has to say that it trusts
+the publisher, unless the Hub lists that one:
 
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="OWNER/cuseq")
-    cuseq = kernels.get_kernel("OWNER/cuseq", version=1).cuseq      # the whole package
+    model = AutoModelForCausalLM.from_pretrained(
+        name, attn_implementation="OWNER/cuseq", allow_all_kernels=True
+    )
+    kernel = kernels.get_kernel("OWNER/cuseq", version=1, trust_remote_code=True)
+    kernel.cuseq                                                    # the whole package
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ tags: [kernels]
 # cuseq
 
 Attention over packed rows, and the tools around it. `attn_implementation` takes the name of this
-repository; `kernels.get_kernel(name, version={version}).cuseq` is the whole package, with `enable`.
+repository (with `allow_all_kernels=True`); `kernels.get_kernel(name, version={version},
+trust_remote_code=True).cuseq` is the whole package, with `enable`.
 """
 
 

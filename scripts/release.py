@@ -40,7 +40,8 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
         f"CHANGELOG.md begins with {version} and its date",
         None if dated else f'begin it with "## {version} (year-month-day)", not "## {newest}"',
     )
-    cells = json.loads((root / "scripts/versions.json").read_text())["cells"]
+    versions = json.loads((root / "scripts/versions.json").read_text())
+    cells = versions["cells"]
     records = {one["cell"]: one for one in json.loads((root / "docs/versions.json").read_text())}
     for cell in cells:
         record = records.get(cell)
@@ -51,8 +52,7 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
         "the source distribution is built",
         None if source.is_file() else f"python -m build --sdist --outdir {dist}",
     )
-    minors = {minor_of(cell["packages"]["torch"]) for cell in cells.values()} - {None}
-    for minor in sorted(minors):
+    for minor in (torch.rpartition(".")[0] for torch in versions["wheels"]):
         for kind in ("cpu", "cu"):
             found = [*dist.glob(f"torch{minor}-{kind}*/cuseq-{version}+torch{minor}.{kind}*.whl")]
             yield (
@@ -61,12 +61,6 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
             )
     pages = [folder for folder in dist.glob("torch*") if not (folder / "index.html").is_file()]
     yield "wheels have their pages", pages and f"python scripts/wheels.py --index {dist}" or None
-
-
-def minor_of(torch: str) -> str | None:
-    """Return 2.11 of 2.11.0; None of `newest`, which has no number."""
-    found = re.match(r"\d+\.\d+", torch)
-    return found and found[0]
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ void check_launch() {
 void built_without_cuda(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, op.operator_name().name,
-      " was called with CUDA tensors, but this cuseq was built without CUDA: install the CUDA "
-      "toolkit that matches torch.version.cuda (nvcc), then build cuseq again in its source tree, "
-      "without CUSEQ_CUDA=off: `pip install --force-reinstall --no-deps .`");
+      " was called with CUDA tensors, but this cuseq was built without CUDA: install a wheel with "
+      "CUDA kernels, or the CUDA toolkit that matches torch.version.cuda (nvcc), then build cuseq "
+      "again in its source tree, without CUSEQ_CUDA=off: `pip install --force-reinstall --no-deps "
+      ".`");
 }
 #endif
 

@@ -8,6 +8,7 @@ import platform
 import torch
 
 import cuseq
+from cuseq._base.load import wheels_of
 from cuseq.attention.choice import PACKAGES, check_installed
 
 # Packages that train on packed rows with cuseq, and packages of faster kernels.
@@ -59,7 +60,11 @@ def advices(build: dict, gpus: list, reasons: dict[str, str]) -> list[str]:
     """
     found = []
     if gpus and not build["cuda"]:
-        found.append("there is a GPU, and cuseq has no kernels for it: build it again with nvcc")
+        wheels = wheels_of(torch.__version__, cuda=True)
+        found.append(
+            "there is a GPU, and cuseq has no kernels for it: install the wheel of "
+            f"{wheels}, or build it again with nvcc"
+        )
     compiled = set(build["cuda_archs"].split(","))
     for name in {f"{gpu.major}{gpu.minor}" for gpu in gpus if build["cuda"]} - compiled:
         found.append(

@@ -36,6 +36,12 @@ def _source() -> str:
     return shlex.quote(str(tree)) if (tree / "setup.py").is_file() else "."
 
 
+def wheels_of(torch_version: str, cuda: bool) -> str:
+    """Return the folder of the wheels for a torch, that runs, as scripts/wheels.py names it."""
+    kind = f"cu{torch.version.cuda.replace('.', '')}" if cuda and torch.version.cuda else "cpu"
+    return f"torch{'.'.join(torch_version.split('.')[:2])}-{kind}"
+
+
 def _rebuild(running: str = torch.__version__) -> str:
     """Return how to get a cuseq for the torch that runs now, into the same environment.
 
@@ -47,10 +53,11 @@ def _rebuild(running: str = torch.__version__) -> str:
     install = f"{python} -m pip install"
     made_for = re.search(r"^Version: \S+\+torch[\d.]+\.(\w+)$", _metadata("METADATA"), re.MULTILINE)
     if made_for and source == ".":
-        page = f"torch{'.'.join(running.split('.')[:2])}-{made_for[1]}/index.html"
+        page = f"{wheels_of(running, made_for[1] != 'cpu')}/index.html"
         return (
-            f"install the wheel for it with `{install} --force-reinstall --no-deps cuseq "
-            f"--find-links .../{page}`, from the page beside the one that this wheel came from"
+            f"install the wheel for it with `{install} --force-reinstall --no-index --no-deps "
+            f"cuseq --find-links .../{page}`, from the page beside the one that this wheel came "
+            "from"
         )
     if _metadata("INSTALLER").strip() == "uv":
         install = f"uv pip install --python {python} --no-build-isolation"
@@ -82,6 +89,12 @@ except ImportError as error:
     ) from error
 
 _check_torch(_build_config.TORCH_VERSION, torch.__version__)
+
+if "cuseq._C" not in sys.modules and hasattr(torch.ops.cuseq, "cu_seqlens"):
+    raise ImportError(
+        "another cuseq is loaded in this process, whose library would serve this one too: one "
+        "cuseq serves a process, so start a new one"
+    )
 
 try:
     from cuseq import _C

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import torch
 from test_add_an_op import ROOT, build_environment, copy_of_the_tree
 
 import cuseq
@@ -352,14 +353,35 @@ def test_the_remedy_names_what_was_installed(monkeypatch, tree, tmp_path):
         assert said == f" in its source tree with `{python} -m pip install {end} .`"
 
 
-def test_a_wheel_of_another_torch_names_its_own(monkeypatch):
-    files = {"METADATA": "Name: cuseq\nVersion: 0.2.0+torch2.11.cu130\n"}
+@pytest.mark.parametrize(
+    ("wheel", "cuda", "page"),
+    [
+        ("cu130", "13.2", "torch2.15-cu132"),
+        ("cu130", None, "torch2.15-cpu"),
+        ("cpu", "13.2", "torch2.15-cpu"),
+    ],
+)
+def test_a_wheel_of_another_torch_names_its_own(monkeypatch, wheel, cuda, page):
+    files = {"METADATA": f"Name: cuseq\nVersion: 0.2.0+torch2.11.{wheel}\n"}
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(_load, "_metadata", lambda name: files.get(name, ""))
     monkeypatch.setattr(_load, "_source", lambda: ".")
     with pytest.raises(ImportError) as raised:
         _load._check_torch("2.11.0+cu130", "2.15.0+cu132")
     assert "install the wheel for it with `" in str(raised.value)
-    assert "--no-deps cuseq --find-links .../torch2.15-cu130/index.html`" in str(raised.value)
+    end = f"--no-index --no-deps cuseq --find-links .../{page}/index.html`"
+    assert end in str(raised.value)
+
+
+def test_a_second_cuseq_in_a_process_is_refused():
+    code = """
+import sys, cuseq
+for name in [name for name in sys.modules if name.split(".")[0] == "cuseq"]:
+    del sys.modules[name]
+import cuseq
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: another cuseq is loaded in this process" in done.stderr
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ def tree(tmp_path) -> Path:
     files = {
         "python/cuseq/_version.py": '__version__ = "1.0"\n',
         "CHANGELOG.md": "# Changelog\n\n## 1.0 (2026-11-28)\n\n## 0.9 (2026-01-01)\n",
-        "scripts/versions.json": json.dumps({"cells": CELLS}),
+        "scripts/versions.json": json.dumps({"wheels": ["2.11.0"], "cells": CELLS}),
         "docs/versions.json": json.dumps([{"cell": c, "failed": 0} for c in CELLS]),
         ".gitignore": "dist\n",
         "dist/cuseq-1.0.tar.gz": "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from types import ModuleType
 
 import pytest
 from example_modules import script
+from test_add_an_op import ROOT
 
 METADATA = "Metadata-Version: 2.4\nName: cuseq\nVersion: 0.2.0\nRequires-Dist: torch>=2.11\n"
 
@@ -107,6 +109,12 @@ def test_pip_finds_the_wheel_of_its_page_alone(wheels, tmp_path):
     got.unlink()
     said = subprocess.run([*command, "--no-cache-dir"], capture_output=True, text=True)
     assert said.returncode != 0 and "HASH" in said.stderr.upper()
+
+
+def test_the_workflow_builds_the_wheels_that_a_release_asks_for():
+    asked = json.loads((ROOT / "scripts" / "versions.json").read_text())["wheels"]
+    workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
+    assert json.loads(re.search(r"torch: (\[.*\])", workflow)[1]) == asked
 
 
 def test_pages_of_nothing_are_refused(wheels, tmp_path):
