@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import torch
 import transformers
 from _ranks import say
@@ -21,8 +23,9 @@ TEXTS = {".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".cu
 WEIGHTS = ("*.safetensors", "*.bin")
 TEXT_TYPES = ("string", "large_string")
 SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
-# Longer texts are cut there before they are tokenised, which takes 90 bytes a character.
-MOST_CHARACTERS = 1 << 20
+# Longer texts are cut there before they are tokenised, which takes 90 bytes a character of all that
+# are tokenised at once.
+MOST_CHARACTERS, AT_ONCE = 1 << 20, 4 << 20
 SMALL = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
              num_key_value_heads=2, head_dim=32)  # fmt: skip
 LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
@@ -53,8 +56,8 @@ class Inputs:
     )
     longest: int | None = HfArg(
         default=None,
-        help="tokens of the longest sequence (default: --row_length; for the standard library a "
-        "quarter of that, which leaves a mix of lengths as in fine-tuning)",
+        help="tokens of the longest sequence (default: --row_length, a quarter of it for the "
+        "standard library)",
     )
     longer: str | None = HfArg(
         default=None,
@@ -80,18 +83,23 @@ def load(inputs: Inputs) -> tuple[datasets.Dataset, Tokens]:
     end, most, splits = tokenizer.eos_token_id, inputs.longest, inputs.longer == "split"
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list]:
-        parts = [t[at : at + MOST_CHARACTERS] for t in batch["text"]
-                 if splits or len(t) <= MOST_CHARACTERS
-                 for at in range(0, len(t), MOST_CHARACTERS)]  # fmt: skip
+        return {"text": [t[at : at + MOST_CHARACTERS] for t in batch["text"]
+                         if splits or len(t) <= MOST_CHARACTERS
+                         for at in range(0, len(t), MOST_CHARACTERS)]}  # fmt: skip
+
+    def tokenise(batch: dict[str, list[str]]) -> dict[str, list]:
         found = []
-        for ids in tokenizer(parts, add_special_tokens=False)["input_ids"] if parts else ():
+        for ids in tokenizer(batch["text"], add_special_tokens=False)["input_ids"]:
             ids = ids if end is None else [*ids, end]
             if len(ids) <= most or splits:
                 found += [ids[at : at + most] for at in range(0, len(ids), most)]
         found = [ids for ids in found if len(ids) > 1]  # a single token has nothing to predict
         return {"input_ids": found, "length": [len(ids) for ids in found]}
 
-    sequences = texts.map(cut, batched=True, batch_size=100, remove_columns="text")
+    parts = texts.map(cut, batched=True, batch_size=10)
+    together = AT_ONCE // max((len(text) for text in parts["text"]), default=AT_ONCE)
+    sequences = parts.map(tokenise, batched=True, batch_size=min(together, 1000),
+                          remove_columns="text")  # fmt: skip
     if len(sequences) == 0:
         raise SystemExit(
             f"--data {inputs.data}: no text of 2 to {most} tokens in {len(texts)} texts"
@@ -127,7 +135,7 @@ def read_texts(path: str | None) -> datasets.Dataset:
             except OSError as error:
                 raise SystemExit(f"{file}: cannot be read ({error.strerror})") from error
             continue
-        if file.is_file() and file.stat().st_size == 0:
+        if file.is_file() and has_no_rows(file):
             continue
         rows = read_rows(str(file))
         if "text" not in rows.column_names or rows.features["text"].dtype not in TEXT_TYPES:
@@ -142,6 +150,13 @@ def read_texts(path: str | None) -> datasets.Dataset:
     if skipped := len(texts) - len(found):
         say(f"Skipped, without text or not in UTF-8: {skipped:,}.")
     return found
+
+
+def has_no_rows(file: Path) -> bool:
+    """Return whether a file is empty, or a table without rows, which `datasets` does not read."""
+    with suppress(pyarrow.ArrowInvalid):
+        return file.stat().st_size == 0 or pyarrow.parquet.read_metadata(file).num_rows == 0
+    return False
 
 
 def tokenizer_of(model: str | None, texts: datasets.Dataset) -> Tokens:

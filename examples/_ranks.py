@@ -39,8 +39,6 @@ class Defaults:
 
 
 class _Help(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Help that keeps the lines of a description, and adds defaults that are not told."""
-
     def _get_help_string(self, action: Action) -> str | None:
         told = action.default is None or "(default: " in (action.help or "")
         return action.help if told else super()._get_help_string(action)
@@ -117,14 +115,22 @@ def check_same_on_ranks(**facts: Any) -> None:
                                  f"{rank} {other[name]}")  # fmt: skip
 
 
+def make_folder(folder: str | Path) -> None:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{folder}: cannot be made ({error.strerror})") from error
+
+
 def newest_checkpoint(folder: str | Path, last_file: str, resume: bool) -> str | None:
     """Return the newest checkpoint of a run that goes on, by `last_file`, which is written last.
 
     A run goes on with `resume`, or if torchrun started its ranks again after one of them died.
 
     Raises:
-        SystemExit: there is none to go on from, or the folder has those of another run.
+        SystemExit: it is missing or of another run, or its folder cannot be made.
     """
+    make_folder(folder)
     found = sorted(Path(folder).glob(last_file), key=lambda one: int(one.parent.name.split("-")[1]))
     newest = str(found[-1].parent) if found else None
     # Each machine counts the failures of its own ranks, so one that counted some speaks for all.
@@ -137,6 +143,20 @@ def newest_checkpoint(folder: str | Path, last_file: str, resume: bool) -> str |
     if found and not resume and restarts == 0:
         raise SystemExit(f"{folder} has checkpoints of another run: --resume goes on from them")
     return newest
+
+
+def check_same_run(
+    folder: str | Path, checkpoint: str | None, documents: Any, row_length: int, seed: int
+) -> None:
+    """Note what a run's rows are made of in its folder; exit if one that goes on has others."""
+    facts = dict(tokens=sum(documents["length"]), row_length=row_length, seed=seed)
+    check_same_on_ranks(**facts)
+    file = Path(folder) / "rows.json"
+    if checkpoint is None:
+        file.write_text(json.dumps(facts))
+    elif file.exists() and (before := json.loads(file.read_text())) != facts:
+        raise SystemExit(f"{folder}: a run that goes on must have the rows of before, of {before}, "
+                         f"got {facts}")  # fmt: skip
 
 
 def options_of(*given: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from _inputs import Inputs, load, make_model
-from _ranks import KIND, on_device, parsed
+from _ranks import KIND, make_folder, on_device, parsed
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -79,10 +79,7 @@ class Run:
 
 def main() -> None:
     (options,) = parsed(__doc__, Options)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f"--out {options.out}: cannot be made ({error.strerror})") from error
+    make_folder(options.out)
     sequences, tokenizer = load(options)
     seed, row_length = options.seed, options.row_length
     sampler = cuseq.data.PackedBatchSampler(sequences["length"], row_length, seed=seed)

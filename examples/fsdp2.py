@@ -64,7 +64,8 @@ def train(options: Options) -> list[float]:
     mesh = _ranks.make_mesh(options.cp, options.row_length)
     saved = _ranks.newest_checkpoint(options.out, "step-*/state.json", options.resume)
     documents, tokenizer = load(options)
-    _ranks.check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
+    _ranks.check_same_on_ranks(vocabulary=tokenizer.get_vocab())
+    _ranks.check_same_run(options.out, saved, documents, options.row_length, options.seed)
     torch.manual_seed(options.seed)
     model = make_model(options, len(tokenizer), KIND).train()
     _ranks.say(str(cuseq.enable(model)))  # before it is compiled and sharded

@@ -8,10 +8,8 @@ answers: each right token is a quarter of the reward, and an early end loses the
 starts from random weights and learns from rewards alone (GRPO, Shao et al. 2024, arXiv:2402.03300;
 two updates for each batch of answers, clipped ratios).
 
-The loop is a plain one. The model is trained twice from the same weights, prompts and random
-numbers: on padded batches in transformers alone, and by `cuseq.run_packed(..., tree=True)`, which
-computes no padding and each prompt once for all answers to it. Prints how far the rewards are
-apart, and tokens and seconds of the updates.
+Trains twice from the same weights, prompts and random numbers: on padded batches in transformers
+alone, and by `cuseq.run_packed(..., tree=True)`, which computes no padding and each prompt once.
 """
 
 from __future__ import annotations

@@ -3,12 +3,9 @@
     python examples/images.py             # a few minutes on a CPU
     python examples/images.py --steps 20  # too few to learn to read
 
-The script draws images of one to four digits. A document is an image and its digits as text, or two
-of them, or text alone. The model is trained twice, from the same weights on the same documents in
-the same order: packed by `MultimodalPackingCollator`, with `cuseq.enable`, and in transformers
-alone, where the gradients of one document after the other add up to a step. Prints how far the
-losses are apart, the share of digits in new images that each model reads right, and tokens per
-second.
+A document is an image of one to four digits with these as text, or two of them, or text alone.
+Trains twice from the same weights on the same documents: packed by `MultimodalPackingCollator`,
+with `cuseq.enable`, and in transformers alone, where gradients of documents add up to a step.
 """
 
 from __future__ import annotations

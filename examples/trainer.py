@@ -17,21 +17,11 @@ import signal
 from dataclasses import dataclass
 from typing import Any
 
+import _ranks
 import torch
 import torch.distributed as dist
 from _inputs import Inputs, load, make_model
-from _ranks import (
-    KIND,
-    Defaults,
-    check_same_on_ranks,
-    context_parallel,
-    join_ranks,
-    make_mesh,
-    newest_checkpoint,
-    options_of,
-    parsed,
-    say,
-)
+from _ranks import KIND, Defaults
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 
@@ -81,20 +71,21 @@ class StopTogether(TrainerCallback):
         if dist.is_initialized():
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked.item():
-            say(f"Stopped after step {state.global_step}; --resume goes on from there.")
+            _ranks.say(f"Stopped after step {state.global_step}; --resume goes on from there.")
             control.should_save = control.should_training_stop = True
 
 
 def main() -> None:
-    join_ranks()
-    options, args = parsed(__doc__, Options, Arguments)
-    check_same_on_ranks(**options_of(options, args))
-    checkpoint = newest_checkpoint(
+    _ranks.join_ranks()
+    options, args = _ranks.parsed(__doc__, Options, Arguments)
+    _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
+    checkpoint = _ranks.newest_checkpoint(
         args.output_dir, "checkpoint-*/trainer_state.json", options.resume
     )
     with args.main_process_first(desc="reading the documents"):
         documents, tokenizer = load(options)
-    check_same_on_ranks(tokens=sum(documents["length"]), vocabulary=tokenizer.get_vocab())
+    _ranks.check_same_on_ranks(vocabulary=tokenizer.get_vocab())
+    _ranks.check_same_run(args.output_dir, checkpoint, documents, options.row_length, args.seed)
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
     max_seqs = options.row_length // (2 * max(1, options.cp)) - 1 if options.graph else None
@@ -110,8 +101,8 @@ def main() -> None:
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     cp = None
     if options.cp != 1:
-        cp = context_parallel(make_mesh(options.cp, options.row_length), model.config)
-    say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp, graph=options.graph)))
+        cp = _ranks.context_parallel(_ranks.make_mesh(options.cp, options.row_length), model.config)
+    _ranks.say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp, graph=options.graph)))
     if options.compile_layers:
         for layer in model.get_decoder().layers:
             layer.compile(fullgraph=True, dynamic=False)
@@ -120,7 +111,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(f"{args.output_dir}/model")
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
-    say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+    _ranks.say(f"Written: the model and its tokenizer in {args.output_dir}/model")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import _ranks
 import torch
 from _inputs import Inputs, load, make_model, read_rows
-from _ranks import Defaults, check_same_on_ranks, join_ranks, options_of, parsed, say
+from _ranks import Defaults
 from peft import LoraConfig
 from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
@@ -46,9 +47,11 @@ class Arguments(Defaults, SFTConfig):
 
 
 def main() -> None:
-    join_ranks()
-    options, args = parsed(__doc__, Options, Arguments)
-    check_same_on_ranks(**options_of(options, args))
+    _ranks.join_ranks()
+    options, args = _ranks.parsed(__doc__, Options, Arguments)
+    _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
+    if args.resume_from_checkpoint is None:  # --resume
+        _ranks.newest_checkpoint(args.output_dir, "checkpoint-*/trainer_state.json", resume=False)
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
@@ -60,7 +63,7 @@ def main() -> None:
                     "--conversations needs a --model, whose tokenizer has a chat template"
                 )
             tokenizer = AutoTokenizer.from_pretrained(options.model)
-    check_same_on_ranks(documents=len(documents), vocabulary=tokenizer.get_vocab())
+    _ranks.check_same_on_ranks(documents=len(documents), vocabulary=tokenizer.get_vocab())
     if args.max_length is None:
         args.max_length = options.row_length
     torch.manual_seed(args.seed)
@@ -73,11 +76,11 @@ def main() -> None:
         peft_config=adapter if options.lora else None,
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
-    say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together
+    _ranks.say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model(f"{args.output_dir}/model")
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
-    say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+    _ranks.say(f"Written: the model and its tokenizer in {args.output_dir}/model")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def written(folder: Path, name: str, content: str | bytes) -> Path:
         (["--longest", "9999", "--row_length", "512"], "--longest must be from 2 to --row_length"),
         (["--steps", "2", "--warmup", "2"], "--warmup must be below --steps (2), got 2"),
         (["--batch_size", "0"], "--batch_size must be at least 1, got 0"),
-        (["--out", "/dev/null/out"], "--out /dev/null/out: cannot be made (Not a directory)"),
+        (["--out", "/dev/null/out"], "/dev/null/out: cannot be made (Not a directory)"),
     ],
 )
 def test_a_bad_option_is_named(options, message, texts):
@@ -170,12 +170,16 @@ def test_a_bad_file_is_named(name, content, message, tmp_path):
     [
         ("picture.png", PNG, "no file there ends in"),
         ("a.jsonl", "", "no text in 1 files"),
+        ("a.parquet", None, "no text in 1 files"),
         ("a.txt", " \n", "no text in 1 files"),
         ("a.txt", "more than two tokens", "no text of 2 to"),
     ],
 )
 def test_data_without_text_is_named(name, content, message, model, tmp_path):
-    written(tmp_path, name, content)
+    if content is None:  # a table without rows
+        datasets.Dataset.from_dict({"text": []}).to_parquet(tmp_path / name)
+    else:
+        written(tmp_path, name, content)
     with pytest.raises(SystemExit, match=message):
         run("compare", "--data", tmp_path, "--model", model / "config.json", "--longer", "drop",
             "--longest", 2)  # fmt: skip
@@ -220,6 +224,32 @@ def test_a_text_that_is_too_long_to_tokenise_is_dropped_whole(model, tmp_path, m
         dropped, _ = example.load(example.Inputs(**given, longer="drop"))
         cut, _ = example.load(example.Inputs(**given, longer="split"))
     assert len(dropped) == 1 and len(cut) > 4
+
+
+def test_few_long_texts_are_tokenised_together(model, tmp_path, monkeypatch):
+    (tmp_path / "long.txt").write_text("a few words. " * 500)
+    calls = []
+    with imported("_inputs") as example:
+        monkeypatch.setattr(example, "MOST_CHARACTERS", 100)
+        monkeypatch.setattr(example, "AT_ONCE", 400)
+        found = example.tokenizer_of(None, example.read_texts(str(tmp_path)))
+
+        def noted(texts, **options):
+            calls.append(sum(map(len, texts)))
+            return found(texts, **options)
+
+        noted.eos_token_id = found.eos_token_id
+        monkeypatch.setattr(example, "tokenizer_of", lambda *given: noted)
+        example.load(example.Inputs(data=str(tmp_path), row_length=64))
+    assert max(calls) <= 400 and sum(calls) == 6500
+
+
+@pytest.mark.parametrize("name", ["trainer", "trl_sft", "compare"])
+def test_a_folder_that_cannot_be_made_is_named(name, inputs, tmp_path):
+    (tmp_path / "file").write_text("")
+    option = "--out" if name == "compare" else "--output_dir"
+    with pytest.raises(SystemExit, match="file/run: cannot be made"):
+        run(name, *inputs, option, tmp_path / "file" / "run")
 
 
 def test_long_documents_are_cut_or_dropped(texts, model):
@@ -268,7 +298,10 @@ def test_trainer_writes_a_model_that_loads(inputs, tmp_path, capsys):
     assert loaded.config.vocab_size == 300
     with pytest.raises(SystemExit, match="has checkpoints of another run: --resume goes on"):
         run("trainer", *inputs, "--max_steps", 3, "--output_dir", tmp_path / "run")
-    run("trainer", *inputs, "--max_steps", 4, "--output_dir", tmp_path / "run", "--resume")
+    resumed = ["--max_steps", 4, "--output_dir", tmp_path / "run", "--resume"]
+    with pytest.raises(SystemExit, match="must have the rows of before, .*128"):
+        run("trainer", *inputs[:-1], 128, *resumed)
+    run("trainer", *inputs, *resumed)
     state = json.loads((tmp_path / "run/checkpoint-4/trainer_state.json").read_text())
     assert state["global_step"] == 4
     with pytest.raises(SystemExit, match="--resume: .* has no checkpoint"):
@@ -301,6 +334,11 @@ def test_sft(kind, texts, inputs, tmp_path, capsys):
     run("trl_sft", *options, "--max_steps", 2, "--output_dir", tmp_path / "run")
     said = capsys.readouterr().out
     assert "data collator" in said and "Written: the model and its tokenizer" in said
+    for number in (1, 2):
+        (tmp_path / "run" / f"checkpoint-{number}").mkdir(exist_ok=True)
+        (tmp_path / "run" / f"checkpoint-{number}" / "trainer_state.json").touch()
+    with pytest.raises(SystemExit, match="has checkpoints of another run"):
+        run("trl_sft", *options, "--output_dir", tmp_path / "run")
     assert (tmp_path / "run" / "model" / "adapter_config.json").exists() == (kind == "documents")
 
 
