@@ -167,7 +167,9 @@ def options_of(*given: Any) -> dict[str, Any]:
 
 def make_mesh(cp: int, row_length: int) -> DeviceMesh:
     """Return all ranks as dp x cp; `cp` neighbours share a row."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if not dist.is_initialized():
+        raise SystemExit("the ranks must be started by torchrun, as --help shows")
+    ranks = dist.get_world_size()
     if cp < 1 or ranks % cp or row_length % cp:
         raise SystemExit(
             f"--cp must divide the {ranks} ranks and --row_length, {row_length}, got {cp}"

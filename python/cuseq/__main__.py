@@ -20,7 +20,8 @@ def main() -> None:
     """Print versions, the GPU, backends of attention and packages, and what to do."""
     build = cuseq.build_info()
     kernels = f"CUDA kernels for sm {build['cuda_archs']}" if build["cuda"] else "CPU kernels alone"
-    _line("cuseq", f"{cuseq.__version__}, built with torch {build['torch']}, {kernels}")
+    version = _version("cuseq") or cuseq.__version__  # of a wheel the first names its torch too
+    _line("cuseq", f"{version}, built with torch {build['torch']}, {kernels}")
     _line("running", f"torch {torch.__version__}, Python {platform.python_version()}")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     for gpu in gpus:
@@ -65,12 +66,16 @@ def advices(build: dict, gpus: list, reasons: dict[str, str]) -> list[str]:
             "there is a GPU, and cuseq has no kernels for it: install the wheel of "
             f"{wheels}, or build it again with nvcc"
         )
-    compiled = set(build["cuda_archs"].split(","))
-    for name in {f"{gpu.major}{gpu.minor}" for gpu in gpus if build["cuda"]} - compiled:
-        found.append(
-            f"the kernels were not built for sm_{name}: with CUSEQ_CUDA_ARCHS={name} before the "
-            "build they are"
-        )
+    archs = [int(arch) for arch in build["cuda_archs"].split(",") if build["cuda"]]
+    for arch in sorted({10 * gpu.major + gpu.minor for gpu in gpus}):
+        # Code for 8.0 runs on 8.6 and 8.9; newer GPUs compile the newest code's PTX.
+        if not archs or any(arch // 10 == one // 10 and one <= arch for one in archs):
+            continue
+        if arch > max(archs):
+            what = f"the driver compiles the kernels for sm_{arch} at their first use"
+        else:
+            what = f"the kernels cannot run on sm_{arch}"
+        found.append(f"{what}: CUSEQ_CUDA_ARCHS={arch} before the build mends that")
     if reasons and all(reasons.values()):
         found.append(
             "PyTorch's flash kernels compute attention: torch 2.15 with cuDNN, or FlashAttention 4 "

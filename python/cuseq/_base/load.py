@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -89,6 +90,21 @@ except ImportError as error:
     ) from error
 
 _check_torch(_build_config.TORCH_VERSION, torch.__version__)
+
+
+def _check_python(folder: Path) -> None:
+    """Raise ImportError if the compiled part is there for other Pythons alone."""
+    names = [file.name for file in folder.glob("_C.*.so")]
+    fits = any(name == f"_C{suffix}" for name in names for suffix in EXTENSION_SUFFIXES)
+    if names and not fits:
+        running = f"{sys.version_info.major}.{sys.version_info.minor}"
+        raise ImportError(
+            f"this cuseq has its compiled part for other Pythons than the running {running}: "
+            f"{', '.join(sorted(names))}; install the wheel for this one, or build cuseq with it"
+        )
+
+
+_check_python(Path(__file__).parents[1])
 
 if "cuseq._C" not in sys.modules and hasattr(torch.ops.cuseq, "cu_seqlens"):
     raise ImportError(

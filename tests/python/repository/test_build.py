@@ -78,7 +78,9 @@ def test_the_command_says_what_runs_here():
     ("cuda", "gpu", "reasons", "said"),
     [
         (False, (9, 0), {}, r"cuseq has no kernels for it: install the wheel of torch2\.\d+-c"),
-        (True, (8, 6), {"fa4": ""}, "were not built for sm_86: with CUSEQ_CUDA_ARCHS=86"),
+        (True, (7, 5), {"fa4": ""}, "cannot run on sm_75: CUSEQ_CUDA_ARCHS=75 before the build"),
+        (True, (12, 0), {"fa4": ""}, "compiles the kernels for sm_120 at .*: CUSEQ_CUDA_ARCHS=120"),
+        (True, (8, 6), {"fa4": ""}, None),
         (True, (9, 0), {"fa4": "no", "cudnn": "no"}, r"cuDNN, or FlashAttention 4 \(pip install"),
         (True, (9, 0), {"fa4": "", "cudnn": "no"}, None),
     ],

@@ -18,7 +18,7 @@ import torch
 from test_add_an_op import ROOT, build_environment, copy_of_the_tree
 
 import cuseq
-from cuseq import _build_config
+from cuseq import _C, _build_config
 from cuseq._base import load as _load
 
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -371,6 +371,15 @@ def test_a_wheel_of_another_torch_names_its_own(monkeypatch, wheel, cuda, page):
     assert "install the wheel for it with `" in str(raised.value)
     end = f"--no-index --no-deps cuseq --find-links .../{page}/index.html`"
     assert end in str(raised.value)
+
+
+def test_a_package_for_another_python_names_those_that_it_has(tmp_path):
+    _load._check_python(tmp_path)
+    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    with pytest.raises(ImportError, match="for other Pythons than .*: _C.cpython-39-x86_64"):
+        _load._check_python(tmp_path)
+    (tmp_path / Path(_C.__file__).name).touch()
+    _load._check_python(tmp_path)
 
 
 def test_a_second_cuseq_in_a_process_is_refused():
