@@ -81,19 +81,8 @@ def _check_torch(built_for: str, running: str) -> None:
         )
 
 
-try:
-    from cuseq import _build_config
-except ImportError as error:
-    raise ImportError(
-        "cuseq's compiled part is missing: run `pip install -e .` in its "
-        "source tree, or import the installed package from another folder"
-    ) from error
-
-_check_torch(_build_config.TORCH_VERSION, torch.__version__)
-
-
 def _check_python(folder: Path) -> None:
-    """Raise ImportError if the compiled part is there for other Pythons alone."""
+    """Raise ImportError if a package has its compiled part for other Pythons alone."""
     names = [file.name for file in folder.glob("_C.*.so")]
     fits = any(name == f"_C{suffix}" for name in names for suffix in EXTENSION_SUFFIXES)
     if names and not fits:
@@ -104,13 +93,33 @@ def _check_python(folder: Path) -> None:
         )
 
 
-_check_python(Path(__file__).parents[1])
+def _check_alone(folder: Path) -> None:
+    """Raise ImportError if this process has loaded the library of another package than this.
 
-if "cuseq._C" not in sys.modules and hasattr(torch.ops.cuseq, "cu_seqlens"):
+    Its symbols would serve this package too, whatever they do there.
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    loaded = {Path(line.split(maxsplit=5)[-1]) for line in lines if line.endswith("/libcuseq.so")}
+    for library in loaded:
+        if folder.resolve() not in library.parents:
+            raise ImportError(
+                f"another cuseq is loaded in this process, {library}: one serves a process, so "
+                "start a new one"
+            )
+
+
+try:
+    from cuseq import _build_config
+except ImportError as error:
     raise ImportError(
-        "another cuseq is loaded in this process, whose library would serve this one too: one "
-        "cuseq serves a process, so start a new one"
-    )
+        "cuseq's compiled part is missing: run `pip install -e .` in its "
+        "source tree, or import the installed package from another folder"
+    ) from error
+
+_check_torch(_build_config.TORCH_VERSION, torch.__version__)
+_check_python(Path(__file__).parents[1])
+_check_alone(Path(__file__).parents[1])
 
 try:
     from cuseq import _C

@@ -382,15 +382,20 @@ def test_a_package_for_another_python_names_those_that_it_has(tmp_path):
     _load._check_python(tmp_path)
 
 
-def test_a_second_cuseq_in_a_process_is_refused():
-    code = """
+def test_a_second_cuseq_in_a_process_is_refused(tmp_path):
+    package = Path(cuseq.__file__).parent
+    shutil.copytree(package, tmp_path / "cuseq", ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"""
 import sys, cuseq
 for name in [name for name in sys.modules if name.split(".")[0] == "cuseq"]:
     del sys.modules[name]
+sys.path.insert(0, {str(tmp_path)!r})
 import cuseq
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "ImportError: another cuseq is loaded in this process" in done.stderr
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert "ImportError: another cuseq is loaded in this process, /" in done.stderr
 
 
 @pytest.mark.full
