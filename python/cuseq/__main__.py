@@ -20,8 +20,8 @@ def main() -> None:
     """Print versions, the GPU, backends of attention and packages, and what to do."""
     build = cuseq.build_info()
     kernels = f"CUDA kernels for sm {build['cuda_archs']}" if build["cuda"] else "CPU kernels alone"
-    version = _version("cuseq") or cuseq.__version__  # of a wheel the first names its torch too
-    _line("cuseq", f"{version}, built with torch {build['torch']}, {kernels}")
+    own = _version("cuseq") or cuseq.__version__  # of a wheel the first names its torch too
+    _line("cuseq", f"{own}, built with torch {build['torch']}, {kernels}")
     _line("running", f"torch {torch.__version__}, Python {platform.python_version()}")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     for gpu in gpus:
