@@ -115,14 +115,16 @@ def check_same_on_ranks(**facts: Any) -> None:
                                  f"{rank} {other[name]}")  # fmt: skip
 
 
-def make_folder(folder: str | Path) -> None:
+def make_folder(option: str, folder: str | Path) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SystemExit(f"{folder}: cannot be made ({error.strerror})") from error
+        raise SystemExit(f"{option} {folder}: cannot be made ({error.strerror})") from error
 
 
-def newest_checkpoint(folder: str | Path, last_file: str, resume: bool) -> str | None:
+def newest_checkpoint(
+    folder: str | Path, last_file: str, resume: bool, option: str = "--output_dir"
+) -> str | None:
     """Return the newest checkpoint of a run that goes on, by `last_file`, which is written last.
 
     A run goes on with `resume`, or if torchrun started its ranks again after one of them died.
@@ -130,7 +132,7 @@ def newest_checkpoint(folder: str | Path, last_file: str, resume: bool) -> str |
     Raises:
         SystemExit: it is missing or of another run, or its folder cannot be made.
     """
-    make_folder(folder)
+    make_folder(option, folder)
     found = sorted(Path(folder).glob(last_file), key=lambda one: int(one.parent.name.split("-")[1]))
     newest = str(found[-1].parent) if found else None
     # Each machine counts the failures of its own ranks, so one that counted some speaks for all.
@@ -153,7 +155,8 @@ def check_same_run(
     check_same_on_ranks(**facts)
     file = Path(folder) / "rows.json"
     if checkpoint is None:
-        file.write_text(json.dumps(facts))
+        if os.environ.get("RANK", "0") == "0":
+            file.write_text(json.dumps(facts))
     elif file.exists() and (before := json.loads(file.read_text())) != facts:
         raise SystemExit(f"{folder}: a run that goes on must have the rows of before, of {before}, "
                          f"got {facts}")  # fmt: skip

@@ -79,7 +79,7 @@ class Run:
 
 def main() -> None:
     (options,) = parsed(__doc__, Options)
-    make_folder(options.out)
+    make_folder("--out", options.out)
     sequences, tokenizer = load(options)
     seed, row_length = options.seed, options.row_length
     sampler = cuseq.data.PackedBatchSampler(sequences["length"], row_length, seed=seed)

@@ -62,7 +62,7 @@ def train(options: Options) -> list[float]:
     """Train, and return the loss of each step."""
     _ranks.check_same_on_ranks(**_ranks.options_of(options))
     mesh = _ranks.make_mesh(options.cp, options.row_length)
-    saved = _ranks.newest_checkpoint(options.out, "step-*/state.json", options.resume)
+    saved = _ranks.newest_checkpoint(options.out, "step-*/state.json", options.resume, "--out")
     documents, tokenizer = load(options)
     _ranks.check_same_on_ranks(vocabulary=tokenizer.get_vocab())
     _ranks.check_same_run(options.out, saved, documents, options.row_length, options.seed)

@@ -38,7 +38,7 @@ def _source() -> str:
 
 
 def wheels_of(torch_version: str, cuda: bool) -> str:
-    """Return the folder of the wheels for a torch, that runs, as scripts/wheels.py names it."""
+    """Return the folder of the running torch's wheels, as scripts/wheels.py names it."""
     kind = f"cu{torch.version.cuda.replace('.', '')}" if cuda and torch.version.cuda else "cpu"
     return f"torch{'.'.join(torch_version.split('.')[:2])}-{kind}"
 
