@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import sysconfig
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.parquet
 import torch
 import transformers
 from _ranks import say
+from _texts import naming_full_disk, read_texts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 END = "<|endoftext|>"
-BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-TEXTS = {".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".cu", ".java", ".js"}
 WEIGHTS = ("*.safetensors", "*.bin")
-TEXT_TYPES = ("string", "large_string")
-SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 # Longer texts are cut there before they are tokenised, which takes 90 bytes a character of all that
 # are tokenised at once.
 MOST_CHARACTERS, AT_ONCE = 1 << 20, 4 << 20
@@ -33,7 +27,6 @@ LARGE = dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num
 
 Tokens = transformers.PreTrainedTokenizerBase
 
-datasets.disable_progress_bars()
 logging.disable_progress_bar()
 
 
@@ -76,6 +69,7 @@ class Inputs:
             )
 
 
+@naming_full_disk()
 def load(inputs: Inputs) -> tuple[datasets.Dataset, Tokens]:
     """Return sequences (`input_ids`, `length`) and the tokenizer; print what became of them."""
     texts = read_texts(inputs.data)
@@ -112,55 +106,14 @@ def load(inputs: Inputs) -> tuple[datasets.Dataset, Tokens]:
     return sequences, tokenizer
 
 
-def read_texts(path: str | None) -> datasets.Dataset:
-    """Return a dataset with the column `text`, without blank ones."""
-    root = Path(sysconfig.get_path("stdlib") if path is None else path)
-    if not root.exists():
-        raise SystemExit(f"--data {path}: no such file or folder")
-    kinds = {".py"} if path is None else {*BUILDERS, *TEXTS}
-    files = [root] if root.is_file() else sorted(
-        file for file in root.rglob("*")
-        if file.suffix.lower() in kinds and not SKIPPED & {*file.relative_to(root).parts}
-    )  # fmt: skip
-    if not files:
-        raise SystemExit(f"--data {path}: no file there ends in {' '.join(sorted(kinds))}")
-    parts, plain = [], []
-    for file in files:
-        builder = BUILDERS.get(file.suffix.lower())
-        if builder is None:
-            try:
-                plain.append(file.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:
-                plain.append("")
-            except OSError as error:
-                raise SystemExit(f"{file}: cannot be read ({error.strerror})") from error
-            continue
-        if file.is_file() and has_no_rows(file):
-            continue
-        rows = read_rows(str(file))
-        if "text" not in rows.column_names or rows.features["text"].dtype not in TEXT_TYPES:
-            raise SystemExit(f'{file}: must have a column "text" of strings, has {rows.features}')
-        parts.append(rows.select_columns("text").cast_column("text", datasets.Value("string")))
-    if plain:
-        parts.append(datasets.Dataset.from_dict({"text": plain}))
-    texts = datasets.concatenate_datasets(parts or [datasets.Dataset.from_dict({"text": [""]})])
-    found = texts.filter(lambda one: bool(one["text"] and one["text"].strip()))
-    if len(found) == 0:
-        raise SystemExit(f"--data {path}: no text in {len(files)} files")
-    if skipped := len(texts) - len(found):
-        say(f"Skipped, without text or not in UTF-8: {skipped:,}.")
-    return found
+def tokenizer_of(
+    model: str | None, texts: datasets.Dataset | None = None, option: str = "--data"
+) -> Tokens:
+    """Return a model's tokenizer, or a byte-level BPE trained on the first texts if it has none.
 
-
-def has_no_rows(file: Path) -> bool:
-    """Return whether a file is empty, or a table without rows, which `datasets` does not read."""
-    with suppress(pyarrow.ArrowInvalid):
-        return file.stat().st_size == 0 or pyarrow.parquet.read_metadata(file).num_rows == 0
-    return False
-
-
-def tokenizer_of(model: str | None, texts: datasets.Dataset) -> Tokens:
-    """Return a model's tokenizer, or a byte-level BPE trained on the first texts if it has none."""
+    Raises:
+        SystemExit: it cannot be loaded, or it has none and what `option` names has no texts.
+    """
     vocab_size = 4096
     try:
         # transformers makes an empty tokenizer for a folder that has none.
@@ -168,6 +121,8 @@ def tokenizer_of(model: str | None, texts: datasets.Dataset) -> Tokens:
             found = transformers.AutoTokenizer.from_pretrained(model)
             found.pad_token = found.pad_token or found.eos_token
             return found
+        if texts is None:
+            raise SystemExit(f"{option} needs a --model with a tokenizer, got {model}")
         if has_files(model, *WEIGHTS):
             raise ValueError("it has weights and no tokenizer, whose ids they would know")
         if model is not None:
@@ -219,18 +174,6 @@ def has_files(model: str | None, *patterns: str) -> bool:
     """Return whether a model's folder has such files; a name on the Hub has all of them."""
     folder = Path(model or __file__)
     return not folder.exists() or any(file for name in patterns for file in folder.glob(name))
-
-
-def read_rows(name: str, option: str = "") -> datasets.Dataset:
-    """Return a data set of the Hub, or of a JSONL or Parquet file; `option` named it."""
-    builder = BUILDERS.get(Path(name).suffix.lower())
-    try:
-        if builder is None:
-            return datasets.load_dataset(name, split="train")
-        return datasets.load_dataset(builder, data_files=name, split="train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise SystemExit(f"{option} {name}: cannot be read ({reason})".lstrip()) from error
 
 
 def unusable(model: str | None, error: Exception) -> SystemExit:

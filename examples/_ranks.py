@@ -7,7 +7,6 @@ import json
 import os
 from argparse import Action, ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +47,13 @@ def parsed(about: str | None, *kinds: Any, given: Sequence[str] | None = None) -
     """Return the options of the command line, or those given, as one dataclass of each kind."""
     parser = HfArgumentParser(kinds, description=about, formatter_class=_Help)
     return parser.parse_args_into_dataclasses(given)
+
+
+def check_positive(options: Any, *names: str) -> None:
+    """Exit if an option is below 1."""
+    for name in names:
+        if getattr(options, name) < 1:
+            raise SystemExit(f"--{name} must be at least 1, got {getattr(options, name)}")
 
 
 def join_ranks() -> None:
@@ -113,53 +119,6 @@ def check_same_on_ranks(**facts: Any) -> None:
             if other[name] != value:
                 raise SystemExit(f"{name} must be the same on all ranks, rank 0 has {value}, rank "
                                  f"{rank} {other[name]}")  # fmt: skip
-
-
-def make_folder(option: str, folder: str | Path) -> None:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f"{option} {folder}: cannot be made ({error.strerror})") from error
-
-
-def newest_checkpoint(
-    folder: str | Path, last_file: str, resume: bool, option: str = "--output_dir"
-) -> str | None:
-    """Return the newest checkpoint of a run that goes on, by `last_file`, which is written last.
-
-    A run goes on with `resume`, or if torchrun started its ranks again after one of them died.
-
-    Raises:
-        SystemExit: it is missing or of another run, or its folder cannot be made.
-    """
-    make_folder(option, folder)
-    found = sorted(Path(folder).glob(last_file), key=lambda one: int(one.parent.name.split("-")[1]))
-    newest = str(found[-1].parent) if found else None
-    # Each machine counts the failures of its own ranks, so one that counted some speaks for all.
-    restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device=KIND)
-    if dist.is_initialized():
-        dist.all_reduce(restarts, dist.ReduceOp.MAX)
-    check_same_on_ranks(checkpoint=newest)
-    if resume and not found:
-        raise SystemExit(f"--resume: {folder} has no checkpoint")
-    if found and not resume and restarts == 0:
-        raise SystemExit(f"{folder} has checkpoints of another run: --resume goes on from them")
-    return newest
-
-
-def check_same_run(
-    folder: str | Path, checkpoint: str | None, documents: Any, row_length: int, seed: int
-) -> None:
-    """Note what a run's rows are made of in its folder; exit if one that goes on has others."""
-    facts = dict(tokens=sum(documents["length"]), row_length=row_length, seed=seed)
-    check_same_on_ranks(**facts)
-    file = Path(folder) / "rows.json"
-    if checkpoint is None:
-        if os.environ.get("RANK", "0") == "0":
-            file.write_text(json.dumps(facts))
-    elif file.exists() and (before := json.loads(file.read_text())) != facts:
-        raise SystemExit(f"{folder}: a run that goes on must have the rows of before, of {before}, "
-                         f"got {facts}")  # fmt: skip
 
 
 def options_of(*given: Any) -> dict[str, Any]:

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace as Run
 from typing import Any
 
 import torch
 from _inputs import Inputs, load, make_model
-from _ranks import KIND, make_folder, on_device, parsed
+from _ranks import KIND, check_positive, on_device, parsed
+from _runs import make_folder
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -61,24 +63,11 @@ class Options(Inputs):
         super().__post_init__()
         if not 0 <= self.warmup < self.steps:
             raise SystemExit(f"--warmup must be below --steps ({self.steps}), got {self.warmup}")
-        if self.batch_size < 1:
-            raise SystemExit(f"--batch_size must be at least 1, got {self.batch_size}")
-
-
-@dataclass
-class Run:
-    """What one way of training gave."""
-
-    way: str
-    losses: list[float]
-    tokens_per_second: float | None = None
-    ms_per_step: float | None = None
-    padding: float = 0.0
-    gib: float | None = None  # the most that tensors took; known on a GPU
 
 
 def main() -> None:
     (options,) = parsed(__doc__, Options)
+    check_positive(options, "batch_size")
     make_folder("--out", options.out)
     sequences, tokenizer = load(options)
     seed, row_length = options.seed, options.row_length
@@ -120,7 +109,7 @@ def batches_of(way: str, row: list[Batch], pad: Callable, options: Options) -> l
 def train(
     way: str, model: PreTrainedModel, steps: list[list[Batch]], pad: Callable, options: Options
 ) -> Run:
-    """Train on each step's documents; Ctrl-C ends the run early."""
+    """Train on each step's documents, and return what it took; Ctrl-C ends the run early."""
     if way in ("cuseq", "compiled"):
         print(*cuseq.enable(model).warnings, sep="\n", end="")
     if way == "compiled":
@@ -146,12 +135,14 @@ def train(
             losses.append(total)
             real += sum(len(one["input_ids"]) for one in row)
     seconds, timed = now() - begin, len(losses) - options.warmup
-    run = Run(way, [loss.item() for loss in losses])
-    if timed > 0:
-        run.tokens_per_second, run.ms_per_step = real / seconds, 1e3 * seconds / timed
-        run.padding = 1 - real / given
-    run.gib = torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None
-    return run
+    return Run(
+        way=way,
+        losses=[loss.item() for loss in losses],
+        tokens_per_second=real / seconds if timed > 0 else None,
+        ms_per_step=1e3 * seconds / timed if timed > 0 else None,
+        padding=1 - real / given if timed > 0 else 0.0,
+        gib=torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else None,  # the most of tensors
+    )
 
 
 def now() -> float:

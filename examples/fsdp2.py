@@ -4,9 +4,8 @@
     torchrun --nproc-per-node 8 examples/fsdp2.py ... --cp 2            # two ranks share each row
     torchrun --nproc-per-node 4 examples/fsdp2.py ... --resume          # on fewer ranks too
 
-Weights, gradients and AdamW are sharded over all ranks. On as many ranks a resumed run is
-bit-equal; on others each document of the epoch that was not used is used once. Checkpoints are
-safetensors and JSON: loading one runs no code.
+Weights, gradients and AdamW are sharded. A resumed run is bit-equal on as many ranks; on others it
+uses each document that the epoch has left once. Checkpoints are safetensors and JSON: no code.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import _ranks
+import _runs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -61,11 +61,11 @@ def main() -> None:
 def train(options: Options) -> list[float]:
     """Train, and return the loss of each step."""
     _ranks.check_same_on_ranks(**_ranks.options_of(options))
+    _ranks.check_positive(options, "accumulation", "steps", "save_every")
     mesh = _ranks.make_mesh(options.cp, options.row_length)
-    saved = _ranks.newest_checkpoint(options.out, "step-*/state.json", options.resume, "--out")
-    documents, tokenizer = load(options)
-    _ranks.check_same_on_ranks(vocabulary=tokenizer.get_vocab())
-    _ranks.check_same_run(options.out, saved, documents, options.row_length, options.seed)
+    saved = _runs.newest_checkpoint(options.out, "step-*/state.json", options.resume, "--out")
+    loaded = documents, tokenizer = load(options)
+    _runs.check_same_run(options.out, saved, loaded, options.row_length, options.seed)
     torch.manual_seed(options.seed)
     model = make_model(options, len(tokenizer), KIND).train()
     _ranks.say(str(cuseq.enable(model)))  # before it is compiled and sharded
@@ -161,8 +161,8 @@ def step_of(model: Any, optimizer: Any, options: Options, example: Batch) -> Any
 
     if not options.graph:
         return plain
-    more = dict(max_grad_norm=1.0, accumulation=options.accumulation, model=model)
-    step = cuseq.GraphedStep(loss_of, optimizer, example, **more)
+    step = cuseq.GraphedStep(loss_of, optimizer, example, max_grad_norm=1.0, model=model,
+                             accumulation=options.accumulation)  # fmt: skip
     return lambda batches: step(batches if len(batches) > 1 else batches[0])
 
 

@@ -19,10 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from types import SimpleNamespace as Run
 
 import torch
 import transformers
-from _ranks import parsed
+from _ranks import check_positive, parsed
 from torch import Tensor
 from transformers.hf_argparser import HfArg
 
@@ -46,21 +47,11 @@ class Options:
     seed: int = HfArg(default=0, help="of weights and prompts")
 
 
-@dataclass
-class Run:
-    """What one way of training gave: the mean reward of each step, and the cost of its updates."""
-
-    name: str
-    rewards: list[float]
-    seconds: float
-    tokens: int  # that the model computed
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Train both ways, print the comparison and return it."""
     (options,) = parsed(__doc__, Options, given=arguments)
-    model = make_model(options.seed)
-    padded = train("transformers, padded", model, padded_forward, options)
+    check_positive(options, "steps", "prompts", "longest")
+    padded = train("transformers, padded", make_model(options.seed), padded_forward, options)
     model = make_model(options.seed)
     cuseq.enable(model)
     trees = train("cuseq, trees", model, tree_forward, options)
@@ -98,10 +89,8 @@ def tree_forward(model: torch.nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     return cuseq.run_packed(model, ids, mask, tree=True, use_cache=False).logits
 
 
-def train(
-    name: str, model: transformers.PreTrainedModel, forward: Forward, options: Options
-) -> Run:
-    """Train a model by GRPO."""
+def train(name: str, model: torch.nn.Module, forward: Forward, options: Options) -> Run:
+    """Train a model by GRPO; return each step's mean reward, and what the updates cost."""
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -113,7 +102,8 @@ def train(
     rewards: list[float] = []
     seconds = 0.0
     for _ in range(options.steps):
-        prompts = [make_prompt(rng, options.longest) for _ in range(options.prompts)]
+        lengths = [rng.randint(1, options.longest) for _ in range(options.prompts)]
+        prompts = [[rng.randrange(DIGITS) for _ in range(length)] + [ASK] for length in lengths]
         ids, mask = answered(model, prompts)
         reward = torch.tensor([
             checked(prompts[i // GROUP], row[-ANSWER:].tolist()) for i, row in enumerate(ids)
@@ -138,11 +128,7 @@ def train(
             optimizer.step()
         counting.remove()
         seconds += time.perf_counter() - begun
-    return Run(name, rewards, seconds, computed[0])
-
-
-def make_prompt(rng: random.Random, longest: int) -> list[int]:
-    return [rng.randrange(DIGITS) for _ in range(rng.randint(1, longest))] + [ASK]
+    return Run(name=name, rewards=rewards, seconds=seconds, tokens=computed[0])
 
 
 def checked(prompt: list[int], answer: list[int]) -> float:

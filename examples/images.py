@@ -15,10 +15,11 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace as Run
 
 import torch
 import transformers
-from _ranks import parsed
+from _ranks import check_positive, parsed
 from torch import Tensor
 from transformers.hf_argparser import HfArg
 
@@ -48,19 +49,10 @@ class Options:
     seed: int = HfArg(default=0, help="of weights and documents")
 
 
-@dataclass
-class Run:
-    """What one way of training gave."""
-
-    name: str
-    losses: list[float]
-    tokens_per_second: float
-    read_right: float
-
-
 def main(arguments: Sequence[str] | None = None) -> list[Run]:
     """Train both ways, print the comparison and return it."""
     (options,) = parsed(__doc__, Options, given=arguments)
+    check_positive(options, "steps", "documents")
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     drawn = (make_document(rng.choice([0, 1, 1, 2, 2]), rng) for _ in itertools.count())
@@ -71,9 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
     cuseq.enable(model)
     collate = cuseq.data.MultimodalPackingCollator(model.config)
     packed = train("cuseq, packed", model, steps, unseen, lambda documents: [collate(documents)])
-    model = make_model(options.seed)
-    alone = train("transformers, one by one", model, steps, unseen, lambda documents: documents)
-
+    alone = train("transformers, one by one", make_model(options.seed), steps, unseen, list)
     for run in (packed, alone):
         print(f"{run.name:24}  {run.tokens_per_second:7,.0f} tokens/s, last loss "
               f"{run.losses[-1]:.4f}, {run.read_right:.1%} of new digits read right")  # fmt: skip
@@ -179,7 +169,8 @@ def train(
             print(f"{name}: step {step} of {len(steps)}, loss {losses[-1]:.4f}", flush=True)
     seconds = time.perf_counter() - begin
     tokens = sum(one["input_ids"].numel() for documents in steps for one in documents)
-    return Run(name, losses, tokens / seconds, read_right(model, batches_of(unseen)))
+    right = read_right(model, batches_of(unseen))
+    return Run(name=name, losses=losses, tokens_per_second=tokens / seconds, read_right=right)
 
 
 @torch.no_grad()

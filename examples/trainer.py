@@ -13,16 +13,14 @@ the newest one, as do the ranks that torchrun starts again after one of them die
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
-from typing import Any
 
 import _ranks
+import _runs
 import torch
-import torch.distributed as dist
 from _inputs import Inputs, load, make_model
 from _ranks import KIND, Defaults
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -50,42 +48,16 @@ class Arguments(Defaults, TrainingArguments):
     save_steps: float = HfArg(default=500, help="steps from save to save")
 
 
-class StopTogether(TrainerCallback):
-    """Saves and stops on all ranks after the same step, once one of them got a signal.
-
-    It asks the other ranks when Trainer logs, which waits for the device anyway.
-    """
-
-    def __init__(self) -> None:
-        self._asked = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self._asked = 1
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % max(1, int(args.logging_steps)):
-            return
-        asked = torch.tensor(self._asked, device=args.device)
-        if dist.is_initialized():
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if asked.item():
-            _ranks.say(f"Stopped after step {state.global_step}; --resume goes on from there.")
-            control.should_save = control.should_training_stop = True
-
-
 def main() -> None:
     _ranks.join_ranks()
     options, args = _ranks.parsed(__doc__, Options, Arguments)
     _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
-    checkpoint = _ranks.newest_checkpoint(
+    checkpoint = _runs.newest_checkpoint(
         args.output_dir, "checkpoint-*/trainer_state.json", options.resume
     )
     with args.main_process_first(desc="reading the documents"):
-        documents, tokenizer = load(options)
-    _ranks.check_same_on_ranks(vocabulary=tokenizer.get_vocab())
-    _ranks.check_same_run(args.output_dir, checkpoint, documents, options.row_length, args.seed)
+        loaded = documents, tokenizer = load(options)
+    _runs.check_same_run(args.output_dir, checkpoint, loaded, options.row_length, args.seed)
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
     max_seqs = options.row_length // (2 * max(1, options.cp)) - 1 if options.graph else None
@@ -96,7 +68,7 @@ def main() -> None:
         train_dataset=documents,
         data_collator=cuseq.PackingCollator(total_tokens=options.row_length, max_seqs=max_seqs),
         processing_class=tokenizer,
-        callbacks=[StopTogether()],
+        callbacks=[_runs.StopTogether("--resume")],
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     cp = None

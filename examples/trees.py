@@ -16,10 +16,11 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from _inputs import Inputs, load, make_model, read_rows
-from _ranks import KIND, parsed
+from _inputs import Inputs, load, make_model, tokenizer_of
+from _ranks import KIND, check_positive, parsed
+from _texts import read_rows
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -43,6 +44,7 @@ class Options(Inputs):
 
 def main() -> None:
     (options,) = parsed(__doc__, Options)
+    check_positive(options, "steps", "batch_size", "prompt", "answer")
     pairs, vocab_size = read_pairs(options)
     torch.manual_seed(options.seed)
     dtype = torch.bfloat16 if KIND == "cuda" else torch.float32
@@ -83,9 +85,7 @@ def logprobs(model: PreTrainedModel, tree: cuseq.PackedTree) -> Tensor:
 def read_pairs(options: Options) -> tuple[list[Pair], int]:
     """Return the pairs and the size of the tokenizer's vocabulary."""
     if options.pairs is not None:
-        if options.model is None:
-            raise SystemExit("--pairs needs a --model, whose tokenizer reads them")
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        tokenizer = tokenizer_of(options.model, option="--pairs")
         ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         rows = read_rows(options.pairs, "--pairs")
         found = [(ids(r["prompt"]), [ids(r["chosen"]), ids(r["rejected"])]) for r in rows]

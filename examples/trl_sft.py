@@ -7,6 +7,7 @@
 --conversations is a data set of the Hub, or a JSONL or Parquet file, with the columns that TRL
 reads: `messages`, or `prompt` and `completion`. Without it the documents of --data are trained on.
 Other options are SFTConfig's: --assistant_only_loss, --learning_rate, --save_steps, ...
+SIGTERM and Ctrl-C end the run after a step, with a checkpoint for --resume_from_checkpoint.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import _ranks
+import _runs
 import torch
-from _inputs import Inputs, load, make_model, read_rows
+from _inputs import Inputs, load, make_model, tokenizer_of
 from _ranks import Defaults
+from _texts import read_rows
 from peft import LoraConfig
-from transformers import AutoTokenizer
 from transformers.hf_argparser import HfArg
 from trl import SFTConfig, SFTTrainer
 
@@ -50,19 +52,15 @@ def main() -> None:
     _ranks.join_ranks()
     options, args = _ranks.parsed(__doc__, Options, Arguments)
     _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
-    if args.resume_from_checkpoint is None:  # --resume
-        _ranks.newest_checkpoint(args.output_dir, "checkpoint-*/trainer_state.json", resume=False)
+    if args.resume_from_checkpoint is None:
+        _runs.newest_checkpoint(args.output_dir, "checkpoint-*/trainer_state.json", resume=False)
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
             documents = documents.select_columns("input_ids")
         else:
             documents = read_rows(options.conversations, "--conversations")
-            if options.model is None:
-                raise SystemExit(
-                    "--conversations needs a --model, whose tokenizer has a chat template"
-                )
-            tokenizer = AutoTokenizer.from_pretrained(options.model)
+            tokenizer = tokenizer_of(options.model, option="--conversations")
     _ranks.check_same_on_ranks(documents=len(documents), vocabulary=tokenizer.get_vocab())
     if args.max_length is None:
         args.max_length = options.row_length
@@ -74,6 +72,7 @@ def main() -> None:
         train_dataset=documents,
         processing_class=tokenizer,
         peft_config=adapter if options.lora else None,
+        callbacks=[_runs.StopTogether("--resume_from_checkpoint")],
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     _ranks.say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together

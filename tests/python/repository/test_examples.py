@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +141,68 @@ def test_a_bad_option_is_named(options, message, texts):
     with pytest.raises(SystemExit) as raised:
         run("compare", "--data", texts, *options)
     assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("trees", "--steps"), ("trees", "--answer"), ("grpo", "--prompts"), ("images", "--documents")],
+)
+def test_a_count_below_one_is_named(name, option):
+    with pytest.raises(SystemExit, match=f"^{option} must be at least 1, got 0$"):
+        run(name, option, 0)
+
+
+@pytest.mark.parametrize(("name", "option"), [("trees", "--pairs"), ("trl_sft", "--conversations")])
+def test_texts_without_a_tokenizer_are_told_of_it(name, option, model, tmp_path):
+    file = written(tmp_path, "a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    out = ["--output_dir", tmp_path / "run"] if name == "trl_sft" else []
+    for given, said in [
+        ([], f"{option} needs a --model with a tokenizer, got None"),
+        (["--model", model], f"{option} needs a --model with a tokenizer, got {model}"),
+        (["--model", "nowhere/at all"], "--model nowhere/at all: cannot be loaded ("),
+    ]:
+        with pytest.raises(SystemExit) as raised:
+            run(name, option, file, *given, *out)
+        assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize("name", ["compare", "trainer", "trl_sft"])
+def test_a_folder_that_another_run_writes_to_is_named(name, inputs, tmp_path):
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
+        "print(flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / ".lock"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    other.stdout.readline()
+    option = "--out" if name == "compare" else "--output_dir"
+    try:
+        with pytest.raises(SystemExit, match=f"^{option} .*: another run writes there now"):
+            run(name, *inputs, option, tmp_path)
+    finally:
+        other.communicate()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_is_named(wrapped, inputs, monkeypatch):
+    def full(*given, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_of_rows(*given, **options):
+        try:
+            full()
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("of a data set") from error
+
+    if wrapped:
+        monkeypatch.setattr(datasets, "load_dataset", full_of_rows)
+    else:
+        monkeypatch.setattr(datasets.Dataset, "map", full)
+    with pytest.raises(SystemExit, match="no space left for tokens: HF_DATASETS_CACHE names"):
+        run("compare", *inputs)
 
 
 @pytest.mark.parametrize("options", [("--longer", "cut"), ("--ways", "packed", "fast")])
@@ -340,6 +404,29 @@ def test_sft(kind, texts, inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="has checkpoints of another run"):
         run("trl_sft", *options, "--output_dir", tmp_path / "run")
     assert (tmp_path / "run" / "model" / "adapter_config.json").exists() == (kind == "documents")
+
+
+@pytest.mark.slow
+@ON_CPU
+def test_a_signal_ends_sft_with_a_checkpoint(inputs, tmp_path, capsys, monkeypatch):
+    trl = pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    handlers = {one: signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)}
+    step = trl.SFTTrainer.training_step
+
+    def signalled(self, *given, **options):
+        if self.state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *given, **options)
+
+    monkeypatch.setattr(trl.SFTTrainer, "training_step", signalled)
+    try:
+        run("trl_sft", *inputs, "--max_steps", 9, "--output_dir", tmp_path)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "after step 2; --resume_from_checkpoint goes on" in capsys.readouterr().out
+    assert (tmp_path / "checkpoint-2" / "trainer_state.json").is_file()
 
 
 @pytest.mark.parametrize("name", ["compare", "trainer", "trl_sft", "fsdp2", "trees"])

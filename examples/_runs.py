@@ -1,0 +1,96 @@
+"""What the examples' runs share: their folder, its checkpoints, and how a signal ends them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _ranks import KIND, check_same_on_ranks, say
+from transformers import TrainerCallback
+
+_locks: list[Any] = []  # open files, whose locks end with this process, however it ends
+
+
+def make_folder(option: str, folder: str | Path) -> None:
+    """Make a run's folder; exit if it cannot be made, or if another run writes there now."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        if os.environ.get("RANK", "0") == "0":
+            _locks.append(open(Path(folder) / ".lock", "w"))
+            fcntl.lockf(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise SystemExit(f"{option} {folder}: another run writes there now") from error
+    except OSError as error:
+        raise SystemExit(f"{option} {folder}: cannot be made ({error.strerror})") from error
+
+
+def newest_checkpoint(
+    folder: str | Path, last_file: str, resume: bool, option: str = "--output_dir"
+) -> str | None:
+    """Return the newest checkpoint of a run that goes on, by `last_file`, which is written last.
+
+    A run goes on with `resume`, or if torchrun started its ranks again after one of them died.
+
+    Raises:
+        SystemExit: it is missing or of another run, or its folder cannot be taken.
+    """
+    make_folder(option, folder)
+    found = sorted(Path(folder).glob(last_file), key=lambda one: int(one.parent.name.split("-")[1]))
+    newest = str(found[-1].parent) if found else None
+    # Each machine counts the failures of its own ranks, so one that counted some speaks for all.
+    restarts = torch.tensor(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), device=KIND)
+    if dist.is_initialized():
+        dist.all_reduce(restarts, dist.ReduceOp.MAX)
+    check_same_on_ranks(checkpoint=newest)
+    if resume and not found:
+        raise SystemExit(f"--resume: {folder} has no checkpoint")
+    if found and not resume and restarts == 0:
+        raise SystemExit(f"{folder} has checkpoints of another run: --resume goes on from them")
+    return newest
+
+
+def check_same_run(
+    folder: str | Path, checkpoint: str | None, loaded: Any, row_length: int, seed: int
+) -> None:
+    """Note what a run's rows are made of in its folder; exit if one that goes on has others."""
+    documents, tokenizer = loaded
+    facts = dict(tokens=sum(documents["length"]), row_length=row_length, seed=seed)
+    check_same_on_ranks(vocabulary=tokenizer.get_vocab(), **facts)
+    file = Path(folder) / "rows.json"
+    if checkpoint is None:
+        if os.environ.get("RANK", "0") == "0":
+            file.write_text(json.dumps(facts))
+    elif file.exists() and (before := json.loads(file.read_text())) != facts:
+        raise SystemExit(f"{folder}: a run that goes on must have the rows of before, of {before}, "
+                         f"got {facts}")  # fmt: skip
+
+
+class StopTogether(TrainerCallback):
+    """Saves and stops on all ranks after the same step, once one of them got a signal.
+
+    It asks the other ranks when Trainer logs, which waits for the device anyway.
+    """
+
+    def __init__(self, resume: str) -> None:
+        self._asked, self._resume = 0, resume
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._asked = 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % max(1, int(args.logging_steps)):
+            return
+        asked = torch.tensor(self._asked, device=args.device)
+        if dist.is_initialized():
+            dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked.item():
+            say(f"Stopped after step {state.global_step}; {self._resume} goes on from there.")
+            control.should_save = control.should_training_stop = True
