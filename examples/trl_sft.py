@@ -52,8 +52,9 @@ def main() -> None:
     _ranks.join_ranks()
     options, args = _ranks.parsed(__doc__, Options, Arguments)
     _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
-    if args.resume_from_checkpoint is None:
-        _runs.newest_checkpoint(args.output_dir, "checkpoint-*/trainer_state.json", resume=False)
+    checkpoint = args.resume_from_checkpoint or _runs.newest_checkpoint(
+        args.output_dir, "checkpoint-*/trainer_state.json", resume=False
+    )
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
@@ -76,7 +77,7 @@ def main() -> None:
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     _ranks.say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(f"{args.output_dir}/model")
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
     _ranks.say(f"Written: the model and its tokenizer in {args.output_dir}/model")
