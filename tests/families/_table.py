@@ -25,9 +25,10 @@ _WIDTH = 100
 _HEAD = """\
 # Families
 
-`python -m tests.families --docs docs/families.md` writes this page. It makes a small random
-model of each causal-LM family of the installed transformers, enables it by `cuseq.enable`, and
-compares what it computes with the same model before. This run: transformers {transformers}, torch
+After this page you know whether `cuseq.enable` takes your model's family, and why not.
+`python -m tests.families --docs docs/families.md` writes it. It makes a small random model of each
+causal-LM family of the installed transformers, enables it by `cuseq.enable`, and compares what it
+computes with the same model before. This run: transformers {transformers}, torch
 {torch}, cuseq {cuseq}, on {device}.
 
 | check | what it does |

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ pytest.importorskip("accelerate")
 from trainer_models import small_model  # noqa: E402
 
 from cuseq.integrations import transformers as integration  # noqa: E402
+from cuseq.integrations.transformers import _warn  # noqa: E402
 from tests.families.models import small_model as family_model  # noqa: E402
 
 LENGTHS = [[3, 9, 4], [16], [1, 1, 14], [7, 8], [5, 5, 5], [2, 12]]
@@ -130,10 +133,10 @@ def test_losses_equal_those_of_a_dense_mask(tmp_path):
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    def make(model=None, collator=None, **options):
+    def make(model=None, collator=None, batch_size=1, **options):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path),
-            per_device_train_batch_size=1,
+            per_device_train_batch_size=batch_size,
             max_steps=2,
             logging_steps=1,
             save_strategy="no",
@@ -202,6 +205,54 @@ def test_a_collator_that_pads_is_said(make_trainer):
         assert cuseq.enable(make_trainer(collator=collator)).warnings == ()
     packs = make_trainer(collator=pads)
     assert cuseq.enable(packs, collator=cuseq.PackingCollator()).warnings == ()
+
+
+def pads(examples):
+    longest = max(len(one["input_ids"]) for one in examples)
+    rows = [one["input_ids"] + [0] * (longest - len(one["input_ids"])) for one in examples]
+    mask = [[1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"]))
+            for one in examples]  # fmt: skip
+    rows, mask = torch.tensor(rows), torch.tensor(mask)
+    return dict(input_ids=rows, attention_mask=mask, labels=rows.masked_fill(mask == 0, -100))
+
+
+def numbers_documents(examples):
+    batch = pads(examples)
+    batch["attention_mask"][:, :2] *= 2
+    return batch
+
+
+def packs_with_a_mask(examples):
+    return {name: rows[:, : len(examples[0]["input_ids"])] for name, rows in pads(examples).items()}
+
+
+class Pads:
+    def __call__(self, examples):
+        return pads(examples)
+
+
+@pytest.mark.parametrize("collator", [pads, Pads(), numbers_documents, packs_with_a_mask])
+def test_a_collator_of_ones_own_that_pads_is_said_once_it_has(collator, make_trainer):
+    _warn.forget_warnings()
+    trainer = make_trainer(collator=collator, batch_size=2)
+    examples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11, 12, 13, 14]}]
+    trainer.train_dataset = examples * 2
+    assert cuseq.enable(trainer).warnings == ()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.train()
+    name = "pads" if collator is pads else "Pads"
+    found = [str(one.message) for one in said if "PADDED" in str(one.message)]
+    expected = 1 if collator is pads or isinstance(collator, Pads) else 0
+    assert len(found) == expected
+    assert all(f"the trainer's {name} pads its batches" in one for one in found)
+
+
+def test_transformers_collator_of_rows_is_known(make_trainer):
+    (said,) = cuseq.enable(
+        make_trainer(collator=transformers.DataCollatorWithFlattening())
+    ).left_alone
+    assert said.startswith("the data collator DataCollatorWithFlattening: it packs rows already;")
 
 
 def test_a_collator_that_packs_is_left_alone(make_trainer):

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -505,6 +506,37 @@ def test_make_train_starts_an_example(variables, started):
     )
     last = process.stdout.splitlines()[-1].split()
     assert last == ["env/bin/python", *started.split(), "--steps", "3"]
+
+
+@pytest.mark.slow
+def test_the_readmes_sft_trains(texts, tmp_path, monkeypatch, capsys):
+    trl = pytest.importorskip("trl")
+    page = (EXAMPLES.parent / "README.md").read_text()
+    (code,) = re.findall(r"```python3\n(.*?)```", page, re.DOTALL)
+    with imported("_inputs") as inputs:
+        tokenizer = inputs.tokenizer_of(None, inputs.read_texts(str(texts)))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**SIZES | {"vocab_size": len(tokenizer)})
+    ).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    chats = [
+        {"messages": [{"role": "user", "content": f"{i} bottles?"},
+                      {"role": "assistant", "content": "green. " * (i % 5 + 1)}]}
+        for i in range(300)
+    ]  # fmt: skip
+    loaded = {"trl-lib/Capybara": datasets.Dataset.from_list(chats)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: loaded.pop(name))
+    on_cpu = {} if torch.cuda.is_available() else dict(use_cpu=True, bf16=False)
+    monkeypatch.setattr(trl, "SFTConfig", partial(trl.SFTConfig, report_to="none", **on_cpu))
+    monkeypatch.chdir(tmp_path)
+    assert code.count("Qwen/Qwen3-0.6B") == 1
+    code = code.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model"))
+    made = {}
+    exec(compile(code, "README.md", "exec"), made)
+    assert "data collator" in capsys.readouterr().out and loaded == {}
+    assert made["trainer"].state.global_step > 0
+    assert any("train_loss" in log for log in made["trainer"].state.log_history)
 
 
 def test_the_quickstarts_script_goes_from_a_name_to_text(texts, tmp_path, monkeypatch, capsys):

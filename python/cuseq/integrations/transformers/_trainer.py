@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
-from transformers import Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
 from cuseq._base.arguments import check_flag, shown
 from cuseq.data.collator import PackingCollator
@@ -129,6 +129,7 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
     name = before.__name__ if inspect.isfunction(before) else type(before).__name__
     replaced, left_alone = model.replaced, model.left_alone
     padded: tuple[str, ...] = ()
+    unknown = None  # the collator whose first batch tells whether it pads
     if dealing is not None:
         _put_collator(trainer, dealing)
         SharedRows(trainer, cp).install()
@@ -138,17 +139,26 @@ def enable_trainer(trainer: Trainer, **options: Unpack[TrainerOptions]) -> Enabl
         replaced = (*replaced, f"collator:{name}")
     elif isinstance(before, _COLLATORS):
         left_alone = (*left_alone, f"the data collator {name}: it packs rows already")
+    elif isinstance(before, DataCollatorWithFlattening):
+        reason = (
+            f"the data collator {name}: it packs rows already; those of cuseq.PackingCollator() "
+            "also know their lengths on the host"
+        )
+        left_alone = (*left_alone, reason)
     else:
         reason = (
             f"the data collator {name}: a Trainer keeps the one it is given; rows are packed by "
             "Trainer(..., data_collator=cuseq.PackingCollator())"
         )
         left_alone = (*left_alone, reason)
-        padded = (_PADDED.format(name),) if _pads(before) else ()
+        if _pads(before):
+            padded = (_PADDED.format(name),)
+        else:
+            unknown = name
     if planned is not None:
         planned.install()
         replaced = (*replaced, f"planned_rows:{type(trainer).__name__}")
-    count_real_tokens(trainer)
+    watch_batches(trainer, unknown)
     if training is not None:
         training.install()
         replaced = (*replaced, f"training_step:{type(trainer).__name__}")
@@ -167,6 +177,13 @@ def _pads(collator: Any) -> bool:
     return is_theirs and hasattr(collator, "tokenizer")
 
 
+def _is_padded(mask: Any) -> bool:
+    """Return whether a batch's mask is of several rows of one document, some of them padded."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) == 1:
+        return False
+    return bool(((mask == 0).any() & (mask <= 1).all()).item())  # others number documents
+
+
 def disable_trainer(trainer: Trainer) -> None:
     """Restore what `enable_trainer` replaced; leave other trainers unchanged."""
     state = _states.pop(trainer, None)
@@ -177,16 +194,26 @@ def disable_trainer(trainer: Trainer) -> None:
         _put_collator(trainer, state.collator)
 
 
-def count_real_tokens(trainer: Trainer) -> None:
+def watch_batches(trainer: Trainer, collator: str | None = None) -> None:
     """Make `include_num_input_tokens_seen="non_padding"` count the real tokens of packed rows.
 
     A Trainer adds up the mask, which may number documents.
+
+    Args:
+        trainer: the trainer.
+        collator: name of one that may pad: a warning says so if its first batch is padded. That
+            reads the mask, a wait for a GPU.
     """
     count = getattr(type(trainer), COUNT_TOKENS)
     own = weakref.ref(trainer)
+    unknown = collator
 
     def counted(inputs: dict[str, Any]) -> None:
+        nonlocal unknown
         itself, packed, mask = own(), inputs.get("packed"), inputs.get("attention_mask")
+        name, unknown = unknown, None
+        if name is not None and packed is None and _is_padded(mask):
+            warn_once(_PADDED.format(name))
         if itself.args.include_num_input_tokens_seen == "non_padding":
             if isinstance(mask, Tensor) and mask.dim() == 2:
                 inputs = {**inputs, "attention_mask": mask != 0}

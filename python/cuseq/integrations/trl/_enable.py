@@ -29,9 +29,9 @@ from cuseq.integrations.transformers._private import (
     signature_columns,
 )
 from cuseq.integrations.transformers._shared_rows import SharedRows, check_shared_rows
-from cuseq.integrations.transformers._trainer import count_real_tokens, restore_methods
 from cuseq.integrations.transformers._trainer import disable_trainer as disable_plain_trainer
 from cuseq.integrations.transformers._trainer import enable_trainer as enable_plain_trainer
+from cuseq.integrations.transformers._trainer import restore_methods, watch_batches
 from cuseq.integrations.transformers.names import DOCUMENTS
 from cuseq.integrations.trl._graphed import FixedCollator, GraphedSFT
 from cuseq.integrations.trl._padded import (
@@ -137,7 +137,7 @@ def enable_trainer(trainer: SFTTrainer, **options: Unpack[TrainerOptions]) -> En
     replaced = (*model.replaced, f"collator:{type(collator).__name__}")
     _put(trainer, PackedCollator(**fields, cp=cp), rows)
     _keep_packed_rows(trainer)
-    count_real_tokens(trainer)
+    watch_batches(trainer)
     if cp is not None:
         SharedRows(trainer, cp).install()
         replaced = (*replaced, f"context_parallel:{name}")
