@@ -33,7 +33,10 @@ CODE = '''\
 """cuseq as a kernel of the Hub: the functions of flash-attn over cuseq's attention."""
 
 import sys
+import warnings
 from pathlib import Path
+
+VERSION = "<version>"
 
 if "cuseq" not in sys.modules:  # its ops can be registered once in a process
     # Processes that this one spawns, as for loading data, search here too.
@@ -53,6 +56,11 @@ except ImportError as error:
         f"cuseq {cuseq.__version__} was imported before this kernel and lacks what it exports: one "
         "cuseq serves a process, so update that one, or load the kernel first"
     ) from error
+if cuseq.__version__ != VERSION:
+    warnings.warn(
+        f"this kernel is of cuseq {VERSION}, and cuseq {cuseq.__version__}, which was imported "
+        "before it, runs: one cuseq serves a process"
+    )
 
 __all__ = ["cuseq", "flash_attn_func", "flash_attn_varlen_func"]
 '''
@@ -90,7 +98,8 @@ def lay_out(wheels: list[Path], variant: Path) -> None:
                 archive.extractall(scratch)
         # The Python part is that of any of them, and each has its own extension module.
         shutil.copytree(Path(scratch, "cuseq"), variant / "cuseq")
-    (variant / "__init__.py").write_text(CODE)
+    version = versions.pop().partition("+")[0]
+    (variant / "__init__.py").write_text(CODE.replace("<version>", version))
     digest = hashlib.sha256()
     for path in sorted(variant.rglob("*")):
         if path.is_file():

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,24 @@ def version_of(root: Path) -> str:
         r'^__version__ = "(.*)"$', (root / "python/cuseq/_version.py").read_text(), re.M
     )
     return version
+
+
+def fault_of(wheel: Path, root: Path) -> str | None:
+    """Return what to do about a wheel with other files than the tree, or without its address."""
+    again = "build it again with scripts/wheels.py"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        for name in (name for name in names if name.endswith((".py", ".h"))):
+            folder = "." if name.startswith("cuseq/include/") else "python"
+            file = root / folder / name.removeprefix("cuseq/" if folder == "." else "")
+            if not file.name.startswith("_build") and (
+                not file.is_file() or file.read_bytes() != archive.read(name)
+            ):
+                return f"{name} differs from the tree's: {again}"
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        if b"\nProject-URL: Repository" not in archive.read(metadata):
+            return f"it names no repository: {again} and CUSEQ_REPOSITORY=https://..."
+    return None
 
 
 def checks(root: Path, dist: Path) -> Iterator[Check]:
@@ -47,6 +66,11 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
         record = records.get(cell)
         passed = record is not None and record["failed"] == 0
         yield f"cell {cell} has passed", None if passed else f"make matrix CELL={cell}"
+    cited = re.findall(r"^version: (.*)$", (root / "CITATION.cff").read_text(), re.M)
+    yield (
+        f"CITATION.cff names {version}",
+        None if cited == [version] else f'write "version: {version}" into it',
+    )
     source = dist / f"cuseq-{version}.tar.gz"
     yield (
         "the source distribution is built",
@@ -59,6 +83,8 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
                 f"there are wheels for torch {minor}, {kind}",
                 None if found else f"python scripts/wheels.py {dist} PYTHON, with that torch",
             )
+    for wheel in sorted(dist.glob("torch*/*.whl")):
+        yield f"{wheel.name} is of this tree", fault_of(wheel, root)
     pages = [folder for folder in dist.glob("torch*") if not (folder / "index.html").is_file()]
     yield "wheels have their pages", pages and f"python scripts/wheels.py --index {dist}" or None
 

@@ -138,6 +138,23 @@ def test_a_cuseq_that_was_imported_stays(repository):
     assert done.returncode == 0, done.stderr
 
 
+def test_another_version_that_was_imported_is_said(repository):
+    (variant,) = repository.glob("build/*")
+    said = f"this kernel is of cuseq {cuseq.__version__}, and cuseq 9.1, which was imported before"
+    done = run(
+        f"""{LOAD}
+import cuseq, warnings
+cuseq.__version__ = "9.1"
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    load("{variant}")
+assert [str(one.message).startswith({said!r}) for one in found] == [True], found
+""",
+        PYTHONPATH=str(PACKAGE.parent),
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_older_cuseq_that_was_imported_is_named(repository):
     (variant,) = repository.glob("build/*")
     done = run(f"""{LOAD}
