@@ -13,10 +13,9 @@ namespace py = pybind11;
 using OptionalTensor = std::optional<at::Tensor>;
 using Released = py::call_guard<py::gil_scoped_release>;
 
-void bind_attention(py::module_& m);   // the choice of a backend
-void bind_cache(py::module_& m);       // the identity cache, with hits that skip the dispatcher
-void bind_conv(py::module_& m);        // the convolution, with unboxed arguments
-void bind_delta_rule(py::module_& m);  // loops over the chunks of recurrent layers
+void bind_attention(py::module_& m);  // the choice of a backend
+void bind_cache(py::module_& m);      // the identity cache, with hits that skip the dispatcher
+void bind_conv(py::module_& m);       // the convolution, with unboxed arguments
 void bind_layout(py::module_& m);  // host copies of device lengths, and the checks that read them
 void bind_parameters(py::module_& m);  // what a captured step updates
 void bind_planning(py::module_& m);  // which samples share a row, and which rank holds which tokens

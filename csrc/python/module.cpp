@@ -47,7 +47,6 @@ PYBIND11_MODULE(_C, m) {
   cuseq::python::bind_attention(m);
   cuseq::python::bind_cache(m);
   cuseq::python::bind_conv(m);
-  cuseq::python::bind_delta_rule(m);
   cuseq::python::bind_layout(m);
   cuseq::python::bind_parameters(m);
   cuseq::python::bind_planning(m);

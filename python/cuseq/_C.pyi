@@ -302,25 +302,6 @@ def causal_conv1d(
     /,
 ) -> list[Tensor]: ...
 
-# The gated delta rule: loops over the chunks of documents that are computed side by side.
-def delta_rule_states(
-    values: Tensor, reads: Tensor, writes: Tensor, decay: Tensor, counts: list[int], heads: int, /
-) -> Tensor: ...
-def delta_rule_gradients(
-    states_grad: Tensor,
-    values_grad: Tensor,
-    writes_grad: Tensor,
-    decayed_grad: Tensor,
-    states: Tensor,
-    values: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-    decay: Tensor,
-    counts: list[int],
-    heads: int,
-    /,
-) -> None: ...
-
 # Planning on the host.
 def bin_pack(
     lengths: Tensor, capacity: int, strategy: str, overlong: str, /

@@ -13,6 +13,7 @@ A head's state S follows S' = exp(g) S + k (beta (v - exp(g) S^T k))^T, and a to
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cuseq import _C
 from cuseq._base.modes import outside_inference_mode
 from cuseq.cache import remember
 from cuseq.integrations.transformers.hybrids.segments import (
@@ -36,6 +36,10 @@ _EPS = 1e-6  # of the norm of queries and keys, as in transformers and flash-lin
 # Slots that are computed at a time. A CPU is fastest with tensors that stay small: it then uses
 # memory again that it has touched.
 _GPU_SLOTS, _CPU_SLOTS = 1 << 20, 512
+
+
+# The chunks of a step, those of them whose document goes on, and where it does.
+_Step = tuple[slice, slice, slice]
 
 
 class _Group(NamedTuple):
@@ -54,6 +58,17 @@ class _Group(NamedTuple):
     @property
     def slots(self) -> int:
         return sum(self.counts) * CHUNK
+
+    def steps(self, heads: int) -> list[_Step]:
+        """Return the steps, in chunks times heads."""
+        found, begin = [], 0
+        for count, further in itertools.pairwise((*self.counts, 0)):
+            end, lasting = begin + count * heads, further * heads
+            found.append(
+                (slice(begin, end), slice(begin, begin + lasting), slice(end, end + lasting))
+            )
+            begin = end
+        return found
 
     def last_chunk(self, heads: int) -> slice:
         """Return the heads of the last chunk of the row's last sequence."""
@@ -163,9 +178,8 @@ class _Rule(torch.autograd.Function):
             inverse = torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True)
             of_values, of_keys = terms.mixing(inverse)
             writes = terms.writes()
-            new = of_values @ terms.v
-            states = _C.delta_rule_states(
-                new, of_keys @ terms.k, writes, terms.decay, group.counts, heads
+            states, new = _scan(
+                of_values @ terms.v, of_keys @ terms.k, writes, terms.decay, group.steps(heads)
             )
             out = terms.queries_by_keys() @ new
             out.baddbmm_(terms.reads(), states)
@@ -201,10 +215,15 @@ class _Rule(torch.autograd.Function):
                 writes_grad[own] = new[own] @ grad.mT
                 new_grad[own] += writes[own] @ grad
                 states_grad[own] += grad * decay[own]
-            _C.delta_rule_gradients(
-                states_grad, new_grad, writes_grad, decayed_grad, states, new, reads, writes,
-                decay, group.counts, heads,
-            )  # fmt: skip
+            for now, lasting, following in reversed(group.steps(heads)):
+                later = states_grad[following]
+                torch.bmm(new[lasting], later.mT, out=writes_grad[lasting])
+                new_grad[lasting].baddbmm_(writes[lasting], later)
+                states_grad[lasting].addcmul_(later, decay[lasting])
+                states_grad[now].baddbmm_(reads[now].mT, new_grad[now], alpha=-1)
+            at_start = (states_grad * states).sum((1, 2))
+            for _, lasting, following in group.steps(heads):
+                decayed_grad[lasting, -1] = at_start[following]
 
             # Queries, keys and values, as if the factors of the norm were constant.
             pairs_grad = out_grad @ new.mT
@@ -350,6 +369,20 @@ def _by_slots(chunks: Tensor, heads: int, parts: int, dtype: torch.dtype) -> Ten
 def _in_order(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of a dtype in the order of its dimensions in memory, by one pass."""
     return tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def _scan(
+    values: Tensor, reads: Tensor, writes: Tensor, decay: Tensor, steps: list[_Step]
+) -> tuple[Tensor, Tensor]:
+    """Return the states before all chunks, and what each chunk writes, in the place of `values`."""
+    states = values.new_empty(values.shape[0], reads.shape[2], values.shape[2])
+    states[steps[0][0]] = 0
+    new = values
+    for now, lasting, following in steps:
+        new[now].baddbmm_(reads[now], states[now], alpha=-1)
+        after = torch.mul(states[lasting], decay[lasting], out=states[following])
+        after.baddbmm_(writes[lasting].mT, new[lasting])
+    return states, new
 
 
 def _after(own: slice, states: Tensor, decay: Tensor, writes: Tensor, new: Tensor) -> Tensor:
