@@ -9,14 +9,16 @@ from typing import Any
 import datasets
 import torch
 import transformers
-from _ranks import say
+from _ranks import check_positive, say
 from _texts import naming_full_disk, read_texts
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 END = "<|endoftext|>"
 WEIGHTS = ("*.safetensors", "*.bin")
+UNUSABLE = (OSError, ValueError, StrictDataclassError)  # of a model
 # Longer texts are cut there before they are tokenised, which takes 90 bytes a character of all that
 # are tokenised at once.
 MOST_CHARACTERS, AT_ONCE = 1 << 20, 4 << 20
@@ -59,6 +61,7 @@ class Inputs:
     )
 
     def __post_init__(self) -> None:
+        check_positive(self, "row_length")
         own = self.data is None
         if self.longest is None:
             self.longest = self.row_length // (4 if own else 1)
@@ -128,7 +131,7 @@ def tokenizer_of(
         if model is not None:
             config = transformers.AutoConfig.from_pretrained(model).get_text_config()
             vocab_size = min(vocab_size, config.vocab_size)
-    except (OSError, ValueError) as error:
+    except UNUSABLE as error:
         raise unusable(model, error) from error
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -159,7 +162,7 @@ def make_model(
         else:
             with torch.device(device):  # drawing large weights on the host takes long
                 model = transformers.AutoModelForCausalLM.from_config(config, **options)
-    except (OSError, ValueError) as error:
+    except UNUSABLE as error:
         raise unusable(inputs.model, error) from error
     if (has := model.get_input_embeddings().num_embeddings) < vocab_size:
         raise SystemExit(

@@ -46,7 +46,10 @@ class _Help(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
 def parsed(about: str | None, *kinds: Any, given: Sequence[str] | None = None) -> tuple[Any, ...]:
     """Return the options of the command line, or those given, as one dataclass of each kind."""
     parser = HfArgumentParser(kinds, description=about, formatter_class=_Help)
-    return parser.parse_args_into_dataclasses(given)
+    *found, unknown = parser.parse_args_into_dataclasses(given, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return tuple(found)
 
 
 def check_positive(options: Any, *names: str) -> None:

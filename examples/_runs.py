@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -31,7 +32,11 @@ def make_folder(option: str, folder: str | Path) -> None:
 
 
 def newest_checkpoint(
-    folder: str | Path, last_file: str, resume: bool, option: str = "--output_dir"
+    folder: str | Path,
+    last_file: str,
+    resume: bool,
+    option: str = "--output_dir",
+    how: str = "--resume",
 ) -> str | None:
     """Return the newest checkpoint of a run that goes on, by `last_file`, which is written last.
 
@@ -51,24 +56,42 @@ def newest_checkpoint(
     if resume and not found:
         raise SystemExit(f"--resume: {folder} has no checkpoint")
     if found and not resume and restarts == 0:
-        raise SystemExit(f"{folder} has checkpoints of another run: --resume goes on from them")
+        raise SystemExit(f"{folder} has checkpoints of another run: {how} goes on from them")
     return newest
 
 
 def check_same_run(
-    folder: str | Path, checkpoint: str | None, loaded: Any, row_length: int, seed: int
+    folder: str | Path, checkpoint: str | None, loaded: Any, model: Any, **options: int
 ) -> None:
-    """Note what a run's rows are made of in its folder; exit if one that goes on has others."""
+    """Note what a run is made of in its folder; exit if one that goes on differs."""
     documents, tokenizer = loaded
-    facts = dict(tokens=sum(documents["length"]), row_length=row_length, seed=seed)
-    check_same_on_ranks(vocabulary=tokenizer.get_vocab(), **facts)
-    file = Path(folder) / "rows.json"
+    chosen = range(0, len(documents), 1 + len(documents) // 1000)
+    known = [sorted(tokenizer.get_vocab().items()), *(documents[i] for i in chosen)]
+    facts = dict(
+        documents=len(documents),
+        weights=sum(weight.numel() for weight in model.parameters()),
+        texts_and_tokenizer=hashlib.sha256(repr(known).encode()).hexdigest()[:16],
+        **options,
+    )
+    check_same_on_ranks(**facts)
+    file = Path(folder) / "run.json"
     if checkpoint is None:
         if os.environ.get("RANK", "0") == "0":
             file.write_text(json.dumps(facts))
     elif file.exists() and (before := json.loads(file.read_text())) != facts:
-        raise SystemExit(f"{folder}: a run that goes on must have the rows of before, of {before}, "
-                         f"got {facts}")  # fmt: skip
+        differ = {name: f"{before.get(name)}, now {facts[name]}" for name in facts
+                  if before.get(name) != facts[name]}  # fmt: skip
+        raise SystemExit(f"{folder}: a run that goes on must have the rows of before, got {differ}")
+
+
+def is_finished(folder: str | Path, checkpoint: str | None, max_steps: int) -> bool:
+    """Return whether a run has made all of its steps, and written its model."""
+    if checkpoint is None or not Path(folder, "model").exists():
+        return False
+    steps = json.loads(Path(checkpoint, "trainer_state.json").read_text())["global_step"]
+    if 0 < max_steps <= steps:
+        say(f"{folder} has made {steps} of {max_steps} steps already.")
+    return 0 < max_steps <= steps
 
 
 class StopTogether(TrainerCallback):

@@ -54,7 +54,7 @@ def read_texts(path: str | None) -> datasets.Dataset:
     texts = datasets.concatenate_datasets(parts or [datasets.Dataset.from_dict({"text": [""]})])
     found = texts.filter(lambda one: bool(one["text"] and one["text"].strip()))
     if len(found) == 0:
-        raise SystemExit(f"--data {path}: no text in {len(files)} files")
+        raise SystemExit(f"--data {path}: no text in {len(files)} files (in UTF-8)")
     if skipped := len(texts) - len(found):
         say(f"Skipped, without text or not in UTF-8: {skipped:,}.")
     return found
@@ -70,6 +70,8 @@ def has_no_rows(file: Path) -> bool:
 def read_rows(name: str, option: str = "") -> datasets.Dataset:
     """Return a data set of the Hub, or of a JSONL or Parquet file; `option` named it."""
     builder = BUILDERS.get(Path(name).suffix.lower())
+    if Path(name).is_file() and has_no_rows(Path(name)):
+        raise SystemExit(f"{option} {name}: has no rows".lstrip())
     try:
         with naming_full_disk():
             if builder is None:

@@ -77,7 +77,7 @@ def main() -> None:
     for row in steps:  # a sampler's rows begin with the longest, which would save padding
         random.Random(seed).shuffle(row)
     runs: list[Run] = []
-    for way in options.ways:
+    for way in dict.fromkeys(options.ways):
         torch.manual_seed(seed)
         model = make_model(options, len(tokenizer), KIND, attn_implementation="sdpa",
                            dtype=torch.bfloat16 if ON_GPU else torch.float32)  # fmt: skip

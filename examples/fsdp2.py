@@ -33,7 +33,6 @@ from transformers.hf_argparser import HfArg
 import cuseq
 
 FLAT = states.StateDictOptions(flatten_optimizer_state_dict=True)
-Batch = dict[str, Any]
 
 
 @dataclass
@@ -65,9 +64,10 @@ def train(options: Options) -> list[float]:
     mesh = _ranks.make_mesh(options.cp, options.row_length)
     saved = _runs.newest_checkpoint(options.out, "step-*/state.json", options.resume, "--out")
     loaded = documents, tokenizer = load(options)
-    _runs.check_same_run(options.out, saved, loaded, options.row_length, options.seed)
     torch.manual_seed(options.seed)
     model = make_model(options, len(tokenizer), KIND).train()
+    _runs.check_same_run(options.out, saved, loaded, model, row_length=options.row_length,
+                         seed=options.seed, accumulation=options.accumulation)  # fmt: skip
     _ranks.say(str(cuseq.enable(model)))  # before it is compiled and sharded
     shard(model, options.compile_layers)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, fused=KIND == "cuda")
@@ -121,8 +121,8 @@ class Rows:
             num_workers=2 if KIND == "cuda" else 0, pin_memory=KIND == "cuda",
         )  # fmt: skip
 
-    def __iter__(self) -> Iterator[list[Batch]]:
-        step: list[Batch] = []
+    def __iter__(self) -> Iterator[list[dict]]:
+        step: list[dict] = []
         while True:
             for batch in self._loader:
                 step.append(batch)
@@ -141,14 +141,14 @@ class Rows:
         self._used = self._sampler.state_dict()["step"]
 
 
-def step_of(model: Any, optimizer: Any, options: Options, example: Batch) -> Any:
+def step_of(model: Any, optimizer: Any, options: Options, example: dict) -> Any:
     """Return a function that makes a step of batches, and returns this rank's loss, times ranks."""
 
-    def loss_of(batch: Batch) -> torch.Tensor:
+    def loss_of(batch: dict) -> torch.Tensor:
         loss = model(**batch, use_cache=False).loss  # token losses, over the labels of all ranks
         return loss * dist.get_world_size()  # FSDP2 averages over the ranks
 
-    def plain(batches: list[Batch]) -> torch.Tensor:
+    def plain(batches: list[dict]) -> torch.Tensor:
         total = torch.zeros((), device=KIND)
         for batch in batches:
             loss = loss_of(_ranks.on_device(batch))

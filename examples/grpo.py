@@ -1,6 +1,6 @@
 """Teach a tiny language model by GRPO, with its batches padded and as trees of shared prompts.
 
-    python examples/grpo.py             # a few minutes on a CPU
+    python examples/grpo.py             # a few minutes, on the CPU
     python examples/grpo.py --steps 20  # too few to learn
 
 A prompt is a row of digits, and the task is to say its first digit four times. A program checks the

@@ -1,6 +1,6 @@
 """Teach a small Qwen3-VL to read digits, in packed rows and document by document.
 
-    python examples/images.py             # a few minutes on a CPU
+    python examples/images.py             # a few minutes, on the CPU
     python examples/images.py --steps 20  # too few to learn to read
 
 A document is an image of one to four digits with these as text, or two of them, or text alone.

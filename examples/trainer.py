@@ -57,11 +57,14 @@ def main() -> None:
     )
     with args.main_process_first(desc="reading the documents"):
         loaded = documents, tokenizer = load(options)
-    _runs.check_same_run(args.output_dir, checkpoint, loaded, options.row_length, args.seed)
+    if _runs.is_finished(args.output_dir, checkpoint, args.max_steps):
+        return
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
     max_seqs = options.row_length // (2 * max(1, options.cp)) - 1 if options.graph else None
     model = make_model(options, len(tokenizer))
+    _runs.check_same_run(args.output_dir, checkpoint, loaded, model,
+                         row_length=options.row_length, seed=args.seed)  # fmt: skip
     trainer = Trainer(
         model,
         args,

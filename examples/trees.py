@@ -87,8 +87,14 @@ def read_pairs(options: Options) -> tuple[list[Pair], int]:
     if options.pairs is not None:
         tokenizer = tokenizer_of(options.model, option="--pairs")
         ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-        rows = read_rows(options.pairs, "--pairs")
-        found = [(ids(r["prompt"]), [ids(r["chosen"]), ids(r["rejected"])]) for r in rows]
+        found = []
+        for number, row in enumerate(read_rows(options.pairs, "--pairs")):
+            texts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
+            if not all(isinstance(text, str) and text for text in texts):
+                raise SystemExit(f"--pairs {options.pairs}: row {number} must have texts prompt, "
+                                 f"chosen and rejected, has {row}")  # fmt: skip
+            prompt, chosen, rejected = map(ids, texts)
+            found.append((prompt, [chosen, rejected]))
         return found, len(tokenizer)
     documents, tokenizer = load(options)
     cut, end = options.prompt, options.prompt + options.answer

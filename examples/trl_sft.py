@@ -13,9 +13,11 @@ SIGTERM and Ctrl-C end the run after a step, with a checkpoint for --resume_from
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import _ranks
 import _runs
+import datasets
 import torch
 from _inputs import Inputs, load, make_model, tokenizer_of
 from _ranks import Defaults
@@ -51,24 +53,35 @@ class Arguments(Defaults, SFTConfig):
 def main() -> None:
     _ranks.join_ranks()
     options, args = _ranks.parsed(__doc__, Options, Arguments)
+    if options.lora < 0:
+        raise SystemExit(f"--lora must be at least 0, got {options.lora}")
     _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
-    checkpoint = args.resume_from_checkpoint or _runs.newest_checkpoint(
-        args.output_dir, "checkpoint-*/trainer_state.json", resume=False
-    )
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is None:
+        how, last_file = "--resume_from_checkpoint PATH", "checkpoint-*/trainer_state.json"
+        checkpoint = _runs.newest_checkpoint(args.output_dir, last_file, resume=False, how=how)
+    elif not Path(checkpoint, "trainer_state.json").is_file():
+        raise SystemExit(f"--resume_from_checkpoint {checkpoint}: no whole checkpoint")
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
             documents = documents.select_columns("input_ids")
         else:
-            documents = read_rows(options.conversations, "--conversations")
+            documents = read_conversations(options.conversations)
             tokenizer = tokenizer_of(options.model, option="--conversations")
-    _ranks.check_same_on_ranks(documents=len(documents), vocabulary=tokenizer.get_vocab())
+            if "messages" in documents.column_names and tokenizer.chat_template is None:
+                raise SystemExit(f"--model {options.model}: its tokenizer needs a chat template")
+    if _runs.is_finished(args.output_dir, checkpoint, args.max_steps):
+        return
     if args.max_length is None:
         args.max_length = options.row_length
     torch.manual_seed(args.seed)
     adapter = LoraConfig(r=options.lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = make_model(options, len(tokenizer))
+    _runs.check_same_run(args.output_dir, checkpoint, (documents, tokenizer), model,
+                         row_length=args.max_length, seed=args.seed)  # fmt: skip
     trainer = SFTTrainer(
-        make_model(options, len(tokenizer)),
+        model,
         args,
         train_dataset=documents,
         processing_class=tokenizer,
@@ -81,6 +94,16 @@ def main() -> None:
     trainer.save_model(f"{args.output_dir}/model")
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
     _ranks.say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+
+
+def read_conversations(name: str) -> datasets.Dataset:
+    """Return a data set with columns that TRL reads."""
+    rows = read_rows(name, "--conversations")
+    kinds = ({"messages"}, {"prompt", "completion"}, {"text"})
+    if not any(kind <= {*rows.column_names} for kind in kinds):
+        raise SystemExit(f"--conversations {name}: must have the column messages, or prompt and "
+                         f"completion, or text, has {', '.join(rows.column_names)}")  # fmt: skip
+    return rows
 
 
 if __name__ == "__main__":

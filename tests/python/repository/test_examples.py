@@ -155,7 +155,9 @@ def test_a_count_below_one_is_named(name, option):
 
 @pytest.mark.parametrize(("name", "option"), [("trees", "--pairs"), ("trl_sft", "--conversations")])
 def test_texts_without_a_tokenizer_are_told_of_it(name, option, model, tmp_path):
-    file = written(tmp_path, "a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    file = written(
+        tmp_path, "a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c", "completion": "d"}\n'
+    )
     out = ["--output_dir", tmp_path / "run"] if name == "trl_sft" else []
     for given, said in [
         ([], f"{option} needs a --model with a tokenizer, got None"),
@@ -165,6 +167,81 @@ def test_texts_without_a_tokenizer_are_told_of_it(name, option, model, tmp_path)
         with pytest.raises(SystemExit) as raised:
             run(name, option, file, *given, *out)
         assert str(raised.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"prompt": "a", "chosen": "b"}\n', "row 0 must have texts prompt, chosen and rejected"),
+        ('{"prompt": "a", "chosen": null, "rejected": "c"}\n', "row 0 must have texts prompt"),
+        ('{"prompt": "a", "chosen": "", "rejected": "c"}\n', "row 0 must have texts prompt"),
+        ("", "has no rows"),
+        (None, "has no rows"),
+    ],
+)
+def test_bad_pairs_are_named(content, said, texts, model, tmp_path):
+    with imported("_inputs") as inputs:
+        tokenizer = inputs.tokenizer_of(None, inputs.read_texts(str(texts)))
+    tokenizer.save_pretrained(tmp_path / "model")
+    transformers.Qwen3Config(**SIZES | {"vocab_size": 4096}).save_pretrained(tmp_path / "model")
+    file = tmp_path / ("a.parquet" if content is None else "a.jsonl")
+    if content is None:
+        datasets.Dataset.from_dict({"prompt": [], "chosen": [], "rejected": []}).to_parquet(file)
+    else:
+        file.write_text(content)
+    with pytest.raises(SystemExit, match=f"^--pairs {file}: {said}"):
+        run("trees", "--pairs", file, "--model", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"body": "a"}\n', "--conversations .*a.jsonl: must have the column messages, or prompt"),
+        ('{"messages": []}\n', "--model .*: its tokenizer needs a chat template"),
+    ],
+)
+def test_bad_conversations_are_named(content, said, texts, tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    with imported("_inputs") as inputs:
+        tokenizer = inputs.tokenizer_of(None, inputs.read_texts(str(texts)))
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = written(tmp_path, "a.jsonl", content)
+    with pytest.raises(SystemExit, match=f"^{said}"):
+        run("trl_sft", "--conversations", file, "--model", tmp_path / "model", "--output_dir",
+            tmp_path / "run")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("trl_sft", ["--lora", -1], "--lora must be at least 0, got -1"),
+        ("trl_sft", ["--resume_from_checkpoint", "no"], "--resume_from_checkpoint no: no whole"),
+        ("compare", ["--row_length", 0], "--row_length must be at least 1, got 0"),
+    ],
+)
+def test_values_that_cannot_be_are_named(name, options, said, inputs, tmp_path, monkeypatch):
+    if name == "trl_sft":
+        pytest.importorskip("trl")
+        pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^{said}"):
+        run(name, *inputs, *options)
+
+
+@pytest.mark.parametrize("name", ["compare", "trainer", "fsdp2", "trees", "grpo", "images"])
+def test_a_mistyped_option_is_named(name, capsys):
+    with pytest.raises(SystemExit) as raised:
+        run(name, "--rsume", "--stepz", 3)
+    assert raised.value.code == 2
+    assert "unrecognized arguments: --rsume --stepz 3" in capsys.readouterr().err
+
+
+def test_a_config_with_a_wrong_value_is_named(inputs, tmp_path):
+    config = json.loads((Path(inputs[3])).read_text()) | {"hidden_size": "x"}
+    file = written(tmp_path, "config.json", json.dumps(config))
+    with pytest.raises(SystemExit, match=f"^--model {file}: cannot be loaded"):
+        run("compare", "--data", inputs[1], "--model", file)
 
 
 @pytest.mark.parametrize("name", ["compare", "trainer", "trl_sft"])
@@ -366,7 +443,22 @@ def test_trainer_writes_a_model_that_loads(inputs, tmp_path, capsys):
     resumed = ["--max_steps", 4, "--output_dir", tmp_path / "run", "--resume"]
     with pytest.raises(SystemExit, match="must have the rows of before, .*128"):
         run("trainer", *inputs[:-1], 128, *resumed)
+    with pytest.raises(SystemExit, match="must have the rows of before, .*texts_and_tokenizer"):
+        run("trainer", *inputs, "--longest", 200, *resumed)
+    larger = transformers.Qwen3Config(**SIZES | {"num_hidden_layers": 3})
+    larger.save_pretrained(tmp_path / "larger")
+    with pytest.raises(SystemExit, match="must have the rows of before, .*weights"):
+        run(
+            "trainer",
+            *inputs[:2],
+            "--model",
+            tmp_path / "larger/config.json",
+            *inputs[4:],
+            *resumed,
+        )
     run("trainer", *inputs, *resumed)
+    run("trainer", *inputs, *resumed)
+    assert "has made 4 of 4 steps already" in capsys.readouterr().out
     state = json.loads((tmp_path / "run/checkpoint-4/trainer_state.json").read_text())
     assert state["global_step"] == 4
     with pytest.raises(SystemExit, match="--resume: .* has no checkpoint"):
@@ -402,7 +494,7 @@ def test_sft(kind, texts, inputs, tmp_path, capsys):
     for number in (1, 2):
         (tmp_path / "run" / f"checkpoint-{number}").mkdir(exist_ok=True)
         (tmp_path / "run" / f"checkpoint-{number}" / "trainer_state.json").touch()
-    with pytest.raises(SystemExit, match="has checkpoints of another run"):
+    with pytest.raises(SystemExit, match="of another run: --resume_from_checkpoint PATH goes on"):
         run("trl_sft", *options, "--output_dir", tmp_path / "run")
     assert (tmp_path / "run" / "model" / "adapter_config.json").exists() == (kind == "documents")
 
