@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cuseq._base.modes import outside_inference_mode
+from cuseq._base.transfer import copy_without_wait
 from cuseq.cache import remember
 from cuseq.integrations.transformers.hybrids.segments import (
     CHUNK,
@@ -47,11 +49,14 @@ class _Group(NamedTuple):
 
     Attributes:
         counts: how many documents have a first chunk, a second one, and so on.
+        lasting: int64, the chunks whose document goes on, in the order of the chunks that follow
+            them, which are all but the first of each document.
         last: the place of the row's last sequence among them, if it is here.
         last_step: its last chunk.
     """
 
     counts: list[int]
+    lasting: Tensor
     last: int | None
     last_step: int
 
@@ -123,7 +128,7 @@ def chunked_gated_delta_rule(
             "chunks_of_documents",
             lambda: _make_chunks(packed, value.device),
             device=value.device,
-            tensors=lambda made: made.slots,
+            tensors=lambda made: (*made.slots, *(group.lasting for group in made.groups)),
         )
     groups = chunks.groups
     if not groups:
@@ -188,17 +193,18 @@ class _Rule(torch.autograd.Function):
                 own = group.last_chunk(heads)
                 last = _after(own, states, terms.decay, writes, new).float()
             slots = _by_slots(out, heads, heads, query.dtype)
-        ctx.save_for_backward(query, key, value, g, beta, inverse, states, new)
+        norms = terms.query_norm, terms.key_norm
+        ctx.save_for_backward(query, key, value, g, beta, *norms, inverse, states, new)
         ctx.group, ctx.normalise = group, normalise
         return slots, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, g, beta, inverse, states, new = ctx.saved_tensors
+        query, key, value, g, beta, *norms, inverse, states, new = ctx.saved_tensors
         group, heads = ctx.group, value.shape[1]
         with torch.autocast(value.device.type, enabled=False):
-            terms = _Terms.of(query, key, value, g, beta, ctx.normalise)
+            terms = _Terms.of(query, key, value, g, beta, ctx.normalise, norms)
             of_values, of_keys = terms.mixing(inverse)
             reads, writes, decay = of_keys @ terms.k, terms.writes(), terms.decay
             out_grad = _by_heads(grads[0], heads, states.dtype)
@@ -217,13 +223,16 @@ class _Rule(torch.autograd.Function):
                 states_grad[own] += grad * decay[own]
             for now, lasting, following in reversed(group.steps(heads)):
                 later = states_grad[following]
-                torch.bmm(new[lasting], later.mT, out=writes_grad[lasting])
                 new_grad[lasting].baddbmm_(writes[lasting], later)
                 states_grad[lasting].addcmul_(later, decay[lasting])
                 states_grad[now].baddbmm_(reads[now].mT, new_grad[now], alpha=-1)
-            at_start = (states_grad * states).sum((1, 2))
-            for _, lasting, following in group.steps(heads):
-                decayed_grad[lasting, -1] = at_start[following]
+            # Of all steps at once: a GPU waits for the host to launch the kernels of each.
+            followed = group.counts[0] * heads
+            written = _by_chunk(new, heads).index_select(0, group.lasting).flatten(0, 1)
+            written = _by_chunk(written @ states_grad[followed:].mT, heads)
+            _by_chunk(writes_grad, heads).index_copy_(0, group.lasting, written)
+            at_start = _by_chunk((states_grad[followed:] * states[followed:]).sum((1, 2)), heads)
+            _by_chunk(decayed_grad, heads)[:, :, -1].index_copy_(0, group.lasting, at_start)
 
             # Queries, keys and values, as if the factors of the norm were constant.
             pairs_grad = out_grad @ new.mT
@@ -288,36 +297,48 @@ class _Terms:
 
     @staticmethod
     def of(
-        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, normalise: bool
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        normalise: bool,
+        norms: Sequence[Tensor] = (),
     ) -> _Terms:
         heads = value.shape[1]
         dtypes = (one.dtype for one in (query, key, value))
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
         inputs = (query, key, value, g, beta)
         q, k, v, log_decay, rate = (_by_heads(one, heads, dtype) for one in inputs)
-        norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (torch.ones_like(rate),) * 2
+        if not norms:
+            ones = torch.ones_like(rate)
+            norms = (_inverse_norm(q), _inverse_norm(k)) if normalise else (ones, ones)
         decayed = log_decay.cumsum(1)
-        above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu_(1)
-        pairs = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).masked_fill_(above, -torch.inf).exp_()
+        pairs = (decayed.unsqueeze(2) - decayed.unsqueeze(1)).exp_().tril_()  # infinite above
         pairs *= norms[1].unsqueeze(1)
         return _Terms(q, k, v, rate, decayed, *norms, norms[0] * q.shape[2] ** -0.5, pairs)
+
+    @functools.cached_property
+    def kept(self) -> Tensor:
+        """`[n, 64]`, what is left of the state before the chunk."""
+        return self.decayed.exp()
 
     @property
     def decay(self) -> Tensor:
         """`[n, 1, 1]`, of the state over the chunk."""
-        return self.decayed[:, -1:, None].exp()
+        return self.kept[:, -1:, None]
 
-    @property
+    @functools.cached_property
     def query_in(self) -> Tensor:
         """`[n, 64]`, the factor of a query that reads the state before the chunk."""
-        return self.query_scale * self.decayed.exp()
+        return self.query_scale * self.kept
 
-    @property
+    @functools.cached_property
     def key_in(self) -> Tensor:
         """`[n, 64]`, the factor of a key that reads the state before the chunk."""
-        return self.key_norm * self.decayed.exp()
+        return self.key_norm * self.kept
 
-    @property
+    @functools.cached_property
     def key_out(self) -> Tensor:
         """`[n, 64]`, the factor of a key that writes to the state after the chunk."""
         return self.key_norm * (self.decayed[:, -1:] - self.decayed).exp()
@@ -355,12 +376,17 @@ def _by_heads(slots: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return _in_order(chunks, dtype).flatten(0, 2)
 
 
+def _by_chunk(chunks: Tensor, heads: int) -> Tensor:
+    """Return `[chunks, heads, ...]` of `[chunks * heads, ...]`."""
+    return chunks.unflatten(0, (-1, heads))
+
+
 def _by_slots(chunks: Tensor, heads: int, parts: int, dtype: torch.dtype) -> Tensor:
     """Return `[chunks * 64, parts, ...]` of `[chunks * heads, 64, ...]`; undoes `_by_heads`.
 
     Heads that were repeated from one part are summed.
     """
-    by_head = chunks.unflatten(0, (-1, heads))
+    by_head = _by_chunk(chunks, heads)
     if parts != heads:
         by_head = by_head.unflatten(1, (parts, -1)).sum(2)
     return _in_order(by_head.transpose(1, 2), dtype).flatten(0, 1)
@@ -399,9 +425,14 @@ def _make_chunks(packed: PackedLayout, device: torch.device) -> _Chunks:
         counts = [sum(chunks_of(n) > step for n, _ in members) for step in range(steps)]
         for step, count in enumerate(counts):
             pieces.append(tokens_of(members[:count], step * CHUNK, (step + 1) * CHUNK))
+        ends = itertools.accumulate(counts)
+        lasting = [range(end - n, end - n + further) for end, (n, further) in
+                   zip(ends, itertools.pairwise(counts), strict=False)]  # fmt: skip
+        further = torch.tensor([*itertools.chain(*lasting)], dtype=torch.int64)
         last = documents[-1]
         place = members.index(last) if last in members else None
-        groups.append(_Group(counts, place, chunks_of(last[0]) - 1))
+        on_device = copy_without_wait(further, device)
+        groups.append(_Group(counts, on_device, place, chunks_of(last[0]) - 1))
     return _Chunks(Slots.of(pieces, packed.total_tokens, device), groups)
 
 
