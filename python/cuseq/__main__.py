@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 
 import torch
 
@@ -66,7 +67,8 @@ def advices(build: dict, gpus: list, reasons: dict[str, str]) -> list[str]:
             "there is a GPU, and cuseq has no kernels for it: install the wheel of "
             f"{wheels}, or build it again with nvcc"
         )
-    archs = [int(arch) for arch in build["cuda_archs"].split(",") if build["cuda"]]
+    named = re.findall(r"\d+", build["cuda_archs"]) if build["cuda"] else []  # 90a is 90
+    archs = [int(arch) for arch in named]
     for arch in sorted({10 * gpu.major + gpu.minor for gpu in gpus}):
         # Code for 8.0 runs on 8.6 and 8.9; newer GPUs compile the newest code's PTX.
         if not archs or any(arch // 10 == one // 10 and one <= arch for one in archs):

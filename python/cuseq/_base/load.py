@@ -60,6 +60,10 @@ def _rebuild(running: str = torch.__version__) -> str:
             f"cuseq --find-links .../{page}`, from the page beside the one that this wheel came "
             "from"
         )
+    if source == "." and not _metadata("METADATA"):  # a folder on sys.path, such as a Hub kernel's
+        return (
+            f"take a build of this folder for torch {running}, or install cuseq beside that torch"
+        )
     if _metadata("INSTALLER").strip() == "uv":
         install = f"uv pip install --python {python} --no-build-isolation"
     setting = "CUSEQ_CUDA=off " if _build_config.CUSEQ_CUDA == "off" else ""

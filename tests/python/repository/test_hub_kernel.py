@@ -178,6 +178,7 @@ for _ in range(2):
         load("{tmp_path}")
     except ImportError as error:
         assert "cuseq was built with torch 1.0" in str(error)
+        assert "take a build of this folder for torch" in str(error)
         assert "cuseq" not in sys.modules and "{tmp_path}" not in sys.path
 """)
     assert done.returncode == 0, done.stderr

@@ -112,9 +112,10 @@ def test_pip_finds_the_wheel_of_its_page_alone(wheels, tmp_path):
 
 
 def test_the_workflow_builds_the_wheels_that_a_release_asks_for():
-    asked = json.loads((ROOT / "scripts" / "versions.json").read_text())["wheels"]
+    asked = json.loads((ROOT / "scripts" / "versions.json").read_text())
     workflow = (ROOT / ".github" / "workflows" / "wheels.yml").read_text()
-    assert json.loads(re.search(r"torch: (\[.*\])", workflow)[1]) == asked
+    assert json.loads(re.search(r"torch: (\[.*\])", workflow)[1]) == asked["wheels"]
+    assert json.loads(re.search(r"python: (\[.*\])", workflow)[1]) == asked["wheel_pythons"]
 
 
 def test_pages_of_nothing_are_refused(wheels, tmp_path):
