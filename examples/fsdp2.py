@@ -84,11 +84,12 @@ def train(options: Options) -> list[float]:
         loss = make_step(batches) / dist.get_world_size()
         schedule.step()
         dist.all_reduce(loss)
-        losses.append(loss.item())
-        progress.set_postfix(loss=f"{losses[-1]:.4f}")
+        losses.append(loss)
+        if step % 10 == 0:  # reading it waits for the GPU
+            progress.set_postfix(loss=f"{loss.item():.4f}")
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
             save(options.out / f"step-{step + 1:08d}", model, optimizer, rows, step + 1)
-    return losses
+    return [loss.item() for loss in losses]
 
 
 def shard(model: PreTrainedModel, compile_layers: bool) -> None:
@@ -109,14 +110,14 @@ class Rows:
     """This rank's rows, epoch after epoch, in lists of one step."""
 
     def __init__(self, documents: Any, options: Options, rank: int, ranks: int, cp: Any):
-        self._accumulation, self._used = options.accumulation, 0
-        room = options.row_length // (2 * options.cp) - 1 if options.graph else None
-        self._sampler = cuseq.data.PackedBatchSampler(
+        self._accumulation, self.used = options.accumulation, 0
+        room = max(1, options.row_length // (2 * options.cp) - 1) if options.graph else None
+        self.sampler = cuseq.data.PackedBatchSampler(
             documents["length"], options.row_length, rank=rank, world_size=ranks,
             balance="attention", accumulation=options.accumulation, seed=options.seed,
         )  # fmt: skip
         self._loader = DataLoader(
-            documents.select_columns("input_ids"), batch_sampler=self._sampler,
+            documents.select_columns("input_ids"), batch_sampler=self.sampler,
             collate_fn=cuseq.PackingCollator(total_tokens=options.row_length, max_seqs=room, cp=cp),
             num_workers=2 if KIND == "cuda" else 0, pin_memory=KIND == "cuda",
         )  # fmt: skip
@@ -127,18 +128,11 @@ class Rows:
             for batch in self._loader:
                 step.append(batch)
                 if len(step) == self._accumulation:
-                    self._used += len(step)
+                    self.used += len(step)
                     yield step
                     step = []
-            self._sampler.set_epoch(self._sampler.epoch + 1)
-            self._used = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._sampler.state_dict(steps=self._used)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sampler.load_state_dict(state)
-        self._used = self._sampler.state_dict()["step"]
+            self.sampler.set_epoch(self.sampler.epoch + 1)
+            self.used = 0
 
 
 def step_of(model: Any, optimizer: Any, options: Options, example: dict) -> Any:
@@ -163,6 +157,7 @@ def step_of(model: Any, optimizer: Any, options: Options, example: dict) -> Any:
         return plain
     step = cuseq.GraphedStep(loss_of, optimizer, example, max_grad_norm=1.0, model=model,
                              accumulation=options.accumulation)  # fmt: skip
+    _ranks.say(f"Graph: {step.reason}")  # it warms up, or what it cannot do without
     return lambda batches: step(batches if len(batches) > 1 else batches[0])
 
 
@@ -182,13 +177,15 @@ def save(path: Path, model: Any, optimizer: Any, rows: Rows, steps: int) -> None
     dcp.save(state_of(model, optimizer)[2], storage_writer=writer)
     dist.barrier()
     if dist.get_rank() == 0:
-        (path / "state.json").write_text(json.dumps({"steps": steps, "rows": rows.state_dict()}))
+        state = {"steps": steps, "rows": rows.sampler.state_dict(steps=rows.used)}
+        (path / "state.json").write_text(json.dumps(state))
 
 
 def restore(path: str, model: Any, optimizer: Any, rows: Rows) -> int:
     """Read a checkpoint, and return the number of steps that it is after."""
     facts = json.loads(Path(path, "state.json").read_text())
-    rows.load_state_dict(facts["rows"])
+    rows.sampler.load_state_dict(facts["rows"])
+    rows.used = rows.sampler.state_dict()["step"]
     weights, moments, tensors = state_of(model, optimizer)
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))  # in place
     given = dict(model_state_dict=weights, optim_state_dict=moments, options=FLAT)

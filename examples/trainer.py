@@ -61,7 +61,8 @@ def main() -> None:
         return
     torch.manual_seed(args.seed)
     # A graph has room for so many documents in a row.
-    max_seqs = options.row_length // (2 * max(1, options.cp)) - 1 if options.graph else None
+    room = max(1, options.row_length // (2 * max(1, options.cp)) - 1)
+    max_seqs = room if options.graph else None
     model = make_model(options, len(tokenizer))
     _runs.check_same_run(args.output_dir, checkpoint, loaded, model,
                          row_length=options.row_length, seed=args.seed)  # fmt: skip

@@ -37,6 +37,7 @@ class Options(Inputs):
     conversations: str | None = HfArg(
         default=None, help="a data set of the Hub, or a JSONL or Parquet file"
     )
+    graph: bool = HfArg(default=False, help="a step is one CUDA graph")
     lora: int = HfArg(default=0, help="rank of LoRA (default: 0, all weights train)")
 
 
@@ -89,7 +90,8 @@ def main() -> None:
         callbacks=[_runs.StopTogether("--resume_from_checkpoint")],
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
-    _ranks.say(str(cuseq.enable(trainer, bin_pack=True)))  # packs all of the data set together
+    # bin_pack packs all of the data set together.
+    _ranks.say(str(cuseq.enable(trainer, bin_pack=True, graph=options.graph)))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model(f"{args.output_dir}/model")
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing

@@ -69,7 +69,6 @@ class Ranks:
         **facts: object,
     ):
         self._given, self._device = group, parameters[0].device
-        self._hosts, self._group = _groups_of_our_own(group, self._device)
         self.rank = dist.get_rank(group)
         self.share_rows = share_rows
         self._expected: list[int] = []  # which parameters had a gradient on any rank
@@ -84,10 +83,13 @@ class Ranks:
             values = torch.stack(sums).tolist()  # one wait
             facts |= {f"the values of parameter {n}": total for n, total in enumerate(values)}
         self._check_equal(facts)
+        self._hosts, self._group = _groups_of_our_own(group, self._device)
 
     def _check_equal(self, facts: dict[str, object]) -> None:
-        everyone: list[Any] = [None] * dist.get_world_size(self._hosts)
-        dist.all_gather_object(everyone, {k: repr(v) for k, v in facts.items()}, self._hosts)
+        # By the group that was given, whose patience with a rank that never comes is the user's.
+        everyone: list[Any] = [None] * dist.get_world_size(self._given)
+        with _naming_who_is_gone():
+            dist.all_gather_object(everyone, {k: repr(v) for k, v in facts.items()}, self._given)
         for rank, others in enumerate(everyone):
             for name in everyone[0] | others:
                 first, other = everyone[0].get(name), others.get(name)
@@ -115,14 +117,14 @@ class Ranks:
                 "this GraphedStep cannot go on, since a rank raised in the middle of a step that "
                 "the others began: load a checkpoint and make the GraphedStep again on all ranks"
             )
-        largest_of_all = self._begin([0, *numbers])
+        largest_of_all = self._begin([0, False, *numbers])
 
         def finish() -> list[int]:
-            failed, *largest = largest_of_all()
+            failed, has_begun, *largest = largest_of_all()
             if failed:
-                self._break_if(failed % 2 == 1)
+                self._break_if(bool(has_begun))
                 raise OtherRankRaised(
-                    f"this rank of a GraphedStep stops since rank {failed // 2 - 1} of its group "
+                    f"this rank of a GraphedStep stops since rank {failed - 1} of its group "
                     "raised: see that rank's error"
                 )
             return largest[: len(numbers)]
@@ -149,7 +151,8 @@ class Ranks:
         """Say that this rank raised, to the others, which wait in `agree` or will."""
         self._break_if(has_begun)
         with contextlib.suppress(RuntimeError):  # they may be gone, or wait for the device
-            self._begin([2 * (self.rank + 1) + has_begun])(_PATIENCE)
+            _, any_has_begun, *_ = self._begin([self.rank + 1, has_begun])(_PATIENCE)
+            self._break_if(bool(any_has_begun))
 
     def _break_if(self, is_broken: bool) -> None:
         if is_broken:

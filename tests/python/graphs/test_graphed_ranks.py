@@ -424,6 +424,35 @@ def test_a_rank_that_raises_ends_the_step_of_the_others(where, kind):
     assert (other, "since rank 1 of its group raised" in message) == ("OtherRankRaised", True)
 
 
+def two_fail(rank: int) -> list[str]:
+    """Rank 0 raises after the others began; in the next step rank 1 has a batch of another form."""
+    model = made()
+    optimizer = sgd(model)
+
+    def fault(*args):
+        if is_faulty:
+            raise MemoryError("of rank 0")
+
+    is_faulty = rank == 0
+    optimizer.register_step_pre_hook(fault)
+    step = GraphedStep(make_loss(model), optimizer, BATCHES[0])
+    errors = []
+    batch = BATCHES[0]
+    for batch in (batch, {"x": torch.ones(1)} if rank == 1 else batch, batch):
+        try:
+            step(batch)
+        except (RuntimeError, MemoryError, ValueError, TypeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+        is_faulty = False
+    return errors
+
+
+def test_all_ranks_learn_that_one_of_two_left_a_step_in_the_middle():
+    for rank, errors in enumerate(distributed.run(two_fail, processes=3)):
+        assert "this GraphedStep cannot go on" in errors[-1], (rank, errors)
+    assert len(errors) == 2 and "of its group raised" in errors[0]
+
+
 def cannot_go_on(rank: int, where: str) -> list[str]:
     """A rank raises after the others began; caught, no step may mix two steps' gradients."""
     graphed_ranks._BUCKET_BYTES = 1 << 30
