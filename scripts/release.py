@@ -122,7 +122,7 @@ def checks(root: Path, dist: Path) -> Iterator[Check]:
     source = dist / f"cuseq-{version}.tar.gz"
     yield "the source distribution is of this tree", fault_of_source(source, root)
     for minor in (torch.rpartition(".")[0] for torch in versions["wheels"]):
-        for kind in ("cpu", "cu"):
+        for kind in ("cpu", "cu13"):
             found = [*dist.glob(f"torch{minor}-{kind}*/cuseq-{version}+torch{minor}.{kind}*.whl")]
             pythons = [
                 python
