@@ -17,17 +17,27 @@ import torch
 
 
 def _metadata(file: str) -> str:
-    """Return a file that the installer wrote for cuseq, or "" if there is none."""
+    """Return a file that the installer wrote for this cuseq, or "" if there is none.
+
+    Another cuseq may be installed beside a folder on sys.path, such as a Hub kernel's.
+    """
     try:
-        return importlib.metadata.distribution("cuseq").read_text(file) or ""
+        installed = importlib.metadata.distribution("cuseq")
     except importlib.metadata.PackageNotFoundError:
         return ""
+    package = Path(__file__).resolve().parents[1]
+    is_this = Path(str(installed.locate_file("cuseq"))).resolve() == package
+    return installed.read_text(file) or "" if is_this or _is_in_a_tree() else ""
+
+
+def _is_in_a_tree() -> bool:
+    return (Path(__file__).resolve().parents[3] / "setup.py").is_file()
 
 
 def _source() -> str:
     """Return what pip or uv takes to install the same source again, quoted for a shell."""
     tree = Path(__file__).resolve().parents[3]
-    if (tree / "setup.py").is_file():
+    if _is_in_a_tree():
         return f"-e {shlex.quote(str(tree))}"
     record = json.loads(_metadata("direct_url.json") or "{}")
     url = record.get("url", "")
@@ -60,7 +70,7 @@ def _rebuild(running: str = torch.__version__) -> str:
             f"cuseq --find-links .../{page}`, from the page beside the one that this wheel came "
             "from"
         )
-    if source == "." and not _metadata("METADATA"):  # a folder on sys.path, such as a Hub kernel's
+    if source == "." and not _metadata("INSTALLER"):  # a folder on sys.path
         return (
             f"take a build of this folder for torch {running}, or install cuseq beside that torch"
         )
