@@ -63,6 +63,8 @@ def main() -> None:
         checkpoint = _runs.newest_checkpoint(args.output_dir, last_file, resume=False, how=how)
     elif not Path(checkpoint, "trainer_state.json").is_file():
         raise SystemExit(f"--resume_from_checkpoint {checkpoint}: no whole checkpoint")
+    else:
+        _runs.make_folder("--output_dir", args.output_dir)
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)

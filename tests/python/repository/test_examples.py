@@ -244,8 +244,14 @@ def test_a_config_with_a_wrong_value_is_named(inputs, tmp_path):
         run("compare", "--data", inputs[1], "--model", file)
 
 
-@pytest.mark.parametrize("name", ["compare", "trainer", "trl_sft"])
-def test_a_folder_that_another_run_writes_to_is_named(name, inputs, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "resumes"),
+    [("compare", False), ("trainer", False), ("trl_sft", False), ("trl_sft", True)],
+)
+def test_a_folder_that_another_run_writes_to_is_named(name, resumes, inputs, tmp_path):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "trainer_state.json").touch()
+    more = ["--resume_from_checkpoint", tmp_path / "checkpoint-1"] if resumes else []
     script = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX);"
         "print(flush=True); sys.stdin.read()"
@@ -259,7 +265,7 @@ def test_a_folder_that_another_run_writes_to_is_named(name, inputs, tmp_path):
     option = "--out" if name == "compare" else "--output_dir"
     try:
         with pytest.raises(SystemExit, match=f"^{option} .*: another run writes there now"):
-            run(name, *inputs, option, tmp_path)
+            run(name, *inputs, option, tmp_path, *more)
     finally:
         other.communicate()
 
