@@ -149,8 +149,19 @@ def _once(function: Callable[..., Any], *arguments: Any) -> Any:
 # ----------------------------------------------------------------------------------- measurements
 
 
-def pays(call: Call) -> bool:
-    """Return whether flex attention is what "auto" takes on a GPU."""
+def is_taken_by_compiled_code(call: Call) -> bool:
+    """Return whether flex attention is what compiled code takes for a call."""
+    if call.backend == "flex":
+        return obstacle(call.q, call.v) is None
+    return call.backend == "auto" and call.q.is_cuda and pays(call, compiled=True)
+
+
+def pays(call: Call, compiled: bool | None = None) -> bool:
+    """Return whether flex attention is what "auto" takes on a GPU.
+
+    Args:
+        compiled: whether the call is one of compiled code; default: whether it is being compiled.
+    """
     q, v, packed = call.q, call.v, call.packed
     if not computes_in_half(q) or obstacle(q, v):
         return False
@@ -159,7 +170,7 @@ def pays(call: Call) -> bool:
         return False  # a tree's calls run on the other backends
     if packed.is_replayed and not alone:
         return _wins_replays(call)
-    if is_compiling():
+    if is_compiling() if compiled is None else compiled:
         return alone or _wins_in_compiled_code(call)
     if q.shape[0] < LEAST_TOKENS:
         return False

@@ -33,6 +33,8 @@ class Derived:
         # Spans that passed the checks, by (spans, row_length, stream): the tensor on the layout's
         # device and the one on the host.
         self.spans: dict[tuple[Any, ...], tuple[Tensor | None, Tensor | None]] = {}
+        # By causality and window: masks of flex attention that compiled code takes as they are.
+        self.block_masks: dict[tuple[bool, int | None], Any] = {}
         # With CUSEQ_CHECK=1: the version that each tensor had when it was made.
         self.versions: list[tuple[str, Tensor, int]] = []
 

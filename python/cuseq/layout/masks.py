@@ -11,7 +11,9 @@ from torch.compiler import is_compiling
 
 from cuseq import _C, masks
 from cuseq._base.arguments import as_window, check_dtype, check_flag, shown
+from cuseq._base.modes import is_capturing, outside_inference_mode
 from cuseq.cache import remember
+from cuseq.layout.derived import keep
 from cuseq.layout.spans import Spans, checked_spans
 from cuseq.masks import trees, xformers
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from cuseq.layout.packed import PackedLayout
 
 _ops = torch.ops.cuseq
+
+_SIZES = (128, 128)  # tokens of a block of the masks that layouts hold
 
 
 class _Facts(NamedTuple):
@@ -69,21 +73,84 @@ def block_mask(
     spans: Spans | None,
     row_length: int | None,
     block_size: int | tuple[int, int],
+    hold: bool,
 ) -> BlockMask:
     """Return `PackedLayout.block_mask`."""
     check_flag(causal, "causal")
+    check_flag(hold, "hold")
     sizes = masks.block_sizes(block_size)
+    if hold:
+        return _held_block_mask(packed, causal, window, spans, row_length, sizes)
     facts = _facts(packed, causal, window, spans, row_length)
+    held = packed._derived.block_masks
+    if held and is_compiling() and spans is None and row_length is None and sizes == _SIZES:
+        found = held.get((causal, facts.window))
+        if found is not None:
+            return found
     if facts.is_tree:
         return trees.block_mask(packed, facts.window, sizes)
     offsets, tokens = facts.offsets, facts.total_tokens
     if is_compiling():
-        ranges = _ops.cached_mask_ranges(offsets, tokens, True, causal, *facts.rule[:3])
-        parts = _ops.block_mask(ranges, facts.row_length, *sizes)
-        has_spans = facts.spans is not None
-        return masks.build_block_mask(ranges, parts, facts.row_length, sizes, causal, has_spans)
+        return _row_mask(facts, causal, sizes)
     build = masks.build_block_mask
     return _C.cached_block_mask(offsets, tokens, causal, *facts.rule, *sizes, build)
+
+
+def _row_mask(facts: _Facts, causal: bool, sizes: tuple[int, int]) -> BlockMask:
+    """Make a mask that is in no cache."""
+    ranges = _ops.mask_ranges(facts.offsets, facts.total_tokens, True, causal, *facts.rule[:3])
+    parts = _ops.block_mask(ranges, facts.row_length, *sizes)
+    has_spans = facts.spans is not None
+    return masks.build_block_mask(ranges, parts, facts.row_length, sizes, causal, has_spans)
+
+
+def _held_block_mask(
+    packed: PackedLayout,
+    causal: bool,
+    window: int | None,
+    spans: Spans | None,
+    row_length: int | None,
+    sizes: tuple[int, int],
+) -> BlockMask:
+    """Make a mask that compiled code takes as an input instead of making its own."""
+    if spans is not None or row_length is not None or sizes != _SIZES:
+        raise ValueError(
+            "hold=True keeps masks without spans and row_length, with blocks of 128, got "
+            f"spans={shown(spans)}, row_length={row_length} and block_size={sizes}"
+        )
+    if is_compiling():
+        raise ValueError("hold=True must be given outside compiled code, which takes what is held")
+    facts = _facts(packed, causal, window, None, None)
+    held, key = packed._derived.block_masks, (causal, facts.window)
+    if key in held:
+        return held[key]
+    with outside_inference_mode():  # a backward saves it
+        mask = _uncached(packed, facts, causal)
+    if is_capturing(packed.device):  # nothing has run yet that could be held
+        return mask
+    return keep(held, key, mask)
+
+
+def _uncached(packed: PackedLayout, facts: _Facts, causal: bool) -> BlockMask:
+    if facts.is_tree:
+        return trees.make_block_mask(packed, facts.window, _SIZES)
+    return _row_mask(facts, causal, _SIZES)
+
+
+def refill_block_masks(packed: PackedLayout, held: dict[tuple[bool, int | None], Any]) -> None:
+    """Write a layout's new rows into masks that it held, whose tensors CUDA graphs may read."""
+    for (causal, window), mask in held.items():
+        fresh = _uncached(packed, _facts(packed, causal, window, None, None), causal)
+        for old, new in zip(_tensors_of(mask), _tensors_of(fresh), strict=True):
+            old.copy_(new)
+        packed._derived.block_masks[causal, window] = mask
+
+
+def _tensors_of(mask: BlockMask) -> list[Tensor]:
+    """Return the tensors of a mask, those that its `mask_mod` reads too."""
+    closure = getattr(mask.mask_mod, "__closure__", None) or ()
+    values = (*mask.as_tuple(), *(cell.cell_contents for cell in closure))
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def xformers_bias(packed: PackedLayout, window: int | None) -> Any:

@@ -737,6 +737,7 @@ class PackedLayout:
         spans: Spans | None = None,
         row_length: int | None = None,
         block_size: int | tuple[int, int] = 128,
+        hold: bool = False,
     ) -> BlockMask:
         """Return a cached mask for `flex_attention`, made once while the layout lives.
 
@@ -746,6 +747,11 @@ class PackedLayout:
 
         Args:
             block_size: tokens of a block; one number, or one for queries and one for keys.
+            hold: whether the layout holds the mask for code that is compiled: attention by flex
+                takes it there, where each compiled layer would make a mask of its own. `copy_`
+                writes other rows into it. For masks without spans and `row_length`, with blocks of
+                128, made outside compiled code. `cuseq.enable` holds those of layers that are
+                compiled one by one.
 
         Returns:
             torch's `BlockMask` of `[rows, 1, row_length, row_length]`.
@@ -753,7 +759,7 @@ class PackedLayout:
         Raises:
             ValueError, TypeError: an argument is invalid.
         """
-        return masks.block_mask(self, causal, window, spans, row_length, block_size)
+        return masks.block_mask(self, causal, window, spans, row_length, block_size, hold)
 
     def xformers_bias(self, *, window: int | None = None) -> Any:
         """Return a cached xformers `BlockDiagonalCausalMask`, made once while the layout lives.
@@ -898,6 +904,7 @@ class PackedLayout:
             self._keep_tokens(before.tokens)
         if before.seq_idx is not None:
             self._keep_seq_idx(before.seq_idx.copy_(self._compute_seq_idx()))
+        masks.refill_block_masks(self, before.block_masks)
         for chunk_size, made in self._chunked.items():
             made._copy_from(other.chunked(chunk_size))
 

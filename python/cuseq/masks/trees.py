@@ -101,18 +101,19 @@ def block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int])
         sizes: tokens of a query block and of a key block.
     """
     if is_compiling():
-        return _block_mask(packed, window, sizes)
+        return make_block_mask(packed, window, sizes)
     return remember(
         packed.row.lengths,
         "tree_block_mask",
-        lambda: _block_mask(packed, window, sizes),
+        lambda: make_block_mask(packed, window, sizes),
         window,
         *sizes,
         tensors=_tensors_of,
     )
 
 
-def _block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int]) -> BlockMask:
+def make_block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int]) -> BlockMask:
+    """Make the `PackedLayout.block_mask` of a tree, which is in no cache."""
     ranges = ranges_of_keys(packed)
     end, positions = ranges[1], tree_of(packed).positions
     query_block, key_block = sizes

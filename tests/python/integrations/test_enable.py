@@ -35,6 +35,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from cuseq.integrations import transformers as integration
 from cuseq.integrations._enabled import Enabled
 from cuseq.integrations.transformers import _enable, _warn
+from cuseq.integrations.transformers import masks as _masks
 from cuseq.integrations.transformers._layers import code_of
 from cuseq.integrations.transformers.hybrids import plan
 from tests.families import models as families
@@ -278,6 +279,44 @@ def test_compiled_layers_share_one_graph(name, device):
         assert_same(found, expected[str(lengths)])
     kinds = len({getattr(layer.self_attn, "sliding_window", None) for layer in model.model.layers})
     assert counter.frame_count == kinds
+    cuseq.disable(model)
+    torch._dynamo.reset()
+
+
+def test_layers_compiled_one_by_one_share_the_masks_of_flex(device, monkeypatch):
+    torch._dynamo.reset()
+    model, weight = make_model("gemma2", device), weights(device)
+    cuseq.enable(model)
+    held, hold = [], cuseq.PackedLayout.block_mask
+
+    def spy(packed, **options):
+        if options.get("hold"):
+            held.append((options["causal"], options["window"]))
+        return hold(packed, **options)
+
+    def run(lengths):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return packed_run(model, documents(device, lengths), weight)
+
+    monkeypatch.setattr(cuseq.PackedLayout, "block_mask", spy)
+    expected = run(LENGTHS)
+    assert not held
+    if device.type == "cpu":  # where flex attention does not run
+        monkeypatch.setattr(_masks, "is_taken_by_compiled_code", lambda call: True)
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in model.model.layers:
+        layer.compile(backend=counter, fullgraph=True, dynamic=False)
+    for lengths in (LENGTHS, [18], [2, 3, 4, 9], LENGTHS):
+        found = run(lengths)
+    if device.type == "cpu":
+        assert_same(found, expected)
+    else:  # in bf16
+        scale = expected[0].abs().max().item()
+        torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0.05 * scale)
+    assert sorted(held, key=str) == sorted([(True, None), (True, 4)] * 4, key=str)
+    assert counter.frame_count == 2
+    made = {str(node.target) for graph in counter.graphs for node in graph.graph.nodes}
+    assert not any("mask_ranges" in name or "block_mask" in name for name in made)
     cuseq.disable(model)
     torch._dynamo.reset()
 

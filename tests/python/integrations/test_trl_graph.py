@@ -171,21 +171,27 @@ def test_a_head_that_selects_tokens_is_refused(tmp_path, monkeypatch):
         make_trainer(tmp_path, graph=True)
 
 
+class Look(transformers.TrainerCallback):
+    """Notes whether a trainer's last step was captured, and what was in the way."""
+
+    def __init__(self, trainer):
+        self.trainer, self.last = trainer, None
+        trainer.add_callback(self)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        step = graph_of(self.trainer).step
+        self.last = (step.captured, step.reason)
+
+
 @needs_a_head
 def test_an_sft_trainer_on_a_gpu_replays_its_steps(cuda, one_gpu, tmp_path):
     del cuda, one_gpu
     twin = make_trainer(tmp_path, graph=False, device="cuda", gradient_accumulation_steps=2)
     trainer = make_trainer(tmp_path, graph=True, device="cuda", gradient_accumulation_steps=2)
-    captured = []
-
-    class Look(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            captured.append((graph_of(trainer).step.captured, graph_of(trainer).step.reason))
-
-    trainer.add_callback(Look())
+    look = Look(trainer)
     trainer.train()
     twin.train()
-    assert captured[-1] == (True, None)
+    assert look.last == (True, None)
     compare(trainer, twin, rounding=1e-2)
 
 
@@ -205,32 +211,54 @@ def test_tokens_are_counted_for_each_log(tmp_path):
     assert any("eval_num_tokens" in log for log in found[0][0])
 
 
-def train_on_ranks(rank: int, folder: str, options: dict) -> list[dict]:
+def train_on_ranks(rank: int, folder: str, options: dict, device: str = "cpu") -> list[dict]:
     found = []
     for graph in (True, False):
         # Otherwise accelerate leaves a rank out of TRL's metrics at the end of an epoch.
-        options = options | dict(ddp_backend="gloo", dataloader_drop_last=True)
-        trainer = make_trainer(f"{folder}/{rank}", graph=graph, **options)
+        backend = "nccl" if device == "cuda" else "gloo"
+        options = options | dict(ddp_backend=backend, dataloader_drop_last=True)
+        trainer = make_trainer(f"{folder}/{rank}", graph=graph, device=device, **options)
+        look = Look(trainer) if graph else None
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        weights = [p.detach() for p in trainer.model.parameters()]
+        weights = [p.detach().cpu() for p in trainer.model.parameters()]
         evaluated = [log.get("eval_num_tokens") for log in trainer.state.log_history]
         if rank == 0:
             trainer.log({"mine": 1.0})  # of a callback on the first rank alone
-        found.append({"logs": logs, "weights": weights, "evaluated": evaluated})
+        found.append({"logs": logs, "weights": weights, "evaluated": evaluated,
+                      "captured": look and look.last})  # fmt: skip
     return found
 
 
-@needs_a_head
-@pytest.mark.parametrize(
-    "options",
-    [{"eval_strategy": "steps", "eval_steps": 3}, {"gradient_accumulation_steps": 3, "count": 60}],
-)
-def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
-    for mine, theirs in distributed.run(train_on_ranks, str(tmp_path), options, limit=240):
+def compare_on_ranks(ranks: list[list[dict]], rounding: float) -> None:
+    for mine, theirs in ranks:
         for log, expected in zip(mine["logs"], theirs["logs"], strict=True):
             assert log.keys() == expected.keys()
             for name in METRICS:
-                assert_close(log[name], expected[name], rtol=1e-3, atol=1e-3, msg=name)
-        assert_close(mine["weights"], theirs["weights"], rtol=1e-3, atol=1e-3)
+                assert_close(log[name], expected[name], rtol=rounding, atol=rounding, msg=name)
+        assert_close(mine["weights"], theirs["weights"], rtol=rounding, atol=rounding)
         assert mine["evaluated"] == theirs["evaluated"]
+
+
+ON_RANKS = [
+    {"eval_strategy": "steps", "eval_steps": 3},
+    {"gradient_accumulation_steps": 3, "count": 60},
+]
+
+
+@needs_a_head
+@pytest.mark.parametrize("options", ON_RANKS)
+def test_ranks_have_the_numbers_of_ddp(options, tmp_path):
+    ranks = distributed.run(train_on_ranks, str(tmp_path), options, limit=240)
+    compare_on_ranks(ranks, rounding=1e-3)
+
+
+@needs_a_head
+@pytest.mark.parametrize("options", [*ON_RANKS, {"enable": {"bin_pack": True}}])
+def test_two_gpus_have_the_numbers_of_ddp(options, second_gpu, tmp_path):
+    del second_gpu
+    ranks = distributed.run(
+        train_on_ranks, str(tmp_path), options, "cuda", limit=240, backend="nccl"
+    )
+    compare_on_ranks(ranks, rounding=1e-2)
+    assert [mine["captured"] for mine, _ in ranks] == [(True, None)] * 2

@@ -21,6 +21,7 @@ from test_masks import (
 )
 from test_no_sync import waits
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 from torch.nn.attention.flex_attention import (
     BlockMask,
@@ -544,3 +545,124 @@ def test_a_block_size_out_of_range_is_refused(size):
     packed = PackedLayout.from_lengths([2, 3])
     with pytest.raises(ValueError, match="_block must lie in|block_size must be at (least 1|most)"):
         packed.block_mask(block_size=(128, size))
+
+
+# --------------------------------------------------------- masks that compiled code takes as inputs
+
+
+def make_rows(kind: str, lengths: list[int], device) -> PackedLayout:
+    """Return a layout of 256 tokens: of a row, of padded segments or of a tree."""
+    if kind == "tree":
+        first, *rest = lengths
+        answers = [[2] * n for n in rest]
+        tree = cuseq.PackedTree.from_groups(
+            [[1] * first], [answers], total_tokens=256, max_seqs=4, max_depth=3
+        )
+        return tree.to(device).layout
+    multiple = 8 if kind == "padded" else 1
+    return PackedLayout.from_lengths(lengths, 256, segment_multiple=multiple, device=device)
+
+
+def make_held(kind: str, lengths: list[int], device, **options) -> PackedLayout:
+    packed = make_rows(kind, lengths, device)
+    packed.block_mask(hold=True, **options)
+    return packed
+
+
+def attend_by_flex(packed: PackedLayout, query: Tensor, options: dict) -> Tensor:
+    return flex_attention(query, query, query, block_mask=packed.block_mask(**options))
+
+
+HELD = [{}, {"window": 30}, {"causal": False}]
+
+
+@pytest.mark.parametrize("options", HELD, ids=str)
+@pytest.mark.parametrize("kind", ["row", "padded", "tree"])
+def test_compiled_code_takes_a_mask_that_is_held(kind, options, device, fresh_compiler):
+    if kind == "tree" and not options.get("causal", True):
+        pytest.skip("trees are causal")
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend_by_flex, backend=backend, fullgraph=True, dynamic=False)
+    for lengths in ([100, 50, 60], [90, 10, 110], [209, 1, 0]):
+        packed = make_held(kind, lengths, device, **options)
+        query = torch.randn(1, 2, packed.total_tokens, 16, device=device)
+        found = compiled(packed, query, options)
+        torch.testing.assert_close(found, attend_by_flex(packed, query, options))
+    assert backend.frame_count == 1
+    (graph,) = backend.graphs
+    made = [node.target for node in graph.graph.nodes if "cuseq" in str(node.target)]
+    assert not made
+
+
+def test_a_mask_of_another_kind_is_not_taken(device, fresh_compiler):
+    compiled = torch.compile(attend_by_flex, backend="aot_eager", fullgraph=True, dynamic=False)
+    packed = make_held("row", [100, 50], device, window=30)
+    query = torch.randn(1, 2, 256, 16, device=device)
+    spans = torch.tensor([[3, 90]], dtype=torch.int32, device=device)
+    for options in ({}, {"window": 31}, {"causal": False}, {"window": 30, "spans": spans}):
+        expected = attend_by_flex(packed, query, options)
+        torch.testing.assert_close(compiled(packed, query, options), expected)
+
+
+@pytest.mark.parametrize("options", HELD, ids=str)
+@pytest.mark.parametrize("kind", ["row", "padded", "tree"])
+def test_other_lengths_are_written_into_what_is_held(kind, options, device, fresh_compiler):
+    if kind == "tree" and not options.get("causal", True):
+        pytest.skip("trees are causal")
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend_by_flex, backend=backend, fullgraph=True, dynamic=False)
+    packed = make_held(kind, [100, 50, 60], device, **options)
+    query = torch.randn(1, 2, 256, 16, device=device)
+    held = packed.block_mask(hold=True, **options)
+    for lengths in ([100, 50, 60], [90, 10, 110], [40, 70, 30]):
+        packed.copy_(make_rows(kind, lengths, device))
+        expected = attend_by_flex(make_rows(kind, lengths, device), query, options)
+        torch.testing.assert_close(compiled(packed, query, options), expected)
+        assert packed.block_mask(hold=True, **options) is held
+    assert backend.frame_count == 1
+
+
+# Not for compute-sanitizer: without the caching allocator, captures cannot allocate.
+@pytest.mark.parametrize("before", [True, False])
+def test_a_graph_replays_with_a_mask_that_is_held(before, cuda, fresh_compiler):
+    compiled = torch.compile(attend_by_flex, fullgraph=True, dynamic=False)
+    packed = make_rows("row", [100, 50, 60], cuda)
+    query = torch.randn(1, 2, 256, 16, device=cuda)
+    if before:
+        packed.block_mask(hold=True)
+    compiled(packed, query, {})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed.block_mask(hold=True)
+        found = compiled(packed, query, {})
+    for lengths in ([100, 50, 60], [90, 10, 110], [256]):
+        packed.copy_(PackedLayout.from_lengths(lengths, 256, max_seqs=3, device=cuda))
+        graph.replay()
+        expected = compiled(PackedLayout.from_lengths(lengths, 256, device=cuda), query, {})
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_mask_held_in_inference_trains(device, fresh_compiler):
+    compiled = torch.compile(attend_by_flex, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.inference_mode():
+        packed = make_held("row", [100, 50], device)
+    query = torch.randn(1, 2, 256, 16, device=device)
+    torch.testing.assert_close(compiled(packed, query, {}), attend_by_flex(packed, query, {}))
+    held = packed.block_mask(hold=True).as_tuple()
+    assert not any(one.is_inference() for one in held if isinstance(one, Tensor))
+
+
+@pytest.mark.parametrize(
+    "options", [{"spans": [(0, 2)]}, {"row_length": 4}, {"block_size": 64}], ids=str
+)
+def test_masks_that_cannot_be_held_are_refused(options):
+    packed = PackedLayout.from_lengths([4], 8)
+    with pytest.raises(ValueError, match="hold=True keeps masks without spans and row_length"):
+        packed.block_mask(hold=True, **options)
+
+
+def test_a_mask_is_held_outside_compiled_code(device, fresh_compiler):
+    packed = PackedLayout.from_lengths([4], 8, device=device)
+    hold = torch.compile(lambda: packed.block_mask(hold=True), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="hold=True must be given outside compiled code"):
+        hold()

@@ -44,6 +44,8 @@ from cuseq.integrations.transformers._layers import (
     models_around,
     refuse_inexact_layers,
     rotating_layers,
+    rows_of_layer,
+    softcap_of,
 )
 from cuseq.integrations.transformers._norm import find_normed_layers, fuse, unfuse
 from cuseq.integrations.transformers._own_attention import (
@@ -294,21 +296,10 @@ def _attention_of_a_row(layer: nn.Module, backend: str) -> str:
     weight = next(layer.parameters())
     if weight.is_meta or weight.dtype.itemsize == 1:  # quantised: the rows have another dtype
         return ""
-    names = ("qk_head_dim", "head_dim", "head_size")
-    head_dim = next(size for name in names if (size := getattr(layer, name, None)))
-    value_dim = getattr(layer, "v_head_dim", head_dim)
-    if (keys := getattr(layer, "k_proj", None)) is not None:
-        kv_heads = keys.out_features // head_dim
-    else:
-        kv_heads = getattr(layer, "num_heads", None) or layer.config.num_attention_heads
-    heads = kv_heads * getattr(layer, "num_key_value_groups", 1)
-    one = torch.empty(1, 1, max(head_dim, value_dim), dtype=weight.dtype, device=weight.device)
-    q = one[..., :head_dim].expand(_TYPICAL, heads, head_dim)
-    v = one[..., :value_dim].expand(_TYPICAL, kv_heads, value_dim)
+    rows = rows_of_layer(layer, _TYPICAL, weight.dtype, weight.device)
     packed = PackedLayout.from_lengths([_TYPICAL // 8] * 8).to(weight.device)
-    softcap = getattr(layer, "attn_logit_softcapping", None) or None
     try:
-        chosen = attention_backend(q, q[:, :kv_heads], v, packed, softcap=softcap, backend=backend)
+        chosen = attention_backend(*rows, packed, softcap=softcap_of(layer), backend=backend)
     except (ValueError, TypeError) as refusal:
         return f"not in {weight.dtype} on {weight.device}: {refusal}"
     if weight.device.type == "cpu":

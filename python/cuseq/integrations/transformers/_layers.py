@@ -9,7 +9,8 @@ import sys
 import types
 from collections.abc import Collection, Iterable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -201,3 +202,29 @@ def dropout_option(layer: nn.Module) -> str:
 def class_names(classes: Iterable[type]) -> tuple[str, ...]:
     """Return the sorted names of the classes without duplicates."""
     return tuple(sorted({one.__name__ for one in classes}))
+
+
+def rows_of_layer(
+    layer: nn.Module, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v of the shapes that an attention layer makes, without values.
+
+    Raises:
+        Exception: of any kind, for a layer whose sizes have other names.
+    """
+    names = ("qk_head_dim", "head_dim", "head_size")
+    head_dim = next(size for name in names if (size := getattr(layer, name, None)))
+    value_dim = getattr(layer, "v_head_dim", head_dim)
+    if (keys := getattr(layer, "k_proj", None)) is not None:
+        kv_heads = keys.out_features // head_dim
+    else:
+        kv_heads = getattr(layer, "num_heads", None) or layer.config.num_attention_heads
+    heads = kv_heads * getattr(layer, "num_key_value_groups", 1)
+    one = torch.empty(1, 1, max(head_dim, value_dim), dtype=dtype, device=device)
+    q = one[..., :head_dim].expand(tokens, heads, head_dim)
+    return q, q[:, :kv_heads], one[..., :value_dim].expand(tokens, kv_heads, value_dim)
+
+
+def softcap_of(layer: nn.Module) -> float | None:
+    """Return the bound of an attention layer's scores, or None."""
+    return getattr(layer, "attn_logit_softcapping", None) or None

@@ -206,6 +206,11 @@ def documents_found(config: Any, batch: int, seqlen: int) -> tuple[bool, PackedL
     return False, None
 
 
+def model_inside() -> nn.Module | None:
+    """Return the model whose call runs in this thread, the innermost that a hook has read."""
+    return _calls.inside[-1].model() if _calls.inside else None
+
+
 def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     if not torch.compiler.is_compiling() and _calls.inside and _calls.inside[-1].model() is model:
         rows = _calls.inside.pop().rows

@@ -9,6 +9,7 @@ the mask, once per forward.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
@@ -16,16 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 
 from cuseq import _C
 from cuseq._base.arguments import as_size, round_up
 from cuseq._base.models import recurrent_layers
 from cuseq._base.modes import outside_inference_mode
+from cuseq.attention.call import Call
+from cuseq.attention.flex import is_taken_by_compiled_code
 from cuseq.cache import new_key, remember
-from cuseq.integrations.transformers.documents import counted, document_numbers
-from cuseq.integrations.transformers.names import DOCUMENTS, NAME
+from cuseq.integrations.transformers._layers import rows_of_layer, softcap_of
+from cuseq.integrations.transformers.documents import counted, document_numbers, model_inside
+from cuseq.integrations.transformers.names import BACKEND, DOCUMENTS, NAME
 from cuseq.layout import PackedLayout, checked_spans, special_kind
 
 
@@ -293,6 +297,8 @@ def cuseq_mask(
     # a window cannot be replaced, because its window extends in both directions.
     replaceable = allow_is_causal_skip or (allow_is_bidirectional_skip and window is None)
     if square and replaceable:
+        if told.packed is not None and deferred.chunk is None:
+            _hold_block_mask(deferred, told.packed)
         return deferred
     if square and _is_for_indexers(config, mask_function, local_size):
         deferred.causal = True
@@ -317,6 +323,56 @@ def _is_for_indexers(config: Any, pattern: Callable, window: int | None) -> bool
     is_causal = pattern is masking_utils.causal_mask_function and window is None
     budgets = (getattr(config, name, None) for name in ("index_topk", "indexer_budget"))
     return is_causal and any(budget is not None for budget in budgets)
+
+
+# ------------------------------------------------------------- layers that are compiled one by one
+
+
+# Of a layer and of what a choice follows from: whether its compiled code runs on flex attention.
+_on_flex: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _hold_block_mask(mask: DeferredMask, packed: PackedLayout) -> None:
+    """Make the mask of flex attention once, where each layer that is compiled would make its own.
+
+    If a layer runs on another backend after all, nobody reads it; if it is missing, layers make
+    theirs.
+    """
+    model = model_inside()
+    layer = None if model is None or packed.part is not None else _compiled_attention(model)
+    if layer is None:
+        return
+    device = packed.device.type
+    half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    kind = (packed.total_tokens, packed.is_tree, mask.causal, mask.window, half)
+    known = _on_flex.setdefault(layer, {})
+    if packed.is_replayed or kind not in known:  # a replay's choice follows from more
+        known[kind] = _runs_on_flex(layer, mask, packed)
+    if known[kind]:
+        packed.block_mask(causal=mask.causal, window=mask.window, hold=True)
+
+
+def _compiled_attention(model: nn.Module) -> nn.Module | None:
+    """Return an attention layer of a model whose layers are compiled one by one, or None."""
+    for layer in getattr(model, "layers", ()):
+        # torch.compile puts another module around a layer, and Module.compile does not.
+        if layer._compiled_call_impl is None and not hasattr(layer, "_orig_mod"):
+            return None
+        for module in layer.modules():
+            if hasattr(module, BACKEND):
+                return module
+    return None
+
+
+def _runs_on_flex(layer: nn.Module, mask: DeferredMask, packed: PackedLayout) -> bool:
+    dtype = next(layer.parameters()).dtype
+    try:
+        q, k, v = rows_of_layer(layer, packed.total_tokens, dtype, packed.device)
+    except Exception:  # a layer of a kind that nobody has seen
+        return False
+    backend, softcap = getattr(layer, BACKEND), softcap_of(layer)
+    call = Call(q, k, v, packed, mask.causal, mask.window, None, None, softcap, None, backend)
+    return is_taken_by_compiled_code(call)
 
 
 # ------------------------------------------------------------------------------- blocks of tokens
