@@ -2,7 +2,7 @@
 
     python -m benchmarks masks [--device cpu]
 
-Causal masks of one packed row of T tokens; additive masks hide with `-inf`. Five tables:
+Causal masks of one packed row of T tokens; additive masks hide with `-inf`. Six tables:
 
 - Dense: bool and additive masks (bf16, on a CPU fp32), 1 to 2,000 documents, one case with a tail.
   `fill` writes as many bytes by `fill_` into a tensor of the same shape. "In a graph" is one of
@@ -17,6 +17,8 @@ Causal masks of one packed row of T tokens; additive masks hide with `-inf`. Fiv
 - Flex attention with cuseq's BlockMask and with an eagerly made one of create_block_mask. It is
   compiled for each T and measured in turns; the forward is that of training. On a CPU it is not
   compiled and has no backward.
+- LAYERS layers of varlen_attention over flex, each compiled alone, that make their masks in each
+  layer or take the one that the layout holds, which is made in each pass.
 - xformers' bias from host lengths, compared with `BlockDiagonalCausalMask.from_seqlens`.
 - Kernels, copies and waits of one call of each, as the profiler counts them.
 
@@ -63,6 +65,7 @@ PEER_TOKENS = (4096, 8192)
 HOST_TOKENS = 8192
 BLOCK_TOKENS = [8192, 32_768, 131_072]
 FLEX_HEADS = (16, 8, 128)
+LAYERS = 8
 # Several times the L2 cache of any GPU.
 ROTATED_BYTES = 2**28
 
@@ -501,6 +504,45 @@ def flex_rows(tokens: int, device: torch.device) -> list[Row]:
     return list(rows.values())
 
 
+class AttentionLayer(torch.nn.Module):
+    """Attention alone, to be compiled one by one."""
+
+    def forward(self, rows: list[Tensor], packed: cuseq.PackedLayout) -> Tensor:
+        return cuseq.varlen_attention(*rows, packed, backend="flex")
+
+
+def layer_rows(tokens: int, device: torch.device) -> list[Row]:
+    """Return rows of layers that make their masks, and of layers that take the layout's."""
+    pack = Pack.lognormal(tokens, device)
+    shapes = [(tokens, heads, FLEX_HEADS[2]) for heads in (FLEX_HEADS[0], *[FLEX_HEADS[1]] * 2)]
+    rows = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+    layers = [AttentionLayer() for _ in range(LAYERS)]
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    layouts = deque(pack.layout() for _ in range(64))
+
+    def forward(hold: bool) -> None:
+        packed = layouts[0]
+        layouts.rotate(1)
+        packed._derived.block_masks.clear()  # as a new pack's layout
+        if hold:
+            packed.block_mask(hold=True)
+        for layer in layers:
+            layer(rows, packed)
+
+    found = []
+    with torch.no_grad():
+        for name, hold in (("made in each layer", False), ("held by the layout", True)):
+            row: Row = {"tokens": tokens, "documents": len(pack.lengths), "name": name}
+            call = functools.partial(forward, hold)
+            with noting(row):
+                call()
+                row["host_us"] = timer.host_time(call, device=device, calls=10).median / LAYERS
+                row["alone_us"] = timer.device_time(call, device=device).median / LAYERS
+            found.append(row)
+    return found
+
+
 # --------------------------------------------------------------------------------------- xformers
 
 
@@ -592,9 +634,14 @@ def table(title: str, columns: dict[str, str], rows: list[Row]) -> Table:
 
 
 def tables(
-    dense: list[Row], blocks: list[Row], flex: list[Row], biases: list[Row], counts: list[Row]
+    dense: list[Row],
+    blocks: list[Row],
+    flex: list[Row],
+    layers: list[Row],
+    biases: list[Row],
+    counts: list[Row],
 ) -> list[Table]:
-    """Return all five tables."""
+    """Return all six tables."""
     case = {"tokens": "tokens", "documents": "documents"}
     host = {"host_us": "host us a call", "first_us": "layout's first", "hit_us": "hit"}
     ends = {"same": "same as cuseq's", "note": "failed"}
@@ -615,6 +662,9 @@ def tables(
         "compile_s": "compiling, s", "error": "difference", "note": "failed",
     }  # fmt: skip
     found.append(table("Flex attention", headings, flex))
+    headings = case | {"name": "masks", "host_us": "host us a layer", "alone_us": "us a layer"}
+    headings |= {"note": "failed"}
+    found.append(table("Layers compiled one by one, forward", headings, layers))
     headings = case | {"name": "bias of"} | host | {"note": "failed"}
     found.append(table("xformers' bias", headings, biases))
     headings = case | {
@@ -660,6 +710,7 @@ def main() -> None:
     dense: list[Row] = []
     blocks: list[Row] = []
     flex: list[Row] = []
+    layers: list[Row] = []
     biases: list[Row] = []
     counts: list[Row] = []
 
@@ -685,6 +736,7 @@ def main() -> None:
         measure_denses([16_384, 32_768], DOCUMENTS, 8)
         blocks += steps.run("BlockMasks", 10, lambda: own_block_rows(BLOCK_TOKENS, device))
         measure_flex([8192], 40)
+        layers += steps.run("layers", 25, lambda: layer_rows(8192, device))
         measure_peer_blocks(EAGER, BLOCK_TOKENS, 5)
         biases += steps.run("xformers", 10, lambda: xformers_rows(8192, DOCUMENTS, device))
         measure_flex([32_768], 30)
@@ -710,12 +762,11 @@ def main() -> None:
     ]
     report.notes += steps.notes
     report.notes.append(f"Took {steps.seconds:.0f} s.")
-    report.tables += tables(dense, blocks, flex, biases, counts)
+    report.tables += tables(dense, blocks, flex, layers, biases, counts)
     report.write(args.out)
     draw(dense, blocks, args.out)
-    failed = [
-        row for row in (*dense, *blocks, *flex, *biases) if "note" in row and row["name"] == CUSEQ
-    ]
+    ours = [row for row in (*dense, *blocks, *flex, *biases) if row["name"] == CUSEQ] + layers
+    failed = [row for row in ours if "note" in row]
     if failed:
         sys.exit(f"{len(failed)} lines of cuseq failed, see the tables")
 

@@ -636,7 +636,7 @@ def test_a_graph_replays_with_a_mask_that_is_held(before, cuda, fresh_compiler):
         packed.block_mask(hold=True)
         found = compiled(packed, query, {})
     for lengths in ([100, 50, 60], [90, 10, 110], [256]):
-        packed.copy_(PackedLayout.from_lengths(lengths, 256, max_seqs=3, device=cuda))
+        packed.copy_(PackedLayout.from_lengths(lengths, 256, device=cuda))
         graph.replay()
         expected = compiled(PackedLayout.from_lengths(lengths, 256, device=cuda), query, {})
         torch.testing.assert_close(found, expected)
