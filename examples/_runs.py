@@ -60,6 +60,30 @@ def newest_checkpoint(
     return newest
 
 
+def trl_checkpoint(args: Any) -> str | None:
+    """Return the checkpoint that a run of TRL's goes on from, and take the run's folder.
+
+    Raises:
+        SystemExit: it is not whole, or the folder has another run.
+    """
+    last_file, how = "trainer_state.json", "--resume_from_checkpoint PATH"
+    if (given := args.resume_from_checkpoint) is None:
+        return newest_checkpoint(args.output_dir, f"checkpoint-*/{last_file}", False, how=how)
+    if not Path(given, last_file).is_file():
+        raise SystemExit(f"--resume_from_checkpoint {given}: no whole checkpoint")
+    make_folder("--output_dir", args.output_dir)
+    return given
+
+
+def train(trainer: Any, checkpoint: str | None) -> None:
+    """Train, from a checkpoint if there is one, and write the model."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    folder = f"{trainer.args.output_dir}/model"
+    trainer.save_model(folder)
+    trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
+    say(f"Written: the model and its tokenizer in {folder}")
+
+
 def check_same_run(
     folder: str | Path, checkpoint: str | None, loaded: Any, model: Any, **options: int
 ) -> None:

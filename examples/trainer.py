@@ -84,10 +84,7 @@ def main() -> None:
             layer.compile(fullgraph=True, dynamic=False)
     if KIND == "cpu":  # else Trainer resumes on "cpu:0", which torch.load does not know
         vars(args)["_setup_devices"] = torch.device("cpu")
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(f"{args.output_dir}/model")
-    trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
-    _ranks.say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+    _runs.train(trainer, checkpoint)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ SIGTERM and Ctrl-C end the run after a step, with a checkpoint for --resume_from
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import _ranks
 import _runs
@@ -57,14 +56,7 @@ def main() -> None:
     if options.lora < 0:
         raise SystemExit(f"--lora must be at least 0, got {options.lora}")
     _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
-    checkpoint = args.resume_from_checkpoint
-    if checkpoint is None:
-        how, last_file = "--resume_from_checkpoint PATH", "checkpoint-*/trainer_state.json"
-        checkpoint = _runs.newest_checkpoint(args.output_dir, last_file, resume=False, how=how)
-    elif not Path(checkpoint, "trainer_state.json").is_file():
-        raise SystemExit(f"--resume_from_checkpoint {checkpoint}: no whole checkpoint")
-    else:
-        _runs.make_folder("--output_dir", args.output_dir)
+    checkpoint = _runs.trl_checkpoint(args)
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
@@ -94,10 +86,7 @@ def main() -> None:
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     # bin_pack packs all of the data set together.
     _ranks.say(str(cuseq.enable(trainer, bin_pack=True, graph=options.graph)))
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model(f"{args.output_dir}/model")
-    trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
-    _ranks.say(f"Written: the model and its tokenizer in {args.output_dir}/model")
+    _runs.train(trainer, checkpoint)
 
 
 def read_conversations(name: str) -> datasets.Dataset:
