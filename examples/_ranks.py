@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import HfArgumentParser, PretrainedConfig
+from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
 import cuseq
@@ -144,15 +144,3 @@ def make_mesh(cp: int, row_length: int) -> DeviceMesh:
     return init_device_mesh(
         KIND, (ranks // cp, cp), mesh_dim_names=("dp", "cp"), backend_override=own
     )
-
-
-def context_parallel(
-    mesh: DeviceMesh, config: PretrainedConfig
-) -> cuseq.distributed.ContextParallel | None:
-    """Return how the ranks of `cp` share rows; None if each has its own."""
-    if mesh["cp"].size() == 1:
-        return None
-    config = config.get_text_config()
-    heads = (config.num_attention_heads, config.num_key_value_heads)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads[0]
-    return cuseq.distributed.ContextParallel(mesh["cp"], heads=heads, head_dim=head_dim)

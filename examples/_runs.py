@@ -1,4 +1,4 @@
-"""What the examples' runs share: their folder, its checkpoints, and how a signal ends them."""
+"""What the examples' runs share: their folder, its checkpoints, and how they train."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _ranks import KIND, check_same_on_ranks, say
-from transformers import TrainerCallback
+
+from cuseq.integrations.transformers import StopCallback
 
 _locks: list[Any] = []  # open files, whose locks end with this process, however it ends
 
@@ -75,9 +75,12 @@ def trl_checkpoint(args: Any) -> str | None:
     return given
 
 
-def train(trainer: Any, checkpoint: str | None) -> None:
-    """Train, from a checkpoint if there is one, and write the model."""
+def train(trainer: Any, checkpoint: str | None, resume: str) -> None:
+    """Train, from a checkpoint if there is one, and write the model; `resume` is the option."""
+    trainer.add_callback(stop := StopCallback())
     trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.stopped:
+        say(f"Stopped after step {trainer.state.global_step}; {resume} goes on from there.")
     folder = f"{trainer.args.output_dir}/model"
     trainer.save_model(folder)
     trainer.accelerator.wait_for_everyone()  # the first rank may still be writing
@@ -116,28 +119,3 @@ def is_finished(folder: str | Path, checkpoint: str | None, max_steps: int) -> b
     if 0 < max_steps <= steps:
         say(f"{folder} has made {steps} of {max_steps} steps already.")
     return 0 < max_steps <= steps
-
-
-class StopTogether(TrainerCallback):
-    """Saves and stops on all ranks after the same step, once one of them got a signal.
-
-    It asks the other ranks when Trainer logs, which waits for the device anyway.
-    """
-
-    def __init__(self, resume: str) -> None:
-        self._asked, self._resume = 0, resume
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self._asked = 1
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % max(1, int(args.logging_steps)):
-            return
-        asked = torch.tensor(self._asked, device=args.device)
-        if dist.is_initialized():
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if asked.item():
-            say(f"Stopped after step {state.global_step}; {self._resume} goes on from there.")
-            control.should_save = control.should_training_stop = True

@@ -71,7 +71,9 @@ def train(options: Options) -> list[float]:
     _ranks.say(str(cuseq.enable(model)))  # before it is compiled and sharded
     shard(model, options.compile_layers)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate, fused=KIND == "cuda")
-    dp, cp = mesh["dp"], _ranks.context_parallel(mesh, model.config)
+    dp, cp = mesh["dp"], None
+    if options.cp > 1:
+        cp = cuseq.distributed.ContextParallel(mesh["cp"], config=model.config)
     rows = Rows(documents, options, dp.get_local_rank(), dp.size(), cp)
     first, losses = restore(saved, model, optimizer, rows) if saved else 0, []
     progress = tqdm(range(first, options.steps), unit="step", disable=dist.get_rank() != 0)

@@ -78,11 +78,10 @@ def main() -> None:
         args=args,
         train_dataset=questions,
         processing_class=tokenizer,
-        callbacks=[_runs.StopTogether("--resume_from_checkpoint")],
     )
     if options.packed:
         _ranks.say(str(cuseq.enable(trainer, micro_batch_tokens=options.micro_batch_tokens)))
-    _runs.train(trainer, checkpoint)
+    _runs.train(trainer, checkpoint, "--resume_from_checkpoint")
 
 
 def has_answer(completions: list[Any], answer: list[str], **others: Any) -> list[float]:

@@ -1,11 +1,12 @@
-"""Teach a small Qwen3-VL to read digits, in packed rows and document by document.
+"""Teach a small Qwen3-VL to name colours, in packed rows and document by document.
 
     python examples/images.py             # a few minutes, on the CPU
-    python examples/images.py --steps 20  # too few to learn to read
+    python examples/images.py --steps 20  # too few to learn them
 
-A document is an image of one to four digits with these as text, or two of them, or text alone.
-Trains twice from the same weights on the same documents: packed by `MultimodalPackingCollator`,
-with `cuseq.enable`, and in transformers alone, where gradients of documents add up to a step.
+A document is an image of one to four squares with their colours as text, or two of them, or text
+alone. Trains twice from the same weights on the same documents: packed by
+`MultimodalPackingCollator`, with `cuseq.enable`, and in transformers alone, where gradients of
+documents add up to a step.
 """
 
 from __future__ import annotations
@@ -27,16 +28,11 @@ import cuseq
 
 LEARNING_RATE, WARMUP = 3e-3, 20
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token, and frames of a patch
-CELL = PATCH * MERGE  # pixels of a token, and of a digit with its margins
-# The digits 0 to 9 in 5 x 7 pixels: a byte is a line, its bit 4 the pixel on the left.
-FONT = bytes.fromhex(
-    "0e11131519110e 040c040404040e 0e11010204081f 1f02040201110e 02060a121f0202"
-    "1f101e0101110e 0608101e11110e 1f010204080808 0e11110e11110e 0e11110f01020c"
-)
-GLYPHS = torch.tensor(list(FONT)).reshape(10, 7, 1).bitwise_right_shift(torch.arange(4, -1, -1)) % 2
+CELL = PATCH * MERGE  # pixels of a token, and of a square
+COLORS = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)  # the corners of RGB
 
-# Tokens 0 to 9 are the digits. A model is asked for these and for END, which have labels.
-END, VISION_START, VISION_END, IMAGE, VIDEO, VOCABULARY = range(10, 16)
+# Tokens 0 to 7 are the colours. A model is asked for these and for END, which have labels.
+END, VISION_START, VISION_END, IMAGE, VIDEO, VOCABULARY = range(len(COLORS), len(COLORS) + 6)
 Document = dict[str, Tensor]
 
 
@@ -44,7 +40,7 @@ Document = dict[str, Tensor]
 class Options:
     """What this example takes."""
 
-    steps: int = HfArg(default=500, help="of training")
+    steps: int = HfArg(default=200, help="of training")
     documents: int = HfArg(default=32, help="of a step")
     seed: int = HfArg(default=0, help="of weights and documents")
 
@@ -66,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Run]:
     alone = train("transformers, one by one", make_model(options.seed), steps, unseen, list)
     for run in (packed, alone):
         print(f"{run.name:24}  {run.tokens_per_second:7,.0f} tokens/s, last loss "
-              f"{run.losses[-1]:.4f}, {run.read_right:.1%} of new digits read right")  # fmt: skip
+              f"{run.losses[-1]:.4f}, {run.named_right:.1%} of new squares right")  # fmt: skip
     apart = [abs(a - b) for a, b in zip(packed.losses, alone.losses)]
     # Training multiplies the rounding of its first steps, so later losses say less.
     print(f"Losses of the first 20 steps differ by at most {max(apart[:20]):.1e}, all by at most "
@@ -97,16 +93,12 @@ def make_model(seed: int) -> torch.nn.Module:
     return transformers.Qwen3VLForConditionalGeneration(config)
 
 
-def draw_digits(digits: Sequence[int], rng: random.Random) -> Tensor:
-    """Return an image `[3, height, width]`: digits in a line, each somewhere in its cell."""
-    height = CELL * rng.randint(1, 2)
-    width = CELL * (len(digits) + rng.randint(0, 2))
-    ink = torch.zeros(height, width)
-    for i, digit in enumerate(digits):
-        y, x = rng.randint(0, height - 7), CELL * i + rng.randint(0, CELL - 5)
-        ink[y : y + 7, x : x + 5] = GLYPHS[digit]
-    paper, color = 0.3 * torch.rand(3, 1, 1) - 0.3, 1 + torch.rand(3, 1, 1)
-    return torch.lerp(paper, color, ink) + 0.05 * torch.randn(3, height, width)
+def draw_squares(colors: Sequence[int], rng: random.Random) -> Tensor:
+    """Return an image `[3, height, width]`: squares in a line, on grey."""
+    cells = torch.full((3, rng.randint(1, 2), len(colors) + rng.randint(0, 2)), 0.5)
+    cells[:, 0, : len(colors)] = COLORS[colors].T
+    image = cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
+    return image + 0.2 * torch.randn(image.shape)
 
 
 def patches_of(image: Tensor) -> tuple[Tensor, list[int]]:
@@ -122,18 +114,18 @@ def patches_of(image: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def make_document(images: int, rng: random.Random) -> Document:
-    """Return a document as a processor makes it: images with their digits, or a run of digits."""
+    """Return a document as a processor makes it: images with their colours, or a run of these."""
     ids, pixels, grids = [], [], []
     for _ in range(images):
-        digits = [rng.randrange(10) for _ in range(rng.randint(1, 4))]
-        patches, grid = patches_of(draw_digits(digits, rng))
+        colors = rng.choices(range(len(COLORS)), k=rng.randint(1, 4))
+        patches, grid = patches_of(draw_squares(colors, rng))
         tokens = [IMAGE] * (len(patches) // MERGE**2)
-        ids += [VISION_START, *tokens, VISION_END, *digits, END]
+        ids += [VISION_START, *tokens, VISION_END, *colors, END]
         pixels.append(patches)
         grids.append(grid)
     if not images:
-        first = rng.randrange(10)
-        ids = [*(digit % 10 for digit in range(first, first + rng.randint(3, 20))), END]
+        first = rng.randrange(len(COLORS))
+        ids = [*(one % len(COLORS) for one in range(first, first + rng.randint(3, 20))), END]
     row = torch.tensor([ids])
     document = dict(input_ids=row, labels=row.masked_fill(row > END, -100))
     document["mm_token_type_ids"] = (row == IMAGE).long()
@@ -169,13 +161,13 @@ def train(
             print(f"{name}: step {step} of {len(steps)}, loss {losses[-1]:.4f}", flush=True)
     seconds = time.perf_counter() - begin
     tokens = sum(one["input_ids"].numel() for documents in steps for one in documents)
-    right = read_right(model, batches_of(unseen))
-    return Run(name=name, losses=losses, tokens_per_second=tokens / seconds, read_right=right)
+    right = named_right(model, batches_of(unseen))
+    return Run(name=name, losses=losses, tokens_per_second=tokens / seconds, named_right=right)
 
 
 @torch.no_grad()
-def read_right(model: torch.nn.Module, batches: list[dict]) -> float:
-    """Return the share of digits that the model finds most probable after the digits before."""
+def named_right(model: torch.nn.Module, batches: list[dict]) -> float:
+    """Return the share of colours that the model finds most probable after those before."""
     right = []
     for batch in batches:
         labels = batch["labels"][:, 1:]

@@ -72,19 +72,19 @@ def main() -> None:
         train_dataset=documents,
         data_collator=cuseq.PackingCollator(total_tokens=options.row_length, max_seqs=max_seqs),
         processing_class=tokenizer,
-        callbacks=[_runs.StopTogether("--resume")],
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     cp = None
     if options.cp != 1:
-        cp = _ranks.context_parallel(_ranks.make_mesh(options.cp, options.row_length), model.config)
+        mesh = _ranks.make_mesh(options.cp, options.row_length)
+        cp = cuseq.distributed.ContextParallel(mesh["cp"], config=model.config)
     _ranks.say(str(cuseq.enable(trainer, capacity=options.row_length, cp=cp, graph=options.graph)))
     if options.compile_layers:
         for layer in model.get_decoder().layers:
             layer.compile(fullgraph=True, dynamic=False)
     if KIND == "cpu":  # else Trainer resumes on "cpu:0", which torch.load does not know
         vars(args)["_setup_devices"] = torch.device("cpu")
-    _runs.train(trainer, checkpoint)
+    _runs.train(trainer, checkpoint, "--resume")
 
 
 if __name__ == "__main__":

@@ -81,12 +81,11 @@ def main() -> None:
         train_dataset=documents,
         processing_class=tokenizer,
         peft_config=adapter if options.lora else None,
-        callbacks=[_runs.StopTogether("--resume_from_checkpoint")],
     )
     PackingCallback().attach(trainer)  # fill and real tokens per second, in each log
     # bin_pack packs all of the data set together.
     _ranks.say(str(cuseq.enable(trainer, bin_pack=True, graph=options.graph)))
-    _runs.train(trainer, checkpoint)
+    _runs.train(trainer, checkpoint, "--resume_from_checkpoint")
 
 
 def read_conversations(name: str) -> datasets.Dataset:

@@ -44,9 +44,11 @@ class ContextParallel:
         policy: as for `cp_plan`.
         heads: numbers of query and key heads of the model, as for `cp_plan`.
         head_dim: elements of a head, as for `cp_plan`.
+        config: the config of a transformers model, which has both; instead of them.
 
     Raises:
-        ValueError: the mesh has several dimensions, its group is destroyed, this process is not in
+        ValueError: `config` comes with `heads` or `head_dim`, or lacks the number of heads; the
+            mesh has several dimensions, its group is destroyed, this process is not in
             the group, or an argument is outside its range.
         TypeError: an argument has the wrong type.
 
@@ -63,7 +65,14 @@ class ContextParallel:
         policy: str = "auto",
         heads: Sequence[int] | None = None,
         head_dim: int | None = None,
+        config: Any = None,
     ):
+        if config is not None:
+            if heads is not None or head_dim is not None:
+                raise ValueError(
+                    f"config must be given without heads and head_dim, got {heads} and {head_dim}"
+                )
+            heads, head_dim = _heads_of(config)
         group = _group_of(mesh_or_group)
         self.rank: int = torch.distributed.get_rank(group)
         self.size: int = torch.distributed.get_world_size(group)
@@ -184,6 +193,19 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, {self.policy})"
+
+
+def _heads_of(config: Any) -> tuple[tuple[int, int], int]:
+    """Return the numbers of query and key heads, and head_dim, of a transformers model's config."""
+    of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if (heads := getattr(of_text, "num_attention_heads", None)) is None:
+        raise ValueError(
+            f"config must have num_attention_heads, got {type(of_text).__name__}: give heads and "
+            "head_dim"
+        )
+    key_heads = getattr(of_text, "num_key_value_heads", None) or heads
+    head_dim = getattr(of_text, "head_dim", None) or of_text.hidden_size // heads
+    return (heads, key_heads), head_dim
 
 
 def _group_of(mesh_or_group: Any) -> ProcessGroup:

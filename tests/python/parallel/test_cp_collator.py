@@ -146,6 +146,32 @@ def test_a_place_is_made_of_a_mesh_or_a_group(one_rank):
         ContextParallel(one_rank, head_dim=0)
 
 
+def test_a_config_tells_the_heads(one_rank):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=48, num_attention_heads=6, vocab_size=8)
+    for config, expected in (
+        (transformers.LlamaConfig(**sizes, num_key_value_heads=3), ((6, 3), 8)),
+        (transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=32), ((6, 2), 32)),
+        (transformers.GPTNeoXConfig(**sizes), ((6, 6), 8)),
+        (transformers.Gemma3Config(text_config=dict(num_attention_heads=4)), ((4, 4), 256)),
+    ):
+        cp = ContextParallel(one_rank, config=config)
+        assert (cp.heads, cp.head_dim) == expected
+        assert vars(pickle.loads(pickle.dumps(cp))) == vars(cp)
+    with pytest.raises(
+        ValueError, match=r"config must be given without heads and head_dim, got \("
+    ):
+        ContextParallel(one_rank, config=config, heads=(4, 4))
+    with pytest.raises(ValueError, match="config must have num_attention_heads, got Mamba2Config"):
+        ContextParallel(one_rank, config=mamba(transformers))
+
+
+def mamba(transformers):
+    config = transformers.Mamba2Config()
+    vars(config).pop("num_attention_heads", None)
+    return config
+
+
 def test_batches_without_labels_are_named(one_rank):
     for batch, shown in (({"labels": None, "a": 1}, r"\['a', 'labels'\]"), (3, "3")):
         with pytest.raises(ValueError, match=f"shift_labels.*got {shown} as batches.1."):

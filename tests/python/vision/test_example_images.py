@@ -26,12 +26,12 @@ def test_both_ways_learn_the_same(example, capsys):
     assert len(packed["losses"]) == STEPS
     assert packed["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert sum(packed["losses"][-4:]) < 0.8 * sum(packed["losses"][:4])
-    assert packed["read_right"] == pytest.approx(alone["read_right"], abs=0.01)
+    assert packed["named_right"] == pytest.approx(alone["named_right"], abs=0.01)
     assert "differ by at most" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("digits", [[7], [0, 1, 2, 3]])
-def test_patches_are_those_of_the_processor(example, digits):
+@pytest.mark.parametrize("colors", [[7], [0, 1, 2, 3]])
+def test_patches_are_those_of_the_processor(example, colors):
     pytest.importorskip("PIL")
     process = transformers.Qwen2VLImageProcessorPil(
         patch_size=example.PATCH,
@@ -41,7 +41,7 @@ def test_patches_are_those_of_the_processor(example, digits):
         do_rescale=False,
         do_normalize=False,
     )
-    image = example.draw_digits(digits, random.Random(0))
+    image = example.draw_squares(colors, random.Random(0))
     expected = process(images=[image.numpy()], return_tensors="pt")
     patches, grid = example.patches_of(image)
     torch.testing.assert_close(patches, expected["pixel_values"])

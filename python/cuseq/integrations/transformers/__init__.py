@@ -1,4 +1,4 @@
-"""Packed training with Hugging Face transformers: `attn_implementation="cuseq"` and a callback.
+"""Packed training with Hugging Face transformers: `attn_implementation="cuseq"` and callbacks.
 
     cuseq.enable(model)                              # a live model: attention, rotation, q/k norm
     model(**cuseq.PackingCollator()(examples)).loss.backward()
@@ -18,6 +18,6 @@ from cuseq._base.foreign import load
 load("transformers", "cuseq's integration with transformers")  # before modules that import it
 
 from cuseq.integrations.transformers._register import register, unregister  # noqa: E402
-from cuseq.integrations.transformers.callback import PackingCallback  # noqa: E402
+from cuseq.integrations.transformers.callback import PackingCallback, StopCallback  # noqa: E402
 
-__all__ = ["PackingCallback", "register", "unregister"]
+__all__ = ["PackingCallback", "StopCallback", "register", "unregister"]

@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's Trainer that logs fill and throughput of packed rows.
+"""Callbacks for Hugging Face's Trainer: fill and throughput in its logs, and a stop of all ranks.
 
     trainer = Trainer(..., data_collator=cuseq.PackingCollator(...), callbacks=[PackingCallback()])
 
@@ -7,6 +7,8 @@ docs/trainer.md describes training on packed rows with Trainer.
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Iterable
 from time import perf_counter
@@ -201,3 +203,55 @@ class PackingCallback(TrainerCallback):
             "real_tokens_per_second": real_tokens / max(row[3] for row in rows),
             "sequences_per_step": sequences / self._steps,
         }
+
+
+class StopCallback(TrainerCallback):
+    """A Trainer callback that ends training at SIGTERM and Ctrl-C, with a checkpoint.
+
+    All ranks save and stop after the same step, whichever of them got the signal. transformers'
+    `enable_jit_checkpoint` lets each rank stop by its own clock, and the others then wait for it in
+    a collective. Ranks ask each other when Trainer logs, which waits for the device anyway: every
+    `logging_steps`. The handlers are set when training begins, in the main thread, and those of
+    before are set again when it ends.
+
+    Attributes:
+        stopped: whether the last training ended by a signal.
+
+    Examples:
+        >>> trainer = Trainer(model, args, train_dataset=dataset, callbacks=[StopCallback()])
+        >>> trainer.train(resume_from_checkpoint=True)
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.stopped = self._is_asked = False
+        self._before: dict[int, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.stopped = self._is_asked = False
+        if threading.current_thread() is threading.main_thread():  # else Python sets no handler
+            self._before = {one: signal.signal(one, self._ask) for one in self.SIGNALS}
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step % max(1, state.logging_steps):
+            return
+        asked = torch.tensor(int(self._is_asked), device=args.device)
+        if args.world_size > 1:
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        if asked.item():
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self._is_asked = True
