@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -24,7 +25,7 @@ from cuseq import PackedLayout, PackingCollator
 from cuseq.debug.profile.lines import LineLog, is_users, name_line
 from cuseq.debug.profile.result import StepProfile
 from cuseq.debug.profile.step import check_no_waits, profile_step, summarise
-from cuseq.debug.profile.trace import WINDOW, Trace, record
+from cuseq.debug.profile.trace import WINDOW, Trace, record, waits_that_torch_names
 
 HERE = Path(__file__)
 MAIN, OTHER = 7, 8
@@ -278,6 +279,60 @@ def test_a_gate_does_not_trust_a_profiler_that_miscounts(monkeypatch):
     with pytest.raises(RuntimeError, match="cannot count the waits here: it counts nothing"):
         profile_step(lambda: None, fail_on_wait=True)
     profile_step(lambda: None)
+
+
+@pytest.mark.parametrize("broken", [None, "it counts nothing"])
+def test_a_gate_has_a_second_witness(broken, monkeypatch):
+    from cuseq.debug.profile import step
+
+    modes = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(step, "check_gpu_profiler", lambda: broken)
+    monkeypatch.setattr(step, "_wall_us", lambda fn, steps: 1.0)
+    monkeypatch.setattr(step, "record", lambda *args, **named: None)
+    monkeypatch.setattr(step, "_notes", lambda *args: ())
+    monkeypatch.setattr(step, "summarise", lambda *args, **named: profile_of())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+    def waits():
+        if modes == ["warn"]:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)  # as torch does
+            warnings.warn("of the user", stacklevel=1)
+
+    place = re.escape(line_of("as torch does").partition(" ")[0])
+    with pytest.warns(UserWarning, match="of the user"):
+        with pytest.raises(RuntimeError, match=f"must not wait for the GPU, got waits at {place}$"):
+            profile_step(waits, fail_on_wait=True)
+    assert modes == ["warn", 0]
+    modes.clear()
+    with pytest.raises(ValueError, match="of the step"):
+        waits_that_torch_names(lambda: exec("raise ValueError('of the step')"))
+    assert modes == ["warn", 0]
+
+
+def test_torch_names_real_waits(cuda):
+    x = torch.ones(4, device=cuda, requires_grad=True)
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * float(grad.sum().item())
+
+    def step():
+        if x.sum() > 0:  # on the host
+            Waits.apply(x).sum().backward()
+
+    place = line_of("on the host").partition(" ")[0]
+    found = waits_that_torch_names(step)
+    assert place in found and len(found) >= 2  # backward's too
+    assert waits_that_torch_names(lambda: x.sum().backward()) == ()
+    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "qwen3_5_text"])

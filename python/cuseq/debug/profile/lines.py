@@ -110,16 +110,17 @@ def _tracer(times: list[int], places: list[tuple[CodeType, int]]) -> Any:
     return trace
 
 
-def name_line(code: CodeType, line: int) -> str:
-    """Return `file.py:123 in function`, relative to the packages folder or working folder."""
-    path = code.co_filename
+def shown_path(path: str) -> str:
+    """Return a file's path relative to the packages folder or working folder."""
     for folder in _PACKAGES:
         _, found, inside = path.rpartition(f"/{folder}/")
         if found:
-            path = inside
-            break
-    else:
-        path = path.removeprefix(os.path.join(os.getcwd(), ""))
+            return inside
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
+
+
+def name_line(code: CodeType, line: int) -> str:
+    """Return `file.py:123 in function`."""
     # Dynamo splits functions at graph breaks and names the parts.
     name = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", code.co_name)
-    return f"{path}:{line} in {name}"
+    return f"{shown_path(code.co_filename)}:{line} in {name}"

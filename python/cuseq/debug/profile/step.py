@@ -24,6 +24,7 @@ from cuseq.debug.profile.trace import (
     check_gpu_profiler,
     record,
     union,
+    waits_that_torch_names,
 )
 from cuseq.layout import PackedLayout
 from cuseq.trees import PackedTree
@@ -75,9 +76,11 @@ def profile_step(
             anything else: a token with label -100 or with the pad token's id may be real, and the
             number of tokens in attention cannot be seen from outside. A mask
             with `input_ids` also tells how many tokens repeat the beginning of another row.
-        fail_on_wait: raise if the step waited for the GPU, with the lines: a gate for tests. Where
-            CUDA was not initialised, if ops read values of tensors, each of which would wait on a
-            GPU; `tolist`, `.cpu()` and `.numpy()` of a CPU tensor call no op and pass.
+        fail_on_wait: raise if the step waited for the GPU, with the lines: a gate for tests. On a
+            GPU the step runs once more in torch's sync debug mode, which names waits of PyTorch's
+            ops where the profiler is not allowed or misses them. Where CUDA was not initialised,
+            raise if ops read values of tensors, each of which would wait on a GPU; `tolist`,
+            `.cpu()` and `.numpy()` of a CPU tensor call no op and pass.
 
     Raises:
         TypeError, ValueError: an argument is wrong; a batch does not say which tokens are real.
@@ -114,9 +117,13 @@ def profile_step(
     name = torch.cuda.get_device_name() if gpu else None
     made = summarise(trace, log, steps=steps, wall_us=wall_us, gpu=name, tokens=tokens, notes=notes)
     if fail_on_wait:
+        if not broken:
+            check_no_waits(made)
+        # A second witness, which needs no profiler.
+        if gpu and (lines := waits_that_torch_names(fn)):
+            raise RuntimeError(f"fn must not wait for the GPU, got waits at {', '.join(lines)}")
         if broken:
             raise RuntimeError(f"fail_on_wait cannot count the waits here: {broken}")
-        check_no_waits(made)
     return made
 
 

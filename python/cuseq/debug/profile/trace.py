@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -19,7 +20,10 @@ from typing import Any
 
 import torch
 
+from cuseq.debug.profile.lines import shown_path
+
 WINDOW = "cuseq.profile_step"
+_SYNC_WARNING = "called a synchronizing CUDA operation"  # of torch's sync debug mode
 
 # Runtime and driver calls that block the host until the device reaches some point. Other calls
 # return at once, except copies of pageable memory and allocations.
@@ -313,6 +317,29 @@ def record(
     trace = Trace(content["traceEvents"], base)
     trace.base_ns += _clock_error(trace, before, after)
     return trace
+
+
+def waits_that_torch_names(body: Callable[[], object]) -> tuple[str, ...]:
+    """Run `body` in torch's sync debug mode, and return the lines of the waits that it names.
+
+    The mode knows the waits of PyTorch's own ops, needs no profiler, and names the innermost line
+    of Python, in backward that of the call. Other warnings of `body` are warned as ever.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            body()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    lines = []
+    for one in caught:
+        if _SYNC_WARNING in str(one.message):
+            lines.append(f"{shown_path(one.filename)}:{one.lineno}")
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    return tuple(dict.fromkeys(lines))
 
 
 @lru_cache
