@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import HfArgumentParser
 from transformers.hf_argparser import HfArg
 
-import cuseq
-
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 # Without it Trainer trains a model on each CPU process alone.
 CPU_RANKS = "gloo" if "WORLD_SIZE" in os.environ and KIND == "cpu" else None
@@ -50,6 +48,15 @@ def parsed(about: str | None, *kinds: Any, given: Sequence[str] | None = None) -
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return tuple(found)
+
+
+def begin(about: str | None, *kinds: Any) -> tuple[Any, ...]:
+    """Join the ranks, and return the options of the command line, which all of them must share."""
+    join_ranks()
+    found = parsed(about, *kinds)
+    given = {f.name: getattr(one, f.name) for one in found for f in dataclasses.fields(one)}
+    check_same_on_ranks(**{k: v for k, v in given.items() if k not in OWN_TO_A_RANK})
+    return found
 
 
 def check_positive(options: Any, *names: str) -> None:
@@ -92,16 +99,6 @@ def on_device(batch: dict[str, Any]) -> dict[str, Any]:
             for name, value in batch.items()}  # fmt: skip
 
 
-def with_labels_of_all_ranks(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a step's batches as the model takes them, with the kept labels of all ranks."""
-    for batch in batches:  # a part of a row has them already, since its neighbours are elsewhere
-        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        batch.setdefault("shift_labels", shifted)
-    cp = cuseq.distributed.ContextParallel
-    kept = {"num_items_in_batch": cp.num_items(batches)}
-    return [cp.model_inputs(batch) | kept for batch in batches]
-
-
 def say(text: str) -> None:
     """Print on the first rank alone."""
     if int(os.environ.get("RANK", "0")) == 0:
@@ -122,12 +119,6 @@ def check_same_on_ranks(**facts: Any) -> None:
             if other[name] != value:
                 raise SystemExit(f"{name} must be the same on all ranks, rank 0 has {value}, rank "
                                  f"{rank} {other[name]}")  # fmt: skip
-
-
-def options_of(*given: Any) -> dict[str, Any]:
-    """Return the fields of dataclasses by name, but those that differ between ranks."""
-    found = {f.name: getattr(one, f.name) for one in given for f in dataclasses.fields(one)}
-    return {name: value for name, value in found.items() if name not in OWN_TO_A_RANK}
 
 
 def make_mesh(cp: int, row_length: int) -> DeviceMesh:

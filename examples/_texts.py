@@ -67,19 +67,24 @@ def has_no_rows(file: Path) -> bool:
     return False
 
 
-def read_rows(name: str, option: str = "") -> datasets.Dataset:
-    """Return a data set of the Hub, or of a JSONL or Parquet file; `option` named it."""
+def read_rows(name: str, option: str = "", *kinds: tuple[str, ...]) -> datasets.Dataset:
+    """Return a data set of the Hub, or of a JSONL or Parquet file, with the columns of a kind."""
     builder = BUILDERS.get(Path(name).suffix.lower())
     if Path(name).is_file() and has_no_rows(Path(name)):
         raise SystemExit(f"{option} {name}: has no rows".lstrip())
     try:
         with naming_full_disk():
-            if builder is None:
-                return datasets.load_dataset(name, split="train")
-            return datasets.load_dataset(builder, data_files=name, split="train")
+            given = {} if builder is None else {"data_files": name}
+            rows = datasets.load_dataset(builder or name, split="train", **given)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise SystemExit(f"{option} {name}: cannot be read ({reason})".lstrip()) from error
+    if kinds and not any({*kind} <= {*rows.column_names} for kind in kinds):
+        named = ", or ".join(" and ".join(kind) for kind in kinds)
+        many = "s" if len(kinds[0]) > 1 else ""
+        raise SystemExit(f"{option} {name}: must have the column{many} {named}, has "
+                         f"{', '.join(rows.column_names)}")  # fmt: skip
+    return rows
 
 
 @contextmanager

@@ -52,14 +52,12 @@ class Options(Inputs):
 
 
 def main() -> None:
-    _ranks.join_ranks()
-    train(*_ranks.parsed(__doc__, Options))
+    train(*_ranks.begin(__doc__, Options))
     dist.destroy_process_group()
 
 
 def train(options: Options) -> list[float]:
     """Train, and return the loss of each step."""
-    _ranks.check_same_on_ranks(**_ranks.options_of(options))
     _ranks.check_positive(options, "accumulation", "steps", "save_every")
     mesh = _ranks.make_mesh(options.cp, options.row_length)
     saved = _runs.newest_checkpoint(options.out, "step-*/state.json", options.resume, "--out")
@@ -81,7 +79,7 @@ def train(options: Options) -> list[float]:
     for _ in range(first):
         schedule.step()
     make_step = None
-    for step, batches in zip(progress, map(_ranks.with_labels_of_all_ranks, rows)):
+    for step, batches in zip(progress, map(cuseq.distributed.ContextParallel.step_inputs, rows)):
         make_step = make_step or step_of(model, optimizer, options, batches[0])
         loss = make_step(batches) / dist.get_world_size()
         schedule.step()

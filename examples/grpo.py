@@ -59,9 +59,7 @@ class Arguments(Defaults, GRPOConfig):
 
 
 def main() -> None:
-    _ranks.join_ranks()
-    options, args = _ranks.parsed(__doc__, Options, Arguments)
-    _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
+    options, args = _ranks.begin(__doc__, Options, Arguments)
     if (options.model is None) != (options.questions is None):
         raise SystemExit("--model and --questions must be given together")
     checkpoint = _runs.trl_checkpoint(args)
@@ -70,7 +68,8 @@ def main() -> None:
         questions, tokenizer, model = a_task_of_digits(args.seed)
         args.max_completion_length, args.learning_rate = 4, 1e-3
     else:
-        questions, model = read_questions(options.questions), options.model
+        questions = read_rows(options.questions, "--questions", ("prompt", "answer"))
+        model = options.model
         tokenizer = tokenizer_of(model, option="--questions")
     trainer = GRPOTrainer(
         model,
@@ -88,15 +87,6 @@ def has_answer(completions: list[Any], answer: list[str], **others: Any) -> list
     """Return the reward of each completion, which is a text, or messages."""
     said = [one if isinstance(one, str) else one[-1]["content"] for one in completions]
     return [float(right in text) for text, right in zip(said, answer)]
-
-
-def read_questions(name: str) -> datasets.Dataset:
-    """Return a data set with the columns that the reward and TRL read."""
-    rows = read_rows(name, "--questions")
-    if not {"prompt", "answer"} <= {*rows.column_names}:
-        raise SystemExit(f"--questions {name}: must have the columns prompt and answer, has "
-                         f"{', '.join(rows.column_names)}")  # fmt: skip
-    return rows
 
 
 def a_task_of_digits(seed: int) -> tuple[datasets.Dataset, Any, transformers.PreTrainedModel]:

@@ -28,7 +28,6 @@ import cuseq
 
 LEARNING_RATE, WARMUP = 3e-3, 20
 PATCH, MERGE, FRAMES = 4, 2, 2  # pixels of a patch, patches of a token, and frames of a patch
-CELL = PATCH * MERGE  # pixels of a token, and of a square
 COLORS = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)  # the corners of RGB
 
 # Tokens 0 to 7 are the colours. A model is asked for these and for END, which have labels.
@@ -94,23 +93,20 @@ def make_model(seed: int) -> torch.nn.Module:
 
 
 def draw_squares(colors: Sequence[int], rng: random.Random) -> Tensor:
-    """Return an image `[3, height, width]`: squares in a line, on grey."""
+    """Return the colours `[3, rows, columns]` of an image's cells: squares in a line, on grey."""
     cells = torch.full((3, rng.randint(1, 2), len(colors) + rng.randint(0, 2)), 0.5)
     cells[:, 0, : len(colors)] = COLORS[colors].T
-    image = cells.repeat_interleave(CELL, 1).repeat_interleave(CELL, 2)
-    return image + 0.2 * torch.randn(image.shape)
+    return cells
 
 
-def patches_of(image: Tensor) -> tuple[Tensor, list[int]]:
+def patches_of(cells: Tensor) -> tuple[Tensor, list[int]]:
     """Return patches `[patches, values]` as Qwen's processor orders them, and their grid.
 
     The patches of a token follow one another, and each holds the image in all of its frames.
     """
-    rows, columns = image.shape[1] // CELL, image.shape[2] // CELL
-    blocks = image.reshape(3, rows, MERGE, PATCH, columns, MERGE, PATCH)
-    patches = blocks.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)
-    frames = patches.unsqueeze(2).expand(-1, -1, FRAMES, -1, -1)
-    return frames.flatten(1), [1, rows * MERGE, columns * MERGE]
+    by_patch = cells.flatten(1).T.repeat_interleave(MERGE**2, 0)
+    _, rows, columns = cells.shape
+    return by_patch.repeat_interleave(FRAMES * PATCH**2, 1), [1, rows * MERGE, columns * MERGE]
 
 
 def make_document(images: int, rng: random.Random) -> Document:
@@ -121,7 +117,7 @@ def make_document(images: int, rng: random.Random) -> Document:
         patches, grid = patches_of(draw_squares(colors, rng))
         tokens = [IMAGE] * (len(patches) // MERGE**2)
         ids += [VISION_START, *tokens, VISION_END, *colors, END]
-        pixels.append(patches)
+        pixels.append(patches + 0.2 * torch.randn(patches.shape))
         grids.append(grid)
     if not images:
         first = rng.randrange(len(COLORS))
@@ -140,9 +136,7 @@ def train(
 ) -> Run:  # fmt: skip
     """Train on the documents of each step, in the batches that `batches_of` makes of them."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, (0.9, 0.95), weight_decay=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARMUP, 1.2 * (1 - step / len(steps)), 1)
-    )
+    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, WARMUP, len(steps))
     losses, begin = [], time.perf_counter()
     for step, documents in enumerate(steps, 1):
         batches = batches_of(documents)

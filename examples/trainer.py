@@ -49,9 +49,7 @@ class Arguments(Defaults, TrainingArguments):
 
 
 def main() -> None:
-    _ranks.join_ranks()
-    options, args = _ranks.parsed(__doc__, Options, Arguments)
-    _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
+    options, args = _ranks.begin(__doc__, Options, Arguments)
     checkpoint = _runs.newest_checkpoint(
         args.output_dir, "checkpoint-*/trainer_state.json", options.resume
     )

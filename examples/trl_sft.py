@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import _ranks
 import _runs
-import datasets
 import torch
 from _inputs import Inputs, load, make_model, tokenizer_of
 from _ranks import Defaults
@@ -27,6 +26,8 @@ from trl import SFTConfig, SFTTrainer
 
 import cuseq
 from cuseq.integrations.transformers import PackingCallback
+
+KINDS = (("messages",), ("prompt", "completion"), ("text",))  # columns that TRL reads
 
 
 @dataclass
@@ -51,18 +52,16 @@ class Arguments(Defaults, SFTConfig):
 
 
 def main() -> None:
-    _ranks.join_ranks()
-    options, args = _ranks.parsed(__doc__, Options, Arguments)
+    options, args = _ranks.begin(__doc__, Options, Arguments)
     if options.lora < 0:
         raise SystemExit(f"--lora must be at least 0, got {options.lora}")
-    _ranks.check_same_on_ranks(**_ranks.options_of(options, args))
     checkpoint = _runs.trl_checkpoint(args)
     with args.main_process_first(desc="reading the documents"):
         if options.conversations is None:
             documents, tokenizer = load(options)
             documents = documents.select_columns("input_ids")
         else:
-            documents = read_conversations(options.conversations)
+            documents = read_rows(options.conversations, "--conversations", *KINDS)
             tokenizer = tokenizer_of(options.model, option="--conversations")
             if "messages" in documents.column_names and tokenizer.chat_template is None:
                 raise SystemExit(f"--model {options.model}: its tokenizer needs a chat template")
@@ -86,16 +85,6 @@ def main() -> None:
     # bin_pack packs all of the data set together.
     _ranks.say(str(cuseq.enable(trainer, bin_pack=True, graph=options.graph)))
     _runs.train(trainer, checkpoint, "--resume_from_checkpoint")
-
-
-def read_conversations(name: str) -> datasets.Dataset:
-    """Return a data set with columns that TRL reads."""
-    rows = read_rows(name, "--conversations")
-    kinds = ({"messages"}, {"prompt", "completion"}, {"text"})
-    if not any(kind <= {*rows.column_names} for kind in kinds):
-        raise SystemExit(f"--conversations {name}: must have the column messages, or prompt and "
-                         f"completion, or text, has {', '.join(rows.column_names)}")  # fmt: skip
-    return rows
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
 
 from cuseq._base.arguments import as_int, check_tensor, one_of, shown
 from cuseq._base.labels import IGNORE_INDEX
@@ -169,6 +170,50 @@ class ContextParallel:
             kept += count.to(device, non_blocking=kind != "cpu")
         torch.distributed.all_reduce(kept, group=group)
         return kept
+
+    @classmethod
+    def step_inputs(
+        cls, batches: Iterable[Mapping[str, Any]], group: ProcessGroup | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the batches of an optimizer step as a model of transformers takes them.
+
+        They have `num_items_in_batch`, the labels of the step on all ranks, so that the losses of
+        all batches of all ranks add up to the mean over these labels. DDP and FSDP average over the
+        ranks: with them multiply each loss by the number of ranks. They lack the numbers of their
+        whole rows (`model_inputs`), and have `shift_labels`, made of `labels` where a collator
+        without `cp` made the batch.
+
+        Args:
+            batches, group: as for `num_items`, or of a collator without `cp`.
+
+        Raises:
+            ValueError: a batch has neither `shift_labels` nor `labels`, or as `num_items`.
+            TypeError: an argument has the wrong type.
+
+        It waits as `num_items` does.
+
+        Examples:
+            >>> step = cuseq.distributed.ContextParallel.step_inputs
+            >>> for batch in step(batches):  # doctest: +SKIP
+            ...     (model(**batch).loss * world_size).backward()
+        """
+        if not isinstance(batches, Iterable):
+            raise TypeError(f"batches must be an iterable of batches, got {shown(batches)}")
+        made = []
+        for batch in batches:
+            given = dict(batch) if isinstance(batch, Mapping) else batch
+            labels = given.get("labels") if isinstance(given, dict) else None
+            if isinstance(labels, Tensor) and "shift_labels" not in given:
+                # Of a rank's part of a row the next label may be elsewhere.
+                if getattr(given.get("packed"), "part", None) is not None:
+                    raise ValueError(
+                        "batches must have shift_labels where ranks share rows, as "
+                        "PackingCollator(cp=...) makes them"
+                    )
+                given["shift_labels"] = pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+            made.append(given)
+        kept = {"num_items_in_batch": cls.num_items(made, group)}
+        return [cls.model_inputs(batch) | kept for batch in made]
 
     @staticmethod
     def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,6 +172,53 @@ def mamba(transformers):
     return config
 
 
+def test_the_losses_of_a_step_add_up_to_the_mean(one_rank):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=64)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    rows = examples()
+    cp = ContextParallel(one_rank)
+    for collate in (
+        PackingCollator(total_tokens=TOTAL),
+        PackingCollator(total_tokens=TOTAL, cp=cp),
+    ):
+        batches = [collate(rows[:2]), collate(rows[2:])]
+        for batch in batches:
+            batch["input_ids"] %= 64
+            batch["labels"] = batch["labels"].where(batch["labels"] < 0, batch["labels"] % 64)
+            if "shift_labels" in batch:
+                kept = batch["shift_labels"]
+                batch["shift_labels"] = kept.where(kept < 0, kept % 64)
+        ready = ContextParallel.step_inputs(batches)
+        assert all(one.keys() >= {"shift_labels", "num_items_in_batch"} for one in ready)
+        assert not any("row_checksum" in one or "num_label_tokens" in one for one in ready)
+        total, count = 0.0, 0
+        for batch, one in zip(batches, ready, strict=True):
+            one = {k: v for k, v in one.items() if k not in ("packed", "weights")}
+            given = model(**one).loss
+            logits = model(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
+            labels = one["shift_labels"][0]
+            each = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            total, count = total + each, count + int((labels != -100).sum())
+            assert int(one["num_items_in_batch"]) == sum(
+                int((made["shift_labels"] != -100).sum()) for made in ready
+            )
+            torch.testing.assert_close(given * int(one["num_items_in_batch"]), each)
+        assert count == int(ready[0]["num_items_in_batch"])
+
+
+def test_a_part_without_shifted_labels_is_refused(one_rank):
+    cp = rank_of(ContextParallel(one_rank), 0, 2)
+    batch = PackingCollator(total_tokens=TOTAL, cp=cp)(examples())
+    del batch["shift_labels"]
+    with pytest.raises(ValueError, match="shift_labels where ranks share rows"):
+        ContextParallel.step_inputs([batch])
+    with pytest.raises(TypeError, match="batches must be an iterable of batches, got 3"):
+        ContextParallel.step_inputs(3)
+    with pytest.raises(ValueError, match=r"batches must have shift_labels, .* batches\[0\]"):
+        ContextParallel.step_inputs([{"input_ids": batch["input_ids"]}])
+
+
 def test_batches_without_labels_are_named(one_rank):
     for batch, shown in (({"labels": None, "a": 1}, r"\['a', 'labels'\]"), (3, "3")):
         with pytest.raises(ValueError, match=f"shift_labels.*got {shown} as batches.1."):

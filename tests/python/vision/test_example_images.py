@@ -41,8 +41,11 @@ def test_patches_are_those_of_the_processor(example, colors):
         do_rescale=False,
         do_normalize=False,
     )
-    image = example.draw_squares(colors, random.Random(0))
+    cells = example.draw_squares(colors, random.Random(0))
+    image = cells
+    for side in (1, 2):  # a cell is a token
+        image = image.repeat_interleave(example.PATCH * example.MERGE, side)
     expected = process(images=[image.numpy()], return_tensors="pt")
-    patches, grid = example.patches_of(image)
+    patches, grid = example.patches_of(cells)
     torch.testing.assert_close(patches, expected["pixel_values"])
     assert [grid] == expected["image_grid_thw"].tolist()
