@@ -30,7 +30,7 @@ from cuseq.cache import new_key, remember
 from cuseq.integrations.transformers._layers import rows_of_layer, softcap_of
 from cuseq.integrations.transformers.documents import counted, document_numbers, model_inside
 from cuseq.integrations.transformers.names import BACKEND, DOCUMENTS, NAME
-from cuseq.layout import PackedLayout, checked_spans, special_kind
+from cuseq.layout import PackedLayout, StaticLayout, checked_spans, special_kind
 
 
 @dataclass(frozen=True)
@@ -345,8 +345,10 @@ def _hold_block_mask(mask: DeferredMask, packed: PackedLayout) -> None:
     device = packed.device.type
     half = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     kind = (packed.total_tokens, packed.is_tree, mask.causal, mask.window, half)
+    if isinstance(packed, StaticLayout):  # a replay's choice follows from more
+        kind += (packed.cu_seqlens_static.shape[0], packed.expected_sequences, packed.is_replayed)
     known = _on_flex.setdefault(layer, {})
-    if packed.is_replayed or kind not in known:  # a replay's choice follows from more
+    if (kind := (*kind, getattr(layer, BACKEND))) not in known:
         known[kind] = _runs_on_flex(layer, mask, packed)
     if known[kind]:
         packed.block_mask(causal=mask.causal, window=mask.window, hold=True)
@@ -354,7 +356,8 @@ def _hold_block_mask(mask: DeferredMask, packed: PackedLayout) -> None:
 
 def _compiled_attention(model: nn.Module) -> nn.Module | None:
     """Return an attention layer of a model whose layers are compiled one by one, or None."""
-    for layer in getattr(model, "layers", ()):
+    layers = getattr(model, "layers", None)
+    for layer in layers if isinstance(layers, nn.ModuleList) else ():
         # torch.compile puts another module around a layer, and Module.compile does not.
         if layer._compiled_call_impl is None and not hasattr(layer, "_orig_mod"):
             return None
