@@ -92,6 +92,22 @@ def test_a_model_trains_as_without_a_graph(name, checkpointing, accumulation, de
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_compiled_layers_over_flex_replay_with_the_masks_of_each_row(name, accumulation, cuda):
+    models = [make_model(name, cuda, checkpointing=False) for _ in range(2)]
+    for model in models:
+        cuseq.disable(model)
+        cuseq.enable(model, backend="flex")
+    for layer in models[1].model.layers:  # they share the mask that the layout holds
+        layer.compile(fullgraph=True, dynamic=False)
+    batches = make_batches()
+    expected = plain_losses(models[0], batches, accumulation)
+    found = graphed_losses(models[1], batches, accumulation)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
 def test_adapters_train_as_without_a_graph(device):
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
