@@ -29,15 +29,15 @@ def own_signals(monkeypatch):
 
 @pytest.mark.slow
 def test_packed_and_padded_learn_the_same(own_signals, tmp_path):
-    steps = ("--max_steps", 100, "--save_steps", 100, "--disable_tqdm", "true")
+    steps = ("--max_steps", 60, "--save_steps", 60, "--disable_tqdm", "true")
     packed, padded = (
         rewards_of(tmp_path / name, *steps, *options)
         for name, options in (("packed", ()), ("padded", ("--no_packed",)))
     )
-    assert len(packed) == 100
+    assert len(packed) == 60
     assert packed[:10] == padded[:10]  # rounding can turn a sampled token into another
     assert packed == pytest.approx(padded, abs=0.3)
-    assert sum(packed[-10:]) > 1.5 * sum(packed[:10])
+    assert sum(packed[-10:]) > 1.3 * sum(packed[:10])
 
 
 @pytest.mark.slow
