@@ -28,16 +28,20 @@ def own_signals(monkeypatch):
 
 
 @pytest.mark.slow
-def test_packed_and_padded_learn_the_same(own_signals, tmp_path):
-    steps = ("--max_steps", 60, "--save_steps", 60, "--disable_tqdm", "true")
-    packed, padded = (
-        rewards_of(tmp_path / name, *steps, *options)
-        for name, options in (("packed", ()), ("padded", ("--no_packed",)))
-    )
-    assert len(packed) == 60
+def test_packed_and_padded_have_the_same_rewards(own_signals, tmp_path):
+    steps = ("--max_steps", 12, "--save_steps", 12, "--disable_tqdm", "true")
+    packed = rewards_of(tmp_path / "packed", *steps)
+    padded = rewards_of(tmp_path / "padded", *steps, "--no_packed")
+    assert len(packed) == len(padded) == 12
     assert packed[:10] == padded[:10]  # rounding can turn a sampled token into another
-    assert packed == pytest.approx(padded, abs=0.3)
-    assert sum(packed[-10:]) > 1.3 * sum(packed[:10])
+
+
+@pytest.mark.full
+def test_rewards_rise(own_signals, tmp_path):
+    rewards = rewards_of(
+        tmp_path, "--max_steps", 200, "--save_steps", 200, "--disable_tqdm", "true"
+    )
+    assert sum(rewards[-10:]) > 2 * sum(rewards[:10])
 
 
 @pytest.mark.slow
