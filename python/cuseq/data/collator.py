@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cuseq._base.arguments import as_int, check_tensor, round_up, shown
-from cuseq._base.labels import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX, shifted
 from cuseq._base.models import watch_models
 from cuseq.data._lengths import array_as_tensor, is_array
 from cuseq.data._state import options_in
@@ -328,16 +328,14 @@ def part_of(batch: dict[str, Any], packed: PackedLayout, cp: ContextParallel) ->
 
     Positions that the batch holds are dealt too.
     """
-    labels = batch["labels"]
-    # The first label of each sequence is masked, so the last one of each is after the shift.
-    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    batch = batch | {"shift_labels": shifted}
+    next_labels = shifted(batch["labels"])
+    batch = batch | {"shift_labels": next_labels}
     rows = [value.squeeze(0) for value in batch.values()]
     local, *parts = cp_partition(packed, cp.plan(packed), cp.rank, *rows, group=cp.group_name)
     dealt: dict[str, Any] = {key: part.unsqueeze(0) for key, part in zip(batch, parts, strict=True)}
     dealt.setdefault("position_ids", positions_for_models(local))
     dealt["packed"] = local
-    dealt["num_label_tokens"] = int((shifted != IGNORE_INDEX).sum())
+    dealt["num_label_tokens"] = int((next_labels != IGNORE_INDEX).sum())
     dealt["row_checksum"] = zlib.crc32(batch["input_ids"].numpy().tobytes())
     return dealt
 

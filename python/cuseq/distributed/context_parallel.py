@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad
 
 from cuseq._base.arguments import as_int, check_tensor, one_of, shown
-from cuseq._base.labels import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX, shifted
 from cuseq.distributed._groups import check_group, device_without_wait
 from cuseq.distributed.plan import (
     HEAD_DIM,
@@ -197,21 +196,7 @@ class ContextParallel:
             >>> for batch in step(batches):  # doctest: +SKIP
             ...     (model(**batch).loss * world_size).backward()
         """
-        if not isinstance(batches, Iterable):
-            raise TypeError(f"batches must be an iterable of batches, got {shown(batches)}")
-        made = []
-        for batch in batches:
-            given = dict(batch) if isinstance(batch, Mapping) else batch
-            labels = given.get("labels") if isinstance(given, dict) else None
-            if isinstance(labels, Tensor) and "shift_labels" not in given:
-                # Of a rank's part of a row the next label may be elsewhere.
-                if getattr(given.get("packed"), "part", None) is not None:
-                    raise ValueError(
-                        "batches must have shift_labels where ranks share rows, as "
-                        "PackingCollator(cp=...) makes them"
-                    )
-                given["shift_labels"] = pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
-            made.append(given)
+        made = [_with_shifted(one) for one in batches] if isinstance(batches, Iterable) else batches
         kept = {"num_items_in_batch": cls.num_items(made, group)}
         return [cls.model_inputs(batch) | kept for batch in made]
 
@@ -238,6 +223,19 @@ class ContextParallel:
 
     def __repr__(self) -> str:
         return f"ContextParallel(rank {self.rank} of {self.size}, {self.policy})"
+
+
+def _with_shifted(batch: Any) -> Any:
+    """Return a batch with `shift_labels`, if it has labels; `num_items` refuses others."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or "shift_labels" in batch:
+        return batch
+    if getattr(batch.get("packed"), "part", None) is not None:  # another rank has the next label
+        raise ValueError(
+            "batches must have shift_labels where ranks share rows, as PackingCollator(cp=...) "
+            "makes them"
+        )
+    return {**batch, "shift_labels": shifted(labels)}
 
 
 def _heads_of(config: Any) -> tuple[tuple[int, int], int]:

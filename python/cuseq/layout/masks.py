@@ -149,8 +149,8 @@ def refill_block_masks(packed: PackedLayout, held: dict[tuple[bool, int | None],
 def _tensors_of(mask: BlockMask) -> list[Tensor]:
     """Return the tensors of a mask, those that its `mask_mod` reads too."""
     closure = getattr(mask.mask_mod, "__closure__", None) or ()
-    values = (*mask.as_tuple(), *(cell.cell_contents for cell in closure))
-    return [value for value in values if isinstance(value, Tensor)]
+    read = (cell.cell_contents for cell in closure)
+    return [*trees.tensors_of(mask), *(value for value in read if isinstance(value, Tensor))]
 
 
 def xformers_bias(packed: PackedLayout, window: int | None) -> Any:

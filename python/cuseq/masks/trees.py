@@ -108,7 +108,7 @@ def block_mask(packed: PackedLayout, window: int | None, sizes: tuple[int, int])
         lambda: make_block_mask(packed, window, sizes),
         window,
         *sizes,
-        tensors=_tensors_of,
+        tensors=tensors_of,
     )
 
 
@@ -152,5 +152,6 @@ def _one_list(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return seen.sum(-1, dtype=counts.dtype), order.contiguous()
 
 
-def _tensors_of(mask: BlockMask) -> list[Tensor]:
+def tensors_of(mask: BlockMask) -> list[Tensor]:
+    """Return the tensors of a mask's block lists."""
     return [value for value in mask.as_tuple() if isinstance(value, Tensor)]

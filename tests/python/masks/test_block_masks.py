@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import reference
@@ -573,16 +574,23 @@ def attend_by_flex(packed: PackedLayout, query: Tensor, options: dict) -> Tensor
     return flex_attention(query, query, query, block_mask=packed.block_mask(**options))
 
 
-HELD = [{}, {"window": 30}, {"causal": False}]
+HELD = [
+    (kind, options)
+    for kind in ("row", "padded", "tree")
+    for options in ({}, {"window": 30}, {"causal": False})
+    if kind != "tree" or options.get("causal", True)  # trees are causal
+]
 
 
-@pytest.mark.parametrize("options", HELD, ids=str)
-@pytest.mark.parametrize("kind", ["row", "padded", "tree"])
-def test_compiled_code_takes_a_mask_that_is_held(kind, options, device, fresh_compiler):
-    if kind == "tree" and not options.get("causal", True):
-        pytest.skip("trees are causal")
+def counting() -> tuple[CompileCounterWithBackend, Callable[..., Tensor]]:
+    """Return a backend that keeps the graphs, and attention that it compiles."""
     backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend_by_flex, backend=backend, fullgraph=True, dynamic=False)
+    return backend, torch.compile(attend_by_flex, backend=backend, fullgraph=True, dynamic=False)
+
+
+@pytest.mark.parametrize(("kind", "options"), HELD, ids=str)
+def test_compiled_code_takes_a_mask_that_is_held(kind, options, device, fresh_compiler):
+    backend, compiled = counting()
     for lengths in ([100, 50, 60], [90, 10, 110], [209, 1, 0]):
         packed = make_held(kind, lengths, device, **options)
         query = torch.randn(1, 2, packed.total_tokens, 16, device=device)
@@ -604,13 +612,9 @@ def test_a_mask_of_another_kind_is_not_taken(device, fresh_compiler):
         torch.testing.assert_close(compiled(packed, query, options), expected)
 
 
-@pytest.mark.parametrize("options", HELD, ids=str)
-@pytest.mark.parametrize("kind", ["row", "padded", "tree"])
+@pytest.mark.parametrize(("kind", "options"), HELD, ids=str)
 def test_other_lengths_are_written_into_what_is_held(kind, options, device, fresh_compiler):
-    if kind == "tree" and not options.get("causal", True):
-        pytest.skip("trees are causal")
-    backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend_by_flex, backend=backend, fullgraph=True, dynamic=False)
+    backend, compiled = counting()
     packed = make_held(kind, [100, 50, 60], device, **options)
     query = torch.randn(1, 2, 256, 16, device=device)
     held = packed.block_mask(hold=True, **options)

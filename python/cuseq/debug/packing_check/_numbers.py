@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cuseq._base.labels import IGNORE_INDEX
+from cuseq._base.labels import IGNORE_INDEX, shifted
 from cuseq.debug.packing_check._documents import Document
 from cuseq.debug.packing_check._runs import Outcome, Runs
 
@@ -94,7 +94,7 @@ def crossing_gap(totals: Totals, documents: Sequence[Document]) -> float:
     That is, if each document's last token had to predict the first token of the next document.
     """
     labels = torch.cat([document.labels for document in documents])
-    targets = F.pad(labels[1:], (0, 1), value=IGNORE_INDEX)
+    targets = shifted(labels)
     return float(_mean_loss(totals.logits, targets)) - totals.cross_entropy
 
 
@@ -158,7 +158,7 @@ def _parameters(model: nn.Module) -> tuple[list[str], list[Tensor]]:
 
 def _cross_entropy(logits: Tensor, documents: Sequence[Document]) -> Tensor:
     """Return the mean cross entropy of `[tokens, vocabulary]` over the documents' targets."""
-    targets = [F.pad(document.labels[1:], (0, 1), value=IGNORE_INDEX) for document in documents]
+    targets = [shifted(document.labels) for document in documents]
     return _mean_loss(logits, torch.cat(targets))
 
 

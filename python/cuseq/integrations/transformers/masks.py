@@ -328,7 +328,7 @@ def _is_for_indexers(config: Any, pattern: Callable, window: int | None) -> bool
 # ------------------------------------------------------------- layers that are compiled one by one
 
 
-# Of a layer and of what a choice follows from: whether its compiled code runs on flex attention.
+# For each layer, by what the choice depends on: whether its compiled code runs on flex attention.
 _on_flex: weakref.WeakKeyDictionary[nn.Module, dict[Any, bool]] = weakref.WeakKeyDictionary()
 
 
